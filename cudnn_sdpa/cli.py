@@ -234,7 +234,7 @@ def build_native(
     from cudnn_sdpa.engine.native.compiler import CompileError
 
     try:
-        built = build.build(build.Recipe(), again=again)
+        built = build.build(build.ModuleSources(), again=again)
         loader.load(built.path)
     except (CompileError, ImportError) as error:
         _fail(" ".join(str(error).split()), PROBLEM)

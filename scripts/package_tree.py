@@ -27,15 +27,23 @@ ROOMS = [
 ]
 
 
+#: Sources in C++ and CUDA begin with comments.
+OTHERS = {".cu", ".h", ".cpp"}
+
+
 def summary(path: Path) -> str:
-    """The first sentence of a module's docstring, at most a line."""
-    text = ast.get_docstring(ast.parse(path.read_text())) or ""
+    """The first sentence of a module's docstring, or of the comment at the head of another source, at most a line."""
+    if path.suffix in OTHERS:
+        text = path.read_text().split("\n", 1)[0].lstrip("/* ")
+    else:
+        text = ast.get_docstring(ast.parse(path.read_text())) or ""
     return text.split("\n", 1)[0].split(". ", 1)[0].removesuffix(".")
 
 
 def lines(folder: Path, indent: int) -> list[str]:
     """A folder's files, then its folders."""
-    names = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py" or folder == PACKAGE)
+    sources = [path for path in folder.iterdir() if path.suffix in {".py", *OTHERS}]
+    names = sorted(path for path in sources if path.name != "__init__.py" or folder == PACKAGE)
     width = 26 - indent
     found = [f"{' ' * indent}{path.name:{width}}{summary(path)}" for path in names]
     inner = [path.parent for path in folder.glob("*/__init__.py")]

@@ -160,18 +160,24 @@ class BoundPlan:
     """
 
     __slots__ = (
-        *(
-            "_aligned_names",
-            "_arguments",
-            "_copied",
-            "_elsewhere",
-            "_memory",
-            "_otherwise",
-            "aligned",
-            "kernel_pointers",
-            "kernels",
-        ),
-        *("number_places", "numbers", "operands", "plan", "pointers", "recipes", "results", "template"),
+        "_aligned_names",
+        "_aligned_slots",
+        "_arguments",
+        "_copied",
+        "_elsewhere",
+        "_memory",
+        "_otherwise",
+        "aligned",
+        "kernel_pointers",
+        "kernels",
+        "number_places",
+        "numbers",
+        "operands",
+        "plan",
+        "pointers",
+        "recipes",
+        "results",
+        "template",
     )
 
     def __init__(

@@ -155,9 +155,10 @@ class GraphFunction(GraphOp):
         if not is_compiling():
             if _Watch.count and (watched := self._watched(operands, options)) is not None:
                 return watched[0]
-            known = self._calls.find(*operands, **options)
-            if known is not MISSED:
-                return known
+            if self._calls.find is not None:
+                known = self._calls.find(*operands, **options)
+                if known is not MISSED:
+                    return known
             run = self._find(operands, options)
             if run is not None:
                 if self._calls.is_used:

@@ -60,13 +60,14 @@ def scaled_dot_product_attention(
         torch.Size([4, 16, 64])
     """
     given = query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-    if not (is_compiling() or value_checks.enabled) and functional.scaled_dot_product_attention is PYTORCHS:
+    is_pytorchs = functional.scaled_dot_product_attention is PYTORCHS
+    if _calls.find is not None and is_pytorchs and not (is_compiling() or value_checks.enabled):
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
     try:
         if attn_mask is None and _is_plain_call(query, key, value, enable_gqa):
-            if functional.scaled_dot_product_attention is not PYTORCHS:
+            if not is_pytorchs:
                 refuse_context_parallel("sdpa")
             call = ForwardArguments(
                 *(query, key, value),

@@ -184,17 +184,20 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
         operands=("q", "k", "v", "out", "grad_out", "lse"),
         results=[*(as_layout(layout) for layout in spec.gradients()), *[AMAX] * 4],
         numbers={"scale": call.scale_value},
-        additions=_scales(Fp8BackwardScales._fields, key),
+        additions=_scales(Fp8BackwardScales._fields, key) + Additions(copied=("grad_out",)),
         arguments=SCALES,
     )
     bound = _Bound(plain, Fp8BackwardScales._fields, tensors=6, dense=dense)
+    is_whole = spec is whole and rows == dense.rows == dense.sq
+    if is_whole and bound.is_direct and _is_read_in_place(call):
+        return Prepared(Launch(plain, range(len(plain.results)), of={}), plan)
     read = _reader(call, whole)
 
     def run(call: Fp8BackwardArguments) -> Results:
         call = read(call)
         return tuple(bound(call, (call.q, call.k, call.v, call.out, call.grad_out, call.lse)))
 
-    if spec is whole and rows == dense.rows == dense.sq:
+    if is_whole:
         return Prepared(run, plan)
     launch = _RowsLaunch(bound, spec, rows)
 
@@ -221,6 +224,11 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
 def _zero_gradients(call: Fp8BackwardArguments) -> Results:
     """The results without queries or without keys."""
     return tuple(_zeros(call.q, layout) for layout in plans.results_of_backward(call))
+
+
+def _is_read_in_place(call: Fp8BackwardArguments) -> bool:
+    """Whether cuDNN reads the output's gradient and the LSE without a copy, if their addresses are aligned."""
+    return workarounds.has_readable_strides(call.grad_out) and call.lse.is_contiguous()
 
 
 def _reader(call: Fp8BackwardArguments, spec: BackwardSpec) -> Callable[[Fp8BackwardArguments], Fp8BackwardArguments]:

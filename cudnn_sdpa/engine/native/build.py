@@ -73,7 +73,7 @@ def sanitizer_of_environment() -> str:
 
 
 @dataclass(frozen=True)
-class Recipe:
+class ModuleSources:
     """What a module is made from and for.
 
     Attributes:
@@ -149,22 +149,22 @@ class Built:
 
 
 class _Folder:
-    """An open folder of modules, and one recipe."""
+    """An open folder of modules, and what its modules are made from."""
 
-    def __init__(self, path: Path, descriptor: int, recipe: Recipe) -> None:
+    def __init__(self, path: Path, descriptor: int, made_from: ModuleSources) -> None:
         self.path = path
         self.descriptor = descriptor
-        self.recipe = recipe
-        self.identity = recipe.identity()
+        self.made_from = made_from
+        self.identity = made_from.identity()
         self.name = name_of(self.identity)
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, recipe: Recipe, folder: Path | None, *, make: bool) -> Iterator[_Folder]:
+    def opened(cls, made_from: ModuleSources, folder: Path | None, *, make: bool) -> Iterator[_Folder]:
         path = folder_of_environment() if folder is None else folder
         descriptor = private_folders.open_private(path, make=make)
         try:
-            yield cls(path, descriptor, recipe)
+            yield cls(path, descriptor, made_from)
         finally:
             os.close(descriptor)
 
@@ -194,7 +194,9 @@ class _Folder:
             output = scratch / self.name
             niceness = compiler.NICENESS if in_background else 0
             try:
-                printed = compilation.run(command, self.recipe.files(".cpp"), self.recipe.sanitize, output, niceness)
+                printed = compilation.run(
+                    command, self.made_from.files(".cpp"), self.made_from.sanitize, output, niceness
+                )
             except CompileError as error:
                 if error.is_final:
                     self._note_refusal(command, str(error))
@@ -287,18 +289,18 @@ def _version_of(command: list[str]) -> list[object]:
     return [command, os.path.realpath(command[0]), status.st_size, status.st_mtime_ns]
 
 
-def find(recipe: Recipe, folder: Path | None = None) -> Built | None:
-    """The module of `recipe`, if a process has compiled it; it is not compiled.
+def find(made_from: ModuleSources, folder: Path | None = None) -> Built | None:
+    """The module of these sources, if a process has compiled it; it is not compiled.
 
     Args:
-        recipe: What it is made from.
+        made_from: What it is made from.
         folder: The folder of modules; None is that of the environment.
 
     Raises:
         CompileError: The folder is unsafe or cannot be read.
     """
     try:
-        with _Folder.opened(recipe, folder, make=False) as opened:
+        with _Folder.opened(made_from, folder, make=False) as opened:
             return opened.find(logging.DEBUG)  # `build` says more
     except (OSError, UnsafeFolderError) as error:
         if isinstance(error.__cause__, FileNotFoundError):
@@ -307,17 +309,17 @@ def find(recipe: Recipe, folder: Path | None = None) -> Built | None:
 
 
 def build(
-    recipe: Recipe,
+    made_from: ModuleSources,
     folder: Path | None = None,
     *,
     again: bool = False,
     in_background: bool = False,
     compilation: Compilation | None = None,
 ) -> Built:
-    """The module of `recipe`, compiled unless it is there.
+    """The module of these sources, compiled unless it is there.
 
     Args:
-        recipe: What it is made from.
+        made_from: What it is made from.
         folder: The folder of modules; None is that of the environment.
         again: Whether to compile it even if it is there.
         in_background: Whether the compiler runs at a low priority, and what it has lately refused is not tried again.
@@ -328,7 +330,7 @@ def build(
     """
     compilation = compilation or Compilation()
     try:
-        with _Folder.opened(recipe, folder, make=True) as opened:
+        with _Folder.opened(made_from, folder, make=True) as opened:
             built = None if again else opened.find(logging.WARNING)
             if built is not None:
                 return built

@@ -29,10 +29,6 @@ MISSED = object()
 _ALLOCATE = plans.allocate  #: in place of which tests put their own
 
 
-def _know_nothing(*_: object, **__: object) -> object:
-    return MISSED
-
-
 #: See `Differentiation.gradients`.
 Gradients = Callable[..., Any]
 
@@ -84,7 +80,8 @@ class NativeCalls:
     """The calls of one public function that the native module launches.
 
     Attributes:
-        find: Called with all arguments of the function as it got them: gives its results, or `MISSED`.
+        find: Called with all arguments of the function as it got them: gives its results, or `MISSED`. None as long as
+            the module is not asked.
     """
 
     def __init__(self, *, numbers: int = 0, marked: Sequence[int] = (), mark: str = "") -> None:
@@ -95,8 +92,7 @@ class NativeCalls:
             marked: Places of arguments with an attribute that decides how a call is launched.
             mark: Its name.
         """
-        self.find: Callable[..., Any] = _know_nothing
-        self._table: Any = None
+        self.find: Any = None
         self._options = numbers, sum(1 << place for place in marked), mark
         _tables.add(self)
         plan_cache._tables.add(self)
@@ -105,12 +101,11 @@ class NativeCalls:
     @property
     def is_used(self) -> bool:
         """Whether the module is asked."""
-        return self._table is not None
+        return self.find is not None
 
     def use(self, module: ModuleType | None) -> None:
         """Asks the module from now on; nobody if it is None."""
-        self._table = None if module is None else module.Calls(*self._options)
-        self.find = _know_nothing if self._table is None else self._table
+        self.find = None if module is None else module.Calls(*self._options)
 
     def learn(
         self,
@@ -120,7 +115,7 @@ class NativeCalls:
         differentiation: Differentiation | None = None,
     ) -> bool:
         """Teaches the module calls like one, given its arguments as the function got them, and how it is launched."""
-        module, table = _module(), self._table
+        module, table = _module(), self.find
         if table is None or module is None or not launch.bound.plan.held:
             return False
         places = {id(x): place for place, x in reversed(list(enumerate((*arguments, *options.values()))))}
@@ -164,11 +159,11 @@ class NativeCalls:
         self._drop(None)
 
     def _drop(self, plan: Plan | None) -> None:
-        if self._table is not None:
-            self._table.forget(plan)
+        if self.find is not None:
+            self.find.forget(plan)
 
     def __len__(self) -> int:
-        return 0 if self._table is None else len(self._table)
+        return 0 if self.find is None else len(self.find)
 
 
 class _Use:

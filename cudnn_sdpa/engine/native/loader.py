@@ -18,7 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 from cudnn_sdpa.engine.native import build, compiler
-from cudnn_sdpa.engine.native.build import Built, Recipe
+from cudnn_sdpa.engine.native.build import Built, ModuleSources
 from cudnn_sdpa.engine.native.compiler import Compilation, CompileError
 from cudnn_sdpa.errors import LibraryError, OptionError
 from cudnn_sdpa.graph.diagnostics import printable
@@ -124,12 +124,12 @@ def start() -> None:
         return
     chosen = mode()
     if chosen != OFF:
-        _start(Recipe(), in_background=chosen == AUTO)
+        _start(ModuleSources(), in_background=chosen == AUTO)
         if chosen == ON:
             _wait()
 
 
-def _start(recipe: Recipe, *, in_background: bool) -> None:
+def _start(sources: ModuleSources, *, in_background: bool) -> None:
     """Loads the module or starts the thread that compiles it, unless that has been done."""
     if _Native.status.state != NOT_STARTED:
         return
@@ -137,20 +137,20 @@ def _start(recipe: Recipe, *, in_background: bool) -> None:
         if _Native.status.state != NOT_STARTED or _Native.is_ending:
             return
         try:
-            built = build.find(recipe)
+            built = build.find(sources)
         except CompileError:
             built = None  # `build` says why
         if built is None:
-            _compile(recipe, in_background=in_background)
+            _compile(sources, in_background=in_background)
         else:
             _load(built)
     _call_back()
 
 
-def _compile(recipe: Recipe, *, in_background: bool) -> None:
+def _compile(sources: ModuleSources, *, in_background: bool) -> None:
     """Starts the thread that compiles; the caller has the lock."""
     compilation = Compilation()
-    arguments = {"recipe": recipe, "compilation": compilation, "in_background": in_background}
+    arguments = {"sources": sources, "compilation": compilation, "in_background": in_background}
     thread = threading.Thread(target=_work, kwargs=arguments, name="cudnn_sdpa native", daemon=True)
     _Native.status = Status(COMPILING, "the native module is being compiled")
     _Native.compilation, _Native.thread = compilation, thread
@@ -160,9 +160,9 @@ def _compile(recipe: Recipe, *, in_background: bool) -> None:
         _fail(error)
 
 
-def _work(recipe: Recipe, compilation: Compilation, *, in_background: bool) -> None:
+def _work(sources: ModuleSources, compilation: Compilation, *, in_background: bool) -> None:
     try:
-        built = build.build(recipe, in_background=in_background, compilation=compilation)
+        built = build.build(sources, in_background=in_background, compilation=compilation)
     except Exception as error:  # noqa: BLE001 - whatever it is, Python serves the calls
         with _lock:
             _fail(error)
@@ -251,8 +251,8 @@ def forecast() -> str:
     try:
         if mode() == OFF:
             return f"Python: {VARIABLE}={OFF}"
-        recipe = Recipe()
-        built = build.find(recipe)
+        sources = ModuleSources()
+        built = build.find(sources)
         if built is not None:
             return f"C++: compiled before ({built.path})"
         return f"C++, when {compiler.check()[0]} has compiled it in the background; before that Python"

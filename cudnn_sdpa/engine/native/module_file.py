@@ -25,7 +25,7 @@ class ModuleFile:
     """A compiled module and its description.
 
     Attributes:
-        identity: What it was made from and for; see `build.Recipe.identity`.
+        identity: What it was made from and for; see `build.ModuleSources.identity`.
         compiler: The command that compiled it.
         library: The shared library.
     """

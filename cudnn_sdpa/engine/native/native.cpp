@@ -1,5 +1,6 @@
-// The quick way of a call: recognizes it, allocates its results, launches its plan and is its node in autograd's graph.
+// The native way of calls: the module that Python loads.
 //
+// It recognizes a call, allocates its results, launches its plan and is its node in autograd's graph.
 // It knows no operation, no option and no cuDNN: Python gives it finished recipes, and it repeats them. What it does not
 // know goes back to Python. Names are those of engine/launch.py, where recipes are made.
 #include "calls.h"

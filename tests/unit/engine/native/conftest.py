@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cudnn_sdpa.engine.native.build import FOLDER_VARIABLE, Recipe
+from cudnn_sdpa.engine.native.build import FOLDER_VARIABLE, ModuleSources
 
 #: A module with the number `answer`, linked like the real one.
 SMALL = """
@@ -33,16 +33,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Callable[..., Recipe]:
+def recipe(tmp_path: Path) -> Callable[..., ModuleSources]:
     """Writes the sources of a module whose `answer` is a number, or of another one."""
 
-    def write(answer: int = 42, source: str = SMALL, **headers: str) -> Recipe:
+    def write(answer: int = 42, source: str = SMALL, **headers: str) -> ModuleSources:
         sources = tmp_path / "sources"
         sources.mkdir(exist_ok=True)
         (sources / "small.cpp").write_text(source.replace("ANSWER", str(answer)))
         for name, text in headers.items():
             (sources / f"{name}.h").write_text(text)
-        return Recipe(sources)
+        return ModuleSources(sources)
 
     return write
 
@@ -50,7 +50,7 @@ def recipe(tmp_path: Path) -> Callable[..., Recipe]:
 class Held:
     """A module whose compiler waits in the middle of its work: it reads a pipe as if it were a header."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: ModuleSources) -> None:
         self.recipe = recipe
         self.pipe = recipe.sources / "answer.inc"
         os.mkfifo(self.pipe)
@@ -83,7 +83,7 @@ class Held:
 
 
 @pytest.fixture
-def held(recipe: Callable[..., Recipe]) -> Held:
+def held(recipe: Callable[..., ModuleSources]) -> Held:
     return Held(recipe(source=SMALL.replace("ANSWER", '\n#include "answer.inc"\n')))
 
 

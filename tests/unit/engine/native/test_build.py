@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from cudnn_sdpa.engine.native import build, compiler, loader
-from cudnn_sdpa.engine.native.build import Recipe
+from cudnn_sdpa.engine.native.build import ModuleSources
 from cudnn_sdpa.engine.native.compiler import CompileError
 from cudnn_sdpa.engine.native.module_file import BadModuleError, ModuleFile
 from cudnn_sdpa.errors import OptionError
@@ -204,7 +204,7 @@ from cudnn_sdpa.engine.native import build, loader
 for folder in Path(sys.argv[1]).parents:
     if str(folder).startswith("/tmp/"):
         folder.chmod(0o755)
-small = build.Recipe(Path(sys.argv[1]))
+small = build.ModuleSources(Path(sys.argv[1]))
 os.setgid(54321); os.setuid(54321)
 print(loader.load(build.build(small).path).answer)
 try:
@@ -350,11 +350,11 @@ COMPILE = """
 import os
 from pathlib import Path
 from cudnn_sdpa.engine.native import build
-print(build.build(build.Recipe(Path(os.environ["SOURCES"]))).seconds is not None, flush=True)
+print(build.build(build.ModuleSources(Path(os.environ["SOURCES"]))).seconds is not None, flush=True)
 """
 
 
-def started(program: str, recipe: Recipe) -> subprocess.Popen[str]:
+def started(program: str, recipe: ModuleSources) -> subprocess.Popen[str]:
     """A process of its own that does not have the sources' path in its command."""
     environment = {**os.environ, "SOURCES": str(recipe.sources)}
     return subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
@@ -412,4 +412,4 @@ def test_a_killed_compiler_is_an_error_that_is_tried_again(held, folder, wait_un
 def test_unknown_sanitizers_are_refused(monkeypatch, value):
     monkeypatch.setenv("CUDNN_SDPA_NATIVE_SANITIZE", value)
     with pytest.raises(OptionError, match="CUDNN_SDPA_NATIVE_SANITIZE: got"):
-        Recipe()
+        ModuleSources()

@@ -20,7 +20,7 @@ from pathlib import Path
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
 from cudnn_sdpa.engine.native import build, loader
 SOURCES = Path(os.environ["SOURCES"])
-loader.Recipe = functools.partial(build.Recipe, SOURCES)
+loader.ModuleSources = functools.partial(build.ModuleSources, SOURCES)
 loader._callbacks.clear()  # the library's own, which ask for more than an answer
 
 def end_of(state):

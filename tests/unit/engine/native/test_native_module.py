@@ -16,7 +16,7 @@ import pytest
 
 from cudnn_sdpa.engine.explain import Explanation
 from cudnn_sdpa.engine.native import build, compiler, loader
-from cudnn_sdpa.engine.native.build import SANITIZE_VARIABLE, Recipe
+from cudnn_sdpa.engine.native.build import SANITIZE_VARIABLE, ModuleSources
 
 
 def test_wheels_and_source_distributions_have_every_source(repository, tmp_path):
@@ -61,7 +61,7 @@ def test_explain_has_one_line_about_it():
 def test_it_compiles_without_warnings_and_runs_under_sanitizers(folder, monkeypatch, caplog, run_python):
     monkeypatch.setenv(SANITIZE_VARIABLE, "address,undefined")
     caplog.set_level(logging.DEBUG)
-    built = build.build(Recipe())
+    built = build.build(ModuleSources())
     assert [record for record in caplog.records if "printed" in record.getMessage()] == []
     with pytest.raises(ImportError, match="LD_PRELOAD"):
         loader.load(built.path)
