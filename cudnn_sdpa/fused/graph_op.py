@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, overload
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import cast_tensor
@@ -229,18 +231,19 @@ class GraphFunction(GraphOp):
 
     def _watched(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> tuple[Any] | None:
         """The results of a known call that a backward pass makes while it is watched; None for other calls."""
-        launches = _Watch.of_this_thread()
-        if launches is None:
+        watch = _Watch.of_this_thread()
+        if watch is None:
             return None
-        run = self._find(operands, options)
-        entry = None if run is None else self._look_up(operands, options, needs_gradient(*_tensors(operands)))
-        if run is None or entry is None:
-            launches.append(None)
-            return None
-        found = run(*operands)
+        with watch.looking_away():
+            run = self._find(operands, options)
+            entry = None if run is None else self._look_up(operands, options, needs_gradient(*_tensors(operands)))
+            if run is None or entry is None:
+                watch.launches.append(None)
+                return None
+            found = run(*operands)
         results = found if isinstance(found, tuple) else (found,)
         versions = [x._version for x in results]
-        launches.append(None if entry.bound.numbers else (entry.bound, _tensors(operands), results, versions))
+        watch.launches.append(None if entry.bound.numbers else (entry.bound, _tensors(operands), results, versions))
         return (found,)
 
     def _teach(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> None:
@@ -569,12 +572,13 @@ def _native_gradients(
     """See `Differentiation`."""
     of, like, attempts = options
     context = _NativeContext(saved, numbers, like)
-    if not can_learn or attempts.made >= MAX_ATTEMPTS:
+    # Numbers may decide what it does, and results of inference mode do not tell whether they were written to.
+    if not can_learn or numbers or attempts.made >= MAX_ATTEMPTS or torch.is_inference_mode_enabled():
         return of.gradients(context, grads, needs), None
     attempts.made += 1
-    with _Watch() as launches:
+    with _Watch.of_block() as watch:
         found = of.gradients(context, grads, needs)
-    return found, _only_launch(launches, [x for x, need in zip(found, needs, strict=True) if need])
+    return found, _only_launch(watch.launches, [x for x, need in zip(found, needs, strict=True) if need])
 
 
 #: How many backward calls of one kind are watched for being a single launch, which the native module can repeat.
@@ -597,32 +601,64 @@ class _Attempts:
         self.made = 0
 
 
-class _Watch:
-    """While active, notes the launches of graph functions in this thread; None for a call that is not known yet.
+#: What neither reads the elements of a tensor nor writes them: attributes, layouts and views.
+_HARMLESS = frozenset(
+    (
+        *("__get__", "data_ptr", "dim", "element_size", "is_contiguous", "is_neg", "numel", "size", "stride"),
+        *("flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view", "view_as"),
+    )
+)
+
+
+class _Watch(TorchFunctionMode):
+    """While active, notes what this thread does: launches of graph functions; None for anything else.
 
     Attributes:
         count: Number of threads that are watched.
+        launches: The launches.
     """
 
     count = 0
     _threads = threading.local()
 
-    def __enter__(self) -> list[_Launched | None]:
-        """Begins."""
-        found: list[_Launched | None] = []
-        self._threads.launches = found
-        _Watch.count += 1
-        return found
-
-    def __exit__(self, *_: object) -> None:
-        """Ends."""
-        _Watch.count -= 1
-        self._threads.launches = None
+    def __init__(self) -> None:
+        super().__init__()
+        self.launches: list[_Launched | None] = []
+        self._looks_away = False
 
     @classmethod
-    def of_this_thread(cls) -> list[_Launched | None] | None:
-        """The launches of this thread; None if it is not watched."""
-        found: list[_Launched | None] | None = getattr(cls._threads, "launches", None)
+    @contextmanager
+    def of_block(cls) -> Iterator[_Watch]:
+        """Watches a `with` statement."""
+        watch = cls()
+        cls._threads.watch = watch
+        cls.count += 1
+        try:
+            with watch:
+                yield watch
+        finally:
+            cls.count -= 1
+            cls._threads.watch = None
+
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes a function of PyTorch's: it may read or write elements, which a launch alone would not."""
+        if not self._looks_away and function.__name__ not in _HARMLESS:
+            self.launches.append(None)
+        return function(*args, **(kwargs or {}))
+
+    @contextmanager
+    def looking_away(self) -> Iterator[None]:
+        """While active, notes nothing."""
+        self._looks_away = True
+        try:
+            yield
+        finally:
+            self._looks_away = False
+
+    @classmethod
+    def of_this_thread(cls) -> _Watch | None:
+        """What watches this thread."""
+        found: _Watch | None = getattr(cls._threads, "watch", None)
         return found
 
 

@@ -43,12 +43,11 @@ inline bool is_intercepted() {
 
 inline PyObject* results_of(const KnownCall& known, const Results& results) {
   if (!known.is_tuple) return THPVariable_Wrap(results[known.returned[0]]);
-  PyObject* tuple = PyTuple_New(known.returned.size());
-  if (tuple == nullptr) throw py::error_already_set();
+  auto tuple = checked(PyTuple_New(known.returned.size()));
   for (size_t place = 0; place < known.returned.size(); ++place) {
-    PyTuple_SET_ITEM(tuple, place, THPVariable_Wrap(results[known.returned[place]]));
+    PyTuple_SET_ITEM(tuple.ptr(), place, checked(THPVariable_Wrap(results[known.returned[place]])).release().ptr());
   }
-  return tuple;
+  return tuple.release().ptr();
 }
 
 // Has autograd follow a call.
@@ -139,7 +138,8 @@ inline PyObject* calls_learn(PyObject* self_, PyObject* given) {
   if (!describe_call(all.data(), arguments.size(), options.empty() ? nullptr : names.ptr(), self->special, known->words)) {
     Py_RETURN_FALSE;
   }
-  if (self->known->size() >= most_known) self->known->clear();
+  std::unordered_map<uint64_t, std::shared_ptr<const KnownCall>> forgotten;  // freed when the table is whole again
+  if (self->known->size() >= most_known) self->known->swap(forgotten);
   const auto hash = hash_of(known->words);
   (*self->known)[hash] = std::move(known);
   Py_RETURN_TRUE;
@@ -181,7 +181,9 @@ inline PyObject* calls_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
 inline void calls_free(PyObject* self) {
   delete reinterpret_cast<Calls*>(self)->known;
   Py_XDECREF(reinterpret_cast<Calls*>(self)->special.mark);
-  Py_TYPE(self)->tp_free(self);
+  PyTypeObject* type = Py_TYPE(self);
+  type->tp_free(self);
+  Py_DECREF(type);
 }
 
 inline PyMethodDef calls_methods[] = {

@@ -50,8 +50,10 @@ inline void describe_state(Words& words) {
 
 enum Tag : uint64_t { kTensor = 1, kNone, kFalse, kTrue, kInt, kFloat, kNumber, kString, kTuple, kDtype };
 
+inline constexpr int most_nested = 8;  // tuples in tuples; a caller's could be nested until the stack is full
+
 // Options are of these types; calls with others take the Python way.
-inline bool describe_option(PyObject* option, Words& words) {
+inline bool describe_option(PyObject* option, Words& words, int nested = 0) {
   if (option == Py_None) {
     words.push_back(kNone);
   } else if (option == Py_False || option == Py_True) {
@@ -81,11 +83,11 @@ inline bool describe_option(PyObject* option, Words& words) {
       std::memcpy(&word, text + begin, std::min<Py_ssize_t>(8, size - begin));
       words.push_back(word);
     }
-  } else if (PyTuple_CheckExact(option)) {
+  } else if (PyTuple_CheckExact(option) && nested < most_nested) {
     const auto size = PyTuple_GET_SIZE(option);
     words.push_back(kTuple | static_cast<uint64_t>(size) << 8);
     for (Py_ssize_t place = 0; place < size; ++place) {
-      if (!describe_option(PyTuple_GET_ITEM(option, place), words)) return false;
+      if (!describe_option(PyTuple_GET_ITEM(option, place), words, nested + 1)) return false;
     }
   } else if (THPDtype_Check(option)) {
     words.push_back(kDtype | static_cast<uint64_t>(reinterpret_cast<THPDtype*>(option)->scalar_type) << 8);

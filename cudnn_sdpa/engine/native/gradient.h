@@ -6,6 +6,10 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <atomic>
+#include <mutex>
 
 namespace cudnn_sdpa {
 
@@ -50,8 +54,11 @@ struct LastBackward {
   std::vector<size_t> returned;  // which results are the needed gradients
 };
 
+inline std::atomic<uint64_t> differentiations = 0;
+
 // What the gradients of a kind of forward calls need.
 struct Differentiation {
+  const uint64_t number = ++differentiations;  // no other kind ever has it
   std::string name;
   py::object gradients;            // computes them in Python
   py::object options;              // given to it
@@ -85,28 +92,73 @@ struct Gradient : public Node {
   }
 
   void release_variables() override {
+    const std::lock_guard<std::mutex> lock(mutex_);  // two threads may go through one graph
     for (auto& variable : saved_) variable.reset_data();
   }
 
   variable_list apply(variable_list&& grads) override {
-    py::gil_scoped_acquire gil;
     variable_list tensors(grads.begin(), grads.end());
-    const auto self = Nodes<NodePointer>::of(static_cast<Node*>(this));
-    for (const auto& variable : saved_) tensors.push_back(variable.unpack(self));
-    const size_t inputs = of_->differentiable.size();
-    uint64_t needs = 0;
-    for (size_t place = 0; place < inputs; ++place) needs |= static_cast<uint64_t>(task_should_compute_output(place)) << place;
-    variable_list found(inputs);
-    Words words;
-    const bool is_plain_call = describe_backward(tensors, grads.size(), needs, words);
-    if (is_plain_call && is_like_last(words) && launch(tensors, needs, found)) return found;
-    run_in_python(tensors, grads.size(), needs, is_plain_call ? &words : nullptr, found);
+    {
+      const auto self = Nodes<NodePointer>::of(static_cast<Node*>(this));
+      const std::lock_guard<std::mutex> lock(mutex_);
+      for (const auto& variable : saved_) tensors.push_back(variable.unpack(self));
+    }
+    return gradients(tensors, grads.size(), needs());
+  }
+
+  // Compiled autograd: its graph is specialized on the kind of call, has the saved tensors as inputs, and calls back.
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs& args) const override {
+    args.collect(of_->number);
+    args.collect(may_fall_back_);
+    args.collect(numbers_);
+    for (const auto& variable : saved_) args.collect(variable, true);
+  }
+
+  variable_list apply_with_saved(const variable_list& grads, torch::dynamo::autograd::SwapSavedVariables& swap) override {
+    std::vector<c10::IValue> tensors;
+    for (auto& variable : saved_) {
+      swap.before(variable);
+      tensors.emplace_back(variable.unpack(Nodes<NodePointer>::of(static_cast<Node*>(this))));
+    }
+    auto node = Nodes<NodePointer>::make<Gradient>(of_, may_fall_back_, numbers_);  // has saved nothing
+    const auto run = [node, needs = needs()](const variable_list& grads, const std::vector<c10::IValue>& saved) {
+      variable_list tensors(grads.begin(), grads.end());
+      for (const auto& tensor : saved) tensors.push_back(tensor.toTensor());
+      return node->gradients(tensors, grads.size(), needs);
+    };
+    using namespace torch::dynamo::autograd;
+    const std::vector<at::TypePtr> types(tensors.size(), at::TensorType::get());
+    const auto layouts = IValuePacker<std::vector<std::optional<torch::autograd::InputMetadata>>>::pack(
+        get_input_metadata(next_edges()));
+    const auto& python = getPyCompilerInterface();
+    const auto name = python->bind_function(swap.get_py_compiler(), of_->name, run, types, true, false);
+    auto found = python->call_function(swap.get_py_compiler(), "apply_functional", name, grads, tensors, layouts);
+    for (auto& variable : saved_) swap.after(variable);
     return found;
   }
 
  private:
+  // The gradients, given those of the results and what was saved, and which are needed.
+  variable_list gradients(const variable_list& tensors, size_t grads, uint64_t needs) const {
+    py::gil_scoped_acquire gil;
+    variable_list found(of_->differentiable.size());
+    Words words;
+    const bool is_plain_call = describe_backward(tensors, needs, words);
+    if (is_plain_call && is_like_last(words) && launch(tensors, needs, found)) return found;
+    run_in_python(tensors, grads, needs, is_plain_call ? &words : nullptr, found);
+    return found;
+  }
+
+  uint64_t needs() const {
+    uint64_t found = 0;
+    for (size_t place = 0; place < of_->differentiable.size(); ++place) {
+      found |= static_cast<uint64_t>(task_should_compute_output(place)) << place;
+    }
+    return found;
+  }
+
   // Whether autograd's engine alone sees this call, and the words that describe it.
-  bool describe_backward(const variable_list& tensors, size_t grads, uint64_t needs, Words& words) const {
+  bool describe_backward(const variable_list& tensors, uint64_t needs, Words& words) const {
     describe_state(words);
     if (words.back() & 1 || torch::profiler::impl::profilerEnabled()) return false;  // to be differentiated again
     words.push_back(needs);
@@ -135,7 +187,7 @@ struct Gradient : public Node {
     for (size_t slot = 0; slot < operands.size(); ++slot) addresses[slot] = address_of(tensors[operands[slot]]);
     const auto returned = of_->last->returned;
     Results results;
-    if (!recipe->run(addresses, nullptr, tensors[0].device(), results)) return false;
+    if (!recipe->run(addresses, nullptr, tensors[operands[0]].device(), results)) return false;
     size_t result = 0;
     for (size_t place = 0; place < found.size(); ++place) {
       if (needs >> place & 1) found[place] = std::move(results[returned[result++]]);
@@ -159,14 +211,12 @@ struct Gradient : public Node {
       if (!gradient.is_none()) found[place] = THPVariable_Unpack(gradient.ptr());
     }
     if (words != nullptr && !given_back[1].is_none()) {
-      auto& last = *of_->last;
-      last.recipe = py::cast<std::shared_ptr<Recipe>>(given_back[1]);
-      last.returned = py::cast<std::vector<size_t>>(given_back[3]);
-      last.operands.clear();
+      LastBackward found_out{*words, py::cast<std::shared_ptr<Recipe>>(given_back[1]), {},
+                             py::cast<std::vector<size_t>>(given_back[3])};
       for (const auto& place : py::cast<std::vector<int>>(given_back[2])) {
-        last.operands.push_back(place_among_tensors(place, grads));
+        found_out.operands.push_back(place_among_tensors(place, grads));
       }
-      last.words = *words;
+      *of_->last = std::move(found_out);  // at once: Python may let another thread in
     }
   }
 

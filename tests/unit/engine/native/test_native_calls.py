@@ -1,0 +1,221 @@
+"""Calls that the native module launches: which they are, and what a backward pass that it repeats may not hide.
+
+What may stand between any call and its plan is tested by `tests/contract`, which takes both ways.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from contract.operations import OPERATIONS
+from fake_gpu import gpu_on_the_cpu
+from native_way import native_way
+from torch._dynamo import compiled_autograd
+
+from cudnn_sdpa import graph_op
+from cudnn_sdpa.engine.launch import BoundPlan
+
+#: Examples whose forward calls take the Python way: with negative scales, pages that are gathered, sinks with decoding,
+#: and what FP8 makes or copies for a launch.
+IN_PYTHON = {
+    "sdpa_varlen, self-attention",
+    "sdpa_paged, a chunk",
+    "sdpa_paged, sinks, window",
+    "sdpa_fp8, pages",
+    "sdpa_fp8_backward",
+    "sdpa_fp8_backward, lengths",
+}
+
+#: Examples whose backward calls are more than a launch.
+BACKWARD_IN_PYTHON = {
+    "sdpa, sinks",
+    "sdpa, mask",
+    "sdpa, softcap",
+    "sdpa_varlen, self-attention",
+    "sdpa_varlen, sinks, window",
+    "sdpa_varlen, softcap",
+    "rms_norm, zero-centered, residual",
+    "conv1d",
+    "a user's graph_op",
+}
+
+
+@pytest.fixture
+def folder() -> Path | None:
+    """The user's folder of modules, in which the real one is."""
+    return None
+
+
+@pytest.fixture(autouse=True)
+def native(folder: Path | None) -> Iterator[None]:  # noqa: ARG001
+    with native_way():
+        yield
+
+
+@pytest.fixture
+def launches_in_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the plans that Python launches."""
+    found: list[str] = []
+    launch = BoundPlan.__call__
+
+    def noted(bound, *arguments, **options):
+        found.append(bound.plan.key.name)
+        return launch(bound, *arguments, **options)
+
+    monkeypatch.setattr(BoundPlan, "__call__", noted)
+    return found
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_known_calls_are_launched_without_python(name, launches_in_python):
+    call = OPERATIONS[name]
+    with gpu_on_the_cpu(call.compute):
+        call.warm_up()
+        launches_in_python.clear()
+        call(call.tensors())
+        assert bool(launches_in_python) is (name in IN_PYTHON)
+        if call.differentiable:
+            launches_in_python.clear()
+            call.gradients(call.tensors(grad=True))
+            assert bool(launches_in_python) is (name in BACKWARD_IN_PYTHON)
+
+
+@pytest.mark.parametrize("name", ["sdpa, causal, scale", "sdpa_varlen", "rms_norm", "silu_mul"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_compiled_autograd_calls_back(name):
+    """Its graph, compiled once, serves calls with the same options and no others."""
+    call = OPERATIONS[name]
+    calls = [call, call]
+    if call.is_attention:
+        calls.append(dataclasses.replace(call, options={**call.options, "scale": 0.31}))
+    torch._dynamo.reset()
+    with gpu_on_the_cpu(call.compute):
+        for each in calls:
+            each.warm_up()
+            tensors = each.tensors(grad=True)
+            grad_out = torch.randn_like(out := each(tensors))
+            assert out.grad_fn.name().startswith("cudnn_sdpa::")
+            with compiled_autograd._enable(torch.compile(backend="eager")):
+                out.backward(grad_out)
+            each.assert_gradients({name: tensors[name].grad for name in each.differentiable}, tensors, grad_out)
+    torch._dynamo.reset()
+
+
+# Backward passes of graph functions: one that is a single launch is repeated without asking Python.
+
+
+def twice(g, x):
+    return g.add(a=x, b=x)
+
+
+def both(g, a, b):
+    return g.add(a=a, b=b), g.sub(a=a, b=b)
+
+
+double = graph_op(reference=lambda x: x + x)(twice)
+sum_and_difference = graph_op(reference=lambda a, b: (a + b, a - b))(both)
+
+
+@graph_op(reference=lambda x: x * x)
+def square(g, x):
+    return g.mul(a=x, b=x)
+
+
+def leaf():
+    return torch.randn(4, 128).requires_grad_()
+
+
+def learned(operation, *others, calls=6):
+    """Gradients of enough calls that the next one may be launched natively; and that of the next one."""
+    for _ in range(calls + 1):
+        x, grad_out = leaf(), torch.randn(4, 128)
+        (found,) = torch.autograd.grad(operation(x, *others), x, grad_out.clone())
+    return found, grad_out
+
+
+def one_launch(grads, operands, results):  # noqa: ARG001
+    return (double(grads[0]),)
+
+
+def by_number(grads, operands, results):  # noqa: ARG001
+    return (double if operands[1] > 0 else square)(grads[0]), None
+
+
+def by_elements(grads, operands, results):  # noqa: ARG001
+    return ((double if (operands[0] > 0).all() else square)(grads[0]),)
+
+
+def in_place(grads, operands, results):  # noqa: ARG001
+    return (double(grads[0].mul_(3)),)
+
+
+def of_given(grads, operands, results):  # noqa: ARG001
+    return (square(grads[0]) if grads[1] is None else double(grads[1]),)
+
+
+@pytest.fixture
+def fake_gpu() -> Iterator[None]:
+    with gpu_on_the_cpu():
+        yield
+
+
+@pytest.mark.usefixtures("fake_gpu")
+class TestBackwardPassesThatAreRepeated:
+    def test_one_launch_is(self, launches_in_python):
+        operation = graph_op(reference=lambda x: x + x, backward=one_launch)(twice)
+        learned(operation)
+        launches_in_python.clear()
+        found, grad_out = learned(operation, calls=0)
+        assert not launches_in_python
+        assert torch.equal(found, 2 * grad_out)
+
+    def test_not_where_a_number_decides(self):
+        operation = graph_op(reference=lambda x, s: x * s, backward=by_number)(lambda g, x, s: g.mul(a=x, b=s))
+        learned(operation, 2.0)
+        found, grad_out = learned(operation, -2.0, calls=0)
+        assert torch.equal(found, grad_out.square())
+
+    def test_not_where_elements_decide(self):
+        operation = graph_op(reference=lambda x: x + x, backward=by_elements)(twice)
+        grad_out = torch.randn(4, 128)
+        for sign in (1, 1, 1, 1, 1, 1, -1):
+            x = (sign * (1 + torch.rand(4, 128))).requires_grad_()
+            (found,) = torch.autograd.grad(operation(x), x, grad_out)
+            assert torch.equal(found, 2 * grad_out if sign == 1 else grad_out.square())
+
+    def test_not_where_more_is_done(self):
+        found, grad_out = learned(graph_op(reference=lambda x: x + x, backward=in_place)(twice))
+        assert torch.equal(found, 6 * grad_out)
+
+    def test_gradients_that_were_one_tensor_may_be_two(self):
+        def backward(grads, operands, results):  # noqa: ARG001
+            return sum_and_difference(*grads)
+
+        operation = graph_op(reference=lambda a, b: (a + b, a - b), backward=backward)(both)
+        for of_sum, of_difference in [(torch.randn(4, 128),) * 2] * 6 + [tuple(torch.randn(2, 4, 128))]:
+            a, b = leaf(), leaf()
+            found = torch.autograd.grad(operation(a, b), (a, b), (of_sum, of_difference))
+            assert torch.equal(found[0], of_sum + of_difference)
+            assert torch.equal(found[1], of_sum - of_difference)
+
+    def test_a_result_without_gradient(self):
+        operation = graph_op(reference=lambda x: (x * x, x + x), backward=of_given, materialize_grads=False)(
+            lambda g, x: (g.mul(a=x, b=x), g.add(a=x, b=x))
+        )
+        for which in (1, 1, 1, 1, 1, 1, 0, 1):
+            x, grad_out = leaf(), torch.randn(4, 128)
+            (found,) = torch.autograd.grad(operation(x)[which], x, grad_out)
+            assert torch.equal(found, 2 * grad_out if which else grad_out.square())
+
+    def test_in_inference_mode(self):
+        operation = graph_op(reference=lambda x: x + x, backward=one_launch)(twice)
+        for _ in range(6):
+            x, grad_out = leaf(), torch.randn(4, 128)
+            out = operation(x)
+            with torch.inference_mode():
+                out.backward(grad_out)
+            assert torch.equal(x.grad, 2 * grad_out)
