@@ -7,6 +7,7 @@ import contextlib
 import gc
 import inspect
 import re
+import threading
 import weakref
 
 import pytest
@@ -209,6 +210,74 @@ def test_a_graph_may_be_kept_and_gone_through_again(call):
     out, leaf = call(tensors), tensors[call.last]
     first, second = (torch.autograd.grad(out.sum(), leaf, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)
+    out.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        out.sum().backward()
+
+
+@pytest.mark.differentiates
+def test_threads_go_through_one_graph(call):
+    """And free it: each thread gets the gradients, or the error that they are gone."""
+    tensors = call.tensors(grad=True)
+    out, leaves = call(tensors), [tensors[name] for name in call.differentiable]
+    grad_out = torch.ones_like(out)
+
+    def gradients(kept):
+        try:
+            found = torch.autograd.grad(out, leaves, grad_out, retain_graph=kept)
+        except RuntimeError as error:
+            assert "second time" in str(error)  # noqa: PT017
+            assert not kept
+        else:
+            call.assert_gradients(dict(zip(call.differentiable, found, strict=True)), tensors)
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(gradients, [True] * 8))
+        assert all(pool.map(gradients, [False] * 4))
+
+
+@pytest.mark.differentiates
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_hooks_of_the_graph_see_gradients(call):
+    tensors, seen = call.tensors(grad=True), []
+    out = call(tensors)
+    out.register_hook(lambda grad: seen.append("out") or grad * 2)
+    out.grad_fn.register_prehook(lambda grads: seen.append(f"before, {len(grads)}"))
+    tensors[call.last].register_hook(lambda _: seen.append("leaf"))
+    with torch.autograd.detect_anomaly(check_nan=True):
+        out.backward(torch.ones_like(out))
+    assert sorted(seen) == ["before, 1", "leaf", "out"]
+    found = {name: tensors[name].grad for name in call.differentiable}
+    call.assert_gradients(found, tensors, torch.full_like(out, 2.0))
+
+
+@pytest.mark.differentiates
+def test_errors_of_hooks_are_raised(call):
+    def refuse(_):
+        raise LookupError("by a hook")
+
+    for hooks in ((refuse, lambda x: x), (lambda x: x, refuse)):
+        with pytest.raises(LookupError, match="by a hook"), saved_tensors_hooks(*hooks):
+            call(call.tensors(grad=True)).sum().backward()
+    tensors = call.tensors(grad=True)
+    call.assert_gradients(call.gradients(tensors), tensors)
+
+
+@pytest.mark.differentiates
+def test_gradients_are_summed(call):
+    """In `.grad`, from another thread, and into some of the leaves."""
+    tensors = call.tensors(grad=True)
+    outs = [call(tensors) for _ in range(3)]
+    grad_out = torch.ones_like(outs[0])
+    for number, out in enumerate(outs):
+        inputs = [tensors[call.first]] if number == 2 else None
+        thread = threading.Thread(target=out.backward, args=(grad_out,), kwargs={"inputs": inputs})
+        thread.start()
+        thread.join()
+    for name in call.differentiable:
+        times = 3 if name == call.first else 2
+        call.assert_gradients({name: tensors[name].grad}, tensors, grad_out * times)
 
 
 @pytest.mark.differentiates
@@ -531,6 +600,17 @@ def test_options_of_another_type_are_refused_after_right_ones(attention):
             continue
         with pytest.raises(ArgumentError, match=next(iter(wrong))):
             attention(tensors, **wrong)
+
+
+def test_tuples_nested_without_end_are_refused(attention):
+    tensors, nested = attention.tensors(), ()
+    for _ in range(200_000):
+        nested = (nested,)
+    if "window_size" in inspect.signature(attention.function).parameters:
+        with pytest.raises((ArgumentError, RecursionError)):
+            attention(tensors, window_size=nested)
+    while nested:  # at once, they could not be freed
+        (nested,) = nested
 
 
 # Plans.
