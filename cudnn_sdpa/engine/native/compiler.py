@@ -146,7 +146,7 @@ class Compilation:
             if self.is_cancelled:
                 raise CompileError("the interpreter is ending")
             self._process = subprocess.Popen(
-                [sys.executable, "-S", "-c", Path(guard.__file__).read_text(), json.dumps(request)],
+                interpreter.bare_command(Path(guard.__file__).read_text(), json.dumps(request)),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
