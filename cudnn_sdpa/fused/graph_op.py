@@ -572,8 +572,8 @@ def _native_gradients(
     """See `Differentiation`."""
     of, like, attempts = options
     context = _NativeContext(saved, numbers, like)
-    # Numbers may decide what it does, and results of inference mode do not tell whether they were written to.
-    if not can_learn or numbers or attempts.made >= MAX_ATTEMPTS or torch.is_inference_mode_enabled():
+    # Results of inference mode do not tell whether they were written to.
+    if not can_learn or attempts.made >= MAX_ATTEMPTS or torch.is_inference_mode_enabled():
         return of.gradients(context, grads, needs), None
     attempts.made += 1
     with _Watch.of_block() as watch:

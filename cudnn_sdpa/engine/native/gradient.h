@@ -162,6 +162,11 @@ struct Gradient : public Node {
     describe_state(words);
     if (words.back() & 1 || torch::profiler::impl::profilerEnabled()) return false;  // to be differentiated again
     words.push_back(needs);
+    for (const double number : numbers_) {  // which may decide what a backward pass does
+      uint64_t bits = 0;
+      std::memcpy(&bits, &number, sizeof bits);
+      words.push_back(bits);
+    }
     for (size_t place = 0; place < tensors.size(); ++place) {
       const auto& tensor = tensors[place];
       if (!tensor.defined()) {

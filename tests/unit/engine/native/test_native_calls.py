@@ -26,7 +26,6 @@ IN_PYTHON = {
     "sdpa_paged, a chunk",
     "sdpa_paged, sinks, window",
     "sdpa_fp8, pages",
-    "sdpa_fp8_backward",
     "sdpa_fp8_backward, lengths",
 }
 
