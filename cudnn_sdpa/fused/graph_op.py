@@ -223,11 +223,11 @@ class GraphFunction(GraphOp):
         """A call without operands by name; a wrong one as it is, for the checks."""
         rest = self.operands[len(operands) :]
         named = [name for name in rest if name in options]
-        if any(name not in self.options for name in options.keys() - named):
+        others = {name: value for name, value in options.items() if name not in named}
+        if not named or [name for name in others if name not in self.options]:
             return operands, options
         last = rest.index(named[-1]) + 1
-        others = {name: value for name, value in options.items() if name not in rest}
-        return (*operands, *(options.get(name) for name in rest[:last])), others
+        return (*operands, *[options.get(name) for name in rest[:last]]), others
 
     def _watched(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> tuple[Any] | None:
         """The results of a known call that a backward pass makes while it is watched; None for other calls."""
