@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -16,7 +17,7 @@ import pytest
 
 from cudnn_sdpa.engine.explain import Explanation
 from cudnn_sdpa.engine.native import build, compiler, loader
-from cudnn_sdpa.engine.native.build import SANITIZE_VARIABLE, ModuleSources
+from cudnn_sdpa.engine.native.build import FOLDER_VARIABLE, SANITIZE_VARIABLE, ModuleSources
 
 
 def test_wheels_and_source_distributions_have_every_source(repository, tmp_path):
@@ -73,6 +74,25 @@ print(loader.status().state)
 """
     result = run_python(program, CUDNN_SDPA_NATIVE="on", **sanitizer_environment())
     assert result.stdout == "loaded\n"
+
+
+@pytest.mark.slow
+def test_calls_keep_their_contract_under_sanitizers(repository, monkeypatch):
+    """A sample of `tests/contract`; `--tests all` in this command runs all of it."""
+    for name in (FOLDER_VARIABLE, "PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
+        monkeypatch.delenv(name, raising=False)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "native or Repeated"]
+    result = subprocess.run(
+        [*command, "tests/contract", "tests/unit/engine/native/test_native_calls.py"],
+        cwd=repository,
+        env={**os.environ, **sanitizer_environment(), SANITIZE_VARIABLE: "address,undefined"},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    assert " passed" in result.stdout
 
 
 def sanitizer_environment() -> dict[str, str]:
