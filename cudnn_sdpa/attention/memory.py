@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.launch import Layout
-from cudnn_sdpa.engine.memory import check_present, refuse_address
+from cudnn_sdpa.engine.memory import LOWEST, check_present, refuse_address
 from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 
@@ -51,7 +51,7 @@ def check_addresses(hint: str = "", **tensors: object) -> None:
             continue
         if tensor.is_cuda:
             address = tensor.data_ptr()
-            if address == 0:
+            if address < LOWEST:
                 check_present(name, tensor)
             if address % ALIGNMENT != 0:
                 refuse_address(name, address % ALIGNMENT, hint)
@@ -61,16 +61,16 @@ def check_addresses(hint: str = "", **tensors: object) -> None:
 
 def check_lengths_present(lengths_q: Tensor | None, lengths_kv: Tensor | None) -> None:
     """The same for lengths on a GPU, in a warm call: PyTorch's own kernels would read a null pointer."""
-    if lengths_q is not None and lengths_q.data_ptr() == 0:
+    if lengths_q is not None and lengths_q.data_ptr() < LOWEST:
         check_present("seq_lens_q", lengths_q)
-    if lengths_kv is not None and lengths_kv.data_ptr() == 0:
+    if lengths_kv is not None and lengths_kv.data_ptr() < LOWEST:
         check_present("seq_lens_kv", lengths_kv)
 
 
 def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
     """Addresses and overlap: the only checks of a warm call, because no key contains addresses."""
     check_addresses(q=q, k=k, v=v)
-    if mask is not None and (not mask.is_cuda or mask.data_ptr() == 0):
+    if mask is not None and (not mask.is_cuda or mask.data_ptr() < LOWEST):
         check_present("attn_mask", mask)
     if out is None:
         return

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.memory import MISALIGNED, check_address, check_present, refuse_address
+from cudnn_sdpa.engine.memory import LOWEST, MISALIGNED, check_address, check_present, refuse_address
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import DeviceError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
@@ -268,8 +268,8 @@ class BoundPlan:
         addresses, bits = [x.data_ptr() for x in tensors], 0
         for _, slot, offset in self.aligned:
             bits |= addresses[slot] + offset
-        if bits & MISALIGNED or 0 in addresses:
-            if self._otherwise is not None:
+        if bits & MISALIGNED or min(addresses) < LOWEST:
+            if bits & MISALIGNED and self._otherwise is not None:
                 return self._otherwise(tensors, out, into, numbers)
             tensors = self._readable(tensors)
             addresses = [x.data_ptr() for x in tensors]

@@ -13,20 +13,28 @@ from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
 #: Bits that no aligned address has.
 MISALIGNED = ALIGNMENT - 1
 
+#: Memory usually lies higher. A lower address may be the offset of a tensor in storage that was freed.
+LOWEST = 1 << 40
+
 
 def check_address(name: str, tensor: Tensor) -> None:
     """Refuses a tensor without memory, or at an address that kernels cannot read."""
     address = tensor.data_ptr()
-    if address == 0:
+    if address < LOWEST:
         check_present(name, tensor)
-    elif address % ALIGNMENT != 0:
+    if address % ALIGNMENT != 0:
         refuse_address(name, address % ALIGNMENT)
 
 
 def check_present(name: str, tensor: Tensor) -> None:
     """Refuses a plain tensor without memory for its elements."""
     has_own = tensor.is_cuda or tensor.is_cpu
-    if has_own and type(tensor).__torch_dispatch__ is _PLAIN and tensor.data_ptr() == 0 and tensor.numel() != 0:
+    if (
+        has_own
+        and type(tensor).__torch_dispatch__ is _PLAIN
+        and tensor.numel()
+        and not tensor.untyped_storage().data_ptr()
+    ):
         raise LayoutError(
             name,
             "a tensor without memory",

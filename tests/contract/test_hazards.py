@@ -519,11 +519,14 @@ def test_hooks_may_not_keep_tensors_on_another_device(call):
 
 def test_freed_storage_is_named(call):
     tensors = call.tensors()
-    for name in tensors:
-        freed = tensors[name].clone()
-        freed.untyped_storage().resize_(0)
-        with pytest.raises(LayoutError, match=f"^{name}: got a tensor without memory"):
-            call({**tensors, name: freed})
+    for name, x in tensors.items():
+        for offset in (0, 64):  # the address of a view of freed storage is its offset
+            size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+            freed = torch.empty(offset + size, dtype=x.dtype).as_strided(x.shape, x.stride(), offset)
+            freed.copy_(x)
+            freed.untyped_storage().resize_(0)
+            with pytest.raises(LayoutError, match=f"^{name}: got a tensor without memory"):
+                call({**tensors, name: freed})
 
 
 @pytest.mark.differentiates

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, TABLES, Fp8Arguments, Fp8BackwardArguments
-from cudnn_sdpa.engine.memory import MISALIGNED, check_present
+from cudnn_sdpa.engine.memory import LOWEST, MISALIGNED, check_present
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, dense_stride_like
 
 #: The rows that the backward kernels write at a time.
@@ -41,7 +41,7 @@ def readable_tables(call: Fp8Arguments) -> dict[str, Tensor]:
     if call.tables is None:
         return {}
     for name, table in zip(TABLES, call.tables, strict=True):
-        if table.data_ptr() == 0:
+        if table.data_ptr() < LOWEST:
             check_present(name, table)
     last = call.k.shape[0] - 1
     first = call.tables[0].clamp(0, last).contiguous()
@@ -127,6 +127,6 @@ def copied(name: str, x: Tensor, layout: TensorLayout) -> Tensor:
 def aligned(x: Tensor) -> Tensor:
     """The output's gradient, or, if cuDNN cannot read its address, a copy with the same strides."""
     address = x.data_ptr()
-    if address == 0:
+    if address < LOWEST:
         check_present("grad_out", x)
     return x if not address & MISALIGNED else copied("grad_out", x, TensorLayout.of(x))

@@ -14,6 +14,7 @@ constexpr int64_t most_operands = 64;
 
 // The stored address of a tensor, 0 if it has no memory; memory that is shared until it is written to stays shared.
 inline uint64_t address_of(const at::Tensor& tensor) {
+  if (tensor.storage().data() == nullptr) return 0;  // PyTorch's answer would be the offset in storage that was freed
   return reinterpret_cast<uint64_t>(tensor.const_data_ptr());
 }
 
