@@ -28,13 +28,9 @@ def check_address(name: str, tensor: Tensor) -> None:
 
 def check_present(name: str, tensor: Tensor) -> None:
     """Refuses a plain tensor without memory for its elements."""
-    has_own = tensor.is_cuda or tensor.is_cpu
-    if (
-        has_own
-        and type(tensor).__torch_dispatch__ is _PLAIN
-        and tensor.numel()
-        and not tensor.untyped_storage().data_ptr()
-    ):
+    if not (tensor.is_cuda or tensor.is_cpu) or type(tensor).__torch_dispatch__ is not _PLAIN or not tensor.numel():
+        return
+    if tensor.data_ptr() == 0 or tensor.untyped_storage().nbytes() == 0:
         raise LayoutError(
             name,
             "a tensor without memory",
