@@ -2950,7 +2950,8 @@ def attempt(name: str, seed: int, device: str = "cpu") -> Outcome:
     except Exception as error:  # noqa: BLE001 - reported with the command that repeats it
         at = traceback.extract_tb(error.__traceback__)
         where = next((f"{Path(x.filename).name}:{x.lineno}" for x in reversed(at) if "cudnn_sdpa" in x.filename), "")
-        return Outcome("crashed", [f"{type(error).__name__}: {str(error)[:600]} ({where or at[-1].name})"])
+        text = str(error)[:600].replace(f"{Path(__file__).parents[1]}/", "")  # a report does not tell where it was made
+        return Outcome("crashed", [f"{type(error).__name__}: {text} ({where or at[-1].name})"])
 
 
 def line(name: str, seed: int, device: str) -> str:
