@@ -154,10 +154,6 @@ class NativeCalls:
             table.forget(plan)
         return bool(known)
 
-    def forget(self) -> None:
-        """Forgets all calls."""
-        self._drop(None)
-
     def _drop(self, plan: Plan | None) -> None:
         if self.find is not None:
             self.find.forget(plan)
@@ -193,12 +189,6 @@ def switch(*, on: bool) -> None:
     _is_switched_off = not on
     for table in list(_tables):
         table.use(_module())
-
-
-def forget_all() -> None:
-    """Forgets all calls: what is in no key has changed."""
-    for table in list(_tables):
-        table.forget()
 
 
 class _Gradients:
