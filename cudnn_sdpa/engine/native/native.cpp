@@ -71,7 +71,10 @@ std::shared_ptr<Recipe> recipe_of(const py::dict& given) {
   recipe->aligned = pointers_of(given["aligned"]);
   recipe->results = layouts_of(given["results"]);
   recipe->buffers = layouts_of(given["buffers"]);
-  for (const auto& kernel : py::sequence(given["kernels"])) recipe->kernels.push_back(kernel_of(kernel));
+  for (const auto& kernel : py::sequence(given["kernels"])) {
+    recipe->kernels.push_back(kernel_of(kernel));
+    if (recipe->kernels.back().fields.size() > most_fields) throw std::invalid_argument("a kernel of too many fields");
+  }
   recipe->pointers = py::cast<std::vector<uint64_t>>(given["pointers"]);
   recipe->places = pointers_of(given["places"]);
   recipe->number_places = py::cast<std::vector<size_t>>(given["number_places"]);

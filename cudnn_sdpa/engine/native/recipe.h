@@ -5,12 +5,14 @@
 
 #include <ATen/ops/empty_strided_ops.h>
 
+#include <algorithm>
 #include <optional>
 
 namespace cudnn_sdpa {
 
 constexpr uint64_t misaligned = 15;  // bits that no aligned address has
 constexpr int64_t most_operands = 64;
+constexpr size_t most_fields = 512;  // a kernel has 4 KB of parameters
 
 // The stored address of a tensor, 0 if it has no memory; memory that is shared until it is written to stays shared.
 inline uint64_t address_of(const at::Tensor& tensor) {
@@ -48,10 +50,10 @@ inline py::object checked(PyObject* found) {
   return py::reinterpret_steal<py::object>(found);
 }
 
-inline py::object list_of(const uint64_t* words, size_t count) {
+inline py::list list_of(const uint64_t* words, size_t count) {
   py::list list(count);
   for (size_t place = 0; place < count; ++place) list[place] = py::int_(words[place]);
-  return std::move(list);
+  return list;
 }
 
 // The slot of this thread on a device: its cuDNN handle and what that is bound to. Slots live as long as the process, and
@@ -207,14 +209,15 @@ struct Recipe {
 
  private:
   static void run_kernel(const KernelLaunch& kernel, const uint64_t* slots, const py::object& current) {
-    c10::SmallVector<uint64_t, 128> fields(kernel.fields.begin(), kernel.fields.end());
+    uint64_t fields[most_fields];
+    std::copy(kernel.fields.begin(), kernel.fields.end(), fields);
     for (const auto& pointer : kernel.pointers) fields[pointer.place] = slots[pointer.slot] + pointer.offset;
     if (kernel.driver != nullptr) {
-      void* argument[] = {fields.data()};
+      void* argument[] = {fields};
       void* raw = reinterpret_cast<void*>(PyLong_AsUnsignedLongLong(current.ptr()));
       if (!kernel.driver(kernel.function, kernel.blocks, 1, 1, kernel.threads, 1, 1, 0, raw, argument, nullptr)) return;
     }
-    kernel.python(list_of(fields.data(), fields.size()), current);
+    kernel.python(list_of(fields, kernel.fields.size()), current);
   }
 };
 
