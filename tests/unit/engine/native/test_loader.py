@@ -209,6 +209,7 @@ def test_an_interrupt_of_the_terminal_does_not_reach_the_compiler(held, wait_unt
         + """
 loader.start()
 try:
+    print("waiting", flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     print("interrupted", flush=True)
@@ -221,6 +222,8 @@ print(loader.module().answer)
     process = subprocess.Popen(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
     wait_until(held.is_compiling)
     os.killpg(process.pid, signal.SIGINT)
     lines = process.communicate(timeout=60)[0].splitlines()
