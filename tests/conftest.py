@@ -13,6 +13,7 @@ from pathlib import Path
 import forked_python
 import pytest
 import torch
+from processes import Ranks
 
 ROOT = Path(__file__).parent.parent
 SEARCH_PATH = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -98,6 +99,26 @@ def deterministic_algorithms() -> Callable[[], AbstractContextManager[None]]:
             torch.use_deterministic_algorithms(False)
 
     return on
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Two processes of one gloo group; see `processes`."""
+    yield from _ranks(2)
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Four of them, for tests marked `slow`."""
+    yield from _ranks(4)
+
+
+def _ranks(count: int) -> Iterator[Ranks]:
+    if not torch.distributed.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    processes = Ranks(count)
+    yield processes
+    processes.end()
 
 
 @pytest.fixture
