@@ -450,7 +450,7 @@ class Engine:
     def serialize(self):
         return self.engine.encode() * 100
 
-    def launcher(self, _):
+    def executor(self, _):
         def launch(address, count, *_):
             self.launches += 1
             pointers = (ctypes.c_uint64 * count).from_address(address)

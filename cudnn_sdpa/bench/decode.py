@@ -192,11 +192,12 @@ def _launch(q: Tensor, cache: PagedKVCache, step: PagedStep) -> Call:
     pointers = array("Q", [known[operand.name] for operand in (*key.inputs, *key.outputs)])
     plan.launch(pointers)  # binds the handle to the stream
     workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=q.device)
-    handle, launch = handles.thread.slots[device].raw, plan._launch
-    given = pointers.buffer_info()[0], len(pointers), workspace.data_ptr(), handle, -1  # as `backend.Launch` takes them
+    handle, execute = handles.thread.slots[device].raw, plan._execute
+    # As `backend.Execute` takes them.
+    given = pointers.buffer_info()[0], len(pointers), workspace.data_ptr(), handle, -1
 
     def run(_alive: object = (tensors, scale, pointers, workspace)) -> None:
-        launch(*given)
+        execute(*given)
 
     return run
 

@@ -317,5 +317,5 @@ def _launch(plan: Plan, inputs: tuple[Tensor, ...], out: Tensor) -> Call:
     workspace = torch.empty(max(1, plan.workspace), dtype=torch.uint8, device=out.device)
     (address, count), workspace_pointer, handle = operands.buffer_info(), workspace.data_ptr(), slot.raw
     alive = (eps, operands, workspace)  # the launch has only their addresses
-    # The values of `_launch` are in the order of `backend.Launch`.
-    return lambda: alive and plan._launch(address, count, workspace_pointer, handle, -1)
+    # The values of `_launch` are in the order of `backend.Execute`.
+    return lambda: alive and plan._execute(address, count, workspace_pointer, handle, -1)

@@ -1,4 +1,4 @@
-"""Calls of operations bound to their plans: tensors in, new tensors out."""
+"""Plans with all that their launch needs, as data (`BoundPlan`), and calls that are one such launch (`PlainCall`)."""
 
 from __future__ import annotations
 
@@ -325,8 +325,8 @@ class BoundPlan:
             pointers[place] = first + numbers.itemsize * number
 
 
-class Launch:
-    """Runs calls of one kind on a plan, if nothing is to be done besides.
+class PlainCall:
+    """Runs calls of one kind that are one launch of a bound plan and nothing else.
 
     Attributes:
         bound: The bound plan.

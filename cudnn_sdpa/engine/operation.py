@@ -42,9 +42,9 @@ from cudnn_sdpa.engine.dispatch_state import (
     tensor_guard,
 )
 from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, describe
-from cudnn_sdpa.engine.launch import Launch, Layout, check_one_device
+from cudnn_sdpa.engine.launch import Layout, PlainCall, check_one_device
 from cudnn_sdpa.engine.memory import MISALIGNED, like_in_memory
-from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, NativeLaunch
+from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.torch_ops import define, library, new_seed
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target
@@ -213,11 +213,11 @@ class _NativeGradient:
         may_fall_back: bool,
         _: tuple[float, ...],
         can_learn: bool,
-    ) -> tuple[list[Tensor | None], NativeLaunch | None]:
+    ) -> tuple[list[Tensor | None], RepeatableCall | None]:
         """See `Differentiation`."""
         context = _NativeContext(saved, options, may_fall_back)
         found = self.operation.gradients(context, grads, needs, self.last)
-        return found, self.operation.launch_of_gradient(context, grads, needs, self.last) if can_learn else None
+        return found, self.operation.repeatable_gradient(context, grads, needs, self.last) if can_learn else None
 
 
 class _CachedGradient(NamedTuple):
@@ -612,14 +612,14 @@ class Operation(Generic[CallT]):
         tensors = call[: self._tensors]
         trains = needs_gradient(*tensors)
         entry: _Entry | None = self.table.get(self.signature(self.complete(call) if trains else call))
-        if entry is None or not isinstance(entry.run, Launch) or self._out_of(call) is not None:
+        if entry is None or not isinstance(entry.run, PlainCall) or self._out_of(call) is not None:
             return
-        launch = entry.run
-        returned, is_single = launch.returned, launch.is_single
+        plain = entry.run
+        returned, is_single = plain.returned, plain.is_single
         if trains and not self._is_complete(call):
             returned = returned[: len(self.gives)]
             is_single = len(returned) == 1
-        native = NativeLaunch(launch.bound, launch.tensors_of(call), returned, is_single)
+        native = RepeatableCall(plain.bound, plain.tensors_of(call), returned, is_single)
         if not trains:
             asked.calls.learn(asked.arguments, {}, native)
         elif not any(x is not None and x.is_inference() for x in tensors):
@@ -750,19 +750,19 @@ class Operation(Generic[CallT]):
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
 
-    def launch_of_gradient(
+    def repeatable_gradient(
         self, ctx: Any, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...], last: _LastGradient
-    ) -> NativeLaunch | None:
-        """The launch of a backward call that has just run, if calls like it need nothing else."""
+    ) -> RepeatableCall | None:
+        """A backward call that has just run, if the native module can repeat it."""
         entry = None if last.cached is None else last.cached.entry()
-        if entry is None or not isinstance(entry.run, Launch) or None in grads[: self._given]:
+        if entry is None or not isinstance(entry.run, PlainCall) or None in grads[: self._given]:
             return None
         call = self.call._make((*ctx.saved_tensors[: self._tensors], *ctx.options, *self._wants_all))
         backward = self.gradient_call(*grads[: self._given], *ctx.saved_tensors[self._tensors :], call, needs)
         if self._find_gradient(backward, last) is not entry:
             return None
-        launch = entry.run
-        return NativeLaunch(launch.bound, launch.tensors_of(backward), launch.returned)
+        plain = entry.run
+        return RepeatableCall(plain.bound, plain.tensors_of(backward), plain.returned)
 
     def _gradients_on_gpu(self, backward: Any, last: _LastGradient | None = None) -> list[Tensor]:
         """The needed gradients of a backward call on the GPU, which `last` remembers."""

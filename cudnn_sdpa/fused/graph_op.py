@@ -28,7 +28,7 @@ from cudnn_sdpa.engine.dispatch_state import (
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, items_of, kinds_of
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, check_one_device, readable
-from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, NativeLaunch
+from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
 from cudnn_sdpa.fused.checks import check_savable, check_strided, shown
@@ -52,7 +52,7 @@ TRAINS = "trains"
 Views = tuple[Sequence[Value], Sequence[Tensor], Options]
 
 #: What launches a call, given its tensors and its numbers.
-Launch = Callable[[Sequence[Tensor], tuple[float, ...]], Sequence[Tensor]]
+Run = Callable[[Sequence[Tensor], tuple[float, ...]], Sequence[Tensor]]
 
 
 class _Entry:
@@ -182,16 +182,16 @@ class GraphFunction(GraphOp):
         tensors = _tensors(values)
         if not can_bypass_dispatcher(*tensors) or any(map(is_batch, tensors)) or not _has_runner(tensors[0]):
             return self._returned(torch_ops.run(self, values, static), trains=trains)
-        launch: Launch = partial(self._run_elsewhere, values, static)
+        run: Run = partial(self._run_elsewhere, values, static)
         if tensors[0].is_cuda and not any(x.numel() == 0 for x in tensors):
             entry = self.prepared(values, static)
             is_as_given = len(values) >= len(operands) and all(map(_is_same, operands, values))
             if is_as_given and options.keys() <= self.options.keys():
                 self.known.table.add(self._signature(operands, options, trains), entry)
-            launch = entry.run
+            run = entry.run
         if trains:
-            return Differentiable.apply(self._tracked(values, static, launch), *values)  # type: ignore[no-untyped-call]
-        return self._returned(launch(tensors, _numbers(values)), trains=False)
+            return Differentiable.apply(self._tracked(values, static, run), *values)  # type: ignore[no-untyped-call]
+        return self._returned(run(tensors, _numbers(values)), trains=False)
 
     def _look_up(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> _Entry | None:
         entry: _Entry | None = self.known.table.get(self._signature(operands, options, trains))
@@ -238,12 +238,12 @@ class GraphFunction(GraphOp):
             run = self._find(operands, options)
             entry = None if run is None else self._look_up(operands, options, needs_gradient(*_tensors(operands)))
             if run is None or entry is None:
-                watch.launches.append(None)
+                watch.calls.append(None)
                 return None
             found = run(*operands)
         results = found if isinstance(found, tuple) else (found,)
         versions = [x._version for x in results]
-        watch.launches.append(None if entry.bound.numbers else (entry.bound, _tensors(operands), results, versions))
+        watch.calls.append(None if entry.bound.numbers else (entry.bound, _tensors(operands), results, versions))
         return (found,)
 
     def _teach(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> None:
@@ -254,18 +254,18 @@ class GraphFunction(GraphOp):
         if entry is None or any(isinstance(x, int) for x in operands):
             return
         count = len(entry.bound.results) - (self.auxiliary if trains else 0)
-        launch = NativeLaunch(entry.bound, tensors, range(count), is_single=count == 1)
+        call = RepeatableCall(entry.bound, tensors, range(count), is_single=count == 1)
         if not trains:
-            self._calls.learn(operands, options, launch)
+            self._calls.learn(operands, options, call)
         elif not any(x.is_inference() for x in tensors):
             values = (*operands, *(None,) * (len(self.operands) - len(operands)))
             needs = [isinstance(x, Tensor) and x.requires_grad for x in values]
             saved = self.saved(values, entry.static, needs)
-            self._calls.learn(operands, options, launch, saved.differentiation(values, entry.bound.results))
+            self._calls.learn(operands, options, call, saved.differentiation(values, entry.bound.results))
 
-    def _tracked(self, values: Sequence[Value], static: Options, launch: Launch) -> _Tracked:
+    def _tracked(self, values: Sequence[Value], static: Options, run: Run) -> _Tracked:
         """A call that autograd follows; calls with the same pattern may share it."""
-        return _Tracked(launch, self.saved(values, static, [isinstance(x, Tensor) and x.requires_grad for x in values]))
+        return _Tracked(run, self.saved(values, static, [isinstance(x, Tensor) and x.requires_grad for x in values]))
 
     def saved(self, values: Sequence[Value], static: Options, needs: Sequence[bool] | None = None) -> Saved:
         """What a call saves for its backward pass, given which operands require a gradient, or any."""
@@ -568,7 +568,7 @@ def _native_gradients(
     _may_fall_back: bool,
     numbers: tuple[float, ...],
     can_learn: bool,
-) -> tuple[Sequence[Tensor | None], NativeLaunch | None]:
+) -> tuple[Sequence[Tensor | None], RepeatableCall | None]:
     """See `Differentiation`."""
     of, like, attempts = options
     context = _NativeContext(saved, numbers, like)
@@ -578,14 +578,14 @@ def _native_gradients(
     attempts.made += 1
     with _Watch.of_block() as watch:
         found = of.gradients(context, grads, needs)
-    return found, _only_launch(watch.launches, [x for x, need in zip(found, needs, strict=True) if need])
+    return found, _repeatable(watch.calls, [x for x, need in zip(found, needs, strict=True) if need])
 
 
 #: How many backward calls of one kind are watched for being a single launch, which the native module can repeat.
 MAX_ATTEMPTS = 4
 
 #: A bound plan, its operands, its results, and their versions, which change where they are written to.
-_Launched = tuple[BoundPlan, list[Tensor], tuple[Tensor, ...], list[int]]
+_WatchedCall = tuple[BoundPlan, list[Tensor], tuple[Tensor, ...], list[int]]
 
 
 class _Attempts:
@@ -615,7 +615,7 @@ class _Watch(TorchFunctionMode):
 
     Attributes:
         count: Number of threads that are watched.
-        launches: The launches.
+        calls: Those launches.
     """
 
     count = 0
@@ -623,7 +623,7 @@ class _Watch(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.launches: list[_Launched | None] = []
+        self.calls: list[_WatchedCall | None] = []
         self._looks_away = False
 
     @classmethod
@@ -643,7 +643,7 @@ class _Watch(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Notes a function of PyTorch's: it may read or write elements, which a launch alone would not."""
         if not self._looks_away and function.__name__ not in _HARMLESS:
-            self.launches.append(None)
+            self.calls.append(None)
         return function(*args, **(kwargs or {}))
 
     @contextmanager
@@ -662,12 +662,12 @@ class _Watch(TorchFunctionMode):
         return found
 
 
-def _only_launch(launches: list[_Launched | None], gradients: Sequence[Tensor | None]) -> NativeLaunch | None:
-    """The launch of a backward call, if its results alone, or views of all of them, are the gradients."""
-    (launched,) = launches if len(launches) == 1 else (None,)
-    if launched is None:
+def _repeatable(calls: list[_WatchedCall | None], gradients: Sequence[Tensor | None]) -> RepeatableCall | None:
+    """A backward call of one launch, if the results of that alone, or views of all of them, are the gradients."""
+    (only,) = calls if len(calls) == 1 else (None,)
+    if only is None:
         return None
-    bound, tensors, results, versions = launched
+    bound, tensors, results, versions = only
     layouts, returned = list(bound.results), []
     for gradient in gradients:
         place = None if gradient is None else next((n for n, x in enumerate(results) if _is_all_of(gradient, x)), None)
@@ -675,7 +675,7 @@ def _only_launch(launches: list[_Launched | None], gradients: Sequence[Tensor | 
             return None
         returned.append(place)
         layouts[place] = tuple(gradient.shape), gradient.stride(), gradient.dtype
-    return NativeLaunch(bound, tensors, returned, layouts=tuple(layouts))
+    return RepeatableCall(bound, tensors, returned, layouts=tuple(layouts))
 
 
 def _is_all_of(view: Tensor, whole: Tensor) -> bool:
@@ -691,17 +691,17 @@ class _Tracked(NamedTuple):
     """A call that autograd follows.
 
     Attributes:
-        launch: Launches it.
+        run: Launches it.
         saved: What it saves.
     """
 
-    launch: Launch
+    run: Run
     saved: Saved
 
     def forward(self, ctx: Any, values: tuple[Value, ...]) -> Any:
         """Launches the call, and saves what `backward` reads."""
-        launch, saved = self
-        results = launch(saved.pattern.tensors_of(values), saved.pattern.numbers_of(values))
+        run, saved = self
+        results = run(saved.pattern.tensors_of(values), saved.pattern.numbers_of(values))
         saved.save(ctx, values, results)
         return saved.function._returned(results, trains=True)
 

@@ -41,8 +41,8 @@ DeviceProperties: TypeAlias = JsonObject
 #: An engine and its settings.
 EngineConfiguration = tuple[str, dict[str, int]]
 
-#: Launches a built plan: (address of the pointer array, its length, workspace pointer, handle, plan index).
-Launch = Callable[[int, int, int, int, int], None]
+#: Executes a built plan: (address of the pointer array, its length, workspace pointer, handle, plan index).
+Execute = Callable[[int, int, int, int, int], None]
 
 _INSTALL = "install it with: pip install 'cudnn-sdpa[cu13]' (PyTorch for CUDA 13) or 'cudnn-sdpa[cu12]' (CUDA 12)"
 
@@ -323,14 +323,14 @@ class BuiltGraph:
         """The compiled plan in cuDNN's own format."""
         return bytes(self.graph.serialize())
 
-    def launcher(self, uids: list[int]) -> Launch:
-        """The fastest callable of this frontend that launches the plan.
+    def executor(self, uids: list[int]) -> Execute:
+        """The fastest callable of this frontend that executes the plan.
 
         Args:
             uids: UIDs of all operands, in the order of the caller's pointers; must be ascending.
         """
-        raw = _raw_launcher(self.graph, uids)
-        return raw if raw is not None else _public_launcher(self.graph, uids)
+        raw = _raw_executor(self.graph, uids)
+        return raw if raw is not None else _public_executor(self.graph, uids)
 
 
 def load_graph(handle: Handle, data: bytes, engine: str, knobs: dict[str, int]) -> BuiltGraph:
@@ -347,8 +347,8 @@ def load_graph(handle: Handle, data: bytes, engine: str, knobs: dict[str, int]) 
     return BuiltGraph(graph, engine, knobs, int(graph.get_workspace_size()))
 
 
-def _raw_launcher(graph: PyGraph, uids: list[int]) -> Launch | None:
-    """The frontend's private launch with an array of raw pointers, if it has one: 6 µs faster than `execute`."""
+def _raw_executor(graph: PyGraph, uids: list[int]) -> Execute | None:
+    """The frontend's private execute call with an array of raw pointers, if it has one: 6 µs faster than `execute`."""
     lowered = getattr(graph, "_lowered_graph", None)
     required = ("_execute_with_raw_ptrs", "_prepare_variant_pack_template", "_get_variant_pack_uids_sorted")
     if lowered is None or not all(hasattr(lowered, name) for name in required):
@@ -356,20 +356,20 @@ def _raw_launcher(graph: PyGraph, uids: list[int]) -> Launch | None:
     lowered._prepare_variant_pack_template()
     if list(lowered._get_variant_pack_uids_sorted()) != uids:
         return None
-    launch: Launch = lowered._execute_with_raw_ptrs
-    return launch
+    execute: Execute = lowered._execute_with_raw_ptrs
+    return execute
 
 
-def _public_launcher(graph: PyGraph, uids: list[int]) -> Launch:
-    """A launch with the frontend's public `execute`, which takes addresses by UID."""
+def _public_executor(graph: PyGraph, uids: list[int]) -> Execute:
+    """The frontend's public `execute`, which takes addresses by UID."""
     handle_type = cudnn().Handle
 
-    def launch(array: int, count: int, workspace: int, handle: int, index: int) -> None:
-        del index  # `execute` runs the selected plan
+    def execute(array: int, count: int, workspace: int, handle: int, index: int) -> None:
+        del index  # the public method runs the selected plan
         pointers = (ctypes.c_uint64 * count).from_address(array)
         graph.execute(dict(zip(uids, pointers, strict=True)), workspace, handle=handle_type(handle))
 
-    return launch
+    return execute
 
 
 def execution_error(error: Exception, plan: str) -> ExecutionError:

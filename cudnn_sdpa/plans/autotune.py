@@ -42,8 +42,6 @@ _CHUNK_ELEMENTS = 1 << 22
 #: Candidates timed concurrently would disturb each other.
 _measuring = renewed_in_children(threading.RLock())
 
-Launch = Callable[[], None]
-
 
 @dataclass(frozen=True)
 class AutotuneCandidate:
@@ -248,7 +246,7 @@ def tensor_at(address: int, layout: TensorLayout, device: torch.device) -> Tenso
     return torch.empty(0, dtype=layout.dtype, device=device).set_(storage, 0, layout.shape, layout.stride)
 
 
-def compare(launches: Sequence[Launch], outputs: list[Tensor]) -> list[tuple[float | None, str]]:
+def compare(launches: Sequence[Callable[[], None]], outputs: list[Tensor]) -> list[tuple[float | None, str]]:
     """The device time of each candidate in microseconds, or None and why it was discarded.
 
     The first one is taken as correct. The contents of the outputs are restored afterwards.
@@ -273,7 +271,7 @@ def fastest(candidates: Sequence[AutotuneCandidate]) -> int:
     return best if times[best] < times[0] * (1 - MARGIN) else 0
 
 
-def device_times(launches: Sequence[Launch]) -> list[float]:
+def device_times(launches: Sequence[Callable[[], None]]) -> list[float]:
     """Median device time of each, in microseconds, over several interleaved rounds. Waits for the GPU."""
     spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in launches]
     for _ in range(ROUNDS):
@@ -303,7 +301,7 @@ def differs(result: Tensor, expected: Tensor) -> bool:
     return not ((error.norm() <= tolerance * norm.norm()) & (error <= row_limits).all())  # NaN differs, too
 
 
-def _reason_to_discard(launch: Launch, outputs: list[Tensor], expected: list[Tensor]) -> str:
+def _reason_to_discard(launch: Callable[[], None], outputs: list[Tensor], expected: list[Tensor]) -> str:
     try:
         is_wrong = any(map(differs, _run(launch, outputs), expected))
     except Exception as error:  # noqa: BLE001 - after any error the plan is not used
@@ -311,7 +309,7 @@ def _reason_to_discard(launch: Launch, outputs: list[Tensor], expected: list[Ten
     return "its results differ from the first choice's" if is_wrong else ""
 
 
-def _run(launch: Launch, outputs: list[Tensor]) -> list[Tensor]:
+def _run(launch: Callable[[], None], outputs: list[Tensor]) -> list[Tensor]:
     """The results of a launch; elements that it does not write are NaN."""
     for output in outputs:
         output.fill_(math.nan if output.is_floating_point() else -1)

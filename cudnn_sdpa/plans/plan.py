@@ -65,7 +65,7 @@ class Plan:
 
     __slots__ = (
         "_count",
-        "_launch",
+        "_execute",
         "added_at",
         "build_seconds",
         "built",
@@ -99,7 +99,7 @@ class Plan:
         self.held = False
         self.tuned = False
         self._count = len(key.inputs) + len(key.outputs)
-        self._launch = built.launcher(list(range(1, 1 + self._count)))
+        self._execute = built.executor(list(range(1, 1 + self._count)))
 
     def launch(self, pointers: Sequence[int]) -> None:
         """Launches the plan on the current stream of its device, which must be the current device.
@@ -124,8 +124,8 @@ class Plan:
             workspace = 0
         # Local to this call: many threads launch a plan at once.
         operands = pointers if type(pointers) is array else array("Q", pointers)
-        try:  # positional, as the frontend's compiled function takes them: see `backend.Launch`
-            self._launch(operands.buffer_info()[0], self._count, workspace, slot.raw, -1)
+        try:  # positional, as the frontend's compiled function takes them: see `backend.Execute`
+            self._execute(operands.buffer_info()[0], self._count, workspace, slot.raw, -1)
         except RuntimeError as error:
             self.refuse(error)
 

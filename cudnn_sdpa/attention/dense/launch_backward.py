@@ -11,7 +11,7 @@ from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.attention.dense import graphs, large_backward, plans, reference
 from cudnn_sdpa.attention.dense.launch import SMALLEST, bind_plan
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, Needs
-from cudnn_sdpa.engine.launch import BoundPlan, Launch, Layout, items_by_name
+from cudnn_sdpa.engine.launch import BoundPlan, Layout, PlainCall, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
 from cudnn_sdpa.engine.operation import GradientCall, Prepared
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_like, dense_stride_like
@@ -68,7 +68,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     is_plain = factor is None and not (spec.mask.masked_rows or spec.bias or spec.softcap or needs.sinks)
     if is_plain:
         fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
-        return Prepared(Launch(bound, [place for place, need in enumerate(needs[:3]) if need], of=fields), plan)
+        return Prepared(PlainCall(bound, [place for place, need in enumerate(needs[:3]) if need], of=fields), plan)
     return Prepared(_Gradients(backward, bound, factor), plan)
 
 

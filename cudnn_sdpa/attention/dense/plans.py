@@ -1,6 +1,6 @@
-"""Specs of dense calls, forward and backward: layouts and options without data, and the keys of their plans.
+"""The specs of dense calls (`ForwardSpec`, `BackwardSpec`): layouts and options without data, and their plans' keys.
 
-`DenseSpec` is shared by both passes; `ForwardSpec` and `BackwardSpec` make the keys.
+`DenseSpec` is what both passes share.
 """
 
 from __future__ import annotations

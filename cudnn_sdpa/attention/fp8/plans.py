@@ -1,4 +1,4 @@
-"""Specs of the forward and backward passes in FP8, and the keys of their plans."""
+"""The specs of FP8 calls (`ForwardSpec`, `BackwardSpec`): layouts and options without data, and their plans' keys."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import DecodeSpec
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Launch, Layout, items_by_name
+from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
 from cudnn_sdpa.engine.operation import OPERATIONS, Prepared
 from cudnn_sdpa.errors import UnsupportedError
@@ -49,7 +49,7 @@ def prepare(call: PagedArguments) -> Prepared:
         except UnsupportedError:
             pass
         else:
-            return Prepared(Launch(bound) if _is_direct(call, bound) else _Decode(bound), bound.plan)
+            return Prepared(PlainCall(bound) if _is_direct(call, bound) else _Decode(bound), bound.plan)
     if call.q.shape[0] > plans.sequences_at_once(call):
         return Prepared(_run_in_parts, None)
     return _prepare_prefill(call)

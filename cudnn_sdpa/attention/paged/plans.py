@@ -1,4 +1,6 @@
-"""Plans of calls on a paged cache: their keys, and how sizes are rounded up so that few plans serve many calls.
+"""The spec of decode steps on a paged cache (`DecodeSpec`): sizes and options without data, and the keys of its plans.
+
+Sizes are rounded up, so that few plans serve many calls.
 
 cuDNN's decode kernels read the pages. For many queries, and for options that these kernels lack, one kernel of our own
 gathers keys and values into packed sequences, on which the call runs: prefill. cuDNN's kernel for many queries on pages

@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Launch, Layout, items_by_name
+from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, items_by_name
 from cudnn_sdpa.engine.memory import check_address, like_in_memory, multiplied
 from cudnn_sdpa.engine.operation import GradientCall, Prepared
 from cudnn_sdpa.graph.definition import GraphOp
@@ -36,7 +36,7 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     key = spec.forward_key(plans.output_layout(call), call.with_lse, live_target(device), device)
     bound = _bind(operation=graphs.sdpa_forward, key=key, call=launched, spec=spec, operands=("q", "k", "v"))
     if sign is None and (call.sinks is None or not call.with_lse):
-        return Prepared(Launch(bound), bound.plan)
+        return Prepared(PlainCall(bound), bound.plan)
     others_of = items_by_name(bound.operands[1:])
 
     def run(call: VarlenArguments) -> Result:
@@ -101,7 +101,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     needs_sinks = of.needs[3] and call.sinks is not None
     if sign is None and all(in_order) and not spec.softcap and not needs_sinks:
         fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
-        return Prepared(Launch(bound, [place for place in range(3) if of.needs[place]], of=fields), bound.plan)
+        return Prepared(PlainCall(bound, [place for place in range(3) if of.needs[place]], of=fields), bound.plan)
     others_of = items_by_name(bound.operands[len(dense_backward.OPERANDS) :])
 
     def run(of: GradientCall) -> list[Tensor]:

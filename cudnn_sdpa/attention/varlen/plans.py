@@ -1,4 +1,4 @@
-"""Specs of calls over packed sequences, forward and backward, and the keys of their plans.
+"""The spec of calls over packed sequences (`VarlenSpec`): sizes and options without data, and the keys of its plans.
 
 A plan for packed tensors has three bounds: the number of sequences, their length and the total number of rows. None
 of them affects results, so each is rounded up to one of a few values, and few plans serve many calls; the extra

@@ -85,12 +85,12 @@ class HandGraph:
         size = max(1, graph.get_workspace_size())
         self.workspace = torch.empty(size, dtype=torch.uint8, device=self.tensors[1].device)
         self.pointers = array("Q", [tensor.data_ptr() for tensor in self.tensors.values()])
-        self.raw_launch = backend.BuiltGraph(graph, "", {}, 0).launcher(list(self.tensors))
+        self.raw_execute = backend.BuiltGraph(graph, "", {}, 0).executor(list(self.tensors))
 
     def launch(self) -> None:
         """The launch by raw pointers."""
         address, count = self.pointers.buffer_info()
-        self.raw_launch(address, count, self.workspace.data_ptr(), self.raw_handle, -1)  # see `backend.Launch`
+        self.raw_execute(address, count, self.workspace.data_ptr(), self.raw_handle, -1)  # see `backend.Execute`
 
     def execute(self) -> None:
         """The frontend's public `execute`."""

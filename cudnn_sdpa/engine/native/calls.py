@@ -1,6 +1,6 @@
 """What public functions ask first: whether the native module knows a call like this one, and launches it.
 
-Python teaches the module each kind of calls, once it has found everything out about one: the recipe of its launch,
+Python teaches the module each kind of calls, once it has found everything out about one: the recipe of its bound plan,
 where the tensors are among the caller's arguments, and what computes its gradients.
 """
 
@@ -40,7 +40,7 @@ class Differentiation(NamedTuple):
         name: Of the node in autograd's graph.
         gradients: Computes them: called with `options`, the gradients of the returned results, what was saved, which
             gradients are needed, whether a fallback was in force, the call's numbers, and whether the module can learn
-            to launch such a backward call. Gives a gradient or None for each input; and the launch that it was, or
+            to launch such a backward call. Gives a gradient or None for each input; and the call that it was, or
             None, with the place of each operand among gradients and what was saved. It must hold no plan.
         options: Given to it.
         inputs: The differentiable inputs; None for those that are left out.
@@ -58,8 +58,8 @@ class Differentiation(NamedTuple):
     asks_for_fallback: bool = False
 
 
-class NativeLaunch(NamedTuple):
-    """A launch that the module can repeat.
+class RepeatableCall(NamedTuple):
+    """A call that the module can repeat: one launch of a bound plan, and nothing else.
 
     Attributes:
         bound: The bound plan.
@@ -111,12 +111,12 @@ class NativeCalls:
         self,
         arguments: Sequence[object],
         options: Mapping[str, object],
-        launch: NativeLaunch,
+        call: RepeatableCall,
         differentiation: Differentiation | None = None,
     ) -> bool:
-        """Teaches the module calls like one, given its arguments as the function got them, and how it is launched."""
+        """Teaches the module calls like this one, given its arguments as the function got them."""
         module, table = _module(), self.find
-        if table is None or module is None or not launch.bound.plan.held:
+        if table is None or module is None or not call.bound.plan.held:
             return False
         places = {id(x): place for place, x in reversed(list(enumerate((*arguments, *options.values()))))}
 
@@ -124,7 +124,7 @@ class NativeCalls:
             return -1 if tensor is None else places[id(tensor)]
 
         try:
-            operands = [place_of(tensor) for tensor in launch.tensors]
+            operands = [place_of(tensor) for tensor in call.tensors]
             of = None
             if differentiation is not None:
                 asks = fallback.is_in_force if differentiation.asks_for_fallback else None
@@ -138,17 +138,17 @@ class NativeCalls:
                     [place_of(x) for x in differentiation.saved],
                     results.start,
                     results.stop,
-                    len(launch.returned),
+                    len(call.returned),
                 )
         except KeyError:  # a tensor that was made of an argument
             return False
-        plan, count = launch.bound.plan, self._options[0]
+        plan, count = call.bound.plan, self._options[0]
         numbers = [place for place, x in enumerate(arguments[:count]) if type(x) is float]
-        if len(numbers) != len(launch.bound.numbers) and numbers:
+        if len(numbers) != len(call.bound.numbers) and numbers:
             return False
-        recipe = recipe_of(launch, module)
+        recipe = recipe_of(call, module)
         known = table.learn(
-            tuple(arguments), dict(options), recipe, plan, operands, numbers, launch.returned, not launch.is_single, of
+            tuple(arguments), dict(options), recipe, plan, operands, numbers, call.returned, not call.is_single, of
         )
         if not plan.held:  # evicted in the meantime
             table.forget(plan)
@@ -209,32 +209,32 @@ class _Gradients:
         numbers: tuple[float, ...],
         can_learn: bool,
     ) -> tuple[Sequence[Tensor | None], Any, Sequence[int], Sequence[int]]:
-        found, launch = self._gradients(options, grads, saved, needs, may_fall_back, numbers, can_learn)
+        found, call = self._gradients(options, grads, saved, needs, may_fall_back, numbers, can_learn)
         module = _module()
-        if launch is None or module is None or not launch.bound.plan.held:
+        if call is None or module is None or not call.bound.plan.held:
             return found, None, (), ()
         given = [(place, x) for place, x in enumerate((*grads, *saved)) if x is not None]
         places = {id(x): place for place, x in given}
-        operands = [places.get(id(x), -1) for x in launch.tensors]
+        operands = [places.get(id(x), -1) for x in call.tensors]
         if -1 in operands or len(places) < len(given):  # in other calls, two that are one here may be two
             return found, None, (), ()
-        return found, recipe_of(launch, module), operands, launch.returned
+        return found, recipe_of(call, module), operands, call.returned
 
 
-def recipe_of(launch: NativeLaunch, module: ModuleType) -> Any:
-    """The native form of a launch, which its bound plan keeps."""
-    recipes = launch.bound.recipes
-    if launch.layouts not in recipes:
-        recipes[launch.layouts] = module.Recipe(_data_of(launch))
-    return recipes[launch.layouts]
+def recipe_of(call: RepeatableCall, module: ModuleType) -> Any:
+    """The native form of a call's bound plan, which the bound plan keeps."""
+    recipes = call.bound.recipes
+    if call.layouts not in recipes:
+        recipes[call.layouts] = module.Recipe(_data_of(call))
+    return recipes[call.layouts]
 
 
-def _data_of(launch: NativeLaunch) -> dict[str, Any]:
-    bound, plan = launch.bound, launch.bound.plan
+def _data_of(call: RepeatableCall) -> dict[str, Any]:
+    bound, plan = call.bound, call.bound.plan
     data = {
         "operands": len(bound.operands),
         "aligned": bound.aligned,
-        "results": [_as_lists(layout) for layout in launch.layouts or bound.results],
+        "results": [_as_lists(layout) for layout in call.layouts or bound.results],
         "buffers": [_as_lists(kernel.made) for kernel in bound.kernels],
         "kernels": [_kernel(*each) for each in zip(bound.kernels, bound.kernel_pointers, strict=True)],
         "pointers": list(bound.template),
@@ -253,7 +253,7 @@ def _data_of(launch: NativeLaunch) -> dict[str, Any]:
         data["allocate"] = plans.allocate
     if type(plan) is Plan:
         data |= {
-            "function": plan._launch,
+            "execute": plan._execute,
             "count": plan._count,
             "slots": _slot,
             "capturing": torch._C._cuda_isCurrentStreamCapturing,

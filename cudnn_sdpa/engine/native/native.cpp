@@ -2,7 +2,7 @@
 //
 // It recognizes a call, allocates its results, launches its plan and is its node in autograd's graph.
 // It knows no operation, no option and no cuDNN: Python gives it finished recipes, and it repeats them. What it does not
-// know goes back to Python. Names are those of engine/launch.py, where recipes are made.
+// know goes back to Python. Names are those of engine/launch.py, whose bound plans recipes are made of.
 #include "calls.h"
 
 namespace cudnn_sdpa {
@@ -32,10 +32,10 @@ std::vector<Pointer> pointers_of(const py::sequence& given) {
   return pointers;
 }
 
-KernelLaunch kernel_of(const py::handle& given) {
+OwnKernel kernel_of(const py::handle& given) {
   const auto items = py::reinterpret_borrow<py::tuple>(given);
   return {
-      reinterpret_cast<KernelLaunch::CuLaunchKernel>(py::cast<uint64_t>(items[0])),
+      reinterpret_cast<OwnKernel::CuLaunchKernel>(py::cast<uint64_t>(items[0])),
       reinterpret_cast<void*>(py::cast<uint64_t>(items[1])),
       py::cast<unsigned>(items[2]),
       py::cast<unsigned>(items[3]),
@@ -48,21 +48,21 @@ py::object get(const py::dict& given, const char* name) {
   return given.contains(name) ? py::reinterpret_borrow<py::object>(given[name]) : py::object();
 }
 
-PlanLaunch launch_of(const py::dict& given) {
-  PlanLaunch launch;
-  launch.plan = given["plan"];
-  launch.python = given["launch"];
-  launch.next_use = given["next_use"], launch.last_used = py::str("last_used");
-  launch.function = get(given, "function");
-  if (!launch.function) return launch;
-  launch.slots = given["slots"], launch.capturing = given["capturing"];
-  launch.keep = given["keep"], launch.refused = given["refused"];
-  launch.device = given["device"], launch.count = given["count"], launch.no_overrides = py::int_(-1);
-  launch.of_stream = py::str("stream"), launch.of_raw = py::str("raw");
-  launch.of_scratch = py::str("scratch"), launch.bind = py::str("bind");
-  launch.device_number = py::cast<int64_t>(launch.device), launch.scratch = py::cast<int64_t>(given["scratch"]);
-  launch.workspace = layout_of(given["workspace"]);
-  return launch;
+Plan plan_of(const py::dict& given) {
+  Plan plan;
+  plan.python = given["plan"];
+  plan.launch_in_python = given["launch"];
+  plan.next_use = given["next_use"], plan.last_used = py::str("last_used");
+  plan.execute = get(given, "execute");
+  if (!plan.execute) return plan;
+  plan.slots = given["slots"], plan.capturing = given["capturing"];
+  plan.keep = given["keep"], plan.refused = given["refused"];
+  plan.device = given["device"], plan.count = given["count"], plan.no_overrides = py::int_(-1);
+  plan.of_stream = py::str("stream"), plan.of_raw = py::str("raw");
+  plan.of_scratch = py::str("scratch"), plan.bind = py::str("bind");
+  plan.device_number = py::cast<int64_t>(plan.device), plan.scratch = py::cast<int64_t>(given["scratch"]);
+  plan.workspace = layout_of(given["workspace"]);
+  return plan;
 }
 
 std::shared_ptr<Recipe> recipe_of(const py::dict& given) {
@@ -79,7 +79,7 @@ std::shared_ptr<Recipe> recipe_of(const py::dict& given) {
   recipe->places = pointers_of(given["places"]);
   recipe->number_places = py::cast<std::vector<size_t>>(given["number_places"]);
   recipe->numbers = py::cast<std::vector<float>>(given["numbers"]);
-  recipe->launch = launch_of(given);
+  recipe->plan = plan_of(given);
   recipe->allocate = get(given, "allocate");
   recipe->stream = given["stream"];
   recipe->current_device = get(given, "current_device");

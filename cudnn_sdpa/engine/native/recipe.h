@@ -1,4 +1,4 @@
-// A launch as data: what is allocated, which address goes where, which kernels run before the plan.
+// The native form of a bound plan: what is allocated, which address goes where, which kernels run before the plan.
 #pragma once
 
 #include "description.h"
@@ -32,8 +32,8 @@ struct Pointer {
   int64_t offset;
 };
 
-// A launch of one of the library's own kernels, whose argument is a list of words.
-struct KernelLaunch {
+// One of the library's own kernels before a plan, as `OwnKernel` in Python; its argument is a list of words.
+struct OwnKernel {
   using CuLaunchKernel = int (*)(
       void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
 
@@ -78,13 +78,13 @@ inline at::Tensor empty(const Layout& layout, at::Device on, const py::object& a
       std::nullopt);
 }
 
-// How a plan is launched; see `Plan.launch`, which does the same in Python.
-struct PlanLaunch {
-  py::object plan;
-  py::object python;     // `plan.launch`, where the rest is not set
-  py::object function;   // the frontend's launch with an array of raw pointers
-  py::object slots;      // gives this thread's slot
-  py::object capturing;  // whether a CUDA graph is being captured
+// A plan, launched as `Plan.launch` does it in Python.
+struct Plan {
+  py::object python;            // the same plan there
+  py::object launch_in_python;  // its `launch`, where the rest is not set
+  py::object execute;           // the frontend's, with an array of raw pointers
+  py::object slots;             // gives this thread's slot
+  py::object capturing;         // whether a CUDA graph is being captured
   py::object next_use, last_used, keep, refused;
   py::object device, count, no_overrides;
   py::object of_stream, of_raw, of_scratch, bind;  // names of a slot's attributes
@@ -92,11 +92,11 @@ struct PlanLaunch {
   Layout workspace;
 
   // `current` is PyTorch's current stream.
-  void operator()(uint64_t* pointers, size_t number, at::Device on, const py::object& allocate, const py::object& current) const {
+  void launch(uint64_t* pointers, size_t number, at::Device on, const py::object& allocate, const py::object& current) const {
     const auto use = checked(PyObject_CallNoArgs(next_use.ptr()));
-    if (PyObject_SetAttr(plan.ptr(), last_used.ptr(), use.ptr()) < 0) throw py::error_already_set();
-    if (!function) {
-      python(list_of(pointers, number));
+    if (PyObject_SetAttr(python.ptr(), last_used.ptr(), use.ptr()) < 0) throw py::error_already_set();
+    if (!execute) {
+      launch_in_python(list_of(pointers, number));
       return;
     }
     const auto& own = slot();
@@ -119,7 +119,7 @@ struct PlanLaunch {
     }
     const py::int_ array(reinterpret_cast<uint64_t>(pointers));
     PyObject* arguments[] = {array.ptr(), count.ptr(), address.ptr(), own.raw, no_overrides.ptr()};
-    PyObject* done = PyObject_Vectorcall(function.ptr(), arguments, 5, nullptr);
+    PyObject* done = PyObject_Vectorcall(execute.ptr(), arguments, 5, nullptr);
     if (done == nullptr) {
       if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) throw py::error_already_set();
       py::error_already_set error;
@@ -157,16 +157,17 @@ struct PlanLaunch {
 
 using Results = c10::SmallVector<at::Tensor, 8>;
 
+// A bound plan in C++; made of a `BoundPlan` of Python, which does the same there.
 struct Recipe {
   size_t operands;
   std::vector<Pointer> aligned;   // addresses that kernels read in words of 16 bytes; `place` is not used
   std::vector<Layout> results, buffers;
-  std::vector<KernelLaunch> kernels;
+  std::vector<OwnKernel> kernels;
   std::vector<uint64_t> pointers;
   std::vector<Pointer> places;
   std::vector<size_t> number_places;
   std::vector<float> numbers;
-  PlanLaunch launch;
+  Plan plan;
   py::object allocate;  // the tests' own; null for PyTorch's
   py::object stream;
   py::object current_device;  // null where there is one GPU
@@ -203,12 +204,12 @@ struct Recipe {
       if (given_numbers != nullptr) values[number] = static_cast<float>(given_numbers[number]);
       words[number_places[number]] = reinterpret_cast<uint64_t>(&values[number]);
     }
-    launch(words.data(), words.size(), on, allocate, current);
+    plan.launch(words.data(), words.size(), on, allocate, current);
     return true;
   }
 
  private:
-  static void run_kernel(const KernelLaunch& kernel, const uint64_t* slots, const py::object& current) {
+  static void run_kernel(const OwnKernel& kernel, const uint64_t* slots, const py::object& current) {
     uint64_t fields[most_fields];
     std::copy(kernel.fields.begin(), kernel.fields.end(), fields);
     for (const auto& pointer : kernel.pointers) fields[pointer.place] = slots[pointer.slot] + pointer.offset;

@@ -141,7 +141,7 @@ def test_the_least_recently_used_plan_is_evicted_first():
 
 def test_the_frontends_public_execute_gives_the_same_results(monkeypatch):
     """Without the private launch, the public one is used, with every kind of operand."""
-    monkeypatch.setattr(backend, "_raw_launcher", lambda *_: None)
+    monkeypatch.setattr(backend, "_raw_executor", lambda *_: None)
     q, k, v = tensors()
     check(q, k, v, is_causal=True, scale=0.31)
     ends = torch.tensor([80, 33], dtype=torch.int32, device="cuda")

@@ -232,8 +232,8 @@ def test_hand_written_graphs_number_operands_in_pointer_order(monkeypatch):
         pygraph=lambda **_: Graph(),
     )
     slot = SimpleNamespace(bind=lambda _: None, raw=0)
-    launchers = []
-    built = lambda *_: SimpleNamespace(launcher=launchers.append)  # noqa: E731
+    executors = []
+    built = lambda *_: SimpleNamespace(executor=executors.append)  # noqa: E731
     monkeypatch.setattr(hand_graphs, "backend", SimpleNamespace(cudnn=lambda: frontend, BuiltGraph=built))
     threads = SimpleNamespace(slots={-1: slot})
     monkeypatch.setattr(hand_graphs, "handles", SimpleNamespace(build_handle=lambda _: None, thread=threads))
@@ -243,7 +243,7 @@ def test_hand_written_graphs_number_operands_in_pointer_order(monkeypatch):
     graph = hand_graphs.PackedForward((q, k, k.clone()), cu_seqlens=cu_seqlens, max_seqlen=7, with_lse=True)
     by_name = {symbol["name"]: symbol for symbol in symbols}
     assert graph.tensors[by_name["q"]["uid"]] is q
-    assert launchers == [list(range(1, 1 + len(graph.tensors)))]
+    assert executors == [list(range(1, 1 + len(graph.tensors)))]
     assert list(graph.pointers) == [tensor.data_ptr() for tensor in graph.tensors.values()]
     assert by_name["q"]["dim"] == [2, 4, 7, 8]
     assert by_name["k"]["stride"] == [7 * 16, 8, 16, 1]
