@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +65,8 @@ class Target:
     properties: tuple[tuple[str, Any], ...]  # values of cuDNN's JSON
     cudnn: int
     frontend: str
-    name: str = ""
-    source: str = ""
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Target):
-            return NotImplemented
-        return self._identity == other._identity
-
-    def __hash__(self) -> int:
-        return hash(self._identity)
-
-    @property
-    def _identity(self) -> tuple[object, ...]:
-        return self.properties, self.cudnn, self.frontend
+    name: str = field(default="", compare=False)
+    source: str = field(default="", compare=False)
 
     @property
     def sm(self) -> int:
