@@ -5,13 +5,15 @@ The functions on strides work on symbolic sizes too, which torch.compile and PyT
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, cast
 
 import torch
 
 from cudnn_sdpa._json import JsonObject
-from cudnn_sdpa.graph.symbolic_shapes import Comparisons, comparisons, is_true
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
 #: Names under which cuDNN knows the dtypes (members of ``cudnn.data_type``).
 CUDNN_DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -93,7 +95,7 @@ def canonical_stride(shape: Sequence[int], stride: Sequence[int], *, channels_la
         stride: Strides, in elements.
         channels_last: Which of the two it is if sizes of 1 make that ambiguous.
     """
-    compare = comparisons(shape, stride)
+    compare = _comparisons(shape, stride)
     single = [compare.is_true(size == 1) for size in shape]
     if not any(single):
         return tuple(stride)
@@ -110,7 +112,7 @@ def canonical_stride(shape: Sequence[int], stride: Sequence[int], *, channels_la
 
 def has_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
     """Whether channels, the second of four or more dimensions, are unambiguously innermost in memory."""
-    compare = comparisons(shape, stride)
+    compare = _comparisons(shape, stride)
     return (
         len(shape) >= _IMAGE
         and not _follows(range(len(shape)), shape, stride, compare)
@@ -139,7 +141,7 @@ def channels_last_order(rank: int) -> tuple[int, ...]:
 
 
 def _memory_order(
-    shape: Sequence[int], stride: Sequence[int], compare: Comparisons, *, channels_last: bool
+    shape: Sequence[int], stride: Sequence[int], compare: _Comparisons, *, channels_last: bool
 ) -> Sequence[int]:
     """The dimensions from outermost to innermost, including those of size 1."""
     rank = len(shape)
@@ -155,7 +157,7 @@ def _memory_order(
     return (*range(first, rank), *range(first))
 
 
-def _follows(order: Sequence[int], shape: Sequence[int], stride: Sequence[int], compare: Comparisons) -> bool:
+def _follows(order: Sequence[int], shape: Sequence[int], stride: Sequence[int], compare: _Comparisons) -> bool:
     """Whether the dimensions larger than 1 are in this order."""
     is_true, is_larger = compare
     strides = [stride[i] for i in order if not is_true(shape[i] == 1) and not is_true(stride[i] == 0)]
@@ -178,7 +180,7 @@ def dense_stride_like(shape: Sequence[int], model: Sequence[int], model_stride: 
         model: Sizes of the tensor whose order to follow, of the same rank.
         model_stride: The model's strides.
     """
-    is_true, is_larger = comparisons(shape, model, model_stride)
+    is_true, is_larger = _comparisons(shape, model, model_stride)
     larger_than_1 = [i for i in range(len(shape) - 1) if not is_true(model[i] == 1)]
     if any(is_true(model_stride[i] == 0) for i in larger_than_1):
         return contiguous_stride(shape)
@@ -201,3 +203,32 @@ def dense_like(layout: TensorLayout) -> TensorLayout:
     """The layout of a dense tensor of the same shape and memory order."""
     stride = dense_stride_like(layout.shape, layout.shape, layout.stride)
     return replace(layout, stride=stride)
+
+
+# Comparisons of sizes and strides, which may be symbolic.
+
+
+def _is_larger(a: int, b: int) -> bool:
+    """Whether one stride is larger than another; if that depends on data, whether it is a multiple."""
+    condition = cast("bool | torch.SymBool", a > b)
+    if not isinstance(condition, torch.SymBool):
+        return bool(condition)
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true, statically_known_true
+
+    if guard_or_false(condition):
+        return True
+    return bool(guard_or_true(condition)) and bool(statically_known_true(a % b == 0))
+
+
+class _Comparisons(NamedTuple):
+    """`is_true` and `_is_larger`, or faster equivalents for plain integers."""
+
+    is_true: Callable[[bool], bool]
+    is_larger: Callable[[int, int], bool]
+
+
+def _comparisons(*sizes: Sequence[int]) -> _Comparisons:
+    """The comparisons for these sizes."""
+    if not is_compiling() and type(sum(map(sum, sizes))) is int:
+        return _Comparisons(bool, operator.gt)
+    return _Comparisons(is_true, _is_larger)

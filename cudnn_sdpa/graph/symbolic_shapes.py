@@ -7,10 +7,6 @@ they run.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
-
 import torch
 
 
@@ -35,32 +31,6 @@ def is_known(condition: bool | torch.SymBool) -> bool:
 
         return bool(statically_known_true(condition))
     return bool(condition)
-
-
-def is_larger(a: int, b: int) -> bool:
-    """Whether one stride is larger than another; if that depends on data, whether it is a multiple."""
-    condition = cast("bool | torch.SymBool", a > b)
-    if not isinstance(condition, torch.SymBool):
-        return bool(condition)
-    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true, statically_known_true
-
-    if guard_or_false(condition):
-        return True
-    return bool(guard_or_true(condition)) and bool(statically_known_true(a % b == 0))
-
-
-class Comparisons(NamedTuple):
-    """`is_true` and `is_larger`, or faster equivalents for plain integers."""
-
-    is_true: Callable[[bool], bool]
-    is_larger: Callable[[int, int], bool]
-
-
-def comparisons(*sizes: Sequence[int]) -> Comparisons:
-    """The comparisons for these sizes."""
-    if not is_compiling() and type(sum(map(sum, sizes))) is int:
-        return Comparisons(bool, operator.gt)
-    return Comparisons(is_true, is_larger)
 
 
 is_compiling = torch.compiler.is_dynamo_compiling
