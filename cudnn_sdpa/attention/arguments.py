@@ -181,8 +181,7 @@ def has_limits(call: _Limited) -> bool:
 
 
 def check(call: ForwardArguments) -> None:
-    """Checks that apply on every device. They read no address and no value, so fake tensors pass."""
-    check_options(call)
+    """Checks of tensors that apply on every device. They read no address and no value, so fake tensors pass."""
     check_qkv(call.q, call.k, call.v, for_cudnn=has_limits(call))
     check_lengths("seq_lens_q", call.seq_lens_q, call.q)
     check_lengths("seq_lens_kv", call.seq_lens_kv, call.q)
@@ -195,6 +194,7 @@ def check(call: ForwardArguments) -> None:
 
 def check_types(call: ForwardArguments) -> None:
     """Types that the operators' schemas would refuse as well, but without naming the argument."""
+    tensors: dict[str, Tensor] = {}
     for name in ("q", "k", "v", "attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "out"):
         tensor, optional = getattr(call, name), name not in ("q", "k", "v")
         if tensor is None and optional:
@@ -210,7 +210,9 @@ def check_types(call: ForwardArguments) -> None:
             raise DtypeError(
                 name, dtype_name(tensor.dtype), "a dtype that is not quantized", f"Use {name}.dequantize()."
             )
-        if not is_compiling() and is_plain_memory():
+        tensors[name] = tensor
+    if not is_compiling() and is_plain_memory():
+        for name, tensor in tensors.items():
             check_present(name, tensor)
     if not isinstance(call.with_lse, bool):
         raise OptionError("return_lse", repr(call.with_lse), "True or False")

@@ -6,6 +6,7 @@ import importlib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -277,7 +278,7 @@ def _explain_live(name: str, description: Description, device: int) -> Explanati
         try:
             key = _key(result, description, target, device)
             result.cached = plan_cache.peek(key) is not None
-            plan = plan_cache.get(key, lambda key: build_plan(description.operation, key), to_use=False)
+            plan = plan_cache.get(key, partial(build_plan, description.operation), to_use=False)
         except UnsupportedError as error:
             result.decline(error)
         else:

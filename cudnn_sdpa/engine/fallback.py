@@ -70,20 +70,14 @@ def is_in_force() -> bool:
     return not is_compiling() and _chosen.get() is not None
 
 
-def or_else(
-    run: Callable[[], T], instead: Callable[[], T], kind: Callable[[], Hashable], wanted: bool | None = None
-) -> T:
-    """`run()` or, if cuDNN declines it while a fallback is in force, `instead()`.
+def or_else(run: Callable[[], T], instead: Callable[[], T], kind: Callable[[], Hashable]) -> T:
+    """`run()` or, if cuDNN declines it, `instead()`; for calls for which a fallback is in force.
 
     Args:
         run: The call.
         instead: The same in plain PyTorch.
         kind: Returns what is logged once for each reason.
-        wanted: Whether a fallback is in force, overriding this thread's: backward passes run in autograd's threads and
-            follow their forward pass.
     """
-    if not (is_in_force() if wanted is None else wanted):
-        return run()
     try:
         return run()
     except UnsupportedError as error:
@@ -101,7 +95,7 @@ def _say(kind: Hashable, why: str) -> None:
 
 
 def check_or_decline(what: str, check: Callable[[], None], without: Callable[[], None]) -> None:
-    """`check()`; if a fallback is in force, errors due to cuDNN's limits become UnsupportedError.
+    """`check()` of a call for which a fallback is in force: errors due to cuDNN's limits become UnsupportedError.
 
     Args:
         what: Names the function.
@@ -110,13 +104,11 @@ def check_or_decline(what: str, check: Callable[[], None], without: Callable[[],
 
     Raises:
         ArgumentError: The call is wrong.
-        UnsupportedError: A fallback is in force, and the call is right but for the limits.
+        UnsupportedError: The call is right but for the limits.
     """
     try:
         check()
     except ArgumentError as error:
-        if not is_in_force():
-            raise
         refused = str(error)
     else:
         return

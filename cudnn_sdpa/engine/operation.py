@@ -10,8 +10,8 @@ The order of things, for all operations:
 1. The public function has asked the native module, which does not know the call.
 2. A call like one of the last few, or one whose signature is known, is launched at once, if nothing must intercept it.
    The native module is taught it.
-3. Otherwise types are checked, autocast casts, negative bits are resolved, options and differentiation are checked, and
-   random numbers are drawn.
+3. Otherwise types and options are checked, autocast casts, differentiation is checked, random numbers are drawn, and
+   negative bits are resolved.
 4. Tensors are checked. If a gradient may be asked for, what is known against it raises now.
 5. The call runs through autograd, through PyTorch's dispatcher if something intercepts operators, or at once: on the
    GPU its plan is found by its signature, or prepared; on the CPU the reference runs; elsewhere there are only layouts.
@@ -254,7 +254,7 @@ class Operation(Generic[CallT]):
         kind: What the fallback logs once for each reason.
         check_types: Checks what the operators' schemas would refuse as well, but without naming the argument.
         check_options: Checks of options.
-        check: Checks of tensors and options that read no address and no value, so fake tensors pass.
+        check: Checks of tensors that read no address and no value, so fake tensors pass.
         check_values: Checks of values, such as lengths.
         check_strides: Checks that kernels can read the strides.
         check_memory: Checks of addresses.
@@ -383,16 +383,19 @@ class Operation(Generic[CallT]):
                     self._teach(asked, call)
                 return run(call)
         self.check_types(call)
-        call = self.cast(call)
         if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
-            call = autograd_checks.resolved(call)
             self.check_options(call)
+        call = self.cast(call)
         self.check_differentiation(call)
         if "rng" in self._types and call.dropout_p:
             call = call._replace(rng=new_seed(call[0]))
-        if self.reference_call is None:
-            return self._run(call)
-        return fallback.or_else(lambda: self._run(call), lambda: self._run_on_pytorch(call), lambda: self.kind(call))
+        if is_compiling():
+            return self._traced(call)
+        call = autograd_checks.resolved(call)
+        if self.reference_call is not None and fallback.is_in_force():
+            return self._run_with_fallback(call, self.reference_call)
+        self.check(call)
+        return self._run(call)
 
     def cast(self, call: CallT) -> CallT:
         """The call as autocast casts it, with the setting of deterministic algorithms that it follows."""
@@ -423,16 +426,7 @@ class Operation(Generic[CallT]):
         self.check_differentiation(call)
 
     def _run(self, call: CallT) -> Result:
-        """Runs a call through autograd, through PyTorch's dispatcher, or at once."""
-        if is_compiling():
-            return self._traced(call)
-        if self.reference_call is None:
-            self.check(call)
-        else:
-            reference_call = self.reference_call
-            fallback.check_or_decline(
-                self.function, lambda: self.check(call), lambda: self.check(reference_call._make(call))
-            )
+        """Runs a checked call through autograd, through PyTorch's dispatcher, or at once."""
         tensors = (*call[: self._tensors], self._out_of(call))
         bypasses = can_bypass_dispatcher(*tensors)
         if needs_gradient(*tensors):
@@ -441,6 +435,16 @@ class Operation(Generic[CallT]):
         if bypasses:
             return self.runner(call)(call)
         return self._by_operator(call)
+
+    def _run_with_fallback(self, call: CallT, reference_call: type[CallT]) -> Result:
+        """Checks and runs a call, in plain PyTorch if cuDNN declines it."""
+
+        def run() -> Result:
+            without_limits = reference_call._make(call)
+            fallback.check_or_decline(self.function, lambda: self.check(call), lambda: self.check(without_limits))
+            return self._run(call)
+
+        return fallback.or_else(run, lambda: self._run_on_pytorch(call), lambda: self.kind(call))
 
     def _traced(self, call: CallT) -> Result:
         """The call in compiled code, which differentiates all that a graph returns."""
@@ -483,7 +487,7 @@ class Operation(Generic[CallT]):
 
     def fake_results(self, call: CallT) -> Result:
         """What the results of a call look like, without memory."""
-        self.check(call)
+        self._check_operator(call)
         found = tuple(_new(call[0], layout) for layout in self.results(call))
         out = self._out_of(call)
         return self._wanted(call, found if out is None else (out, *found[1:]))
@@ -595,7 +599,8 @@ class Operation(Generic[CallT]):
         ]
         options = call[self._options]
         mark = None if self.mark is None else self.mark(call)
-        return (*layouts, *options, *map(type, options), describe(self._out_of(call)), mark)
+        out = self._out_of(call)
+        return (*layouts, *options, *map(type, options), None if out is None else describe(out), mark)
 
     def _entry(self, name: Hashable, call: Any, prepare: Callable[[Any], Prepared]) -> _Entry | Prepared:
         """The prepared call of this signature, prepared now if there is none."""
@@ -740,12 +745,13 @@ class Operation(Generic[CallT]):
             found = entry.run(backward)
         elif not given[0].is_cuda:
             found = (self.fake_gradients if given[0].is_meta else self.reference_gradients)(backward)
+        elif not ctx.may_fall_back:  # as in the forward pass: this may be another thread, of autograd
+            found = self._gradients_on_gpu(backward, last)
         else:
             found = fallback.or_else(
                 lambda: self._gradients_on_gpu(backward, last),
                 lambda: self.reference_gradients(backward),
                 lambda: self.kind(call),
-                ctx.may_fall_back,
             )
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
@@ -858,12 +864,17 @@ class Operation(Generic[CallT]):
     def _operator_on_gpu(self, call: CallT) -> Result:
         """A forward call from PyTorch's dispatcher, which nothing may have checked."""
         if self.table.get(self.signature(call)) is None:
-            self.check(call)
+            self._check_operator(call)
         return self.on_gpu(call)
 
     def _operator_on_cpu(self, call: CallT) -> Result:
-        self.check(call)
+        self._check_operator(call)
         return self._on_cpu(call)
+
+    def _check_operator(self, call: CallT) -> None:
+        """The checks of a call from PyTorch's dispatcher, which has checked the types."""
+        self.check_options(call)
+        self.check(call)
 
     def _count_forward(self, *inputs: Any, **_: Any) -> int:
         return self.flops(self.call_of(inputs[: self._inputs]))[0]

@@ -399,7 +399,7 @@ class GraphFunction(GraphOp):
         key = self._key(viewed, live_target(device), device, deterministic=is_deterministic())
         given = dict(zip(self.operands, values, strict=True))
         bound = BoundPlan(
-            plan=plan_cache.get(key, lambda key: build_plan(self, key)),
+            plan=plan_cache.get(key, partial(build_plan, self)),
             operands=[name for name, x in given.items() if isinstance(x, Tensor)],
             results=[(tuple(x.shape), tuple(x.stride()), x.dtype) for x in results],
             numbers={name: float(x) for name, x in given.items() if isinstance(x, (int, float))},

@@ -28,9 +28,9 @@ def load_plan(key: PlanKey) -> Plan | None:
         ExecutionError: The GPU has failed, or has no memory left.
     """
     store = default_store.active()
-    only_tuned = autotune.is_in_force() and not autotune.not_tunable(key)
     if store is None:
         return None
+    only_tuned = autotune.is_in_force() and not autotune.not_tunable(key)
     for stored_key in (key, key.without_device()) if key.is_gpu_specific else (key,):
         stored = store.load(stored_key, only_tuned=only_tuned)
         if stored is not None:

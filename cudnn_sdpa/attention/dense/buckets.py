@@ -57,7 +57,7 @@ class Bucket:
     def of(cls, forward: ForwardSpec) -> Bucket | None:
         """The bucket of a call; None if it needs an exact-shape plan."""
         dense = forward.dense
-        if forward.plan_has_lse or not _is_plain(forward) or max(dense.sq, dense.skv) > MAX_LENGTH:
+        if not _is_plain(forward) or max(dense.sq, dense.skv) > MAX_LENGTH:
             return None
         tensors = (dense.q, dense.k, dense.v, forward.out)
         split_heads = not all(map(_has_contiguous_heads, tensors))
@@ -65,10 +65,11 @@ class Bucket:
         real = dense.q.shape[0] * (heads if split_heads else 1)
         if real > MAX_SEQUENCES or any(_row_stride(tensor, split_heads=split_heads) == 0 for tensor in tensors):
             return None
-        sequences = sequence_bucket(real)
         decodes = forward.is_decode and dense.mask.band is None  # cuDNN's decode engines apply no mask
-        max_seqlen_q = 1 if decodes else length_bucket(dense.sq, _UNBOUNDED, tight=False)
-        max_seqlen_kv = length_bucket(dense.skv, _UNBOUNDED, tight=False)
+        queries, keys = dense.sq, dense.skv
+        sequences = sequence_bucket(real)
+        max_seqlen_q = 1 if decodes else length_bucket(queries, _UNBOUNDED, tight=False)
+        max_seqlen_kv = length_bucket(keys, _UNBOUNDED, tight=False)
         rows = [length * sequences for length in (max_seqlen_q, max_seqlen_kv, max_seqlen_kv, max_seqlen_q)]
         q, k, v, out = (_packed(tensor, n, split_heads=split_heads) for tensor, n in zip(tensors, rows, strict=True))
         spec = VarlenSpec(
@@ -112,12 +113,13 @@ class Bucket:
 
 
 def _is_plain(forward: ForwardSpec) -> bool:
-    """Whether the call has no options but a band and the scale."""
+    """Whether the call has no options but a band and the scale, and its plan no LSE."""
     dense = forward.dense
     left = dense.mask.band[0] if dense.mask.band is not None else None
     if left is not None and (left < 0 or dense.sq > dense.skv):
         return False  # the band depends on the lengths, or queries may see no key
-    return dense.has_no_sides and not (dense.alibi or dense.has_lengths or dense.mask.masked_rows)
+    has_sides = dense.alibi or dense.has_lengths or dense.mask.masked_rows or not dense.has_no_sides
+    return not (has_sides or forward.plan_has_lse)
 
 
 def _has_contiguous_heads(tensor: TensorLayout) -> bool:

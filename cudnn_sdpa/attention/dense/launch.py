@@ -24,9 +24,9 @@ Run = Callable[[ForwardArguments], Result]
 
 def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float) -> Run:
     """What runs calls like this one on `plan`, whose GPU is the current device, with a positive scale."""
-    spec = forward.dense
+    spec, has_lse = forward.dense, forward.plan_has_lse
     results: list[Layout] = [(forward.out.shape, forward.out.stride, forward.out.dtype)]
-    if forward.plan_has_lse:
+    if has_lse:
         rows = (*forward.out.shape[:2], spec.rows)
         results.append((rows, contiguous_stride(rows), torch.float32))
     queries = {"q": spec.q, "out": forward.out}
@@ -40,8 +40,8 @@ def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float)
         queries=queries,
         decode=forward.is_decode and not spec.softcap,
     )
-    adds_sinks = spec.sinks and forward.plan_has_lse and (forward.sinks_outside or spec.can_have_masked_rows)
-    if spec.mask.masked_rows or adds_sinks or forward.with_lse != forward.plan_has_lse:
+    adds_sinks = spec.sinks and has_lse and (forward.sinks_outside or spec.can_have_masked_rows)
+    if spec.mask.masked_rows or adds_sinks or forward.with_lse != has_lse:
         return _Completed(forward, bound)
     return PlainCall(bound)
 

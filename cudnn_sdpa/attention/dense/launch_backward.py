@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -45,11 +47,12 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     if large_backward.is_too_large(*call.qkv, of.out, of.grad_out):
         large_backward.check(call, mask_gradient=Needs(*of.needs).attn_mask)
         return Prepared(lambda of: large_backward.gradients(of, gradients), None)
+    arguments.check_options(call)
     arguments.check(call)
     memory.check_strides(call.q, call.k, call.v)
     device, backward = call.q.get_device(), BackwardSpec.of(of)
     key = backward.key(live_target(device), device)
-    plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_backward, key))
+    plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_backward))
     spec = backward.dense
     layouts = [*map(dense_like, (spec.q, spec.k, spec.v)), *([backward.grad_bias] if backward.bias_gradient else [])]
     results: list[Layout] = [(x.shape, x.stride, x.dtype) for x in layouts]

@@ -212,7 +212,8 @@ class DenseSpec:
 
     def visible(self, layout: TensorLayout) -> TensorLayout:
         """A layout with one row per query, without the fully masked rows."""
-        return cut_rows(layout, self.mask.masked_rows)
+        rows = self.mask.masked_rows
+        return cut_rows(layout, rows) if rows else layout
 
     def extra_kernels(self) -> list[str]:
         """The extra kernels of both passes, for `explain`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from functools import partial
 
 import torch
 
@@ -143,18 +144,19 @@ def prepare(call: ForwardArguments) -> Prepared:
         UnsupportedError: cuDNN has no plan for it.
         PlanBuildError: The plan is missing and may not be built now.
     """
+    device, sign, scale = call.q.get_device(), sign_of_scale(call), with_positive_scale(call).scale_value
     forward = ForwardSpec.of(call)
     if forward.is_empty:
         return Prepared(_fill_empty, None)
     if forward.dense.has_no_plan:
         return Prepared(reference.run, None)
-    device, sign, scale = call.q.get_device(), sign_of_scale(call), with_positive_scale(call).scale_value
     key = forward.key(live_target(device), device)  # refused under every policy if there is no exact-shape plan
     with torch.cuda.device(device):
         policy = shape_policy.active()
-        prepared = None if _wants_exact_shape_plan(policy, call) else _with_bucket(forward, key, policy, scale)
+        is_exact = sign is not None or _wants_exact_shape_plan(policy, call)
+        prepared = None if is_exact else _with_bucket(forward, key, policy, scale)
         if prepared is None:
-            plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_forward, key))
+            plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_forward))
             prepared = Prepared(bind(forward, plan, call, scale), plan)
     if sign is None:
         return prepared
@@ -175,7 +177,7 @@ def _fill_empty(call: ForwardArguments) -> Result:
 
 def _wants_exact_shape_plan(policy: str, call: ForwardArguments) -> bool:
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
-    return policy == shape_policy.EXACT or deterministic or autotune.is_in_force() or sign_of_scale(call) is not None
+    return policy == shape_policy.EXACT or deterministic or autotune.is_in_force()
 
 
 def _with_bucket(forward: ForwardSpec, key: PlanKey, policy: str, scale: float) -> Prepared | None:
@@ -206,7 +208,7 @@ def _build(bucket_key: PlanKey) -> Plan | None:
     if bucket_key in _seen.without_plan:
         return None
     try:
-        return plan_cache.get(bucket_key, lambda key: build_plan(graphs.sdpa_forward, key))
+        return plan_cache.get(bucket_key, partial(build_plan, graphs.sdpa_forward))
     except UnsupportedError:
         _seen.without_plan.add(bucket_key)
         return None

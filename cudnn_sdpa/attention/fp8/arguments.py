@@ -310,7 +310,7 @@ def check_options(call: Fp8Arguments | Fp8BackwardArguments) -> None:
 
 
 def check(call: Fp8Arguments) -> None:
-    """The checks for every device. They read no address and no value, so that fake tensors pass."""
+    """The checks of tensors for every device. They read no address and no value, so that fake tensors pass."""
     if call.tables is None:
         _check_dense(call)
         return
@@ -373,8 +373,7 @@ _FP8 = "float8_e4m3fn or float8_e5m2"
 
 
 def _check_common(call: Fp8Arguments | Fp8BackwardArguments) -> None:
-    """The options, and the tensors that both passes have."""
-    check_options(call)
+    """The tensors that both passes have."""
     for name in ("q", "k", "v"):
         tensor = getattr(call, name)
         if tensor.dim() != 4:

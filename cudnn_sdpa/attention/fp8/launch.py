@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ def prepare(call: Fp8Arguments) -> Prepared:
         return Prepared(_fill_empty, None)
     device = call.q.get_device()
     key = spec.key(live_target(device), device)
-    plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_fp8_forward, key))
+    plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_fp8_forward))
     lse = TensorLayout.contiguous((*spec.out.shape[:2], dense.rows), torch.float32)
     plain = BoundPlan(
         plan=plan,
@@ -176,7 +177,7 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
     device = call.q.get_device()
     spec = whole.part(target := live_target(device))
     key = spec.key(target, device)
-    plan = plan_cache.get(key, lambda key: build_plan(graphs.sdpa_fp8_backward, key))
+    plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_fp8_backward))
     dense, rows = spec.dense, spec.padded_rows(target)
     gradients = [as_layout(layout) for layout in whole.gradients()]
     plain = BoundPlan(

@@ -141,7 +141,7 @@ def named() -> Iterator[None]:
 
 
 def check(call: PagedArguments) -> None:
-    """Checks that apply on every device. They read no address and no value, so fake tensors pass."""
+    """Checks of tensors that apply on every device. They read no address and no value, so fake tensors pass."""
     for name, shape in (("q", "(B, Hq, Sq, D)"), ("k_pages", LAYOUTS[HND]), ("v_pages", LAYOUTS[HND])):
         tensor = getattr(call, name)
         if tensor.dim() != 4:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -96,7 +97,7 @@ def bind_decode(call: PagedArguments, *, in_place: bool) -> BoundPlan:
     if key in _declined:
         raise UnsupportedError("a decode step on a paged cache", ["cuDNN could not build its plan"])
     try:
-        plan = plan_cache.get(key, lambda key: build_plan(graphs.paged_decode, key))
+        plan = plan_cache.get(key, partial(build_plan, graphs.paged_decode))
     except UnsupportedError:
         if len(_declined) >= MAX_DECLINED:
             _declined.clear()

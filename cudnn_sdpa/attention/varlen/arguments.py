@@ -128,7 +128,7 @@ def check_options(call: VarlenArguments) -> None:
 
 
 def check(call: VarlenArguments) -> None:
-    """Checks that apply on every device. They read no address and no value, so fake tensors pass."""
+    """Checks of tensors that apply on every device. They read no address and no value, so fake tensors pass."""
     for name in ("q", "k", "v", "out"):
         tensor = getattr(call, name)
         if tensor is not None and tensor.dim() != 3:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -165,7 +167,7 @@ def _bind(
     operation: GraphOp, key: PlanKey, call: VarlenArguments, spec: VarlenSpec, operands: tuple[str, ...]
 ) -> BoundPlan:
     """A plan with what it reads besides tensors: where the sequences lie, and what only some calls have."""
-    plan = plan_cache.get(key, lambda key: build_plan(operation, key))
+    plan = plan_cache.get(key, partial(build_plan, operation))
     names = {operand.name for operand in (*key.inputs, *key.outputs)}
     with torch.cuda.device(plan.device):
         packing = PackingKernel(spec, plan, call)

@@ -125,8 +125,11 @@ class VarlenSpec:
         refused = refusal(self.configuration(FORWARD, target), "sdpa_varlen")
         if refused is not None:
             raise refused
-        offsets = [self._offsets(name) for name in ("q", "k", "v", "out", *(("lse",) if with_lse else ()))]
-        inputs = [*offsets, *self._qkv(), *self._other_inputs(sinks=self.sinks)]
+        inputs = [
+            *self._offsets("q", "k", "v", "out", *(("lse",) if with_lse else ())),
+            *self._qkv(),
+            *self._other_inputs(sinks=self.sinks),
+        ]
         outputs = [self._rows("out", out, self.max_seqlen_q)]
         if with_lse:
             outputs.append(self._lse())
@@ -157,8 +160,11 @@ class VarlenSpec:
         ]
         outputs = [self._rows("out", out, self.max_seqlen_q), self._rows("grad_out", grad_out, self.max_seqlen_q)]
         operands = [*self._qkv(), *outputs, self._lse()]
-        offsets = [self._offsets(operand.name) for operand in (*operands, *gradients)]
-        inputs = [*offsets, *operands, *self._other_inputs(sinks=False)]
+        inputs = [
+            *self._offsets(*(operand.name for operand in (*operands, *gradients))),
+            *operands,
+            *self._other_inputs(sinks=False),
+        ]
         options = {
             **self._options(),
             "deterministic": deterministic,
@@ -225,9 +231,9 @@ class VarlenSpec:
             self._rows("v", self.v, self.max_seqlen_kv),
         ]
 
-    def _offsets(self, name: str) -> Operand:
+    def _offsets(self, *names: str) -> list[Operand]:
         layout = TensorLayout.contiguous((self.sequences + 1, 1, 1, 1), torch.int64)
-        return Operand(f"offsets_{name}", layout)
+        return [Operand(f"offsets_{name}", layout) for name in names]
 
     def _rows(self, name: str, packed: TensorLayout, max_seqlen: int) -> Operand:
         """A packed tensor as cuDNN sees it: a batch of sequences of the maximum length."""
