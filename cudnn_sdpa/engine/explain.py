@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +70,26 @@ def _import_describers() -> None:
 
 
 def describes(function: Callable[..., object]) -> Callable[[Callable[..., Description]], Callable[..., Description]]:
-    """Registers the decorated function, called with the same arguments, as what describes calls of `function`.
+    """Registers the decorated function as what describes calls of `function`.
 
-    It takes over the function's name, by which Python calls it when arguments are missing or have other names.
+    It takes the parameters of `function` by name, with their defaults filled in; what it becomes is called as
+    `function` is.
     """
+    signature = inspect.signature(function)
 
     def register(describer: Callable[..., Description]) -> Callable[..., Description]:
-        describer.__qualname__ = function.__qualname__
-        _describers[function] = describer
-        return describer
+        @wraps(function)
+        def describe(*args: object, **kwargs: object) -> Description:
+            try:
+                given = signature.bind(*args, **kwargs)
+            except TypeError:
+                function(*args, **kwargs)  # Python refuses this in its own words, before anything runs
+                raise
+            given.apply_defaults()
+            return describer(**given.arguments)
+
+        _describers[function] = describe
+        return describe
 
     return register
 

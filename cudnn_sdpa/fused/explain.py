@@ -30,12 +30,12 @@ from cudnn_sdpa.graph.key import PlanKey
 @describes(norm.rms_norm)
 def _rms_norm(
     x: Tensor,
-    weight: Tensor | None = None,
-    eps: float = 1e-6,
+    weight: Tensor | None,
+    eps: float,
     *,
-    residual: Tensor | None = None,
-    activation: str | None = None,
-    zero_centered: bool = False,
+    residual: Tensor | None,
+    activation: str | None,
+    zero_centered: bool,
 ) -> Description:
     norm.check_zero_centered(zero_centered)
     check_norm(x, {"weight": weight}, eps)
@@ -51,7 +51,7 @@ def _rms_norm(
 
 
 @describes(norm.layer_norm)
-def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Description:
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Description:
     check_norm(x, {"weight": weight, "bias": bias}, eps)
     notes = [f"{name} is created" for name, part in (("weight", weight), ("bias", bias)) if part is None]
     like = next((part for part in (weight, bias) if part is not None), x)
@@ -60,7 +60,7 @@ def _layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = N
 
 
 @describes(gates.silu_mul)
-def _silu_mul(gate: Tensor, up: Tensor | None = None) -> Description:
+def _silu_mul(gate: Tensor, up: Tensor | None) -> Description:
     return _completed(silu_mul_rows.describe(gate, up), gate, [])
 
 
@@ -117,12 +117,12 @@ def _convolution_of_rank(rank: int) -> Callable[..., Description]:
     def describe(
         x: Tensor,
         weight: Tensor,
-        bias: Tensor | None = None,
-        stride: object = 1,
-        padding: object = 0,
-        dilation: object = 1,
-        groups: int = 1,
-        activation: str | None = None,
+        bias: Tensor | None,
+        stride: object,
+        padding: object,
+        dilation: object,
+        groups: int,
+        activation: str | None,
     ) -> Description:
         return _convolution(
             rank,

@@ -12,16 +12,13 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, memory, reference
-from cudnn_sdpa.attention.arguments import ForwardArguments, Scaled, as_sinks, cast_for_autocast, sign_of_scale
-from cudnn_sdpa.attention.bias import without_causal_bias
+from cudnn_sdpa.attention.arguments import ForwardArguments, Scaled, cast_for_autocast, sign_of_scale
 from cudnn_sdpa.attention.dense import graphs, large_backward
 from cudnn_sdpa.attention.dense.buckets import Bucket
 from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries
-from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
-from cudnn_sdpa.attention.mask import TOP_LEFT
+from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
-from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
@@ -38,68 +35,29 @@ TO_CAST = ("q", "k", "v", "attn_mask")
 
 
 @describes(sdpa)
-def describe_sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = False,
-    causal_alignment: str = TOP_LEFT,
-    window_size: tuple[int, int] | None = None,
-    scale: float | None = None,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    softcap: float | None = None,
-    alibi: bool = False,
-    sinks: Tensor | None = None,
-    seq_lens_q: Tensor | None = None,
-    seq_lens_kv: Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool | None = None,
-    out: Tensor | None = None,
-) -> Description:
+def describe_sdpa(**given: Any) -> Description:
     """What `sdpa` runs on a GPU with these arguments; tensors may also be on the CPU."""
-    left, right = arguments.window_bounds(window_size)
-    original = ForwardArguments(
-        q=q,
-        k=k,
-        v=v,
-        attn_mask=attn_mask,
-        sinks=as_sinks(sinks),
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-        dropout_p=dropout_p,
-        softcap=softcap,
-        alibi=alibi,
-        with_lse=return_lse,
-        out=out,
-    )
-    original = without_causal_bias(original)
+    original = call_of(**given)
     arguments.check_types(original)
-    original = original._replace(deterministic=is_deterministic(deterministic))
-    call = as_cast(original)
+    original = original._replace(deterministic=is_deterministic(original.deterministic))
+    call, sinks, device = as_cast(original), given["sinks"], device_of(original.q)
     arguments.check_options(call)
-    rng = torch.empty(2, dtype=torch.int64, device=q.device) if dropout_p else None
+    rng = torch.empty(2, dtype=torch.int64, device=call.q.device) if call.dropout_p else None
     arguments.check(call._replace(rng=rng))
     memory.check_strides(call.q, call.k, call.v)
-    memory.check_memory(call.q, call.k, call.v, out, attn_mask)
-    refused = UnsupportedError.of(autograd_checks.check, "sdpa", out, q=q, k=k, v=v, attn_mask=attn_mask, sinks=sinks)
+    memory.check_memory(call.q, call.k, call.v, call.out, call.attn_mask)
+    refused = UnsupportedError.of(SDPA.check_differentiation, original)
     if refused is not None:
-        return Description(graphs.sdpa_forward, partial(refuse, refused), device_of(q))
+        return Description(graphs.sdpa_forward, partial(refuse, refused), device)
     trains = needs_gradient(*original.differentiable)
-    original = original._replace(with_lse=return_lse or trains)
+    original = original._replace(with_lse=original.with_lse or trains)
     call = without_data(call._replace(rng=rng, with_lse=original.with_lse))
     forward = ForwardSpec.of(call)
     notes = [*notes_on_casts(original, call), *notes_on_sinks(sinks), *notes_on_scale(call), *forward.extra_kernels()]
     return Description(
         operation=graphs.sdpa_forward,
         key=forward.key,
-        device=device_of(q),
+        device=device,
         is_empty=forward.is_empty or forward.dense.has_no_plan,
         extra_kernels=[] if forward.is_empty else notes,
         backward=with_sinks(sinks, _describe_backward(original, call, forward)) if trains else None,
@@ -148,20 +106,9 @@ def _notes_on_factor(of: GradientCall) -> list[str]:
 
 
 @describes(scaled_dot_product_attention)
-def describe_drop_in(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Description:
+def describe_drop_in(query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, **options: Any) -> Description:
     """The same for `scaled_dot_product_attention`."""
-    q, k, v, options = drop_in_arguments(
-        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    q, k, v, options = drop_in_arguments(query, key, value, **options)
     try:
         return describe_sdpa(q, k, v, dropout_p=dropout_p, **options)
     except ArgumentError as error:

@@ -204,6 +204,30 @@ def sdpa(
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
+    result: Tensor | tuple[Tensor, Tensor] = SDPA(call_of(*given), Asked(_calls, given))
+    return result
+
+
+def call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_causal: bool,
+    causal_alignment: str,
+    window_size: tuple[int, int] | None,
+    scale: float | None,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    softcap: float | None,
+    alibi: bool,
+    sinks: Tensor | None,
+    seq_lens_q: Tensor | None,
+    seq_lens_kv: Tensor | None,
+    return_lse: bool,
+    deterministic: bool | None,
+    out: Tensor | None,
+) -> ForwardArguments:
+    """The call that arguments of `sdpa` make; they have not been checked."""
     left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
     call = ForwardArguments(  # by position, in the order of the fields: keywords would cost 0.7 µs
         q,
@@ -228,8 +252,7 @@ def sdpa(
     )
     if attn_mask is not None and type(attn_mask) is not Tensor:
         call = without_causal_bias(call)
-    result: Tensor | tuple[Tensor, Tensor] = SDPA(call, Asked(_calls, given))
-    return result
+    return call
 
 
 def _is_cacheable(call: ForwardArguments) -> bool:

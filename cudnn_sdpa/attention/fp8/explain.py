@@ -19,7 +19,6 @@ from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArgument
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
-from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
@@ -37,16 +36,16 @@ def describe_sdpa_fp8(
     v: Tensor,
     scales: Fp8Scales,
     *,
-    is_causal: bool = False,
-    causal_alignment: str = TOP_LEFT,
-    window_size: tuple[int, int] | None = None,
-    scale: float | None = None,
-    seq_lens_q: Tensor | None = None,
-    seq_lens_kv: Tensor | None = None,
-    page_table: Tensor | None = None,
-    page_table_v: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    return_lse: bool = False,
+    is_causal: bool,
+    causal_alignment: str,
+    window_size: tuple[int, int] | None,
+    scale: float | None,
+    seq_lens_q: Tensor | None,
+    seq_lens_kv: Tensor | None,
+    page_table: Tensor | None,
+    page_table_v: Tensor | None,
+    out_dtype: torch.dtype | None,
+    return_lse: bool,
 ) -> Description:
     """What `sdpa_fp8` with these arguments runs on a GPU; tensors may also be on the CPU."""
     fp8_arguments.check_scales_type(scales, Fp8Scales)
@@ -101,13 +100,13 @@ def describe_sdpa_fp8_backward(
     lse: Tensor,
     scales: Fp8BackwardScales,
     *,
-    is_causal: bool = False,
-    causal_alignment: str = TOP_LEFT,
-    window_size: tuple[int, int] | None = None,
-    scale: float | None = None,
-    seq_lens_q: Tensor | None = None,
-    seq_lens_kv: Tensor | None = None,
-    deterministic: bool | None = None,
+    is_causal: bool,
+    causal_alignment: str,
+    window_size: tuple[int, int] | None,
+    scale: float | None,
+    seq_lens_q: Tensor | None,
+    seq_lens_kv: Tensor | None,
+    deterministic: bool | None,
 ) -> Description:
     """What `sdpa_fp8_backward` with these arguments runs on a GPU; tensors may also be on the CPU."""
     fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
@@ -155,14 +154,14 @@ def describe_fp8_attention(
     k: Tensor,
     v: Tensor,
     *,
-    scaling: Fp8Scaling | None = None,
-    is_causal: bool = False,
-    causal_alignment: str = TOP_LEFT,
-    window_size: tuple[int, int] | None = None,
-    scale: float | None = None,
-    seq_lens_q: Tensor | None = None,
-    seq_lens_kv: Tensor | None = None,
-    grad_dtype: torch.dtype | None = None,
+    scaling: Fp8Scaling | None,
+    is_causal: bool,
+    causal_alignment: str,
+    window_size: tuple[int, int] | None,
+    scale: float | None,
+    seq_lens_q: Tensor | None,
+    seq_lens_kv: Tensor | None,
+    grad_dtype: torch.dtype | None,
 ) -> Description:
     """What `fp8_attention` with these arguments runs on a GPU now; tensors may also be on the CPU."""
     fp8_arguments.check_tensors({"q": q, "k": k, "v": v, "seq_lens_q": seq_lens_q, "seq_lens_kv": seq_lens_kv})

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention import reference as dense_reference
-from cudnn_sdpa.attention.arguments import as_float, as_sinks, with_positive_scale
+from cudnn_sdpa.attention.arguments import with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs
-from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged import plans, reference
-from cudnn_sdpa.attention.paged.arguments import HND, PagedArguments
+from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import MAX_DECODED, DecodeSpec, is_decode
-from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, sdpa_paged
+from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, call_of, sdpa_paged
 from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inputs
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
@@ -24,61 +20,23 @@ from cudnn_sdpa.graph.target import live_target
 
 
 @describes(sdpa_paged)
-def describe_paged(
-    q: Tensor,
-    k_pages: Tensor,
-    v_pages: Tensor,
-    page_table: Tensor,
-    seq_lens_kv: Tensor,
-    *,
-    page_table_v: Tensor | None = None,
-    seq_lens_q: Tensor | None = None,
-    page_layout: str = HND,
-    is_causal: bool = True,
-    causal_alignment: str = BOTTOM_RIGHT,
-    window_size: tuple[int, int] | None = None,
-    scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
-) -> Description:
+def describe_paged(**given: Any) -> Description:
     """What `sdpa_paged` with these arguments runs on a GPU."""
-    left, right = arguments.window_bounds(window_size)
-    call = PagedArguments(
-        q=q,
-        k_pages=k_pages,
-        v_pages=v_pages,
-        page_table=page_table,
-        page_table_v=None if page_table_v is page_table else page_table_v,
-        seq_lens_kv=seq_lens_kv,
-        seq_lens_q=seq_lens_q,
-        sinks=as_sinks(sinks),
-        page_layout=page_layout,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=as_float(scale),
-        softcap=as_float(softcap),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        with_lse=return_lse,
-        out=out,
-    )
+    call = call_of(**given)
     PAGED.check_types(call)
     original, call = call, PAGED.cast(call)
     refused = UnsupportedError.of(PAGED.check_all, call)
     if refused is not None:
-        return Description(graphs.paged_decode, partial(explain.refuse, refused), explain.device_of(q))
+        return Description(graphs.paged_decode, partial(explain.refuse, refused), explain.device_of(call.q))
     PAGED.check_strides(call)
     PAGED.check_memory(call)
-    launched, device = with_positive_scale(call), explain.device_of(q)
+    launched, device = with_positive_scale(call), explain.device_of(call.q)
     described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
         described = describe_prefill(launched, device)
     notes = [
         *explain.notes_on_casts(original, call),
-        *explain.notes_on_sinks(sinks),
+        *explain.notes_on_sinks(given["sinks"]),
         *explain.notes_on_scale(call),
         *described.extra_kernels,
     ]

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, memory, reference
-from cudnn_sdpa.attention.arguments import ForwardArguments, as_sinks, cast_for_autocast, with_positive_scale
+from cudnn_sdpa.attention import memory, reference
+from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs, large_backward
-from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.varlen import plans
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, offsets_of_keys
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.reference import sequences
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, sdpa_varlen
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen
 from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
-from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
@@ -26,71 +25,32 @@ from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 
 
 @describes(sdpa_varlen)
-def describe_varlen(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    *,
-    is_causal: bool = False,
-    causal_alignment: str = BOTTOM_RIGHT,
-    window_size: tuple[int, int] | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    deterministic: bool | None = None,
-    out: Tensor | None = None,
-) -> Description:
+def describe_varlen(**given: Any) -> Description:
     """What `sdpa_varlen` runs on a GPU with these arguments."""
-    left, right = arguments.window_bounds(window_size)
-    max_seqlen_q, max_seqlen_kv = arguments.as_int(max_seqlen_q), arguments.as_int(max_seqlen_kv)
-    original = VarlenArguments(
-        q=q,
-        k=k,
-        v=v,
-        sinks=as_sinks(sinks),
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=offsets_of_keys(cu_seqlens_q, cu_seqlens_kv),
-        rng=torch.empty(2, dtype=torch.int64, device="meta") if dropout_p else None,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_kv,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-        dropout_p=dropout_p,
-        softcap=softcap,
-        with_lse=return_lse,
-        out=out,
-    )
-    arguments.check_types(ForwardArguments(q, k, v, sinks=sinks, out=out, with_lse=return_lse))
-    original = original._replace(deterministic=is_deterministic(deterministic))
-    call = explain.as_cast(original)
+    original = call_of(**given)
+    VARLEN.check_types(original)
+    rng = torch.empty(2, dtype=torch.int64, device="meta") if original.dropout_p else None
+    original = original._replace(deterministic=is_deterministic(original.deterministic), rng=rng)
+    call, sinks, device = explain.as_cast(original), given["sinks"], explain.device_of(original.q)
     VARLEN.check_options(call)
     VARLEN.check(call._replace(rng=None, dropout_p=0.0))
-    refused = UnsupportedError.of(autograd_checks.check, "sdpa_varlen", out, q=q, k=k, v=v, sinks=sinks)
+    refused = UnsupportedError.of(VARLEN.check_differentiation, original)
     if refused is not None:
-        return Description(graphs.sdpa_forward, partial(explain.refuse, refused), explain.device_of(q))
-    trains = needs_gradient(q, k, v, sinks)
-    original = original._replace(with_lse=return_lse or trains)
+        return Description(graphs.sdpa_forward, partial(explain.refuse, refused), device)
+    trains = needs_gradient(original.q, original.k, original.v, original.sinks)
+    original = original._replace(with_lse=original.with_lse or trains)
     launched, scale_notes = with_positive_scale(call), explain.notes_on_scale(call)
     memory.check_strides(*call.as_dense().qkv)
-    memory.check_memory(call.q, call.k, call.v, out)
+    memory.check_memory(call.q, call.k, call.v, call.out)
     packed, layout = plans.spec_of(launched), plans.output_layout(call)
-    is_empty = 0 in q.shape or 0 in k.shape
+    is_empty = 0 in call.q.shape or 0 in call.k.shape
     notes = [*explain.notes_on_casts(original, call), *explain.notes_on_sinks(sinks), *scale_notes]
     notes += packed.extra_kernels(with_lse=original.with_lse)
     backward = _describe_backward(original, explain.without_data(call), layout) if trains else None
     return Description(
         operation=graphs.sdpa_forward,
         key=partial(packed.forward_key, layout, original.with_lse),
-        device=explain.device_of(q),
+        device=device,
         is_empty=is_empty,
         extra_kernels=[] if is_empty else notes,
         backward=None if backward is None else explain.with_sinks(sinks, backward),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import inspect
 import random
 from contextlib import nullcontext
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 
@@ -396,6 +398,17 @@ def test_wrong_arguments_raise_the_error_of_the_call(function, args, kwargs):
         describe(function, *args, **kwargs)
     assert str(of_description.value) == str(of_call.value)
     assert "describe" not in str(of_description.value)
+
+
+@pytest.mark.parametrize("number", [np.float32(0.25), np.float16(0.25), Fraction(1, 4)], ids=lambda x: type(x).__name__)
+@pytest.mark.parametrize("option", ["scale", "softcap", "dropout_p"])
+def test_numbers_that_calls_take_are_described(option, number):
+    offsets = torch.zeros(3, dtype=torch.int32, device="meta")
+    calls = [(sdpa, qkv()), (sdpa_varlen, (*separate(), offsets, offsets, 8, 8))]
+    for function, args in calls:
+        function(*args, **{option: number})
+        described, written = (describe(function, *args, **{option: value}) for value in (number, 0.25))
+        assert str(key(described)) == str(key(written))
 
 
 def test_memory_is_checked_as_in_the_call():
