@@ -10,17 +10,21 @@ if _start.is_command_line():  # the command line prints its help without PyTorch
     _start.import_lazily(__name__)
 else:
     import cudnn_sdpa._pytorch  # noqa: F401 - first, since nothing works without it
+    from cudnn_sdpa.attention.backward_arguments import SdpaGradients
     from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
     from cudnn_sdpa.attention.dense.sdpa import sdpa
+    from cudnn_sdpa.attention.dense.sdpa_backward import sdpa_backward
     from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardScales, Fp8Gradients, Fp8Output, Fp8Scales
     from cudnn_sdpa.attention.fp8.fp8_attention import fp8_attention
     from cudnn_sdpa.attention.fp8.scaling import Fp8Scaling
     from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
+    from cudnn_sdpa.attention.merge_states import merge_states
     from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
     from cudnn_sdpa.attention.paged.page_pool import CacheUse
     from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
     from cudnn_sdpa.attention.paged.step import PagedStep
     from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+    from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import sdpa_varlen_backward
     from cudnn_sdpa.engine.cpu_target import cpu_checks
     from cudnn_sdpa.engine.explain import Explanation, explain
     from cudnn_sdpa.engine.fallback import fallback
@@ -85,6 +89,7 @@ __all__ = [
     "PlanManifest",
     "PlanStore",
     "PlanStoreInfo",
+    "SdpaGradients",
     "ShapeError",
     "Support",
     "UnsupportedError",
@@ -102,6 +107,7 @@ __all__ = [
     "gelu_mul",
     "graph_op",
     "layer_norm",
+    "merge_states",
     "no_plan_builds",
     "plan_cache",
     "record_plans",
@@ -109,10 +115,12 @@ __all__ = [
     "rms_norm",
     "scaled_dot_product_attention",
     "sdpa",
+    "sdpa_backward",
     "sdpa_fp8",
     "sdpa_fp8_backward",
     "sdpa_paged",
     "sdpa_varlen",
+    "sdpa_varlen_backward",
     "shape_policy",
     "silu_mul",
     "support",

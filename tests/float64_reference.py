@@ -97,7 +97,8 @@ class Attended:
 
     Attributes:
         out: The output.
-        lse: The log-sum-exp.
+        lse: The log-sum-exp, detached.
+        own_lse: The same, differentiable.
         weights: The softmax, before dropout.
         sink: The weight of the sink, or None.
         share: The dropout factor of the weights.
@@ -107,6 +108,7 @@ class Attended:
 
     out: Tensor
     lse: Tensor
+    own_lse: Tensor
     weights: Tensor
     sink: Tensor | None
     share: Tensor | float
@@ -157,11 +159,11 @@ def attention(
     everything = torch.cat(columns, dim=-1)
     softmax = torch.softmax(everything, dim=-1)
     weights, sink = softmax[..., :-1], softmax[..., -1]
-    lse = torch.logsumexp(everything, dim=-1).detach()
+    lse = torch.logsumexp(everything, dim=-1)
     if options.get("sinks") is None:
         lse, sink = torch.where(seen.any(-1), lse, -math.inf), None
     share = 1.0 if kept is None else kept.double() / (1 - options["dropout_p"])
-    return Attended((weights * share) @ values, lse, weights, sink, share, seen, slope)
+    return Attended((weights * share) @ values, lse.detach(), lse, weights, sink, share, seen, slope)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, kept: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
@@ -183,6 +185,30 @@ def gradients(
     found = torch.autograd.grad(out, [leaves[name] for name in wanted], grad_out.double(), allow_unused=True)
     zeros = (torch.zeros_like(leaves[name]) if g is None else g for name, g in zip(wanted, found, strict=True))
     return out.detach(), lse, dict(zip(wanted, zeros, strict=True))
+
+
+def gradients_of_a_part(
+    tensors: dict[str, Tensor], grad_out: Tensor, out: Tensor, lse: Tensor, **options: Any
+) -> dict[str, Tensor]:
+    """The gradients for some of the keys in float64, given output and LSE of all, by name.
+
+    With the part's own output o and LSE l, they are those of Σ exp(l − lse) · (grad_out · o − grad_out · out).
+    """
+    leaves = {
+        name: x.detach().double().requires_grad_() if name in DIFFERENTIABLE and x.is_floating_point() else x
+        for name, x in tensors.items()
+    }
+    grad_out, out, lse = grad_out.detach().double(), out.detach().double(), lse.detach().double()
+    with torch.enable_grad():
+        made = attention(**leaves, **options)
+        own_out, own_lse = made.out, made.own_lse
+        is_empty = own_lse.isneginf()
+        share = torch.exp(own_lse.masked_fill(is_empty, 0.0) - lse.masked_fill(is_empty, 0.0))
+        of_rows = share * ((grad_out * own_out).sum(-1) - (grad_out * out).sum(-1))
+        total = of_rows.masked_fill(is_empty, 0.0).sum()
+    wanted = [name for name in DIFFERENTIABLE if name in leaves and leaves[name].requires_grad]
+    found = torch.autograd.grad(total, [leaves[name] for name in wanted], allow_unused=True)
+    return {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(wanted, found, strict=True)}
 
 
 @torch.no_grad()

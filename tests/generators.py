@@ -144,6 +144,7 @@ class Operation:
     has_graph_break = False
     aligns = False
     modes = True
+    has_graph_of_gradients = True
     #: Tensors that autocast casts.
     casts: tuple[str, ...] = ()
 
@@ -534,6 +535,73 @@ def neutral(tensor: Tensor) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride(), start)
 
 
+class Backward:
+    """A backward function as the gradient of its forward function: both are called, and autograd asks for gradients."""
+
+    modes = False
+    has_graph_of_gradients = False
+    takes_out = False
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        case = super().draw(r, seed, device)
+        without = {n: x for n, x in case.options.items() if n not in ("dropout_p", "return_lse")}
+        facts = {n: x for n, x in case.facts.items() if n != "bias"}
+        return replace(case, options={**without, "return_lse": False}, facts=facts)
+
+    def split(self, tensors: Tensors, facts: dict[str, Any]) -> tuple[list[str], tuple[Tensor, ...], Tensors]:
+        """The names of the inputs that can have a gradient, these inputs, and the other tensors."""
+        names = [n for n in ("q", "k", "v", "attn_mask", "sinks") if n in tensors and tensors[n].is_floating_point()]
+        return names, tuple(tensors[n] for n in names), {n: x for n, x in tensors.items() if n not in names}
+
+
+class _ByFunctions(torch.autograd.Function):
+    """Attention whose gradients are computed by a public backward function."""
+
+    @staticmethod
+    def forward(ctx, functions, names, others, positional, options, *inputs):
+        forward, ctx.backward_function = functions
+        given = {**dict(zip(names, inputs, strict=True)), **others}
+        qkv = [given.pop(name) for name in "qkv"]
+        out, lse = forward(*qkv, *positional, **given, **options, return_lse=True)
+        ctx.save_for_backward(out, lse, *inputs)
+        ctx.rest = names, others, positional, options
+        return out
+
+    @staticmethod
+    def backward(ctx, grad_out):
+        out, lse, *inputs = ctx.saved_tensors
+        names, others, positional, options = ctx.rest
+        needs = ctx.needs_input_grad[5:]
+        wanted = tuple(name for name, need in zip(names, needs, strict=True) if need)
+        given = {**dict(zip(names, (x.detach() for x in inputs), strict=True)), **others}
+        qkv = [given.pop(name) for name in "qkv"]
+        with torch.no_grad():
+            rest = {**given, **options, **({} if len(wanted) == len(names) else {"wanted": wanted})}
+            found = ctx.backward_function(grad_out.detach(), out, lse, *qkv, *positional, **rest)
+        by_name = dict(zip(("q", "k", "v", "attn_mask", "sinks"), found, strict=True))
+        return None, None, None, None, None, *(by_name[name] if name in wanted else None for name in names)
+
+
+@operation
+class SdpaBackward(Backward, Sdpa):
+    name = "sdpa_backward"
+
+    def call(self, tensors: Tensors, options: dict[str, Any], facts: dict[str, Any]) -> Tensors:
+        names, inputs, others = self.split(tensors, facts)
+        options = {n: x for n, x in options.items() if n != "return_lse"}
+        functions = cudnn_sdpa.sdpa, cudnn_sdpa.sdpa_backward
+        return {"out": _ByFunctions.apply(functions, names, others, (), options, *inputs)}
+
+    def explained(self, case):
+        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
+        side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "len" in n}
+        out = tensors["q"].new_empty(*tensors["q"].shape[:-1], tensors["v"].shape[-1])
+        lse = out.new_empty(out.shape[:-1], dtype=torch.float32)
+        options = {n: x for n, x in case.options.items() if n != "return_lse"}
+        wanted = {"wanted": case.wanted} if case.wanted else {}
+        return cudnn_sdpa.sdpa_backward, (out, out, lse), {**tensors, **side, **options, **wanted}
+
+
 @operation
 class DropIn(Attention):
     name = "scaled_dot_product_attention"
@@ -791,6 +859,70 @@ class Varlen(Attention):
         at = self._offsets(case.facts, "cpu")
         at = (*(torch.empty_like(x, device="meta") for x in at[:2]), *at[2:])
         return cudnn_sdpa.sdpa_varlen, (tensors["q"], tensors["k"], tensors["v"], *at), {**more, **case.options}
+
+
+@operation
+class VarlenBackward(Backward, Varlen):
+    name = "sdpa_varlen_backward"
+
+    def call(self, tensors: Tensors, options: dict[str, Any], facts: dict[str, Any]) -> Tensors:
+        names, inputs, others = self.split(tensors, facts)
+        options = {n: x for n, x in options.items() if n != "return_lse"}
+        functions = cudnn_sdpa.sdpa_varlen, cudnn_sdpa.sdpa_varlen_backward
+        return {"out": _ByFunctions.apply(functions, names, others, facts["offsets"], options, *inputs)}
+
+    def explained(self, case):
+        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
+        more = {"sinks": tensors["sinks"]} if "sinks" in tensors else {}
+        at = self._offsets(case.facts, "cpu")
+        at = (*(torch.empty_like(x, device="meta") for x in at[:2]), *at[2:])
+        q, k, v = (tensors[name] for name in "qkv")
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        lse = out.new_empty(out.shape[:-1], dtype=torch.float32)
+        options = {n: x for n, x in case.options.items() if n != "return_lse"}
+        wanted = {"wanted": case.wanted} if case.wanted else {}
+        return cudnn_sdpa.sdpa_varlen_backward, (out, out, lse, q, k, v, *at), {**more, **options, **wanted}
+
+
+@operation
+class MergeStates(Operation):
+    name = "merge_states"
+    modes = False
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        dtype, parts = fused_dtype(r, device), r.choice([1, 2, 2, 3, 5])
+        shape = tuple(r.choice([1, 2, 3, 5, 17]) for _ in range(r.choice([2, 3])))
+        if r.random() < 0.05:
+            shape = (*shape[:-1], 0)
+        shape = (*shape, r.choice([1, 8, 16, 20]))
+        tensors = {}
+        for part in range(parts):
+            values = {"scale": r.choice([0.5, 3.0, 40.0]), "shift": r.choice([0.0, 7.0, -300.0])}
+            if r.random() < 0.5:
+                values |= {"hidden": r.choice([0.2, 0.9, 1.0]), "filler": -math.inf}
+            tensors[f"out{part}"] = drawn(r, shape, dtype)
+            tensors[f"lse{part}"] = drawn(r, shape[:-1], F32, **values)
+        return Case(self.name, seed, dtype, tensors, facts={"parts": parts})
+
+    def call(self, tensors, options, facts):
+        outs, lses = ([tensors[f"{name}{part}"] for part in range(facts["parts"])] for name in ("out", "lse"))
+        return dict(zip(("out", "lse"), cudnn_sdpa.merge_states(outs, lses), strict=True))
+
+    def exact(self, case, options, leaves, known):
+        outs, lses = (torch.stack([leaves[f"{n}{i}"] for i in range(case.facts["parts"])]) for n in ("out", "lse"))
+        is_empty = lses.isneginf().all(0)
+        known["weights"] = torch.softmax(lses.masked_fill(is_empty, 0.0), 0).masked_fill(is_empty, 0.0).unsqueeze(-1)
+        known["outs"], known["lse"] = outs, torch.logsumexp(lses, 0)
+        return {"out": (known["weights"] * outs).sum(0), "lse": known["lse"]}
+
+    def bounds(self, case, options, leaves, grads, known, precision):
+        size = known["lse"].masked_fill(known["lse"].isneginf(), 0.0).abs() + 1.0
+        inner = (known["weights"] * known["outs"].abs()).sum(0) * (precision.inner * 8 * size.unsqueeze(-1))
+        return {"out": inner + precision.tiny, "lse": 2**-22 * size}
+
+    def check_places(self, case, tensors, found, gradients):
+        if found["out"].numel() and not is_dense(found["out"]):
+            yield f"out has strides {found['out'].stride()}, which are not dense"
 
 
 def page_tables(facts: dict[str, Any], count: int) -> list[list[list[int]]]:
@@ -2602,6 +2734,7 @@ def draw(name: str, seed: int, device: str = "cpu") -> Case:
         elsewhere = mode == "eager" and more.random() < 0.4
         case = replace(case, facts=case.facts | {"into": op.anywhere(more, case) if elsewhere else True})
     third = r.choice(THIRD)
+    third = "no_grad" if third == "create_graph" and not op.has_graph_of_gradients else third
     varied = case.varied or {n: case.options[n] * 1.37 for n in op.data if 0 < abs(case.options.get(n) or 0) < 47e3}
     policy = r.choice(["exact"] * 9 + ["bucketed"])
     grad = r.choice(GRADIENTS)

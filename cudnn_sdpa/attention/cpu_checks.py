@@ -8,6 +8,7 @@ float32 and float64, which only the reference takes, count as bfloat16.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.fast_path import describe
 from cudnn_sdpa.engine.memory import refuse_address
+from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.target import Target
@@ -33,15 +35,28 @@ MAX_REMEMBERED = 8192
 _passed: set[Hashable] = set()
 
 
-def check_call(call: CallT, strides: Callable[[CallT], None], rules: Callable[[CallT, Target], None]) -> None:
-    """Refuses what the GPU would refuse, once for each kind of call."""
+def check_call(
+    call: CallT,
+    strides: Callable[[CallT], None],
+    rules: Callable[[CallT, Target], None],
+    *,
+    name: Hashable = None,
+) -> None:
+    """Refuses what the GPU would refuse, once for each kind of call.
+
+    Args:
+        call: The call.
+        strides: Checks strides and addresses.
+        rules: Checks the keys of its plans.
+        name: What tells these checks from others; None is `rules`.
+    """
     target = cpu_target.active()
     tensors = [x for x in call if isinstance(x, Tensor)]
     if target is None or not all(x.device.type == "cpu" for x in tensors) or not is_plain_memory(*tensors):
         return
     lifted = fallback.is_in_force()
-    name = (rules, target, lifted, *map(_signature, call))
-    if name in _passed:
+    kind = (rules if name is None else name, target, lifted, *map(_signature, call))
+    if kind in _passed:
         return
     meta = _without_data(call)
     try:
@@ -52,7 +67,22 @@ def check_call(call: CallT, strides: Callable[[CallT], None], rules: Callable[[C
         raise cpu_target.for_gpu(error) from None
     if len(_passed) >= MAX_REMEMBERED:
         _passed.clear()
-    _passed.add(name)
+    _passed.add(kind)
+
+
+def check_backward_call(
+    of: GradientCall, strides: Callable[[Any], None], rules: Callable[[GradientCall, Target], None]
+) -> None:
+    """The same for a backward call; the gradient, output and LSE are copied where kernels cannot read them."""
+    needs = of.needs
+
+    def rules_of_call(call: Any, target: Target) -> None:
+        shape = (*call.q.shape[:-1], call.v.shape[-1])
+        out = torch.empty(shape, dtype=call.q.dtype, device="meta")
+        lse = torch.empty(shape[:-1], dtype=torch.float32, device="meta")
+        rules(GradientCall(grad_out=out, out=out, lse=lse, call=call, needs=needs), target)
+
+    check_call(of.call, strides, rules_of_call, name=(rules, needs))
 
 
 def _signature(field: object) -> Hashable:

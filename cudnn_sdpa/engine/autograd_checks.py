@@ -124,6 +124,21 @@ def resolved(call: CallT) -> CallT:
     return result
 
 
+def refuse_gradient_through(function: str, tensors: Mapping[str, Tensor | None]) -> None:
+    """Refuses inputs of a backward function whose gradient would silently be lost.
+
+    Raises:
+        UnsupportedError: One requires grad.
+    """
+    wanting = [name for name, x in tensors.items() if x is not None and needs_gradient(x)]
+    if wanting:
+        raise UnsupportedError(
+            f"the gradient of {function} (double backward)",
+            [f"{name} requires grad, and autograd does not follow {function}" for name in wanting],
+            "torch.no_grad(), or tensors that are detached",
+        )
+
+
 def refuse_inference_tensors(call: object) -> None:
     """Names the tensor that autograd could not save for backward, once that has failed.
 

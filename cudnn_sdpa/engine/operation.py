@@ -39,6 +39,7 @@ from cudnn_sdpa.engine.dispatch_state import (
     can_bypass_dispatcher,
     needs_gradient,
     needs_operator,
+    plain,
     tensor_guard,
 )
 from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, describe
@@ -282,6 +283,9 @@ class Operation(Generic[CallT]):
         pytorchs: What PyTorch's own function gives for a call that cuDNN declines, None where that lacks an option;
             None if PyTorch has no such function.
         new_gradient: A new tensor for the gradient of an input, given its name and the input.
+        check_backward_types: `check_types` for what a public backward function is given besides the forward call.
+        check_backward: `check` for the same.
+        check_backward_for_gpu: `check_for_gpu` for a backward call that kernels can read.
     """
 
     name: str
@@ -320,6 +324,9 @@ class Operation(Generic[CallT]):
     forward_mode: str = "torch.nn.functional.scaled_dot_product_attention"
     pytorchs: Callable[[CallT], Tensor | None] | None = None
     new_gradient: Callable[[str, Tensor], Tensor] = lambda _name, tensor: like_in_memory(tensor)
+    check_backward_types: Callable[[Any], None] = lambda _: None
+    check_backward: Callable[[Any], None] = lambda _: None
+    check_backward_for_gpu: Callable[[Any], None] = lambda _: None
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(self.call)
@@ -756,6 +763,81 @@ class Operation(Generic[CallT]):
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
 
+    def backward(self, backward: Any) -> list[Tensor]:
+        """The needed gradients of a backward call that a caller made, which nothing has checked. Autograd stays out.
+
+        Raises:
+            ArgumentError: An argument is wrong.
+            UnsupportedError: cuDNN has no kernel for it, or it is to be differentiated itself.
+        """
+        call, given = backward.call, backward._fields[:-2]
+        if not is_compiling():
+            tensors = {name: getattr(backward, name) for name in given}
+            backward = backward._replace(**{name: plain(x) for name, x in tensors.items() if isinstance(x, Tensor)})
+        self.check_types(call)
+        self.check_backward_types(backward)
+        call = call._replace(deterministic=is_deterministic(call.deterministic))
+        backward = backward._replace(call=call)
+        names = (*(self.names.get(name, name) for name in self.fields[: self._tensors]), *given)
+        tensors = dict(zip(names, (*call[: self._tensors], *backward[:-2]), strict=True))
+        function = f"{self.function}_backward"
+        autograd_checks.check(function, None, loops=False, forward_mode=self.forward_mode, **tensors)
+        autograd_checks.refuse_gradient_through(function, tensors)
+        if is_compiling():  # a compiled graph checks the rest when it is traced, and again when it runs
+            return self._backward_by_operator(backward)
+        call = autograd_checks.resolved(call)
+        backward = backward._replace(call=call)
+        self.check_options(call)
+        bypasses = can_bypass_dispatcher(*tensors.values())
+        if self.reference_call is None or not fallback.is_in_force():
+            self._check_backward(backward)
+            return self._run_backward(backward, bypasses)
+        without_limits = backward._replace(call=self.reference_call._make(call))
+
+        def run() -> list[Tensor]:
+            fallback.check_or_decline(
+                function, lambda: self._check_backward(backward), lambda: self._check_backward(without_limits)
+            )
+            return self._run_backward(backward, bypasses)
+
+        return fallback.or_else(run, lambda: self.reference_gradients(without_limits), lambda: self.kind(call))
+
+    def _backward_by_operator(self, backward: Any) -> list[Tensor]:
+        inputs = backward.call[: self._inputs]
+        found: list[Tensor] = self.operator("backward")(*backward[:-2], *inputs, list(backward.needs))
+        return found
+
+    def _check_backward(self, backward: Any) -> None:
+        self.check(backward.call)
+        self.check_backward(backward)
+
+    def _run_backward(self, backward: Any, bypasses: bool) -> list[Tensor]:
+        """A checked backward call that a caller made, where its tensors are."""
+        call = backward.call
+        if call[0].is_cuda:
+            if self.checks_values():
+                self.check_values(call)
+            self.check_strides(call)
+            self.check_memory(call)
+        elif not call[0].is_meta:
+            if bypasses:
+                self.check_values(call)
+            self.check_backward_for_gpu(backward)
+            self.check_memory(call)
+        if not bypasses:
+            return self._backward_by_operator(backward)
+        if call[0].is_cuda:
+            return self._gradients_on_gpu(backward)
+        return (self.fake_gradients if call[0].is_meta else self.reference_gradients)(backward)
+
+    def _checked_fake_gradients(self, backward: Any) -> list[Tensor]:
+        """The same as `fake_gradients`, of a call in compiled code, which nothing has checked."""
+        if self.reference_call is not None:  # whose limits are those of the forward pass
+            without_limits = backward._replace(call=self.reference_call._make(backward.call))
+            self.check_options(without_limits.call)
+            self._check_backward(without_limits)
+        return self.fake_gradients(backward)
+
     def repeatable_gradient(
         self, ctx: Any, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...], last: _LastGradient
     ) -> RepeatableCall | None:
@@ -895,7 +977,7 @@ class Operation(Generic[CallT]):
         hints = typing.get_type_hints(self.gradient_call)
         given = {name: _SCHEMA_TYPES[hints[name]] for name in self.gradient_call._fields[:-2]}
         inputs = ", ".join(f"{kind} {name}" for name, kind in (given | self._types).items())
-        runs = self._gradients_on_gpu, self.reference_gradients, self.fake_gradients
+        runs = self._gradients_on_gpu, self.reference_gradients, self._checked_fake_gradients
         implementations = map(self.backward_implementation, runs)
         define(self.operators["backward"], f"{inputs}, bool[] needs", "Tensor[]", *implementations)
         register_flop_formula(self.operator("backward"), get_raw=True)(self._count_backward)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from fake_gpu import Compute, dense_attention, fp8_attention, paged_attention
-from float64_reference import attend
+from float64_reference import attend, gradients_of_a_part
 from torch import Tensor
 
 import cudnn_sdpa
@@ -43,7 +43,7 @@ class Example:
             `deterministic`, and the options of the softmax.
         has_double_backward: Whether its gradients can be differentiated.
         leading: Name of the first tensor, where none has a gradient.
-        precision: Largest error of results in FP8, relative to all of them; None for results in 16 bits.
+        precision: Largest error of results in FP8 and of gradients, relative to all of them; None for others.
     """
 
     function: Callable[..., Any]
@@ -210,6 +210,79 @@ def exact_packed(
         parts.append(attend(*one, **options)[0][0].transpose(0, 1))
     rest = q.new_zeros(q.shape[0] - ends_q[-1], q.shape[1], v.shape[2])
     return torch.cat([*parts, rest])
+
+
+#: What a backward function is given of the forward pass.
+OF_FORWARD = ("grad_out", "out", "lse")
+
+
+def of_gradients(tensors: dict[str, Tensor], of_values: Tensor) -> dict[str, Tensor]:
+    """The tensors of a backward call for a part of the keys: the LSE is larger than that of these keys."""
+    rows = tensors["q"].shape[:-1]
+    made = {name: heads(*rows, 24) if len(rows) == 3 else torch.randn(*rows, 24).to(HALF) for name in OF_FORWARD[:2]}
+    return {**tensors, **made, "lse": of_values + torch.rand(rows)}
+
+
+def dense_gradients() -> dict[str, Tensor]:
+    return of_gradients(with_sinks(), torch.tensor(4.0))
+
+
+def gradients_with_mask() -> dict[str, Tensor]:
+    return of_gradients(with_mask(), torch.tensor(4.0))
+
+
+def packed_gradients() -> dict[str, Tensor]:
+    """The output is zeros behind the last sequence, as attention gives it."""
+    found = of_gradients(packed_with_sinks(), torch.tensor(4.0))
+    found["out"][21:] = 0
+    return found
+
+
+def run_backward(function: Callable[..., Any]) -> Callable[..., Tensor]:
+    """All gradients, one after the other."""
+
+    def run(**given: Any) -> Tensor:
+        found = [x for x in function(**given) if x is not None]
+        return torch.cat([x.contiguous().flatten().to(found[0].dtype) for x in found])
+
+    return run
+
+
+def exact_backward(grad_out: Tensor, out: Tensor, lse: Tensor, wanted: Any = None, **given: Any) -> Tensor:
+    """In the order of the function's results."""
+    tensors = {name: given.pop(name) for name in (*DIFFERENTIABLE, "seq_lens_kv") if name in given}
+    found = gradients_of_a_part(tensors, grad_out, out, lse, **given)
+    return torch.cat([found[name].flatten() for name in DIFFERENTIABLE if name in found and name in (wanted or found)])
+
+
+def exact_packed_backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    **options: Any,
+) -> Tensor:
+    del max_seqlen_q, max_seqlen_kv
+    options.setdefault("causal_alignment", "bottom_right")
+    ends_q, ends_kv = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
+    whole = {name: torch.zeros_like(x) for name, x in (("q", q), ("k", k), ("v", v), ("sinks", sinks))}
+    for a, b, c, d in zip(ends_q, ends_q[1:], ends_kv, ends_kv[1:], strict=False):
+        rows = {"q": slice(a, b), "k": slice(c, d), "v": slice(c, d)}
+        one = {n: x[rows[n]].transpose(0, 1).unsqueeze(0) for n, x in (("q", q), ("k", k), ("v", v))}
+        given = (x[a:b].transpose(0, 1).unsqueeze(0) for x in (grad_out, out, lse))
+        for name, gradient in gradients_of_a_part({**one, "sinks": sinks}, *given, **options).items():
+            if name == "sinks":
+                whole[name] += gradient
+            else:
+                whole[name][rows[name]] = gradient[0].transpose(0, 1)
+    return torch.cat([x.flatten() for x in whole.values()])
 
 
 def paged() -> dict[str, Tensor]:
@@ -494,6 +567,8 @@ def exact_of_a_user(x: Tensor, weight: Tensor, residual: Tensor, eps: float) -> 
     return torch.cat(sample.in_float64(x, weight, residual, eps), -1)
 
 
+#: The inputs that can have gradients, in the order of their gradients.
+DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "sinks")
 LONGEST = {"max_seqlen_q": 7, "max_seqlen_kv": 9}
 LONGEST_OF_BOTH = {"max_seqlen_q": 12, "max_seqlen_kv": 12}
 SINKS = ("q", "k", "v", "sinks")
@@ -523,6 +598,33 @@ OPERATIONS: dict[str, Example] = {
     ),
     "sdpa_varlen, softcap": Example(
         sdpa_varlen, packed, exact_packed, options={**LONGEST, "softcap": 2.0, "is_causal": True}
+    ),
+    "sdpa_backward": Example(
+        run_backward(cudnn_sdpa.sdpa_backward),
+        dense_gradients,
+        exact_backward,
+        differentiable=(),
+        options={"window_size": (5, 1), "causal_alignment": "bottom_right"},
+        is_attention=False,
+        precision=0.01,
+    ),
+    "sdpa_backward, mask, some": Example(
+        run_backward(cudnn_sdpa.sdpa_backward),
+        gradients_with_mask,
+        exact_backward,
+        differentiable=(),
+        options={"wanted": ("q", "attn_mask")},
+        is_attention=False,
+        precision=0.01,
+    ),
+    "sdpa_varlen_backward": Example(
+        run_backward(cudnn_sdpa.sdpa_varlen_backward),
+        packed_gradients,
+        exact_packed_backward,
+        differentiable=(),
+        options={**LONGEST, "is_causal": True},
+        is_attention=False,
+        precision=0.01,
     ),
     "sdpa_paged": Example(sdpa_paged, paged, exact_paged, compute=paged_attention, differentiable=(), casts=("q",)),
     "sdpa_paged, a chunk": Example(

@@ -15,6 +15,7 @@ from native_way import native_way
 #: What the plans of an operation compute; None for what the reference of their graph function computes.
 COMPUTE: dict[str, Compute | None] = {
     **dict.fromkeys(("sdpa", "scaled_dot_product_attention", "sdpa_varlen"), dense_attention),
+    **dict.fromkeys(("sdpa_backward", "sdpa_varlen_backward"), dense_attention),
     "sdpa_paged": paged_attention,
     **dict.fromkeys(("sdpa_fp8", "sdpa_fp8_backward"), fp8_attention),
     **dict.fromkeys(("rms_norm", "layer_norm", "silu_mul", "gelu_mul", "relu_squared", "conv2d", "graph_op")),

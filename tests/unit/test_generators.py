@@ -117,7 +117,16 @@ def test_vectorized_visibility_matches_single_positions(alignment, window_size):
 #: Public names that compute nothing from a caller's tensors.
 NO_OPERATIONS = {
     *("AutotuneCandidate", "AutotuneEntry", "AutotuneReport", "CacheUse", "Explanation", "LibraryError", "PagedStep"),
-    *("Fp8BackwardScales", "Fp8Gradients", "Fp8Output", "Fp8Scales", "GraphFunction", "PlanCache", "PlanCacheInfo"),
+    *(
+        "Fp8BackwardScales",
+        "Fp8Gradients",
+        "Fp8Output",
+        "Fp8Scales",
+        "SdpaGradients",
+        "GraphFunction",
+        "PlanCache",
+        "PlanCacheInfo",
+    ),
     *("PlanManifest", "PlanStore", "PlanStoreInfo", "Support", "WarmupReport", "__version__"),
     *("autotune", "compile_plans", "explain", "no_plan_builds", "plan_cache", "record_plans", "support"),
     *("use_plan_store", "warmup", "nn.KVStep"),
@@ -243,11 +252,15 @@ def drawn(name: str, seed: int) -> None:
         generators.attempt(name, seed)
         return
     case = generators.draw(name, seed)
-    tensors = generators.Run(case, "cpu").tensors(())
+    is_backward = isinstance(op, generators.Backward)
+    tensors = generators.Run(case, "cpu").tensors(case.wanted if is_backward else ())
     with torch.set_grad_enabled(seed % 4 < 2), generators.in_force(case.settings):
         op.before(case, tensors, case.options)
-        with contextlib.suppress(Reached, cudnn_sdpa.UnsupportedError):
-            op.call(tensors, case.options, case.facts)
+        refusal = cudnn_sdpa.ArgumentError if case.refusable else Reached
+        with contextlib.suppress(Reached, cudnn_sdpa.UnsupportedError, refusal):
+            found = op.call(tensors, case.options, case.facts)
+            if is_backward and found["out"].requires_grad:
+                found["out"].sum().backward()
 
 
 def is_session(name: str) -> bool:

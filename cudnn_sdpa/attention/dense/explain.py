@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, memory, reference
+from cudnn_sdpa.attention import arguments, backward_arguments, memory, reference
 from cudnn_sdpa.attention.arguments import ForwardArguments, Scaled, cast_for_autocast, sign_of_scale
 from cudnn_sdpa.attention.dense import graphs, large_backward
 from cudnn_sdpa.attention.dense.buckets import Bucket
 from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries
 from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa
+from cudnn_sdpa.attention.dense.sdpa_backward import backward_call_of, sdpa_backward
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
@@ -25,6 +26,7 @@ from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.target import Target
 
 #: The arguments of one call of any kind of attention: a NamedTuple with `q`.
@@ -71,6 +73,66 @@ def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> 
     return None if bucket is None else bucket.key(target, device)
 
 
+@describes(sdpa_backward)
+def describe_backward(**given: Any) -> Description:
+    """What `sdpa_backward` runs on a GPU with these arguments."""
+    of, sinks = backward_call_of(**given), given["sinks"]
+    arguments.check_types(of.call)
+    backward_arguments.check_types(of)
+    call = of.call._replace(deterministic=is_deterministic(of.call.deterministic))
+    of = of._replace(call=call)
+    arguments.check_options(call)
+    arguments.check(call)
+    backward_arguments.check(of)
+    memory.check_strides(*call.qkv)
+    memory.check_memory(call.q, call.k, call.v, None, call.attn_mask)
+    notes = [*notes_on_sinks(sinks), *notes_on_copies(of, dims=4)]
+    if sinks is not None and sinks.dtype != torch.float32 and of.needs[-1]:
+        notes.append("the gradient of sinks is converted back")
+    return describe_backward_call(as_read(of), device_of(call.q), notes)
+
+
+def as_read(of: GradientCall) -> GradientCall:
+    """A backward call without data, with the layouts that kernels read: those of copies where there are any."""
+    out = of.out if is_readable_layout(of.out, 4) else torch.empty_like(of.out, memory_format=torch.contiguous_format)
+    grad_out = of.grad_out if is_readable_layout(of.grad_out, 4) else out
+    lse = torch.empty(of.lse.shape, dtype=of.lse.dtype, device="meta")
+    return of._replace(grad_out=_like(grad_out, "meta"), out=_like(out, "meta"), lse=lse, call=without_data(of.call))
+
+
+def is_readable_layout(tensor: Tensor, dims: int) -> bool:
+    """Whether cuDNN can read the strides of an output or of its gradient, of 4 dimensions or 3 of packed sequences."""
+    step = ALIGNMENT // tensor.element_size()
+    strides = [tensor.stride(dim) for dim in range(dims - 1) if tensor.shape[dim] != 1]
+    return (tensor.stride(-1) == 1 or tensor.shape[-1] == 1) and all(x % step == 0 and x for x in strides)
+
+
+def notes_on_copies(of: GradientCall, dims: int) -> list[str]:
+    """The copies of what a caller gave to a backward function and cuDNN cannot read."""
+    copied = [name for name in ("grad_out", "out") if not is_readable_layout(getattr(of, name), dims)]
+    copied += [] if of.lse.is_contiguous() else ["lse"]
+    return [f"{name} is copied, as cuDNN cannot read its layout" for name in copied]
+
+
+def describe_backward_call(of: GradientCall, device: int | None, notes: list[str]) -> Description:
+    """A backward call without data that kernels can read."""
+    try:
+        parts = large_backward.parts(of)
+    except UnsupportedError as error:
+        return Description(graphs.sdpa_backward, partial(refuse, error), device)
+    first = parts[0] if parts else of
+    backward = BackwardSpec.of(first)
+    notes = [*notes, *([] if not parts or first is of else [note_on_parts(len(parts))])]
+    notes += [*_notes_on_factor(first), *backward.extra_kernels()]
+    return Description(
+        operation=graphs.sdpa_backward,
+        key=backward.key,
+        device=device,
+        is_empty=not parts,
+        extra_kernels=notes if parts else [],
+    )
+
+
 def _describe_backward(original: ForwardArguments, call: ForwardArguments, forward: ForwardSpec) -> Description:
     """The backward pass for a gradient with the layout of the output."""
     device = device_of(original.q)
@@ -78,21 +140,10 @@ def _describe_backward(original: ForwardArguments, call: ForwardArguments, forwa
     out = torch.empty_strided(forward.out.shape, forward.out.stride, dtype=forward.out.dtype, device="meta")
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
     of = GradientCall(grad_out=out, out=out, lse=lse, call=call, needs=needs)
-    try:
-        parts = large_backward.parts(of)
-    except UnsupportedError as error:
-        return Description(graphs.sdpa_backward, partial(refuse, error), device)
-    first = parts[0] if parts else of
-    backward = BackwardSpec.of(first)
-    notes = [] if not parts or first is of else [note_on_parts(len(parts))]
-    notes += [*_notes_on_factor(first), *backward.extra_kernels(), *notes_on_casts(original, call, back=True)]
-    return Description(
-        operation=graphs.sdpa_backward,
-        key=backward.key,
-        device=device,
-        is_empty=not parts,
-        extra_kernels=[] if forward.is_empty else notes,
-    )
+    found = describe_backward_call(of, device, [])
+    if not forward.is_empty:
+        found.extra_kernels.extend(notes_on_casts(original, call, back=True))
+    return found
 
 
 def _notes_on_factor(of: GradientCall) -> list[str]:

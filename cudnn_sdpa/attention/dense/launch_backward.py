@@ -26,8 +26,11 @@ OPERANDS = ("q", "k", "v", "out", "grad_out", "lse")  #: of all backward plans
 
 def readable(of: GradientCall) -> GradientCall:
     """The backward call with copies of what cuDNN cannot read."""
-    grad_out, lse = readable_gradient(of.grad_out, of.out), memory.aligned("lse", of.lse)
-    return of if grad_out is of.grad_out and lse is of.lse else of._replace(grad_out=grad_out, lse=lse)
+    out = readable_gradient(of.out, of.out)
+    grad_out, lse = readable_gradient(of.grad_out, out), memory.aligned("lse", of.lse)
+    if grad_out is of.grad_out and lse is of.lse and out is of.out:
+        return of
+    return of._replace(grad_out=grad_out, out=out, lse=lse)
 
 
 def prepare_gradients(of: GradientCall) -> Prepared:

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, memory, value_checks
+from cudnn_sdpa.attention import arguments, backward_arguments, memory, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, as_float, as_sinks, kind_of
 from cudnn_sdpa.attention.bias import new_gradient, without_causal_bias
-from cudnn_sdpa.attention.cpu_checks import check_call, check_strides_of_dense
+from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.dense import large_backward, launch_backward, plans, reference, tiers
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation import Asked, GradientCall, Operation
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
@@ -273,6 +273,11 @@ def _check_gradient_keys(call: ForwardArguments, target: Target) -> None:
     large_backward.check_gradient(call, target, None)
 
 
+def _check_backward_keys(of: GradientCall, target: Target) -> None:
+    for key in large_backward.gradient_keys(of, target, None):
+        known_issues.check(key)
+
+
 def _check_gradient(call: ForwardArguments) -> None:
     if call.q.is_cuda:
         device = call.q.get_device()
@@ -312,4 +317,7 @@ SDPA = Operation(
     flops=reference.flops,
     pytorchs=reference.pytorchs,
     new_gradient=new_gradient,
+    check_backward_types=backward_arguments.check_types,
+    check_backward=backward_arguments.check,
+    check_backward_for_gpu=lambda of: check_backward_call(of, check_strides_of_dense, _check_backward_keys),
 )

@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory, reference
+from cudnn_sdpa.attention import backward_arguments, memory, reference
 from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs, large_backward
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.reference import sequences
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen
+from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import backward_call_of, sdpa_varlen_backward
 from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
@@ -56,6 +57,27 @@ def describe_varlen(**given: Any) -> Description:
         backward=None if backward is None else explain.with_sinks(sinks, backward),
         verify=lambda differentiate: errors_varlen(original, differentiate=differentiate),
     )
+
+
+@describes(sdpa_varlen_backward)
+def describe_varlen_backward(**given: Any) -> Description:
+    """What `sdpa_varlen_backward` runs on a GPU with these arguments."""
+    of, sinks = backward_call_of(**given), given["sinks"]
+    VARLEN.check_types(of.call)
+    backward_arguments.check_types(of)
+    call = of.call._replace(deterministic=is_deterministic(of.call.deterministic))
+    of = of._replace(call=call)
+    VARLEN.check_options(call)
+    VARLEN.check(call)
+    backward_arguments.check(of)
+    memory.check_strides(*call.as_dense().qkv)
+    memory.check_memory(call.q, call.k, call.v, None)
+    original = call._replace(sinks=None if sinks is None else sinks.detach().requires_grad_(of.needs[-1]))
+    is_readable = explain.is_readable_layout(of.out, 3)
+    layout = TensorLayout.of(of.out) if is_readable else TensorLayout.contiguous(of.out.shape, of.out.dtype)
+    found = _describe_backward(original, explain.without_data(call), layout)
+    found.extra_kernels[:0] = [*explain.notes_on_sinks(sinks), *explain.notes_on_copies(of, dims=3)]
+    return explain.with_sinks(original.sinks, found)
 
 
 def _describe_backward(original: VarlenArguments, call: VarlenArguments, out: TensorLayout) -> Description:

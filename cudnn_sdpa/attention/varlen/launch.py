@@ -68,15 +68,18 @@ def readable(of: GradientCall) -> GradientCall:
     if call.is_empty or large_backward.is_too_large(*call.qkv, of.out, of.grad_out):
         return of
     grad_out, lse, layout = of.grad_out, memory.aligned("lse", of.lse), TensorLayout.of(call.q)
+    out = of.out
+    if not dense_backward.is_readable(out.unsqueeze(0)):
+        out = dense_backward.readable_gradient(out.unsqueeze(0), out.unsqueeze(0)).squeeze(0)
     if not dense_backward.is_readable(grad_out.unsqueeze(0)):
-        grad_out = dense_backward.readable_gradient(grad_out.unsqueeze(0), of.out.unsqueeze(0)).squeeze(0)
+        grad_out = dense_backward.readable_gradient(grad_out.unsqueeze(0), out.unsqueeze(0)).squeeze(0)
     if layout != (dense := dense_like(layout)):
         # cuDNN 9.19 cannot launch gradients of packed queries that lie among other tensors.
         q = torch.empty_strided(dense.shape, dense.stride, dtype=dense.dtype, device=call.q.device)
         call = call._replace(q=q.copy_(call.q))
-    if grad_out is of.grad_out and lse is of.lse and call is of.call:
+    if grad_out is of.grad_out and out is of.out and lse is of.lse and call is of.call:
         return of
-    return of._replace(grad_out=grad_out, lse=lse, call=call)
+    return of._replace(grad_out=grad_out, out=out, lse=lse, call=call)
 
 
 def prepare_gradients(of: GradientCall) -> Prepared:

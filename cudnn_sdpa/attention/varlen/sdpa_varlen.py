@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, memory, value_checks
+from cudnn_sdpa.attention import arguments, backward_arguments, memory, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, as_float, as_int, as_sinks, kind_of
-from cudnn_sdpa.attention.cpu_checks import check_call, check_strides_of_dense
+from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.dense import large_backward
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen import launch, plans, reference
@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, Varl
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation import Asked, GradientCall, Operation
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
@@ -278,6 +278,17 @@ def _check_gradient_keys(call: VarlenArguments, target: Target) -> None:
     )
 
 
+def _check_backward_keys(of: GradientCall, target: Target) -> None:
+    if of.call.is_empty:
+        return
+    if large_backward.is_too_large(*of.call.qkv, of.out, of.grad_out):
+        large_backward.check(of.call.as_dense(), mask_gradient=False)
+        return
+    call = plans.dense_queries(of.call)  # others are copied
+    for key in plans.gradient_keys(of._replace(call=call), target, None):
+        known_issues.check(key)
+
+
 def _check_gradient(call: VarlenArguments) -> None:
     if call.q.is_cuda:
         plans.check_gradient(call, live_target(call.q.get_device()))
@@ -314,4 +325,7 @@ VARLEN = Operation(
     keys=plans.keys,
     gradient_keys=plans.gradient_keys,
     flops=reference.flops,
+    check_backward_types=backward_arguments.check_types,
+    check_backward=backward_arguments.check,
+    check_backward_for_gpu=lambda of: check_backward_call(of, _check_strides_for_gpu, _check_backward_keys),
 )
