@@ -23,10 +23,12 @@ from cudnn_sdpa import (
     nn,
     scaled_dot_product_attention,
     sdpa,
+    sdpa_backward,
     sdpa_fp8,
     sdpa_fp8_backward,
     sdpa_paged,
     sdpa_varlen,
+    sdpa_varlen_backward,
 )
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.graph.target import Target, load_properties
@@ -105,6 +107,10 @@ def calls_with_a_scale():
         "sdpa with a mask": lambda scale: sdpa(q, k, v, scale=scale, attn_mask=torch.ones(5, 9, dtype=torch.bool)),
         "scaled_dot_product_attention": lambda scale: scaled_dot_product_attention(q, k, v, scale=scale),
         "sdpa_varlen": lambda scale: sdpa_varlen(rows, rows, rows, ENDS, ENDS, 5, 5, scale=scale),
+        "sdpa_backward": lambda scale: sdpa_backward(q, q, lse, q, q, q, scale=scale),
+        "sdpa_varlen_backward": lambda scale: sdpa_varlen_backward(
+            rows, rows, torch.zeros(9, 2), rows, rows, rows, ENDS, ENDS, 5, 5, scale=scale
+        ),
         "sdpa_paged": lambda scale: sdpa_paged(*paged, scale=scale),
         "PagedKVCache.attend": lambda scale: cache.attend(step, single, scale=scale),
         "sdpa_fp8": lambda scale: sdpa_fp8(fp8, fp8, fp8, fp8_scales, scale=scale),
