@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from cudnn_sdpa._version import __version__
+from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph import backend, known_issues
@@ -69,11 +70,13 @@ def _import_describers() -> None:
         importlib.import_module(name)
 
 
-def describes(function: Callable[..., object]) -> Callable[[Callable[..., Description]], Callable[..., Description]]:
+def describes(
+    function: Callable[..., object], ways: sharding.Ways | None = None
+) -> Callable[[Callable[..., Description]], Callable[..., Description]]:
     """Registers the decorated function as what describes calls of `function`.
 
     It takes the parameters of `function` by name, with their defaults filled in; what it becomes is called as
-    `function` is.
+    `function` is. Calls on DTensors, which may be divided in these ways, are described as one rank makes them.
     """
     signature = inspect.signature(function)
 
@@ -86,7 +89,10 @@ def describes(function: Callable[..., object]) -> Callable[[Callable[..., Descri
                 function(*args, **kwargs)  # Python refuses this in its own words, before anything runs
                 raise
             given.apply_defaults()
-            return describer(**given.arguments)
+            arguments = given.arguments
+            if ways is not None and sharding.has_dtensor(*arguments.values()):
+                arguments = sharding.local_arguments(function.__name__, ways, arguments)
+            return describer(**arguments)
 
         _describers[function] = describe
         return describe
@@ -217,7 +223,7 @@ class Explanation:
 def explain(function: Callable[..., object], *args: object, verify: bool = False, **kwargs: object) -> Explanation:
     """Shows what a call would run: its plan's key, engine and workspace, or every reason why there is no plan.
 
-    If an input requires grad, the same of its gradient.
+    If an input requires grad, the same of its gradient. With DTensors, it shows the call that this rank makes.
 
     With CUDA tensors the plan comes from the cache, or is built and cached. With CPU tensors the answer is for a GPU
     that need not be present, planned by the real cuDNN in a helper process: an H200, or the GPU in the environment

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cudnn_sdpa.engine import autograd_checks, fallback
+from cudnn_sdpa.engine import autograd_checks, fallback, sharding
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.autograd import Differentiable
 from cudnn_sdpa.engine.autograd_checks import CallT
@@ -47,6 +47,7 @@ from cudnn_sdpa.engine.launch import Layout, PlainCall, check_one_device
 from cudnn_sdpa.engine.memory import MISALIGNED, like_in_memory
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.torch_ops import define, library, new_seed
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.plan import Plan
@@ -283,6 +284,7 @@ class Operation(Generic[CallT]):
         pytorchs: What PyTorch's own function gives for a call that cuDNN declines, None where that lacks an option;
             None if PyTorch has no such function.
         new_gradient: A new tensor for the gradient of an input, given its name and the input.
+        ways: How a call on DTensors may be divided among ranks.
         check_backward_types: `check_types` for what a public backward function is given besides the forward call.
         check_backward: `check` for the same.
         check_backward_for_gpu: `check_for_gpu` for a backward call that kernels can read.
@@ -324,6 +326,7 @@ class Operation(Generic[CallT]):
     forward_mode: str = "torch.nn.functional.scaled_dot_product_attention"
     pytorchs: Callable[[CallT], Tensor | None] | None = None
     new_gradient: Callable[[str, Tensor], Tensor] = lambda _name, tensor: like_in_memory(tensor)
+    ways: sharding.Ways | None = None
     check_backward_types: Callable[[Any], None] = lambda _: None
     check_backward: Callable[[Any], None] = lambda _: None
     check_backward_for_gpu: Callable[[Any], None] = lambda _: None
@@ -389,12 +392,14 @@ class Operation(Generic[CallT]):
                 if asked is not None and asked.calls.is_used:
                     self._teach(asked, call)
                 return run(call)
+        if sharding.has_dtensor(*call[: self._tensors], self._out_of(call)):
+            return self._on_dtensors(call)
         self.check_types(call)
         if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
             self.check_options(call)
         call = self.cast(call)
         self.check_differentiation(call)
-        if "rng" in self._types and call.dropout_p:
+        if "rng" in self._types and call.dropout_p and call.rng is None:
             call = call._replace(rng=new_seed(call[0]))
         if is_compiling():
             return self._traced(call)
@@ -403,6 +408,47 @@ class Operation(Generic[CallT]):
             return self._run_with_fallback(call, self.reference_call)
         self.check(call)
         return self._run(call)
+
+    def _on_dtensors(self, call: CallT) -> Any:
+        """The results of a call on DTensors: each rank runs its part of the call.
+
+        The whole call is checked first, so that all ranks raise the same.
+        """
+        if self._out_of(call) is not None:
+            reasons = ["out would have to be sharded as the result is, which each call decides"]
+            raise UnsupportedError(f"{self.function} with out on DTensors", reasons, "the call without out")
+        self.check_types(call)
+        if not is_compiling():
+            self.check_options(call)
+        layouts = [None if x is None else _without_memory(x) for x in call[: self._tensors]]
+        whole: Any = (self.reference_call or self.call)._make((*layouts, *call[self._tensors :]))
+        if "rng" in self._types and call.dropout_p:
+            whole = whole._replace(rng=torch.empty(2, dtype=torch.int64, device="meta"))
+        self.check(whole)
+        arguments = dict(zip(self.fields, call, strict=True))
+        ways = None if self.ways is None else self.ways(arguments)
+        try:
+            return sharding.run(self.function, ways, arguments, self._on_local_tensors)
+        except UnsupportedError as error:
+            raise (error.renamed(self.names) if self.names else error) from None
+
+    def _on_local_tensors(self, arguments: dict[str, Any], division: sharding.Division) -> Any:
+        """The results of this rank's part of a call.
+
+        Each part draws its own random numbers for dropout, also where all ranks have the same seed.
+        """
+        call = self.call._make([arguments[name] for name in self.fields])
+        if "rng" not in self._types or not call.dropout_p:
+            return self(call)
+        reasons = []
+        if division.is_replicated:
+            reasons.append("ranks that compute the same would draw different random numbers")
+        if self.reference_call is not None and fallback.is_in_force():
+            reasons.append("PyTorch's own attention, which the fallback may run, draws the same in each rank")
+        if reasons:
+            suggestion = "tensors sharded over all mesh dimensions and no fallback, or dropout_p=0.0"
+            raise UnsupportedError(f"{self.function} with dropout_p on DTensors like these", reasons, suggestion)
+        return self(call._replace(rng=new_seed(call[0]) + division.part()))
 
     def cast(self, call: CallT) -> CallT:
         """The call as autocast casts it, with the setting of deterministic algorithms that it follows."""
@@ -771,6 +817,8 @@ class Operation(Generic[CallT]):
             UnsupportedError: cuDNN has no kernel for it, or it is to be differentiated itself.
         """
         call, given = backward.call, backward._fields[:-2]
+        if sharding.has_dtensor(*call[: self._tensors], *backward[:-2]):
+            sharding.refuse(f"{self.function}_backward", "autograd differentiates calls on DTensors by itself")
         if not is_compiling():
             tensors = {name: getattr(backward, name) for name in given}
             backward = backward._replace(**{name: plain(x) for name, x in tensors.items() if isinstance(x, Tensor)})
@@ -996,6 +1044,10 @@ OPERATIONS: dict[str, Operation[Any]] = {}
 def _new(like: Tensor, layout: Layout) -> Tensor:
     shape, stride, dtype = layout
     return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
+
+
+def _without_memory(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _as_tuple(found: Any) -> tuple[Any, ...]:

@@ -6,12 +6,13 @@ both in its halves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import DtypeError, ShapeError, UnsupportedError
@@ -160,12 +161,19 @@ def _silu_mul_backward(
     )
 
 
+def _ways_of_silu_mul(arguments: Mapping[str, object]) -> Sequence[sharding.Way]:
+    """Any dimension of two operands; of one that holds both halves, any but the last."""
+    whole = {"gate": 1} if arguments.get("up") is None else {"gate": 0, "up": 0}
+    return sharding.along(whole)(arguments)
+
+
 @graph_op(
     reference=_silu_mul_reference,
     backward=_silu_mul_backward,
     keeps_results=False,
     check=_check_silu,
     views=forward_views,
+    shard=_ways_of_silu_mul,
 )
 def silu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol | None = None) -> Symbol:
     """SiLU(gate) · up."""
@@ -176,7 +184,12 @@ def _gelu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
     return (F.gelu(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
 
 
-@graph_op(reference=_gelu_mul_reference, check=_check_inference("gelu_mul", "gate", "up"), views=forward_views)
+@graph_op(
+    reference=_gelu_mul_reference,
+    check=_check_inference("gelu_mul", "gate", "up"),
+    views=forward_views,
+    shard={"gate": 0, "up": 0},
+)
 def gelu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol) -> Symbol:
     """GELU(gate) · up, with erf."""
     return g.mul(a=g.gelu(input=gate), b=up)
@@ -186,7 +199,9 @@ def _relu_squared_reference(x: Tensor) -> Tensor:
     return F.relu(widened(x)).square().to(x.dtype).contiguous()
 
 
-@graph_op(reference=_relu_squared_reference, check=_check_inference("relu_squared", "x"), views=forward_views)
+@graph_op(
+    reference=_relu_squared_reference, check=_check_inference("relu_squared", "x"), views=forward_views, shard={"x": 0}
+)
 def relu_squared_rows(g: GraphBuilder, x: Symbol) -> Symbol:
     """max(x, 0)²."""
     y = g.relu(input=x)

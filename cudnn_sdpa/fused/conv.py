@@ -8,9 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.fused.conv_graphs import ACTIVATIONS, Sizes, channels_last, check_activation, convolution, sizes_of
+from cudnn_sdpa.fused.conv_graphs import (
+    ACTIVATIONS,
+    Sizes,
+    channels_last,
+    check_activation,
+    convolution,
+    sizes_of,
+    ways,
+)
 from cudnn_sdpa.fused.torch_ops import Options
 
 #: Channels in 16 bytes of bfloat16.
@@ -195,6 +204,8 @@ def _convolve(
     if rank == 2 and options["stride"] != (1, 1) and type(groups) is int and _has_size(weight, options["stride"]):
         cast: Any = convolution.arguments(tensors, options)[0]
         if groups == 1 and is_patch_embedding(x, weight, **options):
+            if sharding.has_dtensor(*tensors):
+                return ACTIVATIONS[activation](_patches_of_dtensors(*cast))
             return ACTIVATIONS[activation](_patch_embedding(*cast))
     y: Tensor = convolution.run(tensors, options)
     return y if fused is activation else ACTIVATIONS[activation](y)
@@ -249,6 +260,12 @@ def is_patch_embedding(
     if stride != size or size == (1, 1) or any(padding) or dilation != (1, 1):
         return False  # before the lengths of x are compared, which would make torch.compile guard on them
     return all(length % patch == 0 for length, patch in zip(x.shape[2:], size, strict=True))
+
+
+def _patches_of_dtensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    tensors = {"x": x, "weight": weight, "bias": bias}
+    out: Tensor = sharding.run("conv2d", ways(tensors), tensors, lambda local, _: _patch_embedding(**local))
+    return out
 
 
 def _patch_embedding(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -6,13 +6,13 @@ those of images of one row.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine import autograd_checks, sharding
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, shown, widened
 from cudnn_sdpa.fused.graph_op import Views, graph_op
@@ -287,6 +287,11 @@ def _read_by_backward(_: object, needs: Sequence[bool]) -> tuple[bool, bool, boo
     return needs_grad_weight, needs_grad_x, False
 
 
+def ways(_: Mapping[str, object]) -> Sequence[sharding.Way]:
+    """How a convolution may be divided among ranks: each has a part of the batch, and all filters."""
+    return [sharding.Way("the batch", {"x": 0}, 0)]
+
+
 @graph_op(
     reference=_reference,
     backward=_backward,
@@ -296,6 +301,7 @@ def _read_by_backward(_: object, needs: Sequence[bool]) -> tuple[bool, bool, boo
     views=_as_2d,
     reads=_read_by_backward,
     autocast=True,
+    shard=ways,
 )
 def convolution(
     g: GraphBuilder,

@@ -27,7 +27,7 @@ from cudnn_sdpa.fused.norm_graphs import check_activation, layer_norm_rows, rms_
 from cudnn_sdpa.graph.key import PlanKey
 
 
-@describes(norm.rms_norm)
+@describes(norm.rms_norm, rms_norm_rows.ways)
 def _rms_norm(
     x: Tensor,
     weight: Tensor | None,
@@ -50,7 +50,7 @@ def _rms_norm(
     )
 
 
-@describes(norm.layer_norm)
+@describes(norm.layer_norm, layer_norm_rows.ways)
 def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Description:
     check_norm(x, {"weight": weight, "bias": bias}, eps)
     notes = [f"{name} is created" for name, part in (("weight", weight), ("bias", bias)) if part is None]
@@ -59,17 +59,17 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
     return _completed(layer_norm_rows.describe(x, *vectors, eps), x, _copies(x=x) + notes)
 
 
-@describes(gates.silu_mul)
+@describes(gates.silu_mul, silu_mul_rows.ways)
 def _silu_mul(gate: Tensor, up: Tensor | None) -> Description:
     return _completed(silu_mul_rows.describe(gate, up), gate, [])
 
 
-@describes(gates.gelu_mul)
+@describes(gates.gelu_mul, gelu_mul_rows.ways)
 def _gelu_mul(gate: Tensor, up: Tensor) -> Description:
     return _without_gradient("gelu_mul", gelu_mul_rows, gate=gate, up=up)
 
 
-@describes(gates.relu_squared)
+@describes(gates.relu_squared, relu_squared_rows.ways)
 def _relu_squared(x: Tensor) -> Description:
     return _without_gradient("relu_squared", relu_squared_rows, x=x)
 
@@ -138,7 +138,7 @@ def _convolution_of_rank(rank: int) -> Callable[..., Description]:
 
 
 for _rank, _function in enumerate((conv.conv1d, conv.conv2d, conv.conv3d), start=1):
-    describes(_function)(_convolution_of_rank(_rank))
+    describes(_function, convolution.ways)(_convolution_of_rank(_rank))
 
 
 def _copies(**tensors: Tensor | None) -> list[str]:

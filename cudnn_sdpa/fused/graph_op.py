@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine import autograd_checks, sharding
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.autograd import Differentiable
 from cudnn_sdpa.engine.dispatch_state import (
@@ -94,6 +94,7 @@ class GraphFunction(GraphOp):
         operands: Names of the builder's tensors and numbers, in its order.
         options: The static options with their defaults; `inspect.Parameter.empty` where there is none.
         takes_needs: Whether `backward` has the parameter `needs`.
+        ways: How a call on DTensors may be divided among ranks; None if nobody has said so.
         token: The name by which the torch operator finds it.
         known: The calls whose plans are bound.
     """
@@ -113,6 +114,7 @@ class GraphFunction(GraphOp):
         reads: Callable[..., Sequence[bool]] | None = None,
         autocast: bool = False,
         materialize_grads: bool = True,
+        shard: Mapping[str, int] | sharding.Ways | None = None,
     ) -> None:
         super().__init__(builder)
         if reference is None and outputs is None:
@@ -135,6 +137,9 @@ class GraphFunction(GraphOp):
         if len(self.operands) + len(self.options) != len(parameters):
             got = "a * parameter or a positional-only one"
             raise OptionError(f"the graph builder {builder.__name__}", got, "no * parameters, and names for all others")
+        if isinstance(shard, Mapping):
+            _check_shard(shard, self.operands)
+        self.ways = sharding.along(shard) if isinstance(shard, Mapping) else shard
         functions = (builder, backward, reference, outputs, readable, views, reads)
         self.token = torch_ops.register(self, function_digest(*functions))
         self.known: KnownCalls[_Entry] = KnownCalls(self._look_up, self._runs)
@@ -170,6 +175,8 @@ class GraphFunction(GraphOp):
 
     def _first(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Any:
         """A call that is not known, with arguments that have not been checked."""
+        if sharding.has_dtensor(*operands):
+            return self._on_dtensors(operands, options)
         values, static = self.arguments(operands, options)
         trains = needs_gradient(*_tensors(values))
         if trains and self.backward is None:
@@ -192,6 +199,18 @@ class GraphFunction(GraphOp):
         if trains:
             return Differentiable.apply(self._tracked(values, static, run), *values)  # type: ignore[no-untyped-call]
         return self._returned(run(tensors, _numbers(values)), trains=False)
+
+    def _on_dtensors(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Any:
+        """The results of a call on DTensors: each rank runs its part of the call."""
+        values, _ = self.arguments(operands, options)
+        tensors = dict(zip(self.operands, values, strict=True))
+        static = {name: value for name, value in options.items() if name in self.options}
+
+        def on_local_tensors(local: dict[str, Any], _: object) -> Any:
+            return self.run(tuple([local[name] for name in self.operands]), static)
+
+        ways = None if self.ways is None else self.ways(tensors)
+        return sharding.run(self.__name__.removesuffix("_rows"), ways, tensors, on_local_tensors)
 
     def _look_up(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> _Entry | None:
         entry: _Entry | None = self.known.table.get(self._signature(operands, options, trains))
@@ -422,6 +441,9 @@ class GraphFunction(GraphOp):
     def describe(self, *operands: Value, **options: object) -> Description:
         """What a call with these arguments runs on a GPU, and what its gradient runs."""
         given, static = self.arguments(operands, options)
+        if sharding.has_dtensor(*given):
+            local = sharding.local_arguments(self.__name__, self.ways, dict(zip(self.operands, given, strict=True)))
+            given = tuple(local.values())
         tensors = _tensors(given)
         trains = needs_gradient(*tensors) and self.backward is not None
         values = tuple(without_memory(x) for x in given)
@@ -722,6 +744,15 @@ def _numbers(values: Sequence[object]) -> tuple[float, ...]:
     return tuple([float(x) for x in numbers])
 
 
+def _check_shard(shard: Mapping[str, int], operands: Sequence[str]) -> None:
+    for name, whole in shard.items():
+        if name not in operands or isinstance(whole, bool) or not isinstance(whole, int) or whole < 0:
+            got, names = f"{name!r}: {shown(whole)}", ", ".join(operands)
+            raise OptionError("shard", got, f"operands, of {names}, each with a number of dimensions of at least 0")
+    if not shard:
+        raise OptionError("shard", "no operand", "operands with numbers of dimensions, or None")
+
+
 def _check_number(name: str, value: int) -> None:
     if abs(value) > _MAX_NUMBER:
         raise OptionError(name, shown(value), "a number that float32 can represent")
@@ -760,6 +791,7 @@ def graph_op(
     reads: Callable[..., Sequence[bool]] | None = ...,
     autocast: bool = ...,
     materialize_grads: bool = ...,
+    shard: Mapping[str, int] | sharding.Ways | None = ...,
 ) -> Callable[[Callable[..., object]], GraphFunction]: ...
 
 
@@ -778,6 +810,7 @@ def graph_op(
     reads: Callable[..., Sequence[bool]] | None = None,
     autocast: bool = False,
     materialize_grads: bool = True,
+    shard: Mapping[str, int] | sharding.Ways | None = None,
 ) -> GraphFunction | Callable[[Callable[..., object]], GraphFunction]:
     """Makes a function of tensors from a function that builds a cuDNN graph.
 
@@ -818,6 +851,10 @@ def graph_op(
         autocast: Whether autocast casts the operands, as it does for PyTorch's convolutions.
         materialize_grads: Whether `backward` gets zeros, and not None, for a result without gradient. If no result has
             one, it is not called.
+        shard: The operands that ranks may share if they are DTensors, by name, each with the number of its last
+            dimensions that a rank needs whole: `{"x": 1}` for rows of x. They are sharded alike, in any other
+            dimension, and so are the results. The other operands are replicated, and their gradients are `Partial()`.
+            None refuses DTensors.
 
     Returns:
         The function; or a decorator that makes it.
@@ -851,5 +888,6 @@ def graph_op(
         reads=reads,
         autocast=autocast,
         materialize_grads=materialize_grads,
+        shard=shard,
     )
     return make if builder is None else make(builder)

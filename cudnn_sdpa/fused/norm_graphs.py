@@ -204,6 +204,7 @@ def check_activation(activation: object) -> None:
     views=_as_rows,
     reads=_read_by_rms_backward,
     materialize_grads=False,
+    shard={"x": 1, "residual": 1},
 )
 def rms_norm_rows(
     g: GraphBuilder,
@@ -297,6 +298,7 @@ def _check_layer(x: Tensor, weight: Tensor, bias: Tensor, eps: object, *, trains
     readable=_contiguous,
     views=_as_rows,
     reads=lambda *_: (True, True, False, False),
+    shard={"x": 1},
 )
 def layer_norm_rows(
     g: GraphBuilder, x: Symbol, weight: Symbol, bias: Symbol, eps: Symbol, *, trains: bool

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, backward_arguments, memory, reference
+from cudnn_sdpa.attention import arguments, backward_arguments, memory, reference, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, Scaled, cast_for_autocast, sign_of_scale
 from cudnn_sdpa.attention.dense import graphs, large_backward
 from cudnn_sdpa.attention.dense.buckets import Bucket
@@ -36,7 +36,7 @@ Call = TypeVar("Call", bound=NamedTuple)
 TO_CAST = ("q", "k", "v", "attn_mask")
 
 
-@describes(sdpa)
+@describes(sdpa, sharding.dense)
 def describe_sdpa(**given: Any) -> Description:
     """What `sdpa` runs on a GPU with these arguments; tensors may also be on the CPU."""
     original = call_of(**given)

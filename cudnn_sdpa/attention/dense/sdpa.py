@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, backward_arguments, memory, value_checks
+from cudnn_sdpa.attention import arguments, backward_arguments, memory, sharding, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, as_float, as_sinks, kind_of
 from cudnn_sdpa.attention.bias import new_gradient, without_causal_bias
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
@@ -317,6 +317,7 @@ SDPA = Operation(
     flops=reference.flops,
     pytorchs=reference.pytorchs,
     new_gradient=new_gradient,
+    ways=sharding.dense,
     check_backward_types=backward_arguments.check_types,
     check_backward=backward_arguments.check,
     check_backward_for_gpu=lambda of: check_backward_call(of, check_strides_of_dense, _check_backward_keys),

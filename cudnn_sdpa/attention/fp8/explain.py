@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments
+from cudnn_sdpa.attention import arguments, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.explain import as_cast, device_of, notes_on_casts, refuse
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
@@ -29,7 +29,7 @@ from cudnn_sdpa.graph.layouts import dense_stride_like
 from cudnn_sdpa.graph.target import Target
 
 
-@describes(sdpa_fp8)
+@describes(sdpa_fp8, sharding.fp8)
 def describe_sdpa_fp8(
     q: Tensor,
     k: Tensor,
@@ -90,7 +90,7 @@ def _checked(operation: Operation[Any], call: Fp8Arguments | Fp8BackwardArgument
     return Description(graph, partial(refuse, refused), device_of(call.q))
 
 
-@describes(sdpa_fp8_backward)
+@describes(sdpa_fp8_backward, sharding.fp8_backward)
 def describe_sdpa_fp8_backward(
     grad_out: Tensor,
     q: Tensor,
@@ -148,7 +148,7 @@ ONE = torch.empty(1, device="meta")
 TABLE = "a table of scales and amax values is zeroed"
 
 
-@describes(fp8_attention.fp8_attention)
+@describes(fp8_attention.fp8_attention, sharding.fp8_attention)
 def describe_fp8_attention(
     q: Tensor,
     k: Tensor,

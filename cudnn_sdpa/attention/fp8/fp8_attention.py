@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, memory
+from cudnn_sdpa.attention import arguments, memory, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, check_lengths, dtype_name, shape_of
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
@@ -43,6 +43,8 @@ from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.autograd_checks import refuse_batch, refuse_second_gradient
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory, needs_gradient
+from cudnn_sdpa.engine.sharding import has_dtensor
+from cudnn_sdpa.engine.sharding import run as run_on_dtensors
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.layouts import dense_stride_like
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -262,7 +264,10 @@ def fp8_attention(
         autograd_checks.refuse_context_parallel("fp8_attention")
     if is_compiling():
         return _eager(q, k, v, scaling=scaling, grad_dtype=grad_dtype, **options)  # type: ignore[no-any-return]
-    fp8_arguments.check_tensors({"q": q, "k": k, "v": v, "seq_lens_q": seq_lens_q, "seq_lens_kv": seq_lens_kv})
+    tensors = {"q": q, "k": k, "v": v, "seq_lens_q": seq_lens_q, "seq_lens_kv": seq_lens_kv}
+    fp8_arguments.check_tensors(tensors)
+    if has_dtensor(*tensors.values()):
+        return _on_dtensors({**tensors, **options}, scaling=scaling, grad_dtype=grad_dtype)
     cast = cast_for_autocast(ForwardArguments(q, k, v))
     q, k, v = cast.q, cast.k, cast.v
     left, right = arguments.window_bounds(window_size)
@@ -281,6 +286,16 @@ def fp8_attention(
     check(of)
     made = check_scaling(scaling, grad_dtype, q)
     return _run(of, Call(options, scaling, made, is_deterministic(None)))
+
+
+def _on_dtensors(given: dict[str, Any], **others: Any) -> Tensor:
+    """The same on DTensors: each rank runs its part, with its own scales."""
+
+    def on_local_tensors(local: dict[str, Any], _: object) -> Tensor:
+        return fp8_attention(**local, **others)
+
+    ways = sharding.fp8_attention(given)
+    return run_on_dtensors("fp8_attention", ways, given, on_local_tensors)  # type: ignore[no-any-return]
 
 
 #: For torch.compile, which cannot trace our kernels and the histories.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, memory, value_checks
+from cudnn_sdpa.attention import arguments, memory, sharding, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
@@ -347,6 +347,7 @@ FP8 = Operation(
     names=SCALES,
     loops=False,
     forward_mode="attention in bfloat16",
+    ways=sharding.fp8,
 )
 
 FP8_BACKWARD = Operation(
@@ -378,4 +379,5 @@ FP8_BACKWARD = Operation(
     names=SCALES,
     loops=False,
     forward_mode="attention in bfloat16",
+    ways=sharding.fp8_backward,
 )

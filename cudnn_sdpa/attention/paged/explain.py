@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from cudnn_sdpa.attention import reference as dense_reference
+from cudnn_sdpa.attention import sharding
 from cudnn_sdpa.attention.arguments import with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.paged import plans, reference
@@ -19,7 +20,7 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.target import live_target
 
 
-@describes(sdpa_paged)
+@describes(sdpa_paged, sharding.paged)
 def describe_paged(**given: Any) -> Description:
     """What `sdpa_paged` with these arguments runs on a GPU."""
     call = call_of(**given)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, memory, value_checks
+from cudnn_sdpa.attention import arguments, memory, sharding, value_checks
 from cudnn_sdpa.attention.arguments import as_float, as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
 from cudnn_sdpa.attention.paged import arguments as paged_arguments
@@ -309,4 +309,5 @@ PAGED = Operation(
     keys=plans.keys,
     flops=reference.flops,
     mark=plans.marks_of,
+    ways=sharding.paged,
 )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import backward_arguments, memory, reference
+from cudnn_sdpa.attention import backward_arguments, memory, reference, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs, large_backward
 from cudnn_sdpa.attention.varlen import plans
@@ -25,7 +25,7 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 
 
-@describes(sdpa_varlen)
+@describes(sdpa_varlen, sharding.varlen)
 def describe_varlen(**given: Any) -> Description:
     """What `sdpa_varlen` runs on a GPU with these arguments."""
     original = call_of(**given)

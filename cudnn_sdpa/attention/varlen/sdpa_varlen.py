@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, backward_arguments, memory, value_checks
+from cudnn_sdpa.attention import arguments, backward_arguments, memory, sharding, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, as_float, as_int, as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.dense import large_backward
@@ -325,6 +325,7 @@ VARLEN = Operation(
     keys=plans.keys,
     gradient_keys=plans.gradient_keys,
     flops=reference.flops,
+    ways=sharding.varlen,
     check_backward_types=backward_arguments.check_types,
     check_backward=backward_arguments.check,
     check_backward_for_gpu=lambda of: check_backward_call(of, _check_strides_for_gpu, _check_backward_keys),

@@ -1,0 +1,444 @@
+"""Calls on `torch.distributed.tensor.DTensor`s: each rank runs the call on its own parts, and nothing is communicated.
+
+What may be divided among the ranks of a mesh dimension is data: an operation lists its `Way`s. A call takes, in each
+mesh dimension, the way that its tensors are sharded for; replicated tensors follow without communication. The local
+tensors make a plain call, and its results become DTensors. A tensor that every rank has whole gets a gradient that is a
+part of a sum, `Partial()`, where ranks have different parts of the result.
+
+A call that is sharded otherwise is refused, with the redistribution that would make it right: communication is the
+caller's to choose.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.errors import DeviceError, OptionError, UnsupportedError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+#: The result is the largest of what the ranks have.
+MAX = "max"
+
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+class Way(NamedTuple):
+    """One way to divide a call among the ranks of a mesh dimension.
+
+    Attributes:
+        name: What each rank has a part of, for messages.
+        inputs: The dimension in which each operand is divided; the others are replicated. A negative one is counted
+            from the end, for an operand that broadcasts: without that dimension, or with size 1, it is replicated.
+        results: The dimension in which each result is divided, or `MAX`; one number for all results.
+        whole: Operands whose size in that dimension must be a multiple of the number of ranks.
+        refused: Why this call cannot be divided so; empty if it can.
+        instead: What serves such calls, besides a redistribution.
+    """
+
+    name: str
+    inputs: Mapping[str, int]
+    results: int | tuple[int | str, ...]
+    whole: tuple[str, ...] = ()
+    refused: str = ""
+    instead: str = ""
+
+    def dimension(self, name: str, tensor: Tensor) -> int | None:
+        """The dimension in which an operand is divided; None if each rank has it whole."""
+        dim = self.inputs.get(name)
+        if dim is None or dim >= 0:
+            return dim
+        return None if -dim > tensor.dim() or tensor.shape[dim] == 1 else dim + tensor.dim()
+
+    def result(self, number: int) -> int | str:
+        """How a result is divided."""
+        return self.results if isinstance(self.results, int) else self.results[number]
+
+
+#: The ways of a call, the usual first, given its operands and options by name.
+Ways = Callable[[Mapping[str, Any]], Sequence[Way]]
+
+#: In which dimension a tensor is sharded over a mesh dimension: None if it is replicated, text for anything else.
+_Placed = int | str | None
+
+
+def along(whole: Mapping[str, int]) -> Ways:
+    """The ways of a function of rows: any dimension of these operands but their last ones.
+
+    Results are divided as the operands are; operands that are not named, or of another rank than the first, are
+    replicated.
+
+    Args:
+        whole: How many of an operand's last dimensions each rank must have whole, by name.
+    """
+    first = next(iter(whole))
+
+    def ways(arguments: Mapping[str, Any]) -> list[Way]:
+        ranks = {name: x.dim() for name in whole if isinstance(x := arguments.get(name), Tensor)}
+        rank = ranks.get(first, 0)
+        found = []
+        for dim in range(rank):
+            inputs = {name: dim for name, of in ranks.items() if of == rank and dim < rank - whole[name]}
+            if first in inputs:
+                found.append(Way(f"dimension {dim}", inputs, dim))
+        return found
+
+    return ways
+
+
+def has_dtensor(*values: object) -> bool:
+    """Whether a value is a DTensor; imports `torch.distributed.tensor` only for a tensor of a subclass."""
+    return any(isinstance(value, Tensor) and type(value) not in _PLAIN and _is_dtensor(value) for value in values)
+
+
+def _is_dtensor(value: object) -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(value, DTensor)
+
+
+class Division(NamedTuple):
+    """How one call is divided among the ranks of a mesh.
+
+    Attributes:
+        mesh: The mesh of its DTensors.
+        chosen: The way in each mesh dimension; None where all tensors are replicated.
+        sizes: The global size that each way divides.
+    """
+
+    mesh: DeviceMesh
+    chosen: tuple[Way | None, ...]
+    sizes: tuple[int, ...]
+
+    def local(self, name: str, tensor: Any) -> Any:
+        """This rank's part of an operand, differentiable; other values as they are."""
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        if not isinstance(tensor, Tensor):
+            return tensor
+        wanted: list[Placement] = []
+        gradient: list[Placement] = []
+        for way in self.chosen:
+            dim = None if way is None else way.dimension(name, tensor)
+            wanted.append(Replicate() if dim is None else Shard(dim))
+            gradient.append(Replicate() if way is None else Partial() if dim is None else Shard(dim))
+        if not isinstance(tensor, DTensor):
+            if not tensor.requires_grad:
+                return tensor
+            tensor = DTensor.from_local(tensor, self.mesh, wanted, run_check=False)  # whole: its gradient is summed
+        if tuple(tensor.placements) != tuple(wanted):
+            tensor = tensor.redistribute(placements=wanted)  # each rank takes its part of what it has
+        return tensor.to_local(grad_placements=gradient)
+
+    def wrapped(self, found: Any) -> Any:
+        """The results of the local call as DTensors."""
+        if isinstance(found, Tensor):
+            return self._wrap(0, found)
+        return tuple([self._wrap(number, x) for number, x in enumerate(found)])
+
+    def _wrap(self, number: int, tensor: Tensor) -> DTensor:
+        from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+        placements: list[Placement] = []
+        shape = list(tensor.shape)
+        ranks: dict[int, int] = {}
+        for index, way in enumerate(self.chosen):
+            how = None if way is None else way.result(number)
+            if how is None:
+                placements.append(Replicate())
+            elif isinstance(how, str):
+                placements.append(Partial(how))
+            else:
+                placements.append(Shard(how))
+                shape[how] = self.sizes[index]
+                ranks[how] = ranks.get(how, 1) * self.mesh.size(index)
+        if all(shape[dim] % count == 0 for dim, count in ranks.items()):
+            # PyTorch computes the global shape; in compiled code, which knows sizes by symbols, it must.
+            return DTensor.from_local(tensor, self.mesh, placements, run_check=False)
+        stride, size = [0] * len(shape), 1
+        for dim in sorted(range(len(shape)), key=lambda dim: (tensor.stride(dim), -dim)):  # the local memory order
+            stride[dim], size = size, size * max(1, shape[dim])
+        return DTensor.from_local(
+            tensor, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
+        )
+
+    def check_results(self, what: str, local: Mapping[str, Any], found: Any) -> None:
+        """Checks that results are divided as their ways say, which users may declare.
+
+        Raises:
+            UnsupportedError: One has another size than the operands in the dimension that is divided.
+        """
+        for number, result in enumerate([found] if isinstance(found, Tensor) else found):
+            for way in self.chosen:
+                dim = None if way is None else way.result(number)
+                if way is None or not isinstance(dim, int):
+                    continue
+                size = _size(way, local)
+                if result.dim() <= dim or result.shape[dim] != size:
+                    shape = tuple(result.shape)
+                    reason = (
+                        f"results should have size {size} in dimension {dim}, as the operands do, and one is {shape}"
+                    )
+                    raise UnsupportedError(f"{what} on DTensors divided in {way.name}", [reason], _LOCAL_MAP)
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether several ranks compute the same."""
+        return any(way is None and self.mesh.size(index) > 1 for index, way in enumerate(self.chosen))
+
+    def part(self) -> int:
+        """The number of this rank's part among all parts."""
+        coordinate: Sequence[int] = self.mesh.get_coordinate() or []
+        found = 0
+        for index, way in enumerate(self.chosen):
+            if way is not None:
+                found = found * self.mesh.size(index) + coordinate[index]
+        return found
+
+
+#: For functions whose operands nobody has said how to divide.
+_LOCAL_MAP = "torch.distributed.tensor.experimental.local_map around it"
+
+
+def divided(what: str, ways: Sequence[Way] | None, tensors: Mapping[str, Any]) -> Division:
+    """How a call with these tensors, of which some are DTensors, is divided.
+
+    Args:
+        what: The function, for messages.
+        ways: Its ways; None if nobody has said how it can be divided.
+        tensors: Its operands by name; other values are ignored.
+
+    Raises:
+        OptionError: The tensors are of several meshes.
+        DeviceError: A plain tensor is on another kind of device.
+        UnsupportedError: It cannot be divided so: with every reason, and the redistribution that would work.
+    """
+    from torch.distributed.tensor import DTensor
+
+    given = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
+    sharded = {name: x for name, x in given.items() if isinstance(x, DTensor)}
+    leading = next(iter(sharded))
+    mesh = sharded[leading].device_mesh
+    for name, other in sharded.items():
+        if other.device_mesh != mesh:
+            raise OptionError(name, f"a DTensor of {other.device_mesh}", f"one of {mesh}, the mesh of {leading}")
+    for name, x in given.items():
+        if name not in sharded and x.device.type != mesh.device_type:
+            raise DeviceError(name, str(x.device), f"{mesh.device_type}, as the mesh of {leading} has")
+    if mesh.get_coordinate() is None:
+        reasons = [f"this rank is not in the mesh of {leading}, and has no part of the tensors"]
+        raise UnsupportedError(f"{what} on DTensors", reasons, "calling it on the ranks of the mesh alone")
+    if ways is None:
+        reasons = ["nobody has said in which dimensions its operands may be divided"]
+        raise UnsupportedError(f"{what} on DTensors", reasons, f"graph_op(..., shard=...), or {_LOCAL_MAP}")
+    search = _Search(what, ways, mesh, given, {name: _placed(x) for name, x in sharded.items()})
+    chosen = search.chosen()
+    if chosen is None:
+        raise search.refusal()
+    sizes = [0 if way is None else _size(way, given) for way in chosen]
+    return Division(mesh, chosen, tuple(sizes))
+
+
+def refuse(what: str, reason: str) -> NoReturn:
+    """Refuses a function on DTensors.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(f"{what} on DTensors", [reason], _LOCAL_MAP)
+
+
+def _placed(tensor: DTensor) -> list[_Placed]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    found: list[_Placed] = []
+    for placement in tensor.placements:
+        if type(placement) is Shard:
+            found.append(placement.dim % tensor.dim())
+        else:
+            found.append(None if type(placement) is Replicate else repr(placement))
+    return found
+
+
+def _size(way: Way, tensors: Mapping[str, Tensor]) -> int:
+    """The global size that a way divides: that of its first operand."""
+    for name in way.inputs:
+        dim = way.dimension(name, tensors[name]) if name in tensors else None
+        if dim is not None:
+            return tensors[name].shape[dim]
+    return 0
+
+
+class _Search(NamedTuple):
+    """The ways of one call, and how its tensors are placed."""
+
+    what: str
+    ways: Sequence[Way]
+    mesh: DeviceMesh
+    tensors: Mapping[str, Tensor]
+    placed: Mapping[str, list[_Placed]]
+
+    def chosen(self) -> tuple[Way | None, ...] | None:
+        """The way in each mesh dimension; None if there is none."""
+        possible: list[list[Way | None]] = []
+        for index in range(self.mesh.ndim):
+            if all(at[index] is None for at in self.placed.values()):
+                possible.append([None])
+                continue
+            possible.append([way for way in self.ways if not way.refused and self._fits(way, index)])
+        for found in itertools.product(*possible):
+            if not self._obstacles(found):
+                return tuple(found)
+        return None
+
+    def _fits(self, way: Way, index: int) -> bool:
+        """Whether tensors are sharded for a way, or follow without communication."""
+        for name, at in self.placed.items():
+            if at[index] is not None and at[index] != way.dimension(name, self.tensors[name]):
+                return False
+        return True
+
+    def _obstacles(self, chosen: Sequence[Way | None]) -> list[str]:
+        """What is wrong with ways together: sizes, and plain tensors that would have to be divided."""
+        found: list[str] = []
+        for way in chosen:
+            if way is None:
+                continue
+            ranks = 1
+            for index, other in enumerate(chosen):
+                ranks *= self.mesh.size(index) if other is way else 1
+            for name in way.whole:
+                dim = way.dimension(name, self.tensors[name])
+                size = 0 if dim is None else self.tensors[name].shape[dim]
+                if size % ranks:
+                    found.append(f"{name} has {size} {way.name}, which {ranks} ranks cannot share in whole numbers")
+            for name, x in self.tensors.items():
+                dim = None if name in self.placed else way.dimension(name, x)
+                if dim is not None:
+                    found.append(
+                        f"{name} is a plain tensor, which is taken as replicated, and {way.name} divide its dimension "
+                        f"{dim}: expected a DTensor"
+                    )
+        return found
+
+    def refusal(self) -> UnsupportedError:
+        """The error for a call that cannot be divided: why not, and what would work."""
+        reasons: list[str] = []
+        instead: list[str] = []
+        for index in range(self.mesh.ndim):
+            placed = {name: at[index] for name, at in self.placed.items() if at[index] is not None}
+            if not placed:
+                continue
+            fitting = [way for way in self.ways if self._fits(way, index)]
+            for way in fitting:
+                if way.refused:
+                    reasons.append(f"{self._described(placed, index)}: {way.refused}")
+                    instead += [way.instead] if way.instead else []
+            if fitting:
+                reasons += [text for text in self._obstacles(fitting[:1]) if not fitting[0].refused]
+            else:
+                reasons.append(f"{self._described(placed, index)}; expected {self._expected(placed)}")
+        reasons = list(dict.fromkeys(reasons)) or self._obstacles(
+            [self._first(index) for index in range(self.mesh.ndim)]
+        )
+        steps = self._steps()
+        suggestion = " or ".join(dict.fromkeys([step for step in [", ".join(steps), *instead] if step]))
+        return UnsupportedError(f"{self.what} on DTensors placed like these", reasons, suggestion)
+
+    def _first(self, index: int) -> Way | None:
+        """The first way that tensors are sharded for in a mesh dimension."""
+        if all(at[index] is None for at in self.placed.values()):
+            return None
+        return next(way for way in self.ways if not way.refused and self._fits(way, index))
+
+    def _described(self, placed: Mapping[str, _Placed], index: int) -> str:
+        names = self.mesh.mesh_dim_names
+        over = f" over mesh dimension {names[index]!r}" if names else f" over mesh dimension {index}"
+        return " and ".join(f"{name} is {_text(at)}" for name, at in placed.items()) + over
+
+    def _expected(self, placed: Mapping[str, _Placed]) -> str:
+        name = next(iter(placed))
+        dims = {way.dimension(name, self.tensors[name]): way.name for way in self.ways if not way.refused}
+        allowed = [f"{name} {_text(dim)} ({what})" for dim, what in dims.items() if dim is not None]
+        return ", ".join([*allowed, f"{name} Replicate()"]) + ", and others alike"
+
+    def _steps(self) -> list[str]:
+        """The fewest redistributions that make the call right, as code."""
+        options = [None, *[way for way in self.ways if not way.refused]]
+        best: list[str] | None = None
+        best_kept = 0
+        for chosen in itertools.product(options, repeat=self.mesh.ndim):
+            steps = self._steps_to(chosen)
+            kept = sum(way is not None for way in chosen)
+            if steps is not None and (best is None or (len(steps), -kept) < (len(best), -best_kept)):
+                best, best_kept = steps, kept
+        return best or []
+
+    def _steps_to(self, chosen: Sequence[Way | None]) -> list[str] | None:
+        steps = []
+        for name, x in self.tensors.items():
+            at = self.placed.get(name)
+            dims = [None if way is None else way.dimension(name, x) for way in chosen]
+            if at is None:
+                if any(dim is not None for dim in dims):
+                    places = ", ".join(map(_text, dims))
+                    leading = next(iter(self.placed))
+                    steps.append(f"distribute_tensor({name}, {leading}.device_mesh, [{places}])")
+                continue
+            wanted = [_text(None if old is None else dim) for old, dim in zip(at, dims, strict=True)]
+            if wanted != [_text(old) for old in at]:
+                steps.append(f"{name}.redistribute(placements=[{', '.join(wanted)}])")
+        sizes = [text for text in self._obstacles(chosen) if "plain tensor" not in text]
+        return None if sizes else steps
+
+
+def _text(at: _Placed) -> str:
+    """A placement as code."""
+    return "Replicate()" if at is None else f"Shard({at})" if isinstance(at, int) else at
+
+
+def run(
+    what: str,
+    ways: Sequence[Way] | None,
+    tensors: Mapping[str, Any],
+    call: Callable[[dict[str, Any], Division], Any],
+) -> Any:
+    """The results, as DTensors, of a call of which some tensors are DTensors.
+
+    Args:
+        what: See `divided`.
+        ways: See `divided`.
+        tensors: See `divided`.
+        call: The plain call, given all operands as this rank has them.
+    """
+    division = divided(what, ways, tensors)
+    local = {name: division.local(name, x) for name, x in tensors.items()}
+    found = call(local, division)
+    division.check_results(what, local, found)
+    return division.wrapped(found)
+
+
+def local_arguments(what: str, ways: Ways | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the call that this rank runs, for `explain`; tuples of tensors, such as scales, are replicated.
+
+    Raises:
+        UnsupportedError: See `divided`.
+    """
+    named: dict[str, Any] = {name: value for name, value in arguments.items() if hasattr(value, "_fields")}
+    flat = dict(arguments)
+    for name, value in named.items():
+        flat |= {f"{name}.{field}": x for field, x in value._asdict().items()}
+    division = divided(what, None if ways is None else ways(arguments), flat)
+    found = {name: division.local(name, x) for name, x in flat.items()}
+    for name, value in named.items():
+        found[name] = value._make([found.pop(f"{name}.{field}") for field in value._fields])
+    return found

@@ -1,0 +1,841 @@
+"""Calls on DTensors in two processes: each way, forward and gradients, against the plain call; what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import cudnn_sdpa
+from cudnn_sdpa import Fp8BackwardScales, Fp8Scales, UnsupportedError
+from cudnn_sdpa.engine import sharding
+
+if not dist.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+R, WHOLE = Replicate(), {}
+FP8 = torch.float8_e4m3fn
+
+
+def randn(*shape):
+    return torch.randn(*shape)
+
+
+def ints(*values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def fp8(*shape):
+    return torch.randn(*shape).to(FP8)
+
+
+def qkv(batch=4, heads=4, heads_kv=2, queries=8, keys=8, dim=16):
+    return {
+        "q": randn(batch, heads, queries, dim),
+        "k": randn(batch, heads_kv, keys, dim),
+        "v": randn(batch, heads_kv, keys, dim),
+    }
+
+
+def packed(heads=4, heads_kv=2):
+    ends = ints(0, 3, 10)
+    return {
+        "q": randn(10, heads, 16),
+        "k": randn(10, heads_kv, 16),
+        "v": randn(10, heads_kv, 16),
+        "cu_seqlens_q": ends,
+        "cu_seqlens_kv": ends,
+    }
+
+
+def paged(heads_kv=2, layout="HND"):
+    shape = (8, heads_kv, 16, 16) if layout == "HND" else (8, 16, heads_kv, 16)
+    return {
+        "q": randn(2, 4, 1, 16),
+        "k_pages": randn(*shape),
+        "v_pages": randn(*shape),
+        "page_table": ints(5, 2, 7, 0).view(2, 2),
+        "seq_lens_kv": ints(20, 9),
+    }
+
+
+def run_fp8(q, k, v, **others):
+    one, full = torch.ones(1), torch.tensor([448.0])
+    found = cudnn_sdpa.sdpa_fp8(q, k, v, Fp8Scales(one, one, one, 1 / full, full, one), return_lse=True, **others)
+    return tuple(found)
+
+
+def run_fp8_backward(**tensors):
+    one, many = torch.ones(1), torch.tensor([256.0])
+    scales = Fp8BackwardScales(one, one, one, one, one, 1 / many, 1 / many, many, one, one, one, many)
+    return tuple(cudnn_sdpa.sdpa_fp8_backward(**tensors, scales=scales))
+
+
+def fp8_gradients():
+    shape = (4, 2, 16, 128)
+    return {name: fp8(*shape) for name in ("grad_out", "q", "k", "v", "out")} | {"lse": 5 + torch.rand(shape[:3])}
+
+
+def affine(x, weight, reference=False):
+    return _scaled(x, weight) if not reference else x * weight
+
+
+@cudnn_sdpa.graph_op(
+    reference=lambda x, weight: x * weight, backward=lambda g, o, _: _scaled_gradient(g, o), shard={"x": 1}
+)
+def _scaled(g, x, weight):
+    return g.mul(a=x, b=weight)
+
+
+def _scaled_gradient(grads, operands):
+    (grad,), (x, weight) = grads, operands
+    return grad * weight, (grad * x).sum_to_size(weight.shape)
+
+
+sdpa, varlen = cudnn_sdpa.sdpa, cudnn_sdpa.sdpa_varlen
+LONGEST = {"max_seqlen_q": 7, "max_seqlen_kv": 7}
+BATCH, HEADS, QUERIES = Shard(0), Shard(1), Shard(2)
+
+
+class Case:
+    """A call, how its tensors are placed, and how its results and gradients must be."""
+
+    def __init__(self, function, make, placed, results, gradients=None, **options):
+        self.function, self.make, self.placed = function, make, placed
+        self.results, self.gradients, self.options = results, gradients or {}, options
+
+
+def case(function, make, placed, results, gradients=None, /, **options):
+    return Case(function, make, placed, results, gradients, **options)
+
+
+def all_of(placement, *names):
+    return dict.fromkeys(names, placement)
+
+
+QKV = ("q", "k", "v")
+CASES = {
+    "sdpa, batch": case(
+        sdpa,
+        lambda: qkv() | {"sinks": randn(4), "attn_mask": randn(4, 1, 8, 8), "seq_lens_kv": ints(3, 8, 1, 5)},
+        all_of(BATCH, *QKV, "attn_mask", "seq_lens_kv") | {"sinks": R},
+        [BATCH, BATCH],
+        all_of(BATCH, *QKV, "attn_mask") | {"sinks": Partial()},
+        return_lse=True,
+    ),
+    "sdpa, batch, causal, window": case(
+        sdpa, qkv, all_of(BATCH, *QKV), [BATCH], all_of(BATCH, *QKV), is_causal=True, window_size=(3, 0)
+    ),
+    "sdpa, batch, a mask for all": case(
+        sdpa,
+        lambda: qkv() | {"attn_mask": randn(8, 8)},
+        all_of(BATCH, *QKV) | {"attn_mask": R},
+        [BATCH],
+        all_of(BATCH, *QKV) | {"attn_mask": Partial()},
+    ),
+    "sdpa, heads": case(
+        sdpa,
+        lambda: qkv() | {"sinks": randn(4), "attn_mask": randn(1, 4, 8, 8), "seq_lens_kv": ints(3, 8, 1, 5)},
+        all_of(HEADS, *QKV, "attn_mask") | {"sinks": Shard(0), "seq_lens_kv": R},
+        [HEADS, HEADS],
+        all_of(HEADS, *QKV, "attn_mask") | {"sinks": Shard(0)},
+        return_lse=True,
+    ),
+    "sdpa, heads, one mask": case(
+        sdpa,
+        lambda: qkv() | {"attn_mask": randn(4, 1, 8, 8)},
+        all_of(HEADS, *QKV) | {"attn_mask": R},
+        [HEADS],
+        all_of(HEADS, *QKV) | {"attn_mask": Partial()},
+    ),
+    "sdpa, query heads": case(
+        sdpa,
+        lambda: qkv(heads_kv=1),
+        {"q": HEADS, "k": R, "v": R},
+        [HEADS],
+        {"q": HEADS, "k": Partial(), "v": Partial()},
+        is_causal=True,
+    ),
+    "sdpa, query heads, uneven": case(
+        sdpa,
+        lambda: qkv(heads=3, heads_kv=1),
+        {"q": HEADS, "k": R, "v": R},
+        [HEADS, HEADS],
+        {"q": HEADS, "k": Partial(), "v": Partial()},
+        return_lse=True,
+    ),
+    "sdpa, queries": case(
+        sdpa,
+        lambda: qkv() | {"attn_mask": randn(1, 1, 8, 8), "sinks": randn(4)},
+        {"q": QUERIES, "k": R, "v": R, "attn_mask": QUERIES, "sinks": R},
+        [QUERIES],
+        {"q": QUERIES, "k": Partial(), "v": Partial(), "attn_mask": QUERIES, "sinks": Partial()},
+    ),
+    "sdpa, queries, uneven, last": case(
+        sdpa, lambda: qkv(queries=1), {"q": QUERIES, "k": R, "v": R}, [QUERIES], {"q": QUERIES, "k": Partial()}
+    ),
+    "sdpa, uneven batch": case(sdpa, lambda: qkv(batch=3), all_of(BATCH, *QKV), [BATCH], all_of(BATCH, *QKV)),
+    "sdpa, a batch of one": case(
+        sdpa,
+        lambda: qkv(batch=1) | {"sinks": randn(4)},
+        all_of(BATCH, *QKV) | {"sinks": R},
+        [BATCH, BATCH],
+        all_of(BATCH, *QKV) | {"sinks": Partial()},
+        return_lse=True,
+    ),
+    "sdpa, replicated": case(
+        sdpa, lambda: qkv() | {"sinks": randn(4)}, all_of(R, *QKV, "sinks"), [R], all_of(R, *QKV, "sinks")
+    ),
+    "sdpa, alibi in the batch": case(
+        sdpa, qkv, all_of(BATCH, *QKV), [BATCH], all_of(BATCH, *QKV), alibi=True, is_causal=True
+    ),
+    "drop-in, heads": case(
+        cudnn_sdpa.scaled_dot_product_attention,
+        lambda: {"query": randn(2, 4, 8, 16), "key": randn(2, 4, 8, 16), "value": randn(2, 4, 8, 16)},
+        all_of(HEADS, "query", "key", "value"),
+        [HEADS],
+        all_of(HEADS, "query", "key", "value"),
+    ),
+    "drop-in, rank 3": case(
+        cudnn_sdpa.scaled_dot_product_attention,
+        lambda: {"query": randn(4, 8, 16), "key": randn(4, 8, 16), "value": randn(4, 8, 16)},
+        all_of(Shard(0), "query", "key", "value"),
+        [Shard(0)],
+        all_of(Shard(0), "query", "key", "value"),
+        is_causal=True,
+    ),
+    "varlen, heads": case(
+        varlen,
+        lambda: packed() | {"sinks": randn(4)},
+        all_of(HEADS, *QKV) | {"sinks": Shard(0), "cu_seqlens_q": R, "cu_seqlens_kv": R},
+        [HEADS, HEADS],
+        all_of(HEADS, *QKV) | {"sinks": Shard(0)},
+        return_lse=True,
+        is_causal=True,
+        **LONGEST,
+    ),
+    "varlen, plain offsets": case(
+        varlen, packed, all_of(HEADS, *QKV), [HEADS], all_of(HEADS, *QKV), window_size=(2, 1), **LONGEST
+    ),
+    "varlen, query heads": case(
+        varlen,
+        lambda: packed(heads_kv=1),
+        {"q": HEADS, "k": R, "v": R},
+        [HEADS],
+        {"q": HEADS, "k": Partial(), "v": Partial()},
+        **LONGEST,
+    ),
+    "paged, heads": case(cudnn_sdpa.sdpa_paged, paged, all_of(HEADS, "q", "k_pages", "v_pages"), [HEADS]),
+    "paged, heads, NHD": case(
+        cudnn_sdpa.sdpa_paged,
+        lambda: paged(layout="NHD"),
+        {"q": HEADS, "k_pages": Shard(2), "v_pages": Shard(2)},
+        [HEADS, HEADS],
+        page_layout="NHD",
+        return_lse=True,
+    ),
+    "paged, batch": case(
+        cudnn_sdpa.sdpa_paged, paged, all_of(BATCH, "q", "page_table", "seq_lens_kv"), [BATCH, BATCH], return_lse=True
+    ),
+    "paged, query heads": case(cudnn_sdpa.sdpa_paged, lambda: paged(heads_kv=1), {"q": HEADS}, [HEADS]),
+    "fp8, batch": case(
+        run_fp8,
+        lambda: {name: fp8(4, 2, 16, 128) for name in QKV},
+        all_of(BATCH, *QKV),
+        [BATCH, Partial("max"), Partial("max"), BATCH],
+    ),
+    "fp8, heads": case(
+        run_fp8,
+        lambda: {name: fp8(1, 2, 16, 128) for name in QKV},
+        all_of(HEADS, *QKV),
+        [HEADS, Partial("max"), Partial("max"), HEADS],
+        is_causal=True,
+    ),
+    "fp8 backward, batch": case(
+        run_fp8_backward,
+        fp8_gradients,
+        all_of(BATCH, "grad_out", "q", "k", "v", "out", "lse"),
+        [BATCH] * 3 + [Partial("max")] * 4,
+    ),
+    "fp8 backward, heads": case(
+        run_fp8_backward,
+        fp8_gradients,
+        all_of(HEADS, "grad_out", "q", "k", "v", "out", "lse"),
+        [HEADS] * 3 + [Partial("max")] * 4,
+    ),
+    "gelu_mul": case(
+        cudnn_sdpa.gelu_mul,
+        lambda: {"gate": randn(4, 6, 8), "up": randn(4, 6, 8)},
+        all_of(Shard(2), "gate", "up"),
+        [Shard(2)],
+    ),
+    "relu_squared": case(cudnn_sdpa.relu_squared, lambda: {"x": randn(4, 6, 8)}, {"x": Shard(1)}, [Shard(1)]),
+    "silu_mul, features": case(
+        cudnn_sdpa.silu_mul,
+        lambda: {"gate": randn(4, 6, 8), "up": randn(4, 6, 8)},
+        all_of(Shard(2), "gate", "up"),
+        [Shard(2)],
+        all_of(Shard(2), "gate", "up"),
+    ),
+    "silu_mul, both in one": case(
+        cudnn_sdpa.silu_mul, lambda: {"gate": randn(4, 6, 8)}, {"gate": Shard(1)}, [Shard(1)], {"gate": Shard(1)}
+    ),
+    "conv1d": case(
+        cudnn_sdpa.conv1d,
+        lambda: {"x": randn(4, 4, 9), "weight": randn(6, 4, 3), "bias": randn(6)},
+        {"x": BATCH, "weight": R, "bias": R},
+        [BATCH],
+        {"x": BATCH, "weight": Partial(), "bias": Partial()},
+    ),
+    "conv2d, activation": case(
+        cudnn_sdpa.conv2d,
+        lambda: {"x": randn(3, 4, 7, 6), "weight": randn(6, 4, 3, 3), "bias": randn(6)},
+        {"x": BATCH, "weight": R, "bias": R},
+        [BATCH],
+        {"x": BATCH, "weight": Partial(), "bias": Partial()},
+        activation="silu",
+        padding=1,
+    ),
+    "conv2d, patches": case(
+        cudnn_sdpa.conv2d,
+        lambda: {"x": randn(4, 3, 8, 8), "weight": randn(6, 3, 4, 4), "bias": randn(6)},
+        {"x": BATCH, "weight": R, "bias": R},
+        [BATCH],
+        {"x": BATCH, "weight": Partial(), "bias": Partial()},
+        stride=4,
+    ),
+    "conv3d": case(
+        cudnn_sdpa.conv3d,
+        lambda: {"x": randn(2, 4, 4, 5, 6), "weight": randn(6, 4, 3, 3, 3)},
+        {"x": BATCH, "weight": R},
+        [BATCH],
+        {"x": BATCH, "weight": Partial()},
+    ),
+    "a user's graph_op": case(
+        affine,
+        lambda: {"x": randn(4, 6, 8), "weight": randn(8)},
+        {"x": Shard(1), "weight": R},
+        [Shard(1)],
+        {"x": Shard(1), "weight": Partial()},
+    ),
+}
+for _dim in (0, 1):
+    CASES |= {
+        f"rms_norm, {_dim}": case(
+            cudnn_sdpa.rms_norm,
+            lambda: {"x": randn(5, 6, 32), "weight": torch.rand(32)},
+            {"x": Shard(_dim), "weight": R},
+            [Shard(_dim)],
+            {"x": Shard(_dim), "weight": Partial()},
+        ),
+        f"rms_norm, residual, {_dim}": case(
+            cudnn_sdpa.rms_norm,
+            lambda: {"x": randn(4, 6, 32), "weight": torch.rand(32), "residual": randn(4, 6, 32)},
+            {"x": Shard(_dim), "weight": R, "residual": Shard(_dim)},
+            [Shard(_dim)] * 2,
+            {"x": Shard(_dim), "weight": Partial(), "residual": Shard(_dim)},
+            activation="silu",
+            zero_centered=True,
+        ),
+        f"layer_norm, {_dim}": case(
+            cudnn_sdpa.layer_norm,
+            lambda: {"x": randn(4, 6, 32), "weight": torch.rand(32), "bias": randn(32)},
+            {"x": Shard(_dim), "weight": R, "bias": R},
+            [Shard(_dim)],
+            {"x": Shard(_dim), "weight": Partial(), "bias": Partial()},
+        ),
+        f"layer_norm, no bias, {_dim}": case(
+            cudnn_sdpa.layer_norm, lambda: {"x": randn(4, 6, 32)}, {"x": Shard(_dim)}, [Shard(_dim)], {"x": Shard(_dim)}
+        ),
+    }
+
+
+def mesh_of(*shape):
+    return init_device_mesh("cpu", shape or (dist.get_world_size(),))
+
+
+def placed(tensors, placements, mesh):
+    """The tensors as DTensors of a mesh; those without placements as they are."""
+    return {
+        name: distributed(x, mesh, placements[name]).requires_grad_(x.requires_grad) if name in placements else x
+        for name, x in tensors.items()
+    }
+
+
+def distributed(x, mesh, placements):
+    if x.dtype != FP8:
+        return distribute_tensor(x.detach(), mesh, placements)
+    return viewed(distribute_tensor(x.view(torch.uint8), mesh, placements), FP8)
+
+
+def viewed(x, dtype):
+    """A DTensor of FP8 as one of bytes, which gloo can send, or the opposite."""
+    local = x.to_local().view(dtype)
+    return DTensor.from_local(local, x.device_mesh, x.placements, shape=x.shape, stride=x.stride())
+
+
+def assert_equal(found, wanted, name):
+    """In whole numbers of FP8, or within the rounding of float32."""
+    assert found.shape == wanted.shape, name
+    if wanted.dtype == FP8:
+        assert torch.equal(viewed(found, torch.uint8).full_tensor(), wanted.view(torch.uint8)), name
+    else:
+        found = found.full_tensor()
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, msg=lambda text: f"{name}: {text}")
+
+
+def as_tuple(found):
+    return found if isinstance(found, tuple) else (found,)
+
+
+@contextlib.contextmanager
+def silence():
+    """Asserts that nothing is communicated."""
+    with CommDebugMode() as communication:
+        yield
+    assert communication.get_total_counts() == 0, communication.get_comm_counts()
+
+
+def agrees(of, mesh, placements, results, gradients, compiled=False):
+    """Whether a call on DTensors gives what the plain one does, placed as promised, and communicates nothing."""
+    tensors = of.make()
+    for name in gradients:
+        tensors[name].requires_grad_()
+    wanted = as_tuple(of.function(**tensors, **of.options))
+    given = placed(tensors, placements, mesh)
+    torch._dynamo.reset()  # DTensors of changing sizes, PyTorch compiles only where the batch is divided
+    function = torch.compile(of.function, backend="aot_eager", fullgraph=True) if compiled else of.function
+    with silence() if not compiled else contextlib.nullcontext():  # under a dispatch mode, nothing is compiled
+        found = as_tuple(function(**given, **of.options))
+    assert len(found) == len(wanted)
+    for number, (x, exact) in enumerate(zip(found, wanted, strict=True)):
+        assert isinstance(x, DTensor)
+        assert list(x.placements) == results[number], (number, x.placements)
+        assert x.shape == exact.shape
+        assert x.requires_grad == exact.requires_grad or (compiled and number)  # the LSE is detached there
+    for number, (x, exact) in enumerate(zip(found, wanted, strict=True)):
+        assert_equal(x.detach(), exact, f"result {number}")
+    if not gradients:
+        return
+    outs, wanted = (x[:1] if of.options.get("return_lse") else x for x in (found, wanted))
+    grads = [torch.randn(x.shape) for x in wanted]
+    exact = torch.autograd.grad(wanted, [tensors[name] for name in gradients], grads)
+    grads = [distribute_tensor(grad, mesh, x.placements) for grad, x in zip(grads, outs, strict=True)]
+    with silence():
+        found = torch.autograd.grad(outs, [given[name] for name in gradients], grads)
+    for name, x, wanted in zip(gradients, found, exact, strict=True):
+        assert list(x.placements) == gradients[name], (name, x.placements)
+        assert_equal(x, wanted, f"the gradient of {name}")
+
+
+def check_case(name, compiled=False):
+    of, mesh = CASES[name], mesh_of()
+    placements = {operand: [where] for operand, where in of.placed.items()}
+    gradients = {operand: [where] for operand, where in of.gradients.items()}
+    agrees(of, mesh, placements, [[where] for where in of.results], gradients, compiled)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_calls_on_dtensors_are_those_on_all(ranks, name):
+    """Forward and gradients, placed as they should be, without communication."""
+    ranks(check_case, name)
+
+
+COMPILED = (
+    "sdpa, batch",
+    "sdpa, heads",
+    "sdpa, query heads",
+    "sdpa, queries",
+    "sdpa, replicated",
+    "drop-in, heads",
+    "varlen, heads",
+    "paged, heads",
+    "paged, batch",
+    "fp8, heads",
+    "rms_norm, 1",
+    "rms_norm, residual, 1",
+    "layer_norm, no bias, 1",
+    "silu_mul, features",
+    "silu_mul, both in one",
+    "conv2d, activation",
+    "a user's graph_op",
+)
+
+
+@pytest.mark.sample(4)
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_calls_are_the_same(ranks, name):
+    ranks(check_case, name, True)
+
+
+# Two mesh dimensions.
+
+
+def check_two_dimensions(*shape):
+    """The batch over one, heads or queries over the other; and one dimension over both."""
+    mesh = mesh_of(*shape)
+    of = CASES["sdpa, batch"]
+    batch, heads = [Shard(0), R], [Shard(0), Shard(1)]
+    placements = all_of(heads, *QKV) | {"attn_mask": batch, "seq_lens_kv": batch, "sinks": [R, Shard(0)]}
+    gradients = all_of(heads, *QKV) | {"attn_mask": [Shard(0), Partial()], "sinks": [Partial(), Shard(0)]}
+    agrees(of, mesh, placements, [heads] * 2, gradients)
+    queries, keys = [Shard(0), Shard(2)], [Shard(0), R]
+    placements = {"q": queries, "k": keys, "v": keys}
+    gradients = {"q": queries, "k": [Shard(0), Partial()], "v": [Shard(0), Partial()]}
+    plain = case(sdpa, qkv, {}, [])
+    agrees(plain, mesh, placements, [queries], gradients)
+    for both in ([Shard(1), R], [R, Shard(0)], [R, R]):
+        agrees(plain, mesh, all_of(both, *QKV), [both], all_of(both, *QKV))
+    twice = [Shard(0), Shard(0)]
+    for batch in (4, 3):
+        plain = case(sdpa, lambda batch=batch: qkv(batch=batch), {}, [])
+        agrees(plain, mesh, all_of(twice, *QKV), [twice], all_of(twice, *QKV))
+    norm = CASES["rms_norm, 1"]
+    both = [Shard(0), Shard(1)]
+    whole = {"x": both, "weight": [R, R]}
+    agrees(norm, mesh, whole, [both], {"x": both, "weight": [Partial(), Partial()]})
+
+
+def test_two_mesh_dimensions(ranks):
+    ranks(check_two_dimensions, 1, 2)
+    ranks(check_two_dimensions, 2, 1)
+
+
+@pytest.mark.slow
+def test_two_mesh_dimensions_of_two_ranks(four_ranks):
+    four_ranks(check_two_dimensions, 2, 2)
+
+
+def check_groups_over_two_dimensions():
+    """Two key heads suffice for two ranks, and not for two times two."""
+    mesh = mesh_of(2, 2)
+    given = placed(qkv(), all_of([Shard(1), Shard(1)], *QKV), mesh)
+    with pytest.raises(UnsupportedError, match="k has 2 heads, which 4 ranks cannot share"):
+        sdpa(**given)
+
+
+def check_outside_of_the_mesh():
+    mesh = DeviceMesh("cpu", [0, 1])
+    given = placed(qkv(), all_of([Shard(0)], *QKV), mesh)
+    if dist.get_rank() < 2:
+        assert sdpa(**given).to_local().shape[0] == 2
+        return
+    with pytest.raises(UnsupportedError, match="this rank is not in the mesh"):
+        sdpa(**given)
+
+
+@pytest.mark.slow
+def test_four_ranks(four_ranks):
+    four_ranks(check_groups_over_two_dimensions)
+    four_ranks(check_outside_of_the_mesh)
+
+
+# What is refused, and what would work.
+
+REFUSED = {
+    "features": (
+        "sdpa, replicated",
+        all_of(Shard(3), *QKV),
+        {},
+        r"q is Shard\(3\) .*expected q Shard\(0\) \(the batch\)",
+    ),
+    "a sum": ("sdpa, replicated", {"q": Partial(), "k": R, "v": R}, {}, r"q is Partial\(sum\) over mesh dimension 0"),
+    "two ways": (
+        "sdpa, replicated",
+        {"q": Shard(0), "k": Shard(1), "v": Shard(1)},
+        {},
+        r"q is Shard\(0\) and k is Shard\(1\)",
+    ),
+    "keys": ("sdpa, replicated", {"q": R, "k": Shard(2), "v": Shard(2)}, {}, "each query needs all keys"),
+    "sequences": ("sdpa, replicated", all_of(Shard(2), *QKV), {"is_causal": True}, "each query needs all keys"),
+    "causal queries": (
+        "sdpa, replicated",
+        {"q": Shard(2), "k": R, "v": R},
+        {"is_causal": True},
+        "is_causal counts queries",
+    ),
+    "queries in a window": (
+        "sdpa, replicated",
+        {"q": Shard(2), "k": R, "v": R},
+        {"window_size": (2, 2)},
+        "window_size counts queries",
+    ),
+    "alibi": ("sdpa, replicated", all_of(Shard(1), *QKV), {"alibi": True, "is_causal": True}, "slopes depend on"),
+    "query heads": (
+        "sdpa, query heads, of three",
+        all_of(Shard(1), *QKV),
+        {},
+        "k has 3 heads, which 2 ranks cannot share",
+    ),
+    "packed tokens": ("varlen, plain offsets", all_of(Shard(0), *QKV), {}, "the sequences lie across ranks"),
+    "pages": ("paged, heads", {"k_pages": Shard(0), "v_pages": Shard(0)}, {}, r"k_pages is Shard\(0\)"),
+    "plain pages": ("paged, heads", {"q": Shard(1)}, {}, "k_pages is a plain tensor, which is taken as replicated"),
+    "plain lengths": ("sdpa, batch", all_of(Shard(0), *QKV), {}, "seq_lens_kv is a plain tensor"),
+    "gradients in FP8": (
+        "fp8 backward, batch",
+        all_of(Shard(2), "q", "grad_out", "out", "lse"),
+        {},
+        "grad_out is Shard",
+    ),
+    "norm": ("rms_norm, 1", {"x": Shard(2), "weight": R}, {}, r"x is Shard\(2\)"),
+    "norm of a sum": ("rms_norm, 1", {"x": Partial(), "weight": R}, {}, r"x is Partial\(sum\)"),
+    "weight": ("rms_norm, 1", {"x": Shard(1), "weight": Shard(0)}, {}, r"x is Shard\(1\) and weight is Shard\(0\)"),
+    "halves": ("silu_mul, both in one", {"gate": Shard(2)}, {}, r"gate is Shard\(2\)"),
+    "one of two": (
+        "silu_mul, features",
+        {"gate": Shard(2), "up": Shard(1)},
+        {},
+        r"gate is Shard\(2\) and up is Shard\(1\)",
+    ),
+    "channels": ("conv1d", {"x": Shard(1), "weight": R, "bias": R}, {}, r"x is Shard\(1\)"),
+    "filters": ("conv2d, patches", {"x": R, "weight": Shard(0), "bias": Shard(0)}, {}, r"weight is Shard\(0\)"),
+}
+#: What serves these calls besides a redistribution.
+INSTEAD = {
+    "keys": "cudnn_sdpa.distributed.context_parallel",
+    "sequences": "cudnn_sdpa.distributed.context_parallel",
+    "packed tokens": "cudnn_sdpa.distributed.context_parallel_varlen",
+}
+OTHERS = {"sdpa, query heads, of three": case(sdpa, lambda: qkv(heads=6, heads_kv=3), {}, [])}
+
+
+def placements_of(code):
+    """The placements that a suggestion names."""
+    found = []
+    for name, dim in re.findall(r"(Shard|Replicate)\((\d*)\)", code):
+        found.append(Shard(int(dim)) if name == "Shard" else Replicate())
+    return found
+
+
+def check_refusal(which):
+    """A call is refused on all ranks alike, and what the error suggests gives the right result."""
+    name, placements, options, message = REFUSED[which]
+    of, mesh = (CASES | OTHERS)[name], mesh_of()
+    options = {**of.options, **options}
+    tensors = of.make()
+    if which == "plain pages":
+        tensors["sinks"] = torch.randn(4)
+    wanted = as_tuple(of.function(**tensors, **options))
+    sums = {operand for operand, where in placements.items() if where == Partial()}
+    given = placed(tensors, {operand: [where] for operand, where in placements.items() if operand not in sums}, mesh)
+    for operand in sums:
+        given[operand] = DTensor.from_local(tensors[operand] / mesh.size(), mesh, [Partial()])
+    with pytest.raises(UnsupportedError, match=rf"on DTensors(.|\n)*{message}") as refused:
+        of.function(**given, **options)
+    assert INSTEAD.get(which, "") in refused.value.suggestion
+    steps = re.findall(r"(\w+)\.redistribute\(placements=(\[.*?\])\)", refused.value.suggestion)
+    plain = re.findall(r"distribute_tensor\((\w+), (\w+)\.device_mesh, (\[.*?\])\)", refused.value.suggestion)
+    assert steps or plain, refused.value
+    for operand, to in steps:
+        if of.function is run_fp8_backward:  # gloo sends no FP8
+            given[operand] = distributed(tensors[operand], mesh, placements_of(to))
+        else:
+            given[operand] = given[operand].redistribute(placements=placements_of(to))
+    for operand, leading, to in plain:
+        given[operand] = distribute_tensor(given[operand], given[leading].device_mesh, placements_of(to))
+    for number, (x, exact) in enumerate(zip(as_tuple(of.function(**given, **options)), wanted, strict=True)):
+        assert_equal(x.detach(), exact, f"result {number}")
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("which", REFUSED)
+def test_other_placements_are_refused_with_what_works(ranks, which):
+    first, second = ranks(check_refusal, which)
+    assert first == second
+
+
+def check_other_refusals():
+    mesh, of = mesh_of(), CASES["sdpa, replicated"]
+    given = placed(qkv(), all_of([Shard(0)], *QKV), mesh)
+    with pytest.raises(UnsupportedError, match="out on DTensors"), torch.no_grad():
+        sdpa(**given, out=torch.empty(4, 4, 8, 16))
+    with pytest.raises(UnsupportedError, match="out on DTensors"), torch.no_grad():
+        sdpa(**qkv(), out=sdpa(**given))
+    with pytest.raises(UnsupportedError, match=r"sdpa_backward on DTensors(.|\n)*local_map"):
+        cudnn_sdpa.sdpa_backward(given["q"], given["q"], given["q"], **given)
+    other = init_device_mesh("cpu", (1, 2))
+    with pytest.raises(cudnn_sdpa.OptionError, match="k: got a DTensor of"):
+        sdpa(**given | placed({"k": qkv()["k"]}, {"k": [R, Shard(0)]}, other))
+    with pytest.raises(cudnn_sdpa.DeviceError, match="sinks: got meta; expected cpu"):
+        sdpa(**given, sinks=torch.empty(4, device="meta"))
+    with pytest.raises(cudnn_sdpa.ShapeError, match="k: got"):  # on both ranks, though one could run its part
+        sdpa(**placed({**qkv(batch=3), "k": randn(4, 2, 8, 16)}, all_of([Shard(0)], *QKV), mesh))
+    assert of.results == [R]
+
+    @cudnn_sdpa.graph_op(reference=lambda x: x.relu())
+    def undeclared(g, x):
+        return g.relu(input=x)
+
+    @cudnn_sdpa.graph_op(reference=lambda x: x.sum(0, keepdim=True), shard={"x": 0})
+    def wrong(g, x):
+        return g.reduction(input=x)
+
+    x = placed({"x": randn(4, 6)}, {"x": [Shard(0)]}, mesh)["x"]
+    with pytest.raises(UnsupportedError, match=r"undeclared on DTensors(.|\n)*shard=(.|\n)*local_map"):
+        undeclared(x)
+    with pytest.raises(UnsupportedError, match=r"wrong on DTensors(.|\n)*should have size 2 in dimension 0"):
+        wrong(x)
+
+
+def test_other_refusals(ranks):
+    """`out`, several meshes and devices, sizes, and functions that do not say how they may be divided."""
+    ranks(check_other_refusals)
+
+
+@pytest.mark.parametrize("shard", [{"y": 1}, {"x": -1}, {"x": True}, {}])
+def test_declarations_are_checked(shard):
+    with pytest.raises(cudnn_sdpa.OptionError, match="shard"):
+        cudnn_sdpa.graph_op(reference=lambda x: x.relu(), shard=shard)(lambda g, x: g.relu(input=x))
+
+
+# Plain tensors, dropout, autocast, other wrappers.
+
+
+def check_plain_weights():
+    """The gradient of a plain weight is that of all ranks."""
+    mesh, x, weight = mesh_of(), randn(4, 6, 32), torch.rand(32)
+    plain = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    wanted = cudnn_sdpa.rms_norm(*plain)
+    grad = torch.randn(wanted.shape)
+    exact = torch.autograd.grad(wanted, plain, grad)
+    for where in (Shard(0), Shard(1), R):
+        given = [distribute_tensor(x, mesh, [where]).requires_grad_(), weight.clone().requires_grad_()]
+        found = torch.autograd.grad(cudnn_sdpa.rms_norm(*given), given, distribute_tensor(grad, mesh, [where]))
+        assert_equal(found[0], exact[0], "x")
+        torch.testing.assert_close(found[1], exact[1])
+
+
+def test_plain_weights_are_replicated(ranks):
+    ranks(check_plain_weights)
+
+
+def check_dropout(compiled=False):
+    """Every rank draws its own; the backward pass sees what the forward pass dropped."""
+    mesh = mesh_of()
+    ones = torch.ones(2, 2, 64, 64)
+    calls = {"batch": [Shard(0)], "heads": [Shard(1)]}
+    function = torch.compile(sdpa, backend="aot_eager", fullgraph=True) if compiled else sdpa
+    for placements in calls.values():
+        torch._dynamo.reset()
+        q, k = (distribute_tensor(torch.zeros_like(ones), mesh, placements) for _ in range(2))
+        v = distribute_tensor(torch.eye(64).expand_as(ones).contiguous(), mesh, placements).requires_grad_()
+        torch.manual_seed(3)  # the same in both ranks
+        out = function(q, k, v, dropout_p=0.5)
+        whole = out.detach().full_tensor()
+        (grad,) = torch.autograd.grad(out, v, torch.ones_like(out))
+        dropped = (whole == 0).double()
+        assert 0.4 < dropped.mean() < 0.6
+        apart = dropped[0] != dropped[1] if placements == [Shard(0)] else dropped[:, 0] != dropped[:, 1]
+        assert apart.double().mean() > 0.3
+        torch.testing.assert_close(grad.full_tensor()[..., 0], whole.sum(2))
+    replicated = distribute_tensor(ones, mesh, [R])
+    with pytest.raises(UnsupportedError, match="would draw different random numbers"):
+        sdpa(replicated, replicated, replicated, dropout_p=0.5)
+    sharded = distribute_tensor(ones, mesh, [Shard(0)])
+    with cudnn_sdpa.fallback("torch"), pytest.raises(UnsupportedError, match="fallback"):
+        sdpa(sharded, sharded, sharded, dropout_p=0.5)
+
+
+def test_dropout_differs_between_ranks(ranks):
+    ranks(check_dropout)
+
+
+def test_compiled_dropout_differs_between_ranks(ranks):
+    ranks(check_dropout, True)
+
+
+def check_others():
+    """Autocast, tensors whose communication is still running, and what `explain` says."""
+    mesh = mesh_of()
+    q, k, v = (x.requires_grad_() for x in placed(qkv(), all_of([Shard(0)], *QKV), mesh).values())
+    with torch.autocast("cpu", torch.bfloat16):
+        out = sdpa(q, k, v)
+    assert out.dtype is torch.bfloat16
+    out.sum().backward()
+    assert q.grad.placements == (Shard(0),)
+    x = randn(4, 6, 32)
+    pending = distribute_tensor(x, mesh, [Shard(0)]).requires_grad_()
+    gathered = pending.redistribute(placements=[R], async_op=True)
+    found = cudnn_sdpa.rms_norm(gathered)
+    assert_equal(found.detach(), cudnn_sdpa.rms_norm(x), "gathered")
+    found.sum().backward()
+    plain = x.clone().requires_grad_()
+    cudnn_sdpa.rms_norm(plain).sum().backward()
+    assert_equal(pending.grad, plain.grad, "its gradient")
+    half = {name: x.bfloat16() for name, x in qkv(batch=2).items()}
+    for function, names in ((sdpa, QKV), (cudnn_sdpa.scaled_dot_product_attention, ("query", "key", "value"))):
+        tensors = dict(zip(names, placed(half, all_of([Shard(0)], *QKV), mesh).values(), strict=True))
+        local = {name: tensor.to_local() for name, tensor in tensors.items()}
+        more = {"enable_gqa": True} if names != QKV else {}
+        keys = [keys_of(function, given, more) for given in (tensors, local)]
+        assert keys[0] == keys[1]
+    norm = placed({"x": x.bfloat16(), "weight": torch.rand(32).bfloat16()}, {"x": [Shard(1)], "weight": [R]}, mesh)
+    keys = [keys_of(cudnn_sdpa.rms_norm, given) for given in (norm, {n: t.to_local() for n, t in norm.items()})]
+    assert keys[0] == keys[1]
+    with pytest.raises(UnsupportedError, match="on DTensors"):
+        cudnn_sdpa.explain(sdpa, *[distribute_tensor(x, mesh, [Shard(3)]) for x in half.values()])
+
+
+def keys_of(function, tensors, more=WHOLE):
+    """The key of a call's plan for an H200, without planning it."""
+    from cudnn_sdpa.engine import explain
+    from cudnn_sdpa.graph.target import Target, load_properties
+
+    found = []
+
+    def keep(name, description, _target):
+        found.append(str(description.key(Target.from_properties(load_properties("h200")), None)))
+        return explain.Explanation(name, "h200", offline=True, supported=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(explain, "_explain", keep)
+        cudnn_sdpa.explain(function, **tensors, **more)
+    return found
+
+
+def test_other_circumstances(ranks):
+    ranks(check_others)
+
+
+def check_fp8_attention():
+    """Each rank has the scales of its part: as near to the exact result as on one process."""
+    mesh = mesh_of()
+    tensors = {name: randn(4, 2, 32, 128).bfloat16() for name in QKV}
+    for where in (Shard(0), Shard(1)):
+        given = placed(tensors, all_of([where], *QKV), mesh)
+        for x in given.values():
+            x.requires_grad_()
+        out = cudnn_sdpa.fp8_attention(**given, is_causal=True)
+        assert out.placements == (where,)
+        (out * out.detach()).sum().backward()
+        exact = {name: x.float().requires_grad_() for name, x in tensors.items()}
+        wanted = sdpa(**exact, is_causal=True)
+        (wanted * wanted.detach()).sum().backward()
+        pairs = [(out.detach(), wanted.detach())] + [(given[name].grad, exact[name].grad) for name in QKV]
+        for found, x in pairs:
+            assert (found.full_tensor().float() - x).norm() < 0.12 * x.norm()
+
+
+def test_attention_computed_in_fp8(ranks):
+    ranks(check_fp8_attention)
+
+
+def test_only_tensors_of_subclasses_are_looked_at(monkeypatch):
+    """Which imports `torch.distributed.tensor`; others cost two comparisons of types, and that in new calls alone."""
+    seen = []
+    monkeypatch.setattr(sharding, "_is_dtensor", lambda x: seen.append(type(x)))
+    x = torch.randn(1, 2, 8, 16)
+    sdpa(x, x, x)
+    cudnn_sdpa.rms_norm(x, torch.nn.Parameter(torch.ones(16)))
+    cudnn_sdpa.conv2d(torch.ones(1, 2, 4, 4), torch.ones(3, 2, 2, 2), stride=2)
+    assert not seen
+    kind = type("Subclass", (torch.Tensor,), {})
+    cudnn_sdpa.rms_norm(x.as_subclass(kind))
+    assert kind in seen
