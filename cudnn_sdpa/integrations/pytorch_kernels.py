@@ -1,0 +1,156 @@
+"""Our functions as kernels of PyTorch's operators, whose arguments differ between versions of PyTorch."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.engine import fallback
+from cudnn_sdpa.engine.dispatch_state import is_autocasting
+from cudnn_sdpa.engine.native.calls import NativeCalls
+from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.errors import DeviceError, DtypeError, LibraryError, ShapeError, UnsupportedError
+
+#: Maximum number of kinds of calls remembered as made while a fallback was in force.
+MAX_ALLOWED = 8192
+
+#: Kinds of forward calls made while a fallback was in force. Their gradients may fall back: those of a GPU are computed
+#: by threads of autograd's, which do not have the setting.
+_allowed: set[Hashable] = set()
+
+
+def kernel_before(operator: Any, key: str) -> Any:
+    """What runs an operator for a dispatch key now; None if nothing does, or if this PyTorch cannot tell."""
+    get_kernel = getattr(torch.library, "get_kernel", None)
+    if get_kernel is None:
+        return None
+    try:
+        return get_kernel(operator, key)
+    except RuntimeError:
+        return None
+
+
+class Kernel:
+    """One of our functions as a kernel: arguments by name, defaults for those that this PyTorch does not have.
+
+    Where the function raises `UnsupportedError` and a fallback is in force, what was there before runs instead.
+    """
+
+    def __init__(self, function: Callable[..., Any], results: int, schema: Any, before: Any) -> None:
+        """Makes the kernel of an operator.
+
+        Args:
+            function: Our function; parameters without a default are those that every PyTorch has.
+            results: How many results it has.
+            schema: The operator's schema.
+            before: The kernel that it replaces, None if there is none.
+
+        Raises:
+            LibraryError: The operator has other arguments or results than the function knows.
+        """
+        self._name, self._function, self._before = schema.name, function, before
+        parameters = inspect.signature(function).parameters
+        arguments = list(schema.arguments)
+        self._names = [x.name for x in arguments if not x.kwarg_only]
+        self._unknown = {x.name: x.default_value for x in arguments if x.name not in parameters}
+        missing = [n for n, x in parameters.items() if x.default is x.empty and n not in [y.name for y in arguments]]
+        required = [x.name for x in arguments if x.name in self._unknown and not x.has_default_value()]
+        if missing or required or len(schema.returns) != results:
+            raise LibraryError(
+                f"{self._name} of PyTorch {torch.__version__} is not what this version of cudnn_sdpa knows: {schema}"
+            )
+        self._is_in_order = not self._unknown and self._names == list(parameters)[: len(self._names)]
+        self._places = [self._names.index(name) for name in ("query", "key", "value")]
+        self._is_gradient = "grad_out" in self._names
+
+    def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+        """The operator's results; `keys` are the dispatcher's."""
+        in_force = fallback.is_in_force()
+        if not (in_force or (self._is_gradient and _allowed)):
+            return self._run(args, kwargs)
+        kind = tuple((args[place].device, args[place].dtype, args[place].shape) for place in self._places)
+        if in_force and not self._is_gradient:
+            if len(_allowed) >= MAX_ALLOWED:
+                _allowed.clear()
+            _allowed.add(kind)
+        if self._before is None or not (in_force or kind in _allowed):
+            return self._run(args, kwargs)
+        if self._named(args, kwargs).get("dropout_p"):
+            return self._run_without_fallback(args, kwargs)
+        return fallback.or_else(
+            lambda: self._run(args, kwargs),
+            lambda: self._before.call_boxed(keys, *args, **kwargs),
+            lambda: (self._name, args[self._places[0]].dtype),
+            wanted=True,
+        )
+
+    def _named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments by name; the dispatcher leaves the last ones out where they are the defaults."""
+        return dict(zip(self._names, args, strict=False)) | kwargs
+
+    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        if self._is_in_order:
+            return self._function(*args, **kwargs)
+        named = self._named(args, kwargs)
+        for name, default in self._unknown.items():
+            value = named.pop(name, default)
+            if isinstance(value, Tensor) or value != default:
+                raise UnsupportedError(
+                    f"{self._name} with {name}",
+                    [f"this version of cudnn_sdpa does not know the argument, which is {value!r} and not {default!r}"],
+                    f"a call without {name}",
+                )
+        return self._function(**named)
+
+    def _run_without_fallback(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        try:
+            return self._run(args, kwargs)
+        except UnsupportedError as error:
+            why = "it does not fall back with dropout, as another kernel draws other random numbers for its gradients"
+            raise UnsupportedError(error.what, [*error.reasons, why], error.suggestion) from None
+
+
+def launch(operation: Operation[Any], call: Any, calls: NativeCalls, given: tuple[Any, ...]) -> Any:
+    """The results of a call that PyTorch's dispatcher has brought, past autograd and autocast: neither acts again.
+
+    Args:
+        operation: What is called.
+        call: The call.
+        calls: The calls that are launched natively.
+        given: What decides the call: all its tensors and options.
+    """
+    with undisturbed(call[0]):
+        return operation(call, Asked(calls, given))
+
+
+@contextlib.contextmanager
+def undisturbed(query: Tensor) -> Iterator[None]:
+    """Without gradients, and without autocast and a fallback if they are in force."""
+    with torch.no_grad():
+        if not (is_autocasting() or fallback.is_in_force()):
+            yield
+            return
+        with torch.autocast(query.device.type, enabled=False), fallback.fallback(None):
+            yield
+
+
+def check_results(q: Tensor, v: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor, rows: tuple[int, ...]) -> None:
+    """Checks what a backward call has of its forward call, which no kernel checks. `rows` is the shape of the LSE.
+
+    Raises:
+        ArgumentError: A tensor has another shape, dtype or device.
+    """
+    shape = (*q.shape[:-1], v.shape[-1])
+    expected = {"grad_out": (grad_out, shape, q.dtype), "out": (out, shape, q.dtype)}
+    for name, (tensor, size, dtype) in {**expected, "logsumexp": (lse, rows, torch.float32)}.items():
+        if tuple(tensor.shape) != size:
+            raise ShapeError(name, f"shape {tuple(tensor.shape)}", f"shape {size}, as the forward pass gave it")
+        if tensor.dtype != dtype:
+            raise DtypeError(name, str(tensor.dtype), f"{dtype}, as the forward pass gave it")
+        if tensor.device != q.device:
+            raise DeviceError(name, str(tensor.device), f"{q.device}, the device of query")

@@ -1,0 +1,183 @@
+"""`varlen_attn` on pages, and on a part of each sequence's keys.
+
+Where sequences begin is known to the GPU alone, and is not read back: rows are gathered by positions that are computed
+there, and no size depends on a length.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import value_checks
+from cudnn_sdpa.attention.arguments import check_lengths
+from cudnn_sdpa.attention.paged.arguments import NHD, PagedArguments
+from cudnn_sdpa.attention.paged.plans import MAX_DECODED, MAX_GATHERED_BYTES
+from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, sdpa_paged
+from cudnn_sdpa.attention.varlen import plans as varlen_plans
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, check_cumulative
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
+from cudnn_sdpa.engine.native.calls import NativeCalls
+from cudnn_sdpa.errors import OptionError, ShapeError
+from cudnn_sdpa.integrations.pytorch_kernels import launch, undisturbed
+
+_calls = NativeCalls()
+
+
+def attention(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The output (T, Hq, Dv) and the LSE (T, Hq) of packed queries on keys in pages.
+
+    With up to 8 queries in a sequence, each sequence gets rows of its own for `sdpa_paged`, which reads the pages in
+    place. With more, keys and values are gathered into packed sequences, up to 1 GiB at a time, at least one sequence.
+
+    Args:
+        call: The call, with pages (pages, page size, Hkv, D) in place of keys and values.
+        block_table: The pages of each sequence, (B, max_pages) int32.
+        seqused_k: The number of keys of each sequence, (B,) int32.
+    """
+    if seqused_k is None:
+        raise OptionError("seqused_k", "None", "the number of keys of each sequence, as there is a block_table")
+    _check(call, block_table, seqused_k)
+    (shape, stride, dtype), (rows, _, _) = varlen_plans.results(call._replace(v=call.v[:, 0], out=None))
+    out = call.out
+    if out is None:
+        out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)
+    if call.q.numel() == 0 or block_table.numel() == 0:
+        return out.zero_(), torch.full(rows, -torch.inf, dtype=torch.float32, device=call.q.device)
+    with undisturbed(call.q):
+        run = _decode if call.max_seqlen_q <= MAX_DECODED else _prefill
+        found, lse = run(call, block_table, seqused_k)
+        return found if call.out is None and found.stride() == stride else out.copy_(found), lse
+
+
+def _check(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> None:
+    query = call.q
+    if query.dim() != 3:
+        raise ShapeError("query", f"shape {tuple(query.shape)}", "rank 3: (tokens, heads, head dim)")
+    check_cumulative("cu_seqlens_q", call.cu_seqlens_q, query)
+    batch = call.cu_seqlens_q.shape[0] - 1
+    paged = PagedArguments(
+        q=query.new_empty((batch, query.shape[1], 1, query.shape[2])),
+        k_pages=call.k,
+        v_pages=call.v,
+        page_table=block_table,
+        page_table_v=None,
+        seq_lens_kv=seqused_k,
+        page_layout=NHD,
+        window_left=call.window_left,
+        window_right=call.window_right,
+        scale=call.scale,
+    )
+    PAGED.check_types(paged)
+    PAGED.check(paged)
+    PAGED.check_values(paged)
+    value_checks.check_offsets("cu_seqlens_q", call.cu_seqlens_q, query.shape[0], call.max_seqlen_q)
+
+
+def _decode(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Each sequence's queries in rows of their own, (B, max_q), of which the last may be unused."""
+    tokens, batch, width = call.q.shape[0], call.cu_seqlens_q.shape[0] - 1, call.max_seqlen_q
+    device, begins = call.q.device, call.cu_seqlens_q[:-1]
+    places = (begins.unsqueeze(1) + torch.arange(width, dtype=torch.int32, device=device)).clamp_(0, tokens - 1)
+    out, lse = sdpa_paged(
+        call.q[places].transpose(1, 2),
+        call.k,
+        call.v,
+        block_table,
+        seqused_k,
+        seq_lens_q=call.cu_seqlens_q.diff().clamp_(0, width),
+        page_layout=NHD,
+        is_causal=call.is_causal,
+        window_size=(call.window_left, call.window_right),
+        scale=call.scale,
+        return_lse=True,
+    )
+    sequence, place = _positions(call.cu_seqlens_q, tokens)
+    row = torch.add(place, sequence, alpha=width).clamp_(0, batch * width - 1)
+    is_of_none = torch.arange(tokens, device=device) >= call.cu_seqlens_q[-1]
+    found = out.transpose(1, 2).flatten(0, 1)[row]
+    found_lse = lse.transpose(1, 2).flatten(0, 1)[row]
+    return found.masked_fill_(is_of_none[:, None, None], 0.0), found_lse.masked_fill_(is_of_none[:, None], -torch.inf)
+
+
+def _prefill(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention on gathered keys and values, of as many sequences at a time as fit in the memory for them."""
+    batch, (_, page_size, heads, dim) = block_table.shape[0], call.k.shape
+    longest = min(call.max_seqlen_kv, block_table.shape[1] * page_size)
+    a_sequence = longest * heads * (dim + call.v.shape[3]) * call.k.element_size()
+    at_once = max(1, MAX_GATHERED_BYTES // max(1, a_sequence))
+    if at_once >= batch:
+        return _on_gathered(call, block_table, seqused_k, longest)
+    parts = (slice(first, min(first + at_once, batch)) for first in range(0, batch, at_once))
+    out, lse = _on_gathered_part(call, block_table, seqused_k, longest, next(parts))
+    for part in parts:
+        more, lse_of_more = _on_gathered_part(call, block_table, seqused_k, longest, part)
+        out += more  # rows of other sequences are zeros
+        torch.maximum(lse, lse_of_more, out=lse)
+    return out, lse
+
+
+def _on_gathered_part(
+    call: VarlenArguments, block_table: Tensor, seqused_k: Tensor, longest: int, part: slice
+) -> tuple[Tensor, Tensor]:
+    """The same for some sequences; queries before theirs are a sequence without keys, those behind are in none."""
+    ends = call.cu_seqlens_q[part.start : part.stop + 1]
+    of_part = call._replace(
+        cu_seqlens_q=torch.nn.functional.pad(ends, (1, 0)),
+        max_seqlen_q=call.q.shape[0],
+        out=None,
+    )
+    used = torch.nn.functional.pad(seqused_k[part], (1, 0))
+    table = torch.nn.functional.pad(block_table[part], (0, 0, 1, 0))
+    return _on_gathered(of_part, table, used, longest)
+
+
+def _on_gathered(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+    pages, page_size = call.k.shape[:2]
+    offsets = _offsets_of(seqused_k.clamp(0, block_table.shape[1] * page_size))
+    sequence, place = _positions(offsets, block_table.shape[0] * longest)
+    column = (place // page_size).clamp_(0, block_table.shape[1] - 1)
+    page, slot = block_table[sequence, column].clamp(0, pages - 1), place % page_size
+    packed = call._replace(
+        k=call.k[page, slot],
+        v=call.v[page, slot],
+        cu_seqlens_kv=offsets,
+        max_seqlen_kv=longest,
+    )
+    found: tuple[Tensor, Tensor] = launch(VARLEN, packed, _calls, tuple(packed))
+    return found
+
+
+def with_used_keys(call: VarlenArguments, seqused_k: Tensor) -> VarlenArguments:
+    """A call on the first `seqused_k` keys of each sequence, (B,) int32, gathered into packed sequences.
+
+    Keys and values behind them may hold anything.
+    """
+    VARLEN.check(call)
+    offsets, tokens = call.offsets[1], call.k.shape[0]
+    slots = offsets.diff()
+    check_lengths("seqused_k", seqused_k, slots, "cu_seq_k")
+    value_checks.check_offsets("cu_seqlens_kv", offsets, tokens, tokens)
+    if seqused_k.device.type == "cpu" and bool(((seqused_k < 0) | (seqused_k > slots)).any()):
+        expected = f"from 0 to the number of keys of each sequence, {slots.tolist()}"
+        raise ShapeError("seqused_k", f"lengths {seqused_k.tolist()}", expected)
+    if tokens == 0 or slots.shape[0] == 0:
+        return call
+    with undisturbed(call.q):
+        used = _offsets_of(torch.minimum(seqused_k.clamp_min(0), slots))
+        sequence, place = _positions(used, tokens)
+        row = (offsets[sequence] + place).clamp_(0, tokens - 1)
+        return call._replace(k=call.k[row], v=call.v[row], cu_seqlens_kv=used)
+
+
+def _offsets_of(lengths: Tensor) -> Tensor:
+    """Offsets (B + 1,) of sequences of these lengths (B,), end to end."""
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _positions(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The sequence of each of so many packed rows, and its place in it; rows behind the last repeat the last."""
+    row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
+    row = torch.minimum(row, (offsets[-1] - 1).clamp_min(0))
+    sequence = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=offsets.shape[0] - 2)
+    return sequence, row - offsets[sequence]

@@ -1,0 +1,291 @@
+"""`torch_attn::_varlen_attn`, `_varlen_attn_out` and `_varlen_attn_backward`, behind `torch.nn.attention.varlen`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from cudnn_sdpa.attention import value_checks
+from cudnn_sdpa.attention.mask import UNBOUNDED
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
+from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
+from cudnn_sdpa.engine.operation import GradientCall
+from cudnn_sdpa.errors import ArgumentError, OptionError, UnsupportedError
+from cudnn_sdpa.integrations import pytorch_pages
+from cudnn_sdpa.integrations.pytorch_kernels import check_results, launch
+
+_calls = NativeCalls()
+
+_NAMES = {
+    "q": "query",
+    "k": "key",
+    "v": "value",
+    "cu_seqlens_q": "cu_seq_q",
+    "cu_seqlens_kv": "cu_seq_k",
+    "max_seqlen_q": "max_q",
+    "max_seqlen_kv": "max_k",
+    "k_pages": "key",
+    "v_pages": "value",
+    "page_table": "block_table",
+    "seq_lens_kv": "seqused_k",
+}
+
+FLASH: int = SDPBackend.FLASH_ATTENTION.value
+_BACKENDS = (FLASH, SDPBackend.CUDNN_ATTENTION.value)
+
+
+class _Rules:
+    """What this PyTorch's operators promise.
+
+    Attributes:
+        values_have_their_head_dim: Whether the head dim of values may differ from that of queries.
+    """
+
+    values_have_their_head_dim = False
+
+
+def learn_rules() -> None:
+    """Asks PyTorch what the results of `varlen_attn` look like: compiled code relies on it."""
+    try:
+        operator = torch.ops.torch_attn._varlen_attn
+    except AttributeError:
+        return
+    query, value = (torch.empty(1, 1, dim, device="meta") for dim in (8, 16))
+    offsets = torch.empty(2, dtype=torch.int32, device="meta")
+    out = operator(query, query, value, offsets, offsets, 1, 1)[0]
+    _Rules.values_have_their_head_dim = out.shape[-1] == value.shape[-1]
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = None,
+    enable_gqa: bool = False,  # noqa: ARG001 - heads are grouped wherever there are fewer of keys
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    backend: int = FLASH,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch's operator: the output (T, Hq, Dv), the LSE (Hq, T), and the state of random numbers, which are none."""
+    out, lse = _attention(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        is_causal=is_causal,
+        scale=scale,
+        window_size=window_size,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        num_splits=num_splits,
+        backend=backend,
+    )
+    return out, lse, torch.zeros(2, dtype=torch.uint64, device=query.device)
+
+
+def attention_into(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Sequence[int] | None = None,
+    enable_gqa: bool = False,  # noqa: ARG001
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    backend: int = FLASH,
+) -> Tensor:
+    """PyTorch's operator: the same with the output written into `out`; the LSE (Hq, T)."""
+    _, lse = _attention(
+        query,
+        key,
+        value,
+        cu_seq_q,
+        cu_seq_k,
+        max_q,
+        max_k,
+        is_causal=is_causal,
+        scale=scale,
+        window_size=window_size,
+        seqused_k=seqused_k,
+        block_table=block_table,
+        num_splits=num_splits,
+        backend=backend,
+        out=out,
+    )
+    return lse
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    window_size: Sequence[int] | None,
+    seqused_k: Tensor | None,
+    block_table: Tensor | None,
+    num_splits: int | None,
+    backend: int,
+    out: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The output and the LSE (Hq, T)."""
+    if num_splits is not None:
+        raise UnsupportedError(
+            f"num_splits={num_splits}",
+            ["cuDNN decides how a kernel divides the keys, and promises no results that are the same in any batch"],
+            "num_splits=None",
+        )
+    if backend not in _BACKENDS:
+        raise OptionError("backend", repr(backend), f"FLASH_ATTENTION or CUDNN_ATTENTION of SDPBackend: {_BACKENDS}")
+    _check_value_dim(query, value)
+    left, right = _window(window_size)
+    try:
+        call = VarlenArguments(
+            q=query,
+            k=key,
+            v=value,
+            sinks=None,
+            cu_seqlens_q=cu_seq_q,
+            cu_seqlens_kv=None,
+            rng=None,
+            max_seqlen_q=max_q,
+            max_seqlen_kv=max_k,
+            is_causal=bool(is_causal),
+            window_left=left,
+            window_right=right,
+            scale=scale,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            with_lse=True,
+            out=out,
+        )
+        if block_table is not None:
+            result, lse = pytorch_pages.attention(call, block_table, seqused_k)
+        else:
+            call = call._replace(cu_seqlens_kv=_offsets_of_keys(cu_seq_q, cu_seq_k))
+            if seqused_k is not None:
+                call = pytorch_pages.with_used_keys(call, seqused_k)
+            result, lse = _run(call)
+    except (ArgumentError, UnsupportedError) as error:
+        raise error.renamed(_NAMES) from None
+    return result, lse.transpose(0, 1).contiguous()
+
+
+def _run(call: VarlenArguments) -> tuple[Tensor, Tensor]:
+    given = tuple(call)
+    if _calls.find is not None and not value_checks.enabled:
+        with torch.no_grad():
+            known = _calls.find(*given)
+        if known is not MISSED:
+            return known  # type: ignore[no-any-return]
+    if needs_gradient(call.q, call.k, call.v) and call.out is None:
+        VARLEN.check(call)
+        VARLEN._check_gradient(call)  # so that the forward pass raises, and not the backward pass
+    found: tuple[Tensor, Tensor] = launch(VARLEN, call, _calls, given)
+    return found
+
+
+def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
+    if window_size is None:
+        return UNBOUNDED, UNBOUNDED
+    if len(window_size) != 2:
+        raise OptionError("window_size", repr(list(window_size)), "two integers (left, right), -1 for no bound")
+    left, right = window_size
+    return left, right
+
+
+def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor | None:
+    """The offsets of keys as a call holds them: None if they are those of queries."""
+    if cu_seq_k is None:
+        raise OptionError("cu_seq_k", "None", "the offsets of keys, as there is no block_table")
+    is_same = cu_seq_k is cu_seq_q or (
+        cu_seq_k.data_ptr() == cu_seq_q.data_ptr()  # two Python objects of one tensor, as autograd saves it
+        and cu_seq_k.numel() > 0
+        and cu_seq_k.shape == cu_seq_q.shape
+        and cu_seq_k.stride() == cu_seq_q.stride()
+        and cu_seq_k.dtype == cu_seq_q.dtype
+    )
+    return None if is_same else cu_seq_k
+
+
+def _check_value_dim(query: Tensor, value: Tensor) -> None:
+    """Compiled code believes what PyTorch says of the results."""
+    if value.shape[-1] != query.shape[-1] and not _Rules.values_have_their_head_dim:
+        raise UnsupportedError(
+            "varlen_attn with values of another head dim",
+            [f"{value.shape[-1]} where query has {query.shape[-1]}: PyTorch {torch.__version__} knows one for both"],
+            "cudnn_sdpa.sdpa_varlen",
+        )
+
+
+def gradients(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor | None,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    rng_state: Tensor,  # noqa: ARG001 - there is no dropout
+    scale: float | None = None,
+    window_size: Sequence[int] | None = None,
+    backend: int = FLASH,  # noqa: ARG001 - that of the forward pass
+) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch's operator: the gradients of query, key and value. `out` and `lse` may be those of more keys."""
+    left, right = _window(window_size)
+    try:
+        call = VarlenArguments(
+            q=query,
+            k=key,
+            v=value,
+            sinks=None,
+            cu_seqlens_q=cu_seq_q,
+            cu_seqlens_kv=_offsets_of_keys(cu_seq_q, cu_seq_k),
+            rng=None,
+            max_seqlen_q=max_q,
+            max_seqlen_kv=max_k,
+            is_causal=bool(is_causal),
+            window_left=left,
+            window_right=right,
+            scale=scale,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+            with_lse=True,
+        )
+        VARLEN.check(call)
+        check_results(query, value, grad_out, out, lse, (query.shape[1], query.shape[0]))
+        with torch.no_grad():
+            of = GradientCall(grad_out, out, lse.transpose(0, 1).contiguous(), call, needs=(True, True, True, False))
+            grad_q, grad_k, grad_v = VARLEN.operator("backward")(*of[:-2], *call[:-2], list(of.needs))
+    except (ArgumentError, UnsupportedError) as error:
+        raise error.renamed(_NAMES) from None
+    return grad_q, grad_k, grad_v
