@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import value_checks
+from cudnn_sdpa.attention import backward_arguments, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA
@@ -14,11 +14,11 @@ from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
-from cudnn_sdpa.integrations.pytorch_kernels import check_results, launch
+from cudnn_sdpa.integrations.pytorch_kernels import launch
 
 _calls = NativeCalls()
 
-_NAMES = {"q": "query", "k": "key", "v": "value", "attn_mask": "attn_bias", "rng": "philox_seed"}
+_NAMES = {"q": "query", "k": "key", "v": "value", "attn_mask": "attn_bias", "rng": "philox_seed", "lse": "logsumexp"}
 
 _NEEDS = Needs(q=True, k=True, v=True, attn_mask=False, sinks=False)  #: PyTorch asks for these three alone
 
@@ -148,8 +148,8 @@ def gradients(
     try:
         SDPA.check(call)
         lse = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
-        check_results(query, value, grad_out, out, lse, tuple(query.shape[:3]))
         of = GradientCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=_NEEDS)
+        backward_arguments.check(of)
         with torch.no_grad():
             grad_q, grad_k, grad_v = SDPA.operator("backward")(*of[:-2], *call[:-2], list(_NEEDS))
     except (ArgumentError, UnsupportedError) as error:

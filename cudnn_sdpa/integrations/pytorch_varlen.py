@@ -8,16 +8,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cudnn_sdpa.attention import value_checks
+from cudnn_sdpa.attention import backward_arguments, value_checks
+from cudnn_sdpa.attention.arguments import shape_of
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import GradientCall
-from cudnn_sdpa.errors import ArgumentError, OptionError, UnsupportedError
+from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.integrations import pytorch_pages
-from cudnn_sdpa.integrations.pytorch_kernels import check_results, launch
+from cudnn_sdpa.integrations.pytorch_kernels import launch
 
 _calls = NativeCalls()
 
@@ -282,9 +283,11 @@ def gradients(
             with_lse=True,
         )
         VARLEN.check(call)
-        check_results(query, value, grad_out, out, lse, (query.shape[1], query.shape[0]))
+        if lse.shape != (query.shape[1], query.shape[0]):
+            raise ShapeError("lse", shape_of(lse), f"shape {(query.shape[1], query.shape[0])}: (heads, tokens)")
         with torch.no_grad():
             of = GradientCall(grad_out, out, lse.transpose(0, 1).contiguous(), call, needs=(True, True, True, False))
+            backward_arguments.check(of)
             grad_q, grad_k, grad_v = VARLEN.operator("backward")(*of[:-2], *call[:-2], list(of.needs))
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None

@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPTS = {
     *("add_an_operation.md", "plans.md", "quickstart.md", "serving.md", "shapes.md", "training.md"),
     *("troubleshooting.md", "varlen.md", "fp8.md", "inference.md", "layouts.md", "masks.md", "modules.md"),
-    *("transformers.md", "compile.md"),
+    *("transformers.md", "pytorch_backend.md", "compile.md"),
 }
 
 
@@ -144,6 +144,13 @@ def public_names() -> set[str]:
     return (names | set(importlib.import_module("cudnn_sdpa.nn").__all__)) - {"__version__"}
 
 
+#: The public names of each integration.
+INTEGRATIONS = {
+    "cudnn_sdpa.integrations.transformers": ["register"],
+    "cudnn_sdpa.integrations.pytorch": ["register", "unregister"],
+}
+
+
 def documented() -> list[str]:
     """The import paths of what the reference documents."""
     pages = (ROOT / "docs" / "api").glob("*.md")
@@ -152,17 +159,19 @@ def documented() -> list[str]:
 
 def test_objects_in_the_reference_can_be_imported_as_stated():
     text = (ROOT / "docs" / "api" / "index.md").read_text()
-    assert "Everything here is imported from `cudnn_sdpa`, modules from `cudnn_sdpa.nn`, and `register` from" in text
+    assert "Everything here is imported from `cudnn_sdpa`, modules from `cudnn_sdpa.nn`, and integrations from" in text
     assert len(documented()) > 70
     for path in documented():
         module, _, name = path.rpartition(".")
-        assert module in ("cudnn_sdpa", "cudnn_sdpa.nn", "cudnn_sdpa.integrations.transformers"), path
+        assert module in ("cudnn_sdpa", "cudnn_sdpa.nn") or module in INTEGRATIONS, path
         assert name in importlib.import_module(module).__all__, path
 
 
 def test_every_public_name_is_in_the_reference_once():
-    names = [path.rpartition(".")[2] for path in documented()]
-    assert sorted(names) == sorted(public_names() | {"register"})
+    names = [path.rpartition(".")[2] for path in documented() if path.rpartition(".")[0] not in INTEGRATIONS]
+    assert sorted(names) == sorted(public_names())
+    of_integrations = [path for path in documented() if path.rpartition(".")[0] in INTEGRATIONS]
+    assert sorted(of_integrations) == sorted(f"{m}.{name}" for m, names in INTEGRATIONS.items() for name in names)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,9 @@ def rotate(mesh) -> None:
             finally:
                 context._disable_context_parallel_dispatcher()
             local = [x.to_local().detach() for x in (out, *grads)]
-            name = f"ring by {method}, {'causal' if is_causal else 'full'}{', balanced' * is_balanced}, {heads_kv} heads"
+            name = (
+                f"ring by {method}, {'causal' if is_causal else 'full'}{', balanced' * is_balanced}, {heads_kv} heads"
+            )
             check(name, context.context_parallel_unshard(mesh, local, [2] * 4, balancer), case.wanted)
 
 
