@@ -194,4 +194,5 @@ class RowLimitsKernel(_IntsKernel):
             highest=_PER_CALL,
         )
         lowest, highest = slots(LimitsFields, "lowest", "highest")
-        super().__init__(limit_kernel, fields, {"lowest": lowest, "highest": highest}, batch * rows, device, lengths)
+        outputs = {"lowest": lowest, "highest": highest}
+        super().__init__(limit_kernel, fields, outputs, size=batch * rows, device=device, lengths=lengths)

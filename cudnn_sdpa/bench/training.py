@@ -151,7 +151,7 @@ def _others(packed: list[Tensor]) -> dict[str, Call]:
     cu_seqlens = torch.tensor((0, length), dtype=torch.int32, device=packed[0].device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sdpa_varlen(q, k, v, cu_seqlens, cu_seqlens, length, length)
+        return sdpa_varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen_q=length, max_seqlen_kv=length)
 
     return {
         "sdpa_varlen": _pass(attend, *packed),

@@ -47,7 +47,7 @@ def describe_sdpa(**given: Any) -> Description:
     rng = torch.empty(2, dtype=torch.int64, device=call.q.device) if call.dropout_p else None
     arguments.check(call._replace(rng=rng))
     memory.check_strides(call.q, call.k, call.v)
-    memory.check_memory(call.q, call.k, call.v, call.out, call.attn_mask)
+    memory.check_memory(call.q, call.k, call.v, out=call.out, mask=call.attn_mask)
     refused = UnsupportedError.of(SDPA.check_differentiation, original)
     if refused is not None:
         return Description(graphs.sdpa_forward, partial(refuse, refused), device)

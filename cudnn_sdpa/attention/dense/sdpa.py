@@ -229,26 +229,25 @@ def call_of(
 ) -> ForwardArguments:
     """The call that arguments of `sdpa` make; they have not been checked."""
     left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
-    call = ForwardArguments(  # by position, in the order of the fields: keywords would cost 0.7 µs
-        q,
-        k,
-        v,
-        attn_mask,
-        None if sinks is None else as_sinks(sinks),
-        seq_lens_q,
-        seq_lens_kv,
-        None,  # rng
-        is_causal,
-        causal_alignment,
-        left,
-        right,
-        None if scale is None else as_float(scale),
-        as_float(dropout_p),
-        None if softcap is None else as_float(softcap),
-        alibi,
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        return_lse,
-        out,
+    call = ForwardArguments(
+        q=q,
+        k=k,
+        v=v,
+        attn_mask=attn_mask,
+        sinks=None if sinks is None else as_sinks(sinks),
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=None if scale is None else as_float(scale),
+        dropout_p=as_float(dropout_p),
+        softcap=None if softcap is None else as_float(softcap),
+        alibi=alibi,
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        with_lse=return_lse,
+        out=out,
     )
     if attn_mask is not None and type(attn_mask) is not Tensor:
         call = without_causal_bias(call)
@@ -302,7 +301,7 @@ SDPA = Operation(
     check=arguments.check,
     check_values=_check_values,
     check_strides=lambda call: memory.check_strides(call.q, call.k, call.v),
-    check_memory=lambda call: memory.check_memory(call.q, call.k, call.v, call.out, call.attn_mask),
+    check_memory=lambda call: memory.check_memory(call.q, call.k, call.v, out=call.out, mask=call.attn_mask),
     checks_values=lambda: value_checks.enabled,
     check_for_gpu=lambda call: check_call(call, check_strides_of_dense, _check_keys),
     check_gradient=_check_gradient,

@@ -148,8 +148,8 @@ class _Bound:
         with _on(bound.plan.device):
             made = _made(call, self._dense)
             if into is None and self._amaxes:
-                into = [allocate(*layout) for layout in bound.results]
-                into[0] = into[0] if out is None else out
+                first, *others = bound.results
+                into = [allocate(*first) if out is None else out, *(allocate(*layout) for layout in others)]
             if into is not None:
                 for place in self._amaxes:
                     into[place].zero_()

@@ -128,22 +128,22 @@ def sdpa_fp8(
         if known is not MISSED:
             return Fp8Output._make(known if return_lse else (*known, None))
     left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
-    call = Fp8Arguments(  # by position, in the order of the fields: keywords would cost 0.6 µs
+    call = Fp8Arguments(
         q,
         k,
         v,
         *scales,
-        seq_lens_q,
-        seq_lens_kv,
-        page_table,
-        None if page_table_v is page_table else page_table_v,
-        is_causal,
-        causal_alignment,
-        left,
-        right,
-        scale,
-        out_dtype,
-        return_lse,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        page_table=page_table,
+        page_table_v=None if page_table_v is page_table else page_table_v,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        out_dtype=out_dtype,
+        with_lse=return_lse,
     )
     found = FP8(call, Asked(_calls, given))
     return Fp8Output._make(found if return_lse else (*found, None))
@@ -235,7 +235,7 @@ def sdpa_fp8_backward(
         if known is not MISSED:
             return Fp8Gradients._make(known)
     left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
-    call = Fp8BackwardArguments(  # by position, as above
+    call = Fp8BackwardArguments(
         grad_out,
         q,
         k,
@@ -243,14 +243,14 @@ def sdpa_fp8_backward(
         out,
         lse,
         *scales,
-        seq_lens_q,
-        seq_lens_kv,
-        is_causal,
-        causal_alignment,
-        left,
-        right,
-        scale,
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
     )
     return Fp8Gradients._make(FP8_BACKWARD(call, Asked(_calls_of_backward, given)))
 

@@ -212,26 +212,26 @@ def call_of(
 ) -> VarlenArguments:
     """The call that arguments of `sdpa_varlen` make; they have not been checked."""
     left, right = arguments.window_bounds(window_size)
-    return VarlenArguments(  # by position, in the order of the fields: keywords would cost 0.6 µs
-        q,
-        k,
-        v,
-        None if sinks is None else as_sinks(sinks),
-        cu_seqlens_q,
-        varlen_arguments.offsets_of_keys(cu_seqlens_q, cu_seqlens_kv),
-        None,  # rng
-        as_int(max_seqlen_q),
-        as_int(max_seqlen_kv),
-        is_causal,
-        causal_alignment,
-        left,
-        right,
-        None if scale is None else as_float(scale),
-        as_float(dropout_p),
-        None if softcap is None else as_float(softcap),
-        torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        return_lse,
-        out,
+    return VarlenArguments(
+        q=q,
+        k=k,
+        v=v,
+        sinks=None if sinks is None else as_sinks(sinks),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=varlen_arguments.offsets_of_keys(cu_seqlens_q, cu_seqlens_kv),
+        rng=None,
+        max_seqlen_q=as_int(max_seqlen_q),
+        max_seqlen_kv=as_int(max_seqlen_kv),
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=None if scale is None else as_float(scale),
+        dropout_p=as_float(dropout_p),
+        softcap=None if softcap is None else as_float(softcap),
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        with_lse=return_lse,
+        out=out,
     )
 
 

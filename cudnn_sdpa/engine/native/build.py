@@ -195,7 +195,11 @@ class _Folder:
             niceness = compiler.NICENESS if in_background else 0
             try:
                 printed = compilation.run(
-                    command, self.made_from.files(".cpp"), self.made_from.sanitize, output, niceness
+                    command,
+                    self.made_from.files(".cpp"),
+                    sanitize=self.made_from.sanitize,
+                    output=output,
+                    niceness=niceness,
                 )
             except CompileError as error:
                 if error.is_final:
