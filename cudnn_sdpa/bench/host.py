@@ -1,4 +1,4 @@
-"""`bench host`: the host time of a warm call and its parts, kernel times, and memory."""
+"""`bench host`: the CPU overhead of a warm call and its parts, kernel times, and memory."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _packed_calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
 
 
 def parts() -> list[Row]:
-    """The parts of the host time of a warm call, natively and in Python."""
+    """The parts of the CPU overhead of a warm call, natively and in Python."""
     wait_for_native_calls()
     q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
     out = sdpa(q, k, v)

@@ -1,4 +1,4 @@
-"""The host time of a training step of a small attention: part of `bench host`."""
+"""The CPU overhead of a training step of a small attention: part of `bench host`."""
 
 from __future__ import annotations
 

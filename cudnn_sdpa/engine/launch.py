@@ -45,7 +45,7 @@ class Address(NamedTuple):
     """An address that is known when a call is launched.
 
     Attributes:
-        of: The operand, output or kernel's memory in which it lies, by name.
+        of: The operand, output or kernel's memory that it is in, by name.
         offset: Number of bytes behind the beginning of that.
     """
 
@@ -112,7 +112,7 @@ class Additions:
     Attributes:
         operands: Tensors of the call.
         kernels: Kernels that run before the plan, in this order.
-        addresses: Where operands of the plan lie that are not the call's tensors themselves, by name.
+        addresses: The addresses of operands of the plan that are not the call's tensors themselves, by name.
         aligned: Addresses that kernels read in words of 16 bytes, of operands that may begin anywhere.
         anywhere: Operands that may begin anywhere.
         copied: Operands that are copied if kernels cannot read their address.
@@ -196,7 +196,7 @@ class BoundPlan:
         Args:
             plan: The plan.
             operands: Names of the operands that a launch gets as tensors, in its order; those of `additions` follow.
-            results: Layouts of the plan's outputs, as the caller sees them; without those that lie in another's memory.
+            results: Layouts of the plan's outputs, as the caller sees them; without those in another's memory.
             numbers: The host scalars, by operand; None for those that the plan lacks.
             additions: What only some calls have.
             otherwise: Launches calls with an address that this plan cannot read.

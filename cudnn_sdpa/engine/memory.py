@@ -13,7 +13,7 @@ from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
 #: Bits that no aligned address has.
 MISALIGNED = ALIGNMENT - 1
 
-#: Memory usually lies higher. A lower address may be the offset of a tensor in storage that was freed.
+#: Memory usually has higher addresses. A lower address may be the offset of a tensor in storage that was freed.
 LOWEST = 1 << 40
 
 

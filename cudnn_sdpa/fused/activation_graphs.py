@@ -91,7 +91,7 @@ def _check_saved(_grad: Tensor, *tensors: Tensor | None) -> None:
 
 
 def _readable_gradients(grad: Tensor, gate: Tensor, up: Tensor | None = None) -> list[Tensor | None]:
-    """The gradient of one tensor for both is written where its halves lie: dense, at the strides of a dense `gate`."""
+    """The gradient of one tensor for both is written into its halves: dense, at the strides of a dense `gate`."""
     return [grad.contiguous(), gate.contiguous() if up is None else gate, up]
 
 

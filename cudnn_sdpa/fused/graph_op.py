@@ -427,7 +427,7 @@ class GraphFunction(GraphOp):
         return _Entry(bound, static, is_single=len(results) == 1)
 
     def _parts(self, values: Sequence[Value], results: Sequence[Tensor], viewed: Views) -> dict[str, Address]:
-        """What the views add: an operand lies in the one before it, a result in the first."""
+        """What the views add: an operand is part of the one before it, a result part of the first."""
         read, written, _ = viewed
         parts = {}
         for place, (x, view) in enumerate(zip(values, read, strict=True)):

@@ -204,7 +204,7 @@ def run_gpu(function: Function, values: Sequence[Value], static: Options) -> Seq
     """The operator on the GPU: its plan is found or built, and launched."""
     if any(isinstance(x, Tensor) and x.numel() == 0 for x in values) and function.reference is not None:
         return run_reference(function, values, static)  # cuDNN has no empty tensors
-    # In a compiled function, gradients from autograd may be misaligned, and tensors lie otherwise than in the trace.
+    # In a compiled function, gradients from autograd may be misaligned, and tensors differ in strides from the trace.
     named = zip(function.operands, values, strict=True)
     values = [readable(x) if name.startswith("grad") and isinstance(x, Tensor) else x for name, x in named]
     values = function.as_readable(values, static)

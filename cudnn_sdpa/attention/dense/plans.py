@@ -464,7 +464,7 @@ def _notes_on_operands(dense: DenseSpec, *, is_decode: bool) -> list[str]:
 
 
 def output_layout(call: ForwardArguments) -> TensorLayout:
-    """How the output of a call lies in memory: dense, its dimensions in the order of those of `q`."""
+    """The layout of a call's output: dense, its dimensions in the memory order of those of `q`."""
     if call.out is not None:
         return TensorLayout.of(call.out)
     shape = (*call.q.shape[:3], call.v.shape[3])

@@ -66,7 +66,7 @@ def prepare(call: Fp8Arguments) -> Prepared:
 
     def run_visible(call: Fp8Arguments) -> Results:
         """The plan computes the queries that see a key, which are the last ones."""
-        check_address("q", call.q)  # of a slice nobody could tell
+        check_address("q", call.q)  # later, of a slice, no address would show it
         out = torch.empty_strided(spec.out.shape, spec.out.stride, dtype=spec.out.dtype, device=call.q.device)
         out[:, :, :masked_rows].zero_()
         tensors = call.q[:, :, masked_rows:], call.k, call.v

@@ -1,4 +1,4 @@
-/* What surrounds attention in FP8: numbers of 16 bits to FP8 and back, the largest of them, and the scales for that.
+/* Around attention in FP8: values of 16 bits to FP8 and back, their amax, and the scales that come from it.
  *
  * Blocks of 256 threads. All fields have 64 bits, so that a call is an array of numbers on the host. Conversions to FP8
  * are instructions of compute capability 8.9 and newer.

@@ -1,4 +1,4 @@
-/* Attention over pages: what cuDNN reads beside the pages, kept within the table and the cache, and gathered pages.
+/* Attention over pages: what cuDNN reads besides the pages, kept within the table and the cache, and gathered pages.
  *
  * Blocks of 256 threads. All fields have 64 bits, so that a call is an array of numbers on the host.
  */
@@ -108,7 +108,7 @@ __device__ void copy_tokens(const Gather& a, const Pages& pages, number b, unsig
   unsigned bits = (unsigned)a.page_bits, slot = (1u << bits) - 1;
   int last = (int)(a.pages - 1);
   const int* row = pages.table + b * pages.row;
-  /* Where a thread's units lie is counted on: divisions for each would take as long as the copy. */
+  /* The places of a thread's units are counted on: divisions for each would take as long as the copy. */
   unsigned step = blockDim.x, word_step = step % words, head_step = step / words % heads, token_step = step / of_token;
   unsigned unit = threadIdx.x, word = unit % words, head = unit / words % heads, token = first + unit / of_token;
   while (unit < all) {

@@ -74,7 +74,7 @@ def readable(of: GradientCall) -> GradientCall:
     if not dense_backward.is_readable(grad_out.unsqueeze(0)):
         grad_out = dense_backward.readable_gradient(grad_out.unsqueeze(0), out.unsqueeze(0)).squeeze(0)
     if layout != (dense := dense_like(layout)):
-        # cuDNN 9.19 cannot launch gradients of packed queries that lie among other tensors.
+        # cuDNN 9.19 cannot launch gradients of packed queries that are views of a larger tensor.
         q = torch.empty_strided(dense.shape, dense.stride, dtype=dense.dtype, device=call.q.device)
         call = call._replace(q=q.copy_(call.q))
     if grad_out is of.grad_out and out is of.out and lse is of.lse and call is of.call:
@@ -169,7 +169,7 @@ def gradients(of: GradientCall) -> list[Tensor]:
 def _bind(
     operation: GraphOp, key: PlanKey, call: VarlenArguments, spec: VarlenSpec, operands: tuple[str, ...]
 ) -> BoundPlan:
-    """A plan with what it reads besides tensors: where the sequences lie, and what only some calls have."""
+    """A plan with what it reads besides tensors: where the sequences begin and end, and what only some calls have."""
     plan = plan_cache.get(key, partial(build_plan, operation))
     names = {operand.name for operand in (*key.inputs, *key.outputs)}
     with torch.cuda.device(plan.device):

@@ -1,4 +1,4 @@
-/* Where packed sequences lie: what cuDNN reads of it, and zeros for the rows that it does not write.
+/* Where packed sequences begin and end, as cuDNN reads it, and zeros for the rows that it does not write.
  *
  * Any number of blocks of 256 threads. All fields have 64 bits, so that a call is an array of numbers on the host.
  */

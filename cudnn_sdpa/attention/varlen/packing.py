@@ -1,4 +1,4 @@
-"""Where the sequences of a packed call lie: what a plan reads of it, computed on the GPU by one kernel of our own.
+"""Where packed sequences begin and end, as plans read it: computed on the GPU by one kernel of our own.
 
 cuDNN wants the length of each sequence, and for each tensor where each sequence begins in it. It writes no row of a
 sequence that has no keys, and none past the last sequence; the same kernel writes those, before the launch.
@@ -67,7 +67,7 @@ class PackingKernel(OwnKernel):
     """Computes packings for the calls of one plan that look alike, and writes rows that the plan does not.
 
     Attributes:
-        offsets: Where in the memory of a packing it says where the sequences lie, in bytes, by operand.
+        offsets: Where the offsets of each operand are in the memory that the kernel fills, in bytes.
     """
 
     __slots__ = ("offsets",)

@@ -291,7 +291,7 @@ def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varle
 
 
 def output_layout(call: VarlenArguments) -> TensorLayout:
-    """How the output of a call lies in memory: dense, its dimensions in the order of those of `q`."""
+    """The layout of a call's output: dense, its dimensions in the memory order of those of `q`."""
     if call.out is not None:
         return TensorLayout.of(call.out)
     q, shape = call.q, (*call.q.shape[:2], call.v.shape[2])

@@ -113,7 +113,7 @@ def sdpa_varlen(
     deterministic: bool | None = None,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over sequences that lie end to end, without padding.
+    """Attention over packed sequences: end to end in one tensor, without padding.
 
     Where sequences begin is data on the GPU: it is never read by the host and builds nothing. A plan is made for the
     number of tokens, the number of sequences and the longest length, each rounded up, so that the random packings of a
@@ -135,7 +135,7 @@ def sdpa_varlen(
         max_seqlen_q: Length of the longest sequence of queries, or more. No tensor, which would have to be read back.
         max_seqlen_kv: The same of keys.
         is_causal: Hide later keys from each query.
-        causal_alignment: Where the diagonal lies: "bottom_right", the last query of a sequence at its last key, or
+        causal_alignment: Where the diagonal is: "bottom_right", the last query of a sequence at its last key, or
             "top_left".
         window_size: (left, right) bounds around the diagonal; -1 is no bound.
         scale: Factor of the scores, at most 65,536 in size; None is 1/sqrt(D).

@@ -25,7 +25,7 @@ _CACHE_BYTES = 256 << 20  #: more than the cache of any GPU
 
 
 def host_times(calls: Mapping[str, Call], *, per_round: int = 1000, rounds: int = 15) -> dict[str, float]:
-    """Microseconds of host time of one call of each candidate; their rounds alternate."""
+    """Microseconds of CPU time of one call of each candidate; their rounds alternate."""
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         _repeat(call, 50)

@@ -104,7 +104,7 @@ class NativeCalls:
         return self.find is not None
 
     def use(self, module: ModuleType | None) -> None:
-        """Asks the module from now on; nobody if it is None."""
+        """Asks this module from now on; none if it is None."""
         self.find = None if module is None else module.Calls(*self._options)
 
     def learn(
