@@ -73,15 +73,16 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
         raise ShapeError("outs[0]", shape_of(first), "(B, Hq, Sq, Dv) or (Tq, Hq, Dv)")
     if not first.is_floating_point() or first.element_size() < 2:
         raise DtypeError("outs[0]", dtype_name(first.dtype), "bfloat16, float16, float32 or float64")
+    of_outs = f"{dtype_name(first.dtype)}, as outs[0]"
     of_lses = "float32, as return_lse=True gives it"
     for number, out in enumerate(outs):
-        _check_one(f"outs[{number}]", out, first, first.shape, first.dtype, f"{dtype_name(first.dtype)}, as outs[0]")
+        _check_one(f"outs[{number}]", out, first, shape=first.shape, dtype=first.dtype, of_dtype=of_outs)
     for number, lse in enumerate(lses):
-        _check_one(f"lses[{number}]", lse, first, first.shape[:-1], torch.float32, of_lses)
+        _check_one(f"lses[{number}]", lse, first, shape=first.shape[:-1], dtype=torch.float32, of_dtype=of_lses)
 
 
 def _check_one(
-    name: str, tensor: Tensor, first: Tensor, shape: tuple[int, ...], dtype: torch.dtype, of_dtype: str
+    name: str, tensor: Tensor, first: Tensor, *, shape: tuple[int, ...], dtype: torch.dtype, of_dtype: str
 ) -> None:
     if tensor.dim() != len(shape) or any(is_true(n != m) for n, m in zip(tensor.shape, shape, strict=True)):
         raise ShapeError(name, shape_of(tensor), f"shape {tuple(shape)}, for outs[0] of shape {tuple(first.shape)}")

@@ -85,7 +85,7 @@ def describe_backward(**given: Any) -> Description:
     arguments.check(call)
     backward_arguments.check(of)
     memory.check_strides(*call.qkv)
-    memory.check_memory(call.q, call.k, call.v, None, call.attn_mask)
+    memory.check_memory(call.q, call.k, call.v, out=None, mask=call.attn_mask)
     notes = [*notes_on_sinks(sinks), *notes_on_copies(of, dims=4)]
     if sinks is not None and sinks.dtype != torch.float32 and of.needs[-1]:
         notes.append("the gradient of sinks is converted back")
