@@ -349,7 +349,7 @@ def _index_of(number: Any) -> Any:
         return number
 
 
-def as_float(number: Any) -> Any:
+def as_float(number: object) -> Any:
     """A real number, such as 1 or numpy's, as a float; other types are returned unchanged."""
     if number is None or type(number) in (float, bool):
         return number

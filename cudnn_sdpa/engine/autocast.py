@@ -20,7 +20,7 @@ def cast_tensor(tensor: Any, q: Tensor) -> Any:
     return tensor.to(torch.get_autocast_dtype(kind)) if lower else tensor
 
 
-def casts(*names: str) -> Callable[[Any], dict[str, Any]]:
+def casts(*names: str) -> Callable[[Any], dict[str, object]]:
     """What casts these tensors of a call, whose first field is q, as autocast does."""
     return lambda call: {name: cast_tensor(getattr(call, name), call[0]) for name in names}
 

@@ -120,7 +120,7 @@ _UNMISTAKABLE = (str, type(None))
 MAX_RECENT = 4
 
 #: The options of a call, by name, or in the order of its fields.
-Options = Mapping[str, Any] | tuple[Any, ...]
+Options = Mapping[str, object] | tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -144,14 +144,14 @@ class KnownCall:
     count: int
     others: tuple[tuple[int, type], ...]
     options: Options
-    kinds: tuple[Any, ...] | None
+    kinds: tuple[object, ...] | None
     grad_mode: bool
     deterministic: bool
-    tensors_of: Callable[[tuple[Any, ...]], Sequence[Tensor]]
+    tensors_of: Callable[[tuple[object, ...]], Sequence[Tensor]]
     is_like: Guard
-    run: Callable[..., Any]
+    run: Callable[..., object]
 
-    def has_others(self, operands: tuple[Any, ...]) -> bool:
+    def has_others(self, operands: tuple[object, ...]) -> bool:
         """Whether the operands that are no tensors here are of the same types."""
         for place, kind in self.others:  # noqa: SIM110 - saves 0.3 µs over `all`
             if type(operands[place]) is not kind:
@@ -181,7 +181,7 @@ class KnownCalls(Generic[KindT]):
     def __init__(
         self,
         look_up: Callable[[tuple[Any, ...], Any, bool], KindT | None],
-        runs: Callable[[KindT, tuple[Any, ...], Any, bool], Callable[..., Any]],
+        runs: Callable[[KindT, tuple[Any, ...], Any, bool], Callable[..., object]],
     ) -> None:
         """Makes a table without calls.
 
@@ -222,7 +222,7 @@ class KnownCalls(Generic[KindT]):
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
             return None  # not tensors, without memory, not hashable: the checks say so
 
-    def _find_by_signature(self, operands: tuple[Any, ...], options: Options) -> Callable[..., Any] | None:
+    def _find_by_signature(self, operands: tuple[object, ...], options: Options) -> Callable[..., object] | None:
         tensors = [x for x in operands if isinstance(x, Tensor)]
         for tensor in tensors:
             if tensor.is_nested or is_batch(tensor):
@@ -265,7 +265,7 @@ class KnownCalls(Generic[KindT]):
         return known.run
 
 
-def items_of(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+def items_of(places: Sequence[int]) -> Callable[[tuple[object, ...]], tuple[Any, ...]]:
     """What takes the items at these places out of a tuple, as a tuple."""
     if not places:
         return lambda _: ()
@@ -277,10 +277,10 @@ def items_of(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ..
     return itemgetter(*places)
 
 
-def _values(options: Options) -> Iterable[Any]:
+def _values(options: Options) -> Iterable[object]:
     return options if isinstance(options, tuple) else options.values()
 
 
-def kinds_of(options: Iterable[object]) -> tuple[Any, ...]:
+def kinds_of(options: Iterable[object]) -> tuple[object, ...]:
     """The types of options; see `type_of`."""
     return tuple([type_of(value) for value in options])

@@ -240,7 +240,7 @@ class BoundPlan:
         for name, address in fixed.items():
             self.template[names.index(name)] = address
         self._point_to(self._memory, self.template)
-        self.recipes: dict[Any, Any] = {}  #: its native forms, by the layouts of their results
+        self.recipes: dict[tuple[Layout, ...] | None, object] = {}  #: its native forms, by the layouts of their results
         loader.start()
 
     def __call__(
@@ -355,14 +355,14 @@ class PlainCall:
         self.is_single = returned is None and len(self.returned) == 1
         self.tensors_of = items_by_name(self.operands)
 
-    def __call__(self, call: Any) -> Any:
+    def __call__(self, call: object) -> Any:
         """The results of a call; of a forward call into its `out`, if it has one."""
         out = None if self._is_backward else getattr(call, "out", None)
         outputs = self.bound(self.tensors_of(call), out)
         return outputs[0] if self.is_single else tuple([outputs[place] for place in self.returned])
 
 
-def items_by_name(names: Sequence[str]) -> Callable[[Any], tuple[Any, ...]]:
+def items_by_name(names: Sequence[str]) -> Callable[[object], tuple[Any, ...]]:
     """What gives the attributes of these names, as a tuple."""
     if not names:
         return lambda _: ()

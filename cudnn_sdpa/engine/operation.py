@@ -58,7 +58,7 @@ Result = Tensor | tuple[Tensor, ...]  #: the results that a call wants: alone if
 #: Maximum number of kinds of calls remembered as differentiable.
 MAX_REMEMBERED = 8192
 
-_SCHEMA_TYPES: dict[Any, str] = {
+_SCHEMA_TYPES: dict[object, str] = {
     Tensor: "Tensor",
     Tensor | None: "Tensor?",
     int: "SymInt",
@@ -187,14 +187,14 @@ class Asked(NamedTuple):
     """
 
     calls: NativeCalls
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
 
 
 class _NativeContext(NamedTuple):
     """What the native module has saved of a call."""
 
     saved_tensors: tuple[Tensor | None, ...]
-    options: tuple[Any, ...]
+    options: tuple[object, ...]
     may_fall_back: bool
 
 
@@ -208,12 +208,13 @@ class _NativeGradient:
 
     def __call__(
         self,
-        options: tuple[Any, ...],
+        options: tuple[object, ...],
         grads: tuple[Tensor | None, ...],
         saved: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
+        *,
         may_fall_back: bool,
-        _: tuple[float, ...],
+        numbers: tuple[float, ...],
         can_learn: bool,
     ) -> tuple[list[Tensor | None], RepeatableCall | None]:
         """See `Differentiation`."""
@@ -236,7 +237,7 @@ class _CachedGradient(NamedTuple):
     entry: weakref.ref[_Entry]
 
 
-def _no_gradients(*_: Any) -> NoReturn:
+def _no_gradients(*_: object) -> NoReturn:
     raise AssertionError("an operation without differentiable inputs has no backward call")
 
 
@@ -609,7 +610,7 @@ class Operation(Generic[CallT]):
             return None
         return self.known.find(call[: self._tensors], options)
 
-    def _look_up(self, operands: tuple[Any, ...], options: tuple[Any, ...], trains: bool) -> _Entry | None:
+    def _look_up(self, operands: tuple[object, ...], options: tuple[object, ...], trains: bool) -> _Entry | None:
         """The entry of a known call; if autograd follows it, of one whose gradients are known to be supported."""
         call = self._call_of(operands, options)
         if self._flag and type(call[self._inputs]) is not bool:
@@ -619,11 +620,11 @@ class Operation(Generic[CallT]):
         return None if trains and not self._is_known_to_be_differentiable(name, call) else entry
 
     def _runs(
-        self, entry: _Entry, _operands: tuple[Any, ...], _options: tuple[Any, ...], trains: bool
+        self, entry: _Entry, _operands: tuple[object, ...], _options: tuple[object, ...], trains: bool
     ) -> Callable[[CallT], Result]:
         return functools.partial(self._differentiate, entry=entry) if trains else entry.run
 
-    def _call_of(self, operands: tuple[Any, ...], options: tuple[Any, ...]) -> CallT:
+    def _call_of(self, operands: tuple[object, ...], options: tuple[object, ...]) -> CallT:
         """The call with these tensors and options, whose result is new."""
         flags = self._options.stop - self._tensors
         found: CallT = self.call._make((*operands, *options[:flags], *([None] if self.takes_out else [])))
@@ -655,7 +656,7 @@ class Operation(Generic[CallT]):
         out = self._out_of(call)
         return (*layouts, *options, *map(type, options), None if out is None else describe(out), mark)
 
-    def _entry(self, name: Hashable, call: Any, prepare: Callable[[Any], Prepared]) -> _Entry | Prepared:
+    def _entry(self, name: Hashable, call: object, prepare: Callable[[Any], Prepared]) -> _Entry | Prepared:
         """The prepared call of this signature, prepared now if there is none."""
         entry: _Entry | None = self.table.get(name)
         if entry is not None:
@@ -943,7 +944,7 @@ class Operation(Generic[CallT]):
         """One of the operators: "forward", "forward_all", "forward_out" or "backward"."""
         return getattr(torch.ops.cudnn_sdpa, self.operators[which])
 
-    def call_of(self, inputs: Sequence[Any], *, is_complete: bool = False, out: Tensor | None = None) -> CallT:
+    def call_of(self, inputs: Sequence[object], *, is_complete: bool = False, out: Tensor | None = None) -> CallT:
         """The call with an operator's inputs."""
         found: CallT = self.call._make((*inputs, *self._wants_all))
         found = found if is_complete else self.complete(found, is_complete=False)
@@ -1050,7 +1051,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _as_tuple(found: Any) -> tuple[Any, ...]:
+def _as_tuple(found: object) -> tuple[Any, ...]:
     """What an operator or a plan gives: one tensor alone, several, or none."""
     return found if isinstance(found, tuple) else () if found is None else (found,)
 

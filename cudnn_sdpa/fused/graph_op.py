@@ -587,7 +587,8 @@ def _native_gradients(
     grads: tuple[Tensor | None, ...],
     saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
-    _may_fall_back: bool,
+    *,
+    may_fall_back: bool,  # noqa: ARG001 - of attention
     numbers: tuple[float, ...],
     can_learn: bool,
 ) -> tuple[Sequence[Tensor | None], RepeatableCall | None]:

@@ -86,7 +86,7 @@ def support(
     sm: int | None = None,
     cudnn: int | str | None = None,
     target: str | None = None,
-    **options: Any,
+    **options: object,
 ) -> Support:
     """Answers whether a call has kernels on a GPU, which need not be present, with every known reason if not.
 

@@ -173,7 +173,7 @@ def device_of(q: Tensor) -> int | None:
 
 def without_data(call: Call) -> Call:
     """The call with meta tensors of the same layouts."""
-    tensors: dict[str, Any] = {name: _like(x, "meta") for name, x in call._asdict().items() if isinstance(x, Tensor)}
+    tensors: dict[str, object] = {name: _like(x, "meta") for name, x in call._asdict().items() if isinstance(x, Tensor)}
     return call._replace(**tensors)
 
 

@@ -330,7 +330,7 @@ def check(of: ForwardArguments) -> None:
     check_lengths("seq_lens_kv", of.seq_lens_kv, q)
 
 
-def check_scaling(scaling: Any, grad_dtype: Any, q: Tensor) -> torch.dtype:
+def check_scaling(scaling: object, grad_dtype: Any, q: Tensor) -> torch.dtype:
     """Checks that the state fits the call; returns the dtype of gradients."""
     if scaling is not None and not isinstance(scaling, Fp8Scaling):
         raise OptionError("scaling", type(scaling).__name__, "cudnn_sdpa.Fp8Scaling or None")

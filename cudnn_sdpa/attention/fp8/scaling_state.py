@@ -99,7 +99,7 @@ class Fp8State(nn.Module):
     amax_history: Tensor
     limits: Tensor
 
-    def __init__(self, history: int, limits: tuple[float, float], device: Any) -> None:
+    def __init__(self, history: int, limits: tuple[float, float], device: object) -> None:
         super().__init__()
         self._limits = limits  # of the tensors of the forward pass, and of gradients
         for name, tensor in self._initial(history, device).items():

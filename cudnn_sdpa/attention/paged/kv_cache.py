@@ -201,7 +201,7 @@ class PagedKVCache:
             raise
         return step
 
-    def _own(self, step: Any, name: str = "step") -> PagedStep:
+    def _own(self, step: object, name: str = "step") -> PagedStep:
         if not isinstance(step, PagedStep) or step.cache() is not self:
             raise OptionError(name, type(step).__name__, "a PagedStep that this cache has made")
         return step
@@ -254,17 +254,17 @@ class PagedKVCache:
 
     @overload
     def attend(
-        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: Literal[False] = ..., **options: Any
+        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: Literal[False] = ..., **options: object
     ) -> Tensor: ...
 
     @overload
     def attend(
-        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: Literal[True], **options: Any
+        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: Literal[True], **options: object
     ) -> tuple[Tensor, Tensor]: ...
 
     @overload
     def attend(
-        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: bool, **options: Any
+        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: bool, **options: object
     ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def attend(self, step: PagedStep, q: Tensor, layer: int = 0, **options: Any) -> Tensor | tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
 
 
-def check_count(name: str, count: Any, least: int = 0) -> None:
+def check_count(name: str, count: object, least: int = 0) -> None:
     """Checks a count: an int of at least `least`."""
     if not isinstance(count, int) or isinstance(count, bool) or count < least:
         raise OptionError(name, repr(count), f"an int of at least {least}")
@@ -24,7 +24,7 @@ def check_count(name: str, count: Any, least: int = 0) -> None:
 OPTIONS = frozenset({"is_causal", "causal_alignment", "window_size", "scale", "softcap", "sinks", "return_lse", "out"})
 
 
-def refuse_options(options: dict[str, Any]) -> NoReturn:
+def refuse_options(options: dict[str, object]) -> NoReturn:
     """Raises the error of an option that `attend` does not take."""
     name = min(options.keys() - OPTIONS)
     raise OptionError(name, "an argument", f"one of {', '.join(sorted(OPTIONS))}")
@@ -66,7 +66,7 @@ def checked_device(device: Any) -> torch.device:
     return parsed
 
 
-def check_dtype(dtype: Any, device: torch.device, fp8_hint: str) -> None:
+def check_dtype(dtype: object, device: torch.device, fp8_hint: str) -> None:
     """Checks that attention supports the dtype of a cache on its device.
 
     Raises:

@@ -41,7 +41,7 @@ class Cache(Protocol):
 
 
 def plans_of_steps(
-    cache: Cache, q: object, batches: object, tokens: object, options: dict[str, Any], target: Target
+    cache: Cache, q: object, batches: object, tokens: object, options: dict[str, object], target: Target
 ) -> PlanManifest:
     """`PagedKVCache.plans` for any target."""
     if not isinstance(q, Tensor) or q.dim() != 4 or 0 in q.shape:

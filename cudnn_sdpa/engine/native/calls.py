@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import weakref
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -29,8 +29,20 @@ MISSED = object()
 _ALLOCATE = plans.allocate  #: in place of which tests put their own
 
 
-#: See `Differentiation.gradients`.
-Gradients = Callable[..., Any]
+class Gradients(Protocol):
+    """See `Differentiation.gradients`."""
+
+    def __call__(
+        self,
+        options: Any,
+        grads: tuple[Tensor | None, ...],
+        saved: Any,
+        needs: tuple[bool, ...],
+        *,
+        may_fall_back: bool,
+        numbers: tuple[float, ...],
+        can_learn: bool,
+    ) -> tuple[Sequence[Tensor | None], RepeatableCall | None]: ...
 
 
 class Differentiation(NamedTuple):
@@ -201,15 +213,17 @@ class _Gradients:
 
     def __call__(
         self,
-        options: Any,
+        options: object,
         grads: tuple[Tensor | None, ...],
         saved: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
         may_fall_back: bool,
         numbers: tuple[float, ...],
         can_learn: bool,
-    ) -> tuple[Sequence[Tensor | None], Any, Sequence[int], Sequence[int]]:
-        found, call = self._gradients(options, grads, saved, needs, may_fall_back, numbers, can_learn)
+    ) -> tuple[Sequence[Tensor | None], object, Sequence[int], Sequence[int]]:
+        found, call = self._gradients(
+            options, grads, saved, needs, may_fall_back=may_fall_back, numbers=numbers, can_learn=can_learn
+        )
         module = _module()
         if call is None or module is None or not call.bound.plan.held:
             return found, None, (), ()
@@ -229,7 +243,7 @@ def recipe_of(call: RepeatableCall, module: ModuleType) -> Any:
     return recipes[call.layouts]
 
 
-def _data_of(call: RepeatableCall) -> dict[str, Any]:
+def _data_of(call: RepeatableCall) -> dict[str, object]:
     bound, plan = call.bound, call.bound.plan
     data = {
         "operands": len(bound.operands),
@@ -275,7 +289,7 @@ def _slot(device: int) -> handles.Slot:
     return handles.thread.slots[device]
 
 
-def _kernel(own: OwnKernel, pointers: Sequence[tuple[int, int, int]]) -> tuple[Any, ...]:
+def _kernel(own: OwnKernel, pointers: Sequence[tuple[int, int, int]]) -> tuple[object, ...]:
     def launch(fields: list[int], stream: int) -> None:
         own.kernel.launch(own.blocks, own.threads, array("Q", fields), stream)
 
