@@ -20,13 +20,16 @@ from cudnn_sdpa import graph_op
 from cudnn_sdpa.engine.launch import BoundPlan
 
 #: Examples whose forward calls take the Python way: with negative scales, pages that are gathered, sinks with decoding,
-#: and what FP8 makes or copies for a launch.
+#: what FP8 makes or copies for a launch, and backward passes that are called as functions.
 IN_PYTHON = {
     "sdpa_varlen, self-attention",
     "sdpa_paged, a chunk",
     "sdpa_paged, sinks, window",
     "sdpa_fp8, pages",
     "sdpa_fp8_backward, lengths",
+    "sdpa_backward",
+    "sdpa_backward, mask, some",
+    "sdpa_varlen_backward",
 }
 
 #: Examples whose backward calls are more than a launch.
