@@ -280,8 +280,9 @@ class BoundPlan:
                 out = None
         for output in outputs:
             addresses.append(output.data_ptr())
-        made = [allocate(*kernel.made) for kernel in self.kernels]
-        if made:
+        made: list[Tensor] = []
+        if self.kernels:
+            made = [allocate(*kernel.made) for kernel in self.kernels]
             addresses += [memory.data_ptr() for memory in made]
             for kernel, places in zip(self.kernels, self.kernel_pointers, strict=True):
                 kernel.launch([(place, addresses[slot] + offset) for place, slot, offset in places])
