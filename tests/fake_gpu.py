@@ -213,6 +213,7 @@ def gpu_on_the_cpu(compute: Compute | None = None) -> Iterator[None]:
     """
 
     def built(operation: GraphOp, key: PlanKey) -> FakePlan:
+        build._handle_for(key)  # which refuses to build while a CUDA graph is captured
         return FakePlan(key, compute or of_reference(operation))
 
     cached: dict[nvrtc.Kernel, CpuKernel] = {}
@@ -225,6 +226,7 @@ def gpu_on_the_cpu(compute: Compute | None = None) -> Iterator[None]:
         patch.setattr(nvrtc.Kernel, "on", lambda kernel, _: cached.setdefault(kernel, CpuKernel(kernel)))
         patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(handles, "build_handle", lambda _: None)
         patch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
         patch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
         patch.setattr(

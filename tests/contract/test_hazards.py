@@ -19,7 +19,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-from cudnn_sdpa import ArgumentError, DeviceError, LayoutError, UnsupportedError, explain, plan_cache
+from cudnn_sdpa import (
+    ArgumentError,
+    DeviceError,
+    LayoutError,
+    PlanBuildError,
+    UnsupportedError,
+    conv1d,
+    conv2d,
+    conv3d,
+    explain,
+    plan_cache,
+    sdpa,
+    sdpa_varlen,
+)
 
 # Grad mode.
 
@@ -422,6 +435,38 @@ def test_autocast_casts_attention(attention):
     assert call(call.tensors()).dtype == torch.bfloat16
 
 
+def test_autocast_casts_only_what_pytorch_casts(call):
+    """Attention and convolutions. Norms, gates, FP8, and queries on pages of another dtype keep theirs."""
+    tensors = call.tensors()
+    if call.precision is None and not call.is_attention:
+        tensors = {name: x.float() for name, x in tensors.items()}
+    dtype = call(tensors).dtype
+    casts = call.function in (sdpa, sdpa_varlen, conv1d, conv2d, conv3d)
+    for _ in range(4):
+        with torch.autocast("cpu", torch.float16):
+            out = call(tensors)
+        assert out.dtype == (torch.float16 if casts else dtype)
+        call.assert_out(out, tensors)
+        assert call(tensors).dtype == dtype
+
+
+def test_deterministic_algorithms_have_plans_of_their_own(call, deterministic_algorithms):
+    """Those of fused operations; attention has an option besides."""
+
+    def is_deterministic():
+        tensors = call.tensors(grad=True)
+        call.assert_out(call(tensors), tensors)
+        if call.differentiable:
+            call.assert_gradients(call.gradients(tensors), tensors)
+        return FakePlan.launched[-1].deterministic
+
+    is_fused = not call.is_attention and call.precision is None
+    for _ in range(3):
+        assert is_deterministic() is False
+        with deterministic_algorithms():
+            assert is_deterministic() is is_fused
+
+
 def test_deterministic_algorithms_are_heeded(attention, deterministic_algorithms):
     def run(**options):
         """The right results, of a plan that is deterministic or not."""
@@ -456,6 +501,31 @@ def test_negative_bits_are_heeded(call):
         given = {**tensors, name: torch._neg_view(-tensors[name])}
         assert given[name].is_neg()
         call.assert_out(call(given), tensors)
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_parts_of_a_conjugate_are_heeded(call):
+    """A conjugate is negated lazily, and so is its imaginary part; a complex tensor is refused."""
+    for name in call.inputs:
+        tensors = call.tensors()
+        if tensors[name].element_size() > 1:
+            dtype = torch.float32 if tensors[name].dtype == torch.float32 else torch.float16
+            tensors = {n: x.to(dtype) if x.dtype == tensors[name].dtype else x for n, x in tensors.items()}
+            conjugate = torch.complex(torch.zeros_like(tensors[name]), -tensors[name]).conj()
+            assert conjugate.imag.is_neg()
+            with right_or_refused(f"{name}: got "):
+                call.assert_out(call({**tensors, name: conjugate.imag}), tensors)
+        with pytest.raises((ArgumentError, UnsupportedError), match="complex"):
+            call({**tensors, name: tensors[name].to(torch.complex64).conj()})
+
+
+def test_zeros_without_memory_are_zeros_or_refused(call):
+    for name in call.inputs:
+        tensors = call.tensors()
+        zeros = torch._efficientzerotensor(tensors[name].shape, dtype=tensors[name].dtype)
+        with right_or_refused(f"{name}: got a tensor without memory"):
+            call.assert_out(call({**tensors, name: zeros}), {**tensors, name: torch.zeros_like(tensors[name])})
+        call.assert_out(call(tensors), tensors)
 
 
 def test_addresses_that_cannot_be_read_are_named(call):
@@ -559,6 +629,13 @@ def test_other_kinds_of_tensors_are_refused(call):
     for wrong in (nested, x.float().reshape(-1, x.shape[-1]).to_sparse_csr(), x.float().to_sparse(), x.tolist(), None):
         with pytest.raises((ArgumentError, TypeError)):
             call({**tensors, call.first: wrong})
+    call.assert_out(call(tensors), tensors)
+    for name in call.inputs:
+        x = tensors[name].float()
+        nested = [torch.nested.nested_tensor(list(x.unbind(0)))] if x.dim() > 1 else []
+        for wrong in (*nested, x.to_sparse()):
+            with pytest.raises((ArgumentError, TypeError)):
+                call({**tensors, name: wrong})
     call.assert_out(call(tensors), tensors)
 
 
@@ -686,6 +763,27 @@ def without_collector():
         yield
     finally:
         gc.enable()
+
+
+def test_captures_launch_known_plans_and_build_none(call, monkeypatch):
+    tensors = call.tensors(grad=True)
+    builds, is_known = plan_cache.info().builds, plan_cache.info().plans > 0
+    with monkeypatch.context() as capture:
+        capture.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        if is_known:
+            for _ in range(3):
+                call.assert_out(call(tensors), tensors)
+                if call.differentiable:
+                    call.assert_gradients(call.gradients(tensors), tensors)
+        else:
+            launched = len(FakePlan.launched)
+            with pytest.raises(PlanBuildError, match="while a CUDA graph is being captured"):
+                call(tensors)
+            assert len(FakePlan.launched) == launched
+        assert plan_cache.info().builds == builds
+    call.assert_out(call(tensors), tensors)
+    if call.differentiable:
+        call.assert_gradients(call.gradients(tensors), tensors)
 
 
 def test_threads_call_at_once(call):
