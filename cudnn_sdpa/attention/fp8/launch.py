@@ -200,7 +200,7 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
 
     if is_whole:
         return Prepared(run, plan)
-    launch = _RowsLaunch(bound, spec, rows)
+    launch = _PartOfRows(bound, spec, rows)
 
     def run_rows(call: Fp8BackwardArguments) -> Results:
         """As many launches as there are parts of the batch, of rows that see a key, perhaps padded."""
@@ -250,7 +250,7 @@ def _reader(call: Fp8BackwardArguments, spec: BackwardSpec) -> Callable[[Fp8Back
     return read
 
 
-class _RowsLaunch:
+class _PartOfRows:
     """A launch of the rows that see a key, padded on Hopper, into given outputs."""
 
     __slots__ = ("_bound", "_masked_rows", "_padding", "_rows")
