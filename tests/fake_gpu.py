@@ -195,7 +195,7 @@ class CpuKernel:
 # Public calls as on a GPU.
 
 
-def _everywhere(patch: pytest.MonkeyPatch, original: object, replacement: object) -> None:
+def everywhere(patch: pytest.MonkeyPatch, original: object, replacement: object) -> None:
     """Puts an object in place of another under whatever name a module of the package has it."""
     for name, module in list(sys.modules.items()):
         if name.startswith("cudnn_sdpa"):
@@ -205,24 +205,31 @@ def _everywhere(patch: pytest.MonkeyPatch, original: object, replacement: object
 
 
 @contextlib.contextmanager
-def gpu_on_the_cpu(compute: Compute | None = None) -> Iterator[None]:
+def gpu_on_the_cpu(
+    compute: Compute | None = None,
+    *,
+    plan_of: Callable[[PlanKey, Compute], Any] = FakePlan,
+    current_stream: Callable[[int], int] = lambda _: 0,
+    allocate: Callable[..., Tensor] = poisoned,
+    target: Target = TARGET,
+) -> Iterator[None]:
     """CPU tensors are on the first GPU, whose plans compute in plain PyTorch; the plan cache is empty at first.
 
     PyTorch's dispatcher brings calls on CPU tensors to what is registered for CUDA. Without `compute`, plans compute
     the reference of their graph function.
     """
 
-    def built(operation: GraphOp, key: PlanKey) -> FakePlan:
+    def built(operation: GraphOp, key: PlanKey) -> Any:
         build._handle_for(key)  # which refuses to build while a CUDA graph is captured
-        return FakePlan(key, compute or of_reference(operation))
+        return plan_of(key, compute or of_reference(operation))
 
     cached: dict[nvrtc.Kernel, CpuKernel] = {}
     operators = torch.library.Library("cudnn_sdpa", "IMPL")
     with pytest.MonkeyPatch.context() as patch, tensors_look_as_on_a_gpu():
-        _everywhere(patch, gpu_target.live_target, lambda _: TARGET)
-        _everywhere(patch, build.build_plan, built)
-        _everywhere(patch, plan.allocate, poisoned)
-        _everywhere(patch, plan.current_raw_stream, lambda _: 0)
+        everywhere(patch, gpu_target.live_target, lambda _: target)
+        everywhere(patch, build.build_plan, built)
+        everywhere(patch, plan.allocate, allocate)
+        everywhere(patch, plan.current_raw_stream, current_stream)
         patch.setattr(nvrtc.Kernel, "on", lambda kernel, _: cached.setdefault(kernel, CpuKernel(kernel)))
         patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

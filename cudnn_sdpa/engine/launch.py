@@ -14,6 +14,7 @@ from torch import Tensor
 from cudnn_sdpa.engine.memory import LOWEST, MISALIGNED, check_address, check_present, refuse_address
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import DeviceError
+from cudnn_sdpa.graph.handles import FILLED_BYTES
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.plans.cache import next_use
 from cudnn_sdpa.plans.nvrtc import Kernel
@@ -152,6 +153,8 @@ class BoundPlan:
         results: Layouts of the new tensors that it gives.
         kernels: Kernels that run before it.
         kernel_pointers: For each of them the addresses in its argument.
+        filled: Size of what they fill, if that may lie in the memory of the thread's slot; otherwise 0.
+        offsets: Where in that each of them fills what it fills.
         pointers: The addresses that it gets at each launch.
         template: The addresses of its operands and outputs, as far as they are always the same.
         aligned: The addresses that must be aligned.
@@ -168,10 +171,12 @@ class BoundPlan:
         "_memory",
         "_otherwise",
         "aligned",
+        "filled",
         "kernel_pointers",
         "kernels",
         "number_places",
         "numbers",
+        "offsets",
         "operands",
         "plan",
         "pointers",
@@ -222,6 +227,9 @@ class BoundPlan:
         self.kernel_pointers = [
             [pointer(place, x) for place, x in kernel.addresses.items() if x.of in slots] for kernel in self.kernels
         ]
+        self.offsets, self.filled = _side_by_side([kernel.made for kernel in self.kernels])
+        if self.filled > FILLED_BYTES or type(plan) is not Plan:  # one that is tuned launches many
+            self.filled = 0
         read = {name: Address(name) for name in self.operands if name not in additions.anywhere}
         for name, x in additions.addresses.items():
             if x.offset % ALIGNMENT and x.of in read:
@@ -280,12 +288,30 @@ class BoundPlan:
                 out = None
         for output in outputs:
             addresses.append(output.data_ptr())
-        made: list[Tensor] = []
         if self.kernels:
-            made = [allocate(*kernel.made) for kernel in self.kernels]
-            addresses += [memory.data_ptr() for memory in made]
+            self._launch_kernels(addresses, numbers)
+        else:
+            self._launch(addresses, numbers)
+        del tensors  # until now: their memory must not go to the plan's workspace
+        return outputs
+
+    def _launch_kernels(self, addresses: list[int], numbers: tuple[float, ...] | None) -> None:
+        """Launches the kernels and the plan, given the addresses of its operands and outputs."""
+        slot = self.plan.take_filled() if self.filled else None
+        try:
+            made = [] if slot else [allocate(*kernel.made) for kernel in self.kernels]
+            addresses += [slot.filled + at for at in self.offsets] if slot else [memory.data_ptr() for memory in made]
             for kernel, places in zip(self.kernels, self.kernel_pointers, strict=True):
-                kernel.launch([(place, addresses[slot] + offset) for place, slot, offset in places])
+                kernel.launch([(place, addresses[number] + offset) for place, number, offset in places])
+            self._launch(addresses, numbers)
+            del made  # not before: it must not go to the plan's workspace
+        finally:
+            if slot:
+                slot.taken[0] = 0
+
+    def _launch(self, addresses: Sequence[int], numbers: tuple[float, ...] | None) -> None:
+        """Launches the plan, given the addresses of everything."""
+        plan = self.plan
         pointers, memory = self.template[:], None  # of this call alone: many threads call at once
         for place, slot, offset in self.pointers:
             pointers[place] = addresses[slot] + offset
@@ -293,8 +319,7 @@ class BoundPlan:
             memory = self._with_numbers(numbers, pointers)
         plan.last_used = next_use()
         plan.launch(pointers)
-        del made, memory, tensors  # until now: their memory must not go to the plan's workspace
-        return outputs
+        del memory  # not before: cuDNN reads it at the launch
 
     def _readable(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """The operands, with copies of those that may be copied; refuses others that kernels cannot read."""
@@ -324,6 +349,20 @@ class BoundPlan:
         first = numbers.buffer_info()[0]
         for number, place in enumerate(self.number_places):
             pointers[place] = first + numbers.itemsize * number
+
+
+#: PyTorch's allocator begins memory at multiples of this.
+_APART = 512
+
+
+def _side_by_side(layouts: Sequence[Layout]) -> tuple[list[int], int]:
+    """Where tensors of these layouts lie in one piece of memory, in bytes, and its size."""
+    offsets, end = [], 0
+    for shape, stride, dtype in layouts:
+        offsets.append(end)
+        elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if all(shape) else 0
+        end += -(-elements * dtype.itemsize // _APART) * _APART
+    return offsets, end
 
 
 class PlainCall:

@@ -170,6 +170,7 @@ def _ways_of_silu_mul(arguments: Mapping[str, object]) -> Sequence[sharding.Way]
 @graph_op(
     reference=_silu_mul_reference,
     backward=_silu_mul_backward,
+    replays_backward=True,
     keeps_results=False,
     check=_check_silu,
     views=forward_views,

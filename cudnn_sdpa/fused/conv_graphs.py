@@ -214,6 +214,7 @@ def _dgrad_backward(
 @graph_op(
     reference=_dgrad_reference,
     backward=_dgrad_backward,
+    replays_backward=True,
     keeps_results=False,
     readable=_channels_last,
     views=_as_2d,
@@ -248,6 +249,7 @@ def _wgrad_backward(
 @graph_op(
     reference=_wgrad_reference,
     backward=_wgrad_backward,
+    replays_backward=True,
     keeps_results=False,
     readable=_channels_last,
     views=_as_2d,
@@ -295,6 +297,7 @@ def ways(_: Mapping[str, object]) -> Sequence[sharding.Way]:
 @graph_op(
     reference=_reference,
     backward=_backward,
+    replays_backward=True,
     keeps_results=False,
     check=check_call,
     readable=_channels_last,

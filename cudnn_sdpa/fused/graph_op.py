@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, overload
@@ -115,6 +115,7 @@ class GraphFunction(GraphOp):
         autocast: bool = False,
         materialize_grads: bool = True,
         shard: Mapping[str, int] | sharding.Ways | None = None,
+        replays_backward: bool = False,
     ) -> None:
         super().__init__(builder)
         if reference is None and outputs is None:
@@ -125,6 +126,7 @@ class GraphFunction(GraphOp):
         self.kept = keeps_results if isinstance(keeps_results, slice) else slice(None if keeps_results else 0)
         self.auxiliary, self.check, self.readable, self.views, self.reads = auxiliary, check, readable, views, reads
         self.autocast, self.materialize_grads = autocast, materialize_grads
+        self.replays_backward = replays_backward
         self.takes_needs = backward is not None and "needs" in inspect.signature(backward).parameters
         parameters = list(inspect.signature(builder).parameters.values())[1:]
         self.operands = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
@@ -536,8 +538,10 @@ class Saved:
         if len(returned) > 1 and self.function.materialize_grads:  # one of several may have no gradient
             ctx.like = [(x.shape, x.dtype, x.device) for x in returned]
 
-    def gradients(self, ctx: Any, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
-        """The gradients of the operands, from those of the results and what was saved."""
+    def gradients(
+        self, ctx: Any, grads: Sequence[Tensor | None], needs: tuple[bool, ...], watch: _Watch | None = None
+    ) -> Sequence[Tensor | None]:
+        """The gradients of the operands, from those of the results and what was saved; `watch` watches `backward`."""
         if not [grad for grad in grads if grad is not None]:
             return (None,) * len(needs)
         values: list[Value] = [None] * len(needs)
@@ -550,7 +554,8 @@ class Saved:
             values[place] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         given = tuple([self._given(ctx, place, grad) for place, grad in enumerate(grads)])
         results = saved[len(self._places) :]
-        found = torch_ops.gradients(self.function, given, values, results=results, static=self._static, needs=needs)
+        with nullcontext() if watch is None else watch.of_block():
+            found = torch_ops.gradients(self.function, given, values, results=results, static=self._static, needs=needs)
         return [x if need else None for x, need in zip(found, needs, strict=True)]
 
     def differentiation(self, values: tuple[Value, ...], results: Sequence[Layout]) -> Differentiation:
@@ -596,11 +601,12 @@ def _native_gradients(
     of, like, attempts = options
     context = _NativeContext(saved, numbers, like)
     # Results of inference mode do not tell whether they were written to.
-    if not can_learn or attempts.made >= MAX_ATTEMPTS or torch.is_inference_mode_enabled():
+    may_learn = can_learn and of.function.replays_backward and attempts.made < MAX_ATTEMPTS
+    if not may_learn or torch.is_inference_mode_enabled():
         return of.gradients(context, grads, needs), None
     attempts.made += 1
-    with _Watch.of_block() as watch:
-        found = of.gradients(context, grads, needs)
+    watch = _Watch()
+    found = of.gradients(context, grads, needs, watch)
     return found, _repeatable(watch.calls, [x for x, need in zip(found, needs, strict=True) if need])
 
 
@@ -624,10 +630,11 @@ class _Attempts:
         self.made = 0
 
 
-#: What neither reads the elements of a tensor nor writes them: attributes, layouts and views.
+#: What neither reads the elements of a tensor nor writes them: attributes, layouts and views. `data_ptr` is none of
+#: it: kernels of Triton's and others that are no functions of PyTorch ask for it.
 _HARMLESS = frozenset(
     (
-        *("__get__", "data_ptr", "dim", "element_size", "is_contiguous", "is_neg", "numel", "size", "stride"),
+        *("__get__", "dim", "element_size", "is_contiguous", "is_neg", "numel", "size", "stride"),
         *("flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view", "view_as"),
     )
 )
@@ -649,25 +656,26 @@ class _Watch(TorchFunctionMode):
         self.calls: list[_WatchedCall | None] = []
         self._looks_away = False
 
-    @classmethod
     @contextmanager
-    def of_block(cls) -> Iterator[_Watch]:
+    def of_block(self) -> Iterator[None]:
         """Watches a `with` statement."""
-        watch = cls()
-        cls._threads.watch = watch
-        cls.count += 1
+        before = _Watch.of_this_thread()
+        _Watch._threads.watch = self
+        _Watch.count += 1
         try:
-            with watch:
-                yield watch
+            with self:
+                yield
         finally:
-            cls.count -= 1
-            cls._threads.watch = None
+            _Watch.count -= 1
+            _Watch._threads.watch = before
 
     def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Notes a function of PyTorch's: it may read or write elements, which a launch alone would not."""
-        if not self._looks_away and function.__name__ not in _HARMLESS:
+        found = function(*args, **(kwargs or {}))
+        is_given = function.__name__ == "contiguous" and found is args[0]  # nothing was to be done
+        if not (self._looks_away or is_given or function.__name__ in _HARMLESS):
             self.calls.append(None)
-        return function(*args, **(kwargs or {}))
+        return found
 
     @contextmanager
     def looking_away(self) -> Iterator[None]:
@@ -793,6 +801,7 @@ def graph_op(
     autocast: bool = ...,
     materialize_grads: bool = ...,
     shard: Mapping[str, int] | sharding.Ways | None = ...,
+    replays_backward: bool = ...,
 ) -> Callable[[Callable[..., object]], GraphFunction]: ...
 
 
@@ -812,6 +821,7 @@ def graph_op(
     autocast: bool = False,
     materialize_grads: bool = True,
     shard: Mapping[str, int] | sharding.Ways | None = None,
+    replays_backward: bool = False,
 ) -> GraphFunction | Callable[[Callable[..., object]], GraphFunction]:
     """Makes a function of tensors from a function that builds a cuDNN graph.
 
@@ -834,9 +844,8 @@ def graph_op(
             given, it is also run on meta tensors to get the shapes, strides and dtypes of the results.
         outputs: Returns empty tensors like the results, for the same arguments.
         backward: `backward(grads, operands, results, **options)` returns one gradient for each operand, None where
-            there is none. It may call other graph functions, and must depend on nothing but its arguments, too: if all
-            it does is one call of a graph function, later passes launch that alone. A keyword-only parameter `needs`
-            gets which operands require a gradient. Without `backward`, operands must not require grad.
+            there is none. It may call other graph functions. A keyword-only parameter `needs` gets which operands
+            require a gradient. Without `backward`, operands must not require grad.
         keeps_results: Whether `backward` gets the results. Otherwise `results` is empty, less memory is saved, and the
             results may be modified in place. A slice says which it gets: `slice(1, None)` all but the first.
         auxiliary: How many of the results, the last ones, are for `backward` alone, such as the statistics of a norm:
@@ -856,6 +865,11 @@ def graph_op(
             dimensions that a rank needs whole: `{"x": 1}` for rows of x. They are sharded alike, in any other
             dimension, and so are the results. The other operands are replicated, and their gradients are `Partial()`.
             None refuses DTensors.
+        replays_backward: Whether a backward pass may replay the launch of an earlier one: if all that `backward` did
+            was one call of a graph function, like passes launch that in C++ and do not call `backward`. Set it only if
+            what `backward` calls depends on layouts, options and numbers alone, and if it has no other effect. What
+            PyTorch's functions and other graph functions do besides is noticed, but not what Python's variables,
+            extension modules, compiled functions or kernels of your own do.
 
     Returns:
         The function; or a decorator that makes it.
@@ -890,5 +904,6 @@ def graph_op(
         autocast=autocast,
         materialize_grads=materialize_grads,
         shard=shard,
+        replays_backward=replays_backward,
     )
     return make if builder is None else make(builder)

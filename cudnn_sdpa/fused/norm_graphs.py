@@ -197,6 +197,7 @@ def check_activation(activation: object) -> None:
 @graph_op(
     reference=_rms_reference,
     backward=_rms_backward,
+    replays_backward=True,
     keeps_results=slice(1, None),
     auxiliary=1,
     check=_check_rms,
@@ -292,6 +293,7 @@ def _check_layer(x: Tensor, weight: Tensor, bias: Tensor, eps: object, *, trains
 @graph_op(
     reference=_layer_reference,
     backward=_layer_backward,
+    replays_backward=True,
     keeps_results=slice(1, None),
     auxiliary=2,
     check=_check_layer,

@@ -206,7 +206,7 @@ def function_digest(*functions: object) -> str:
             name = getattr(function, "__name__", "")
             is_pytorch = function is None or getattr(torch.nn.functional, name, getattr(torch, name, None)) is function
             digest.update((f"{name}" if is_pytorch else uuid.uuid4().hex).encode())
-        elif function.__module__.partition(".")[0] == __name__.partition(".")[0]:
+        elif (function.__module__ or "").partition(".")[0] == __name__.partition(".")[0]:
             digest.update(_source(function.__code__).encode())  # the package's version covers the rest
         else:
             try:

@@ -19,36 +19,59 @@ from cudnn_sdpa.graph.backend import Handle
 #: plans need 256 bytes; those of single queries up to half of this.
 SCRATCH_BYTES = 1 << 20
 
+#: Size of a slot's memory for what the library's own kernels fill before a plan reads it, also on the default stream.
+FILLED_BYTES = 1 << 18
+
 
 class Slot:
-    """A handle, the stream that it was last bound to, and scratch memory for the default stream.
+    """A handle, the stream that it was last bound to, and memory for launches on the default stream.
 
     A slot belongs to one thread, which launches in order, and the default stream runs in order, so no two launches use
     the scratch memory at once. The default stream is never captured and uses no graph's memory pool; on other streams
-    every launch allocates its workspace.
+    every launch allocates its memory.
+
+    What kernels fill must last until the plan has read it. Between their launch and the plan's, the same thread may
+    begin another call: a signal handler's, or a finalizer's that the garbage collector runs. So that memory is taken
+    and given back, and a call that finds it taken allocates its own.
 
     Attributes:
         raw: The `cudnnHandle_t`.
         stream: The stream it is bound to.
-        scratch: Address of the scratch memory.
+        scratch: Address of the scratch memory, which is a workspace.
+        filled: Address of the memory that kernels fill; 0 before it is first needed.
+        taken: One byte: whether a call that is being launched has taken that.
     """
 
-    __slots__ = ("_workspace", "handle", "raw", "scratch", "stream")
+    __slots__ = ("_filled", "_workspace", "filled", "handle", "raw", "scratch", "stream", "taken")
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
         self.raw = backend.raw_handle(handle)
         self.stream = -1
-        self.scratch = 0
+        self.scratch = self.filled = 0
+        self.taken = bytearray(1)  # for native code, which needs no attribute to see it
         self._workspace: torch.Tensor | None = None
+        self._filled: torch.Tensor | None = None
 
     def bind(self, stream: int) -> None:
         """Binds the handle to `stream`, the current stream of the current device."""
         if stream == 0 and self._workspace is None:
-            self._workspace = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device="cuda")
+            self._workspace = _memory(SCRATCH_BYTES)
             self.scratch = self._workspace.data_ptr()
         backend.set_stream(self.handle, stream)
         self.stream = stream  # last, so that the next launch retries what fails above
+
+    def make_filled(self) -> int:
+        """The address of the memory that kernels fill, allocated now. The default stream must be the current one."""
+        if self._filled is None:
+            self._filled = _memory(FILLED_BYTES)
+            self.filled = self._filled.data_ptr()
+        return self.filled
+
+
+def _memory(size: int) -> torch.Tensor:
+    """Memory on the current device, for its current stream."""
+    return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
 # Slots of finished threads by device, and all slots ever made. Only single atomic list operations touch them: the

@@ -68,8 +68,9 @@ def capacity_from_environment() -> int:
 #: Seconds to let running launches finish when the interpreter exits; microseconds usually suffice.
 _END_SECONDS = 0.05
 
-#: Next use number, kept in `Plan.last_used`: atomic, it orders plans by use and counts uses.
-next_use = itertools.count().__next__
+#: Numbers of uses, kept in `Plan.last_used`: atomic, they order plans by use and count uses.
+uses = itertools.count()
+next_use = uses.__next__
 
 
 class Table(Protocol):

@@ -110,24 +110,37 @@ class Plan:
         device = self.device
         stream = current_raw_stream(device)
         slot = handles.thread.slots[device]
-        if slot.stream != stream:
-            slot.bind(stream)
         if stream and torch._C._cuda_isCurrentStreamCapturing():  # a capture is never on the default stream
             self._keep_for_graphs()
-        size = self.workspace
-        if stream == 0 and size <= SCRATCH_BYTES:
-            workspace = slot.scratch  # saves an allocation, 0.9 µs
-        elif size:
+        size = workspace = 0 if stream == 0 and self.workspace <= SCRATCH_BYTES else self.workspace
+        if size:
             allocated = allocate((size,), (1,), torch.uint8)
             workspace = allocated.data_ptr()
-        else:
-            workspace = 0
+        if slot.stream != stream:  # after that: what an allocation frees may launch something on another stream
+            slot.bind(stream)
+        if stream == 0 and not size:
+            workspace = slot.scratch  # saves an allocation, 0.9 µs
         # Local to this call: many threads launch a plan at once.
         operands = pointers if type(pointers) is array else array("Q", pointers)
         try:  # positional, as the frontend's compiled function takes them: see `backend.Execute`
             self._execute(operands.buffer_info()[0], self._count, workspace, slot.raw, -1)
         except RuntimeError as error:
             self.refuse(error)
+
+    def take_filled(self) -> handles.Slot | None:
+        """Takes the memory that kernels fill before a launch; None if the call must allocate its own.
+
+        The caller sets `taken[0]` of the slot to 0 once the plan is launched.
+        """
+        if current_raw_stream(self.device):
+            return None
+        slot = handles.thread.slots[self.device]
+        if slot.taken[0]:
+            return None
+        if not slot.filled:
+            slot.make_filled()
+        slot.taken[0] = 1
+        return slot
 
     def refuse(self, error: RuntimeError) -> NoReturn:
         """Raises the error of a launch that cuDNN has refused."""

@@ -282,7 +282,8 @@ def test_every_option_of_user_graphs_is_drawn():
     graphs = [x for x in vars(generators).values() if isinstance(x, GraphFunction)]
     drawn = {*("builder", "reference", "outputs", "backward", "keeps_results")}
     drawn_with_the_fused_operations = {
-        *("auxiliary", "check", "readable", "views", "reads", "autocast", "materialize_grads")
+        *("auxiliary", "check", "readable", "views", "reads", "autocast", "materialize_grads"),
+        "replays_backward",
     }
     assert set(inspect.signature(GraphFunction).parameters) == drawn | drawn_with_the_fused_operations
     assert {str(graph.kept) for graph in graphs} == {str(slice(None)), str(slice(0))}

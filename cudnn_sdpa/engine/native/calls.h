@@ -29,6 +29,7 @@ struct Calls {
 };
 
 inline constexpr size_t most_known = 8192;
+inline constexpr size_t most_arguments = 64;  // a bit of `Special::marked` for each
 
 inline PyObject* missed = nullptr;           // what `Calls` gives for a call that it does not know
 inline PyObject* forward_ad = nullptr;       // the namespace of torch.autograd.forward_ad
@@ -62,6 +63,7 @@ inline void differentiate(
   }
   auto node = Nodes<NodePointer>::make<Gradient>(of, may_fall_back, std::move(numbers));
   torch::autograd::edge_list edges;
+  edges.reserve(of->differentiable.size());
   for (const int place : of->differentiable) {
     edges.push_back(
         place < 0 ? torch::autograd::Edge() : torch::autograd::impl::gradient_edge(THPVariable_Unpack(arguments[place])));
@@ -78,7 +80,7 @@ inline void differentiate(
 
 inline PyObject* run(const Calls* self, PyObject* const* arguments, size_t positional, PyObject* names) {
   const size_t count = positional + (names == nullptr ? 0 : PyTuple_GET_SIZE(names));
-  if (count > 64) return nullptr;
+  if (count > most_arguments) return nullptr;
   Words words;
   if (!describe_call(arguments, positional, names, self->special, words)) return nullptr;
   const auto found = self->known->find(hash_of(words));
@@ -88,7 +90,7 @@ inline PyObject* run(const Calls* self, PyObject* const* arguments, size_t posit
   for (size_t slot = 0; slot < known->operands.size(); ++slot) {
     addresses[slot] = address_of(THPVariable_Unpack(arguments[known->operands[slot]]));
   }
-  double numbers[most_operands];
+  double numbers[most_arguments];
   for (size_t number = 0; number < known->numbers.size(); ++number) {
     numbers[number] = PyFloat_AS_DOUBLE(arguments[known->numbers[number]]);
   }
@@ -134,7 +136,8 @@ inline PyObject* calls_learn(PyObject* self_, PyObject* given) {
   known->returned = py::cast<std::vector<size_t>>(items[6]);
   known->is_tuple = py::cast<bool>(items[7]);
   if (!items[8].is_none()) known->differentiation = py::cast<std::shared_ptr<Differentiation>>(items[8]);
-  if (all.size() > 64 || known->operands.size() != known->recipe->operands) Py_RETURN_FALSE;
+  if (all.size() > most_arguments || known->operands.size() != known->recipe->operands) Py_RETURN_FALSE;
+  if (known->operands.empty() || (!known->is_tuple && known->returned.size() != 1)) Py_RETURN_FALSE;
   if (!describe_call(all.data(), arguments.size(), options.empty() ? nullptr : names.ptr(), self->special, known->words)) {
     Py_RETURN_FALSE;
   }

@@ -6,6 +6,7 @@ where the tensors are among the caller's arguments, and what computes its gradie
 
 from __future__ import annotations
 
+import logging
 import weakref
 from array import array
 from collections.abc import Mapping, Sequence
@@ -20,13 +21,15 @@ from cudnn_sdpa.engine.launch import BoundPlan, Layout, OwnKernel
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.plans import plan as plans
-from cudnn_sdpa.plans.cache import next_use, plan_cache
+from cudnn_sdpa.plans.cache import plan_cache, uses
 from cudnn_sdpa.plans.plan import Plan
+
+_log = logging.getLogger("cudnn_sdpa")
 
 #: What `NativeCalls.find` gives for a call that the module does not know.
 MISSED = object()
 
-_ALLOCATE = plans.allocate  #: in place of which tests put their own
+_ALLOCATORS = (plans.allocate,)  #: PyTorch's own; tests put others in its place wherever a module has it
 
 
 class Gradients(Protocol):
@@ -159,6 +162,8 @@ class NativeCalls:
         if len(numbers) != len(call.bound.numbers) and numbers:
             return False
         recipe = recipe_of(call, module)
+        if recipe is None:
+            return False
         known = table.learn(
             tuple(arguments), dict(options), recipe, plan, operands, numbers, call.returned, not call.is_single, of
         )
@@ -232,14 +237,19 @@ class _Gradients:
         operands = [places.get(id(x), -1) for x in call.tensors]
         if -1 in operands or len(places) < len(given):  # in other calls, two that are one here may be two
             return found, None, (), ()
-        return found, recipe_of(call, module), operands, call.returned
+        recipe = recipe_of(call, module)
+        return (found, None, (), ()) if recipe is None else (found, recipe, operands, call.returned)
 
 
-def recipe_of(call: RepeatableCall, module: ModuleType) -> Any:
-    """The native form of a call's bound plan, which the bound plan keeps."""
+def recipe_of(call: NativeLaunch, module: ModuleType) -> Any:
+    """The native form of a call's bound plan, which the bound plan keeps; None if the module cannot launch it."""
     recipes = call.bound.recipes
     if call.layouts not in recipes:
-        recipes[call.layouts] = module.Recipe(_data_of(call))
+        try:
+            recipes[call.layouts] = module.Recipe(_data_of(call))
+        except ValueError as error:  # more operands, or a kernel with more fields, than it has room for
+            _log.debug("%s is launched in Python: %s", call.bound.plan.key.name, error)
+            recipes[call.layouts] = None
     return recipes[call.layouts]
 
 
@@ -250,6 +260,8 @@ def _data_of(call: RepeatableCall) -> dict[str, object]:
         "aligned": bound.aligned,
         "results": [_as_lists(layout) for layout in call.layouts or bound.results],
         "buffers": [_as_lists(kernel.made) for kernel in bound.kernels],
+        "filled": bound.filled,
+        "offsets": bound.offsets,
         "kernels": [_kernel(*each) for each in zip(bound.kernels, bound.kernel_pointers, strict=True)],
         "pointers": list(bound.template),
         "places": bound.pointers,
@@ -259,11 +271,11 @@ def _data_of(call: RepeatableCall) -> dict[str, object]:
         "device": plan.device,
         "plan": plan,
         "launch": plan.launch,
-        "next_use": next_use,
+        "uses": uses,
     }
     if torch.cuda.device_count() > 1:
         data["current_device"] = plans.current_device
-    if plans.allocate is not _ALLOCATE:
+    if plans.allocate not in _ALLOCATORS:
         data["allocate"] = plans.allocate
     if type(plan) is Plan:
         data |= {

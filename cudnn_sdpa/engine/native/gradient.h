@@ -81,7 +81,9 @@ struct Differentiation {
 
 struct Gradient : public Node {
   Gradient(std::shared_ptr<const Differentiation> of, bool may_fall_back, std::vector<double> numbers)
-      : of_(std::move(of)), may_fall_back_(may_fall_back), numbers_(std::move(numbers)) {}
+      : of_(std::move(of)), may_fall_back_(may_fall_back), numbers_(std::move(numbers)) {
+    saved_.reserve(of_->saved.size() + of_->last_result - of_->first_result);
+  }
 
   std::string name() const override {
     return of_->name;
@@ -221,6 +223,8 @@ struct Gradient : public Node {
       for (const auto& place : py::cast<std::vector<int>>(given_back[2])) {
         found_out.operands.push_back(place_among_tensors(place, grads));
       }
+      const auto recipe = found_out.recipe.lock();
+      if (recipe == nullptr || found_out.operands.empty() || found_out.operands.size() != recipe->operands) return;
       *of_->last = std::move(found_out);  // at once: Python may let another thread in
     }
   }

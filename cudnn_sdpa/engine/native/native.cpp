@@ -52,14 +52,16 @@ Plan plan_of(const py::dict& given) {
   Plan plan;
   plan.python = given["plan"];
   plan.launch_in_python = given["launch"];
-  plan.next_use = given["next_use"], plan.last_used = py::str("last_used");
+  plan.uses = given["uses"], plan.last_used = py::str("last_used");
+  if (!PyIter_Check(plan.uses.ptr())) throw std::invalid_argument("uses that are not counted");
   plan.execute = get(given, "execute");
   if (!plan.execute) return plan;
   plan.slots = given["slots"], plan.capturing = given["capturing"];
   plan.keep = given["keep"], plan.refused = given["refused"];
   plan.device = given["device"], plan.count = given["count"], plan.no_overrides = py::int_(-1);
   plan.of_stream = py::str("stream"), plan.of_raw = py::str("raw");
-  plan.of_scratch = py::str("scratch"), plan.bind = py::str("bind");
+  plan.of_scratch = py::str("scratch"), plan.of_taken = py::str("taken");
+  plan.bind = py::str("bind"), plan.make_filled = py::str("make_filled");
   plan.device_number = py::cast<int64_t>(plan.device), plan.scratch = py::cast<int64_t>(given["scratch"]);
   plan.workspace = layout_of(given["workspace"]);
   return plan;
@@ -71,6 +73,9 @@ std::shared_ptr<Recipe> recipe_of(const py::dict& given) {
   recipe->aligned = pointers_of(given["aligned"]);
   recipe->results = layouts_of(given["results"]);
   recipe->buffers = layouts_of(given["buffers"]);
+  recipe->offsets = py::cast<std::vector<uint64_t>>(given["offsets"]);
+  recipe->may_take = py::cast<uint64_t>(given["filled"]) > 0;
+  if (recipe->offsets.size() != recipe->buffers.size()) throw std::invalid_argument("a buffer without an offset");
   for (const auto& kernel : py::sequence(given["kernels"])) {
     recipe->kernels.push_back(kernel_of(kernel));
     if (recipe->kernels.back().fields.size() > most_fields) throw std::invalid_argument("a kernel of too many fields");

@@ -56,16 +56,38 @@ inline py::list list_of(const uint64_t* words, size_t count) {
   return list;
 }
 
-// The slot of this thread on a device: its cuDNN handle and what that is bound to. Slots live as long as the process, and
-// one belongs to a thread as long as Python knows the thread by the same number.
+// The slot of this thread on a device: its cuDNN handle, what that is bound to, and memory for launches on the default
+// stream. One slot belongs to a thread as long as Python knows the thread by the same number.
 struct OwnSlot {
   uint64_t thread = 0;
   int64_t device = -1;
   PyObject* slot = nullptr;
   PyObject* raw = nullptr;      // the handle
-  PyObject* scratch = nullptr;  // address of memory for launches on the default stream
+  PyObject* taken = nullptr;    // one byte: whether a call under way has taken the memory that kernels fill
+  PyObject* scratch = nullptr;  // address of the scratch memory
+  uint64_t filled = 0;          // address of the memory that kernels fill
 };
 inline thread_local OwnSlot own_slot;
+
+// The memory that kernels fill, taken until the end of a launch.
+class Taken {
+ public:
+  Taken() = default;
+  Taken(const Taken&) = delete;
+  Taken& operator=(const Taken&) = delete;
+
+  ~Taken() {
+    if (byte_) *PyByteArray_AS_STRING(byte_.ptr()) = 0;
+  }
+
+  void take(PyObject* byte) {
+    byte_ = py::reinterpret_borrow<py::object>(byte);
+    *PyByteArray_AS_STRING(byte) = 1;
+  }
+
+ private:
+  py::object byte_;
+};
 
 inline at::Tensor empty(const Layout& layout, at::Device on, const py::object& allocate) {
   if (allocate) {
@@ -85,40 +107,39 @@ struct Plan {
   py::object execute;           // the frontend's, with an array of raw pointers
   py::object slots;             // gives this thread's slot
   py::object capturing;         // whether a CUDA graph is being captured
-  py::object next_use, last_used, keep, refused;
+  py::object uses;              // counts the uses of plans
+  py::object last_used, keep, refused;
   py::object device, count, no_overrides;
-  py::object of_stream, of_raw, of_scratch, bind;  // names of a slot's attributes
+  py::object of_stream, of_raw, of_scratch, of_taken, bind, make_filled;  // names of a slot's attributes
   int64_t device_number, scratch;
   Layout workspace;
 
   // `current` is PyTorch's current stream.
   void launch(uint64_t* pointers, size_t number, at::Device on, const py::object& allocate, const py::object& current) const {
-    const auto use = checked(PyObject_CallNoArgs(next_use.ptr()));
+    const auto use = checked(PyIter_Next(uses.ptr()));  // numbers without end
     if (PyObject_SetAttr(python.ptr(), last_used.ptr(), use.ptr()) < 0) throw py::error_already_set();
     if (!execute) {
       launch_in_python(list_of(pointers, number));
       return;
     }
+    // Held here: what Python frees may launch something on another device.
     const auto& own = slot();
-    const auto bound = checked(PyObject_GetAttr(own.slot, of_stream.ptr()));
+    const auto of_thread = py::reinterpret_borrow<py::object>(own.slot), handle = py::reinterpret_borrow<py::object>(own.raw);
+    const bool is_default = is_default_stream(current);
+    if (!is_default && checked(PyObject_CallNoArgs(capturing.ptr())).ptr() == Py_True) keep();
+    const bool is_scratch = is_default && workspace.sizes[0] <= scratch;
+    at::Tensor memory;  // of the workspace, until the launch
+    if (!is_scratch && workspace.sizes[0]) memory = empty(workspace, on, allocate);
+    const auto bound = checked(PyObject_GetAttr(of_thread.ptr(), of_stream.ptr()));
     const int differs = PyObject_RichCompareBool(bound.ptr(), current.ptr(), Py_NE);
     if (differs < 0) throw py::error_already_set();
-    if (differs) {
-      PyObject* binding[] = {own.slot, current.ptr()};
+    if (differs) {  // after that: what an allocation frees may launch something on another stream
+      PyObject* binding[] = {of_thread.ptr(), current.ptr()};
       checked(PyObject_VectorcallMethod(bind.ptr(), binding, 2, nullptr));
     }
-    const bool is_default = PyObject_IsTrue(current.ptr()) == 0;
-    if (!is_default && checked(PyObject_CallNoArgs(capturing.ptr())).ptr() == Py_True) keep();
-    at::Tensor memory;  // of the workspace, until the launch
-    py::object address;
-    if (is_default && workspace.sizes[0] <= scratch) {
-      address = scratch_of();
-    } else {
-      if (workspace.sizes[0]) memory = empty(workspace, on, allocate);
-      address = py::int_(memory.defined() ? address_of(memory) : 0);
-    }
+    const py::object address = is_scratch ? scratch_of(of_thread) : py::int_(memory.defined() ? address_of(memory) : 0);
     const py::int_ array(reinterpret_cast<uint64_t>(pointers));
-    PyObject* arguments[] = {array.ptr(), count.ptr(), address.ptr(), own.raw, no_overrides.ptr()};
+    PyObject* arguments[] = {array.ptr(), count.ptr(), address.ptr(), handle.ptr(), no_overrides.ptr()};
     PyObject* done = PyObject_Vectorcall(execute.ptr(), arguments, 5, nullptr);
     if (done == nullptr) {
       if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) throw py::error_already_set();
@@ -129,26 +150,55 @@ struct Plan {
     Py_DECREF(done);
   }
 
+  // The address of the memory that kernels fill, which is then taken; 0 if the call must allocate its own. See
+  // `Plan.take_filled`, which does the same in Python.
+  uint64_t take_filled(const py::object& current, Taken& taken) const {
+    if (!execute || !is_default_stream(current)) return 0;
+    auto* own = &slot();
+    if (*PyByteArray_AS_STRING(own->taken)) return 0;
+    if (!own->filled) {
+      const auto of_thread = py::reinterpret_borrow<py::object>(own->slot);
+      PyObject* given[] = {of_thread.ptr()};
+      const auto made = checked(PyObject_VectorcallMethod(make_filled.ptr(), given, 1, nullptr));
+      own = &slot();  // again, as after all that runs Python
+      if (*PyByteArray_AS_STRING(own->taken)) return 0;
+      own->filled = py::cast<uint64_t>(made);
+    }
+    taken.take(own->taken);
+    return own->filled;
+  }
+
  private:
-  const OwnSlot& slot() const {
+  static bool is_default_stream(const py::object& current) {
+    const int is_other = PyObject_IsTrue(current.ptr());
+    if (is_other < 0) throw py::error_already_set();
+    return !is_other;
+  }
+
+  OwnSlot& slot() const {
     const uint64_t thread = PyThreadState_GetID(PyThreadState_Get());
     auto& own = own_slot;
     if (own.thread != thread || own.device != device_number) {
       const auto found = slots(device);
-      const auto raw = checked(PyObject_GetAttr(found.ptr(), of_raw.ptr()));
-      Py_XDECREF(own.slot);
-      Py_XDECREF(own.raw);
-      Py_CLEAR(own.scratch);
-      own.slot = Py_NewRef(found.ptr());
-      own.raw = Py_NewRef(raw.ptr());
-      own.thread = thread, own.device = device_number;
+      auto raw = checked(PyObject_GetAttr(found.ptr(), of_raw.ptr()));
+      auto taken = checked(PyObject_GetAttr(found.ptr(), of_taken.ptr()));
+      if (!PyByteArray_CheckExact(taken.ptr()) || PyByteArray_GET_SIZE(taken.ptr()) != 1) {
+        throw std::invalid_argument("a slot whose memory cannot be taken");
+      }
+      OwnSlot before = own;  // freed when the new one is whole
+      own = {thread, device_number, found.inc_ref().ptr(), raw.release().ptr(), taken.release().ptr()};
+      Py_XDECREF(before.slot);
+      Py_XDECREF(before.raw);
+      Py_XDECREF(before.taken);
+      Py_XDECREF(before.scratch);
     }
     return own;
   }
 
   // Known once the slot has been bound to the default stream.
-  py::object scratch_of() const {
+  py::object scratch_of(const py::object& of_thread) const {
     auto& own = own_slot;
+    if (own.slot != of_thread.ptr()) return checked(PyObject_GetAttr(of_thread.ptr(), of_scratch.ptr()));
     if (own.scratch == nullptr) own.scratch = PyObject_GetAttr(own.slot, of_scratch.ptr());
     if (own.scratch == nullptr) throw py::error_already_set();
     return py::reinterpret_borrow<py::object>(own.scratch);
@@ -162,6 +212,8 @@ struct Recipe {
   size_t operands;
   std::vector<Pointer> aligned;   // addresses that kernels read in words of 16 bytes; `place` is not used
   std::vector<Layout> results, buffers;
+  bool may_take;                  // whether the memory of the thread's slot may serve as the buffers
+  std::vector<uint64_t> offsets;  // theirs in it
   std::vector<OwnKernel> kernels;
   std::vector<uint64_t> pointers;
   std::vector<Pointer> places;
@@ -189,13 +241,15 @@ struct Recipe {
       found.push_back(empty(layout, on, allocate));
       slots[slot++] = address_of(found.back());
     }
-    Results made;  // lives until the launch
-    for (const auto& layout : buffers) {
-      made.push_back(empty(layout, on, allocate));
-      slots[slot++] = address_of(made.back());
-    }
     PyObject* of_device[] = {device.ptr()};
     const auto current = checked(PyObject_Vectorcall(stream.ptr(), of_device, 1, nullptr));
+    Results made;  // the buffers, until the launch
+    Taken taken;   // or memory in which they lie
+    const uint64_t filled = may_take ? plan.take_filled(current, taken) : 0;
+    for (size_t buffer = 0; buffer < buffers.size(); ++buffer) {
+      if (!filled) made.push_back(empty(buffers[buffer], on, allocate));
+      slots[slot++] = filled ? filled + offsets[buffer] : address_of(made.back());
+    }
     for (const auto& kernel : kernels) run_kernel(kernel, slots, current);
     c10::SmallVector<uint64_t, 48> words(pointers.begin(), pointers.end());
     for (const auto& pointer : places) words[pointer.place] = slots[pointer.slot] + pointer.offset;

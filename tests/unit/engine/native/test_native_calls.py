@@ -5,6 +5,7 @@ What may stand between any call and its plan is tested by `tests/contract`, whic
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
@@ -168,7 +169,7 @@ def fake_gpu() -> Iterator[None]:
 @pytest.mark.usefixtures("fake_gpu")
 class TestBackwardPassesThatAreRepeated:
     def test_one_launch_is(self, launches_in_python):
-        operation = graph_op(reference=lambda x: x + x, backward=one_launch)(twice)
+        operation = graph_op(reference=lambda x: x + x, backward=one_launch, replays_backward=True)(twice)
         learned(operation)
         launches_in_python.clear()
         found, grad_out = learned(operation, calls=0)
@@ -176,13 +177,15 @@ class TestBackwardPassesThatAreRepeated:
         assert torch.equal(found, 2 * grad_out)
 
     def test_not_where_a_number_decides(self):
-        operation = graph_op(reference=lambda x, s: x * s, backward=by_number)(lambda g, x, s: g.mul(a=x, b=s))
+        operation = graph_op(reference=lambda x, s: x * s, backward=by_number, replays_backward=True)(
+            lambda g, x, s: g.mul(a=x, b=s)
+        )
         learned(operation, 2.0)
         found, grad_out = learned(operation, -2.0, calls=0)
         assert torch.equal(found, grad_out.square())
 
     def test_not_where_elements_decide(self):
-        operation = graph_op(reference=lambda x: x + x, backward=by_elements)(twice)
+        operation = graph_op(reference=lambda x: x + x, backward=by_elements, replays_backward=True)(twice)
         grad_out = torch.randn(4, 128)
         for sign in (1, 1, 1, 1, 1, 1, -1):
             x = (sign * (1 + torch.rand(4, 128))).requires_grad_()
@@ -190,14 +193,14 @@ class TestBackwardPassesThatAreRepeated:
             assert torch.equal(found, 2 * grad_out if sign == 1 else grad_out.square())
 
     def test_not_where_more_is_done(self):
-        found, grad_out = learned(graph_op(reference=lambda x: x + x, backward=in_place)(twice))
+        found, grad_out = learned(graph_op(reference=lambda x: x + x, backward=in_place, replays_backward=True)(twice))
         assert torch.equal(found, 6 * grad_out)
 
     def test_gradients_that_were_one_tensor_may_be_two(self):
         def backward(grads, operands, results):  # noqa: ARG001
             return sum_and_difference(*grads)
 
-        operation = graph_op(reference=lambda a, b: (a + b, a - b), backward=backward)(both)
+        operation = graph_op(reference=lambda a, b: (a + b, a - b), backward=backward, replays_backward=True)(both)
         for of_sum, of_difference in [(torch.randn(4, 128),) * 2] * 6 + [tuple(torch.randn(2, 4, 128))]:
             a, b = leaf(), leaf()
             found = torch.autograd.grad(operation(a, b), (a, b), (of_sum, of_difference))
@@ -205,19 +208,84 @@ class TestBackwardPassesThatAreRepeated:
             assert torch.equal(found[1], of_sum - of_difference)
 
     def test_a_result_without_gradient(self):
-        operation = graph_op(reference=lambda x: (x * x, x + x), backward=of_given, materialize_grads=False)(
-            lambda g, x: (g.mul(a=x, b=x), g.add(a=x, b=x))
-        )
+        operation = graph_op(
+            reference=lambda x: (x * x, x + x), backward=of_given, materialize_grads=False, replays_backward=True
+        )(lambda g, x: (g.mul(a=x, b=x), g.add(a=x, b=x)))
         for which in (1, 1, 1, 1, 1, 1, 0, 1):
             x, grad_out = leaf(), torch.randn(4, 128)
             (found,) = torch.autograd.grad(operation(x)[which], x, grad_out)
             assert torch.equal(found, 2 * grad_out if which else grad_out.square())
 
     def test_in_inference_mode(self):
-        operation = graph_op(reference=lambda x: x + x, backward=one_launch)(twice)
+        operation = graph_op(reference=lambda x: x + x, backward=one_launch, replays_backward=True)(twice)
         for _ in range(6):
             x, grad_out = leaf(), torch.randn(4, 128)
             out = operation(x)
             with torch.inference_mode():
                 out.backward(grad_out)
             assert torch.equal(x.grad, 2 * grad_out)
+
+    def test_what_copies_nothing_is_nothing(self, launches_in_python):
+        def backward(grads, operands, results):  # noqa: ARG001
+            return (double(grads[0].contiguous()),)
+
+        operation = graph_op(reference=lambda x: x + x, backward=backward, replays_backward=True)(twice)
+        learned(operation)
+        launches_in_python.clear()
+        found, grad_out = learned(operation, calls=0)
+        assert not launches_in_python
+        assert torch.equal(found, 2 * grad_out)
+        x, grad_out = leaf(), torch.randn(128, 4).t()
+        (found,) = torch.autograd.grad(operation(x), x, grad_out)
+        assert torch.equal(found, 2 * grad_out)
+
+    def test_not_where_a_kernel_asks_for_an_address(self):
+        """As one of Triton's does, which is no function of PyTorch."""
+
+        def backward(grads, operands, results):  # noqa: ARG001
+            triple(grads[0].data_ptr(), grads[0].numel())
+            return (double(grads[0]),)
+
+        operation = graph_op(reference=lambda x: x + x, backward=backward, replays_backward=True)(twice)
+        for _ in range(8):
+            x, grad_out = leaf(), torch.randn(4, 128)
+            (found,) = torch.autograd.grad(operation(x), x, grad_out.clone())
+            assert torch.equal(found, 2 * (3 * grad_out))
+
+    def test_an_effect_that_nothing_sees_is_kept_if_nothing_is_declared(self, launches_in_python):
+        """A kernel that knows an address from before, and a variable of Python."""
+        sums, passes = torch.zeros(4, 128), []
+        address = sums.data_ptr()
+
+        class Recorded(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx, grad):  # noqa: ARG004
+                memory = (ctypes.c_float * 512).from_address(address)
+                memory[:] = [value + 1 for value in memory]
+                passes.append(None)
+                return grad
+
+            @staticmethod
+            def backward(ctx, grad):  # noqa: ARG004
+                return grad
+
+        def backward(grads, operands, results):  # noqa: ARG001
+            Recorded.apply(grads[0])
+            return ((double if len(passes) < 8 else square)(grads[0]),)
+
+        operation = graph_op(reference=lambda x: x + x, backward=backward)(twice)
+        for number in range(1, 10):
+            x, grad_out = leaf(), torch.randn(4, 128)
+            out = operation(x)
+            launches_in_python.clear()
+            (found,) = torch.autograd.grad(out, x, grad_out)
+            assert torch.equal(found, 2 * grad_out if number < 8 else grad_out.square())
+            assert len(passes) == number
+            assert torch.equal(sums, torch.full_like(sums, number))
+
+
+def triple(address, count):
+    """Multiplies numbers at an address by 3, unseen by PyTorch."""
+    numbers = (ctypes.c_float * count).from_address(address)
+    for place in range(count):
+        numbers[place] *= 3
