@@ -241,7 +241,7 @@ class _Gradients:
         return (found, None, (), ()) if recipe is None else (found, recipe, operands, call.returned)
 
 
-def recipe_of(call: NativeLaunch, module: ModuleType) -> Any:
+def recipe_of(call: RepeatableCall, module: ModuleType) -> Any:
     """The native form of a call's bound plan, which the bound plan keeps; None if the module cannot launch it."""
     recipes = call.bound.recipes
     if call.layouts not in recipes:
