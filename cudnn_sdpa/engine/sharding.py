@@ -442,3 +442,27 @@ def local_arguments(what: str, ways: Ways | None, arguments: Mapping[str, Any]) 
     for name, value in named.items():
         found[name] = value._make([found.pop(f"{name}.{field}") for field in value._fields])
     return found
+
+
+def sinks_of_heads(sinks: Tensor, weight: Tensor | None, q: Tensor) -> Tensor:
+    """The sinks of the query heads that this rank has, differentiable.
+
+    Args:
+        sinks: Of all heads, in each rank; or a DTensor, of which each rank has its own.
+        weight: The weight of the queries' projection, whose rows tensor parallelism may have sharded.
+        q: The queries (B, H, S, D).
+    """
+    if not has_dtensor(sinks, q) and (q.shape[1] == sinks.shape[0] or not has_dtensor(weight)):
+        return sinks
+    from torch.distributed.tensor import DTensor, Replicate
+
+    whole: Any = sinks
+    if not isinstance(sinks, DTensor):
+        mesh: Any = (q if isinstance(q, DTensor) else weight).device_mesh  # type: ignore[union-attr]
+        whole = DTensor.from_local(sinks, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    if isinstance(q, DTensor):
+        return whole  # type: ignore[no-any-return]
+    if isinstance(weight, DTensor) and q.shape[1] != whole.shape[0]:
+        whole = whole.redistribute(placements=weight.placements)
+    local: Tensor = whole.to_local()
+    return local

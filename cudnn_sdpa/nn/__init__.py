@@ -9,6 +9,7 @@ from cudnn_sdpa.nn.feed_forward import FeedForward, SwiGLU
 from cudnn_sdpa.nn.fp8 import Fp8Attention
 from cudnn_sdpa.nn.kv_cache import KVCache, KVStep
 from cudnn_sdpa.nn.norms import LayerNorm, RMSNorm
+from cudnn_sdpa.nn.parallel import parallel_plan
 from cudnn_sdpa.nn.rotary import RotaryEmbedding
 from cudnn_sdpa.nn.transformer import TransformerLayer
 from cudnn_sdpa.nn.vision import PatchEmbed, VisionEncoder
@@ -26,4 +27,5 @@ __all__ = [
     "SwiGLU",
     "TransformerLayer",
     "VisionEncoder",
+    "parallel_plan",
 ]

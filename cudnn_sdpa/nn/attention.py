@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from cudnn_sdpa.attention.arguments import ForwardArguments, check_options, window_bounds
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged.step import PagedStep
+from cudnn_sdpa.engine.sharding import sinks_of_heads
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.nn import attention_checks
 from cudnn_sdpa.nn.checks import Factory, check_flags, check_number, check_tokens, unsharded
@@ -25,8 +26,10 @@ class Attention(nn.Module):
 
     Self-attention has one projection `qkv_proj`, with the rows of all query heads, then key heads, then value heads:
     one matrix product, from which attention reads queries, keys and values without copies. Cross-attention
-    (`context_dim`) has `q_proj` and `kv_proj`. `out_proj` follows. `load_state_dict` also accepts the separate weights
-    `q_proj`, `k_proj`, `v_proj` and `o_proj` of Hugging Face's models, and the names of `torch.nn.MultiheadAttention`.
+    (`context_dim`) has `q_proj` and `kv_proj`. With `packed=False`, which tensor parallelism needs, both have `q_proj`,
+    `k_proj` and `v_proj`; each process then computes the heads of its rows. `out_proj` follows. `load_state_dict`
+    accepts packed and separate weights for either, `o_proj` of Hugging Face's models, and the names of
+    `torch.nn.MultiheadAttention`.
 
     Tokens are (batch, sequence, features); masks are those of `sdpa`: True is to attend. On the GPU it computes in
     bfloat16 or float16: convert the module, or call it under `torch.autocast`.
@@ -47,6 +50,7 @@ class Attention(nn.Module):
             value, computed in float32.
         rope: Rotates queries and keys by their positions. Layers may share one.
         dropout: Dropout probability of the attention weights in training.
+        packed: Whether projections that read the same tokens are one; False for tensor parallelism (`parallel_plan`).
         device: Of the parameters.
         dtype: Of the parameters.
 
@@ -96,15 +100,16 @@ class Attention(nn.Module):
         sinks: bool = False,
         rope: RotaryEmbedding | None = None,
         dropout: float = 0.0,
+        packed: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         qkv_bias = bias if qkv_bias is None else qkv_bias
-        check_flags(bias=bias, qkv_bias=qkv_bias, sinks=sinks)
+        check_flags(bias=bias, qkv_bias=qkv_bias, sinks=sinks, packed=packed)
         heads = attention_checks.head_sizes(embed_dim, num_heads, num_kv_heads, head_dim)
         self.embed_dim, self.num_heads, (self.num_kv_heads, self.head_dim) = embed_dim, num_heads, heads
-        self.context_dim = context_dim
+        self.context_dim, self.packed = context_dim, packed
         check_number("dropout", dropout, below=1)
         bounds = window_bounds(window_size)
         no_tensor: Any = None
@@ -121,7 +126,12 @@ class Attention(nn.Module):
         self.scale, self.softcap, self.dropout = scale, softcap, dropout
         rows, rows_kv = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         factory: Factory = {"device": device, "dtype": dtype}
-        if context_dim is None:
+        if not packed:
+            of_keys = embed_dim if context_dim is None else context_dim
+            self.q_proj = nn.Linear(embed_dim, rows, bias=qkv_bias, **factory)
+            self.k_proj = nn.Linear(of_keys, rows_kv, bias=qkv_bias, **factory)
+            self.v_proj = nn.Linear(of_keys, rows_kv, bias=qkv_bias, **factory)
+        elif context_dim is None:
             self.qkv_proj = nn.Linear(embed_dim, rows + 2 * rows_kv, bias=qkv_bias, **factory)
         else:
             self.q_proj = nn.Linear(embed_dim, rows, bias=qkv_bias, **factory)
@@ -237,9 +247,12 @@ class Attention(nn.Module):
             step=step,
         )
         options: dict[str, Any] = {"is_causal": self.is_causal, "window_size": self.window_size, "scale": self.scale}
-        options |= {"softcap": self.softcap, "sinks": None if self.sinks is None else self.sinks.float()}
+        options |= {"softcap": self.softcap}
         if step is None:
-            q, k, v = self._heads(x, context, self._rotations(x, position_ids, rotations))
+            if self.packed or position_ids is not None:
+                rotations = self._rotations(x, position_ids, rotations)
+            q, k, v = self._heads(x, context, rotations)
+            options["sinks"] = self._sinks(q)
             lengths = context_lens if self.context_dim is not None else seq_lens
             dropout = self.dropout if self.training else 0.0
             options |= {"attn_mask": attn_mask, "seq_lens_q": seq_lens, "seq_lens_kv": lengths, "dropout_p": dropout}
@@ -247,6 +260,7 @@ class Attention(nn.Module):
         else:
             positions = step.positions if position_ids is None else position_ids
             q, k, v = self._heads(x, None, self._rotations(x, positions, rotations))
+            options["sinks"] = self._sinks(q)
             if attn_mask is not None:
                 options["attn_mask"] = attn_mask
             cache: Any = step.cache()
@@ -260,6 +274,8 @@ class Attention(nn.Module):
         if self.context_dim is None:
             raise OptionError("context", "a tensor", "none: this is self-attention (context_dim=None)")
         check_tokens("context", context, self.context_dim)
+        if not self.packed:
+            return self._heads_of("k_proj", context).transpose(1, 2), self._heads_of("v_proj", context).transpose(1, 2)
         projected = unsharded("kv_proj", self.kv_proj(context), 2 * self.num_kv_heads * self.head_dim)
         heads = projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
         k, v = heads.transpose(1, 2).chunk(2, dim=1)
@@ -275,6 +291,8 @@ class Attention(nn.Module):
         self, x: Tensor, context: Tensor | KeysAndValues | None, rotations: Rotations | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values (B, H, S, D), views of the projections: (B, S, H, D) in memory."""
+        if not self.packed:
+            return self._separate_heads(x, context, rotations)
         if context is not None:
             q = self.q_proj(x)
             if self.num_kv_heads > 1:  # with fewer query heads, the groups of a key head would be wrong
@@ -290,11 +308,52 @@ class Attention(nn.Module):
             q, k = torch.split(rotated, [heads_q, heads_kv], dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
+    def _separate_heads(
+        self, x: Tensor, context: Tensor | KeysAndValues | None, rotations: Rotations | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The same by separate projections, of which tensor parallelism leaves a process some heads."""
+        q = self._heads_of("q_proj", x)
+        if context is not None:
+            k, v = context if isinstance(context, tuple) else self.project_context(context)
+        else:
+            k, v = self._heads_of("k_proj", x), self._heads_of("v_proj", x)
+            if self.rope is not None:  # with a sequence in parts, projections return more tokens than x has
+                rotations = self._rotations(q, None, rotations)
+                assert rotations is not None
+                q, k = self.rope.rotate(q, rotations), self.rope.rotate(k, rotations)
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        heads = q.shape[2], k.shape[1], v.shape[1]
+        if heads[1:] != (self.num_kv_heads,) * 2 or heads[0] != self.num_heads:
+            attention_checks.check_groups(self, heads)
+        return q.transpose(1, 2), k, v
+
+    def _heads_of(self, name: str, x: Tensor) -> Tensor:
+        """This process's heads of a projection, (B, S, H, D)."""
+        projected: Tensor = getattr(self, name)(x)
+        if projected.shape[-1] % self.head_dim:
+            attention_checks.refuse_parts_of_heads(name, projected, self.head_dim)
+        return projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-any-return,no-untyped-call]
+
+    def _sinks(self, q: Tensor) -> Tensor | None:
+        """The sinks of the query heads of this process, in float32."""
+        if self.sinks is None:
+            return None
+        return sinks_of_heads(self.sinks, self.q_proj.weight if not self.packed else None, q).float()
+
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         rows, rows_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         *_, error_msgs = rest
         rename(state_dict, prefix, {"o_proj.": "out_proj."})
-        if self.context_dim is None:
+        if not self.packed:
+            rename(state_dict, prefix, {f"{name}_proj_weight": f"{name}_proj.weight" for name in "qkv"})
+            if self.context_dim is None:
+                rename(state_dict, prefix, {"in_proj_": "qkv_proj."})
+            for kind in ("weight", "bias"):
+                q, k, v = f"q_proj.{kind}", f"k_proj.{kind}", f"v_proj.{kind}"
+                for merged in ("qkv_proj.", "in_proj_"):
+                    split(state_dict, prefix, f"{merged}{kind}", {q: rows, k: rows_kv, v: rows_kv})
+                split(state_dict, prefix, f"kv_proj.{kind}", {k: rows_kv, v: rows_kv})
+        elif self.context_dim is None:
             rename(state_dict, prefix, {"in_proj_": "qkv_proj."})
             parts = {"q_proj": rows, "k_proj": rows_kv, "v_proj": rows_kv}
             merge(state_dict, prefix, into="qkv_proj", parts=parts, error_msgs=error_msgs)
@@ -310,4 +369,5 @@ class Attention(nn.Module):
         """The arguments that its projections do not show."""
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         others = {name: getattr(self, name) for name in ("is_causal", "window_size", "scale", "softcap", "dropout")}
-        return text + "".join(f", {name}={value}" for name, value in others.items() if value)
+        text += "".join(f", {name}={value}" for name, value in others.items() if value)
+        return text if self.packed else f"{text}, packed=False"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from torch import Tensor, nn
 
@@ -19,9 +19,11 @@ class AttentionModule(Protocol):
     """The part of `Attention`, whose module imports this one, that the checks use."""
 
     embed_dim: int
+    num_heads: int
     num_kv_heads: int
     head_dim: int
     context_dim: int | None
+    packed: bool
     is_causal: bool
     rope: RotaryEmbedding | None
     training: bool
@@ -63,6 +65,33 @@ def check_cross_attention(
         if value is not off:
             expected = f"{off}: positions in the two sequences of cross-attention are not comparable"
             raise OptionError(name, repr(value) if name != "rope" else "one", expected)
+
+
+def check_groups(module: AttentionModule, heads: tuple[int, int, int]) -> None:
+    """Checks that the heads of one process, of queries, keys and values, are whole groups.
+
+    Raises:
+        UnsupportedError: They are not.
+    """
+    q, k, v = heads
+    if k == v and (q * module.num_kv_heads == k * module.num_heads or module.num_kv_heads == k == 1):
+        return
+    reason = (
+        f"q_proj, k_proj and v_proj returned {q}, {k} and {v} of their {module.num_heads}, {module.num_kv_heads} and "
+        f"{module.num_kv_heads} heads: query heads would meet the keys of other groups"
+    )
+    suggestion = "the same ColwiseParallel on all three, as cudnn_sdpa.nn.parallel_plan gives it"
+    raise UnsupportedError("this tensor parallelism", [reason], suggestion)
+
+
+def refuse_parts_of_heads(name: str, projected: Tensor, head_dim: int) -> NoReturn:
+    """Refuses tensor parallelism that splits heads.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    reason = f"{name} returned {projected.shape[-1]} features, which are no whole heads of {head_dim}"
+    raise UnsupportedError("this tensor parallelism", [reason], "a number of processes that divides num_kv_heads")
 
 
 def check_convertible(module: nn.MultiheadAttention, cross: bool) -> None:
@@ -116,6 +145,8 @@ def check_call(
     if position_ids is not None:
         check_positions(position_ids)
         batch, tokens, _ = x.shape
+        if not module.packed:  # each process may have given its part of the sequence; `rope` compares with the heads
+            tokens = position_ids.shape[-1]
         if position_ids.shape[-1] != tokens or (position_ids.dim() == 2 and position_ids.shape[0] not in (1, batch)):
             raise ShapeError("position_ids", shape_of(position_ids), f"(S,) or (B, S), as x has ({shape_of(x)})")
     if step is not None:
@@ -128,6 +159,9 @@ def _check_context(module: AttentionModule, x: Tensor, context: Any) -> None:
             raise OptionError("context", "a tuple", "the two tensors that project_context returns")
         heads, dim = module.num_kv_heads, module.head_dim
         for part in context:
+            found = part.shape[1] if part.dim() == 4 else 0
+            if not module.packed and found and heads % found == 0:  # this process's heads
+                heads = found
             if part.dim() != 4 or (part.shape[1], part.shape[3]) != (heads, dim):
                 expected = f"(B, {heads}, Skv, {dim}), as project_context of this module returns"
                 raise ShapeError("context", shape_of(part), expected)

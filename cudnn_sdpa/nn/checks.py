@@ -70,8 +70,7 @@ def unsharded(name: str, projected: Tensor, features: int) -> Tensor:
             "some of its rows, but not the same share of each of its parts"
         )
         suggestion = (
-            "fully_shard (FSDP2), or separate torch.nn.Linear projections, each with ColwiseParallel, around "
-            "cudnn_sdpa.sdpa or cudnn_sdpa.silu_mul"
+            "a module made with packed=False, parallelized by cudnn_sdpa.nn.parallel_plan, or fully_shard (FSDP2) alone"
         )
         raise UnsupportedError("this tensor parallelism", [reason], suggestion)
     return projected

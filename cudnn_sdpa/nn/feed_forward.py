@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from cudnn_sdpa.fused.activation import silu_mul
 from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_flags, check_number, check_tokens, unsharded
-from cudnn_sdpa.nn.conversion import merge
+from cudnn_sdpa.nn.conversion import merge, split
 
 #: Activations of `FeedForward`, PyTorch's own: cuDNN fuses them with convolutions, not with matrix products.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -27,12 +27,14 @@ class SwiGLU(nn.Module):
     """The feed-forward network of LLaMA's layers: down(SiLU(gate(x)) · up(x)), with `silu_mul`.
 
     Gate and up are one projection, `gate_up_proj`, the gate's rows first: one matrix product, whose halves `silu_mul`
-    reads in place. `load_state_dict` also accepts the `gate_proj` and `up_proj` of Hugging Face's models.
+    reads in place. With `packed=False`, which tensor parallelism needs, they are `gate_proj` and `up_proj`, as in
+    Hugging Face's models. `load_state_dict` accepts the weights of either.
 
     Args:
         embed_dim: Features of a token.
         hidden_dim: Hidden features.
         bias: Whether the projections have biases.
+        packed: Whether gate and up are one projection; False for tensor parallelism (`parallel_plan`).
         device: Of the parameters.
         dtype: Of the parameters.
 
@@ -59,33 +61,46 @@ class SwiGLU(nn.Module):
         hidden_dim: int,
         *,
         bias: bool = False,
+        packed: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         check_counts(embed_dim=embed_dim, hidden_dim=hidden_dim)
-        check_flags(bias=bias)
-        self.embed_dim, self.hidden_dim = embed_dim, hidden_dim
+        check_flags(bias=bias, packed=packed)
+        self.embed_dim, self.hidden_dim, self.packed = embed_dim, hidden_dim, packed
         factory: Factory = {"device": device, "dtype": dtype}
-        self.gate_up_proj = nn.Linear(embed_dim, 2 * hidden_dim, bias=bias, **factory)
+        if packed:
+            self.gate_up_proj = nn.Linear(embed_dim, 2 * hidden_dim, bias=bias, **factory)
+        else:
+            self.gate_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, **factory)
+            self.up_proj = nn.Linear(embed_dim, hidden_dim, bias=bias, **factory)
         self.down_proj = nn.Linear(hidden_dim, embed_dim, bias=bias, **factory)
 
     def reset_parameters(self) -> None:
         """Initializes the weights as `torch.nn.Linear` does."""
-        self.gate_up_proj.reset_parameters()
-        self.down_proj.reset_parameters()
+        for projection in self.children():
+            assert isinstance(projection, nn.Linear)
+            projection.reset_parameters()
 
     def forward(self, x: Tensor) -> Tensor:
         """The result (B, S, embed_dim) for tokens of the same shape."""
         check_tokens("x", x, self.embed_dim)
-        gate_up = unsharded("gate_up_proj", self.gate_up_proj(x), 2 * self.hidden_dim)
-        down: Tensor = self.down_proj(silu_mul(gate_up))
+        if self.packed:
+            hidden = silu_mul(unsharded("gate_up_proj", self.gate_up_proj(x), 2 * self.hidden_dim))
+        else:
+            hidden = silu_mul(self.gate_proj(x), self.up_proj(x))
+        down: Tensor = self.down_proj(hidden)
         return down
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         *_, error_msgs = rest
         parts = {"gate_proj": self.hidden_dim, "up_proj": self.hidden_dim}
-        merge(state_dict, prefix, into="gate_up_proj", parts=parts, error_msgs=error_msgs)
+        if self.packed:
+            merge(state_dict, prefix, into="gate_up_proj", parts=parts, error_msgs=error_msgs)
+        else:
+            for kind in ("weight", "bias"):
+                split(state_dict, prefix, f"gate_up_proj.{kind}", {f"{name}.{kind}": n for name, n in parts.items()})
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
 

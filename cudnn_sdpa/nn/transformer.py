@@ -42,6 +42,7 @@ class TransformerLayer(nn.Module):
         bias: Whether projections, and norms of "layer_norm", have biases.
         dropout: Dropout probability in training, as in PyTorch's layer: of the attention weights, of both residual
             branches, and of the hidden features unless the activation is gated.
+        packed: Of `Attention` and `SwiGLU`: False for tensor parallelism (`parallel_plan`).
         device: Of the parameters.
         dtype: Of the parameters.
         attention: Options of `Attention`: num_kv_heads, head_dim, qkv_bias, is_causal, window_size, scale, softcap,
@@ -84,6 +85,7 @@ class TransformerLayer(nn.Module):
         norm_eps: float | None = None,
         bias: bool = False,
         dropout: float = 0.0,
+        packed: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         **attention: Any,
@@ -102,10 +104,12 @@ class TransformerLayer(nn.Module):
         default_eps = 1e-6 if norm == "rms_norm" else 1e-5
         norm_options["eps"] = default_eps if norm_eps is None else norm_eps
         self.norm1 = NORMS[norm](embed_dim, **norm_options, **factory)
-        self.self_attn = Attention(embed_dim, num_heads, bias=bias, dropout=dropout, **factory, **attention)
+        self.self_attn = Attention(
+            embed_dim, num_heads, bias=bias, dropout=dropout, packed=packed, **factory, **attention
+        )
         self.norm2 = NORMS[norm](embed_dim, **norm_options, **factory)
         if activation == "swiglu":
-            self.mlp = SwiGLU(embed_dim, ffn_dim, bias=bias, **factory)
+            self.mlp = SwiGLU(embed_dim, ffn_dim, bias=bias, packed=packed, **factory)
         else:
             self.mlp = FeedForward(embed_dim, ffn_dim, activation=activation, bias=bias, dropout=dropout, **factory)
 

@@ -1,0 +1,311 @@
+"""Modules with separate projections, under PyTorch's tensor parallelism, sequence parallelism and FSDP2."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from cudnn_sdpa import OptionError, UnsupportedError, nn
+from cudnn_sdpa.nn import parallel_plan
+
+if not dist.is_available():
+    pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
+
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+E = 32
+
+
+def attention(packed=False, **options):
+    options = {"num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "sinks": True, **options}
+    if "context_dim" not in options:
+        options |= {"is_causal": True, "rope": nn.RotaryEmbedding(head_dim=8)}
+    return drawn(nn.Attention(E, packed=packed, **options))
+
+
+def swiglu(packed=False):
+    return drawn(nn.SwiGLU(E, 48, bias=True, packed=packed))
+
+
+def layer(packed=False, **options):
+    rope = nn.RotaryEmbedding(head_dim=8)
+    options = {"num_kv_heads": 2, "is_causal": True, "rope": rope, **options}
+    return drawn(nn.TransformerLayer(E, 4, 48, packed=packed, **options))
+
+
+def drawn(module):
+    """The module with random parameters, also where they would be zeros or ones."""
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.randn(parameter.shape) * 0.3)
+    return module
+
+
+# One process.
+
+
+@pytest.mark.parametrize("make", [attention, swiglu, layer, lambda packed: attention(packed, context_dim=E)])
+def test_packed_and_separate_modules_load_each_others_weights(make):
+    x = torch.randn(2, 6, E)
+    for first in (False, True):
+        one, other = make(first), make(not first)
+        given = (x, x.flip(1)) if getattr(one, "context_dim", None) else (x,)
+        assert str(other.load_state_dict(one.state_dict())) == "<All keys matched successfully>"
+        torch.testing.assert_close(other(*given), one(*given))
+        same = make(first)
+        same.load_state_dict(one.state_dict())
+        assert torch.equal(same(*given), one(*given))
+
+
+def test_separate_projections_take_the_names_of_pytorchs_attention():
+    reference = torch.nn.MultiheadAttention(E, 4, batch_first=True)
+    ours = nn.Attention(E, 4, bias=True, packed=False)
+    ours.load_state_dict(reference.state_dict())
+    x = torch.randn(2, 6, E)
+    torch.testing.assert_close(ours(x), reference(x, x, x)[0])
+
+
+def test_separate_projections_are_shown_and_initialized():
+    module = nn.Attention(E, 4, packed=False, qkv_bias=True)
+    assert "packed=False" in repr(module)
+    assert "packed" not in repr(nn.Attention(E, 4))
+    before = module.q_proj.weight.clone()
+    module.reset_parameters()
+    assert not torch.equal(module.q_proj.weight, before)
+    assert not module.q_proj.bias.any()
+    mlp = nn.SwiGLU(E, 48, packed=False)
+    before = mlp.up_proj.weight.clone()
+    mlp.reset_parameters()
+    assert not torch.equal(mlp.up_proj.weight, before)
+    with pytest.raises(OptionError, match="packed"):
+        nn.SwiGLU(E, 48, packed=1)
+
+
+def test_caches_and_positions_work_with_separate_projections():
+    packed, separate = attention(True).eval(), attention().eval()
+    separate.load_state_dict(packed.state_dict())
+    x, positions = torch.randn(2, 6, E), torch.arange(6).flip(0)
+    torch.testing.assert_close(separate(x, position_ids=positions), packed(x, position_ids=positions))
+    rotations = packed.rope(positions)
+    torch.testing.assert_close(separate(x, rotations=rotations), packed(x, rotations=rotations))
+    found = []
+    for module in (packed, separate):
+        cache = nn.KVCache(batch=2, max_length=16, heads=2, head_dim=8, dtype=torch.float32, device="cpu")
+        with torch.no_grad():
+            found.append(torch.cat([module(part, step=cache.reserve(3)) for part in x.split(3, dim=1)], 1))
+    torch.testing.assert_close(*found)
+
+
+def test_plans_name_every_projection():
+    model = torch.nn.Sequential(layer(), layer(activation="gelu"))
+    plan = parallel_plan(model)
+    kinds = {name: type(style) for name, style in plan.items()}
+    first = {f"0.self_attn.{name}_proj": ColwiseParallel for name in "qkv"}
+    first |= {"0.mlp.gate_proj": ColwiseParallel, "0.mlp.up_proj": ColwiseParallel}
+    assert kinds.items() >= first.items()
+    assert kinds["0.self_attn.out_proj"] is kinds["0.mlp.down_proj"] is kinds["1.mlp.linear2"] is RowwiseParallel
+    assert not any("norm" in name for name in kinds)
+    assert type(parallel_plan(model, sequence_parallel=True)["1.norm2"]) is SequenceParallel
+
+
+def test_plans_are_refused_for_packed_projections_and_for_nothing():
+    with pytest.raises(UnsupportedError, match=r"0\.self_attn has packed(.|\n)*0\.mlp has packed(.|\n)*packed=False"):
+        parallel_plan(torch.nn.Sequential(layer(True)))
+    with pytest.raises(OptionError, match="module: got Linear"):
+        parallel_plan(torch.nn.Linear(2, 2))
+
+
+# Two processes.
+
+
+def gradients(module):
+    """All gradients, whole."""
+    found = {}
+    for name, parameter in module.named_parameters():
+        grad = parameter.grad
+        found[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return found
+
+
+def assert_close(found, wanted, name):
+    torch.testing.assert_close(found, wanted, rtol=2e-5, atol=2e-5, msg=lambda text: f"{name}: {text}")
+
+
+def check_tensor_parallel(make, arguments, options, sequence_parallel):
+    """Forward and gradients are those of one process; so are checkpoints, which a packed module loads."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module = make(**options)
+    inputs = [torch.randn(2, 8, E, requires_grad=True) for _ in range(arguments)]
+    wanted = module(*inputs)
+    grad = torch.randn(wanted.shape)
+    wanted.backward(grad)
+    exact, of_inputs = gradients(module), [x.grad for x in inputs]
+    module.zero_grad()
+    given = [x.detach().clone().requires_grad_() for x in inputs]
+    parallel = parallelize_module(module, mesh, parallel_plan(module, sequence_parallel=sequence_parallel))
+    split = [distribute_tensor(x, mesh, [Shard(1)]).to_local() for x in given] if sequence_parallel else given
+    split = [x.detach().requires_grad_() for x in split]
+    out = parallel(*split)
+    part = distribute_tensor(wanted.detach(), mesh, [Shard(1)]).to_local() if sequence_parallel else wanted
+    assert_close(out, part.detach(), "out")
+    out.backward(distribute_tensor(grad, mesh, [Shard(1)]).to_local() if sequence_parallel else grad)
+    for x, of_all in zip(split, of_inputs, strict=True):
+        mine = distribute_tensor(of_all, mesh, [Shard(1)]).to_local() if sequence_parallel else of_all
+        assert_close(x.grad, mine, "x")
+    for name, found in gradients(parallel).items():
+        assert_close(found, exact[name], name)
+    state = get_model_state_dict(parallel, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        packed = make(packed=True, **options)
+        packed.load_state_dict(state)
+        assert_close(packed(*inputs), wanted, "packed")
+    return sorted(type(parameter).__name__ for parameter in parallel.parameters())
+
+
+CASES = {
+    "attention": (attention, 1, {}),
+    "attention, one key head each": (attention, 1, {"num_kv_heads": 2, "sinks": False, "qkv_bias": False}),
+    "cross-attention": (attention, 2, {"context_dim": E}),
+    "swiglu": (swiglu, 1, {}),
+    "layer": (layer, 1, {}),
+    "layer with sinks and layer norms": (
+        layer,
+        1,
+        {"sinks": True, "norm": "layer_norm", "activation": "gelu", "bias": True},
+    ),
+    "layer, norms last": (layer, 1, {"norm_first": False}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensor_parallel_modules_compute_the_same(ranks, name):
+    make, arguments, options = CASES[name]
+    for kinds in ranks(check_tensor_parallel, make, arguments, options, False):
+        assert "DTensor" in kinds
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "layer" in name or name in ("swiglu", "attention")])
+def test_sequence_parallel_modules_compute_the_same(ranks, name):
+    make, arguments, options = CASES[name]
+    ranks(check_tensor_parallel, make, arguments, options, True)
+
+
+def check_norms():
+    """Under PyTorch's style alone, on DTensors."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = torch.randn(2, 8, E)
+    for norm in (drawn(nn.RMSNorm(E)), drawn(nn.LayerNorm(E))):
+        wanted = norm(x)
+        parallel = parallelize_module(copy.deepcopy(norm), mesh, SequenceParallel())
+        out = parallel(distribute_tensor(x, mesh, [Shard(1)]))
+        assert out.placements == (Shard(1),)
+        assert_close(out.full_tensor().detach(), wanted.detach(), type(norm).__name__)
+
+
+def test_norms_under_sequence_parallelism(ranks):
+    ranks(check_norms)
+
+
+def check_guards():
+    """Projections that lose features or whole heads raise; without the guards numbers were wrong in silence."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = torch.randn(2, 8, E)
+    by_rows = ColwiseParallel()
+    rows = {"q_proj": by_rows, "k_proj": by_rows, "v_proj": by_rows}
+    cases = [
+        (swiglu(True), {"gate_up_proj": by_rows}, 1, "gate_up_proj returned 48 of its 96(.|\n)*packed=False"),
+        (attention(True), {"qkv_proj": by_rows}, 1, "qkv_proj returned 32 of its 64(.|\n)*parallel_plan"),
+        (
+            attention(True, context_dim=E),
+            {"q_proj": by_rows, "kv_proj": by_rows},
+            2,
+            "q_proj returned|kv_proj returned",
+        ),
+        (
+            attention(),
+            {"q_proj": by_rows},
+            1,
+            "q_proj, k_proj and v_proj returned 2, 2 and 2 of their 4, 2 and 2 heads",
+        ),
+        (attention(), {"k_proj": by_rows, "v_proj": by_rows}, 1, "returned 4, 1 and 1 of their"),
+        (attention(), {"q_proj": by_rows, "k_proj": by_rows}, 1, "returned 2, 1 and 2 of their"),
+        (
+            attention(num_heads=3, num_kv_heads=3, head_dim=8),
+            rows,
+            1,
+            "q_proj returned 12 features, which are no whole",
+        ),
+    ]
+    for module, plan, arguments, message in cases:
+        parallel = parallelize_module(module, mesh, plan)
+        with pytest.raises(UnsupportedError, match=message):
+            parallel(*[x] * arguments)
+    one = attention(num_kv_heads=1, sinks=False)
+    wanted = one(x)
+    parallel = parallelize_module(one, mesh, {"q_proj": by_rows, "out_proj": RowwiseParallel()})
+    assert_close(parallel(x).detach(), wanted.detach(), "one key head")
+
+
+def test_projections_that_lose_heads_are_refused(ranks):
+    ranks(check_guards)
+
+
+class Model(torch.nn.Module):
+    """Two layers and a norm, between an embedding and a head that each process has whole."""
+
+    def __init__(self, packed=False):
+        super().__init__()
+        self.layers = torch.nn.ModuleList([layer(packed), layer(packed, sinks=True)])
+        self.norm = drawn(nn.RMSNorm(E))
+
+    def forward(self, x):
+        for each in self.layers:
+            x = each(x)
+        return self.norm(x)
+
+
+def check_fsdp(data, tensor, sequence_parallel):
+    """FSDP2 over one mesh dimension, tensor and sequence parallelism over the other: as one process."""
+    mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
+    model = Model()
+    x = torch.randn(2 * data, 8, E)
+    wanted = model(x)
+    wanted.square().mean().backward()
+    exact = gradients(model)
+    model.zero_grad()
+    parallelize_module(model, mesh["tp"], parallel_plan(model, sequence_parallel=sequence_parallel))
+    for each in model.layers:
+        fully_shard(each, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    placements = [Shard(0), Shard(1) if sequence_parallel else Replicate()]
+    mine = distribute_tensor(x, mesh, placements).to_local()
+    out = model(mine)
+    assert_close(out.detach(), distribute_tensor(wanted.detach(), mesh, placements).to_local(), "out")
+    parts = tensor if sequence_parallel else 1
+    (out.square().mean() / parts).backward()
+    for name, found in gradients(model).items():
+        assert_close(found, exact[name], name)
+    state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    if dist.get_rank() == 0:
+        packed = Model(True)
+        packed.load_state_dict(state)
+        assert_close(packed(x), wanted, "checkpoint")
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_fsdp_with_tensor_parallelism(ranks, sequence_parallel):
+    ranks(check_fsdp, 1, 2, sequence_parallel)
+    ranks(check_fsdp, 2, 1, sequence_parallel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_fsdp_with_tensor_parallelism_in_four_processes(four_ranks, sequence_parallel):
+    four_ranks(check_fsdp, 2, 2, sequence_parallel)
