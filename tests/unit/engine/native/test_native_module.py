@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -77,13 +78,43 @@ print(loader.status().state)
 
 
 @pytest.mark.slow
+def test_clang_compiles_it_without_warnings_and_its_calls_are_right(repository, folder, monkeypatch, caplog):
+    clang = shutil.which("clang++")
+    if clang is None:
+        pytest.skip("there is no clang++ on this machine")
+    for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CXX", clang)
+    caplog.set_level(logging.DEBUG)
+    built = build.build(ModuleSources())
+    assert built.compiler[0] == clang
+    assert [record for record in caplog.records if "printed" in record.getMessage()] == []
+    tests = [f"tests/unit/engine/native/test_native_{name}.py" for name in ("calls", "launches")]
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
+        cwd=repository,
+        env={**os.environ, "CXX": clang, FOLDER_VARIABLE: str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    assert " passed" in result.stdout
+
+
+@pytest.mark.slow
 def test_calls_keep_their_contract_under_sanitizers(repository, monkeypatch):
     """A sample of `tests/contract`; `--tests all` in this command runs all of it."""
     for name in (FOLDER_VARIABLE, "PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
         monkeypatch.delenv(name, raising=False)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "native or Repeated"]
     result = subprocess.run(
-        [*command, "tests/contract", "tests/unit/engine/native/test_native_calls.py"],
+        [
+            *command,
+            "tests/contract",
+            *[f"tests/unit/engine/native/test_native_{name}.py" for name in ("calls", "launches")],
+        ],
         cwd=repository,
         env={**os.environ, **sanitizer_environment(), SANITIZE_VARIABLE: "address,undefined"},
         capture_output=True,
