@@ -18,6 +18,7 @@ from cudnn_sdpa.bench.parts import (
     HostPart,
     LlamaPart,
     NormPart,
+    ProviderPart,
     ShapesPart,
     SiluPart,
 )
@@ -253,6 +254,25 @@ def bench_shapes(
     }
     chosen = {name.value: measures[name] for name in part or list(ShapesPart)}
     _measure("shapes", {name: (title, partial(run, repeats)) for name, (title, run) in chosen.items()}, output)
+
+
+@bench_app.command("provider")
+def bench_provider(
+    part: Annotated[
+        list[ProviderPart] | None, typer.Option(help="Only these parts; may be given several times.")
+    ] = None,
+    output: Output = None,
+) -> None:
+    """Time PyTorch's own attention functions on this library, on the frontend's provider, and on PyTorch."""
+    require_gpu()
+    from cudnn_sdpa.bench import provider
+
+    measures: dict[ProviderPart, tuple[str, Measure]] = {
+        ProviderPart.HOST: (f"Host time of one warm call: {provider.SMALL.label}", provider.host),
+        ProviderPart.KERNELS: ("Device time, median", provider.kernels),
+        ProviderPart.SHAPES: ("From cold: many lengths, causal", provider.new_shapes),
+    }
+    _measure("provider", {chosen.value: measures[chosen] for chosen in part or list(ProviderPart)}, output)
 
 
 def require_gpu(command: str = "bench") -> None:

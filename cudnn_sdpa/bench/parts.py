@@ -92,3 +92,11 @@ class AttentionPart(str, Enum):
     VARLEN = "varlen"
     MEMORY = "memory"
     AUTOTUNE = "autotune"
+
+
+class ProviderPart(str, Enum):
+    """Parts of `bench provider`."""
+
+    HOST = "host"
+    KERNELS = "kernels"
+    SHAPES = "shapes"

@@ -9,7 +9,17 @@ import pytest
 from typer.testing import CliRunner
 
 from cudnn_sdpa.bench import convolutions, decode, fp8, fused, host, proposals, training
-from cudnn_sdpa.bench.parts import AttentionPart, ConvPart, DecodePart, Fp8Part, HostPart, LlamaPart, NormPart, SiluPart
+from cudnn_sdpa.bench.parts import (
+    AttentionPart,
+    ConvPart,
+    DecodePart,
+    Fp8Part,
+    HostPart,
+    LlamaPart,
+    NormPart,
+    ProviderPart,
+    SiluPart,
+)
 from cudnn_sdpa.bench.tools import cases, timing
 from cudnn_sdpa.cli import app
 
@@ -81,6 +91,16 @@ def test_convolutions(tmp_path, part):
 @pytest.mark.parametrize("part", list(AttentionPart))
 def test_attention(tmp_path, part):
     assert_measured(tmp_path, "attention", part, "--quick")
+
+
+@pytest.mark.parametrize("part", [ProviderPart.HOST, ProviderPart.KERNELS])
+def test_provider(tmp_path, part, monkeypatch):
+    from cudnn_sdpa.bench import provider
+
+    monkeypatch.setattr(provider, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
+    monkeypatch.setattr(provider, "device_times", lambda calls, **how: timing.device_times(calls, repeats=2, **how))
+    monkeypatch.setattr(provider, "SHAPES", (cases.Shape(1, 8, 8, 512, 64, True),))
+    assert_measured(tmp_path, "provider", part)
 
 
 @pytest.mark.parametrize("part", list(LlamaPart))

@@ -1,0 +1,38 @@
+"""What implements PyTorch's attention operators while they are measured."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cudnn_sdpa.integrations.pytorch import register, unregister
+
+OURS, FRONTENDS, PYTORCH = "cudnn_sdpa", "cudnn-frontend", "pytorch"
+PROVIDERS = (OURS, FRONTENDS, PYTORCH)
+
+#: The frontend's provider: its own module, which no other part of this library uses.
+_MODULE = "cudnn.torch.sdpa_provider"
+
+
+@contextmanager
+def provided_by(name: str) -> Iterator[None]:
+    """PyTorch's operators are implemented by one of `PROVIDERS`.
+
+    Raises:
+        ImportError: The installed frontend has no provider.
+    """
+    if name == OURS:
+        register()
+        try:
+            yield
+        finally:
+            unregister()
+    elif name == FRONTENDS:
+        installed = importlib.import_module(_MODULE).install_sdpa_overrides()
+        try:
+            yield
+        finally:
+            installed.remove()
+    else:
+        yield
