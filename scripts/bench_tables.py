@@ -18,7 +18,7 @@ from typing import Any
 import pages
 from pages import ROOT
 
-from cudnn_sdpa.bench.report import upright
+from cudnn_sdpa.bench.tools.report import upright
 
 PAGES = (ROOT / "docs" / "benchmarks.md",)
 MARKS = re.compile(r"(<!-- bench:(?:(?P<file>\w+)/)?(?P<part>\w+) -->\n).*?<!-- /bench -->", re.DOTALL)

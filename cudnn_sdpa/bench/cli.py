@@ -292,7 +292,7 @@ def _has_gpu() -> bool:
 
 def _measure(name: str, parts: dict[str, tuple[str, Measure]], output: Path | None) -> None:
     """Measures and prints parts, and writes the results after each of them: a later one may fail."""
-    from cudnn_sdpa.bench import report
+    from cudnn_sdpa.bench.tools import report
     from cudnn_sdpa.plans.default_store import OFF, use_plan_store
 
     results: dict[str, list[Row]] = {}

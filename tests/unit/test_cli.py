@@ -42,7 +42,8 @@ def test_all_commands_are_listed():
         *("version", "support", "explain", "device", "doctor", "warmup", "compile", "build-native", "bench", "plans")
     ]
     assert [
-        *("all", "host", "attention", "fp8", "decode", "norm", "silu", "conv", "llama", "coldstart", "shapes")
+        *("all", "host", "attention", "fp8", "decode", "norm", "silu", "conv", "llama", "coldstart", "shapes"),
+        "provider",
     ] == BENCHMARKS
 
 

@@ -13,9 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 from cudnn_sdpa import plan_cache
-from cudnn_sdpa.bench import coldstart, report
+from cudnn_sdpa.bench import coldstart
 from cudnn_sdpa.bench.programs import first_call
-from cudnn_sdpa.bench.tools import processes
+from cudnn_sdpa.bench.tools import processes, report
 from cudnn_sdpa.bench.tools.cases import Shape
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.offline.warmup import WarmupReport

@@ -9,9 +9,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import cli, provider, report
+from cudnn_sdpa.bench import cli, provider
 from cudnn_sdpa.bench.programs import many_lengths, new_shapes
-from cudnn_sdpa.bench.tools import providers
+from cudnn_sdpa.bench.tools import providers, report
 from cudnn_sdpa.bench.tools.cases import Shape
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.integrations import pytorch

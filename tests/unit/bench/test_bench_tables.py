@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import attention, report
+from cudnn_sdpa.bench import attention
 from cudnn_sdpa.bench.parts import (
     AttentionPart,
     ColdPart,
@@ -23,7 +23,7 @@ from cudnn_sdpa.bench.parts import (
     ShapesPart,
     SiluPart,
 )
-from cudnn_sdpa.bench.tools import cases
+from cudnn_sdpa.bench.tools import cases, report
 from cudnn_sdpa.cli import app
 
 ENVIRONMENT = {
