@@ -99,7 +99,8 @@ def refuse_context_parallel(what: str) -> None:
         raise UnsupportedError(
             f"{what} within torch.distributed.tensor.experimental.context_parallel",
             ["each process has a part of the keys, which that exchanges only for PyTorch's own attention"],
-            "torch.nn.functional.scaled_dot_product_attention there, or cudnn_sdpa outside of the context",
+            "torch.nn.functional.scaled_dot_product_attention there, which runs on this library's plans after "
+            "cudnn_sdpa.integrations.pytorch.register(); or cudnn_sdpa.distributed.context_parallel instead",
         )
 
 

@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_gpu import FakePlan
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
@@ -387,6 +388,45 @@ def test_subclasses_that_hold_their_memory_elsewhere_see_operators(call):
     _Wrapper.seen.clear()
     call.assert_out(call({**tensors, call.first: _Wrapper(tensors[call.first])}), tensors)
     assert _Wrapper.seen
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    """A mesh of this process alone."""
+    if not dist.is_available():
+        pytest.skip("this PyTorch has no torch.distributed")
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_dtensors_are_unwrapped_or_refused(call, mesh):
+    """Replicated and sharded, forward and backward; nobody has said how a user's function may be divided."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    if call.precision is not None:  # their examples view results as bytes, which DTensors cannot
+        return
+    tensors, refused = call.tensors(), 0
+    for placement in (Replicate(), Shard(0), Replicate()):
+        given = {name: DTensor.from_local(x, mesh, [Replicate()]) for name, x in tensors.items()}
+        given[call.first] = DTensor.from_local(tensors[call.first], mesh, [placement])
+        for name in call.differentiable:
+            given[name].requires_grad_()
+        try:
+            out = call(given)
+        except UnsupportedError as error:
+            assert "on DTensors" in str(error)  # noqa: PT017
+            refused += 1
+            continue
+        assert isinstance(out, DTensor)
+        call.assert_out(out.full_tensor(), tensors)
+        if call.differentiable:
+            found = {name: x.full_tensor() for name, x in call.gradients(given).items()}
+            call.assert_gradients(found, tensors)
+    assert refused == 0 or refused == 1 + 2 * (call.function.__name__ == "call_of_a_user")
+    call.assert_out(call(tensors), tensors)
 
 
 def test_tangents_are_refused(call):
