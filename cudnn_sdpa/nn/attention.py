@@ -51,6 +51,10 @@ class Attention(nn.Module):
         rope: Rotates queries and keys by their positions. Layers may share one.
         dropout: Dropout probability of the attention weights in training.
         packed: Whether projections that read the same tokens are one; False for tensor parallelism (`parallel_plan`).
+        cp_group: The process group, or device mesh of one dimension, over which sequences are spread: tokens are this
+            rank's part, as `cudnn_sdpa.distributed.shard` gives it, and attention is that of `context_parallel`. Takes
+            no masks, lengths or steps. None for whole sequences.
+        cp_method: The method of `context_parallel`: "all_gather", "ulysses" or "ring".
         device: Of the parameters.
         dtype: Of the parameters.
 
@@ -101,6 +105,8 @@ class Attention(nn.Module):
         rope: RotaryEmbedding | None = None,
         dropout: float = 0.0,
         packed: bool = True,
+        cp_group: Any = None,
+        cp_method: str = "all_gather",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -122,6 +128,8 @@ class Attention(nn.Module):
             rope=rope,
             head_dim=self.head_dim,
         )
+        attention_checks.check_parallel(cp_group, cp_method, context_dim)
+        self.cp_group, self.cp_method = cp_group, cp_method
         self.is_causal, self.window_size = is_causal, window_size
         self.scale, self.softcap, self.dropout = scale, softcap, dropout
         rows, rows_kv = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -253,6 +261,8 @@ class Attention(nn.Module):
                 rotations = self._rotations(x, position_ids, rotations)
             q, k, v = self._heads(x, context, rotations)
             options["sinks"] = self._sinks(q)
+            if self.cp_group is not None:
+                return self._of_all_ranks(q, k, v, options)
             lengths = context_lens if self.context_dim is not None else seq_lens
             dropout = self.dropout if self.training else 0.0
             options |= {"attn_mask": attn_mask, "seq_lens_q": seq_lens, "seq_lens_kv": lengths, "dropout_p": dropout}
@@ -266,6 +276,15 @@ class Attention(nn.Module):
             cache: Any = step.cache()
             cache.append(step, k, v, layer)
             out = cache.attend(step, q, layer, **options)
+        projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
+        return projected
+
+    def _of_all_ranks(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+        """Attention of this rank's tokens to those of all ranks, projected."""
+        from cudnn_sdpa.distributed import context_parallel
+
+        dropout = self.dropout if self.training else 0.0
+        out = context_parallel(q, k, v, group=self.cp_group, method=self.cp_method, dropout_p=dropout, **options)
         projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
         return projected
 
@@ -284,7 +303,9 @@ class Attention(nn.Module):
     def _rotations(self, x: Tensor, positions: Tensor | None, rotations: Rotations | None) -> Rotations | None:
         if self.rope is None or rotations is not None:
             return rotations
-        result: Rotations = self.rope(torch.arange(x.shape[1], device=x.device) if positions is None else positions)
+        if positions is None:
+            positions = attention_checks.positions_of(x, self.cp_group)
+        result: Rotations = self.rope(positions)
         return result
 
     def _heads(
@@ -369,5 +390,6 @@ class Attention(nn.Module):
         """The arguments that its projections do not show."""
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         others = {name: getattr(self, name) for name in ("is_causal", "window_size", "scale", "softcap", "dropout")}
+        others["cp_method"] = "" if self.cp_group is None else self.cp_method
         text += "".join(f", {name}={value}" for name, value in others.items() if value)
         return text if self.packed else f"{text}, packed=False"

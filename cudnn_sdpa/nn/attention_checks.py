@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from cudnn_sdpa.attention.arguments import check_lengths, shape_of
@@ -28,6 +29,7 @@ class AttentionModule(Protocol):
     rope: RotaryEmbedding | None
     training: bool
     dropout: float
+    cp_group: Any
 
 
 def head_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
@@ -149,8 +151,50 @@ def check_call(
             tokens = position_ids.shape[-1]
         if position_ids.shape[-1] != tokens or (position_ids.dim() == 2 and position_ids.shape[0] not in (1, batch)):
             raise ShapeError("position_ids", shape_of(position_ids), f"(S,) or (B, S), as x has ({shape_of(x)})")
+    if module.cp_group is not None:
+        refuse_beside_group(attn_mask=attn_mask, seq_lens=seq_lens, step=step)
     if step is not None:
         _check_step(module, x, step, attn_mask=attn_mask, seq_lens=seq_lens)
+
+
+def check_parallel(cp_group: Any, cp_method: object, context_dim: int | None) -> None:
+    """Checks the group over which sequences are spread, and the method.
+
+    Raises:
+        OptionError: One is wrong, or it is cross-attention.
+    """
+    if cp_group is None and cp_method == "all_gather":
+        return
+    from cudnn_sdpa.distributed import groups
+    from cudnn_sdpa.distributed.context_parallel import check_method
+
+    check_method(cp_method)
+    if cp_group is None:
+        return
+    if context_dim is not None:
+        raise OptionError("cp_group", "a group", "None: cross-attention (context_dim) has two sequences")
+    groups.place_in(cp_group)
+
+
+def positions_of(x: Tensor, cp_group: Any) -> Tensor:
+    """The positions of tokens (B, S, features): 0 to S - 1, or those of this rank's part of the sequence."""
+    if cp_group is None:
+        return torch.arange(x.shape[1], device=x.device)
+    from cudnn_sdpa.distributed import groups, shard
+
+    return shard(torch.arange(x.shape[1] * groups.place_in(cp_group).ranks, device=x.device), 0, cp_group)
+
+
+def refuse_beside_group(**given: object) -> None:
+    """Refuses arguments of a call that are about whole sequences.
+
+    Raises:
+        UnsupportedError: One is given.
+    """
+    names = [name for name, value in given.items() if value is not None]
+    if names:
+        reasons = [f"{name} is for whole sequences, of which cp_group gives each rank a part" for name in names]
+        raise UnsupportedError("Attention with cp_group", reasons, "cudnn_sdpa.distributed.context_parallel_varlen")
 
 
 def _check_context(module: AttentionModule, x: Tensor, context: Any) -> None:

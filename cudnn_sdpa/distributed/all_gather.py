@@ -1,0 +1,175 @@
+"""Context parallelism by all-gather: the keys of all ranks, some heads at a time, for this rank's queries.
+
+While a kernel computes with the keys of some heads, those of the next ones are on their way, and so are, in the
+backward pass, the gradients of the last ones. The backward pass gathers keys and values again, so that no layer keeps
+those of other ranks. ("The Llama 3 Herd of Models", 2024, section 3.3.2, gathers keys and values, too.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.distributed import collectives
+from cudnn_sdpa.distributed.autograd import resumed, saved_settings
+from cudnn_sdpa.distributed.collectives import Pending
+from cudnn_sdpa.distributed.local_attention import (
+    Options,
+    Part,
+    State,
+    apart,
+    attend,
+    attend_backward,
+    gradient_of_sinks,
+    narrowed,
+    new_results,
+    parts_of_gathered,
+)
+from cudnn_sdpa.distributed.zigzag import gathered, in_rank_order, in_sequence_order
+
+#: Most groups of heads, and the fewest bytes of gathered keys and values of a group: below, launches cost more than
+#: communication.
+MAX_GROUPS, MIN_BYTES = 4, 4 << 20
+
+
+def head_groups(k: Tensor, v: Tensor, options: Options) -> list[slice]:
+    """The heads of keys that are gathered at a time."""
+    heads = k.shape[1]
+    size = (k.numel() + v.numel()) * k.element_size() * options.place.ranks
+    wanted = max(1, min(MAX_GROUPS, heads, size // MIN_BYTES))
+    number = max(n for n in range(1, wanted + 1) if heads % n == 0)
+    step = heads // number
+    return [slice(first, first + step) for first in range(0, heads, step)]
+
+
+def of_queries(heads: slice, q: Tensor, k: Tensor) -> slice:
+    """The heads of queries that share these heads of keys."""
+    group = q.shape[1] // k.shape[1]
+    return slice(heads.start * group, heads.stop * group)
+
+
+def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
+    """The output and the LSE of this rank's queries. Differentiable."""
+    if options.dropout_p:
+        return _run_by_autograd(options, q, k, v, sinks, cu_seqlens)
+    out, lse = _AllGather.apply(options, cu_seqlens, q, k, v, sinks)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+def _run_by_autograd(
+    options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
+) -> State:
+    """The same by differentiable calls alone, which keep their random numbers, and the gathered keys and values."""
+    dim, place = options.dim, options.place
+    k, v = (gathered(x.movedim(dim, 0), place).movedim(0, dim) for x in (k, v))
+    states = []
+    for part in parts_of_gathered(options, k.shape[dim]):
+        rows, keys, values = (narrowed(x, dim, at) for x, at in ((q, part.rows), (k, part.columns), (v, part.columns)))
+        states.append(attend(options, part, rows, keys, values, sinks, cu_seqlens))
+    outs, lses = zip(*states, strict=True)
+    return torch.cat(outs, dim), torch.cat([lse.detach() for lse in lses], dim)
+
+
+class _AllGather(torch.autograd.Function):
+    """The attention of this rank's queries, and its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: Options,
+        cu_seqlens: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> State:
+        dim, groups = options.dim, head_groups(k, v, options)
+        parts = parts_of_gathered(options, k.shape[dim] * options.place.ranks)
+        out, lse = new_results(q, v)
+        coming: Pending | None = _gather(options, k, v, groups[0])
+        for number, heads in enumerate(groups):
+            assert coming is not None
+            keys, values = _arrived(options, coming, k)
+            coming = _gather(options, k, v, groups[number + 1]) if number + 1 < len(groups) else None
+            heads_q = of_queries(heads, q, k)
+            for part in parts:
+                part_q, part_out, part_lse = (_some(x, options, heads_q, part.rows) for x in (q, out, lse))
+                some = None if sinks is None else sinks[heads_q]
+                found = attend(options, part, part_q, *_columns(options, part, keys, values), some, cu_seqlens)
+                part_out.copy_(found[0])
+                part_lse.copy_(found[1])
+        ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, lse)
+        ctx.options, ctx.settings = options, saved_settings()
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        return resumed("all_gather", ctx, grad_out, grad_lse, _gradients)
+
+
+def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and the sinks."""
+    q, k, v, sinks, cu_seqlens, out, lse = saved
+    dim, groups = options.dim, head_groups(k, v, options)
+    parts = parts_of_gathered(options, k.shape[dim] * options.place.ranks)
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
+    coming: Pending | None = _gather(options, k, v, groups[0])
+    leaving: tuple[slice, Pending] | None = None
+    for number, heads in enumerate(groups):
+        assert coming is not None
+        keys, values = _arrived(options, coming, k)
+        coming = _gather(options, k, v, groups[number + 1]) if number + 1 < len(groups) else None
+        heads_q = of_queries(heads, q, k)
+        tokens, batch = keys.shape[dim], [] if options.is_packed else [k.shape[0]]
+        sums = torch.zeros(
+            *(tokens, *batch, heads.stop - heads.start, k.shape[-1] + v.shape[-1]), dtype=exact, device=k.device
+        )
+        sum_k, sum_v = apart(sums.movedim(0, dim), k.shape[-1])
+        for part in parts:
+            of_q, of_grad, of_out, of_lse = (_some(x, options, heads_q, part.rows) for x in (q, grad_out, out, lse))
+            given = of_grad, of_out, of_lse
+            found = attend_backward(options, part, given, of_q, *_columns(options, part, keys, values), cu_seqlens)
+            dq, dk, dv = found
+            _some(grad_q, options, heads_q, part.rows).copy_(dq)
+            narrowed(sum_k, dim, part.columns).add_(dk)
+            narrowed(sum_v, dim, part.columns).add_(dv)
+        if leaving is not None:
+            _keep(options, leaving, grad_k, grad_v)
+        leaving = heads, collectives.reduce_scatter(in_rank_order(sums, options.place.ranks), options.place)
+    assert leaving is not None
+    _keep(options, leaving, grad_k, grad_v)
+    grad_sinks = None if sinks is None else gradient_of_sinks(grad_out, out, lse, sinks, 1)
+    return grad_q, grad_k, grad_v, grad_sinks
+
+
+def _gather(options: Options, k: Tensor, v: Tensor, heads: slice) -> Pending:
+    """Starts to gather some heads of keys and values, in one message."""
+    both = torch.cat([k[:, heads], v[:, heads]], -1).movedim(options.dim, 0)
+    return collectives.all_gather(both, options.place)
+
+
+def _arrived(options: Options, coming: Pending, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values of the whole sequence, in its order: views of one tensor."""
+    both = in_sequence_order(coming.wait(), options.place.ranks).movedim(0, options.dim)
+    return apart(both, k.shape[-1])
+
+
+def _columns(options: Options, part: Part, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    return narrowed(keys, options.dim, part.columns), narrowed(values, options.dim, part.columns)
+
+
+def _some(x: Tensor, options: Options, heads: slice, rows: slice) -> Tensor:
+    """Some heads of some queries."""
+    return narrowed(x[:, heads], options.dim, rows)
+
+
+def _keep(options: Options, leaving: tuple[slice, Pending], grad_k: Tensor, grad_v: Tensor) -> None:
+    """Writes the gradients of this rank's keys and values, of some heads."""
+    heads, pending = leaving
+    sum_k, sum_v = apart(pending.wait().movedim(0, options.dim), grad_k.shape[-1])
+    grad_k[:, heads].copy_(sum_k)
+    grad_v[:, heads].copy_(sum_v)

@@ -1,0 +1,69 @@
+"""What the autograd functions of context parallelism share: settings of the forward pass, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.engine import autograd_checks, fallback
+
+Gradients = tuple[Tensor | None, ...]
+
+
+class Settings(NamedTuple):
+    """What the backward pass, which runs on autograd's threads, takes over from the forward pass.
+
+    Attributes:
+        may_fall_back: Whether `fallback("torch")` was in force.
+    """
+
+    may_fall_back: bool
+
+
+def saved_settings() -> Settings:
+    """The settings that are in force."""
+    return Settings(fallback.is_in_force())
+
+
+def resumed(
+    method: str,
+    ctx: Any,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    gradients: Callable[[Any, Tensor, tuple[Any, ...]], Gradients],
+) -> tuple[Any, ...]:
+    """The results of a backward pass: None for options and offsets, then the gradients.
+
+    Every rank runs all of it, whatever gradients it needs, because the others wait for its part.
+
+    Raises:
+        UnsupportedError: The LSE has a gradient, or it is a batch of gradients.
+    """
+    autograd_checks.refuse_gradient_of("lse", grad_lse)
+    autograd_checks.refuse_batch(grad_out)
+    saved = ctx.saved_tensors
+    with torch.no_grad(), fallback.fallback("torch" if ctx.settings.may_fall_back else None):
+        grad_out = torch.zeros_like(saved[-2]) if grad_out is None else grad_out
+        found = gradients(ctx.options, grad_out, saved)
+    if torch.is_grad_enabled():  # create_graph: what depends on these must not seem constant
+        present = [x for x in found if x is not None]
+        depended_on = [x for x in (grad_out, *saved) if x is not None and x.requires_grad]
+        tied = iter(_NoSecondGradient.apply(method, len(present), *present, *depended_on))  # type: ignore[no-untyped-call]
+        found = tuple(None if x is None else next(tied) for x in found)
+    return None, None, *found
+
+
+class _NoSecondGradient(torch.autograd.Function):
+    """The identity, whose gradient is refused."""
+
+    @staticmethod
+    def forward(ctx: Any, method: str, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.method = method
+        return tuple(x.view_as(x) for x in tensors[:number])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> None:
+        autograd_checks.refuse_second_gradient(f"context_parallel by {ctx.method}")

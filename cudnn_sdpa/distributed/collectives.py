@@ -1,0 +1,68 @@
+"""Collectives of `torch.distributed` that run while something is computed, along the first dimension of tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cudnn_sdpa.distributed.groups import Place
+from cudnn_sdpa.engine.dispatch_state import plain
+
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+#: Tags of messages between two ranks, which gloo tells apart by them.
+KEYS, GRADIENTS = 1, 2
+
+
+class Pending:
+    """A tensor on its way. It holds what is sent, which must not be freed before."""
+
+    __slots__ = ("_received", "_sent", "_works")
+
+    def __init__(self, received: Tensor, sent: Tensor, works: list[Any]) -> None:
+        self._received, self._sent, self._works = received, sent, works
+
+    def wait(self) -> Tensor:
+        """The tensor, once it is there: on a GPU the stream waits, and the host does not."""
+        for work in self._works:
+            work.wait()
+        return self._received
+
+
+def all_gather(x: Tensor, place: Place) -> Pending:
+    """Starts to gather the tensors of all ranks, one after the other along the first dimension."""
+    x = plain(x).contiguous()
+    received = x.new_empty(x.shape[0] * place.ranks, *x.shape[1:])
+    return Pending(received, x, [_gather(received, x, group=place.group, async_op=True)])
+
+
+def reduce_scatter(x: Tensor, place: Place) -> Pending:
+    """Starts to sum the tensors of all ranks, each of which gets its part of the sum along the first dimension."""
+    x = plain(x).contiguous()
+    received = x.new_empty(x.shape[0] // place.ranks, *x.shape[1:])
+    return Pending(received, x, [_reduce(received, x, group=place.group, async_op=True)])
+
+
+def all_to_all(x: Tensor, place: Place) -> Tensor:
+    """Sends each rank its part along the first dimension, and gives what the ranks sent."""
+    x = plain(x).contiguous()
+    received = torch.empty_like(x)
+    dist.all_to_all_single(received, x, group=place.group)
+    return received
+
+
+def pass_on(x: Tensor, place: Place, tag: int) -> Pending:
+    """Starts to send a tensor to the next rank, and to receive that of the previous one."""
+    x = plain(x).contiguous()
+    received = torch.empty_like(x)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, x, place.neighbor(1), place.group, tag),
+            dist.P2POp(dist.irecv, received, place.neighbor(-1), place.group, tag),
+        ]
+    )
+    return Pending(received, x, works)

@@ -1,0 +1,393 @@
+"""Attention of one sequence on many GPUs: `context_parallel` and `context_parallel_varlen`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import arguments
+from cudnn_sdpa.attention.arguments import (
+    ForwardArguments,
+    ReferenceArguments,
+    as_float,
+    as_int,
+    as_sinks,
+    dtype_name,
+    shape_of,
+)
+from cudnn_sdpa.attention.mask import UNBOUNDED
+from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
+from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
+from cudnn_sdpa.distributed import all_gather, ring, ulysses
+from cudnn_sdpa.distributed.agreement import in_agreement
+from cudnn_sdpa.distributed.groups import check_device, place_in
+from cudnn_sdpa.distributed.local_attention import Options, Part, Span, State, attend
+from cudnn_sdpa.engine import autograd_checks, fallback
+from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
+from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
+
+Method = Callable[[Options, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], State]
+
+METHODS: dict[str, Method] = {"all_gather": all_gather.run, "ulysses": ulysses.run, "ring": ring.run}
+
+
+def context_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Any = None,
+    method: str = "all_gather",
+    is_causal: bool = False,
+    window_size: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Any:
+    """Attention of a sequence whose tokens are spread over the GPUs of a group. Differentiable.
+
+    Each rank calls it with its part of the sequence, as `shard` gives it, and gets its part of the output: the same
+    numbers as one GPU would compute. Self-attention: queries, keys and values are of the same tokens.
+
+    | method | each rank holds, besides its part | communicates, for each layer | limits |
+    |---|---|---|---|
+    | "all_gather" | k, v of all tokens, some heads at a time | k, v, again for gradients, and theirs | none |
+    | "ulysses" | q, k, v, output of all tokens, 1/P of the heads | q, k, v, output | heads that P divides |
+    | "ring" | k, v of one other rank, the output in float32 | as "all_gather", in P steps | no window, no dropout |
+
+    All overlap communication with kernels, but "ulysses", which has least to overlap. "all_gather" is the default: with
+    grouped heads, k and v are small. With dropout it keeps the gathered k and v for the backward pass.
+
+    Gradients of `sinks` are those of this rank's part of the work, as those of all parameters under data parallelism:
+    their sum over the group is the gradient. Every rank must run the backward pass if one does. What ranks must agree
+    about (shapes, dtypes, options, which inputs require grad) is compared at the first call of each kind, beside the
+    collectives. Under `torch.compile` the call is a graph break.
+
+    Args:
+        q: This rank's queries (B, Hq, S / P, D), where S is the length of the whole sequence and P the number of ranks;
+            S / P is even.
+        k: Its keys (B, Hkv, S / P, D).
+        v: Its values (B, Hkv, S / P, Dv).
+        group: The process group, a device mesh of one dimension, or None for all processes.
+        method: "all_gather", "ulysses" or "ring".
+        is_causal: Mask later keys for each query, in the whole sequence.
+        window_size: (left, right): a query sees the keys from `left` before to `right` after itself, in the whole
+            sequence; -1 is unbounded.
+        scale: Softmax scale; None is 1/sqrt(D).
+        softcap: Logit soft-capping, c · tanh(score / c).
+        sinks: Attention sinks (Hq,), the same on each rank.
+        dropout_p: Dropout probability. Each rank draws its own random numbers: seed them differently.
+        return_lse: Also return the LSE (log-sum-exp) of the scores. Not differentiable: a gradient into it raises.
+        deterministic: Whether results are bit-exact from run to run; None follows
+            `torch.use_deterministic_algorithms`.
+
+    Returns:
+        This rank's part of the output (B, Hq, S / P, Dv) in q's dtype. With `return_lse` also that of the LSE,
+        (B, Hq, S / P) float32.
+
+    Raises:
+        ArgumentError: An argument is wrong, or ranks disagree; the subclass and the message say which and how.
+        UnsupportedError: The method cannot do it, with one that can; or cuDNN or this GPU has no kernel for it.
+
+    Examples:
+        Run by `torchrun --nproc-per-node 8`, with tokens sharded before the model:
+
+        >>> import torch, torch.distributed as dist
+        >>> from cudnn_sdpa.distributed import context_parallel, shard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> q, k, v = (shard(torch.randn(1, heads, 64, 16), dim=2) for heads in (8, 2, 2))
+        >>> context_parallel(q, k, v, is_causal=True, window_size=(15, 0)).shape
+        torch.Size([1, 8, 64, 16])
+        >>> dist.destroy_process_group()
+    """
+    return _run(
+        "context_parallel",
+        (q, k, v),
+        None,
+        group=group,
+        method=method,
+        is_causal=is_causal,
+        window_size=window_size,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        return_lse=return_lse,
+        deterministic=deterministic,
+    )
+
+
+def context_parallel_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    group: Any = None,
+    method: str = "all_gather",
+    is_causal: bool = False,
+    window_size: tuple[int, int] | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+) -> Any:
+    """Attention over packed sequences whose tokens are spread over the GPUs of a group. Differentiable.
+
+    `context_parallel` for packed sequences, which may begin and end anywhere: only the number of all tokens is a
+    multiple of 2·P, with padding behind the last sequence, if need be. Where sequences begin is data on the GPU, which
+    no host reads. The table of methods in `context_parallel` applies; besides, "all_gather" needs a causal mask or no
+    right bound of a window, and "ring" launches up to four kernels for each rank's keys.
+
+    Args:
+        q: This rank's queries (T / P, Hq, D), as `shard(x, dim=0)` gives them, where T is the number of all tokens;
+            T / P is even.
+        k: Its keys (T / P, Hkv, D).
+        v: Its values (T / P, Hkv, Dv).
+        cu_seqlens: Where the sequences begin in all tokens, and at last where they end, (B + 1,) int32, the same on
+            each rank. Lengths may be 0. Rows past the last offset get zeros, as their gradients do.
+        max_seqlen: Length of the longest sequence, or more.
+        group: As in `context_parallel`.
+        method: "all_gather", "ulysses" or "ring".
+        is_causal: Mask later keys of its sequence for each query.
+        window_size: (left, right) bounds around each query; -1 is unbounded.
+        scale: Softmax scale; None is 1/sqrt(D).
+        softcap: Logit soft-capping.
+        sinks: Attention sinks (Hq,), the same on each rank.
+        dropout_p: Dropout probability.
+        return_lse: Also return the LSE of the scores.
+        deterministic: Whether results are bit-exact from run to run.
+
+    Returns:
+        This rank's part of the output (T / P, Hq, Dv) in q's dtype. With `return_lse` also that of the LSE,
+        (T / P, Hq) float32.
+
+    Raises:
+        ArgumentError: An argument is wrong, or ranks disagree; the subclass and the message say which and how.
+        UnsupportedError: The method cannot do it, with one that can; or cuDNN or this GPU has no kernel for it.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> from cudnn_sdpa.distributed import context_parallel_varlen, shard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> q, k, v = (shard(torch.randn(12, heads, 16), dim=0) for heads in (8, 2, 2))
+        >>> offsets = torch.tensor([0, 3, 3, 10], dtype=torch.int32)  # 3, 0 and 7 tokens, and 2 of padding
+        >>> context_parallel_varlen(q, k, v, offsets, 7, is_causal=True).shape
+        torch.Size([12, 8, 16])
+        >>> dist.destroy_process_group()
+    """
+    return _run(
+        "context_parallel_varlen",
+        (q, k, v),
+        (cu_seqlens, max_seqlen),
+        group=group,
+        method=method,
+        is_causal=is_causal,
+        window_size=window_size,
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        return_lse=return_lse,
+        deterministic=deterministic,
+    )
+
+
+def _run_eagerly(
+    function: str,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    packing: tuple[Tensor, int] | None,
+    *,
+    group: Any,
+    method: str,
+    is_causal: bool,
+    window_size: tuple[int, int] | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    dropout_p: float,
+    return_lse: bool,
+    deterministic: bool | None,
+) -> Any:
+    place = place_in(group)
+
+    def describe() -> tuple[str, tuple[Options, tuple[Tensor, Tensor, Tensor], Tensor | None]]:
+        check_method(method)
+        if not isinstance(return_lse, bool):
+            raise OptionError("return_lse", repr(return_lse), "True or False")
+        options = Options(
+            place=place,
+            is_causal=is_causal,
+            window=arguments.window_bounds(window_size),
+            scale=as_float(scale),
+            softcap=as_float(softcap),
+            dropout_p=as_float(dropout_p),
+            deterministic=is_deterministic(deterministic),
+            max_seqlen=None if packing is None else as_int(packing[1]),
+        )
+        tensors, scores = _checked(function, options, qkv, sinks, packing)
+        check_supported(function, method, options, *tensors[:2])
+        return _description(method, options, tensors, scores, packing), (options, tensors, scores)
+
+    options, (q, k, v), scores = in_agreement(place, function, describe)
+    cu_seqlens = None if packing is None else packing[0]
+    if place.ranks == 1:
+        whole = Span(0, q.shape[options.dim])
+        part = Part(slice(*whole), slice(*whole), whole, whole, options.is_causal, options.window)
+        out, lse = attend(options, part, q, k, v, scores, cu_seqlens)
+    else:
+        out, lse = METHODS[method](options, q, k, v, scores, cu_seqlens)
+    return (out, lse) if return_lse else out
+
+
+_disable: Any = torch.compiler.disable
+_run: Any = _disable(_run_eagerly)  # a graph break: stores and messages are no operators
+
+
+def check_method(method: object) -> None:
+    """Refuses what is no method.
+
+    Raises:
+        OptionError: It is none.
+    """
+    if not isinstance(method, str) or method not in METHODS:
+        raise OptionError("method", repr(method), " or ".join(map(repr, METHODS)))
+
+
+def _checked(
+    function: str,
+    options: Options,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    packing: tuple[Tensor, int] | None,
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """The tensors as autocast casts them, and the sinks in float32, after all checks that read no value.
+
+    Raises:
+        ArgumentError: An argument is wrong.
+        UnsupportedError: It is to be differentiated in another way than by autograd.
+    """
+    for name, x in zip(("q", "k", "v", "sinks"), (*qkv, sinks), strict=True):
+        if type(x).__name__ == "DTensor":
+            raise OptionError(name, "a DTensor", "this rank's part as a plain tensor", f"Use {name}.to_local().")
+    scores = as_sinks(sinks)
+    call: Any = ForwardArguments(*qkv, sinks=scores, is_causal=options.is_causal, scale=options.scale)
+    arguments.check_types(call)
+    named: dict[str, Any] = dict(zip(("q", "k", "v", "sinks"), (*qkv, sinks), strict=True))
+    autograd_checks.check(function, None, loops=False, **named)
+    q, k, v = (cast_tensor(x, qkv[0]) for x in qkv)
+    common: dict[str, Any] = {
+        "sinks": scores,
+        "is_causal": options.is_causal,
+        "window_left": options.window[0],
+        "window_right": options.window[1],
+        "scale": options.scale,
+        "dropout_p": options.dropout_p,
+        "softcap": options.softcap,
+    }
+    arguments.check_options(ForwardArguments(q, k, v, **common))
+    rng = torch.empty(2, dtype=torch.int64, device=q.device) if options.dropout_p else None
+    has_limits = not fallback.is_in_force()
+    if packing is None:
+        dense = ForwardArguments if has_limits else ReferenceArguments
+        arguments.check(dense(q, k, v, rng=rng, **common))
+    else:
+        cu_seqlens: Any = packing[0]
+        if not isinstance(cu_seqlens, Tensor):
+            raise OptionError("cu_seqlens", type(cu_seqlens).__name__, "a torch.Tensor of B + 1 int32")
+        longest: Any = options.max_seqlen
+        if not arguments.is_integer(longest) or longest < 0:
+            raise OptionError("max_seqlen", repr(longest), "the length of the longest sequence, an int")
+        varlen_arguments.check_cumulative("cu_seqlens", cu_seqlens, q)
+        packed = VarlenArguments if has_limits else ReferenceVarlenArguments
+        varlen_arguments.check(
+            packed(
+                q=q,
+                k=k,
+                v=v,
+                cu_seqlens_q=cu_seqlens,
+                cu_seqlens_kv=None,
+                rng=rng,
+                max_seqlen_q=longest,
+                max_seqlen_kv=longest,
+                **common,
+            )
+        )
+    check_device("q", q, options.place)
+    tokens = q.shape[options.dim]
+    if k.shape[options.dim] != tokens:
+        expected = f"{tokens} tokens, as q has: keys and values are of the same tokens as queries"
+        raise ShapeError("k", shape_of(k), expected)
+    if tokens == 0 or tokens % 2:
+        expected = (
+            "an even, positive number of tokens: two chunks of the sequence, as cudnn_sdpa.distributed.shard gives"
+        )
+        raise ShapeError("q", shape_of(q), expected, f"Pad the sequence to a multiple of {2 * options.place.ranks}.")
+    return (q, k, v), scores
+
+
+def check_supported(function: str, method: str, options: Options, q: Tensor, k: Tensor) -> None:
+    """Refuses what a method cannot do, and names one that can.
+
+    Raises:
+        UnsupportedError: With every reason.
+    """
+    ranks, right = options.place.ranks, options.window[1]
+    if ranks == 1:
+        return
+    divides = ulysses.repeats(q.shape[1], k.shape[1], ranks) is not None
+    reasons, others = [], ["all_gather"]
+    if method == "ring" and options.has_window:
+        reasons.append("a window ends between the keys of two steps, so that steps would need masks of their own")
+    if method == "ring" and options.dropout_p:
+        reasons.append("the backward pass of a step does not have the random numbers of its forward pass")
+    bounded = options.has_window and not options.is_causal and right != 0
+    if options.is_packed and bounded:
+        others = ["ulysses"]
+        if method == "all_gather":
+            reasons.append(
+                "of packed sequences, a chunk's last query stands at its sequence's last key, which a window with a "
+                "right bound would need to reach beyond"
+            )
+    if method == "ulysses" and not divides:
+        reasons.append(
+            f"{q.shape[1]} query heads and {k.shape[1]} key heads cannot be given to {ranks} ranks: query heads are "
+            f"no multiple of the smallest common multiple of key heads and ranks"
+        )
+    if not reasons:
+        return
+    others = [other for other in others if other != method and (other != "ulysses" or divides)]
+    suggestion = f'method="{others[0]}"' if others else "a group with fewer ranks, or no right bound"
+    raise UnsupportedError(f'{function} by method="{method}"', reasons, suggestion)
+
+
+def _description(
+    method: str,
+    options: Options,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    sinks: Tensor | None,
+    packing: tuple[Tensor, int] | None,
+) -> str:
+    """What must be equal on all ranks."""
+    named = dict(zip(("q", "k", "v", "sinks"), (*qkv, sinks), strict=True))
+    if packing is not None:
+        named["cu_seqlens"] = packing[0]
+    parts = [f"method={method}"]
+    for name, x in named.items():
+        what = "None" if x is None else f"{dtype_name(x.dtype)}{list(x.shape)}"
+        parts.append(f"{name}={what}" + (" with gradient" if x is not None and needs_gradient(x) else ""))
+    window = None if options.window == (UNBOUNDED, UNBOUNDED) else options.window
+    parts += [f"is_causal={options.is_causal}", f"window_size={window}", f"scale={options.scale}"]
+    parts += [f"softcap={options.softcap}", f"dropout_p={options.dropout_p}", f"max_seqlen={options.max_seqlen}"]
+    parts += [f"deterministic={options.deterministic}", f"grad={torch.is_grad_enabled()}"]
+    return "; ".join(parts)

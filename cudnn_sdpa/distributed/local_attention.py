@@ -1,0 +1,238 @@
+"""One rank's attention: some of its queries to some keys, dense or packed, as plain calls of the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.dense.sdpa_backward import sdpa_backward
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import sdpa_varlen_backward
+from cudnn_sdpa.distributed.groups import Place
+from cudnn_sdpa.distributed.zigzag import chunks_of
+from cudnn_sdpa.graph.layouts import dense_stride_like
+
+State = tuple[Tensor, Tensor]  #: an output and its LSE
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a call, which are equal on all ranks.
+
+    Attributes:
+        place: The group, and this rank in it.
+        is_causal: Whether later keys are masked.
+        window: The bounds around the diagonal.
+        scale: The factor of the scores.
+        softcap: The bound of the scores.
+        dropout_p: The probability of dropout.
+        deterministic: Whether results are bit-exact.
+        max_seqlen: The longest of packed sequences; None for dense tensors.
+    """
+
+    place: Place
+    is_causal: bool
+    window: tuple[int, int]
+    scale: float | None
+    softcap: float | None
+    dropout_p: float
+    deterministic: bool
+    max_seqlen: int | None = None
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether sequences are packed."""
+        return self.max_seqlen is not None
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the sequence."""
+        return 0 if self.is_packed else 2
+
+    @property
+    def has_window(self) -> bool:
+        """Whether a window bounds what a query sees, besides a causal mask."""
+        return self.window[0] != UNBOUNDED or (self.window[1] != UNBOUNDED and not self.is_causal)
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of the whole sequence.
+
+    Attributes:
+        begin: The first.
+        end: One more than the last.
+    """
+
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """Attention of some of this rank's queries to some keys.
+
+    Attributes:
+        rows: These queries, of those that the rank holds.
+        columns: These keys, of those that are at hand.
+        queries: Where the queries are in the whole sequence; None if that does not matter.
+        keys: Where the keys are.
+        is_causal: Whether it is causal, with the last query at the last key.
+        window: The bounds around the diagonal.
+    """
+
+    rows: slice
+    columns: slice
+    queries: Span
+    keys: Span
+    is_causal: bool
+    window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
+
+
+def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
+    """The parts of this rank's attention to gathered keys: each of its two chunks is one call.
+
+    The last query of a chunk stands at the last key that it is given. Where a window reaches beyond it to the right,
+    the diagonal moves by as much, and so do the window's bounds.
+
+    Args:
+        options: The options of the call.
+        tokens: The tokens of the whole sequence.
+    """
+    chunk = tokens // (2 * options.place.ranks)
+    left, right = options.window
+    right = 0 if options.is_causal else right
+    if left == right == UNBOUNDED and not options.is_packed:
+        nowhere = Span(0, 0)
+        return [Part(slice(0, 2 * chunk), slice(0, tokens), nowhere, nowhere, is_causal=False)]
+    found = []
+    for number, index in enumerate(chunks_of(options.place)):
+        begin, end = index * chunk, (index + 1) * chunk
+        last = tokens if right == UNBOUNDED else min(tokens, end + right)
+        first = 0 if left == UNBOUNDED else max(0, begin - left)
+        moved = last - end
+        bounds = (left if left == UNBOUNDED else left + moved, right if right == UNBOUNDED else right - moved)
+        is_causal = bounds[1] == 0
+        window = (bounds[0], UNBOUNDED if is_causal else bounds[1])
+        rows, keys = slice(number * chunk, (number + 1) * chunk), Span(first, last)
+        found.append(Part(rows, slice(*keys), Span(begin, end), keys, is_causal, window))
+    return found
+
+
+def parts_of_ring(options: Options, tokens: int, step: int) -> Iterator[Part]:
+    """The parts of this rank's attention to the keys of the rank `step` before it.
+
+    Args:
+        options: The options of the call.
+        tokens: The tokens of the whole sequence.
+        step: How far the keys have come.
+    """
+    place = options.place
+    chunk = tokens // (2 * place.ranks)
+    halves = slice(0, chunk), slice(chunk, 2 * chunk)
+    whole, nowhere = slice(0, 2 * chunk), Span(0, 0)
+    if not options.is_packed:
+        rows, columns = whole, whole
+        if options.is_causal and 0 < step <= place.rank:
+            columns = halves[0]
+        elif options.is_causal and step > place.rank:
+            rows = halves[1]
+        yield Part(rows, columns, nowhere, nowhere, options.is_causal and step == 0)
+        return
+    owner = place._replace(rank=(place.rank - step) % place.ranks)
+    for number_q, index_q in enumerate(chunks_of(place)):
+        for number_kv, index_kv in enumerate(chunks_of(owner)):
+            if options.is_causal and index_kv > index_q:
+                continue
+            queries, keys = (Span(index * chunk, (index + 1) * chunk) for index in (index_q, index_kv))
+            is_causal = options.is_causal and index_q == index_kv
+            yield Part(halves[number_q], halves[number_kv], queries, keys, is_causal)
+
+
+def narrowed(x: Tensor, dim: int, to: slice) -> Tensor:
+    """Some of a tensor along a dimension."""
+    return x.narrow(dim, to.start, to.stop - to.start)
+
+
+def apart(both: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values, or their gradients, of one tensor that has them side by side: views."""
+    return both[..., :size], both[..., size:]
+
+
+def offsets_within(cu_seqlens: Tensor, span: Span) -> Tensor:
+    """Where the parts of packed sequences within a span begin and end in it: data on the device, read by no host."""
+    return cu_seqlens.clamp(span.begin, span.end) - span.begin
+
+
+def attend(
+    options: Options, part: Part, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
+) -> State:
+    """The output and the LSE of a part. Differentiable."""
+    common = {"sinks": sinks, "dropout_p": options.dropout_p, "return_lse": True}
+    arguments = _arguments(options, part, q, k, v, cu_seqlens)
+    function: Any = sdpa_varlen if options.is_packed else sdpa
+    out, lse = function(**arguments, **common)
+    return out, lse
+
+
+def attend_backward(
+    options: Options,
+    part: Part,
+    given: tuple[Tensor, Tensor, Tensor],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v of a part, given the gradient, the output and the LSE of its queries for all keys."""
+    grad_out, out, lse = given
+    arguments = _arguments(options, part, q, k, v, cu_seqlens)
+    function: Any = sdpa_varlen_backward if options.is_packed else sdpa_backward
+    found = function(grad_out=grad_out, out=out, lse=lse, **arguments)
+    return found.dq, found.dk, found.dv
+
+
+def _arguments(
+    options: Options, part: Part, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None
+) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "is_causal": part.is_causal,
+        "window_size": None if part.window == (UNBOUNDED, UNBOUNDED) else part.window,
+        "scale": options.scale,
+        "softcap": options.softcap,
+        "deterministic": options.deterministic,
+    }
+    is_square = q.shape[options.dim] == k.shape[options.dim]
+    if part.is_causal or found["window_size"] is not None:
+        found["causal_alignment"] = "top_left" if is_square and not options.is_packed else BOTTOM_RIGHT
+    if cu_seqlens is not None and options.max_seqlen is not None:
+        found["cu_seqlens_q"] = offsets = offsets_within(cu_seqlens, part.queries)
+        found["cu_seqlens_kv"] = offsets if part.keys == part.queries else offsets_within(cu_seqlens, part.keys)
+        found["max_seqlen_q"] = min(q.shape[0], options.max_seqlen)
+        found["max_seqlen_kv"] = min(k.shape[0], options.max_seqlen)
+    return found
+
+
+def new_results(q: Tensor, v: Tensor) -> State:
+    """Memory for the output, in the order of q, and for the LSE."""
+    shape = (*q.shape[:-1], v.shape[-1])
+    out = torch.empty_strided(shape, dense_stride_like(shape, q.shape, q.stride()), dtype=q.dtype, device=q.device)
+    return out, torch.empty(shape[:-1], dtype=torch.float32, device=q.device)
+
+
+def gradient_of_sinks(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, head_dim: int) -> Tensor:
+    """The gradient of the sinks: minus the sum of the sink's weight times grad_out · out over this rank's queries."""
+    exact = torch.float64 if out.dtype == torch.float64 else torch.float32
+    heads = [-1 if dim == head_dim else 1 for dim in range(lse.dim())]
+    weights = torch.exp(sinks.to(exact).view(heads) - torch.where(torch.isneginf(lse), torch.inf, lse).to(exact))
+    mean = (grad_out.to(exact) * out).sum(-1)
+    others = [dim for dim in range(lse.dim()) if dim != head_dim]
+    return -(weights * mean).sum(others).to(sinks.dtype)

@@ -1,0 +1,130 @@
+"""Context parallelism on a ring: keys and values go from rank to rank, and partial results are merged by their LSE.
+
+While a kernel computes with the keys of one rank, those of the next are on their way. In the backward pass the
+gradients of keys and values follow them one step behind. No rank ever holds more keys than its own and one other's.
+("Ring Attention with Blockwise Transformers", Liu et al., 2023.)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.distributed import collectives
+from cudnn_sdpa.distributed.autograd import resumed, saved_settings
+from cudnn_sdpa.distributed.collectives import GRADIENTS, KEYS, Pending
+from cudnn_sdpa.distributed.local_attention import (
+    Options,
+    Part,
+    State,
+    apart,
+    attend,
+    attend_backward,
+    gradient_of_sinks,
+    narrowed,
+    new_results,
+    parts_of_ring,
+)
+
+
+def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
+    """The output and the LSE of this rank's queries. Differentiable."""
+    out, lse = _Ring.apply(options, cu_seqlens, q, k, v, sinks)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _Ring(torch.autograd.Function):
+    """The attention of this rank's queries, and its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: Options,
+        cu_seqlens: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> State:
+        dim, place = options.dim, options.place
+        exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+        total = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=exact, device=q.device)
+        lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
+        both = torch.cat([k, v], -1)
+        for step in range(place.ranks):
+            coming: Pending | None = collectives.pass_on(both, place, KEYS) if step + 1 < place.ranks else None
+            keys, values = apart(both, k.shape[-1])
+            for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
+                own, of_k, of_v = narrowed(q, dim, part.rows), *_columns(options, part, keys, values)
+                found = attend(options, part, own, of_k, of_v, None, cu_seqlens)
+                _merge(narrowed(total, dim, part.rows), narrowed(lse, dim, part.rows), *found)
+            if coming is not None:
+                both = coming.wait()
+        if sinks is not None:
+            of_heads = sinks.float().view([-1 if at == 1 else 1 for at in range(lse.dim())])
+            with_sinks = torch.logaddexp(lse, of_heads)
+            total.mul_(_share(lse, with_sinks).unsqueeze(-1))
+            lse = with_sinks
+        out, _ = new_results(q, v)
+        out.copy_(total)
+        ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, lse)
+        ctx.options, ctx.settings = options, saved_settings()
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        return resumed("ring", ctx, grad_out, grad_lse, _gradients)
+
+
+def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and the sinks."""
+    q, k, v, sinks, cu_seqlens, out, lse = saved
+    dim, place = options.dim, options.place
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    grad_q = torch.zeros(q.shape, dtype=exact, device=q.device)
+    both = torch.cat([k, v], -1)
+    sums = torch.zeros(both.shape, dtype=exact, device=k.device)
+    following: Pending | None = None
+    for step in range(place.ranks):
+        coming = collectives.pass_on(both, place, KEYS) if step + 1 < place.ranks else None
+        keys, values = apart(both, k.shape[-1])
+        found = []
+        for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
+            grad_rows, out_rows, lse_rows = (narrowed(x, dim, part.rows) for x in (grad_out, out, lse))
+            given, own = (grad_rows, out_rows, lse_rows), narrowed(q, dim, part.rows)
+            one = attend_backward(options, part, given, own, *_columns(options, part, keys, values), cu_seqlens)
+            narrowed(grad_q, dim, part.rows).add_(one[0])
+            found.append((part, one))
+        if following is not None:
+            sums = following.wait()
+        sum_k, sum_v = apart(sums, k.shape[-1])
+        for part, one in found:
+            narrowed(sum_k, dim, part.columns).add_(one[1])
+            narrowed(sum_v, dim, part.columns).add_(one[2])
+        following = collectives.pass_on(sums, place, GRADIENTS)
+        if coming is not None:
+            both = coming.wait()
+    assert following is not None
+    sum_k, sum_v = apart(following.wait(), k.shape[-1])
+    grads = (torch.empty_like(x).copy_(total) for x, total in ((q, grad_q), (k, sum_k), (v, sum_v)))
+    grad_sinks = None if sinks is None else gradient_of_sinks(grad_out, out, lse, sinks, 1)
+    return *grads, grad_sinks
+
+
+def _columns(options: Options, part: Part, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    return narrowed(keys, options.dim, part.columns), narrowed(values, options.dim, part.columns)
+
+
+def _merge(total: Tensor, lse: Tensor, out: Tensor, lse_of_part: Tensor) -> None:
+    """Adds the result for some keys in place, both weighted by their share: `merge_states` for two, in float32."""
+    merged = torch.logaddexp(lse, lse_of_part)
+    total.mul_(_share(lse, merged).unsqueeze(-1)).add_(_share(lse_of_part, merged).unsqueeze(-1) * out)
+    lse.copy_(merged)
+
+
+def _share(lse: Tensor, merged: Tensor) -> Tensor:
+    """The share of some keys in the whole softmax; 0 where there are none."""
+    return torch.exp(lse - torch.where(torch.isneginf(merged), 0.0, merged))

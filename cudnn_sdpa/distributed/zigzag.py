@@ -1,0 +1,136 @@
+"""Where tokens are: of 2·P chunks of a sequence, rank r of P holds chunks r and 2P−1−r.
+
+Under a causal mask a later chunk sees more keys, so an early and a late one together make all ranks' work equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention.arguments import shape_of
+from cudnn_sdpa.distributed import collectives
+from cudnn_sdpa.distributed.groups import Place, check_device, place_in
+from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.errors import OptionError, ShapeError
+
+
+def chunks_of(place: Place) -> tuple[int, int]:
+    """The numbers of the two chunks that this rank holds."""
+    return place.rank, 2 * place.ranks - 1 - place.rank
+
+
+def in_sequence_order(gathered: Tensor, ranks: int) -> Tensor:
+    """The parts of all ranks, one after the other along the first dimension, in the order of the sequence."""
+    first, second = gathered.unflatten(0, (ranks, 2, -1)).unbind(1)  # type: ignore[no-untyped-call]
+    return torch.cat([first, second.flip(0)]).flatten(0, 1)
+
+
+def in_rank_order(whole: Tensor, ranks: int) -> Tensor:
+    """The opposite: the parts that the ranks hold, one after the other."""
+    first, second = whole.unflatten(0, (2, ranks, -1)).unbind(0)  # type: ignore[no-untyped-call]
+    return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
+
+
+def shard(x: Tensor, dim: int, group: Any = None) -> Tensor:
+    """This rank's part of a whole sequence: of 2·P chunks those of numbers r and 2P−1−r.
+
+    Tokens, labels and positions are all sharded like this before a model whose attention is `context_parallel`. All
+    other layers of a transformer treat tokens one by one and need nothing else. Differentiable.
+
+    Args:
+        x: The same tensor on each rank, such as token ids (B, S), positions (S,) or packed tokens (T, …).
+        dim: The dimension of the sequence, a multiple of 2·P long: pad it.
+        group: The process group, a device mesh of one dimension, or None for all processes.
+
+    Returns:
+        The part, `x.shape[dim] / P` long, contiguous.
+
+    Raises:
+        ArgumentError: An argument is wrong; the subclass and the message say which and how.
+
+    Examples:
+        Of four chunks of one token, the first of two ranks gets the first and the last:
+
+        >>> import torch, torch.distributed as dist
+        >>> from cudnn_sdpa.distributed import shard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> shard(torch.tensor([[5, 6, 7, 8]]), dim=1)  # one process holds all
+        tensor([[5, 6, 7, 8]])
+        >>> dist.destroy_process_group()
+    """
+    place, dim = place_in(group), _dimension(x, dim)
+    _check_multiple("x", x, dim, 2 * place.ranks)
+    parts = x.chunk(2 * place.ranks, dim)
+    return torch.cat([parts[number] for number in chunks_of(place)], dim)
+
+
+def unshard(x: Tensor, dim: int, group: Any = None) -> Tensor:
+    """The whole sequence of the parts that `shard` gives the ranks, on each rank.
+
+    Differentiable: the gradient of a part is the sum of what all ranks' results ask of it. If each rank computes the
+    same loss of the whole, divide it by the number of ranks.
+
+    Args:
+        x: This rank's part, as long on each rank.
+        dim: The dimension of the sequence.
+        group: The process group, a device mesh of one dimension, or None for all processes.
+
+    Returns:
+        The whole, contiguous.
+
+    Raises:
+        ArgumentError: An argument is wrong; the subclass and the message say which and how.
+
+    Examples:
+        >>> import torch, torch.distributed as dist
+        >>> from cudnn_sdpa.distributed import shard, unshard
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> x = torch.arange(8)
+        >>> torch.equal(unshard(shard(x, 0), 0), x)
+        True
+        >>> dist.destroy_process_group()
+    """
+    place, dim = place_in(group), _dimension(x, dim)
+    check_device("x", x, place)
+    _check_multiple("x", x, dim, 2)
+    return gathered(x.movedim(dim, 0), place).movedim(0, dim).contiguous()
+
+
+def gathered(x: Tensor, place: Place) -> Tensor:
+    """The whole sequence, which lies along the first dimension; differentiable."""
+    return _Gathered.apply(x, place)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Gathered(torch.autograd.Function):
+    """Gathers parts; their gradients are summed in float32 and scattered."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
+        ctx.place, ctx.dtype = place, x.dtype
+        return in_sequence_order(collectives.all_gather(x, place).wait(), place.ranks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        if torch.is_grad_enabled() and grad.requires_grad:
+            autograd_checks.refuse_second_gradient("unshard")
+        exact = grad if grad.dtype == torch.float64 else grad.float()
+        part = collectives.reduce_scatter(in_rank_order(exact, ctx.place.ranks), ctx.place).wait()
+        return part.to(ctx.dtype), None
+
+
+def _dimension(x: object, dim: object) -> int:
+    if not isinstance(x, Tensor):
+        raise OptionError("x", type(x).__name__, "a torch.Tensor")
+    if not isinstance(dim, int) or isinstance(dim, bool) or not -x.dim() <= dim < x.dim():
+        raise OptionError("dim", repr(dim), f"a dimension of x, which has {x.dim()}")
+    return dim % x.dim()
+
+
+def _check_multiple(name: str, x: Tensor, dim: int, of: int) -> None:
+    if x.shape[dim] == 0 or x.shape[dim] % of:
+        expected = f"a positive multiple of {of} in dimension {dim}: two chunks for each rank"
+        more = -(-max(1, x.shape[dim]) // of) * of - x.shape[dim]
+        raise ShapeError(name, shape_of(x), expected, f"Pad it by {more}.")

@@ -1,0 +1,151 @@
+"""Context parallelism on the ranks of a group, held against mathematics in float64 in one process.
+
+Each rank draws the same sequences, and takes its part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from float64_reference import attend
+from torch import Tensor
+
+import cudnn_sdpa.distributed.all_gather as by_gathering
+from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, shard, unshard
+
+#: Options of dense calls, by description; ring takes those without a window.
+DENSE: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "causal, scale, softcap": {"is_causal": True, "scale": 0.3, "softcap": 2.0},
+    "causal, sinks": {"is_causal": True, "sinks": True},
+    "sinks": {"sinks": True, "softcap": 3.0},
+    "window": {"is_causal": True, "window_size": (5, 0)},
+    "window, sinks": {"is_causal": True, "window_size": (9, 0), "sinks": True, "scale": -0.4},
+    "both sides": {"window_size": (3, 4)},
+    "to the right": {"window_size": (-1, 3)},
+    "to the left": {"window_size": (4, -1)},
+    "wide": {"window_size": (100, 100), "sinks": True},
+}
+#: Options of packed calls.
+PACKED: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "plain": {},
+    "causal, sinks, softcap": {"is_causal": True, "sinks": True, "softcap": 2.0},
+    "window": {"is_causal": True, "window_size": (6, 0)},
+    "window without a mask": {"window_size": (4, 0), "sinks": True},
+}
+
+
+def packings(tokens: int) -> dict[str, list[int]]:
+    """Lengths of sequences, some of them empty, and with rows of no sequence at the end."""
+    return {
+        "mixed": [5, 0, tokens // 2 - 3, 1, 0, tokens // 2 - 5],
+        "one": [tokens],
+        "single tokens": [1] * (tokens - 1),
+    }
+
+
+def drawn(shape: tuple[int, ...], heads: int, dim: int, dtype: torch.dtype) -> Tensor:
+    rows = torch.randn(*shape, heads, dim, dtype=torch.float64)
+    return rows.to(dtype) if len(shape) == 1 else rows.to(dtype).transpose(1, 2)
+
+
+def exact_packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Each sequence as a dense call; zeros for rows of none."""
+    outs, lses, begin = [], [], 0
+    for length in lengths:
+        rows = slice(begin, begin + length)
+        out, lse = attend(*(x[rows].transpose(0, 1).unsqueeze(0) for x in (q, k, v)), **options)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0].transpose(0, 1))
+        begin += length
+    rest = q.shape[0] - begin
+    empty = torch.full((rest, q.shape[1]), -torch.inf, dtype=torch.float64)
+    if options.get("sinks") is not None:
+        empty = options["sinks"].detach().double().expand(rest, -1)
+    return torch.cat([*outs, q.new_zeros(rest, q.shape[1], v.shape[2])]), torch.cat([*lses, empty])
+
+
+def relative(found: Tensor, exact: Tensor) -> float:
+    finite = torch.isfinite(exact)
+    if not torch.equal(torch.isfinite(found), finite):
+        return float("inf")
+    found, exact = found.double()[finite], exact.double()[finite]
+    return float((found - exact).norm() / exact.norm().clamp_min(1e-9)) if exact.norm() or found.norm() else 0.0
+
+
+def errors(
+    method: str, options: dict[str, Any], heads: tuple[int, int], dtype: torch.dtype, lengths: list[int] | None = None
+) -> dict[str, float]:
+    """The relative errors of the output, the LSE and all gradients on this rank."""
+    ranks = dist.get_world_size()
+    dim, shape = (2, (2, 8 * ranks)) if lengths is None else (0, (8 * ranks,))
+    sizes = ((heads[0], 16), (heads[1], 16), (heads[1], 24), (heads[0], 24))
+    *whole, grad_out = (drawn(shape, *size, dtype) for size in sizes)
+    options = dict(options)
+    sinks = torch.randn(heads[0], dtype=torch.float32) if options.pop("sinks", False) else None
+    leaves = [x.detach().double().requires_grad_() for x in (*whole, *([] if sinks is None else [sinks]))]
+    given = {**options, "sinks": leaves[3]} if sinks is not None else options
+    exact = attend(*leaves[:3], **given) if lengths is None else exact_packed(*leaves[:3], lengths, given)
+    wanted = torch.autograd.grad(exact[0], leaves, grad_out.double())
+
+    mine = [shard(x, dim).requires_grad_() for x in whole]
+    own_sinks = None if sinks is None else sinks.clone().requires_grad_()
+    common = {"method": method, "return_lse": True, "sinks": own_sinks, **options}
+    if lengths is None:
+        out, lse = context_parallel(*mine, **common)
+    else:
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        out, lse = context_parallel_varlen(*mine, offsets, max(lengths), **common)
+    inputs = [*mine, *([] if own_sinks is None else [own_sinks])]
+    found = list(torch.autograd.grad(out, inputs, shard(grad_out, dim)))
+    if own_sinks is not None:
+        dist.all_reduce(found[3])
+    parts = {
+        name: shard(x.detach(), dim) for name, x in zip(("out", "lse", "q", "k", "v"), (*exact, *wanted), strict=False)
+    }
+    results = {"out": out, "lse": lse, **dict(zip(("q", "k", "v"), found, strict=False))}
+    for name, x, like in zip("qkv", found, mine, strict=False):
+        assert x.dtype == like.dtype, name
+        assert x.shape == like.shape, name
+    errors = {name: relative(results[name].detach(), parts[name]) for name in parts}
+    return errors | ({} if sinks is None else {"sinks": relative(found[3], wanted[3])})
+
+
+def worst_of(cases: list[tuple[Any, ...]]) -> list[tuple[float, str, Any]]:
+    """The largest error of each case on this rank."""
+    found = []
+    for case in cases:
+        torch.manual_seed(5)
+        found.append(max((error, name, case) for name, error in errors(*case).items()))
+    return found
+
+
+def worst_in_groups_of_heads(cases: list[tuple[Any, ...]]) -> list[tuple[float, str, Any]]:
+    """The same with small messages of some heads."""
+    least, by_gathering.MIN_BYTES = by_gathering.MIN_BYTES, 1
+    try:
+        return worst_of(cases)
+    finally:
+        by_gathering.MIN_BYTES = least
+
+
+def round_trip() -> list[bool]:
+    """`unshard` of `shard`, and its gradient."""
+    ranks, found = dist.get_world_size(), []
+    for dim, shape in ((0, (4 * ranks,)), (1, (2, 2 * ranks, 3)), (-1, (2, 6 * ranks))):
+        x = torch.randn(shape, requires_grad=True)
+        part = shard(x, dim)
+        whole = unshard(part, dim)
+        weights = torch.randn(shape)
+        (gradient,) = torch.autograd.grad((whole * weights).sum(), x)
+        theirs = shard(torch.ones(shape), dim).numel() * ranks == x.numel()
+        expected = torch.zeros(shape)
+        mine = torch.zeros(shape).requires_grad_()
+        (kept,) = torch.autograd.grad(shard(mine, dim).sum(), mine)
+        expected = weights * ranks * kept
+        found += [torch.equal(whole, x), theirs, torch.allclose(gradient, expected)]
+    return found

@@ -1,0 +1,295 @@
+"""What may go wrong between ranks, as functions that each rank runs."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.checkpoint import checkpoint
+
+import cudnn_sdpa
+from cudnn_sdpa import ArgumentError, UnsupportedError, nn
+from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, shard, unshard
+
+
+def parts(tokens: int = 8, heads: tuple[int, int] = (4, 2), *, grad: bool = False) -> list[torch.Tensor]:
+    """This rank's queries, keys and values of random numbers that all ranks draw."""
+    ranks = dist.get_world_size()
+    drawn = [torch.randn(1, number, tokens * ranks, 16) for number in (heads[0], heads[1], heads[1])]
+    return [shard(x, 2).requires_grad_(grad) for x in drawn]
+
+
+def still_works() -> None:
+    """A call after an error."""
+    q, k, v = parts()
+    assert context_parallel(q, k, v, is_causal=True).shape == q.shape
+
+
+def refusals() -> int:
+    """Wrong arguments, equal on all ranks: each says what is wrong."""
+    q, k, v = parts()
+    packed = [torch.randn(8, n, 16) for n in (4, 2, 2)]
+    offsets = torch.tensor([0, 16]).int()
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (q[:, :, :7], {}, "q: got shape .*even, positive number of tokens.*Pad the sequence to a multiple of 4"),
+        (q, {"method": "tree"}, "method: got 'tree'; expected 'all_gather' or 'ulysses' or 'ring'"),
+        (q, {"group": 3}, "group: got int"),
+        (q, {"is_causal": 1}, "is_causal: got 1"),
+        (q, {"return_lse": 1}, "return_lse: got 1"),
+        (q, {"window_size": 3}, "window_size: got 3"),
+        (q, {"sinks": torch.ones(3)}, "sinks: got"),
+        (q.double(), {}, "k: got float32; expected float64"),
+        (q.bfloat16().to("meta"), {}, "k: got float32; expected bfloat16"),
+        (None, {}, "q: got NoneType"),
+    ]
+    for given, options, message in cases:
+        rows = k[:, :, :7] if isinstance(given, torch.Tensor) and given.shape[2] == 7 else k
+        columns = v[:, :, :7] if rows.shape[2] == 7 else v
+        with pytest.raises(ArgumentError, match=message):
+            context_parallel(given, rows, columns, **options)
+        still_works()
+    with pytest.raises(ArgumentError, match=r"k: got shape .*8 tokens, as q has"):
+        context_parallel(q, k[:, :, :6], v[:, :, :6])
+    for wrong, message in (
+        ((offsets.long(), 16), "cu_seqlens: got int64"),
+        ((None, 16), "cu_seqlens: got NoneType"),
+        ((offsets, torch.tensor(16)), "max_seqlen: got"),
+        ((offsets, -1), "max_seqlen: got -1"),
+    ):
+        with pytest.raises(ArgumentError, match=message):
+            context_parallel_varlen(*packed, *wrong)
+    with pytest.raises(ArgumentError, match=r"x: got shape .*multiple of 4.*Pad it by 2"):
+        shard(torch.ones(6), 0)
+    with pytest.raises(ArgumentError, match="dim: got 3"):
+        shard(torch.ones(8), 3)
+    with pytest.raises(ArgumentError, match="x: got list"):
+        unshard([1.0], 0)
+    still_works()
+    return len(cases)
+
+
+def suggestions() -> int:
+    """What a method cannot do names one that can, which works."""
+    q, k, v = parts()
+    packed = [torch.randn(8, n, 16) for n in (4, 2, 2)]
+    offsets = torch.tensor([0, 5, 16]).int()
+    cases: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = [
+        (context_parallel, (q, k, v), {"method": "ring", "window_size": (3, 0), "is_causal": True}),
+        (context_parallel, (q, k, v), {"method": "ring", "dropout_p": 0.1}),
+        (context_parallel, (q[:, :3], k[:, :1], v[:, :1]), {"method": "ulysses"}),
+        (context_parallel_varlen, (*packed, offsets, 11), {"method": "ring", "window_size": (3, 0), "is_causal": True}),
+        (context_parallel_varlen, (*packed, offsets, 11), {"method": "all_gather", "window_size": (3, 2)}),
+        (context_parallel_varlen, (*packed, offsets, 11), {"method": "ring", "window_size": (3, -1)}),
+    ]
+    for function, tensors, options in cases:
+        with pytest.raises(UnsupportedError) as refused:
+            function(*tensors, **options)
+        named = re.fullmatch(r'method="(\w+)"', refused.value.suggestion)
+        assert named, refused.value.suggestion
+        assert function(*tensors, **{**options, "method": named[1]}).shape[:-1] == tensors[0].shape[:-1]
+    heads = [torch.randn(8, n, 16) for n in (3, 1, 1)]
+    with pytest.raises(UnsupportedError, match="fewer ranks"):
+        context_parallel_varlen(*heads, offsets, 11, window_size=(3, 2))
+    return len(cases)
+
+
+def disagreements() -> list[str]:
+    """Ranks that call otherwise: an error on each, at once."""
+    rank, found = dist.get_rank(), []
+    q, k, v = parts()
+    sinks = torch.ones(4)
+    longer = parts(tokens=12)
+    for mine in (
+        (longer if rank else [q, k, v], {}),
+        ([q, k, v], {"is_causal": bool(rank), "softcap": 5.0}),
+        ([q, k, v], {"scale": 0.5 + rank}),
+        ([q, k, v], {"sinks": sinks if rank else None}),
+        ([q, k, v], {"method": "ring" if rank else "all_gather", "softcap": 2.0}),
+        ([x.double() for x in (q, k, v)] if rank else [q, k, v], {"softcap": 3.0}),
+        ([q.detach().requires_grad_(rank == 1), k, v], {"softcap": 4.0}),
+    ):
+        begin = time.monotonic()
+        with pytest.raises(ArgumentError, match="otherwise than rank") as refused:
+            context_parallel(*mine[0], **mine[1])
+        assert time.monotonic() - begin < 10
+        found.append(str(refused.value))
+        still_works()
+    return found
+
+
+def one_refuses() -> str:
+    """A rank whose own arguments are wrong tells the others."""
+    q, k, v = parts(tokens=6)
+    message = "scale: got str" if dist.get_rank() == 1 else "rank 1 refused this call of context_parallel.*scale"
+    with pytest.raises(ArgumentError, match=message) as refused:
+        context_parallel(q, k, v, scale="wide" if dist.get_rank() == 1 else 0.1)
+    still_works()
+    return str(refused.value)
+
+
+def one_is_absent() -> str:
+    """The others wait as long as the group's timeout says, and no longer."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    group.get_group_store().set_timeout(timedelta(seconds=2))
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return "absent"
+    q, k, v = parts(tokens=10)
+    with pytest.raises(ArgumentError, match="no answer of rank 1 of 2") as refused:
+        context_parallel(q, k, v, group=group)
+    dist.barrier()
+    return str(refused.value)
+
+
+def one_dies(method: str) -> None:
+    """In the middle of calls that ranks have agreed about."""
+    q, k, v = parts(tokens=4)
+    context_parallel(q, k, v, method=method)
+    if dist.get_rank() == 1:
+        os._exit(7)
+    time.sleep(0.5)
+    try:
+        for _ in range(3):
+            context_parallel(q, k, v, method=method)
+    except RuntimeError as error:
+        raise LookupError("the other rank was told") from error
+
+
+def second_gradients(method: str) -> None:
+    """First gradients may have a graph, which raises."""
+    q, k, v = parts(grad=True)
+    out = context_parallel(q, k, v, method=method, is_causal=True)
+    (plain,) = torch.autograd.grad(out.square().sum(), q, retain_graph=True)
+    (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    torch.testing.assert_close(gradient, plain)
+    assert gradient.requires_grad
+    with pytest.raises(UnsupportedError, match="double backward"):
+        torch.autograd.grad(gradient.sum(), q)
+
+
+def gradients_of_lse(method: str) -> None:
+    q, k, v = parts(grad=True)
+    out, lse = context_parallel(q, k, v, method=method, return_lse=True)
+    if lse.requires_grad:
+        with pytest.raises(UnsupportedError, match="LSE"):
+            torch.autograd.grad(out.sum() + lse.sum(), q)
+    else:  # of an all-to-all, which has none
+        assert method == "ulysses"
+
+
+def other_differentiation() -> None:
+    q, k, v = parts()
+    with pytest.raises(UnsupportedError, match=r"torch\.func\.grad"):
+        torch.func.grad(lambda q: context_parallel(q, k, v).sum())(q)
+    with pytest.raises(UnsupportedError, match=r"torch\.vmap"):
+        torch.vmap(lambda q: context_parallel(q, k, v))(q.unsqueeze(0))
+    still_works()
+
+
+def checkpoints(method: str) -> None:
+    q, k, v = parts(grad=True)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return context_parallel(q, k, v, method=method, is_causal=True)
+
+    wanted = torch.autograd.grad(run(q, k, v).square().sum(), (q, k, v))
+    found = torch.autograd.grad(checkpoint(run, q, k, v, use_reentrant=False).square().sum(), (q, k, v))
+    torch.testing.assert_close(found, wanted)
+
+
+def compiled(method: str) -> None:
+    q, k, v = parts(grad=True)
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return context_parallel(q * 2, k, v, method=method, is_causal=True) * 3
+
+    wanted = run(q, k, v)
+    out = torch.compile(run, backend="aot_eager")(q, k, v)
+    torch.testing.assert_close(out, wanted)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), q), torch.autograd.grad(wanted.sum(), q))
+    torch._dynamo.reset()
+
+
+def autocast(method: str) -> None:
+    q, k, v = parts(grad=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = context_parallel(q, k, v, method=method, is_causal=True)
+    assert out.dtype == torch.bfloat16
+    exact = context_parallel(q, k, v, method=method, is_causal=True)
+    assert (out.float() - exact).norm() < 2e-2 * exact.norm()
+    found, wanted = (torch.autograd.grad(x.float().sum(), k)[0] for x in (out, exact))
+    assert found.dtype == torch.float32
+    assert (found - wanted).norm() < 3e-2 * wanted.norm()
+
+
+def falls_back(method: str) -> None:
+    """Head dims that no GPU takes, forward and backward, under a fallback alone."""
+    q, k, v = (x[..., :5].detach().requires_grad_() for x in parts())
+    with cudnn_sdpa.cpu_checks("h200"):
+        with pytest.raises(ArgumentError, match="head dim 5"):
+            context_parallel(q, k, v, method=method)
+        with cudnn_sdpa.fallback("torch"):
+            out = context_parallel(q, k, v, method=method)
+        assert torch.autograd.grad(out.sum(), k)[0].isfinite().all()
+
+
+def dropout(method: str) -> float:
+    """The share of weights that is kept, and the gradient of the values for the same random numbers."""
+    torch.manual_seed(100 + dist.get_rank())
+    ranks = dist.get_world_size()
+    tokens, dim = 32 * ranks, 32 * ranks
+    q, k = (torch.zeros(1, 4, tokens // ranks, 8) for _ in "qk")
+    v = shard(torch.eye(tokens).view(1, 1, tokens, dim).expand(1, 4, tokens, dim).contiguous(), 2).requires_grad_()
+    out = context_parallel(q, k, v, method=method, dropout_p=0.25)
+    kept = (out > 0).float()
+    torch.testing.assert_close(out, kept / (0.75 * tokens))
+    (gradient,) = torch.autograd.grad(out.sum(), v)
+    received = unshard(gradient, 2).sum((2, 3)) / dim  # of all keys, for the sum of all queries' weights
+    weights = kept.sum((2, 3)) / (0.75 * tokens)
+    dist.all_reduce(weights)
+    torch.testing.assert_close(received, weights)
+    return float(kept.mean())
+
+
+def special_tensors() -> None:
+    """Negative bits, gradients that are zeros without memory, and inference mode."""
+    q, k, v = parts(grad=True)
+    out = context_parallel(q, k, v, is_causal=True)
+    negative = context_parallel(torch._neg_view(-q.detach()), torch._neg_view(-k.detach()), v, is_causal=True)
+    torch.testing.assert_close(negative, out)
+    zeros = torch._efficientzerotensor(out.shape)
+    assert not torch.autograd.grad(out, k, zeros, retain_graph=True)[0].any()
+    torch.testing.assert_close(
+        torch.autograd.grad(out, v, torch._neg_view(torch.ones(out.shape)), retain_graph=True)[0],
+        torch.autograd.grad(out, v, -torch.ones(out.shape))[0],
+    )
+    with torch.inference_mode():
+        torch.testing.assert_close(context_parallel(q, k, v, is_causal=True), out.detach())
+
+
+def module(method: str) -> None:
+    """`nn.Attention` with a group is the same layer on a part of the tokens."""
+    rope = nn.RotaryEmbedding(8)
+    options = {"num_kv_heads": 2, "is_causal": True, "rope": rope, "sinks": True}
+    whole = nn.Attention(32, 4, **options)
+    torch.nn.init.normal_(whole.sinks)
+    parallel = nn.Attention(32, 4, **options, cp_group=dist.group.WORLD, cp_method=method)
+    parallel.load_state_dict(whole.state_dict())
+    x = torch.randn(2, 8 * dist.get_world_size(), 32)
+    exact = whole(x)
+    exact.square().sum().backward()
+    out = parallel(shard(x, 1))
+    torch.testing.assert_close(out, shard(exact.detach(), 1))
+    out.square().sum().backward()
+    for name, parameter in parallel.named_parameters():
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, whole.get_parameter(name).grad, msg=name, rtol=1e-4, atol=1e-4)
+    for wrong in ({"attn_mask": torch.ones(4, 4, dtype=torch.bool)}, {"seq_lens": torch.tensor([4, 4]).int()}):
+        with pytest.raises(UnsupportedError, match="cp_group"):
+            parallel(shard(x, 1), **wrong)

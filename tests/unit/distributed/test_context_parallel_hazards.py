@@ -1,0 +1,68 @@
+"""Context parallelism where something goes wrong: every rank gets an error that says what, and none waits for ever."""
+
+from __future__ import annotations
+
+import parallel_hazards as hazards
+import pytest
+from processes import Ranks
+
+METHODS = ("all_gather", "ulysses", "ring")
+
+
+def test_wrong_arguments_are_named_on_every_rank(ranks):
+    assert ranks(hazards.refusals) == [10, 10]
+
+
+def test_what_a_method_cannot_do_names_one_that_can(ranks):
+    assert ranks(hazards.suggestions) == [6, 6]
+
+
+def test_ranks_that_disagree_all_say_so(ranks):
+    first, second = ranks(hazards.disagreements)
+    for number, named in enumerate(("q=float32", "is_causal", "scale", "sinks", "method", "k=float", "gradient")):
+        assert named in first[number]
+        assert named in second[number]
+
+
+def test_a_refusal_is_told_to_the_others(ranks):
+    told, own = ranks(hazards.one_refuses)
+    assert own in told
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_settings_and_transforms(ranks, method):
+    for run in (hazards.second_gradients, hazards.gradients_of_lse, hazards.checkpoints, hazards.autocast):
+        ranks(run, method)
+    ranks(hazards.falls_back, method)
+    if method != "ring":
+        for share in ranks(hazards.dropout, method):
+            assert abs(share - 0.75) < 0.02
+    ranks(hazards.module, method)
+
+
+def test_tensors_that_lie_otherwise_and_other_differentiation(ranks):
+    ranks(hazards.special_tensors)
+    ranks(hazards.other_differentiation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_compiled_code_breaks_its_graph_there(ranks, method):
+    ranks(hazards.compiled, method)
+
+
+@pytest.mark.slow
+def test_a_rank_that_does_not_come(ranks):
+    assert "no answer of rank 1" in ranks(hazards.one_is_absent)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_a_rank_that_dies(method):
+    """The other one gets an error of its collective."""
+    pair = Ranks(2)
+    try:
+        with pytest.raises(AssertionError, match=r"the other rank was told(.|\n)*ended with 7"):
+            pair(hazards.one_dies, method)
+    finally:
+        pair.end()
