@@ -166,7 +166,7 @@ def check_parallel(cp_group: Any, cp_method: object, context_dim: int | None) ->
     if cp_group is None and cp_method == "all_gather":
         return
     from cudnn_sdpa.distributed import groups
-    from cudnn_sdpa.distributed.context_parallel import check_method
+    from cudnn_sdpa.distributed.parallel_attention import check_method
 
     check_method(cp_method)
     if cp_group is None:

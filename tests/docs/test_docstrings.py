@@ -139,9 +139,9 @@ def test_pages_name_only_existing_objects(page):
 
 
 def public_names() -> set[str]:
-    """Everything public: the package, its errors, and its `nn` modules."""
-    names = set(cudnn_sdpa.__all__) | set(importlib.import_module("cudnn_sdpa.errors").__all__)
-    return (names | set(importlib.import_module("cudnn_sdpa.nn").__all__)) - {"__version__"}
+    """Everything public: the package, its errors, its `nn` modules, and its functions for many GPUs."""
+    modules = ("cudnn_sdpa", "cudnn_sdpa.errors", "cudnn_sdpa.nn", "cudnn_sdpa.distributed")
+    return {name for module in modules for name in importlib.import_module(module).__all__} - {"__version__"}
 
 
 #: The public names of each integration.
@@ -161,11 +161,13 @@ def documented() -> list[str]:
 
 def test_objects_in_the_reference_can_be_imported_as_stated():
     text = (ROOT / "docs" / "api" / "index.md").read_text()
-    assert "Everything here is imported from `cudnn_sdpa`, modules from `cudnn_sdpa.nn`, and integrations from" in text
+    assert (
+        "Everything here is imported from `cudnn_sdpa`, modules from `cudnn_sdpa.nn`, functions for many GPUs" in text
+    )
     assert len(documented()) > 70
     for path in documented():
         module, _, name = path.rpartition(".")
-        assert module in ("cudnn_sdpa", "cudnn_sdpa.nn") or module in INTEGRATIONS, path
+        assert module in ("cudnn_sdpa", "cudnn_sdpa.nn", "cudnn_sdpa.distributed") or module in INTEGRATIONS, path
         assert name in importlib.import_module(module).__all__, path
 
 

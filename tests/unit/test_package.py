@@ -24,6 +24,7 @@ LAYERS = [
     ("offline",),
     ("engine",),
     ("attention",),
+    ("distributed",),
     ("fused",),
     ("nn",),
     ("integrations",),
