@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import check_is_dense, dtype_name, shape_of
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.sharding import has_dtensor, refuse
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 
@@ -66,6 +67,8 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
             if not isinstance(tensor, Tensor):
                 raise OptionError(f"{name}[{number}]", type(tensor).__name__, "a torch.Tensor")
             check_is_dense(f"{name}[{number}]", tensor)
+    if has_dtensor(*outs, *lses):
+        refuse("merge_states", "it is a function of the parts that one rank has")
     if len(outs) != len(lses):
         raise OptionError("lses", f"{len(lses)} tensors", f"{len(outs)}, one for each output")
     first = outs[0]

@@ -47,7 +47,7 @@ from cudnn_sdpa.engine.launch import Layout, PlainCall, check_one_device
 from cudnn_sdpa.engine.memory import MISALIGNED, like_in_memory
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.torch_ops import define, library, new_seed
-from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.plan import Plan
@@ -425,7 +425,10 @@ class Operation(Generic[CallT]):
         whole: Any = (self.reference_call or self.call)._make((*layouts, *call[self._tensors :]))
         if "rng" in self._types and call.dropout_p:
             whole = whole._replace(rng=torch.empty(2, dtype=torch.int64, device="meta"))
-        self.check(whole)
+        try:
+            self.check(whole)
+        except (ArgumentError, UnsupportedError) as error:
+            raise error.renamed({"meta": call[0].device.type}) from None
         arguments = dict(zip(self.fields, call, strict=True))
         ways = None if self.ways is None else self.ways(arguments)
         try:

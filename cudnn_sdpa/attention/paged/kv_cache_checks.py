@@ -11,6 +11,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import CPU_DTYPES, CUDA_DTYPES, as_int, dtype_name, shape_of
 from cudnn_sdpa.attention.paged.step import PagedStep
+from cudnn_sdpa.engine.sharding import has_dtensor, refuse
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
 
 
@@ -121,6 +122,8 @@ def checked_growth(
 
 def check_rows(name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
     """Checks that new keys or values fit a step and its pages, and that kernels can read them."""
+    if has_dtensor(rows):
+        refuse("PagedKVCache", "each rank has a cache of its own heads or sequences: give it the local tensors")
     expected = (step.batch, to.shape[1], step.tokens, to.shape[3])
     if tuple(rows.shape) != expected:
         raise ShapeError(name, shape_of(rows), f"shape {expected}: (B, Hkv, tokens, head dim)")

@@ -667,6 +667,14 @@ def check_other_refusals():
         sdpa(**given, sinks=torch.empty(4, device="meta"))
     with pytest.raises(cudnn_sdpa.ShapeError, match="k: got"):  # on both ranks, though one could run its part
         sdpa(**placed({**qkv(batch=3), "k": randn(4, 2, 8, 16)}, all_of([Shard(0)], *QKV), mesh))
+    with pytest.raises(cudnn_sdpa.DtypeError, match="float64 on cpu"):
+        sdpa(**placed({name: x.int() for name, x in qkv().items()}, all_of([Shard(0)], *QKV), mesh))
+    with pytest.raises(UnsupportedError, match=r"merge_states on DTensors(.|\n)*local_map"), torch.no_grad():
+        cudnn_sdpa.merge_states([given["q"]], [given["q"][..., 0]])
+    cache = cudnn_sdpa.PagedKVCache(pages=4, page_size=16, heads=2, head_dim=16, dtype=torch.float32, device="cpu")
+    step = cache.reserve([cache.add() for _ in range(4)], 8)
+    with pytest.raises(UnsupportedError, match=r"PagedKVCache on DTensors(.|\n)*local tensors"):
+        cache.append(step, given["k"], given["v"])
     assert of.results == [R]
 
     @cudnn_sdpa.graph_op(reference=lambda x: x.relu())
