@@ -14,8 +14,8 @@ from torch import Tensor
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.engine.sharding import MAX, Way
 
-#: The arguments that compare positions, or count queries from the first.
-_OF_POSITIONS = ("is_causal", "alibi", "seq_lens_q")
+#: The arguments that compare positions, or count queries from the first; windows are, too.
+OF_POSITIONS = ("is_causal", "alibi", "seq_lens_q")
 
 _ALIBI = "ALiBi's slopes depend on a head's number among all heads"
 _KEYS = "each query needs all keys, and each rank has a part of them"
@@ -98,7 +98,7 @@ def _depends_on_positions(arguments: Mapping[str, Any]) -> str:
     window = arguments.get("window_size")
     if window is None:
         window = arguments.get("window_left", UNBOUNDED), arguments.get("window_right", UNBOUNDED)
-    named = [name for name in _OF_POSITIONS if arguments.get(name) not in (None, False)]
+    named = [name for name in OF_POSITIONS if arguments.get(name) not in (None, False)]
     if tuple(window) != (UNBOUNDED, UNBOUNDED):
         named.append("window_size")
     return f"{' and '.join(named)} counts queries from the first of all ranks" if named else ""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments, Result
 from cudnn_sdpa.attention.dense.launch import Run
-from cudnn_sdpa.attention.dense.plans import ForwardSpec
+from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.mask import Mask
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec, length_bucket, sequence_bucket
 from cudnn_sdpa.engine.launch import BoundPlan
@@ -118,8 +118,7 @@ def _is_plain(forward: ForwardSpec) -> bool:
     left = dense.mask.band[0] if dense.mask.band is not None else None
     if left is not None and (left < 0 or dense.sq > dense.skv):
         return False  # the band depends on the lengths, or queries may see no key
-    has_sides = dense.alibi or dense.has_lengths or dense.mask.masked_rows or not dense.has_no_sides
-    return not (has_sides or forward.plan_has_lse)
+    return dense == DenseSpec(dense.q, dense.k, dense.v, Mask(dense.mask.band)) and not forward.plan_has_lse
 
 
 def _has_contiguous_heads(tensor: TensorLayout) -> bool:

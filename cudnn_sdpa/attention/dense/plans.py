@@ -135,11 +135,6 @@ class DenseSpec:
         return self.lengths_q or self.lengths_kv
 
     @property
-    def has_no_sides(self) -> bool:
-        """Whether the graph has no inputs other than queries, keys, values, scale and lengths."""
-        return self.bias is None and not (self.sinks or self.dropout_p or self.softcap)
-
-    @property
     def needs_lengths(self) -> bool:
         """Whether cuDNN needs lengths, even full ones, for the mask: a left bound with more queries than keys."""
         left_bound = self.mask.band is not None and self.mask.band[0] is not None

@@ -10,7 +10,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments, Result
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense import plans
 from cudnn_sdpa.attention.dense.plans import Needs
-from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED
+from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.operation import GradientCall
 
@@ -59,15 +59,23 @@ def pytorchs(call: ForwardArguments) -> Tensor | None:
     )
 
 
+#: The arguments that PyTorch's own attention has; other options are declined unless they are left at their defaults.
+_PYTORCHS = frozenset(
+    ("q", "k", "v", "attn_mask", "rng", "is_causal", "causal_alignment", "scale", "dropout_p", "deterministic", "out")
+)
+
+
 def _pytorch_supports(call: ForwardArguments) -> bool:
-    others = (call.sinks, call.seq_lens_q, call.seq_lens_kv, call.softcap)
-    bounded = (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED) or call.alibi
+    for name, default in call._field_defaults.items():
+        value = getattr(call, name)
+        if name not in _PYTORCHS and value is not default and (isinstance(value, Tensor) or value != default):
+            return False
     causal = call.is_causal and (call.attn_mask is not None or call.causal_alignment != TOP_LEFT)
     # Only PyTorch's global setting makes its gradients deterministic.
     deterministic = call.deterministic and needs_gradient(*call.differentiable)
     # One of its GPU kernels takes no float32 mask with half-precision inputs.
     mixed = call.attn_mask is not None and call.attn_mask.dtype not in (torch.bool, call.q.dtype)
-    return others == (None,) * 4 and not (bounded or causal or call.with_lse or deterministic or mixed)
+    return not (causal or deterministic or mixed)
 
 
 # Floating-point operations, for `torch.utils.flop_counter.FlopCounterMode`.
