@@ -184,6 +184,7 @@ CASES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CASES)
 def test_tensor_parallel_modules_compute_the_same(ranks, name):
     make, arguments, options = CASES[name]
@@ -191,6 +192,7 @@ def test_tensor_parallel_modules_compute_the_same(ranks, name):
         assert "DTensor" in kinds
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", [name for name in CASES if "layer" in name or name in ("swiglu", "attention")])
 def test_sequence_parallel_modules_compute_the_same(ranks, name):
     make, arguments, options = CASES[name]
