@@ -410,8 +410,8 @@ def agrees(of, mesh, placements, results, gradients, compiled=False):
         tensors[name].requires_grad_()
     wanted = as_tuple(of.function(**tensors, **of.options))
     given = placed(tensors, placements, mesh)
-    torch._dynamo.reset()  # DTensors of changing sizes, PyTorch compiles only where the batch is divided
-    function = torch.compile(of.function, backend="aot_eager", fullgraph=True) if compiled else of.function
+    compiles = {"backend": "aot_eager", "fullgraph": True, "dynamic": False}  # of other sizes, PyTorch compiles few
+    function = torch.compile(of.function, **compiles) if compiled else of.function
     with silence() if not compiled else contextlib.nullcontext():  # under a dispatch mode, nothing is compiled
         found = as_tuple(function(**given, **of.options))
     assert len(found) == len(wanted)
