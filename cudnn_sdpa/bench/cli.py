@@ -275,6 +275,30 @@ def bench_provider(
     _measure("provider", {chosen.value: measures[chosen] for chosen in part or list(ProviderPart)}, output)
 
 
+@bench_app.command("distributed")
+def bench_distributed(
+    output: Output = None,
+    ranks: Annotated[int, typer.Option(min=0, help="Processes; 0 is one for each GPU.")] = 0,
+    small: Annotated[bool, typer.Option(help="Small sizes, also without GPUs: to test that it runs.")] = False,
+) -> None:
+    """Time context parallelism on this machine's GPUs, by each method and by PyTorch, and what scaling is linear."""
+    if not small:
+        require_gpu()
+    import torch
+
+    from cudnn_sdpa.bench.tools.processes import run_ranks
+
+    count = ranks or max(1, torch.cuda.device_count())
+
+    def run() -> list[Row]:
+        found = run_ranks("cudnn_sdpa.bench.programs.many_gpus", count, *(["small"] if small else []))
+        rows: list[Row] = found["rows"]
+        return rows
+
+    title = f"A forward and a backward pass on {count} ranks: 32 and 8 heads of 128, bfloat16"
+    _measure("distributed", {"training": (title, run)}, output)
+
+
 def require_gpu(command: str = "bench") -> None:
     """Exits if there is no GPU."""
     import cudnn_sdpa._pytorch  # noqa: F401 - raises with a cure if PyTorch cannot be imported

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import forked_python
@@ -44,6 +46,22 @@ def test_the_serving_sample_matches_dense_attention():
     assert int(re.search(r"preemptions +│ (\d+)", result.stdout)[1]) >= 1, "the cache was large enough"
     if not torch.cuda.is_available():
         assert "100.00%" in result.stdout
+
+
+@pytest.mark.parametrize("ways", [("--cp", "2"), pytest.param(("--cp", "1", "--tp", "2"), marks=pytest.mark.slow)])
+def test_the_parallel_sample_trains_as_one_process(ways):
+    launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    result = subprocess.run(
+        [sys.executable, *launched, "samples/train_parallel.py", "--steps", "3", *ways],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "2 processes agree with one" in result.stdout
 
 
 def test_the_page_that_adds_an_operation_shows_the_sample():

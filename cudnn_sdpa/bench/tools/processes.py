@@ -37,6 +37,12 @@ def run_command(*arguments: str) -> int:
     return subprocess.run(interpreter.module_command("cudnn_sdpa", arguments), check=False).returncode
 
 
+def run_ranks(name: str, count: int, *arguments: str) -> JsonObject:
+    """The JSON that rank 0 of `torchrun -m name` prints as its last line, of that many processes on this machine."""
+    launched = ("--standalone", "--nproc-per-node", str(count), "-m", name, *arguments)
+    return _run(interpreter.module_command("torch.distributed.run", launched), f"{count} ranks of {name}", "off")
+
+
 def _run(command: list[str], label: str, store: str) -> JsonObject:
     from cudnn_sdpa.plans.default_store import VARIABLE
 

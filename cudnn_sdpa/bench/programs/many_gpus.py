@@ -1,0 +1,223 @@
+"""A process of `bench distributed`: context parallelism with others; that of rank 0 prints one line of JSON.
+
+`torchrun --nproc-per-node N -m cudnn_sdpa.bench.programs.many_gpus [small]`; the methods take turns with PyTorch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, shard
+
+METHODS = ("all_gather", "ulysses", "ring")
+
+
+class Sizes(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        lengths: Lengths of dense sequences.
+        tokens: Tokens of all packed sequences.
+        heads: Heads of queries and of keys.
+        head_dim: The head dim.
+        repeats: Timed calls of each candidate.
+    """
+
+    lengths: tuple[int, ...]
+    tokens: int
+    heads: tuple[int, int]
+    head_dim: int
+    repeats: int
+
+
+FULL = Sizes((65536, 131072), 65536, (32, 8), 128, 10)
+SMALL = Sizes((256,), 256, (4, 2), 16, 2)
+
+Row = dict[str, object]
+Step = Callable[[], None]
+
+
+def measure(sizes: Sizes) -> list[Row]:
+    """Milliseconds and memory of a forward and a backward pass on all ranks, and on one GPU that has all tokens."""
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    rows: list[Row] = []
+    for length in sizes.lengths:
+        rows += _compared(f"causal, S={length}", sizes, _dense(sizes, length, device), device)
+    return rows + _compared(f"packed, {sizes.tokens} tokens", sizes, _packed(sizes, device), device)
+
+
+def _drawn(sizes: Sizes, shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    """Equal queries, keys, values and output gradients on all ranks."""
+    generator = torch.Generator(device).manual_seed(7)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    heads = (sizes.heads[0], sizes.heads[1], sizes.heads[1], sizes.heads[0])
+    made = [torch.randn(*shape, n, sizes.head_dim, device=device, dtype=dtype, generator=generator) for n in heads]
+    return made if len(shape) == 1 else [x.transpose(1, 2) for x in made]
+
+
+def _trained(attention: Callable[..., Tensor], tensors: list[Tensor], dim: int | None) -> Step:
+    """A forward and a backward pass with these tensors, or with this rank's parts of them."""
+    *inputs, grad = tensors if dim is None else [shard(x, dim) for x in tensors]
+    leaves = [x.detach().requires_grad_() for x in inputs]
+
+    def step() -> None:
+        torch.autograd.grad(attention(*leaves), leaves, grad)
+
+    return step
+
+
+def _dense(sizes: Sizes, length: int, device: torch.device) -> dict[str, Step]:
+    tensors = _drawn(sizes, (1, length), device)
+    found = {"one GPU": _trained(lambda q, k, v: sdpa(q, k, v, is_causal=True), tensors, None)}
+    for method in METHODS:
+
+        def run(q: Tensor, k: Tensor, v: Tensor, method: str = method) -> Tensor:
+            out: Tensor = context_parallel(q, k, v, is_causal=True, method=method)
+            return out
+
+        found[method] = _trained(run, tensors, 2)
+    with contextlib.suppress(ImportError):
+        found["pytorch"] = _pytorchs(tensors, device)
+    return found
+
+
+def _packed(sizes: Sizes, device: torch.device) -> dict[str, Step]:
+    """Documents of random lengths, the same on each rank."""
+    tensors = _drawn(sizes, (sizes.tokens,), device)
+    generator = torch.Generator().manual_seed(11)
+    cuts = torch.randperm(sizes.tokens - 1, generator=generator)[: max(2, sizes.tokens // 4096)].add(1).sort().values
+    ends = torch.cat([torch.tensor([0]), cuts, torch.tensor([sizes.tokens])])
+    offsets, longest = ends.int().to(device), int(ends.diff().max())
+
+    def on_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return sdpa_varlen(q, k, v, offsets, offsets, longest, longest, is_causal=True)
+
+    found = {"one GPU": _trained(on_one, tensors, None)}
+    for method in METHODS:
+
+        def run(q: Tensor, k: Tensor, v: Tensor, method: str = method) -> Tensor:
+            out: Tensor = context_parallel_varlen(q, k, v, offsets, longest, is_causal=True, method=method)
+            return out
+
+        found[method] = _trained(run, tensors, 0)
+    return found
+
+
+def _pytorchs(tensors: list[Tensor], device: torch.device) -> Step:
+    """PyTorch's own context parallelism, with its load balance; it takes as many heads of keys as of queries."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel as pytorchs
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    group = tensors[0].shape[1] // tensors[1].shape[1]
+    q, k, v, grad = (x.repeat_interleave(group, 1) if at in (1, 2) else x for at, x in enumerate(tensors))
+
+    def step() -> None:
+        leaves = [x.clone().contiguous() for x in (q, k, v, grad)]
+        with pytorchs(mesh, buffers=leaves, buffer_seq_dims=[2] * 4):
+            q_part, k_part, v_part = (x.detach().requires_grad_() for x in leaves[:3])
+            with _kernels(device):
+                out = torch.nn.functional.scaled_dot_product_attention(q_part, k_part, v_part, is_causal=True)
+                torch.autograd.grad(out, (q_part, k_part, v_part), leaves[3].detach())
+
+    return step
+
+
+@contextlib.contextmanager
+def _kernels(device: torch.device) -> Iterator[None]:
+    """PyTorch's kernels that its context parallelism knows."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    if device.type != "cuda":
+        yield
+        return
+    with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION]):
+        yield
+
+
+def _compared(label: str, sizes: Sizes, steps: dict[str, Step], device: torch.device) -> list[Row]:
+    """A row for each candidate; they run in turns."""
+    times: dict[str, list[float]] = {name: [] for name in steps}
+    peaks: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for name, step in steps.items():
+        try:
+            step()
+        except (RuntimeError, NotImplementedError, ValueError) as error:
+            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            continue
+        peaks[name] = _peak(step, device)
+    for _ in range(sizes.repeats):
+        for name in (name for name in times if name not in failed):
+            times[name].append(_seconds(steps[name], device))
+    alone = statistics.median(times["one GPU"]) if times["one GPU"] else float("nan")
+    rows: list[Row] = []
+    for name, found in times.items():
+        ranks = 1 if name == "one GPU" else dist.get_world_size()
+        row: Row = {"call": f"{label}: {name}", "GPUs": ranks}
+        if name in failed:
+            rows.append({**row, "not run": failed[name]})
+            continue
+        seconds = statistics.median(found)
+        row |= {"ms": seconds * 1e3, "of linear scaling": alone / seconds / ranks, "memory, MiB": peaks[name]}
+        rows.append(row)
+    return rows
+
+
+def _seconds(step: Step, device: torch.device) -> float:
+    """The time of one step on the slowest rank, which all begin together."""
+    _synchronize(device)
+    dist.barrier()
+    start = time.perf_counter()
+    step()
+    _synchronize(device)
+    slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return float(slowest)
+
+
+def _peak(step: Step, device: torch.device) -> float:
+    """MiB that a step allocates beyond its tensors; NaN on the CPU."""
+    if device.type != "cuda":
+        step()
+        return float("nan")
+    _synchronize(device)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    _synchronize(device)
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def main(arguments: list[str]) -> None:
+    """Joins the group that torchrun describes, measures, and prints."""
+    has_gpu = torch.cuda.is_available()
+    if has_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if has_gpu else "gloo")
+    rows = measure(SMALL if "small" in arguments else FULL)
+    if dist.get_rank() == 0:
+        print(json.dumps({"rows": rows}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,69 @@
+"""Context parallelism over NCCL on two GPUs, against one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+import cudnn_sdpa
+from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, shard
+
+needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+TOKENS = 2048
+
+
+def _error(found, exact):
+    return float((found.float() - exact.float()).norm() / exact.float().norm())
+
+
+def _agrees(function, whole, grad_out, dim, one):
+    leaves = [x.detach().requires_grad_() for x in whole]
+    exact = one(*leaves)
+    wanted = torch.autograd.grad(exact, leaves, grad_out)
+    mine = [shard(x, dim).detach().requires_grad_() for x in whole]
+    for _ in range(2):
+        out = function(*mine)
+        found = torch.autograd.grad(out, mine, shard(grad_out, dim))
+    assert _error(out, shard(exact.detach(), dim)) < 1e-2
+    for x, like in zip(found, wanted, strict=True):
+        assert _error(x, shard(like, dim)) < 2e-2
+
+
+def _rank(rank, port, method):
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.manual_seed(3)
+    q, grad = (torch.randn(1, TOKENS, 8, 128, device="cuda").bfloat16().transpose(1, 2) for _ in range(2))
+    k, v = (torch.randn(1, TOKENS, 2, 128, device="cuda").bfloat16().transpose(1, 2) for _ in range(2))
+    options = [{}, {"is_causal": True}] + ([] if method == "ring" else [{"is_causal": True, "window_size": (300, 0)}])
+    for given in options:
+
+        def parallel(*qkv, given=given):
+            return context_parallel(*qkv, method=method, **given)
+
+        _agrees(parallel, (q, k, v), grad, 2, lambda *qkv, given=given: cudnn_sdpa.sdpa(*qkv, **given))
+    if torch.cuda.get_device_capability()[0] >= 9:
+        at = torch.tensor([0, 100, 100, 1500, 2040], dtype=torch.int32, device="cuda")
+        rows = [x[0].transpose(0, 1).contiguous() for x in (q, k, v, grad)]
+
+        def packed(*qkv):
+            return context_parallel_varlen(*qkv, at, 1400, method=method, is_causal=True)
+
+        one = lambda *qkv: cudnn_sdpa.sdpa_varlen(*qkv, at, at, 1400, 1400, is_causal=True)  # noqa: E731
+        _agrees(packed, rows[:3], rows[3], 0, one)
+        mine = [shard(x, 0) for x in rows[:3]]
+        torch.cuda.synchronize()
+        torch.cuda.set_sync_debug_mode("error")  # no host waits for offsets
+        packed(*mine)
+        torch.cuda.set_sync_debug_mode("default")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@needs_two
+@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
+def test_two_gpus_compute_what_one_does(method):
+    port = 29600 + ["all_gather", "ulysses", "ring"].index(method)
+    mp.start_processes(_rank, args=(port, method), nprocs=2, start_method="spawn")
