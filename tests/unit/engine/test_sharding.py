@@ -472,6 +472,8 @@ COMPILED = (
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_calls_are_the_same(ranks, name):
+    """In new processes: after eager calls on the same DTensors, PyTorch 2.13 fails to partition some graphs."""
+    ranks.end()
     ranks(check_case, name, True)
 
 
