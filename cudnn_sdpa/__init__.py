@@ -10,6 +10,7 @@ if _start.is_command_line():  # the command line prints its help without PyTorch
     _start.import_lazily(__name__)
 else:
     import cudnn_sdpa._pytorch  # noqa: F401 - first, since nothing works without it
+    from cudnn_sdpa import kernels as kernels  # as `nn` is, for `cudnn_sdpa.kernels.attention`
     from cudnn_sdpa.attention.backward_arguments import SdpaGradients
     from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
     from cudnn_sdpa.attention.dense.sdpa import sdpa

@@ -22,13 +22,26 @@ MARKS = re.compile(r"(<!-- tree -->\n).*?(<!-- end of tree -->)", re.DOTALL)
 
 #: The rooms in the order of their imports, what imports nothing first. Others follow by name.
 ROOMS = [
-    *("graph", "plans", "offline", "engine", "attention", "fused", "planning", "nn", "integrations", "doctor", "bench"),
+    *(
+        "graph",
+        "plans",
+        "offline",
+        "engine",
+        "attention",
+        "kernels",
+        "fused",
+        "planning",
+        "nn",
+        "integrations",
+        "doctor",
+        "bench",
+    ),
     *("support", "dense", "varlen", "paged", "fp8", "tools", "programs"),
 ]
 
 
 #: Sources in C++ and CUDA begin with comments.
-OTHERS = {".cu", ".h", ".cpp"}
+OTHERS = {".cu", ".cuh", ".h", ".cpp"}
 
 
 def summary(path: Path) -> str:

@@ -44,8 +44,10 @@ from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import autotune, build, nvrtc, plan
 from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.kernel_plan import KernelOp, KernelPlan
 
 CPU = torch.device("cpu")
+BLOCK = Path(__file__).with_name("emulation") / "block.h"
 TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 91900, "1.32.0", "a GPU")
 
 #: Operands that kernels read element by element, at any address; so are those of one element.
@@ -169,12 +171,56 @@ def _compiled(source: Path) -> ctypes.CDLL:
         return ctypes.CDLL(str(library))
 
 
+@functools.cache
+def _emulated(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "kernel.so")
+        options = [
+            *["-x", "c++", "-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"],
+            "-include",
+            str(BLOCK),
+        ]
+        options += [f"-D{name}={value}" for name, value in defines]
+        subprocess.run(["g++", *options, str(source), "-o", str(library)], check=True)
+        return ctypes.CDLL(str(library))
+
+
+class EmulatedKernel:
+    """A kernel whose threads work together, run thread by thread on the CPU; see `emulation/block.h`.
+
+    Attributes:
+        order: 1 if the last thread of a block runs first.
+        traffic: Bytes that all kernels have read and written in global memory.
+    """
+
+    order = 0
+    traffic = [0, 0]  # noqa: RUF012 - of all kernels
+
+    def __init__(self, kernel: nvrtc.Kernel) -> None:
+        self.library = _emulated(kernel.path, tuple(sorted(kernel.defines.items())))
+        self.kernel, self.shared = getattr(self.library, kernel.name), kernel.shared
+        assert kernel.shared <= 227 << 10
+
+    def launch(self, blocks: int, threads: int, fields: array[Any], _: int) -> None:
+        assert blocks > 0
+        assert threads % 32 == 0
+        assert len(fields) <= 96
+        given = (ctypes.c_uint64 * 96).from_buffer_copy(fields.tobytes() + bytes(8 * (96 - len(fields))))
+        with CpuKernel.lock:
+            self.library.run_blocks(self.kernel, given, blocks, threads, self.order)
+            for written in (0, 1):
+                self.traffic[written] += self.library.count_of(written)
+
+
 class CpuKernel:
     """One of the library's kernels, run by a thread of the CPU: one block after the other, of one thread each."""
 
     lock = threading.Lock()  # of the numbers of the current block
 
     def __init__(self, kernel: nvrtc.Kernel) -> None:
+        if kernel.defines:
+            self.launch = EmulatedKernel(kernel).launch
+            return
         library = _compiled(kernel.path)
         self.name, self._run, self._choose_block = kernel.name, getattr(library, kernel.name), library.choose_block
 
@@ -221,7 +267,15 @@ def gpu_on_the_cpu(
 
     def built(operation: GraphOp, key: PlanKey) -> Any:
         build._handle_for(key)  # which refuses to build while a CUDA graph is captured
+        if isinstance(operation, KernelOp):
+            return operation.plan(key)
         return plan_of(key, compute or of_reference(operation))
+
+    launch = KernelPlan.launch
+
+    def launched(plan: KernelPlan, pointers: Sequence[int]) -> None:
+        FakePlan.launched.append(plan.key)
+        launch(plan, pointers)
 
     cached: dict[nvrtc.Kernel, CpuKernel] = {}
     operators = torch.library.Library("cudnn_sdpa", "IMPL")
@@ -230,6 +284,7 @@ def gpu_on_the_cpu(
         everywhere(patch, build.build_plan, built)
         everywhere(patch, plan.allocate, allocate)
         everywhere(patch, plan.current_raw_stream, current_stream)
+        patch.setattr(KernelPlan, "launch", launched)
         patch.setattr(nvrtc.Kernel, "on", lambda kernel, _: cached.setdefault(kernel, CpuKernel(kernel)))
         patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

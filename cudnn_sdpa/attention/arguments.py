@@ -292,7 +292,7 @@ def check_options(call: ForwardArguments) -> None:
     for bound in (call.window_left, call.window_right):
         if not is_integer(bound) or bound < UNBOUNDED:
             raise OptionError("window_size", repr((call.window_left, call.window_right)), _WINDOW)
-    _check_number("scale", call.scale, "1/sqrt(head dim)", MAX_SCALE)
+    check_scale(call.scale)
     _check_number("softcap", call.softcap, "no soft-capping", MAX_SOFTCAP)
     if call.softcap is not None and not call.softcap >= 1 / MAX_SOFTCAP:
         expected = f"a positive number of at least {1 / MAX_SOFTCAP:g}, or None for no soft-capping"
@@ -367,6 +367,11 @@ MAX_SCALE = 65536.0
 #: The kernels divide scores by `softcap` and multiply gradients by it. Beyond this, or below one over this, float32
 #: flushes the one to 0 or overflows in the other.
 MAX_SOFTCAP = 1e18
+
+
+def check_scale(scale: object) -> None:
+    """A softmax scale: a number within bounds, or None."""
+    _check_number("scale", scale, "1/sqrt(head dim)", MAX_SCALE)
 
 
 def _check_number(name: str, value: object, without: str, largest: float) -> None:

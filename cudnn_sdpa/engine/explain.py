@@ -25,6 +25,7 @@ from cudnn_sdpa.offline.planner import plan_offline
 from cudnn_sdpa.plans import shape_policy
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.kernel_plan import ENGINE, KernelOp
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ _DESCRIBING_MODULES = (
     "cudnn_sdpa.attention.paged.explain",
     "cudnn_sdpa.attention.fp8.explain",
     "cudnn_sdpa.fused.explain",
+    "cudnn_sdpa.kernels.explain",
 )
 
 
@@ -310,7 +312,15 @@ def _explain_live(name: str, description: Description, device: int) -> Explanati
 def _explain_offline(name: str, description: Description, properties: backend.DeviceProperties) -> Explanation:
     target = Target.from_properties(properties)
     result = _start(name, description, target, offline=True)
-    if not description.is_empty:
+    operation = description.operation
+    if not description.is_empty and isinstance(operation, KernelOp):
+        try:
+            program = operation.program(_key(result, description, target, None))
+        except UnsupportedError as error:
+            result.decline(error)
+        else:
+            result.engine, result.knobs, result.workspace = ENGINE, dict(program.knobs), program.workspace
+    elif not description.is_empty:
         try:
             plan = plan_offline(_key(result, description, target, None), properties)
         except UnsupportedError as error:

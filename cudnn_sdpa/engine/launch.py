@@ -192,7 +192,7 @@ class BoundPlan:
         results: Sequence[Layout],
         numbers: Mapping[str, float | None],
         additions: Additions = NOTHING_MORE,
-        otherwise: BoundPlan | None = None,
+        otherwise: Callable[..., list[Tensor]] | None = None,
         arguments: Mapping[str, str] | None = None,
         fixed: Mapping[str, int] = NOWHERE,
     ) -> None:

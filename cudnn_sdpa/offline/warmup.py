@@ -21,6 +21,7 @@ from cudnn_sdpa.plans.build import build_plan, load_plan, plan_of
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.default_store import active, open_store
 from cudnn_sdpa.plans.file_format import BadPlanFileError
+from cudnn_sdpa.plans.kernel_plan import KernelOp
 from cudnn_sdpa.plans.manifest import PlanManifest
 from cudnn_sdpa.plans.plan import Plan
 
@@ -95,8 +96,8 @@ def warmup(
         else:
             missing.append(key)
     store = active()
-    own = [key for key in missing if key.is_gpu_specific]  # helpers, which see no GPU, would make slower plans
-    shared = [key for key in missing if not key.is_gpu_specific]
+    own = [key for key in missing if _is_for_this_process(key)]
+    shared = [key for key in missing if key not in own]
     properties = live_properties(device)
     results = chain(plan_all(shared, properties, workers, _build), plan_all(own, properties, 0, _build))
     for key, plan_or_error in _shown(results, len(missing), progress):
@@ -118,6 +119,11 @@ def warmup(
             store.save(key, stored)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _is_for_this_process(key: PlanKey) -> bool:
+    """Whether helpers, which see no GPU, would make a slower plan, or have no part in it."""
+    return key.is_gpu_specific or isinstance(find_operation(key.operation, only_imported=True), KernelOp)
 
 
 def _build(key: PlanKey) -> Plan:
@@ -157,7 +163,11 @@ def compile_plans(
     store = open_store(folder, "folder")
     missing = []
     for key in _manifest(manifest).keys(Target.from_properties(properties), None):
-        if store.load(key) is not None:
+        operation = find_operation(key.operation, only_imported=True)
+        if isinstance(operation, KernelOp):
+            operation.compile_into(store, key)
+            report.built += 1
+        elif store.load(key) is not None:
             report.held += 1
         else:
             missing.append(key)

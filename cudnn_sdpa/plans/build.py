@@ -18,6 +18,7 @@ from cudnn_sdpa.plans import autotune, default_store
 from cudnn_sdpa.plans.autotune import AutotuneCandidate, UntunedPlan
 from cudnn_sdpa.plans.device_memory import constants_of, relaxed_capture
 from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
+from cudnn_sdpa.plans.kernel_plan import KernelOp
 from cudnn_sdpa.plans.plan import Plan, stored_form
 
 
@@ -85,6 +86,8 @@ def build_plan(operation: GraphOp, key: PlanKey) -> Plan:
         UnsupportedError: No cuDNN engine supports it.
         PlanBuildError: A CUDA graph is being captured on this stream.
     """
+    if isinstance(operation, KernelOp):
+        return operation.plan(key)
     store = default_store.active()
     if store is None:
         return _compile(operation, key)

@@ -10,10 +10,11 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import os
 import threading
 import time
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from cudnn_sdpa.graph import backend
 from cudnn_sdpa.plans import default_store
 from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.file_format import StoredPlan
+from cudnn_sdpa.plans.store import PlanStore
 
 #: CUDA_ERROR_INVALID_CONTEXT: this thread has not called the CUDA runtime yet.
 _NO_CONTEXT = 201
@@ -61,10 +63,11 @@ def slots(fields: type[tuple[int, ...]], *names: str, start: int = 0) -> list[in
 class LoadedKernel:
     """A kernel loaded on one GPU."""
 
-    __slots__ = ("_device", "_function", "_launch", "name", "native")
+    __slots__ = ("_device", "_function", "_launch", "_shared", "name", "native")
 
-    def __init__(self, name: str, function: int, device: int) -> None:
+    def __init__(self, name: str, function: int, device: int, shared: int = 0) -> None:
         self.name = name
+        self._shared = shared
         self._function = function
         self._device = device
         self._launch = _driver().cuLaunchKernel
@@ -86,7 +89,7 @@ class LoadedKernel:
         parameters = array("Q", (fields.buffer_info()[0],))
         # The order of `cuLaunchKernel`, since ctypes knows no names: function, grid, block, dynamic shared memory,
         # stream, parameters, extra.
-        call = (self._function, blocks, 1, 1, threads, 1, 1, 0, stream, parameters.buffer_info()[0], None)
+        call = (self._function, blocks, 1, 1, threads, 1, 1, self._shared, stream, parameters.buffer_info()[0], None)
         status = self._launch(*call)
         if status == _NO_CONTEXT:
             _make_context_current(self._device)
@@ -95,17 +98,28 @@ class LoadedKernel:
             raise ExecutionError(f"CUDA could not launch {self.name}: {_error_name(status)}")
 
 
+#: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_MAX_DYNAMIC_SHARED = 8
+
+#: Dynamic shared memory, in bytes, that a kernel may have without asking for it.
+_SHARED_UNASKED = 48 << 10
+
+
 class Kernel:
     """CUDA source of one kernel whose argument is a structure of 64-bit values.
 
     Args:
-        path: The file.
+        path: The file; it may include the headers (.cuh) beside it.
         name: The kernel's name, declared `extern "C"`.
+        defines: Macros that it is compiled with.
+        shared: Bytes of dynamic shared memory of a block.
     """
 
-    def __init__(self, path: Path, name: str) -> None:
+    def __init__(self, path: Path, name: str, defines: Mapping[str, int] | None = None, shared: int = 0) -> None:
         self.path = path
         self.name = name
+        self.defines = dict(defines or {})
+        self.shared = shared
         self._loaded: dict[int, LoadedKernel] = {}
         self._lock = threading.Lock()
 
@@ -125,9 +139,18 @@ class Kernel:
                     kernel = self._loaded[device] = self._load(device)
         return kernel
 
+    def identity(self, sm: int) -> _Identity:
+        """What it is called in the plan store, compiled for compute capability `sm`."""
+        digest = hashlib.sha256(self.path.read_bytes())
+        if self.defines:  # others include nothing
+            for header in sorted(self.path.parent.glob("*.cuh")):
+                digest.update(header.read_bytes())
+            digest.update(repr(sorted(self.defines.items())).encode())
+        return _Identity(self.name, digest.hexdigest(), sm)
+
     def _load(self, device: int) -> LoadedKernel:
         major, minor = torch.cuda.get_device_capability(device)
-        key = _Identity(self.name, hashlib.sha256(self.path.read_bytes()).hexdigest(), 10 * major + minor)
+        key = self.identity(10 * major + minor)
         store = default_store.active()
         stored = None if store is None else store.load(key)
         if store is not None and stored is not None:
@@ -138,18 +161,16 @@ class Kernel:
         start = time.perf_counter()
         cubin = self.compile(key.sm)
         if store is not None:
-            store.save(
-                key,
-                StoredPlan(
-                    identity=key.identity(),
-                    engine="nvrtc",
-                    knobs={},
-                    workspace=0,
-                    build_seconds=time.perf_counter() - start,
-                    data=cubin,
-                ),
-            )
+            store.save(key, _stored_form(key, cubin, time.perf_counter() - start))
         return self._in_memory(cubin, device)
+
+    def compile_into(self, store: PlanStore, sm: int) -> None:
+        """Compiles it for GPUs of compute capability `sm` and saves it in a store, unless that has it; needs no GPU."""
+        key = self.identity(sm)
+        if store.load(key) is None:
+            start = time.perf_counter()
+            cubin = self.compile(sm)
+            store.save(key, _stored_form(key, cubin, time.perf_counter() - start))
 
     def _in_memory(self, cubin: bytes, device: int) -> LoadedKernel:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -157,9 +178,11 @@ class Kernel:
         status = status or _driver().cuModuleGetFunction(ctypes.byref(function), module, self.name.encode())
         if status in _NOT_A_KERNEL:
             raise _NotAKernelError(f"CUDA could not load {self.name}: {_error_name(status)}")
+        if not status and self.shared > _SHARED_UNASKED:
+            status = _driver().cuFuncSetAttribute(function, _MAX_DYNAMIC_SHARED, self.shared)
         _check(status, self.name)
         assert function.value is not None
-        return LoadedKernel(self.name, function.value, device)
+        return LoadedKernel(self.name, function.value, device, self.shared)
 
     def compile(self, sm: int) -> bytes:
         """The kernel's code for GPUs of compute capability `sm`, 90 for 9.0; needs no GPU.
@@ -167,12 +190,20 @@ class Kernel:
         Raises:
             LibraryError: NVRTC is missing or cannot compile it.
         """
+        return self.compile_verbosely(sm)[0]
+
+    def compile_verbosely(self, sm: int, *more: str) -> tuple[bytes, str]:
+        """The same, with further options of NVRTC; gives its messages, too."""
         nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
         source, file = self.path.read_bytes(), self.path.name.encode()
-        options = (ctypes.c_char_p * 1)(f"--gpu-architecture=sm_{sm}".encode())
+        given = [f"--gpu-architecture=sm_{sm}", *more]
+        if self.defines:
+            given += ["--std=c++17", f"--include-path={self.path.parent}"]
+            given += [f"--define-macro={name}={value}" for name, value in self.defines.items()]
+        options = (ctypes.c_char_p * len(given))(*map(os.fsencode, given))
         status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, file, 0, None, None)
         try:
-            status = status or nvrtc.nvrtcCompileProgram(program, 1, options)
+            status = status or nvrtc.nvrtcCompileProgram(program, len(given), options)
             status = status or nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
             cubin = ctypes.create_string_buffer(size.value)
             status = status or nvrtc.nvrtcGetCUBIN(program, cubin)
@@ -181,9 +212,13 @@ class Kernel:
                     f"NVRTC cannot compile {self.path.name} for SM{sm}: {nvrtc.nvrtcGetErrorString(status).decode()}. "
                     f"{_log_of(program)}It is {nvrtc._name}; a newer one may know this GPU."
                 )
-            return cubin.raw
+            return cubin.raw, _log_of(program)
         finally:
             nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def _stored_form(key: _Identity, cubin: bytes, seconds: float) -> StoredPlan:
+    return StoredPlan(identity=key.identity(), engine="nvrtc", knobs={}, workspace=0, build_seconds=seconds, data=cubin)
 
 
 def _log_of(program: ctypes.c_void_p) -> str:

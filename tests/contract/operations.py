@@ -20,7 +20,7 @@ from float64_reference import attend, gradients_of_a_part
 from torch import Tensor
 
 import cudnn_sdpa
-from cudnn_sdpa import Fp8BackwardScales, Fp8Scales
+from cudnn_sdpa import Fp8BackwardScales, Fp8Scales, kernels
 from cudnn_sdpa.plans.cache import plan_cache
 
 HALF = torch.bfloat16
@@ -41,6 +41,7 @@ class Example:
         casts: The tensors that autocast casts, if not all inputs.
         is_attention: Whether it has the arguments and results that all attention has: `return_lse`, `out`,
             `deterministic`, and the options of the softmax.
+        loops: Whether `torch.vmap` may run it, if it is no such attention.
         has_double_backward: Whether its gradients can be differentiated.
         leading: Name of the first tensor, where none has a gradient.
         precision: Largest error of results in FP8 and of gradients, relative to all of them; None for others.
@@ -54,6 +55,7 @@ class Example:
     options: dict[str, Any] = field(default_factory=dict)
     casts: tuple[str, ...] | None = None
     is_attention: bool = True
+    loops: bool = False
     has_double_backward: bool = False
     leading: str = "q"
     precision: float | None = None
@@ -458,6 +460,30 @@ def exact_fp8_backward(
     return torch.cat([(x * scale[name]).flatten() for name, x in found.items()])
 
 
+def of_any_dim() -> dict[str, Tensor]:
+    """Grouped heads in float32, whose head dim cuDNN does not take, and keys in another memory order."""
+    return {
+        "q": torch.randn(2, 4, 9, 17),
+        "k": torch.randn(2, 13, 2, 17).transpose(1, 2),
+        "v": torch.randn(2, 2, 13, 17),
+    }
+
+
+def in_vectors() -> dict[str, Tensor]:
+    """What kernels read 16 bytes at a time, and a mask that is broadcast."""
+    return {**{name: x[..., :16].clone() for name, x in dense().items()}, "mask": torch.randn(4, 1, 13).to(HALF)}
+
+
+def with_boolean_mask() -> dict[str, Tensor]:
+    """A mask that leaves the first query no key."""
+    return {**of_any_dim(), "mask": (torch.arange(13) < torch.arange(9).view(-1, 1)).expand(1, 1, 9, 13)}
+
+
+def exact_kernels(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+    del options["mode"]
+    return attend(q, k, v, attn_mask=mask, **options)[0]
+
+
 def rows(dim: int = 32) -> Tensor:
     return torch.randn(2, 9, dim).to(HALF)
 
@@ -682,6 +708,44 @@ OPERATIONS: dict[str, Example] = {
         differentiable=(),
         is_attention=False,
         precision=0.08,
+    ),
+    "kernels": Example(
+        kernels.attention,
+        of_any_dim,
+        exact_kernels,
+        compute=None,
+        options={"mode": "fused", "scale": -0.3},
+        is_attention=False,
+        loops=True,
+    ),
+    "kernels, mask, causal": Example(
+        kernels.attention,
+        in_vectors,
+        exact_kernels,
+        compute=None,
+        differentiable=("q", "k", "v", "mask"),
+        options={"mode": "fused", "is_causal": True},
+        is_attention=False,
+        loops=True,
+    ),
+    "kernels, naive, boolean mask": Example(
+        kernels.attention,
+        with_boolean_mask,
+        exact_kernels,
+        compute=None,
+        options={"mode": "naive"},
+        is_attention=False,
+        loops=True,
+    ),
+    "kernels, tiled": Example(
+        kernels.attention,
+        in_vectors,
+        exact_kernels,
+        compute=None,
+        differentiable=("q", "k", "v", "mask"),
+        options={"mode": "tiled", "is_causal": True},
+        is_attention=False,
+        loops=True,
     ),
     "rms_norm": Example(
         cudnn_sdpa.rms_norm,

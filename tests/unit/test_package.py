@@ -25,6 +25,7 @@ LAYERS = [
     ("engine",),
     ("attention",),
     ("distributed",),
+    ("kernels",),
     ("fused",),
     ("nn",),
     ("integrations",),

@@ -1,0 +1,132 @@
+"""The arguments of `kernels.attention`, and checks of them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention.arguments import check_mask, check_qkv, check_scale, dtype_name
+from cudnn_sdpa.engine.dispatch_state import is_plain_memory
+from cudnn_sdpa.engine.memory import LOWEST, check_present
+from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
+
+FUSED, TILED, NAIVE = "fused", "tiled", "naive"
+MODES = (FUSED, TILED, NAIVE)
+
+#: Largest head dim of the fused form.
+MAX_FUSED_DIM = 128
+
+GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class KernelArguments(NamedTuple):
+    """A forward call, in the order in which operators take its arguments."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None = None
+    mode: str = FUSED
+    is_causal: bool = False
+    scale: float | None = None
+    with_statistics: bool = False
+
+    @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        """The inputs that can have a gradient."""
+        return self.q, self.k, self.v, self.mask
+
+    @property
+    def scale_value(self) -> float:
+        """The factor of the scores."""
+        return float(self.q.shape[3]) ** -0.5 if self.scale is None else float(self.scale)
+
+
+class Needs(NamedTuple):
+    """Which gradients are needed."""
+
+    q: bool
+    k: bool
+    v: bool
+    mask: bool
+
+
+class Gradient(NamedTuple):
+    """A backward call.
+
+    Attributes:
+        grad_out: The gradient of the output.
+        out: The output.
+        statistics: What the forward pass has kept of each row's softmax.
+        call: The forward call, with the tensors as they were saved.
+        needs: Which of q, k, v and mask need a gradient.
+    """
+
+    grad_out: Tensor
+    out: Tensor
+    statistics: Tensor
+    call: KernelArguments
+    needs: tuple[bool, ...]
+
+
+def check_types(call: KernelArguments) -> None:
+    """Types that the operators' schemas would refuse as well, but without naming the argument."""
+    for name in ("q", "k", "v", "mask"):
+        tensor = getattr(call, name)
+        if tensor is None and name == "mask":
+            continue
+        if not isinstance(tensor, Tensor):
+            raise OptionError(name, type(tensor).__name__, "a torch.Tensor" + (" or None" if name == "mask" else ""))
+        if tensor.device.type not in ("cuda", "cpu", "meta"):
+            raise DeviceError(name, str(tensor.device), "a CUDA device, or the CPU for the reference")
+        if tensor.is_nested:
+            raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it and pass a mask.")
+        if tensor.layout != torch.strided:
+            raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
+        if not is_compiling() and is_plain_memory():
+            check_present(name, tensor)
+
+
+def check_options(call: KernelArguments) -> None:
+    """The options, which are not tensors."""
+    if not isinstance(call.mode, str) or call.mode not in MODES:
+        raise OptionError("mode", repr(call.mode), " or ".join(map(repr, MODES)))
+    if not isinstance(call.is_causal, bool):
+        raise OptionError("is_causal", repr(call.is_causal), "True or False")
+    check_scale(call.scale)
+
+
+def check(call: KernelArguments) -> None:
+    """Checks that apply on every device. They read no address and no value, so fake tensors pass."""
+    check_options(call)
+    q, k, v = call.q, call.k, call.v
+    check_qkv(q, k, v, for_cudnn=False)
+    if q.dtype not in GPU_DTYPES and q.device.type != "cpu":
+        names = " or ".join(map(dtype_name, GPU_DTYPES))
+        raise DtypeError("q", dtype_name(q.dtype), f"{names} on {q.device.type}", "Convert with q.float().")
+    dim = q.shape[3]
+    if is_true(v.shape[3] != dim):
+        raise ShapeError("v", f"head dim {v.shape[3]}", f"{dim}, the head dim of q and k")
+    if call.mode == FUSED and is_true(dim > MAX_FUSED_DIM):
+        hint = f"mode={TILED!r} takes any head dim."
+        raise ShapeError("q", f"head dim {dim}", f"at most {MAX_FUSED_DIM} in the fused form", hint)
+    try:
+        check_mask(call.mask, q, k)
+    except ArgumentError as error:
+        raise error.renamed({"attn_mask": "mask"}) from None
+
+
+def check_memory(call: KernelArguments) -> None:
+    """Addresses: tensors must have memory, and elements must be whole."""
+    for name in ("q", "k", "v", "mask"):
+        tensor = getattr(call, name)
+        if tensor is None:
+            continue
+        if not tensor.is_cuda or tensor.data_ptr() < LOWEST:
+            check_present(name, tensor)
+        if tensor.is_cuda and tensor.data_ptr() % tensor.element_size():
+            got = f"an address {tensor.data_ptr() % tensor.element_size()} bytes past an element's"
+            raise LayoutError(name, got, "an address that is a multiple of the element size", f"Use {name}.clone().")

@@ -1,0 +1,168 @@
+"""Attention by kernels of the library's own: `kernels.attention`, and its module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention.arguments import as_float
+from cudnn_sdpa.attention.bias import new_gradient
+from cudnn_sdpa.engine.autocast import casts
+from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
+from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.kernels import launch, plans, reference
+from cudnn_sdpa.kernels.arguments import (
+    FUSED,
+    MODES,
+    Gradient,
+    KernelArguments,
+    check,
+    check_memory,
+    check_options,
+    check_types,
+)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mode: str = FUSED,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Scaled dot-product attention, softmax(scale · q kᵀ + mask) v, by CUDA kernels of this library's own.
+
+    For what cuDNN lacks: float32, any head dim, float masks with gradients in every layout. Where `sdpa` runs, it is
+    faster. The kernels are compiled with NVRTC at the first call and kept in the plan store. They need compute
+    capability 8.0. CPU tensors run a PyTorch reference, also in float64. Differentiable with respect to q, k, v and a
+    float mask. Results and gradients are the same from run to run.
+
+    Sums are in float32, and so is all arithmetic on float32: TF32 is never used. Any strides are read as they are:
+    16 bytes at a time if head vectors are dense and 16-byte aligned, otherwise element by element, which is slower.
+
+    Args:
+        q: Queries (B, Hq, Sq, D), float32, float16 or bfloat16.
+        k: Keys (B, Hkv, Skv, D). Hq is a multiple of Hkv; query head h uses key head h · Hkv // Hq.
+        v: Values (B, Hkv, Skv, D).
+        mode: "fused": one pass with an online softmax, whose memory is that of its inputs and outputs; D is at most
+            128. "tiled" and "naive": three kernels, for scores, softmax and output, which keep all scores in float32,
+            with operands in shared memory and without any reuse; for comparison and study. All have the same gradients.
+        mask: Broadcastable to (B, Hq, Sq, Skv). Boolean, True for keys that take part, or float (additive), in q's
+            dtype or float32. Values below -2e38 mask a key as minus infinity does. Its gradient takes memory for all
+            scores in float32.
+        is_causal: Mask later keys: query i sees the keys up to key i, aligned top-left as in PyTorch's own attention,
+            also if Sq and Skv differ.
+        scale: Softmax scale, of magnitude at most 65,536; None is 1/sqrt(D).
+
+    Returns:
+        The output (B, Hq, Sq, D) in q's dtype, dense, in q's memory order. A fully masked row gets zeros.
+
+    Raises:
+        ArgumentError: An argument is wrong; the subclass and the message say which and how.
+        UnsupportedError: The GPU is older than compute capability 8.0.
+        PlanBuildError: A plan is missing under `no_plan_builds`.
+        LibraryError: NVRTC cannot be loaded.
+
+    Examples:
+        >>> import torch
+        >>> from cudnn_sdpa import kernels
+        >>> q = torch.randn(2, 8, 16, 33, requires_grad=True)  # on a GPU: device="cuda"
+        >>> k = v = torch.randn(2, 2, 20, 33)
+        >>> kernels.attention(q, k, v, is_causal=True).sum().backward()
+        >>> q.grad.shape
+        torch.Size([2, 8, 16, 33])
+
+    The fused form follows FlashAttention-2 (Dao, 2023).
+    """
+    given = (q, k, v, mode, mask, is_causal, scale)
+    if _calls.find is not None and not is_compiling():
+        known = _calls.find(*given)
+        if known is not MISSED:
+            return known  # type: ignore[no-any-return]
+    call = KernelArguments(q, k, v, mask, mode, is_causal, None if scale is None else as_float(scale))
+    result: Tensor = ATTENTION(call, Asked(_calls, given))
+    return result
+
+
+class CUDAAttention(torch.nn.Module):
+    """`attention` as a module without parameters.
+
+    Args:
+        mode: "fused", "tiled" or "naive", as for `attention`.
+
+    Raises:
+        OptionError: The mode is another.
+
+    Examples:
+        >>> import torch
+        >>> from cudnn_sdpa import kernels
+        >>> attend = kernels.CUDAAttention()
+        >>> q = torch.randn(2, 4, 16, 64)
+        >>> attend(q, q, q, is_causal=True).shape
+        torch.Size([2, 4, 16, 64])
+    """
+
+    def __init__(self, mode: str = FUSED) -> None:
+        super().__init__()
+        if mode not in MODES:
+            raise OptionError("mode", repr(mode), " or ".join(map(repr, MODES)))
+        self.mode = mode
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        scale: float | None = None,
+    ) -> Tensor:
+        """The output (B, Hq, Sq, D); the arguments are those of `attention`."""
+        return attention(q, k, v, self.mode, mask, is_causal, scale)
+
+    def extra_repr(self) -> str:
+        """What `print` shows."""
+        return f"mode={self.mode!r}"
+
+
+def _nothing(call: KernelArguments) -> None:
+    """There is nothing more to check."""
+
+
+_calls = NativeCalls()
+
+ATTENTION = Operation(
+    name="kernels_attention",
+    function="kernels.attention",
+    call=KernelArguments,
+    reference_call=None,
+    differentiable=("q", "k", "v", "mask"),
+    autocast=casts("q", "k", "v", "mask"),
+    is_cacheable=lambda _: True,
+    kind=lambda call: (call.q.dtype, call.mode),
+    check_types=check_types,
+    check_options=check_options,
+    check=check,
+    check_values=_nothing,
+    check_strides=_nothing,
+    check_memory=check_memory,
+    checks_values=lambda: False,
+    check_for_gpu=_nothing,
+    check_gradient=_nothing,
+    results=plans.results,
+    reference=reference.attention,
+    reference_gradients=reference.gradients,
+    prepare=launch.prepare,
+    readable=launch.readable,
+    prepare_gradients=launch.prepare_gradients,
+    keys=plans.keys,
+    gradient_keys=plans.gradient_keys,
+    flops=reference.flops,
+    auxiliary=("statistics",),
+    gradient_call=Gradient,
+    new_gradient=lambda name, tensor: new_gradient("attn_mask" if name == "mask" else name, tensor),
+)

@@ -1,0 +1,133 @@
+/* The gradients of attention on CUDA cores, from the statistics of the forward pass. */
+/* No score is kept and nothing is added atomically, so results are the same from run to run.
+ *
+ * The formulas are those of FlashAttention-2 (Dao, 2023), section 2.3.2. One kernel goes through the queries for each tile
+ * of keys, over all heads that share it; another goes through the keys for each tile of queries.
+ */
+#include "registers.cuh"
+
+/* The sum of grad_out times out of each row, by a warp. */
+extern "C" __global__ void fused_delta(const Attention a) {
+  const number rows = a.batch * a.heads * a.sq, warps = (number)gridDim.x * (blockDim.x / 32);
+  const int lane = threadIdx.x % 32;
+  for (number row = (number)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; row < rows; row += warps) {
+    const number query = row % a.sq, head = row / a.sq % a.heads, batch = row / a.sq / a.heads;
+    const Element* out = row_of<Element>(a.out, batch, head, query);
+    const Element* grad_out = row_of<Element>(a.grad_out, batch, head, query);
+    float sum = 0.0f;
+    for (number d = lane; d < a.dim; d += 32) sum = fmaf(read(out + d * a.out.column), read(grad_out + d * a.grad_out.column), sum);
+    sum = warp_reduce<Sum>(sum);
+    if (lane == 0) store(a.delta + row, sum);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_kv(const Attention a) {
+  SHARED_MEMORY(memory);
+  float* const keys = reinterpret_cast<float*>(memory);
+  float* const values = keys + BM * LD;
+  float* const queries = values + BM * LD;
+  float* const grads = queries + BN * LD;
+  float* const weights = grads + BN * LD;
+  float* const grad_scores = weights + BM * LS;
+  const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;
+  const float scale = scale_of(a);
+  const number tiles = (a.skv + BM - 1) / BM, all = tiles * a.batch * a.heads_kv, group = a.heads / a.heads_kv;
+  for (number index = blockIdx.x; index < all; index += gridDim.x) {
+    const number first = index % tiles * BM, head_kv = index / tiles % a.heads_kv, batch = index / tiles / a.heads_kv;
+    load_tile<BM>(keys, a.k, batch, head_kv, first, a.skv, a.dim);
+    load_tile<BM>(values, a.v, batch, head_kv, first, a.skv, a.dim);
+    float grad_k[RM][CN][4] = {}, grad_v[RM][CN][4] = {};
+    for (number head = head_kv * group; head < (head_kv + 1) * group; ++head) {
+      for (number query = CAUSAL ? first / BN * BN : 0; query < a.sq; query += BN) {
+        load_tile<BN>(queries, a.q, batch, head, query, a.sq, a.dim);
+        load_tile<BN>(grads, a.grad_out, batch, head, query, a.sq, a.dim);
+        commit_copies();
+        wait_for_copies<0>();
+        __syncthreads();
+        float scores[RM][RN] = {}, of_weights[RM][RN] = {};
+        multiply_rows(scores, keys, queries, tx, ty);
+        multiply_rows(of_weights, values, grads, tx, ty);
+#pragma unroll
+        for (int j = 0; j < RN; ++j) {
+          const number i_query = query + tx + TX * j;
+          const Row row = row_at(a, batch, head, i_query);
+#pragma unroll
+          for (int i = 0; i < RM; ++i) {
+            const int place = (ty + TY * i) * LS + tx + TX * j;
+            const float score = masked(a, batch, head, i_query, first + ty + TY * i, scores[i][j] * (scale * log2_e));
+            const float weight = exp2_fast(score - row.highest) * row.inverse;
+            weights[place] = weight;
+            grad_scores[place] = weight * (of_weights[i][j] - row.delta);
+          }
+        }
+        __syncwarp();
+        multiply_columns(grad_v, weights, grads, tx, ty);
+        multiply_columns(grad_k, grad_scores, queries, tx, ty);
+        __syncthreads();
+      }
+    }
+    wait_for_copies<0>(); /* where there is no query */
+    __syncthreads();
+    float scales[RM], ones[RM];
+#pragma unroll
+    for (int i = 0; i < RM; ++i) scales[i] = scale, ones[i] = 1.0f;
+    write_tile(a.grad_k, batch, head_kv, first, a.skv, a.dim, grad_k, scales, tx, ty);
+    write_tile(a.grad_v, batch, head_kv, first, a.skv, a.dim, grad_v, ones, tx, ty);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_q(const Attention a) {
+  SHARED_MEMORY(memory);
+  float* const queries = reinterpret_cast<float*>(memory);
+  float* const grads = queries + BM * LD;
+  float* const keys = grads + BM * LD;
+  float* const values = keys + BN * LD;
+  float* const grad_scores = values + BN * LD;
+  const int tx = threadIdx.x % TX, ty = threadIdx.x / TX;
+  const float scale = scale_of(a);
+  const number tiles = (a.sq + BM - 1) / BM, all = tiles * a.batch * a.heads;
+  for (number index = blockIdx.x; index < all; index += gridDim.x) {
+    const Work work(index, tiles, a.heads, a.batch);
+    const number first = work.tile * BM, head_kv = work.head / (a.heads / a.heads_kv);
+    const number visible = a.grad_scores ? a.skv : visible_keys(a, first + BM);
+    load_tile<BM>(queries, a.q, work.batch, work.head, first, a.sq, a.dim);
+    load_tile<BM>(grads, a.grad_out, work.batch, work.head, first, a.sq, a.dim);
+    Row row[RM];
+#pragma unroll
+    for (int i = 0; i < RM; ++i) row[i] = row_at(a, work.batch, work.head, first + ty + TY * i);
+    float grad_q[RM][CN][4] = {};
+    for (number key = 0; key < visible; key += BN) {
+      load_tile<BN>(keys, a.k, work.batch, head_kv, key, a.skv, a.dim);
+      load_tile<BN>(values, a.v, work.batch, head_kv, key, a.skv, a.dim);
+      commit_copies();
+      wait_for_copies<0>();
+      __syncthreads();
+      float scores[RM][RN] = {}, of_weights[RM][RN] = {};
+      multiply_rows(scores, queries, keys, tx, ty);
+      multiply_rows(of_weights, grads, values, tx, ty);
+#pragma unroll
+      for (int i = 0; i < RM; ++i) {
+        const number query = first + ty + TY * i;
+#pragma unroll
+        for (int j = 0; j < RN; ++j) {
+          const number i_key = key + tx + TX * j;
+          const float score = masked(a, work.batch, work.head, query, i_key, scores[i][j] * (scale * log2_e));
+          const float found = exp2_fast(score - row[i].highest) * row[i].inverse * (of_weights[i][j] - row[i].delta);
+          grad_scores[(ty + TY * i) * LS + tx + TX * j] = found;
+          if (a.grad_scores && query < a.sq && i_key < a.skv) {
+            store(a.grad_scores + row_number(a, work.batch, work.head, query) * a.skv + i_key, found);
+          }
+        }
+      }
+      __syncwarp();
+      multiply_columns(grad_q, grad_scores, keys, tx, ty);
+      __syncthreads();
+    }
+    wait_for_copies<0>();
+    __syncthreads();
+    float scales[RM];
+#pragma unroll
+    for (int i = 0; i < RM; ++i) scales[i] = scale;
+    write_tile(a.grad_q, work.batch, work.head, first, a.sq, a.dim, grad_q, scales, tx, ty);
+  }
+}

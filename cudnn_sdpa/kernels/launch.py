@@ -1,0 +1,127 @@
+"""Calls of `kernels.attention` bound to their plans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention.bias import mask_gradient
+from cudnn_sdpa.engine.dispatch_state import is_lazy
+from cudnn_sdpa.engine.launch import Additions, BoundPlan, Launch
+from cudnn_sdpa.engine.operation import Prepared
+from cudnn_sdpa.graph.target import live_target
+from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments, Needs, check, check_memory
+from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward, results
+from cudnn_sdpa.plans.build import build_plan
+from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.plan import Plan
+
+
+def prepare(call: KernelArguments) -> Prepared:
+    """A forward call bound to its plan.
+
+    Raises:
+        UnsupportedError: The GPU is too old.
+        PlanBuildError: The plan is missing and may not be built now.
+    """
+    spec = Spec.of(call)
+    if spec.is_empty:
+        return Prepared(without_keys, None)
+    bound, plan = bind(spec, call.q.get_device(), call.scale_value)
+    return Prepared(Launch(bound), plan)
+
+
+def prepare_gradients(of: Gradient) -> Prepared:
+    """A backward call bound to its plan."""
+    check(of.call)  # a saved-tensor hook may have changed a tensor
+    check_memory(of.call)
+    spec = Spec.of_gradient(of)
+    if spec.is_empty:
+        return Prepared(zero_gradients, None)
+    bound, plan = bind(spec, of.call.q.get_device(), of.call.scale_value)
+    needs, names = Needs(*of.needs), [x.name for x in spec.outputs()]
+    wanted = [place for place, name in enumerate(names) if getattr(needs, name.removeprefix("grad_"), False)]
+    if needs.mask:
+        return Prepared(_WithMask(bound, wanted), plan)
+    return Prepared(Launch(bound, wanted, of=_fields(bound)), plan)
+
+
+def bind(spec: Spec, device: int, scale: float) -> tuple[BoundPlan, Plan]:
+    """The plan of a spec, with what its launch needs besides tensors."""
+    operation = attention_forward if spec.needs is None else attention_backward
+    key = spec.key(live_target(device), device)
+    plan = plan_cache.get(key, lambda key: build_plan(operation, key))
+    operands = [x.name for x in spec.inputs()[:-1]]
+    read_by_element = operands if not spec.vectors else [x for x in operands if x in ("mask", "statistics")]
+    with torch.cuda.device(device):
+        bound = BoundPlan(
+            plan,
+            operands,
+            [(x.layout.shape, x.layout.stride, x.layout.dtype) for x in spec.outputs()],
+            {"scale": scale},
+            Additions(anywhere=tuple(read_by_element)),
+            _ByElement(replace(spec, vectors=False), device, scale) if spec.vectors else None,
+        )
+    return bound, plan
+
+
+class _ByElement:
+    """Launches calls whose addresses allow no vectors, though their layouts do; it holds no plan."""
+
+    __slots__ = ("_bind",)
+
+    def __init__(self, spec: Spec, device: int, scale: float) -> None:
+        self._bind = spec, device, scale
+
+    def __call__(self, *launch: Any) -> list[Tensor]:
+        """See `BoundPlan`."""
+        bound, _ = bind(*self._bind)
+        return bound(*launch)
+
+
+def _fields(bound: BoundPlan) -> dict[str, str]:
+    """Where operands are in a backward call."""
+    return {name: name if name in Gradient._fields else f"call.{name}" for name in bound.operands}
+
+
+class _WithMask:
+    """Runs backward calls that need the mask's gradient, which is summed over the dimensions that were broadcast."""
+
+    __slots__ = ("_run", "_wanted")
+
+    def __init__(self, bound: BoundPlan, wanted: Sequence[int]) -> None:
+        self._run = Launch(bound, range(len(bound.results)), of=_fields(bound))
+        self._wanted = list(wanted)
+
+    def __call__(self, of: Gradient) -> list[Tensor]:
+        """The needed gradients."""
+        assert of.call.mask is not None
+        found = self._run(of)
+        return [*(found[place] for place in self._wanted), mask_gradient(found[-1], of.call.mask, 0)]
+
+
+def readable(of: Gradient) -> Gradient:
+    """The backward call with a copy of a gradient whose memory does not hold its elements."""
+    grad_out = of.grad_out
+    if is_lazy(grad_out) or grad_out.dtype != of.out.dtype:
+        return of._replace(grad_out=torch.zeros_like(of.out).copy_(grad_out))
+    return of
+
+
+def without_keys(call: KernelArguments) -> Tensor | tuple[Tensor, Tensor]:
+    """The results where there are no queries or no keys."""
+    out, statistics = (
+        torch.zeros(shape, dtype=dtype, device=call.q.device).as_strided(shape, stride)
+        for shape, stride, dtype in results(call)
+    )
+    return (out, statistics) if call.with_statistics else out
+
+
+def zero_gradients(of: Gradient) -> list[Tensor]:
+    """The gradients there."""
+    inputs = zip(of.call.differentiable, of.needs, strict=True)
+    return [torch.zeros_like(x) for x, need in inputs if need and x is not None]

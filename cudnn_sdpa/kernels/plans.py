@@ -1,0 +1,405 @@
+"""What runs calls of `kernels.attention`: which kernels, compiled how, in tiles of what size."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.engine.launch import Layout
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, contiguous_stride, dense_like, dense_stride_like
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.kernels.arguments import FUSED, NAIVE, Gradient, KernelArguments, Needs
+from cudnn_sdpa.plans.kernel_plan import KernelCall, KernelOp, KernelProgram
+from cudnn_sdpa.plans.nvrtc import Kernel
+
+FOLDER = Path(__file__).parent
+
+#: The first compute capability with asynchronous copies.
+FIRST_SM = 80
+
+#: Shared memory that a block can have, in KiB, by compute capability; others have `_LEAST_SHARED`.
+_SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
+_LEAST_SHARED = 99
+
+#: Maximum number of blocks of a grid; kernels take several tiles each beyond it.
+_MAX_BLOCKS = 2**31 - 1
+
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_MASKS = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
+
+#: The tensors of the struct `Attention` of common.cuh: an address and four strides each.
+_STRIDED = ("q", "k", "v", "mask", "out", "grad_out", "grad_q", "grad_k", "grad_v")
+_FLAT = ("statistics", "scores", "delta", "grad_scores")
+_SIZES = ("batch", "heads", "heads_kv", "sq", "skv", "dim", "scale")
+_NAMES = (*(f"{name}.{part}" for name in _STRIDED for part in range(5)), *_FLAT, *_SIZES)
+_PLACES = {name: _NAMES.index(name if name in _NAMES else f"{name}.0") for name in (*_STRIDED, *_FLAT, "scale")}
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """A call without data, forward or backward.
+
+    Attributes:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        mask: The mask as it is broadcast to all scores, with strides of 0; None without one.
+        out: The output.
+        mode: "fused", "tiled" or "naive".
+        is_causal: Whether the mask is causal.
+        with_statistics: Whether the statistics of the softmax are kept.
+        grad_out: The gradient of the output, for a backward call.
+        needs: The needed gradients, for a backward call.
+        vectors: Whether memory is read 16 bytes at a time.
+    """
+
+    q: TensorLayout
+    k: TensorLayout
+    v: TensorLayout
+    mask: TensorLayout | None
+    out: TensorLayout
+    mode: str
+    is_causal: bool
+    with_statistics: bool
+    grad_out: TensorLayout | None = None
+    needs: Needs | None = None
+    vectors: bool = False
+
+    @classmethod
+    def of(cls, call: KernelArguments) -> Spec:
+        """The spec of a forward call."""
+        mask = None if call.mask is None else _expanded(call.mask, call.q, call.k)
+        found = cls(
+            q=TensorLayout.of(call.q),
+            k=TensorLayout.of(call.k),
+            v=TensorLayout.of(call.v),
+            mask=mask,
+            out=_layout(results(call)[0]),
+            mode=call.mode,
+            is_causal=call.is_causal,
+            with_statistics=call.with_statistics,
+        )
+        return replace(found, vectors=found.can_read_vectors)
+
+    @classmethod
+    def of_gradient(cls, of: Gradient) -> Spec:
+        """The spec of a backward call."""
+        found = replace(
+            cls.of(of.call),
+            mode=FUSED,
+            with_statistics=True,
+            out=TensorLayout.of(of.out),
+            grad_out=TensorLayout.of(of.grad_out),
+            needs=Needs(*of.needs),
+        )
+        return replace(found, vectors=found.can_read_vectors)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute: no query or no key."""
+        return 0 in self.q.shape or 0 in self.k.shape
+
+    @property
+    def can_read_vectors(self) -> bool:
+        """Whether head vectors are dense and lie 16 bytes apart, so that the fused kernels read 16 bytes at a time."""
+        layouts = [self.q, self.k, self.v, self.out, *([] if self.grad_out is None else [self.grad_out])]
+        return self.mode == FUSED and all(map(_has_vectors, layouts))
+
+    def inputs(self) -> list[Operand]:
+        """The operands of the plan."""
+        found = [Operand("q", self.q), Operand("k", self.k), Operand("v", self.v)]
+        found += [] if self.mask is None else [Operand("mask", self.mask)]
+        if self.grad_out is not None:
+            found += [Operand("out", self.out), Operand("grad_out", self.grad_out)]
+            found.append(Operand("statistics", self.statistics))
+        return [*found, Operand("scale", HOST_SCALAR, Role.SCALAR)]
+
+    def outputs(self) -> list[Operand]:
+        """The results of the plan."""
+        if self.needs is None:
+            return [Operand("out", self.out), *([Operand("statistics", self.statistics)] * self.with_statistics)]
+        found = []
+        if self.needs.q or self.needs.mask:
+            found.append(Operand("grad_q", dense_like(self.q)))
+        if self.needs.k or self.needs.v:
+            found += [Operand("grad_k", dense_like(self.k)), Operand("grad_v", dense_like(self.v))]
+        if self.needs.mask:
+            scores = (*self.q.shape[:3], self.k.shape[2])
+            found.append(Operand("grad_scores", TensorLayout.contiguous(scores, torch.float32)))
+        return found
+
+    @property
+    def statistics(self) -> TensorLayout:
+        """What the forward pass keeps of each row's softmax."""
+        return TensorLayout.contiguous((*self.q.shape[:3], 2), torch.float32)
+
+    def key(self, target: Target, device: int | None) -> PlanKey:
+        """The key of the plan.
+
+        Raises:
+            UnsupportedError: The GPU is too old.
+        """
+        if target.sm < FIRST_SM:
+            raise UnsupportedError(
+                "kernels.attention", [f"it needs compute capability 8.0; {target} has {target.sm / 10}"]
+            )
+        options: dict[str, object] = {"is_causal": self.is_causal, "vectors": self.vectors}
+        operation = attention_forward if self.needs is None else attention_backward
+        if self.needs is None:
+            options["mode"] = self.mode
+        return operation.key(self.inputs(), self.outputs(), options, target, device)
+
+
+def keys(call: KernelArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
+    """The key of a forward call's plan, if it needs one."""
+    spec = Spec.of(call)
+    if not spec.is_empty:
+        yield spec.key(target, device)
+
+
+def gradient_keys(of: Gradient, target: Target, device: int | None) -> Iterator[PlanKey]:
+    """The key of a backward call's plan, if it needs one."""
+    spec = Spec.of_gradient(of)
+    if not spec.is_empty:
+        yield spec.key(target, device)
+
+
+def results(call: KernelArguments) -> tuple[Layout, Layout]:
+    """The layouts of the output and of the statistics."""
+    q = call.q
+    rows = (*q.shape[:3], 2)
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    return (
+        (tuple(q.shape), dense_stride_like(q.shape, q.shape, q.stride()), q.dtype),
+        (rows, contiguous_stride(rows), exact),
+    )
+
+
+def _layout(layout: Layout) -> TensorLayout:
+    return TensorLayout(*layout)
+
+
+def _expanded(mask: Tensor, q: Tensor, k: Tensor) -> TensorLayout:
+    shape = (*q.shape[:3], k.shape[2])
+    missing = 4 - mask.dim()
+    sizes, strides = (1,) * missing + tuple(mask.shape), (0,) * missing + mask.stride()
+    stride = tuple(0 if size == 1 else step for size, step in zip(sizes, strides, strict=True))
+    return TensorLayout(shape, stride, mask.dtype)
+
+
+def _has_vectors(layout: TensorLayout) -> bool:
+    step = ALIGNMENT // layout.dtype.itemsize
+    *outer, dim = zip(layout.shape, layout.stride, strict=True)
+    return dim[1] == 1 and dim[0] % step == 0 and all(size == 1 or stride % step == 0 for size, stride in outer)
+
+
+# Programs.
+
+
+class _Tiles(NamedTuple):
+    """How a fused kernel divides its work.
+
+    Attributes:
+        rows: Rows of a tile, which a block keeps.
+        columns: Rows of the tensors that it goes through, at a time.
+        threads: Threads of a block.
+        shared: Bytes of shared memory.
+    """
+
+    rows: int
+    columns: int
+    threads: int
+    shared: int
+
+
+class _Form(NamedTuple):
+    """What a fused kernel has in shared memory.
+
+    Attributes:
+        kept: Tensors of which it keeps a tile.
+        scores: Tiles of scores in float32, on CUDA cores.
+        known: Numbers that it keeps of each column, twice, on tensor cores.
+        on_cores: Sizes of tiles on CUDA cores, the best first, by head dim.
+        on_tensor_cores: The same on tensor cores, with the number of threads.
+    """
+
+    kept: int
+    scores: int
+    known: int
+    on_cores: Mapping[int, Sequence[tuple[int, int]]]
+    on_tensor_cores: Mapping[int, Sequence[tuple[int, int, int]]]
+
+    def tiles(self, dtype: torch.dtype, dim: int, most_shared: int) -> _Tiles:
+        """The first tiles that fit in shared memory, where head vectors and rows of scores are padded by 16 bytes."""
+        found: list[_Tiles] = []
+        if dtype == torch.float32:
+            for rows, columns in self.on_cores[dim]:
+                vectors = (self.kept * rows + 2 * columns) * (dim + 4)
+                found.append(_Tiles(rows, columns, 256, 4 * (vectors + self.scores * rows * (columns + 4))))
+        else:
+            for rows, columns, threads in self.on_tensor_cores[dim]:
+                vectors = (self.kept * rows + 4 * columns) * (dim + 8)
+                found.append(_Tiles(rows, columns, threads, 2 * vectors + 4 * 2 * self.known * columns))
+        return next(tiles for tiles in found if tiles.shared <= most_shared)
+
+
+_FORWARD = _Form(
+    kept=1,
+    scores=1,
+    known=0,
+    on_cores={64: ((128, 64), (64, 64)), 128: ((64, 64), (64, 32))},
+    on_tensor_cores={64: ((128, 64, 128),), 128: ((128, 64, 256), (64, 64, 128))},
+)
+_GRAD_KV = _Form(
+    kept=2,
+    scores=2,
+    known=3,
+    on_cores={64: ((64, 64), (64, 32)), 128: ((64, 32), (32, 32))},
+    on_tensor_cores={64: ((128, 64, 256),), 128: ((128, 32, 256), (64, 32, 128))},
+)
+_GRAD_Q = _Form(
+    kept=2,
+    scores=1,
+    known=0,
+    on_cores={64: ((64, 64), (64, 32)), 128: ((64, 32), (32, 32))},
+    on_tensor_cores={64: ((128, 64, 256),), 128: ((128, 32, 256), (64, 32, 128))},
+)
+
+
+def padded_dim(dim: int) -> int:
+    """The head dim that a fused kernel is compiled for."""
+    return 64 if dim <= 64 else 128
+
+
+@functools.cache
+def _kernel(file: str, name: str, shared: int, **defines: int) -> Kernel:
+    return Kernel(FOLDER / file, name, defines, shared)
+
+
+class _Sizes(NamedTuple):
+    """The sizes and layouts in a key."""
+
+    layouts: Mapping[str, TensorLayout]
+    options: Mapping[str, Any]
+    most_shared: int
+
+    @classmethod
+    def of(cls, key: PlanKey) -> _Sizes:
+        most = 1024 * _SHARED.get(key.target.sm, _LEAST_SHARED)
+        return cls({x.name: x.layout for x in (*key.inputs, *key.outputs)}, key.option_values, most)
+
+    @property
+    def defines(self) -> dict[str, int]:
+        """The macros of all kernels."""
+        mask = self.layouts.get("mask")
+        return {
+            "DTYPE": _DTYPES[self.layouts["q"].dtype],
+            "MASK": 0 if mask is None else _MASKS[mask.dtype],
+            "CAUSAL": int(self.options["is_causal"]),
+            "VECTORS": int(self.options["vectors"]),
+        }
+
+    def fields(self) -> list[int]:
+        """The kernels' argument without addresses."""
+        given = dict.fromkeys(_NAMES, 0)
+        for name in _STRIDED:
+            if name in self.layouts:
+                given |= {f"{name}.{1 + dim}": step for dim, step in enumerate(self.layouts[name].stride)}
+        batch, heads, sq, dim = self.layouts["q"].shape
+        _, heads_kv, skv, _ = self.layouts["k"].shape
+        given |= {"batch": batch, "heads": heads, "heads_kv": heads_kv, "sq": sq, "skv": skv, "dim": dim}
+        return list(given.values())
+
+    def tiles(self, form: _Form) -> _Tiles:
+        """The tiles of a fused kernel."""
+        q = self.layouts["q"]
+        return form.tiles(q.dtype, padded_dim(q.shape[3]), self.most_shared)
+
+    def sizes(self, tiles: _Tiles) -> dict[str, int]:
+        """The macros of a fused kernel."""
+        dim = padded_dim(self.layouts["q"].shape[3])
+        return {"BM": tiles.rows, "BN": tiles.columns, "DP": dim, "THREADS": tiles.threads}
+
+    def fused(self, file: str, name: str, form: _Form, rows: int, heads: int) -> KernelCall:
+        """A fused kernel that divides rows of so many heads into tiles; half precision is for tensor cores."""
+        tiles, q = self.tiles(form), self.layouts["q"]
+        if q.dtype != torch.float32:
+            file, name = file.replace("fused", "fused_tensor"), f"{name}_tensor"
+        kernel = _kernel(file, name, tiles.shared, **self.defines, **self.sizes(tiles))
+        blocks = -(-rows // tiles.rows) * heads * q.shape[0]
+        return KernelCall(kernel, min(blocks, _MAX_BLOCKS), tiles.threads)
+
+    def simple(self, file: str, name: str, work: int, threads: int = 256, **sizes: int) -> KernelCall:
+        """A kernel whose blocks do so much work each: any number of them is right."""
+        kernel = _kernel(file, name, 0, **self.defines, **sizes)
+        return KernelCall(kernel, min(-(-work // threads), _MAX_BLOCKS), threads)
+
+    def tiled(self, name: str, blocks: int, threads: int, shared: int) -> KernelCall:
+        """A kernel of the tiled form."""
+        kernel = _kernel("tiled.cu", name, shared, **self.defines)
+        return KernelCall(kernel, min(blocks, _MAX_BLOCKS), threads)
+
+
+#: Rows and columns of a tile of tiled.cu, the columns that it reads at a time, and the bytes that they take.
+_TILE, _STEP = 64, 16
+_TILED_SHARED = 4 * 2 * _STEP * (_TILE + 4)
+_REDUCTION_SHARED = 4 * 32
+
+
+#: Tiles of a kernel that has none, in a file of others that do.
+_CORES = _Tiles(64, 32, 256, 0)
+
+_kernel_op = functools.partial(KernelOp, folder=FOLDER)
+
+
+@_kernel_op
+def attention_forward(key: PlanKey) -> KernelProgram:
+    """The forward pass, in one of three forms."""
+    sizes = _Sizes.of(key)
+    q, k = sizes.layouts["q"].shape, sizes.layouts["k"].shape
+    mode, scores = sizes.options["mode"], (*q[:3], k[2])
+    if mode == FUSED:
+        tiles = sizes.tiles(_FORWARD)
+        calls = [sizes.fused("fused.cu", "fused_forward", _FORWARD, q[2], q[1])]
+        return KernelProgram(calls, sizes.fields(), _PLACES, knobs={"rows": tiles.rows, "columns": tiles.columns})
+    rows = q[0] * q[1] * q[2]
+    if mode == NAIVE:
+        calls = [
+            sizes.simple("naive.cu", "naive_qk", rows * k[2]),
+            sizes.simple("naive.cu", "naive_softmax", rows),
+            sizes.simple("naive.cu", "naive_av", rows * q[3]),
+        ]
+        return KernelProgram(calls, sizes.fields(), _PLACES, {"scores": scores})
+    of_rows, of_keys, of_columns = (-(-size // _TILE) for size in (q[2], k[2], q[3]))
+    heads = q[0] * q[1]
+    calls = [
+        sizes.tiled("tiled_qk", heads * of_rows * of_keys, 256, _TILED_SHARED),
+        sizes.tiled("tiled_softmax", rows, 128, _REDUCTION_SHARED),
+        sizes.tiled("tiled_av", heads * of_rows * of_columns, 256, _TILED_SHARED),
+    ]
+    return KernelProgram(calls, sizes.fields(), _PLACES, {"scores": scores}, knobs={"rows": _TILE, "columns": _TILE})
+
+
+@_kernel_op
+def attention_backward(key: PlanKey) -> KernelProgram:
+    """The backward pass: the sums of the rows, then a kernel over the keys, then one over the queries."""
+    sizes = _Sizes.of(key)
+    (batch, heads, sq, _), (_, heads_kv, skv, _) = sizes.layouts["q"].shape, sizes.layouts["k"].shape
+    file, of_keys = "fused_backward.cu", sizes.tiles(_GRAD_KV)
+    calls = [sizes.simple(file, "fused_delta", 32 * batch * heads * sq, **sizes.sizes(_CORES))]
+    if "grad_k" in sizes.layouts:
+        calls.append(sizes.fused(file, "fused_grad_kv", _GRAD_KV, skv, heads_kv))
+    if "grad_q" in sizes.layouts:
+        calls.append(sizes.fused(file, "fused_grad_q", _GRAD_Q, sq, heads))
+    scratch = {"delta": (batch, heads, sq)}
+    return KernelProgram(
+        calls, sizes.fields(), _PLACES, scratch, knobs={"rows": of_keys.rows, "columns": of_keys.columns}
+    )

@@ -1,0 +1,103 @@
+"""`kernels.attention` in plain PyTorch: what runs on the CPU, and what tests compare with."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention.arguments import ReferenceArguments
+from cudnn_sdpa.attention.bias import new_gradient
+from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward, flops_of_forward
+from cudnn_sdpa.attention.reference import Softmax, product, repeated, scores, without_autocast
+from cudnn_sdpa.attention.reference import gradients as gradients_of_attention
+from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments, check, check_options
+from cudnn_sdpa.kernels.plans import results
+
+
+def reference_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """Attention by PyTorch's own functions, on any device: scores, softmax and output one after the other.
+
+    It has the meaning of `attention` and none of its kernels, and autograd differentiates it. Half precision is
+    computed in float32. Memory grows with Sq × Skv.
+
+    Args:
+        q: Queries (B, Hq, Sq, D), in any floating-point dtype of 16 bits or more.
+        k: Keys (B, Hkv, Skv, D); Hq is a multiple of Hkv.
+        v: Values (B, Hkv, Skv, D).
+        mask: Broadcastable to (B, Hq, Sq, Skv): boolean, True for keys that take part, or additive.
+        is_causal: Whether query i sees only the keys up to key i.
+        scale: Factor of the scores; None is 1/sqrt(D).
+
+    Returns:
+        The output (B, Hq, Sq, D), in q's dtype. Fully masked rows are zeros.
+
+    Raises:
+        ArgumentError: An argument is wrong; the message says which and how.
+
+    Examples:
+        >>> import torch
+        >>> from cudnn_sdpa import kernels
+        >>> q = torch.randn(2, 4, 10, 33)
+        >>> torch.allclose(kernels.reference_attention(q, q, q), kernels.attention(q, q, q), atol=1e-5)
+        True
+    """
+    call = KernelArguments(q, k, v, mask, "naive", is_causal, None if scale is None else scale)
+    check_options(call)
+    check(call)
+    exact = torch.promote_types(q.dtype, torch.float32)
+    with without_autocast(q):
+        queries = q.to(exact)
+        found = product(queries, repeated(k, q, exact).transpose(-1, -2)) * call.scale_value
+        if mask is not None:
+            found = found.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else found + mask.to(exact)
+        if is_causal:
+            later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+            found = found.masked_fill(later, -math.inf)
+        blind = torch.isneginf(found).all(-1, keepdim=True)
+        weights = torch.softmax(found.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+        return product(weights, repeated(v, q, exact)).to(q.dtype)
+
+
+def _arguments(call: KernelArguments) -> ReferenceArguments:
+    return ReferenceArguments(call.q, call.k, call.v, call.mask, is_causal=call.is_causal, scale=call.scale)
+
+
+def attention(call: KernelArguments) -> tuple[Tensor, Tensor]:
+    """The output and the statistics, in the layouts of the kernels' results."""
+    with without_autocast(call.q):
+        found = scores(_arguments(call)).masked
+        softmax = Softmax.of(found, None)
+        out = product(softmax.weights, repeated(call.v, call.q, found.dtype))
+        highest = torch.cat([found, found.new_full((*found.shape[:3], 1), -math.inf)], -1).amax(-1)
+        highest = torch.where(torch.isneginf(highest), 0.0, highest)
+        inverse = torch.where(torch.isneginf(softmax.lse), 0.0, torch.exp(highest - softmax.lse))
+        statistics = torch.stack([highest / math.log(2), inverse], -1)
+    made = (
+        torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device) for shape, stride, dtype in results(call)
+    )
+    first, second = (to.copy_(x) for to, x in zip(made, (out, statistics), strict=True))
+    return first, second
+
+
+def gradients(of: Gradient) -> list[Tensor]:
+    """The needed gradients of q, k, v and mask."""
+    call = of.call
+    *exact, _ = gradients_of_attention(of.grad_out, of.out, _arguments(call))
+    found = []
+    for name, tensor, gradient, need in zip(
+        ("q", "k", "v", "attn_mask"), call.differentiable, exact, of.needs, strict=True
+    ):
+        if need and tensor is not None and gradient is not None:
+            shape = (1,) * (gradient.dim() - tensor.dim()) + tuple(tensor.shape)  # only a mask's gradient is larger
+            found.append(new_gradient(name, tensor).copy_(gradient.sum_to_size(shape).reshape(tensor.shape)))
+    return found
+
+
+def flops(call: KernelArguments) -> tuple[int, int]:
+    """Floating-point operations of both passes; the second kernel of the backward pass computes the scores again."""
+    number, dim, _ = dense_sizes(call.q, call.k, call.v)
+    return flops_of_forward(number, dim, dim), flops_of_backward(number, dim, dim) + flops_of_forward(number, dim, dim)

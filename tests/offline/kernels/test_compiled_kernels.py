@@ -1,0 +1,76 @@
+"""The attention kernels, compiled by the real NVRTC for absent GPUs: no warning, few spilled registers."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from cudnn_sdpa import LibraryError
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments
+from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward
+from cudnn_sdpa.plans import nvrtc as nvrtc_module
+
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def nvrtc():
+    try:
+        nvrtc_module._nvrtc()
+    except LibraryError as error:
+        pytest.skip(f"no NVRTC: {error}")
+
+
+def kernels_of(sm, dtype, dim, *, mode="fused", is_causal=True, mask=None, aligned=True):
+    """The kernels of a call's forward and backward plans."""
+    target = Target((("deviceVer", 10 * sm), ("multiProcessorCount", 100)), 91900, "1", "a GPU")
+    shape = (1, 2, 256, dim if aligned else dim - 1)
+    q, k, v, out = (torch.empty(shape, dtype=dtype, device="meta") for _ in range(4))
+    call = KernelArguments(q, k, v, mask, mode, is_causal)
+    statistics = torch.empty(*shape[:3], 2, device="meta")
+    of = Gradient(out, out, statistics, call, (True, True, True, mask is not None and mask.is_floating_point()))
+    forward = attention_forward.program(Spec.of(call).key(target, None))
+    backward = attention_backward.program(Spec.of_gradient(of).key(target, None))
+    return [call.kernel for call in (*forward.calls, *backward.calls)]
+
+
+def check(kernel, sm, *, spills=0):
+    """Compiles it; NVRTC's messages have what ptxas says of registers and nothing else."""
+    assert kernel.shared <= {80: 163, 90: 227, 100: 227}.get(sm, 99) << 10
+    code, log = kernel.compile_verbosely(sm, "--ptxas-options=-v")
+    assert code[:4] == b"\x7fELF"
+    others = [line for line in log.splitlines() if line and not line.startswith("ptxas")]
+    assert others == []
+    assert "warning" not in log.lower()
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", log)))
+    assert spilled <= spills, log
+
+
+@pytest.mark.sample(3)
+@pytest.mark.parametrize("sm", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_fused_kernels(sm, dtype, dim):
+    for kernel in kernels_of(sm, dtype, dim):
+        check(kernel, sm, spills=64)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("mask", [torch.bool, *DTYPES])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_masks_and_reading_by_element(dtype, mask):
+    if mask not in (torch.bool, torch.float32, dtype):
+        pytest.skip("masks are boolean, float32 or of q's dtype")
+    for kernel in kernels_of(90, dtype, 64, mask=torch.empty(256, 256, dtype=mask, device="meta"), aligned=False):
+        check(kernel, 90, spills=512)
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("mode", ["tiled", "naive"])
+@pytest.mark.parametrize("sm", [80, 90, 100])
+def test_kernels_that_keep_all_scores(sm, mode):
+    for kernel in kernels_of(sm, torch.float32, 64, mode=mode)[:3]:
+        check(kernel, sm)

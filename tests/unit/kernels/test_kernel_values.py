@@ -1,0 +1,154 @@
+"""The attention kernels, run thread by thread on the CPU, against float64: outputs and all gradients."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from fake_gpu import EmulatedKernel, gpu_on_the_cpu
+from float64_reference import attend
+
+from cudnn_sdpa import kernels
+
+SIZES = (1, 7, 64, 65, 130)
+DIMS = (8, 33, 64, 80, 128)
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: Largest relative error of outputs and gradients.
+BOUNDS = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2}
+MODES = ("fused", "tiled", "naive")
+
+
+@pytest.fixture(autouse=True)
+def forward_order():
+    yield
+    EmulatedKernel.order = 0
+
+
+def made(*shape: int, dtype: torch.dtype, grad: bool = True) -> torch.Tensor:
+    """Random numbers in the midst of NaN, so that reading beyond them shows."""
+    whole = torch.full((*shape[:-2], shape[-2] + 16, shape[-1]), torch.nan).to(dtype)
+    whole[..., 8:-8, :] = torch.randn(shape).to(dtype)
+    return whole[..., 8:-8, :].requires_grad_(grad)
+
+
+def mask_of(kind: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    """A mask that leaves some queries no key, if it is boolean."""
+    batch, heads, sq, skv = shape
+    if kind == "boolean":
+        mask = torch.rand(batch, 1, sq, skv) > 0.3
+        mask[:, :, sq // 2] = False
+        return mask
+    if kind == "additive":
+        return torch.randn(heads, 1, skv).to(dtype).requires_grad_()
+    if kind == "float":
+        mask = torch.randn(batch, 1, sq, skv)
+        mask[..., ::5] = -torch.inf
+        return mask.requires_grad_()
+    return None
+
+
+def check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    *,
+    mode: str = "fused",
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> list[torch.Tensor]:
+    """Compares output and gradients with float64; gives them."""
+    grad_out = torch.randn(q.shape).to(q.dtype)
+    leaves = [x for x in (q, k, v, mask) if x is not None and x.requires_grad]
+    with gpu_on_the_cpu():
+        out = kernels.attention(q, k, v, mode, mask, is_causal, scale)
+        found = [out, *torch.autograd.grad(out, leaves, grad_out)]
+    exact = [x if x is None or x.dtype == torch.bool else x.detach().double() for x in (q, k, v, mask)]
+    right = [
+        x.requires_grad_()
+        for x, given in zip(exact, (q, k, v, mask), strict=True)
+        if given is not None and given.requires_grad
+    ]
+    of_exact, _ = attend(*exact[:3], attn_mask=exact[3], is_causal=is_causal, scale=scale)
+    wanted = [of_exact, *torch.autograd.grad(of_exact, right, grad_out.double())]
+    # One key makes gradients of q and k that are the rounding of zero: compare with what they are made of.
+    size = grad_out.double().norm() * v.detach().double().norm() / max(1, v.numel()) ** 0.5
+    for name, x, y in zip(("out", "q", "k", "v", "mask"), found, wanted, strict=False):
+        off = (x.detach().double() - y.detach()).norm() / y.detach().norm().clamp_min(float(size) * 0.1)
+        assert off < BOUNDS[q.dtype], f"{name} is {off:.1e} off"
+    return found
+
+
+GRID = list(itertools.product(SIZES, SIZES, DIMS))
+
+
+@pytest.mark.sample(6)
+@pytest.mark.parametrize("number", range(len(GRID)))
+def test_sizes_dtypes_masks_and_groups(number):
+    """Each size with another dtype, mask, form, scale and order of threads."""
+    torch.manual_seed(number)
+    sq, skv, dim = GRID[number]
+    dtype, kind = DTYPES[number % 3], ("none", "boolean", "additive", "float", "none")[number // 2 % 5]
+    mode, is_causal, heads = MODES[max(0, number % 8 - 5)], number % 4 < 2, (4, 2) if number % 2 else (2, 2)
+    EmulatedKernel.order = number // 3 % 2
+    q = made(1, heads[0], sq, dim, dtype=dtype)
+    k, v = (made(1, heads[1], skv, dim, dtype=dtype) for _ in range(2))
+    scale = (None, 0.2, -0.3)[number % 3 if number % 5 else 0]
+    check(q, k, v, mask_of(kind, (1, heads[0], sq, skv), dtype), mode=mode, is_causal=is_causal, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+def test_fully_masked_rows_are_zeros_with_zero_gradients(mode, dtype):
+    q, k, v = (made(2, 2, 66, 16, dtype=dtype) for _ in range(3))
+    mask = torch.ones(66, 66, dtype=torch.bool).tril(-2)
+    out, grad_q, *_ = check(q, k, v, mask, mode=mode)
+    assert not out[:, :, :2].any()
+    assert not grad_q[:, :, :2].any()
+    assert out[:, :, 2:].abs().amin(-1).gt(0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_order_of_threads_changes_no_bit(dtype):
+    """If it did, a barrier would be missing."""
+    torch.manual_seed(0)
+    tensors = [made(1, 2, 97, 64, dtype=dtype) for _ in range(3)]
+    results = []
+    for EmulatedKernel.order in (0, 1):
+        torch.manual_seed(1)
+        results.append(check(*tensors, is_causal=True))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_layout_is_read_as_it_is(dtype):
+    expanded = torch.randn(1, 1, 19, 16).to(dtype).expand(2, 2, 19, 16)
+    transposed = torch.randn(2, 19, 2, 16).to(dtype).transpose(1, 2)
+    inner = torch.randn(2, 2, 16, 19).to(dtype).mT
+    shifted = torch.randn(2 * 2 * 19 * 16 + 1).to(dtype)[1:].view(2, 2, 19, 16)
+    spread = torch.randn(2, 2, 38, 32).to(dtype)[:, :, ::2, ::2]
+    given = [expanded, transposed, inner, shifted, spread]
+    for q, k, v in zip(given, given[1:] + given[:1], given[2:] + given[:2], strict=True):
+        check(*(x.detach().requires_grad_() for x in (q, k, v)))
+
+
+def test_large_scores_and_a_mask_of_very_negative_numbers():
+    """Beside -1e9 nothing is left of a score in float32: a row that it covers is the mean of the values."""
+    q, k, v = (made(1, 1, 70, 64, dtype=torch.float32) for _ in range(3))
+    check(q, k, v, scale=40.0)
+    mask = torch.zeros(70, 70)
+    mask[3] = -1e9
+    with gpu_on_the_cpu():
+        out = kernels.attention(q, k, v, mask=mask)
+        (grad_v,) = torch.autograd.grad(out[0, 0, 3].sum(), v)
+    torch.testing.assert_close(out[0, 0, 3], v[0, 0].mean(0), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(grad_v, torch.full_like(grad_v, 1 / 70), rtol=1e-4, atol=1e-6)
+
+
+def test_results_are_the_same_from_run_to_run_without_scratch_for_scores():
+    q, k, v = (made(1, 4, 40, 32, dtype=torch.float32) for _ in range(3))
+    torch.manual_seed(0)
+    first = check(q, k, v)
+    torch.manual_seed(0)
+    assert all(map(torch.equal, first, check(q, k, v)))
