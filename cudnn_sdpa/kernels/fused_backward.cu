@@ -66,7 +66,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_kv(const Attent
         __syncthreads();
       }
     }
-    wait_for_copies<0>(); /* where there is no query */
+    commit_copies(); /* where no query sees a key of the tile */
+    wait_for_copies<0>();
     __syncthreads();
     float scales[RM], ones[RM];
 #pragma unroll

@@ -55,7 +55,7 @@ def check(kernel, sm, *, spills=0):
 @pytest.mark.parametrize("dim", [64, 128])
 def test_fused_kernels(sm, dtype, dim):
     for kernel in kernels_of(sm, dtype, dim):
-        check(kernel, sm, spills=64)
+        check(kernel, sm, spills=256)  # outside of inner loops
 
 
 @pytest.mark.sample(2)
