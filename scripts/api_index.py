@@ -46,7 +46,8 @@ def section(page: Path) -> str:
     lines = [f"## [{title[1]}]({page.name})", "", "| name | meaning |", "|---|---|"]
     for path in re.findall(r"^::: (\S+)", text, re.MULTILINE):
         name = path.rpartition(".")[2]
-        is_nested = path.startswith(("cudnn_sdpa.nn.", "cudnn_sdpa.integrations.", "cudnn_sdpa.distributed.", "cudnn_sdpa.kernels."))
+        folder = path.removeprefix("cudnn_sdpa.").partition(".")[0]
+        is_nested = folder in ("nn", "integrations", "distributed", "kernels")
         shown = path.removeprefix("cudnn_sdpa.") if is_nested else name
         lines.append(f"| [`{shown}`]({page.name}#{path}) | {summary(path)} |")
     return "\n".join(lines)

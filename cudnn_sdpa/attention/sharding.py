@@ -42,6 +42,19 @@ def dense(arguments: Mapping[str, Any]) -> list[Way]:
     ]
 
 
+def kernels(arguments: Mapping[str, Any]) -> list[Way]:
+    """The ways of `kernels.attention`."""
+    query_heads = "" if _heads(arguments.get("k"), 1) == 1 else _ONE_KEY_HEAD
+    return [
+        Way("the batch", {"q": 0, "k": 0, "v": 0, "mask": -4}, (0, 0)),
+        Way("heads", {"q": 1, "k": 1, "v": 1, "mask": -3}, (1, 1), whole=("k",)),
+        Way("query heads", {"q": 1, "mask": -3}, (1, 1), refused=query_heads),
+        Way("queries", {"q": 2, "mask": -2}, (2, 2), refused=_depends_on_positions(arguments)),
+        Way("keys", {"k": 2, "v": 2, "q": 2}, (2, 2), refused=_KEYS),
+        Way("keys", {"k": 2, "v": 2, "mask": -1}, (2, 2), refused=_KEYS),
+    ]
+
+
 def varlen(arguments: Mapping[str, Any]) -> list[Way]:
     """The ways of `sdpa_varlen`."""
     query_heads = "" if _heads(arguments.get("k"), 1) == 1 else _ONE_KEY_HEAD

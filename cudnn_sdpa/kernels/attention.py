@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention import sharding
 from cudnn_sdpa.attention.arguments import as_float
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.engine.autocast import casts
@@ -164,5 +165,6 @@ ATTENTION = Operation(
     flops=reference.flops,
     auxiliary=("statistics",),
     gradient_call=Gradient,
+    ways=sharding.kernels,
     new_gradient=lambda name, tensor: new_gradient("attn_mask" if name == "mask" else name, tensor),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.bias import mask_gradient
 from cudnn_sdpa.engine.dispatch_state import is_lazy
-from cudnn_sdpa.engine.launch import Additions, BoundPlan, Launch
+from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall
 from cudnn_sdpa.engine.operation import Prepared
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments, Needs, check, check_memory
@@ -32,7 +32,7 @@ def prepare(call: KernelArguments) -> Prepared:
     if spec.is_empty:
         return Prepared(without_keys, None)
     bound, plan = bind(spec, call.q.get_device(), call.scale_value)
-    return Prepared(Launch(bound), plan)
+    return Prepared(PlainCall(bound), plan)
 
 
 def prepare_gradients(of: Gradient) -> Prepared:
@@ -47,7 +47,7 @@ def prepare_gradients(of: Gradient) -> Prepared:
     wanted = [place for place, name in enumerate(names) if getattr(needs, name.removeprefix("grad_"), False)]
     if needs.mask:
         return Prepared(_WithMask(bound, wanted), plan)
-    return Prepared(Launch(bound, wanted, of=_fields(bound)), plan)
+    return Prepared(PlainCall(bound, wanted, of=_fields(bound)), plan)
 
 
 def bind(spec: Spec, device: int, scale: float) -> tuple[BoundPlan, Plan]:
@@ -94,7 +94,7 @@ class _WithMask:
     __slots__ = ("_run", "_wanted")
 
     def __init__(self, bound: BoundPlan, wanted: Sequence[int]) -> None:
-        self._run = Launch(bound, range(len(bound.results)), of=_fields(bound))
+        self._run = PlainCall(bound, range(len(bound.results)), of=_fields(bound))
         self._wanted = list(wanted)
 
     def __call__(self, of: Gradient) -> list[Tensor]:

@@ -87,6 +87,7 @@ def build_plan(operation: GraphOp, key: PlanKey) -> Plan:
         PlanBuildError: A CUDA graph is being captured on this stream.
     """
     if isinstance(operation, KernelOp):
+        _refuse_while_capturing(key)
         return operation.plan(key)
     store = default_store.active()
     if store is None:
@@ -124,10 +125,14 @@ def _with_candidates(plan: Plan, operation: GraphOp, handle: Handle) -> Plan:
 def _handle_for(key: PlanKey) -> Handle:
     """The handle for building or loading a plan on the current device."""
     assert key.device is not None
+    _refuse_while_capturing(key)
+    return handles.build_handle(key.device)
+
+
+def _refuse_while_capturing(key: PlanKey) -> None:
     if torch.cuda.is_current_stream_capturing():
         why = (
             "A plan cannot be built while a CUDA graph is being captured; make this call once before the capture, or "
             "record a run's plans with record_plans() and build them with warmup() on this thread."
         )
         raise PlanBuildError(key, why)
-    return handles.build_handle(key.device)
