@@ -240,7 +240,7 @@ def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor, allowed: tuple[to
             "q",
             dtype_name(q.dtype),
             " or ".join(map(dtype_name, allowed)) + f" on {q.device.type}",
-            "Convert with q.to(torch.bfloat16)." if q.is_floating_point() else "",
+            _hint_on_dtype(q),
         )
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
@@ -249,6 +249,13 @@ def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor, allowed: tuple[to
             raise DeviceError(
                 name, str(tensor.device), f"{q.device}, the device of q", f"Move it with {name}.to(q.device)."
             )
+
+
+def _hint_on_dtype(q: Tensor) -> str:
+    if not q.is_floating_point():
+        return ""
+    convert = "Convert with q.to(torch.bfloat16)"
+    return f"{convert}, or use kernels.attention, which takes float32." if q.dtype == torch.float32 else f"{convert}."
 
 
 def check_sizes(q: Tensor, k: Tensor, v: Tensor, step: int) -> None:

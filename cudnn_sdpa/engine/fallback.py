@@ -20,9 +20,11 @@ MAX_SAID = 1000
 
 T = TypeVar("T")
 
+TORCH, KERNELS = "torch", "kernels"
+
 
 def fallback(to: str | None) -> AbstractContextManager[None]:
-    """While active, in this thread, calls that cuDNN declines run on PyTorch instead of raising.
+    """While active, in this thread, calls that cuDNN declines run on PyTorch or on own kernels instead of raising.
 
     With "torch", a call that would raise `UnsupportedError`, or is refused only because cuDNN's attention takes float16
     and bfloat16 with head dims that are multiples of 8, runs on `torch.nn.functional.scaled_dot_product_attention` if
@@ -30,17 +32,20 @@ def fallback(to: str | None) -> AbstractContextManager[None]:
     whose memory grows with Sq × Skv. Gradients follow the setting of their forward pass. It is logged once per kind of
     call, regardless of sizes, as a warning of the logger "cudnn_sdpa". None disables an outer fallback.
 
-    On CPU tensors it lifts the restrictions of `cpu_checks`.
+    With "torch" it lifts the restrictions of `cpu_checks` on CPU tensors.
+
+    With "kernels", such a call of `sdpa` or of the drop-in runs on `kernels.attention`, if that has all its options: it
+    is deterministic, keeps no scores for head dims up to 128, and takes float32 without TF32. Other calls raise.
 
     These still raise: wrong arguments, strides and addresses that cuDNN cannot read, unsupported differentiation
     (forward-mode, through `out` or the log-sum-exp, double backward), and calls declined in compiled code
     (`torch.compile`).
 
     Args:
-        to: "torch" or None.
+        to: "torch", "kernels" or None.
 
     Raises:
-        OptionError: `to` is neither.
+        OptionError: `to` is none of these.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -48,8 +53,8 @@ def fallback(to: str | None) -> AbstractContextManager[None]:
         >>> with cudnn_sdpa.fallback("torch"):
         ...     out = cudnn_sdpa.sdpa(q, k, v)
     """
-    if to not in ("torch", None):
-        raise OptionError("to", repr(to), "'torch', or None for no fallback")
+    if to not in (TORCH, KERNELS, None):
+        raise OptionError("to", repr(to), "'torch', 'kernels', or None for no fallback")
     return _with_fallback(to)
 
 
@@ -66,8 +71,13 @@ def _with_fallback(to: str | None) -> Iterator[None]:
 
 
 def is_in_force() -> bool:
-    """Whether a fallback is in force in this thread; compilers cannot trace a context variable."""
-    return not is_compiling() and _chosen.get() is not None
+    """Whether the fallback to PyTorch is in force in this thread; compilers cannot trace a context variable."""
+    return not is_compiling() and _chosen.get() == TORCH
+
+
+def is_by_kernels() -> bool:
+    """Whether the fallback to own kernels is in force in this thread."""
+    return not is_compiling() and _chosen.get() == KERNELS
 
 
 def or_else(run: Callable[[], T], instead: Callable[[], T], kind: Callable[[], Hashable]) -> T:
@@ -85,13 +95,25 @@ def or_else(run: Callable[[], T], instead: Callable[[], T], kind: Callable[[], H
         return instead()
 
 
-def _say(kind: Hashable, why: str) -> None:
-    if (kind, why) in _said:
+def or_by_kernels(run: Callable[[], T], kernels: Callable[[], T | None], kind: Callable[[], Hashable]) -> T:
+    """`run()` or, if cuDNN declines it, `kernels()`, unless that gives None: then it raises."""
+    try:
+        return run()
+    except UnsupportedError as error:
+        found = kernels()
+        if found is None:
+            raise
+        _say(kind(), str(error), "the library's own kernels")
+        return found
+
+
+def _say(kind: Hashable, why: str, where: str = "PyTorch") -> None:
+    if (kind, why, where) in _said:
         return
     if len(_said) >= MAX_SAID:
         _said.clear()
-    _said.add((kind, why))
-    _log.warning("running on PyTorch instead: %s", why)
+    _said.add((kind, why, where))
+    _log.warning("running on %s instead: %s", where, why)
 
 
 def check_or_decline(what: str, check: Callable[[], None], without: Callable[[], None]) -> None:

@@ -284,6 +284,7 @@ class Operation(Generic[CallT]):
         forward_mode: What can be differentiated in forward mode instead.
         pytorchs: What PyTorch's own function gives for a call that cuDNN declines, None where that lacks an option;
             None if PyTorch has no such function.
+        kernels: The same by kernels of the library's own; set by these, which are above operations.
         new_gradient: A new tensor for the gradient of an input, given its name and the input.
         ways: How a call on DTensors may be divided among ranks.
         check_backward_types: `check_types` for what a public backward function is given besides the forward call.
@@ -326,6 +327,7 @@ class Operation(Generic[CallT]):
     loops: bool = True
     forward_mode: str = "torch.nn.functional.scaled_dot_product_attention"
     pytorchs: Callable[[CallT], Tensor | None] | None = None
+    kernels: Callable[[CallT], Tensor | None] | None = None
     new_gradient: Callable[[str, Tensor], Tensor] = lambda _name, tensor: like_in_memory(tensor)
     ways: sharding.Ways | None = None
     check_backward_types: Callable[[Any], None] = lambda _: None
@@ -407,6 +409,8 @@ class Operation(Generic[CallT]):
         call = autograd_checks.resolved(call)
         if self.reference_call is not None and fallback.is_in_force():
             return self._run_with_fallback(call, self.reference_call)
+        if self.reference_call is not None and self.kernels is not None and fallback.is_by_kernels():
+            return self._run_or_by_kernels(call, self.reference_call, self.kernels)
         self.check(call)
         return self._run(call)
 
@@ -497,11 +501,24 @@ class Operation(Generic[CallT]):
         """Checks and runs a call, in plain PyTorch if cuDNN declines it."""
 
         def run() -> Result:
-            without_limits = reference_call._make(call)
-            fallback.check_or_decline(self.function, lambda: self.check(call), lambda: self.check(without_limits))
-            return self._run(call)
+            return self._run_or_decline(call, reference_call)
 
         return fallback.or_else(run, lambda: self._run_on_pytorch(call), lambda: self.kind(call))
+
+    def _run_or_by_kernels(
+        self, call: CallT, reference_call: type[CallT], kernels: Callable[[CallT], Tensor | None]
+    ) -> Result:
+        """Checks and runs a call, by kernels of the library's own if cuDNN declines it and they can."""
+
+        def run() -> Result:
+            return self._run_or_decline(call, reference_call)
+
+        return fallback.or_by_kernels(run, lambda: kernels(call), lambda: self.kind(call))
+
+    def _run_or_decline(self, call: CallT, reference_call: type[CallT]) -> Result:
+        without_limits = reference_call._make(call)
+        fallback.check_or_decline(self.function, lambda: self.check(call), lambda: self.check(without_limits))
+        return self._run(call)
 
     def _traced(self, call: CallT) -> Result:
         """The call in compiled code, which differentiates all that a graph returns."""

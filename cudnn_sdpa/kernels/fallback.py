@@ -1,0 +1,31 @@
+"""What `fallback("kernels")` runs in place of calls that cuDNN declines."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED
+from cudnn_sdpa.kernels.arguments import FUSED, MAX_FUSED_DIM, TILED
+from cudnn_sdpa.kernels.attention import attention
+
+
+def instead_of_sdpa(call: ForwardArguments) -> Tensor | None:
+    """What `kernels.attention` computes for a call of `sdpa`; None if that lacks an option or a result.
+
+    Head dims above those of the fused form take the tiled one, whose memory grows with Sq × Skv.
+    """
+    others = (call.sinks, call.seq_lens_q, call.seq_lens_kv, call.softcap, call.out)
+    bounded = (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED) or call.alibi
+    aligned = not call.is_causal or call.causal_alignment == TOP_LEFT or call.q.shape[2] == call.k.shape[2]
+    dim = call.q.shape[3]
+    if others != (None,) * len(others) or bounded or not aligned or call.dropout_p or call.with_lse:
+        return None
+    if call.v.shape[3] != dim:
+        return None
+    mode = FUSED if dim <= MAX_FUSED_DIM else TILED
+    return attention(call.q, call.k, call.v, mode, call.attn_mask, call.is_causal, call.scale)
+
+
+SDPA.kernels = instead_of_sdpa

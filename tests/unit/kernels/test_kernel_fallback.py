@@ -1,0 +1,72 @@
+"""`fallback("kernels")`: what runs on the library's own kernels in place of cuDNN, and what still raises."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from fake_gpu import FakePlan, dense_attention, gpu_on_the_cpu
+
+from cudnn_sdpa import DtypeError, UnsupportedError, fallback, kernels, scaled_dot_product_attention, sdpa
+from cudnn_sdpa.engine import fallback as module
+
+
+@pytest.fixture(autouse=True)
+def nothing_said():
+    module._said.clear()
+
+
+def qkv(dim=17, dtype=torch.bfloat16):
+    return [torch.randn(2, 2, 9, dim).to(dtype).requires_grad_() for _ in range(3)]
+
+
+@pytest.mark.parametrize("function", [sdpa, scaled_dot_product_attention])
+def test_odd_head_dims_run_on_kernels_with_gradients(function, caplog):
+    q, k, v = qkv()
+    mask = torch.randn(9, 9).to(q.dtype).requires_grad_()
+    with gpu_on_the_cpu(dense_attention), fallback("kernels"), caplog.at_level(logging.WARNING, "cudnn_sdpa"):
+        for _ in range(2):
+            out = function(q, k, v, attn_mask=mask)
+            found = torch.autograd.grad(out.sum(), (q, k, v, mask))
+            assert FakePlan.launched[-1].operation.startswith("cudnn_sdpa.kernels.")
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, mask)]
+    right = kernels.reference_attention(*exact)
+    torch.testing.assert_close(out.double(), right, rtol=2e-2, atol=2e-2)
+    for x, y in zip(found, torch.autograd.grad(right.sum(), exact), strict=True):
+        torch.testing.assert_close(x.double(), y, rtol=5e-2, atol=5e-2)
+    assert [record.message.startswith("running on the library's own kernels") for record in caplog.records] == [True]
+
+
+def test_calls_of_cudnn_stay_there():
+    with gpu_on_the_cpu(dense_attention), fallback("kernels"):
+        sdpa(*(x.detach() for x in qkv(16)))
+        assert FakePlan.launched[-1].name == "sdpa_forward"
+
+
+@pytest.mark.parametrize(
+    "options", [{"window_size": (3, 0)}, {"return_lse": True}, {"softcap": 2.0}, {"dropout_p": 0.5}]
+)
+def test_what_kernels_lack_still_raises(options):
+    with gpu_on_the_cpu(dense_attention), fallback("kernels"), pytest.raises(UnsupportedError, match="head dim 17"):
+        sdpa(*qkv(), **options)
+
+
+def test_wrong_calls_are_wrong_with_a_fallback():
+    q, k, v = qkv()
+    with gpu_on_the_cpu(dense_attention), fallback("kernels"), pytest.raises(DtypeError, match="k: got float32"):
+        sdpa(q, k.float(), v)
+
+
+def test_the_error_on_float32_names_the_kernels():
+    q = torch.empty(1, 1, 4, 8, device="meta")
+    with pytest.raises(DtypeError, match=r"kernels\.attention, which takes float32"):
+        sdpa(q, q, q)
+
+
+def test_causal_calls_aligned_otherwise_raise_and_large_head_dims_run():
+    q, k, v = (x.detach() for x in qkv(131, torch.float32))
+    with fallback("kernels"):
+        torch.testing.assert_close(sdpa(q, k, v), kernels.reference_attention(q, k, v))
+        with pytest.raises(UnsupportedError):
+            sdpa(q[:, :, :5], k, v, is_causal=True, causal_alignment="bottom_right")
