@@ -44,6 +44,8 @@ BACKWARD_IN_PYTHON = {
     "rms_norm, zero-centered, residual",
     "conv1d",
     "a user's graph_op",
+    "kernels, mask, causal",
+    "kernels, tiled",
 }
 
 

