@@ -57,6 +57,7 @@ def check(
     mode: str = "fused",
     is_causal: bool = False,
     scale: float | None = None,
+    bound: float | None = None,
 ) -> list[torch.Tensor]:
     """Compares output and gradients with float64; gives them."""
     grad_out = torch.randn(q.shape).to(q.dtype)
@@ -76,7 +77,7 @@ def check(
     size = grad_out.double().norm() * v.detach().double().norm() / max(1, v.numel()) ** 0.5
     for name, x, y in zip(("out", "q", "k", "v", "mask"), found, wanted, strict=False):
         off = (x.detach().double() - y.detach()).norm() / y.detach().norm().clamp_min(float(size) * 0.1)
-        assert off < BOUNDS[q.dtype], f"{name} is {off:.1e} off"
+        assert off < (bound or BOUNDS[q.dtype]), f"{name} is {off:.1e} off"
     return found
 
 
@@ -136,7 +137,7 @@ def test_any_layout_is_read_as_it_is(dtype):
 def test_large_scores_and_a_mask_of_very_negative_numbers():
     """Beside -1e9 nothing is left of a score in float32: a row that it covers is the mean of the values."""
     q, k, v = (made(1, 1, 70, 64, dtype=torch.float32) for _ in range(3))
-    check(q, k, v, scale=40.0)
+    check(q, k, v, scale=40.0, bound=3e-4)  # scores above 1000 have an absolute error of 1e-4 in float32
     mask = torch.zeros(70, 70)
     mask[3] = -1e9
     with gpu_on_the_cpu():
