@@ -107,7 +107,7 @@ def test_clang_compiles_it_without_warnings_and_its_calls_are_right(repository, 
 def test_calls_keep_their_contract_under_sanitizers(repository, monkeypatch):
     """A sample of `tests/contract`; `--tests all` in this command runs all of it.
 
-    Tests in which cuDNN is loaded are left out: it finds its libraries by its own run path, which ASan's dlopen ignores.
+    Tests in which cuDNN is loaded are left out: it finds its libraries by its run path, which ASan's dlopen ignores.
     """
     for name in (FOLDER_VARIABLE, "PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
         monkeypatch.delenv(name, raising=False)
