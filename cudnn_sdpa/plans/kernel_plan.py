@@ -105,9 +105,7 @@ class KernelOp(GraphOp):
 
 
 class KernelPlan(Plan):
-    """A plan of own kernels."""
-
-    __slots__ = ("_fields", "_kernels", "_scratch", "_slots")
+    """A plan of own kernels. It has no slots, so that it can be watched as it is freed."""
 
     def __init__(self, key: PlanKey, program: KernelProgram) -> None:
         if key.device is None:
