@@ -450,14 +450,17 @@ def multi_head_attention(
     **options: Any,
 ) -> Tensor:
     """`nn.Attention` with the given head counts; options are those of `attention`."""
-    if context is None:
+    if "v_proj.weight" in p:
+        inputs = {"q_proj": x, "k_proj": x if context is None else context, "v_proj": x if context is None else context}
+        q, k, v = (linear(tokens, parameters_of(p, name)) for name, tokens in inputs.items())
+    elif context is None:
         rows = linear(x, parameters_of(p, "qkv_proj"))
         dim = rows.shape[-1] // (heads[0] + 2 * heads[1])
+        q, k, v = rows.split([heads[0] * dim, heads[1] * dim, heads[1] * dim], -1)
     else:
-        kv = linear(context, parameters_of(p, "kv_proj"))
-        dim, rows = kv.shape[-1] // (2 * heads[1]), linear(x, parameters_of(p, "q_proj"))
-    q = rows[..., : heads[0] * dim]
-    k, v = (rows[..., heads[0] * dim :] if context is None else kv).chunk(2, -1)
+        q = linear(x, parameters_of(p, "q_proj"))
+        k, v = linear(context, parameters_of(p, "kv_proj")).chunk(2, -1)
+    dim = q.shape[-1] // heads[0]
     q, k, v = (y.unflatten(-1, (-1, dim)) for y in (q, k, v))
     if rope is not None:
         q, k = (rotated(y, positions, **rope) for y in (q, k))
@@ -469,7 +472,10 @@ def multi_head_attention(
 def feed_forward(x: Tensor, p: Parameters, activation: str, share: Tensor | float = 1.0) -> Tensor:
     """`nn.SwiGLU`, or `nn.FeedForward` with a dropout factor for the hidden features."""
     if activation == "swiglu":
-        gate, up = linear(x, parameters_of(p, "gate_up_proj")).chunk(2, -1)
+        if "up_proj.weight" in p:
+            gate, up = (linear(x, parameters_of(p, name)) for name in ("gate_proj", "up_proj"))
+        else:
+            gate, up = linear(x, parameters_of(p, "gate_up_proj")).chunk(2, -1)
         return linear(silu(gate) * up, parameters_of(p, "down_proj"))
     return linear(ACTIVATIONS[activation](linear(x, parameters_of(p, "linear1"))) * share, parameters_of(p, "linear2"))
 

@@ -2376,10 +2376,16 @@ class SwiGluModule(Module):
         if r.random() < 0.5:
             options["bias"] = True
         tensors = {"x": tokens_of(r, device, options["embed_dim"], dtype)}
-        return self.with_parameters(Case(self.name, seed, dtype, tensors, options))
+        return self.with_parameters(Case(self.name, seed, dtype, tensors, options | packed_of(self.name, seed)))
 
     def compute(self, case, options, leaves, known):
         return feed_forward(leaves["x"], parameters_of(leaves, "inner"), "swiglu")
+
+
+def packed_of(name: str, seed: int) -> dict[str, Any]:
+    """Whether projections that read the same tokens are one."""
+    r = later(f"packed {name}", seed)
+    return {"packed": r.random() < 0.2} if r.random() < 0.4 else {}
 
 
 def activation_of(r: random.Random, dtype: torch.dtype) -> str:
@@ -2480,6 +2486,7 @@ class AttentionModule(Module):
             options |= self.self_attention(r, facts["dim"])
         if r.random() < 0.3:
             options["dropout"] = r.choice([0.1, 0.6])
+        options |= packed_of(self.name, seed)
         case = Case(self.name, seed, dtype, tensors, options, facts=facts, settings=UNCHECKED if unlimited else {})
         return self.with_parameters(self.arguments(r, case, skv, heads[0]))
 
@@ -2598,6 +2605,7 @@ class LayerModule(AttentionModule):
         options |= self.self_attention(r, facts["dim"]) | self.parts(r, dtype)
         if r.random() < 0.3:
             options["norm_first"] = False
+        options |= packed_of(self.name, seed)
         tensors = {"x": tokens_of(r, device, features, dtype)}
         case = Case(self.name, seed, dtype, tensors, options, facts=facts, settings=UNCHECKED if unlimited else {})
         return self.with_parameters(self.arguments(r, case, tensors["x"].shape[1], heads[0]))

@@ -14,6 +14,7 @@ import torch
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.integrations import pytorch_dense, pytorch_varlen
 from cudnn_sdpa.integrations.pytorch_kernels import Kernel, kernel_before
+from cudnn_sdpa.settings import renewed_in_children
 
 __all__ = ["NAME", "register", "unregister"]
 
@@ -35,7 +36,7 @@ _FUNCTIONS: dict[str, dict[str, tuple[Callable[..., Any], int]]] = {
     },
 }
 
-_lock = threading.RLock()
+_lock = renewed_in_children(threading.RLock())
 
 
 def register(*, device: str = "cuda") -> None:

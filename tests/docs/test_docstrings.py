@@ -138,9 +138,13 @@ def test_pages_name_only_existing_objects(page):
         assert pkgutil.resolve_name(path) is not None, path
 
 
+#: The public modules besides the package itself, its errors and its integrations.
+ROOMS = ("cudnn_sdpa.nn", "cudnn_sdpa.kernels", "cudnn_sdpa.distributed")
+
+
 def public_names() -> set[str]:
-    """Everything public: the package, its errors, its `nn` modules, and its functions for many GPUs."""
-    modules = ("cudnn_sdpa", "cudnn_sdpa.errors", "cudnn_sdpa.nn", "cudnn_sdpa.distributed")
+    """Everything public: the package, its errors, its `nn` modules, its kernels, and its functions for many GPUs."""
+    modules = ("cudnn_sdpa", "cudnn_sdpa.errors", *ROOMS)
     return {name for module in modules for name in importlib.import_module(module).__all__} - {"__version__"}
 
 
@@ -161,13 +165,12 @@ def documented() -> list[str]:
 
 def test_objects_in_the_reference_can_be_imported_as_stated():
     text = (ROOT / "docs" / "api" / "index.md").read_text()
-    assert (
-        "Everything here is imported from `cudnn_sdpa`, modules from `cudnn_sdpa.nn`, functions for many GPUs" in text
-    )
+    assert "Everything here is imported from `cudnn_sdpa`, modules from `cudnn_sdpa.nn`," in text
     assert len(documented()) > 70
     for path in documented():
         module, _, name = path.rpartition(".")
-        assert module in ("cudnn_sdpa", "cudnn_sdpa.nn", "cudnn_sdpa.distributed") or module in INTEGRATIONS, path
+        assert module == "cudnn_sdpa" or module in (*ROOMS, *INTEGRATIONS), path
+        assert module in ("cudnn_sdpa", *INTEGRATIONS) or f"`{module}`" in text
         assert name in importlib.import_module(module).__all__, path
 
 
@@ -209,7 +212,7 @@ def test_the_error_in_the_readme_is_the_one_raised():
 def test_the_way_of_a_call_names_existing_files_and_functions():
     text = (ROOT / "docs/how_a_call_works.md").read_text()
     for path in set(re.findall(r"[\w/]+/\w+\.(?:py|cu)\b", text)):
-        found = [folder for folder in ("", "attention/") if (ROOT / "cudnn_sdpa" / folder / path).exists()]
+        found = [f for f in ("cudnn_sdpa", "cudnn_sdpa/attention", "") if (ROOT / f / path).exists()]
         assert found, f"{path} does not exist"
     for owner, name in set(re.findall(r"\b(Operation|Plan|BoundPlan)\.(\w+)", text)):
         defining = {"Operation": "engine/operation.py", "Plan": "plans/plan.py", "BoundPlan": "engine/launch.py"}[owner]

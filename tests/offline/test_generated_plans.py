@@ -20,8 +20,8 @@ from cudnn_sdpa.offline.planner import engine_offline, plan_offline
 
 pytestmark = pytest.mark.usefixtures("can_plan")
 
-#: Operations that are sequences of calls, and modules that are plain PyTorch.
-WITHOUT_PLANS = {"PagedKVCache", "nn.KVCache", "nn.FeedForward", "nn.RotaryEmbedding"}
+#: Operations that are sequences of calls, and what is plain PyTorch.
+WITHOUT_PLANS = {"PagedKVCache", "merge_states", "nn.KVCache", "nn.FeedForward", "nn.RotaryEmbedding"}
 NAMES = [name for name in generators.OPERATIONS if name not in WITHOUT_PLANS]
 #: Operations that `explain` does not support: their calls are recorded.
 RECORDED = {"graph_op", *(name for name in NAMES if name.startswith("nn."))}

@@ -20,6 +20,7 @@ from cudnn_sdpa import (
     conv2d,
     conv3d,
     gelu_mul,
+    kernels,
     layer_norm,
     relu_squared,
     rms_norm,
@@ -146,7 +147,16 @@ FUSED: dict[str, Call] = {
     ),
     "conv3d": lambda new: conv3d(new(1, 8, 6, 6, 6), new(8, 8, 3, 3, 3)),
 }
-CALLS: dict[str, Call] = {**ATTENTION, **FP8, **FUSED}
+#: Attention by the library's own kernels.
+KERNELS: dict[str, Call] = {
+    "kernels": lambda new: kernels.attention(*new.qkv(), is_causal=True),
+    "kernels, tiled, with a mask": lambda new: kernels.attention(*new.qkv(), "tiled", new(4, 24, 40), scale=0.3),
+    "kernels, trained": lambda new: _backward(kernels.attention(*new.qkv(grad=True), is_causal=True)),
+    "kernels, trained with a mask": lambda new: _backward(
+        kernels.attention(*new.qkv(grad=True), mask=new(4, 24, 40, grad=True))
+    ),
+}
+CALLS: dict[str, Call] = {**ATTENTION, **FP8, **FUSED, **KERNELS}
 
 
 class _Recorder(TorchDispatchMode):
@@ -184,8 +194,8 @@ def check(operator: Any, arguments: tuple[Any, ...]) -> None:
     is_fp8 = any(x.dtype == E4M3 for x in tensors)
     if is_fp8:
         checks.remove("test_schema")  # it needs an addition that PyTorch lacks for FP8
-    if operator._schema.name.endswith("forward_lse") and any(x.requires_grad for x in tensors):
-        checks.remove("test_aot_dispatch_dynamic")  # it requests the gradient of the LSE, which does not exist
+    if operator._schema.name.endswith(("forward_lse", "forward_statistics")) and any(x.requires_grad for x in tensors):
+        checks.remove("test_aot_dispatch_dynamic")  # it requests the gradient of the second result, which does not exist
     # Sums have a different order in every run; FP8 can only be compared exactly.
     tolerances = {"rtol": 2e-2, "atol": 2e-2} if tensors[0].is_cuda and not is_fp8 else {}
     results = torch.library.opcheck(operator, arguments, test_utils=tuple(checks), **tolerances)

@@ -129,7 +129,7 @@ NO_OPERATIONS = {
     ),
     *("PlanManifest", "PlanStore", "PlanStoreInfo", "Support", "WarmupReport", "__version__"),
     *("autotune", "compile_plans", "explain", "no_plan_builds", "plan_cache", "record_plans", "support"),
-    *("use_plan_store", "warmup", "nn.KVStep"),
+    *("use_plan_store", "warmup", "nn.KVStep", "nn.parallel_plan"),
 }
 #: Settings that hold while calls run.
 SETTINGS = {"cpu_checks", "fallback", "shape_policy"}
@@ -138,7 +138,11 @@ NO_CALLS = {"reset_parameters", "from_torch", "extra_repr", "update_all", "begin
 #: The operations that draw classes without their own operation.
 ELSEWHERE = {"fp8_attention": ["Fp8Scaling"]}
 #: Options that are not drawn, and where they are tested.
-TESTED_ELSEWHERE = {"Fp8Scaling.process_group": "tests/unit/attention/fp8/test_fp8_ranks.py"}
+TESTED_ELSEWHERE = {
+    "Fp8Scaling.process_group": "tests/unit/attention/fp8/test_fp8_ranks.py",
+    "nn.Attention.cp_group": "tests/unit/distributed/test_context_parallel.py",
+    "nn.Attention.cp_method": "tests/unit/distributed/test_context_parallel.py",
+}
 #: Required arguments.
 ALWAYS_GIVEN = {"device", "dtype"}
 OF_LAYERS = {"num_kv_heads", "head_dim", "qkv_bias", "is_causal", "window_size", "scale", "softcap", "sinks", "rope"}
@@ -284,6 +288,7 @@ def test_every_option_of_user_graphs_is_drawn():
     drawn_with_the_fused_operations = {
         *("auxiliary", "check", "readable", "views", "reads", "autocast", "materialize_grads"),
         "replays_backward",
+        "shard",
     }
     assert set(inspect.signature(GraphFunction).parameters) == drawn | drawn_with_the_fused_operations
     assert {str(graph.kept) for graph in graphs} == {str(slice(None)), str(slice(0))}

@@ -79,7 +79,7 @@ def calls_with_values():
     """Calls of every function with lengths, offsets or page ids, and valid values of these."""
     q, rows, pages = torch.randn(2, 4, 5, 16), torch.randn(9, 4, 16), torch.randn(4, 4, 16, 16)
     fp8, fp8_pages, half = q.to(torch.float8_e4m3fn), pages.to(torch.float8_e4m3fn), q.bfloat16()
-    lse, one, mask = torch.zeros(2, 4, 5), torch.ones(1), torch.zeros(5, 5)
+    lse, row_lse, one, mask = torch.zeros(2, 4, 5), torch.zeros(9, 4), torch.ones(1), torch.zeros(5, 5)
     scales, backward_scales = cudnn_sdpa.Fp8Scales(*[one] * 6), cudnn_sdpa.Fp8BackwardScales(*[one] * 12)
     lengths = {"seq_lens_q": int32(5, 0), "seq_lens_kv": int32(0, 5)}
     offsets = {"cu_seqlens_q": int32(0, 4, 9), "cu_seqlens_kv": int32(0, 5, 9)}
@@ -93,6 +93,11 @@ def calls_with_values():
         "sdpa, differentiable": (lambda **more: cudnn_sdpa.sdpa(leaf, q, q, **more), lengths),
         "sdpa_varlen": (lambda **more: cudnn_sdpa.sdpa_varlen(rows, rows, rows, **more), offsets),
         "sdpa_varlen, differentiable": (lambda **more: cudnn_sdpa.sdpa_varlen(row_leaf, rows, rows, **more), offsets),
+        "sdpa_backward": (lambda **more: cudnn_sdpa.sdpa_backward(q, q, lse, q, q, q, **more), lengths),
+        "sdpa_varlen_backward": (
+            lambda **more: cudnn_sdpa.sdpa_varlen_backward(rows, rows, row_lse, rows, rows, rows, **more),
+            offsets,
+        ),
         "sdpa_paged": (
             lambda **more: cudnn_sdpa.sdpa_paged(q, pages, pages, **more),
             {**paged, "seq_lens_q": int32(5, 1)},
