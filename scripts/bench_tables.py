@@ -18,7 +18,7 @@ from typing import Any
 import pages
 from pages import ROOT
 
-from cudnn_sdpa.bench.tools.report import upright
+from cudnn_sdpa.bench.tools.report import columns_of, upright
 
 PAGES = (ROOT / "docs" / "benchmarks.md",)
 MARKS = re.compile(r"(<!-- bench:(?:(?P<file>\w+)/)?(?P<part>\w+) -->\n).*?<!-- /bench -->", re.DOTALL)
@@ -33,9 +33,9 @@ def measured(file: str) -> dict[str, Any]:
 def table(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
     """The rows of one part of a benchmark, as Markdown, and what they were measured with."""
     rows = upright(rows)
-    columns = list(rows[0])
+    columns = columns_of(rows)
     lines = ["| " + " | ".join(columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
-    lines += ["| " + " | ".join(cell(value) for value in row.values()) + " |" for row in rows]
+    lines += ["| " + " | ".join(cell(row.get(column)) for column in columns) + " |" for row in rows]
     machine = (
         f"{versions['gpu']}, cuDNN {versions['cudnn']}, frontend {versions['nvidia-cudnn-frontend']}, "
         f"PyTorch {versions['torch']}, Python {versions['python']}, {versions['date']}"

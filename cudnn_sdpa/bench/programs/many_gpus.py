@@ -149,9 +149,9 @@ def _kernels(device: torch.device) -> Iterator[None]:
 
 
 def _compared(label: str, sizes: Sizes, steps: dict[str, Step], device: torch.device) -> list[Row]:
-    """A row for each candidate; they run in turns."""
+    """A row for each candidate, which has no number that was not measured; they run in turns."""
     times: dict[str, list[float]] = {name: [] for name in steps}
-    peaks: dict[str, float] = {}
+    peaks: dict[str, float | None] = {}
     failed: dict[str, str] = {}
     for name, step in steps.items():
         try:
@@ -163,7 +163,7 @@ def _compared(label: str, sizes: Sizes, steps: dict[str, Step], device: torch.de
     for _ in range(sizes.repeats):
         for name in (name for name in times if name not in failed):
             times[name].append(_seconds(steps[name], device))
-    alone = statistics.median(times["one GPU"]) if times["one GPU"] else float("nan")
+    alone = statistics.median(times["one GPU"]) if times["one GPU"] else None
     rows: list[Row] = []
     for name, found in times.items():
         ranks = 1 if name == "one GPU" else dist.get_world_size()
@@ -172,7 +172,11 @@ def _compared(label: str, sizes: Sizes, steps: dict[str, Step], device: torch.de
             rows.append({**row, "not run": failed[name]})
             continue
         seconds = statistics.median(found)
-        row |= {"ms": seconds * 1e3, "of linear scaling": alone / seconds / ranks, "memory, MiB": peaks[name]}
+        row["ms"] = seconds * 1e3
+        if alone is not None:
+            row["of linear scaling"] = alone / seconds / ranks
+        if (peak := peaks[name]) is not None:
+            row["memory, MiB"] = peak
         rows.append(row)
     return rows
 
@@ -189,11 +193,11 @@ def _seconds(step: Step, device: torch.device) -> float:
     return float(slowest)
 
 
-def _peak(step: Step, device: torch.device) -> float:
-    """MiB that a step allocates beyond its tensors; NaN on the CPU."""
+def _peak(step: Step, device: torch.device) -> float | None:
+    """MiB that a step allocates beyond its tensors; None on the CPU, where nobody counts."""
     if device.type != "cuda":
         step()
-        return float("nan")
+        return None
     _synchronize(device)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -21,10 +21,11 @@ MAX_COLUMNS = 12
 
 
 def environment() -> dict[str, str]:
-    """The GPU and the versions of a measurement."""
+    """The GPU and the versions of a measurement; a benchmark of small sizes may have run without a GPU."""
+    has_gpu = torch.cuda.is_available()
     return {
         "date": dt.datetime.now(dt.timezone.utc).strftime("%Y-%m-%d"),
-        "gpu": torch.cuda.get_device_name(),
+        "gpu": torch.cuda.get_device_name() if has_gpu else "none",
         "cudnn_sdpa": __version__,
         "cudnn": backend.version_string(backend.cudnn_version()),
         "nvidia-cudnn-frontend": backend.frontend_version(),
@@ -43,18 +44,31 @@ def write(path: Path, name: str, results: Mapping[str, list[Row]]) -> None:
 
 def upright(rows: list[Row]) -> list[Row]:
     """Rows in the form that fits on a page: a wide table with few rows is transposed."""
-    label, *keys = rows[0]
-    if len(rows[0]) <= MAX_COLUMNS or len(rows) >= len(rows[0]):
+    label, *keys = columns_of(rows)
+    if len(keys) < MAX_COLUMNS or len(rows) > len(keys):
         return rows
-    return [{label: key, **{str(row[label]): row[key] for row in rows}} for key in keys]
+    return [{label: key, **{str(row[label]): row[key] for row in rows if key in row}} for key in keys]
 
 
 def show(title: str, rows: list[Row], console: Console | None = None) -> None:
-    """Prints rows with the same keys as a table."""
+    """Prints rows as a table; a dash stands for what was not measured."""
     rows = upright(rows)
     table = Table(title=title, title_justify="left")
-    for column in rows[0]:
-        table.add_column(column, justify="left" if isinstance(rows[0][column], str) else "right")
+    columns = columns_of(rows)
+    for column in columns:
+        is_text = any(isinstance(row.get(column), str) for row in rows)
+        table.add_column(column, justify="left" if is_text else "right")
     for row in rows:
-        table.add_row(*(f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()))
+        table.add_row(*(_cell(row.get(column)) for column in columns))
     (console or Console()).print(table)
+
+
+def columns_of(rows: list[Row]) -> list[str]:
+    """The keys of all rows, in the order in which they first appear."""
+    return list(dict.fromkeys(key for row in rows for key in row))
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from cudnn_sdpa.bench import cli
 from cudnn_sdpa.bench.programs import many_gpus
-from cudnn_sdpa.bench.tools import report
+from cudnn_sdpa.bench.tools import processes, report
 
 SMALL = many_gpus.SMALL
 
@@ -33,15 +35,40 @@ def check(rows):
 def test_each_method_has_a_row(ranks):
     first, second = ranks(measured)
     check(first)
+    json.dumps(first, allow_nan=False)
     assert [row["call"] for row in first] == [row["call"] for row in second]
 
 
+def strict(constant):
+    raise AssertionError(f"{constant} is no JSON")
+
+
+def test_rows_and_the_machine_are_written_without_a_gpu(monkeypatch, tmp_path):
+    """A number that was not measured is absent, and a candidate that did not run says why."""
+    ours = {"call": "causal: one GPU", "GPUs": 1, "ms": 1.5, "of linear scaling": 1.0}
+    theirs = {"call": "causal: pytorch", "GPUs": 2, "not run": "NotImplementedError: no rule"}
+    monkeypatch.setattr(processes, "run_ranks", lambda *_: {"rows": [ours, theirs]})
+    path = tmp_path / "distributed.json"
+    done = CliRunner().invoke(cli.bench_app, ["distributed", "--small", "--ranks", "2", "--json", str(path)])
+    assert done.exit_code == 0, done.output
+    data = json.loads(path.read_text(), parse_constant=strict)
+    assert data["training"] == [ours, theirs]
+    assert data["environment"]["gpu"] == (torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
+    (line,) = (line for line in done.output.splitlines() if "causal: pytorch" in line)
+    cells = [cell.strip() for cell in line.split("│")[1:-1]]
+    assert cells[2:4] == ["–", "–"]
+    assert cells[4].startswith("NotImpl")
+
+
 @pytest.mark.slow
-def test_the_command_starts_its_ranks(monkeypatch):
+def test_the_command_starts_its_ranks(monkeypatch, tmp_path):
     shown = []
     monkeypatch.setattr(report, "show", lambda title, rows: shown.append((title, rows)))
-    done = CliRunner().invoke(cli.bench_app, ["distributed", "--small", "--ranks", "2"])
+    done = CliRunner().invoke(
+        cli.bench_app, ["distributed", "--small", "--ranks", "2", "--json", str(tmp_path / "d.json")]
+    )
     assert done.exit_code == 0, done.output
     ((title, rows),) = shown
     assert "2 ranks" in title
     check(rows)
+    check(json.loads((tmp_path / "d.json").read_text(), parse_constant=strict)["training"])
