@@ -740,6 +740,69 @@ class DropIn(Attention):
 
 
 @operation
+class Kernels(Attention):
+    name = "kernels.attention"
+    data = ("scale",)
+    casts = ("q", "k", "v")
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        dtype = r.choice([F32, F32, F16, BF16, *([F64] if device == "cpu" else [])])
+        mode = r.choice(["fused", "fused", "fused", "tiled", "naive"])
+        batch, kv, sq = r.choice([1, 1, 2, 3]), r.choice([1, 1, 2, 3]), size(r, device)
+        heads, skv = kv * r.choice([1, 1, 2, 3, 5]), keys_for(r, device, sq)
+        if r.random() < 0.03:
+            batch, sq, skv = r.choice([(0, sq, skv), (batch, 0, skv), (batch, sq, 0)])
+        dim = r.choice([1, 3, 7, 8, 12, 33, 64, 64, r.randint(1, 128), *([80, 127, 128] if device != "cpu" else [])])
+        dim = r.choice([129, 136, 200]) if mode != "fused" and r.random() < 0.2 else dim
+        unit = 8 if dim % 8 == 0 and r.random() < 0.6 else 1  # memory that is read 16 bytes at a time, or by element
+        shapes = {"q": (batch, heads, sq, dim), "k": (batch, kv, skv, dim), "v": (batch, kv, skv, dim)}
+        tensors = {name: memory_of(r, shape, dtype, unit) for name, shape in shapes.items()}
+        options: dict[str, Any] = {"mode": mode, "is_causal": r.random() < 0.4, "scale": scale_of(r, dim)}
+        if r.random() < 0.5:
+            tensors["attn_mask"] = mask_of(r, (batch, heads, sq, skv), dtype)
+        ways = ["function", "function", "function", "module", *(["reference"] if device == "cpu" else [])]
+        facts, refusable = {"way": r.choice(ways)}, ""
+        if r.random() < 0.02:
+            options["scale"], refusable = 2.0**63, "a scale beyond all use"
+        elif mode == "fused" and r.random() < 0.02:
+            tensors |= {name: replace(tensors[name], shape=(*shapes[name][:3], 129)) for name in "qkv"}
+            facts["way"], refusable = "function", "a head dim beyond the fused form"
+        names = [name for name, spec in tensors.items() if spec.dtype.is_floating_point]
+        case = Case(self.name, seed, dtype, tensors, options, {}, facts, chosen(r, names), refusable=refusable)
+        return case if refusable else more_of_attention(r, case)
+
+    def call(self, tensors: Tensors, options: dict[str, Any], facts: dict[str, Any]) -> Tensors:
+        q, k, v, mask = (tensors.get(name) for name in ("q", "k", "v", "attn_mask"))
+        given = {"mask": mask, **{name: options[name] for name in ("is_causal", "scale")}}
+        if facts["way"] == "reference":
+            return {"out": cudnn_sdpa.kernels.reference_attention(q, k, v, **given)}
+        if facts["way"] == "module":
+            return {"out": cudnn_sdpa.kernels.CUDAAttention(options["mode"])(q, k, v, **given)}
+        return {"out": cudnn_sdpa.kernels.attention(q, k, v, options["mode"], **given)}
+
+    def known_options(self, case, options, leaves):
+        known = super().known_options(case, options, leaves)
+        del known["mode"]
+        mask = known.get("attn_mask")
+        if mask is not None and mask.is_floating_point():
+            known["attn_mask"] = mask.masked_fill(mask < -2e38, -math.inf)
+        return known
+
+    def check_places(self, case, tensors, found, gradients):
+        if case.facts["way"] != "reference":  # whose results are PyTorch's
+            yield from super().check_places(case, tensors, found, gradients)
+
+    def explained(self, case):
+        if case.refusable:
+            return None
+        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
+        for name in case.wanted:
+            tensors[name] = tensors[name].detach().requires_grad_()
+        mask = tensors.pop("attn_mask", None)
+        return cudnn_sdpa.kernels.attention, tuple(tensors.values()), {**case.options, "mask": mask}
+
+
+@operation
 class Varlen(Attention):
     name = "sdpa_varlen"
     takes_out = True

@@ -247,10 +247,10 @@ def is_in_order_of(tensor: Tensor, like: Tensor) -> bool:
 
     If the last dimension of `like` is not dense, only the dimensions before it count: results always have dense rows.
     """
-    if like.dim() and like.shape[-1] > 1 and like.stride(-1) != 1:
-        tensor, like = tensor.select(-1, 0), like.select(-1, 0)
     if any(n > 1 and not stride for n, stride in zip(like.shape, like.stride(), strict=True)):
         return True
+    if like.dim() and like.shape[-1] > 1 and like.stride(-1) != 1:
+        tensor, like = tensor.select(-1, 0), like.select(-1, 0)
     dims = [d for d in range(like.dim()) if tensor.shape[d] > 1 and like.shape[d] > 1 and like.stride(d) > 0]
     spans = {d: (like.shape[d] - 1) * like.stride(d) for d in dims}
     return not any(

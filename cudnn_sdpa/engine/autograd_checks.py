@@ -113,7 +113,7 @@ def resolved(call: CallT) -> CallT:
         LayoutError: PyTorch cannot negate the tensor's dtype.
     """
     negative = {}
-    for name in ("q", "k", "v", "k_pages", "v_pages", "attn_mask", "sinks"):
+    for name in ("q", "k", "v", "k_pages", "v_pages", "attn_mask", "mask", "sinks"):
         tensor = getattr(call, name, None) if name in call._fields else None
         if tensor is not None and tensor.is_neg():
             try:

@@ -51,7 +51,8 @@ def attention(
         v: Values (B, Hkv, Skv, D).
         mode: "fused": one pass with an online softmax, whose memory is that of its inputs and outputs; D is at most
             128. "tiled" and "naive": three kernels, for scores, softmax and output, which keep all scores in float32,
-            with operands in shared memory and without any reuse; for comparison and study. All have the same gradients.
+            with operands in shared memory and without any reuse; for comparison and study. All have the same gradients;
+            where D is above 128, these take memory for two float32 numbers of each score.
         mask: Broadcastable to (B, Hq, Sq, Skv). Boolean, True for keys that take part, or float (additive), in q's
             dtype or float32. Values below -2e38 mask a key as minus infinity does. Its gradient takes memory for all
             scores in float32.

@@ -56,7 +56,14 @@ def _backward(call: KernelArguments, needs: tuple[bool, ...]) -> Description:
     out = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     statistics = torch.empty(rows, dtype=torch.float32, device="meta")
     spec = Spec.of_gradient(Gradient(out, out, statistics, without_data(call), needs))
-    return Description(operation=attention_backward, key=spec.key, device=device_of(call.q), is_empty=spec.is_empty)
+    notes = [] if spec.mode == FUSED else ["all weights and their gradients are kept in float32, in the workspace"]
+    return Description(
+        operation=attention_backward,
+        key=spec.key,
+        device=device_of(call.q),
+        is_empty=spec.is_empty,
+        extra_kernels=notes,
+    )
 
 
 def _errors(call: KernelArguments, needs: tuple[bool, ...]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.bias import mask_gradient
+from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.engine.dispatch_state import is_lazy
 from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall
 from cudnn_sdpa.engine.operation import Prepared
@@ -123,5 +123,5 @@ def without_keys(call: KernelArguments) -> Tensor | tuple[Tensor, Tensor]:
 
 def zero_gradients(of: Gradient) -> list[Tensor]:
     """The gradients there."""
-    inputs = zip(of.call.differentiable, of.needs, strict=True)
-    return [torch.zeros_like(x) for x, need in inputs if need and x is not None]
+    inputs = zip(("q", "k", "v", "attn_mask"), of.call.differentiable, of.needs, strict=True)
+    return [new_gradient(name, x).zero_() for name, x, need in inputs if need and x is not None]

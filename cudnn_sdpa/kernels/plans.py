@@ -16,7 +16,7 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, contiguous_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.kernels.arguments import FUSED, NAIVE, Gradient, KernelArguments, Needs
+from cudnn_sdpa.kernels.arguments import FUSED, MAX_FUSED_DIM, NAIVE, TILED, Gradient, KernelArguments, Needs
 from cudnn_sdpa.plans.kernel_plan import KernelCall, KernelOp, KernelProgram
 from cudnn_sdpa.plans.nvrtc import Kernel
 
@@ -94,7 +94,7 @@ class Spec:
         """The spec of a backward call."""
         found = replace(
             cls.of(of.call),
-            mode=FUSED,
+            mode=FUSED if of.call.q.shape[3] <= MAX_FUSED_DIM else TILED,
             with_statistics=True,
             out=TensorLayout.of(of.out),
             grad_out=TensorLayout.of(of.grad_out),
@@ -128,9 +128,9 @@ class Spec:
             return [Operand("out", self.out), *([Operand("statistics", self.statistics)] * self.with_statistics)]
         found = []
         if self.needs.q or self.needs.mask:
-            found.append(Operand("grad_q", dense_like(self.q)))
+            found.append(Operand("grad_q", _gradient_of(self.q)))
         if self.needs.k or self.needs.v:
-            found += [Operand("grad_k", dense_like(self.k)), Operand("grad_v", dense_like(self.v))]
+            found += [Operand("grad_k", _gradient_of(self.k)), Operand("grad_v", _gradient_of(self.v))]
         if self.needs.mask:
             scores = (*self.q.shape[:3], self.k.shape[2])
             found.append(Operand("grad_scores", TensorLayout.contiguous(scores, torch.float32)))
@@ -185,6 +185,13 @@ def results(call: KernelArguments) -> tuple[Layout, Layout]:
 
 def _layout(layout: Layout) -> TensorLayout:
     return TensorLayout(*layout)
+
+
+def _gradient_of(x: TensorLayout) -> TensorLayout:
+    """The layout of a gradient, as `like_in_memory` has it, which says so to `torch.compile`."""
+    if x.stride[-1] == 0 and x.shape[-1] != 1:
+        return TensorLayout.contiguous(x.shape, x.dtype)
+    return dense_like(x)
 
 
 def _expanded(mask: Tensor, q: Tensor, k: Tensor) -> TensorLayout:
@@ -342,9 +349,9 @@ class _Sizes(NamedTuple):
         kernel = _kernel(file, name, 0, **self.defines, **sizes)
         return KernelCall(kernel, min(-(-work // threads), _MAX_BLOCKS), threads)
 
-    def tiled(self, name: str, blocks: int, threads: int, shared: int) -> KernelCall:
+    def tiled(self, file: str, name: str, blocks: int, threads: int, shared: int) -> KernelCall:
         """A kernel of the tiled form."""
-        kernel = _kernel("tiled.cu", name, shared, **self.defines)
+        kernel = _kernel(file, name, shared, **self.defines)
         return KernelCall(kernel, min(blocks, _MAX_BLOCKS), threads)
 
 
@@ -381,9 +388,9 @@ def attention_forward(key: PlanKey) -> KernelProgram:
     of_rows, of_keys, of_columns = (-(-size // _TILE) for size in (q[2], k[2], q[3]))
     heads = q[0] * q[1]
     calls = [
-        sizes.tiled("tiled_qk", heads * of_rows * of_keys, 256, _TILED_SHARED),
-        sizes.tiled("tiled_softmax", rows, 128, _REDUCTION_SHARED),
-        sizes.tiled("tiled_av", heads * of_rows * of_columns, 256, _TILED_SHARED),
+        sizes.tiled("tiled.cu", "tiled_qk", heads * of_rows * of_keys, 256, _TILED_SHARED),
+        sizes.tiled("tiled.cu", "tiled_softmax", rows, 128, _REDUCTION_SHARED),
+        sizes.tiled("tiled.cu", "tiled_av", heads * of_rows * of_columns, 256, _TILED_SHARED),
     ]
     return KernelProgram(calls, sizes.fields(), _PLACES, {"scores": scores}, knobs={"rows": _TILE, "columns": _TILE})
 
@@ -392,6 +399,8 @@ def attention_forward(key: PlanKey) -> KernelProgram:
 def attention_backward(key: PlanKey) -> KernelProgram:
     """The backward pass: the sums of the rows, then a kernel over the keys, then one over the queries."""
     sizes = _Sizes.of(key)
+    if sizes.layouts["q"].shape[3] > MAX_FUSED_DIM:
+        return _tiled_backward(sizes)
     (batch, heads, sq, _), (_, heads_kv, skv, _) = sizes.layouts["q"].shape, sizes.layouts["k"].shape
     file, of_keys = "fused_backward.cu", sizes.tiles(_GRAD_KV)
     calls = [sizes.simple(file, "fused_delta", 32 * batch * heads * sq, **sizes.sizes(_CORES))]
@@ -403,3 +412,24 @@ def attention_backward(key: PlanKey) -> KernelProgram:
     return KernelProgram(
         calls, sizes.fields(), _PLACES, scratch, knobs={"rows": of_keys.rows, "columns": of_keys.columns}
     )
+
+
+def _tiled_backward(sizes: _Sizes) -> KernelProgram:
+    """The same for head dims beyond those of the fused form: the weights are kept, and the gradients of the scores."""
+    (batch, heads, sq, dim), (_, heads_kv, skv, _) = sizes.layouts["q"].shape, sizes.layouts["k"].shape
+    of_queries, of_keys, of_columns = (-(-size // _TILE) for size in (sq, skv, dim))
+
+    def call(name: str, blocks: int) -> KernelCall:
+        return sizes.tiled("tiled_backward.cu", name, batch * blocks, 256, _TILED_SHARED)
+
+    calls = [sizes.simple("fused_backward.cu", "fused_delta", 32 * batch * heads * sq, **sizes.sizes(_CORES))]
+    calls.append(call("tiled_grad_scores", heads * of_queries * of_keys))
+    if "grad_k" in sizes.layouts:
+        calls.append(call("tiled_grad_k", heads_kv * of_keys * of_columns))
+        calls.append(call("tiled_grad_v", heads_kv * of_keys * of_columns))
+    if "grad_q" in sizes.layouts:
+        calls.append(call("tiled_grad_q", heads * of_queries * of_columns))
+    scratch = {"delta": (batch, heads, sq), "scores": (batch, heads, sq, skv)}
+    if "grad_scores" not in sizes.layouts:
+        scratch["grad_scores"] = (batch, heads, sq, skv)
+    return KernelProgram(calls, sizes.fields(), _PLACES, scratch, knobs={"rows": _TILE, "columns": _TILE})

@@ -12,7 +12,8 @@ from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward, flops_of_forward
 from cudnn_sdpa.attention.reference import Softmax, product, repeated, scores, without_autocast
 from cudnn_sdpa.attention.reference import gradients as gradients_of_attention
-from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments, check, check_options
+from cudnn_sdpa.engine.autocast import cast_tensor
+from cudnn_sdpa.kernels.arguments import MASKING, Gradient, KernelArguments, check, check_options
 from cudnn_sdpa.kernels.plans import results
 
 
@@ -21,8 +22,8 @@ def reference_attention(
 ) -> Tensor:
     """Attention by PyTorch's own functions, on any device: scores, softmax and output one after the other.
 
-    It has the meaning of `attention` and none of its kernels, and autograd differentiates it. Half precision is
-    computed in float32. Memory grows with Sq × Skv.
+    It has the meaning of `attention`, also under autocast, and none of its kernels; autograd differentiates it. Half
+    precision is computed in float32. Memory grows with Sq × Skv.
 
     Args:
         q: Queries (B, Hq, Sq, D), in any floating-point dtype of 16 bits or more.
@@ -45,10 +46,11 @@ def reference_attention(
         >>> torch.allclose(kernels.reference_attention(q, q, q), kernels.attention(q, q, q), atol=1e-5)
         True
     """
-    call = KernelArguments(q, k, v, mask, "naive", is_causal, None if scale is None else scale)
+    q, k, v, mask = (cast_tensor(x, q) for x in (q, k, v, mask))
+    call = KernelArguments(q, k, v, mask, "naive", is_causal, scale)
     check_options(call)
     check(call)
-    exact = torch.promote_types(q.dtype, torch.float32)
+    exact, mask = torch.promote_types(q.dtype, torch.float32), _exact_mask(mask)
     with without_autocast(q):
         queries = q.to(exact)
         found = product(queries, repeated(k, q, exact).transpose(-1, -2)) * call.scale_value
@@ -63,7 +65,13 @@ def reference_attention(
 
 
 def _arguments(call: KernelArguments) -> ReferenceArguments:
-    return ReferenceArguments(call.q, call.k, call.v, call.mask, is_causal=call.is_causal, scale=call.scale)
+    mask = _exact_mask(call.mask)
+    return ReferenceArguments(call.q, call.k, call.v, mask, is_causal=call.is_causal, scale=call.scale)
+
+
+def _exact_mask(mask: Tensor | None) -> Tensor | None:
+    """The mask with minus infinity wherever it masks a key."""
+    return mask if mask is None or mask.dtype == torch.bool else mask.masked_fill(mask < MASKING, -math.inf)
 
 
 def attention(call: KernelArguments) -> tuple[Tensor, Tensor]:

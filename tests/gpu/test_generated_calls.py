@@ -44,6 +44,7 @@ COUNTS = {
     "conv2d": (120, 5),
     "conv3d": (60, 5),
     "graph_op": (30, 8),
+    "kernels.attention": (90, 13),
     "nn.Attention": (45, 4),
     "nn.FeedForward": (15, 8),
     "nn.Fp8Attention": (30, 2),

@@ -25,6 +25,7 @@ from cudnn_sdpa.attention.mask import ALIGNMENTS
 from cudnn_sdpa.attention.paged import arguments as paged_arguments
 from cudnn_sdpa.attention.paged import kv_cache_checks
 from cudnn_sdpa.fused import conv_graphs, norm_graphs
+from cudnn_sdpa.kernels import arguments as kernel_arguments
 from cudnn_sdpa.nn import feed_forward, norms
 from cudnn_sdpa.plans.shape_policy import POLICIES
 
@@ -136,7 +137,10 @@ SETTINGS = {"cpu_checks", "fallback", "shape_policy"}
 #: Methods that are not calls.
 NO_CALLS = {"reset_parameters", "from_torch", "extra_repr", "update_all", "begin", "would_update", "scales", "recorder"}
 #: The operations that draw classes without their own operation.
-ELSEWHERE = {"fp8_attention": ["Fp8Scaling"]}
+ELSEWHERE = {
+    "fp8_attention": ["Fp8Scaling"],
+    "kernels.attention": ["kernels.CUDAAttention", "kernels.reference_attention"],
+}
 #: Options that are not drawn, and where they are tested.
 TESTED_ELSEWHERE = {
     "Fp8Scaling.process_group": "tests/unit/attention/fp8/test_fp8_ranks.py",
@@ -171,6 +175,8 @@ CHOICES: dict[str, set[Any]] = {
     "out_dtype": {None, *fp8_arguments.OUT_DTYPES},
     "fp8_attention.grad_dtype": {None, *fp8_arguments.FP8_DTYPES},
     "Fp8Scaling.grad_dtype": set(fp8_arguments.FP8_DTYPES),
+    "kernels.attention.mode": set(kernel_arguments.MODES),
+    "kernels.CUDAAttention.mode": set(kernel_arguments.MODES),
 }
 PLAIN = (type(None), bool, int, float, str, tuple, torch.dtype)
 
@@ -230,7 +236,14 @@ class Recorder:
 
 def public(name: str) -> Any:
     """The object with a public name."""
-    return getattr(cudnn_sdpa.nn if name.startswith("nn.") else cudnn_sdpa, name.removeprefix("nn."))
+    owner, short = home(name)
+    return getattr(owner, short)
+
+
+def home(name: str) -> tuple[Any, str]:
+    """The module with a public name, and its name there."""
+    module, _, short = name.rpartition(".")
+    return getattr(cudnn_sdpa, module) if module else cudnn_sdpa, short
 
 
 def watched(name: str, monkeypatch: pytest.MonkeyPatch) -> Recorder:
@@ -239,7 +252,7 @@ def watched(name: str, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     for each in [name, *ELSEWHERE.get(name, [])]:
         found = public(each)
         if not isinstance(found, type):
-            recorder.watch(cudnn_sdpa, each, each, ends=each == name)
+            recorder.watch(*home(each), each, ends=each == name)
             continue
         recorder.watch(found, "__init__", each)
         methods = [n for n, x in vars(found).items() if inspect.isfunction(x) and not n.startswith("_")]
@@ -299,6 +312,7 @@ def test_every_option_of_user_graphs_is_drawn():
 
 def test_every_public_function_is_drawn():
     names = {*cudnn_sdpa.__all__, *(f"nn.{name}" for name in cudnn_sdpa.nn.__all__)}
+    names |= {f"kernels.{name}" for name in cudnn_sdpa.kernels.__all__}
     names -= {n for n in names if isinstance(public(n), type) and issubclass(public(n), Exception)}
     names -= {n for n in names if f"nn.{n}" in names}  # modules of both
     elsewhere = {name for found in ELSEWHERE.values() for name in found}

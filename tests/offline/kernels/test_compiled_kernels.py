@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
+import generators
 import pytest
 import torch
 
 from cudnn_sdpa import LibraryError
+from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments
 from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward
@@ -74,3 +76,31 @@ def test_masks_and_reading_by_element(dtype, mask):
 def test_kernels_that_keep_all_scores(sm, mode):
     for kernel in kernels_of(sm, torch.float32, 64, mode=mode)[:3]:
         check(kernel, sm, spills=64)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_large_head_dims(sm, dtype):
+    compiled = kernels_of(sm, dtype, 200, mode="tiled", mask=torch.empty(256, 256, dtype=dtype, device="meta"))
+    assert {kernel.path.name for kernel in compiled} == {"tiled.cu", "fused_backward.cu", "tiled_backward.cu"}
+    for kernel in compiled:
+        check(kernel, sm, spills=64)
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("first", range(0, 60, 4))
+def test_generated_calls(first):
+    """The plans that `explain` names of random calls, for the oldest and the newest GPUs."""
+    for seed in range(first, first + 4):
+        explained = generators.OPERATIONS["kernels.attention"].explained(generators.draw("kernels.attention", seed))
+        if explained is None or explained[1][0].dtype == torch.float64:
+            continue
+        function, args, kwargs = explained
+        described = describer_of(function)(*args, **kwargs)
+        sm = (80, 100)[seed % 2]
+        target = Target((("deviceVer", 10 * sm), ("multiProcessorCount", 100)), 91900, "1", "a GPU")
+        for description in filter(None, (described, described.backward)):
+            if not description.is_empty:
+                for call in description.operation.program(description.key(target, None)).calls:
+                    check(call.kernel, sm, spills=512)

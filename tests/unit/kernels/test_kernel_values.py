@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -10,6 +11,7 @@ from fake_gpu import EmulatedKernel, gpu_on_the_cpu
 from float64_reference import attend
 
 from cudnn_sdpa import kernels
+from cudnn_sdpa.kernels.attention import ATTENTION
 
 SIZES = (1, 7, 64, 65, 130)
 DIMS = (8, 33, 64, 80, 128)
@@ -108,6 +110,55 @@ def test_fully_masked_rows_are_zeros_with_zero_gradients(mode, dtype):
     assert not out[:, :, :2].any()
     assert not grad_q[:, :, :2].any()
     assert out[:, :, 2:].abs().amin(-1).gt(0).all()
+
+
+@pytest.mark.parametrize("kind", ["none", "boolean", "additive", "float"])
+@pytest.mark.parametrize(("mode", "dim", "is_causal"), [("tiled", 129, True), ("naive", 200, False)])
+def test_head_dims_beyond_the_fused_form(mode, dim, is_causal, kind):
+    """Gradients are tiled there, whatever the form of the forward pass."""
+    dtype = DTYPES[("none", "additive", "float", "boolean").index(kind) % 3]
+    q = made(2, 4, 70, dim, dtype=dtype)
+    k, v = (made(2, 2, 67, dim, dtype=dtype) for _ in range(2))
+    first = check(q, k, v, mask_of(kind, (2, 4, 70, 67), dtype), mode=mode, is_causal=is_causal)
+    assert first[0].isfinite().all()
+
+
+def test_only_some_gradients_of_large_head_dims():
+    q, k, v = (made(1, 2, 20, 160, dtype=torch.float32, grad=False) for _ in range(3))
+    for leaf in (q, k, v):
+        check(*(x.requires_grad_() if x is leaf else x.detach() for x in (q, k, v)), mode="tiled", is_causal=True)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask"])
+def test_lazily_negated_tensors(name):
+    given = {x: made(1, 2, 9, 16, dtype=torch.float32, grad=False) for x in "qkv"} | {"mask": torch.randn(2, 9, 9)}
+    given[name] = torch._neg_view(given[name])
+    check(*(x.requires_grad_() for x in given.values()))
+
+
+@pytest.mark.parametrize("lowest", [-2.1e38, torch.finfo(torch.float32).min, -torch.inf])
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_masks_below_minus_2e38_mask_a_key(lowest, on_gpu):
+    """On the CPU as on a GPU, and for the reference that both are compared with."""
+    q, k, v = (made(1, 1, 6, 16, dtype=torch.float32) for _ in range(3))
+    mask = torch.zeros(6, 6)
+    mask[2], mask[3, 1:] = lowest, lowest
+    mask.requires_grad_()
+    with gpu_on_the_cpu() if on_gpu else contextlib.nullcontext():
+        out = kernels.attention(q, k, v, mask=mask)
+        grad_q, grad_mask = torch.autograd.grad(out.sum(), (q, mask))
+    torch.testing.assert_close(out, kernels.reference_attention(q, k, v, mask))
+    assert not out[0, 0, 2].any()
+    torch.testing.assert_close(out[0, 0, 3], v[0, 0, 0])
+    assert not grad_q[0, 0, 2].any()
+    assert not grad_mask[2].any()
+
+
+def test_gradients_of_expanded_head_vectors_have_the_layout_that_compiled_code_expects():
+    q, k, v = (torch.randn(1, 5, 2, 1).transpose(1, 2).expand(1, 2, 5, 8).requires_grad_() for _ in range(3))
+    with gpu_on_the_cpu():
+        found = torch.autograd.grad(kernels.attention(q, k, v).sum(), (q, k, v))
+    assert {x.stride() for x in found} == {ATTENTION.new_gradient("q", q).stride()} == {(80, 40, 8, 1)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
