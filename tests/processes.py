@@ -30,8 +30,15 @@ from typing import Any
 #: Seconds that a collective waits for the other ranks, and that a call of all ranks may take.
 COLLECTIVE, CALL = 30, 150
 
-#: What is imported once, before the processes are forked.
-PRELOADED = ("torch", "torch.distributed.tensor.parallel", "torch.distributed.fsdp")
+#: What is imported once, before the processes are forked: all that the first case of a file would import in each.
+PRELOADED = (
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.fsdp",
+    "cudnn_sdpa",
+    "pytest",
+)
 
 
 class RankError(AssertionError):

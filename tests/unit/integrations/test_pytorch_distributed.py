@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
 
-ring = pytest.importorskip(
+pytest.importorskip(
     "torch.distributed.tensor.experimental._context_parallel._attention",
     reason="this PyTorch's context parallelism has another interface",
 )
 
+import pytorch_ring as ring
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_processes_agree_with_one(ranks):
-    if not torch.distributed.is_available():
-        pytest.skip("this PyTorch has no torch.distributed")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    script = Path(__file__).parent.with_name("pytorch_ring.py")
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    result = subprocess.run(
-        [sys.executable, str(script), str(port), str(ranks)],
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    agreed = [line.removesuffix(": agree") for line in result.stdout.splitlines() if line.endswith(": agree")]
-    assert sum(name.startswith("DTensor") for name in agreed) == 3
-    assert sum(name.startswith("ring") for name in agreed) == 8
-    assert agreed[-1] == "context_parallel"
+PARTS = {ring.shard_operators: 3, ring.rotate: 8, ring.in_context: 1}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_two_processes_agree_with_one(ranks, part):
+    assert ranks(ring.run, part) == [PARTS[part]] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", PARTS)
+def test_four_processes_agree_with_one(four_ranks, part):
+    assert four_ranks(ring.run, part) == [PARTS[part]] * 4

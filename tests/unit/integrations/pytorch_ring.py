@@ -1,26 +1,20 @@
-"""Processes with PyTorch's DTensor and ring attention over this library's kernels: `python pytorch_ring.py PORT RANKS`.
-
-Run by tests; prints what agrees with one process.
-"""
+"""PyTorch's DTensor rules and ring attention over this library's kernels: functions that each rank of a group runs."""
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.experimental import _attention as context
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
 
-sys.path.insert(0, str(Path(__file__).parents[2]))
-
 from cudnn_sdpa import sdpa
-from cudnn_sdpa.integrations.pytorch import register
+from cudnn_sdpa.integrations.pytorch import register, unregister
 
 forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 
@@ -34,11 +28,9 @@ def error(found, wanted):
     return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
 
 
-def check(name, found, wanted):
+def check(found, wanted, name):
     worst = max(map(error, found, wanted))
     assert worst < 1e-5, (name, worst)
-    if dist.get_rank() == 0:
-        print(f"{name}: agree", flush=True)
 
 
 class Case:
@@ -54,17 +46,19 @@ class Case:
         self.wanted = (out, *torch.autograd.grad(out, leaves, self.grad_out))
 
 
-def shard_operators(mesh) -> None:
-    for placement, heads_kv in ((Shard(0), 4), (Shard(1), 4), (Shard(1), 8)):
+def shard_operators(mesh) -> int:
+    cases = ((Shard(0), 4), (Shard(1), 4), (Shard(1), 8))
+    for placement, heads_kv in cases:
         case = Case(heads_kv, is_causal=True)
         leaves = [distribute_tensor(x, mesh, [placement]).requires_grad_() for x in case.inputs]
         out = attend(*leaves, is_causal=True)
         grads = torch.autograd.grad(out, leaves, distribute_tensor(case.grad_out, mesh, [placement]))
-        check(f"DTensor {placement}, {heads_kv} heads", [x.full_tensor() for x in (out, *grads)], case.wanted)
+        check([x.full_tensor() for x in (out, *grads)], case.wanted, (placement, heads_kv))
+    return len(cases)
 
 
-def rotate(mesh) -> None:
-    ranks = mesh.size()
+def rotate(mesh) -> int:
+    ranks, number = mesh.size(), 0
     for method in ("allgather", "alltoall"):
         context.set_rotate_method(method)
         for is_causal, is_balanced, heads_kv in ((True, True, 8), (True, False, 8), (False, False, 8), (True, True, 4)):
@@ -81,39 +75,39 @@ def rotate(mesh) -> None:
             finally:
                 context._disable_context_parallel_dispatcher()
             local = [x.to_local().detach() for x in (out, *grads)]
-            name = (
-                f"ring by {method}, {'causal' if is_causal else 'full'}{', balanced' * is_balanced}, {heads_kv} heads"
-            )
-            check(name, context.context_parallel_unshard(mesh, local, [2] * 4, balancer), case.wanted)
+            whole = context.context_parallel_unshard(mesh, local, [2] * 4, balancer)
+            check(whole, case.wanted, (method, is_causal, is_balanced, heads_kv))
+            number += 1
+    context.set_rotate_method("allgather")  # PyTorch's default
+    return number
 
 
-def in_context(mesh) -> None:
+def in_context(mesh) -> int:
     """The context manager, around the attention that PyTorch would choose on a GPU."""
-    attend.__name__ = "scaled_dot_product_attention"  # by which the context manager replaces it
-    functional.scaled_dot_product_attention = attend
     case = Case(8, is_causal=True)
     buffers = [x.clone() for x in (*case.inputs, case.grad_out)]
-    with context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)):
+
+    def scaled_dot_product_attention(q, k, v, *, is_causal):  # the name by which the context manager replaces it
+        return attend(q, k, v, is_causal=is_causal)
+
+    with (
+        mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention),
+        context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4, no_restore_buffers=set(buffers)),
+    ):
         *inputs, grad_out = buffers
         leaves = [x.detach().clone().requires_grad_() for x in inputs]
         out = functional.scaled_dot_product_attention(*leaves, is_causal=True)
         out.backward(grad_out)
         local = [out.detach(), *(x.grad for x in leaves)]
     balancer = context._HeadTailLoadBalancer(16 * mesh.size(), mesh.size(), "cpu")
-    check("context_parallel", context.context_parallel_unshard(mesh, local, [2] * 4, balancer), case.wanted)
+    check(context.context_parallel_unshard(mesh, local, [2] * 4, balancer), case.wanted, "context_parallel")
+    return 1
 
 
-def run(rank: int, port: int, ranks: int) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
-    mesh = init_device_mesh("cpu", (ranks,))
+def run(part: Callable[[DeviceMesh], int]) -> int:
+    """How many cases of a part agree with one process."""
     register(device="cpu")
-    shard_operators(mesh)
-    rotate(mesh)
-    in_context(mesh)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    mp.spawn(run, (int(sys.argv[1]), int(sys.argv[2])), int(sys.argv[2]))
+    try:
+        return part(init_device_mesh("cpu", (dist.get_world_size(),)))
+    finally:
+        unregister()
