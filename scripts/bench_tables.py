@@ -1,11 +1,11 @@
-"""Writes the tables of measured numbers in docs/benchmarks.md, out of the JSON in docs/benchmarks.
+"""Writes the tables of measured numbers in pages of docs, out of the JSON in docs/benchmarks.
 
     python scripts/bench_tables.py            # write them
     python scripts/bench_tables.py --check    # exit with 1 if a page is out of date
 
 A page names its table in a pair of comments: <!-- bench:attention/kernels --> and <!-- /bench --> is the part
-"kernels" of attention-h200.json; without a file's name it is a part of host-h200.json. What stands between them stays
-as it is while that file, or the part in it, is missing.
+"kernels" of attention-h200.json, or of attention.json; without a file's name it is a part of host's. What stands
+between them stays as it is while that file, or the part in it, is missing.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pages import ROOT
 
 from cudnn_sdpa.bench.tools.report import columns_of, upright
 
-PAGES = (ROOT / "docs" / "benchmarks.md",)
+PAGES = tuple(ROOT / "docs" / name for name in ("benchmarks.md", "kernels.md"))
 MARKS = re.compile(r"(<!-- bench:(?:(?P<file>\w+)/)?(?P<part>\w+) -->\n).*?<!-- /bench -->", re.DOTALL)
 
 
 def measured(file: str) -> dict[str, Any]:
     """What a benchmark's file holds; nothing if it has not been written yet."""
-    path = ROOT / "docs" / "benchmarks" / f"{file}-h200.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+    paths = (ROOT / "docs" / "benchmarks" / name for name in (f"{file}-h200.json", f"{file}.json"))
+    return next((json.loads(path.read_text()) for path in paths if path.exists()), {})
 
 
 def table(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:

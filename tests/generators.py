@@ -788,6 +788,13 @@ class Kernels(Attention):
             known["attn_mask"] = mask.masked_fill(mask < -2e38, -math.inf)
         return known
 
+    def bounds(self, case, options, leaves, grads, known, precision):
+        terms = case.tensors["q"].shape[
+            3
+        ]  # of a score: one after the other, and where they are equal, no errors cancel
+        precision = replace(precision, inner=precision.inner * max(1.0, terms / 8))
+        return super().bounds(case, options, leaves, grads, known, precision)
+
     def check_places(self, case, tensors, found, gradients):
         if case.facts["way"] != "reference":  # whose results are PyTorch's
             yield from super().check_places(case, tensors, found, gradients)

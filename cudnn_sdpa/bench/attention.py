@@ -5,7 +5,6 @@ All times are device times. The candidates of a row are interleaved, because the
 
 from __future__ import annotations
 
-import gc
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +17,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
 from cudnn_sdpa.bench.tools.cases import Shape, Sizes, check_agreement
+from cudnn_sdpa.bench.tools.memory import peak_memory
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.peers import Candidate
 from cudnn_sdpa.bench.tools.timing import Call, device_times
@@ -225,22 +225,10 @@ def memory(sizes: Sizes = cases.FULL) -> list[Row]:
     candidates = _candidates(sizes.training)
     q, k, v = candidates[0].inputs
     grad_out = torch.randn_like(q)
-    peaks = {c.name: _peak_memory(partial(c.step, grad_out)) for c in candidates}
+    peaks = {c.name: peak_memory(partial(c.step, grad_out)) for c in candidates}
     result = sum(tensor.numel() * tensor.element_size() for tensor in (q, q, k, v))
     peaks["output and gradients alone"] = result
     return [
         {"forward and backward": name, "MB": size / 1e6, "× output and gradients": size / result}
         for name, size in peaks.items()
     ]
-
-
-def _peak_memory(step: Call) -> int:
-    """Bytes of PyTorch's allocator at the peak of a step, minus those before."""
-    step()  # allocates plans, handles, and memory that libraries keep
-    torch.cuda.synchronize()
-    gc.collect()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before

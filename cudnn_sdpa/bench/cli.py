@@ -16,6 +16,7 @@ from cudnn_sdpa.bench.parts import (
     DecodePart,
     Fp8Part,
     HostPart,
+    KernelsPart,
     LlamaPart,
     NormPart,
     ProviderPart,
@@ -273,6 +274,30 @@ def bench_provider(
         ProviderPart.SHAPES: ("From cold: many lengths, causal", provider.new_shapes),
     }
     _measure("provider", {chosen.value: measures[chosen] for chosen in part or list(ProviderPart)}, output)
+
+
+@bench_app.command("kernels")
+def bench_kernels(
+    part: Annotated[
+        list[KernelsPart] | None, typer.Option(help="Only these parts; may be given several times.")
+    ] = None,
+    output: Output = None,
+    small: Annotated[bool, typer.Option(help="Small sizes, also without a GPU: to test that it runs.")] = False,
+) -> None:
+    """Time this library's own attention kernels, PyTorch's and cuDNN's, with their memory and their errors."""
+    if not small:
+        require_gpu()
+    from cudnn_sdpa.bench import kernels
+
+    sizes = kernels.SMALL if small else kernels.FULL
+    measures: dict[KernelsPart, tuple[str, Callable[[kernels.Sizes], list[Row]]]] = {
+        KernelsPart.FLOAT32: ("float32: device time, interleaved, median", kernels.float32),
+        KernelsPart.HALF: ("Half precision: device time, interleaved, median", kernels.half),
+        KernelsPart.MEMORY: ("Peak memory beyond inputs and outputs", kernels.memory),
+        KernelsPart.ERRORS: ("Largest difference to float64", kernels.errors),
+    }
+    chosen = {name.value: measures[name] for name in part or list(KernelsPart)}
+    _measure("kernels", {name: (title, partial(run, sizes)) for name, (title, run) in chosen.items()}, output)
 
 
 @bench_app.command("distributed")

@@ -100,3 +100,12 @@ class ProviderPart(str, Enum):
     HOST = "host"
     KERNELS = "kernels"
     SHAPES = "shapes"
+
+
+class KernelsPart(str, Enum):
+    """Parts of `bench kernels`."""
+
+    FLOAT32 = "float32"
+    HALF = "half"
+    MEMORY = "memory"
+    ERRORS = "errors"

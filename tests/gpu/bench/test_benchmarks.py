@@ -15,6 +15,7 @@ from cudnn_sdpa.bench.parts import (
     DecodePart,
     Fp8Part,
     HostPart,
+    KernelsPart,
     LlamaPart,
     NormPart,
     ProviderPart,
@@ -115,3 +116,19 @@ def test_llama(tmp_path, part, monkeypatch):
     monkeypatch.setattr(llama, "CACHES", ((2, 300),))
     monkeypatch.setattr(llama, "STEPS", 4)
     assert_measured(tmp_path, "llama", part)
+
+
+@pytest.mark.parametrize("part", list(KernelsPart))
+def test_kernels(tmp_path, part):
+    assert_measured(tmp_path, "kernels", part, "--small")
+
+
+def test_kernels_run_beside_every_peer():
+    """Each of PyTorch's backends has a kernel on a GPU, so no column of the tables is empty."""
+    from cudnn_sdpa.bench import kernels
+
+    (first, *_), (half, *_) = kernels.float32(kernels.SMALL), kernels.half(kernels.SMALL)
+    assert {f"{name} µs" for name in kernels.IN_FLOAT32} <= first.keys()
+    assert {f"{name} µs" for name in kernels.IN_HALF} <= half.keys()
+    fused, *_ = kernels.memory(kernels.Sizes(1, 4, 64, (1024,), 64, 2))
+    assert fused["fused MB"] < 0.1 * fused["naive MB"]

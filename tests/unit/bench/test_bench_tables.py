@@ -18,6 +18,7 @@ from cudnn_sdpa.bench.parts import (
     DecodePart,
     Fp8Part,
     HostPart,
+    KernelsPart,
     LlamaPart,
     NormPart,
     ShapesPart,
@@ -46,7 +47,7 @@ def tables(repository, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "command", ["host", "attention", "decode", "coldstart", "shapes", "norm", "silu", "conv", "llama"]
+    "command", ["host", "attention", "decode", "coldstart", "shapes", "norm", "silu", "conv", "llama", "kernels"]
 )
 def test_benchmarks_say_that_they_need_a_gpu(command, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -100,6 +101,10 @@ def test_tables_are_rendered_from_the_file_that_is_there(tables, tmp_path, monke
     assert measured.count("a \\| b") == 2
     assert measured.count("Not measured yet.") == 1
     assert tables.render(measured) == measured
+    (folder / "attention-h200.json").rename(folder / "attention.json")  # of a GPU that its name does not tell
+    assert tables.render(measured) == measured
+    (folder / "attention.json").write_text(json.dumps({"environment": ENVIRONMENT, "later": rows[:1]}))
+    assert tables.render(measured).count("a \\| b") == 3
 
 
 def test_wide_tables_are_transposed(tables):
@@ -124,11 +129,12 @@ def test_the_pages_name_existing_parts(tables):
         "silu": SiluPart,
         "conv": ConvPart,
         "llama": LlamaPart,
+        "kernels": KernelsPart,
     }
     parts = {file: {part.value for part in enum} for file, enum in enums.items()}
     named = [found for page in tables.PAGES for found in tables.MARKS.finditer(page.read_text())]
     assert len(named) == sum(len(re.findall("<!-- bench:", page.read_text())) for page in tables.PAGES)
     for found in named:
         assert found["part"] in parts[found["file"] or "host"]
-    for file in ("attention", "decode", "fp8", "coldstart", "shapes", "norm", "silu", "conv", "llama"):
+    for file in set(enums) - {"host"}:
         assert {found["part"] for found in named if found["file"] == file} == parts[file]

@@ -1,0 +1,101 @@
+"""`bench kernels` without a GPU: its rows on small sizes, its command line and JSON."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from cudnn_sdpa.bench import cli, kernels
+from cudnn_sdpa.bench.tools import report
+
+SMALL = kernels.Sizes(batch=1, heads=2, dim=8, lengths=(5, 16), exact_length=16, repeats=2)
+
+
+def test_every_length_and_pass_has_a_row():
+    rows = kernels.float32(SMALL)
+    assert [row["B, H, S, D"] for row in rows] == ["1, 2, 5, 8"] * 2 + ["1, 2, 16, 8"] * 2
+    assert [row["pass"] for row in rows] == ["forward", "forward and backward"] * 2
+    for row in rows:
+        times = {name: row[f"{name} µs"] for name in ("fused", "tiled", "naive", "pytorch math")}
+        assert min(times.values()) > 0
+        assert row["fused / fastest other"] == times["fused"] / min(times[x] for x in times if x != "fused")
+        assert "pytorch efficient µs" not in row  # the CPU has none, and a number that was not measured is absent
+
+
+def test_both_dtypes_causal_and_not():
+    rows = kernels.half(SMALL)
+    labels = ["float16", "float16, causal", "bfloat16", "bfloat16, causal"]
+    assert [row["dtype"] for row in rows[::4]] == labels
+    assert len(rows) == 4 * len(labels)
+    assert all(f"{name} µs" in row for row in rows for name in kernels.IN_HALF)
+
+
+def test_everything_that_is_timed_is_compared_with_float64():
+    rows = kernels.errors(SMALL)
+    of_half = [name for name in kernels.IN_HALF for _ in range(4)]
+    assert sorted(row["call"] for row in rows) == sorted(["fused", "tiled", "naive", "pytorch math", *of_half])
+    bounds = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-1}
+    for row in rows:
+        bound = bounds[row["dtype"].split(",")[0]]
+        assert 0 < row["out"] < bound
+        assert 0 < row["gradients"] < bound * max(1.0, row["largest gradient"])
+
+
+@pytest.mark.parametrize("part", [kernels.float32, kernels.half])
+def test_a_wrong_result_stops_the_benchmark(part, monkeypatch):
+    for candidates in (kernels.IN_FLOAT32, kernels.IN_HALF):
+        name = list(candidates)[-1] if candidates is kernels.IN_HALF else "naive"
+        right = candidates[name]
+        monkeypatch.setitem(candidates, name, lambda *call, right=right: right(*call) * 1.1)
+    with pytest.raises(RuntimeError, match=r"out differs from that of the fused form \((naive|pytorch flash), "):
+        part(SMALL)
+
+
+def test_a_wrong_gradient_stops_it(monkeypatch):
+    right = kernels.IN_FLOAT32["tiled"]
+    wrong = lambda q, k, v, causal: right(q, k, v + 0.1 * (v - v.detach()), causal)  # noqa: E731 - wrong gradient alone
+    monkeypatch.setitem(kernels.IN_FLOAT32, "tiled", wrong)
+    with pytest.raises(RuntimeError, match=r"grad_v differs from that of the fused form \(tiled, float32, S=5\)"):
+        kernels.float32(SMALL)
+
+
+def test_errors_of_a_backend_are_no_missing_kernels(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("an illegal memory access")
+
+    monkeypatch.setitem(kernels.IN_FLOAT32, "naive", fail)
+    with pytest.raises(RuntimeError, match="illegal"):
+        kernels.float32(SMALL)
+
+
+def test_memory_counts_what_is_beyond_inputs_and_outputs(monkeypatch):
+    for name in ("synchronize", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2_000_100)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(kernels, "_device", lambda: "cpu")
+    forward, both, *_ = rows = kernels.memory(SMALL)
+    size = 4 * 2 * 5 * 8
+    assert forward["fused MB"] == (2_000_000 - size) / 1e6
+    assert both["naive MB"] == (2_000_000 - 4 * size) / 1e6
+    assert len(rows) == 2 * 2 * len(kernels.EVERY)
+
+
+def test_the_command_writes_json_without_a_gpu(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(kernels, "SMALL", SMALL)
+    shown = []
+    monkeypatch.setattr(report, "show", lambda title, rows: shown.append((title, len(rows))))
+    path = tmp_path / "kernels.json"
+    done = CliRunner().invoke(cli.bench_app, ["kernels", "--small", "--output", str(path)])
+    assert done.exit_code == 0, done.output
+    assert "memory is skipped" in done.output
+    written = json.loads(path.read_text())
+    assert written["environment"]["gpu"] == "none"
+    assert {"torch", "cudnn", "python", "date"} <= written["environment"].keys()
+    assert [len(written[name]) for name in ("float32", "half", "errors")] == [count for _, count in shown]
+    assert "memory" not in written
