@@ -38,7 +38,7 @@ from cudnn_sdpa.fused import graph_op as fused_calls
 from cudnn_sdpa.fused import torch_ops as fused_ops
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph import target as gpu_target
-from cudnn_sdpa.graph.definition import GraphOp, graph_op
+from cudnn_sdpa.graph.definition import GraphDefinition, graph_definition
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.target import Target
@@ -265,7 +265,7 @@ def gpu_on_the_cpu(
     the reference of their graph function.
     """
 
-    def built(operation: GraphOp, key: PlanKey) -> Any:
+    def built(operation: GraphDefinition, key: PlanKey) -> Any:
         build._handle_for(key)  # which refuses to build while a CUDA graph is captured
         if isinstance(operation, KernelOp):
             return operation.plan(key)
@@ -479,7 +479,7 @@ class _GraphFunctions(FakeCache):
 SHAPE = (2, 3, 4)
 
 
-@graph_op
+@graph_definition
 def halve(g, x, *, deterministic=False):  # noqa: ARG001 - an option like any other
     return g.mul(x, 0.5)
 
@@ -558,5 +558,5 @@ class Machine:
 
     def proposes(self, first, *others):
         """Sets cuDNN's proposals."""
-        self.patch(GraphOp, "compile", lambda *_: first)
+        self.patch(GraphDefinition, "compile", lambda *_: first)
         self.patch(build, "build_others", lambda _operation, _key, _first, most, **_: list(others[:most]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Hashable
+from collections.abc import Collection, Hashable
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
@@ -155,6 +155,17 @@ class ForwardArguments(NamedTuple):
     def is_for_cudnn(self) -> bool:
         """Whether cuDNN's limits of dtypes and head dims apply; they also do on the CPU unless lifted."""
         return True
+
+    def has_only(self, known: Collection[str]) -> bool:
+        """Whether every argument outside of `known` is at its default.
+
+        Who serves calls in place of cuDNN asks this, so that an option added later is declined, not ignored.
+        """
+        defaults = self._field_defaults
+        return all(
+            name in known or value is defaults[name] or (not isinstance(value, Tensor) and value == defaults[name])
+            for name, value in zip(self._fields, self, strict=True)
+        )
 
 
 class ReferenceArguments(ForwardArguments):

@@ -18,7 +18,7 @@ from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph import backend, known_issues
-from cudnn_sdpa.graph.definition import GraphOp
+from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, live_target, load_properties
 from cudnn_sdpa.offline.planner import plan_offline
@@ -44,7 +44,7 @@ class Description:
             requested.
     """
 
-    operation: GraphOp
+    operation: GraphDefinition
     key: Callable[[Target, int | None], PlanKey]
     device: int | None
     is_empty: bool = False

@@ -37,7 +37,7 @@ def check_one_device(names: Sequence[str], given: Sequence[object]) -> None:
             raise DeviceError(name, str(tensor.device), f"{x.device}, the device of {first}")
 
 
-def readable(tensor: Tensor) -> Tensor:
+def readable_gradient(tensor: Tensor) -> Tensor:
     """A gradient from autograd in a form that kernels can read: copied if it is expanded or misaligned."""
     return tensor.clone() if tensor.data_ptr() & MISALIGNED or 0 in tensor.stride() else tensor
 

@@ -27,13 +27,13 @@ from cudnn_sdpa.engine.dispatch_state import (
 )
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, items_of, kinds_of
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, check_one_device, readable
+from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, check_one_device, readable_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
 from cudnn_sdpa.fused.checks import check_savable, check_strided, shown
 from cudnn_sdpa.fused.torch_ops import Options, Outputs, Value, as_tuple
-from cudnn_sdpa.graph.definition import GraphOp, function_digest
+from cudnn_sdpa.graph.definition import GraphDefinition, function_digest
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES, TensorLayout, is_expanded, layouts_of
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -78,7 +78,7 @@ class _Entry:
         return self.bound(tensors, numbers=numbers)
 
 
-class GraphFunction(GraphOp):
+class GraphFunction(GraphDefinition):
     """A fused cuDNN operation as a function of tensors; made by `graph_op`.
 
     A call goes the way of all operations. One like an earlier call is launched at once, in C++ or in Python. Any other
@@ -576,7 +576,7 @@ class Saved:
         if grad is None and self.function.materialize_grads:
             shape, dtype, device = ctx.like[place]
             return torch.zeros(shape, dtype=dtype, device=device)
-        return readable(grad) if type(grad) is Tensor and not is_batch(grad) else grad
+        return readable_gradient(grad) if type(grad) is Tensor and not is_batch(grad) else grad
 
 
 class _NativeContext(NamedTuple):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cudnn_sdpa.engine.launch import readable
+from cudnn_sdpa.engine.launch import readable_gradient
 from cudnn_sdpa.engine.torch_ops import define, library
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph.definition import find_operation
@@ -206,7 +206,7 @@ def run_gpu(function: Function, values: Sequence[Value], static: Options) -> Seq
         return run_reference(function, values, static)  # cuDNN has no empty tensors
     # In a compiled function, gradients from autograd may be misaligned, and tensors differ in strides from the trace.
     named = zip(function.operands, values, strict=True)
-    values = [readable(x) if name.startswith("grad") and isinstance(x, Tensor) else x for name, x in named]
+    values = [readable_gradient(x) if name.startswith("grad") and isinstance(x, Tensor) else x for name, x in named]
     values = function.as_readable(values, static)
     tensors = [x for x in values if isinstance(x, Tensor)]
     numbers = tuple([x for x in values if isinstance(x, (int, float))])

@@ -32,7 +32,7 @@ _MODULES = {*sys.stdlib_module_names, "torch", "numpy"}
 _CONSTANTS = (bool, int, float, str, bytes, type(None))
 
 
-class GraphOp:
+class GraphDefinition:
     """An operation: the builder of its graph, and an identity that changes when the builder does.
 
     The builder is called as ``builder(g, **inputs, **options)``, where `g` is cuDNN's graph, `inputs` are symbolic
@@ -175,12 +175,12 @@ def _location_of(error: Exception, builder: types.FunctionType) -> str:
     return f" ({inside[-1].filename}, line {inside[-1].lineno}: {inside[-1].line})" if inside else ""
 
 
-def graph_op(builder: Callable[..., object]) -> GraphOp:
-    """Makes an operation from a graph builder; see `GraphOp`."""
-    return GraphOp(builder)
+def graph_definition(builder: Callable[..., object]) -> GraphDefinition:
+    """Makes a definition from a graph builder; see `GraphDefinition`."""
+    return GraphDefinition(builder)
 
 
-def find_operation(name: str, *, only_imported: bool = False) -> GraphOp:
+def find_operation(name: str, *, only_imported: bool = False) -> GraphDefinition:
     """The operation with the import path `name`, "package.module:name".
 
     With `only_imported`, modules of other packages must be imported already, so that names from files run no code.
@@ -189,7 +189,7 @@ def find_operation(name: str, *, only_imported: bool = False) -> GraphOp:
     if only_imported and module.partition(".")[0] != __name__.partition(".")[0] and module not in sys.modules:
         raise ImportError(f"the module {module} has not been imported")
     operation = getattr(importlib.import_module(module), attribute)
-    if not isinstance(operation, GraphOp):
+    if not isinstance(operation, GraphDefinition):
         raise OptionError(name, f"{type(operation).__name__}, not a graph_op", "a graph_op")
     return operation
 
@@ -256,7 +256,7 @@ def _identity(function: types.FunctionType, seen: set[types.FunctionType], *, co
 def _identity_of_value(
     function: types.FunctionType, name: str, value: object, seen: set[types.FunctionType], *, complete: bool
 ) -> Iterator[str]:
-    if isinstance(value, GraphOp) and hasattr(value, "token"):
+    if isinstance(value, GraphDefinition) and hasattr(value, "token"):
         yield value.token
     elif isinstance(value, types.FunctionType):
         yield from _identity(value, seen, complete=complete)

@@ -7,7 +7,7 @@ from typing import Any
 
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.backend import BuiltGraph, DeviceProperties, EngineConfiguration, GraphBuilder, Handle
-from cudnn_sdpa.graph.definition import GraphOp
+from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import PlanKey
 
 
@@ -64,7 +64,7 @@ class ConfigurationBuilder(GraphBuilder):
 
 
 def build_others(
-    operation: GraphOp, key: PlanKey, first: EngineConfiguration, max_count: int, **device_options: Any
+    operation: GraphDefinition, key: PlanKey, first: EngineConfiguration, max_count: int, **device_options: Any
 ) -> list[BuiltGraph]:
     """cuDNN's proposals after `first`, compiled, in order, without those that cannot be compiled.
 

@@ -19,7 +19,7 @@ from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.backend import DeviceProperties
-from cudnn_sdpa.graph.definition import GraphOp, find_operation
+from cudnn_sdpa.graph.definition import GraphDefinition, find_operation
 from cudnn_sdpa.graph.heuristics import HeuristicsBuilder, ModeABuilder
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
@@ -71,7 +71,7 @@ def answer(request: JsonObject) -> dict[str, object]:
     }
 
 
-def _lacks_clusters(operation: GraphOp, key: PlanKey, properties: DeviceProperties) -> bool:
+def _lacks_clusters(operation: GraphDefinition, key: PlanKey, properties: DeviceProperties) -> bool:
     """Whether all proposals of the heuristics for a graph need the GPU's cluster placement.
 
     Fallback engines were 20 to 30 times slower for convolutions on an H200. cuDNN's messages about its proposals differ

@@ -10,7 +10,7 @@ import torch
 from cudnn_sdpa.errors import ExecutionError, PlanBuildError
 from cudnn_sdpa.graph import backend, handles
 from cudnn_sdpa.graph.backend import Handle
-from cudnn_sdpa.graph.definition import GraphOp
+from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.graph.heuristics import build_others
 from cudnn_sdpa.graph.key import PlanKey
@@ -40,7 +40,7 @@ def load_plan(key: PlanKey) -> Plan | None:
             except BadPlanFileError as error:
                 # Not removed: cuDNN's error does not always distinguish a bad file from a failing GPU or process, and
                 # other processes share it. If a plan can be built, it replaces the file.
-                store.refuse(stored_key, stored, str(error))
+                store.ignore(stored_key, stored, str(error))
     return None
 
 
@@ -79,7 +79,7 @@ def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
     return plan
 
 
-def build_plan(operation: GraphOp, key: PlanKey) -> Plan:
+def build_plan(operation: GraphDefinition, key: PlanKey) -> Plan:
     """Plans and compiles `key` on its GPU, and saves the plan in the plan store, if there is one.
 
     Raises:
@@ -100,7 +100,7 @@ def build_plan(operation: GraphOp, key: PlanKey) -> Plan:
         return plan
 
 
-def _compile(operation: GraphOp, key: PlanKey) -> Plan:
+def _compile(operation: GraphDefinition, key: PlanKey) -> Plan:
     assert key.device is not None
     start = time.perf_counter()
     with torch.cuda.device(key.device), relaxed_capture():
@@ -112,7 +112,7 @@ def _compile(operation: GraphOp, key: PlanKey) -> Plan:
     return plan
 
 
-def _with_candidates(plan: Plan, operation: GraphOp, handle: Handle) -> Plan:
+def _with_candidates(plan: Plan, operation: GraphDefinition, handle: Handle) -> Plan:
     """cuDNN's first choice with its other proposals; the first launch selects the fastest."""
     if reason := autotune.not_tunable(plan.key):
         autotune.note(plan.key, [AutotuneCandidate(plan.engine, plan.knobs)], reason=reason)

@@ -19,7 +19,7 @@ import torch
 
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.graph.backend import BuiltGraph, GraphBuilder
-from cudnn_sdpa.graph.definition import GraphOp
+from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import PlanKey, Role
 from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.nvrtc import Kernel
@@ -63,7 +63,7 @@ class KernelProgram:
         return sum(4 * math.prod(shape) for shape in self.scratch.values())
 
 
-class KernelOp(GraphOp):
+class KernelOp(GraphDefinition):
     """An operation that the library's own kernels compute.
 
     Args:

@@ -95,7 +95,7 @@ class PlanStore:
         self._size: int | None = None  # unknown before the first save
         self._counters = dict.fromkeys(("loads", "saves", "rejected", "evictions"), 0)
         self._warned: set[str] = set()
-        self._refused: dict[str, bytes] = {}
+        self._ignored: dict[str, bytes] = {}
         self._start_afresh()
         _stores.add(self)
         with self._opened(make=True):
@@ -136,7 +136,7 @@ class PlanStore:
                 plan = _decode(contents)
                 if file_format.canonical(plan.identity) != file_format.canonical(key.identity()):
                     raise BadPlanFileError("it belongs to another plan")
-                if (only_tuned and not plan.tuned) or self._refused.get(name) == _digest(plan):
+                if (only_tuned and not plan.tuned) or self._ignored.get(name) == _digest(plan):
                     return None
                 with contextlib.suppress(OSError):
                     store_files.touch(name, folder)  # marks the use, for eviction order
@@ -159,7 +159,7 @@ class PlanStore:
                 self._make_room(folder, len(contents), name)
                 self._write_or_make_room(folder, name, contents)
             self._count("saves")
-            self._refused.pop(name, None)
+            self._ignored.pop(name, None)
         except (OSError, UnsafeFolderError) as error:
             self._warn("write", f"plans cannot be saved in {self.folder} ({error})")
 
@@ -169,12 +169,12 @@ class PlanStore:
         with contextlib.suppress(OSError, UnsafeFolderError), self._opened() as folder:
             os.unlink(self.path(key).name, dir_fd=folder)
 
-    def refuse(self, key: Identified, plan: StoredPlan, why: str) -> None:
+    def ignore(self, key: Identified, plan: StoredPlan, why: str) -> None:
         """Ignores the stored plan of `key` in this process; the file stays until a new plan replaces it.
 
         For an intact plan that cuDNN rejects: if the cause is the GPU or its memory, other processes can still use it.
         """
-        self._refused[self.path(key).name] = _digest(plan)
+        self._ignored[self.path(key).name] = _digest(plan)
         self._note_rejection(key, why)
 
     def _note_rejection(self, key: Identified, why: str) -> None:

@@ -311,6 +311,38 @@ def test_an_input_written_after_the_call_is_noticed(call):
         call.assert_gradients(dict(zip(wanted, found, strict=True)), kept)
 
 
+# Compiled calls.
+
+
+def one_graph(call):
+    """The call, compiled without a break of its graph, whatever was called and compiled before."""
+    torch._dynamo.reset()
+    return torch.compile(call.__call__, fullgraph=True, backend="aot_eager")
+
+
+def test_compiled_calls_are_one_graph(call):
+    compiled = one_graph(call)
+    with torch.no_grad():
+        for _ in range(3):
+            tensors = call.tensors()
+            call.assert_out(compiled(tensors), tensors)
+            call.assert_out(call(tensors), tensors)
+
+
+@pytest.mark.differentiates
+def test_compiled_calls_have_gradients(call):
+    compiled = one_graph(call)
+    for _ in range(3):
+        tensors = call.tensors(grad=True)
+        wanted = {name: x for name, x in tensors.items() if x.requires_grad}
+        out = compiled(tensors)
+        call.assert_out(out, tensors)
+        grad_out = torch.randn_like(out)
+        found = torch.autograd.grad(out, list(wanted.values()), grad_out)
+        call.assert_gradients(dict(zip(wanted, found, strict=True)), tensors, grad_out)
+        call.assert_gradients(call.gradients(tensors), tensors)
+
+
 # Who intercepts operators.
 
 

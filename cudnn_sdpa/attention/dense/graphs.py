@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from cudnn_sdpa.graph.backend import GraphBuilder, Operations, Results, Symbol
-from cudnn_sdpa.graph.definition import graph_op
+from cudnn_sdpa.graph.definition import graph_definition
 
 Modifier: TypeAlias = Callable[[Operations, Symbol], Symbol]
 
 
-@graph_op
+@graph_definition
 def sdpa_forward(
     g: GraphBuilder,
     q: Symbol,
@@ -66,7 +66,7 @@ def sdpa_forward(
     return (o, lse) if with_lse else o
 
 
-@graph_op
+@graph_definition
 def sdpa_backward(
     g: GraphBuilder,
     q: Symbol,
@@ -116,7 +116,7 @@ def sdpa_backward(
     return tuple(gradients) if grad_bias is None else (*gradients, grad_bias)
 
 
-@graph_op
+@graph_definition
 def paged_decode(
     g: GraphBuilder,
     q: Symbol,

@@ -66,10 +66,8 @@ _PYTORCHS = frozenset(
 
 
 def _pytorch_supports(call: ForwardArguments) -> bool:
-    for name, default in call._field_defaults.items():
-        value = getattr(call, name)
-        if name not in _PYTORCHS and value is not default and (isinstance(value, Tensor) or value != default):
-            return False
+    if not call.has_only(_PYTORCHS):
+        return False
     causal = call.is_causal and (call.attn_mask is not None or call.causal_alignment != TOP_LEFT)
     # Only PyTorch's global setting makes its gradients deterministic.
     deterministic = call.deterministic and needs_gradient(*call.differentiable)

@@ -20,7 +20,7 @@ from cudnn_sdpa.attention.varlen.plans import VarlenSpec
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, items_by_name
 from cudnn_sdpa.engine.memory import check_address, like_in_memory, multiplied
 from cudnn_sdpa.engine.operation import GradientCall, Prepared
-from cudnn_sdpa.graph.definition import GraphOp
+from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 from cudnn_sdpa.graph.target import live_target
@@ -167,7 +167,7 @@ def gradients(of: GradientCall) -> list[Tensor]:
 
 
 def _bind(
-    operation: GraphOp, key: PlanKey, call: VarlenArguments, spec: VarlenSpec, operands: tuple[str, ...]
+    operation: GraphDefinition, key: PlanKey, call: VarlenArguments, spec: VarlenSpec, operands: tuple[str, ...]
 ) -> BoundPlan:
     """A plan with what it reads besides tensors: where the sequences begin and end, and what only some calls have."""
     plan = plan_cache.get(key, partial(build_plan, operation))

@@ -13,7 +13,7 @@ import cudnn_sdpa
 from cudnn_sdpa import plan_cache
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.graph import backend
-from cudnn_sdpa.graph.definition import graph_op
+from cudnn_sdpa.graph.definition import graph_definition
 from cudnn_sdpa.graph.key import Operand
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
@@ -159,7 +159,7 @@ def test_only_cudnn_engines_are_chosen():
         assert plan.built.graph.selected_engine is None
 
 
-@graph_op
+@graph_definition
 def bottom_right_alibi(g, q):
     """cuDNN has no plan for this combination."""
     out, _ = g.sdpa(

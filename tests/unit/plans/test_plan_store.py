@@ -296,13 +296,13 @@ def test_files_are_as_readable_as_their_folder(store):
 def test_a_rejected_plan_stays_until_it_is_replaced(store):
     """Other processes may be able to use it; this one does not try it again."""
     store.save(key(), plan(key()))
-    store.refuse(key(), plan(key()), "no good here")
+    store.ignore(key(), plan(key()), "no good here")
     assert store.load(key()) is None
     assert PlanStore(store.folder).load(key()) == plan(key())
     assert store.info().rejected == 1
     store.save(key(), plan(key(), seed=1))
     assert store.load(key()) == plan(key(), seed=1)
-    store.refuse(key(), plan(key(), seed=1), "no good here")
+    store.ignore(key(), plan(key(), seed=1), "no good here")
     PlanStore(store.folder).save(key(), plan(key(), seed=2))
     assert store.load(key()) == plan(key(), seed=2)
 

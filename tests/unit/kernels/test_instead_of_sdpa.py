@@ -9,7 +9,9 @@ import torch
 from fake_gpu import FakePlan, dense_attention, gpu_on_the_cpu
 
 from cudnn_sdpa import DtypeError, UnsupportedError, fallback, kernels, scaled_dot_product_attention, sdpa
+from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.engine import fallback as module
+from cudnn_sdpa.kernels.instead_of_sdpa import KNOWN, instead_of_sdpa
 
 
 @pytest.fixture(autouse=True)
@@ -50,6 +52,15 @@ def test_calls_of_cudnn_stay_there():
 def test_what_kernels_lack_still_raises(options):
     with gpu_on_the_cpu(dense_attention), fallback("kernels"), pytest.raises(UnsupportedError, match="head dim 17"):
         sdpa(*qkv(), **options)
+
+
+@pytest.mark.parametrize("name", sorted(set(ForwardArguments._fields) - KNOWN))
+def test_every_option_that_kernels_lack_is_declined(name):
+    """One added to `sdpa` later, too: what is not known here is not ignored."""
+    call = ForwardArguments(*(x.detach() for x in qkv()))
+    assert instead_of_sdpa(call) is not None
+    for value in (object(), torch.ones(2)):
+        assert instead_of_sdpa(call._replace(**{name: value})) is None
 
 
 def test_wrong_calls_are_wrong_with_a_fallback():

@@ -1,4 +1,4 @@
-"""What `fallback("kernels")` runs in place of calls that cuDNN declines."""
+"""What `fallback("kernels")` runs in place of calls of `sdpa` that cuDNN declines."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.sdpa import SDPA
-from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED
+from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.kernels.arguments import FUSED, MAX_FUSED_DIM, TILED
 from cudnn_sdpa.kernels.attention import attention
+
+#: The arguments of `sdpa` that `kernels.attention` has. It is always deterministic.
+KNOWN = frozenset(("q", "k", "v", "attn_mask", "is_causal", "causal_alignment", "scale", "deterministic"))
 
 
 def instead_of_sdpa(call: ForwardArguments) -> Tensor | None:
@@ -16,13 +19,9 @@ def instead_of_sdpa(call: ForwardArguments) -> Tensor | None:
 
     Head dims above those of the fused form take the tiled one, whose memory grows with Sq × Skv.
     """
-    others = (call.sinks, call.seq_lens_q, call.seq_lens_kv, call.softcap, call.out)
-    bounded = (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED) or call.alibi
     aligned = not call.is_causal or call.causal_alignment == TOP_LEFT or call.q.shape[2] == call.k.shape[2]
     dim = call.q.shape[3]
-    if others != (None,) * len(others) or bounded or not aligned or call.dropout_p or call.with_lse:
-        return None
-    if call.v.shape[3] != dim:
+    if not call.has_only(KNOWN) or not aligned or call.v.shape[3] != dim:
         return None
     mode = FUSED if dim <= MAX_FUSED_DIM else TILED
     return attention(call.q, call.k, call.v, mode, call.attn_mask, call.is_causal, call.scale)
