@@ -1,7 +1,7 @@
 """Whether a call may bypass PyTorch's dispatcher.
 
-The dispatcher costs about 2 µs. It is needed if something must intercept the operator: autograd, a tensor subclass, a
-dispatch mode, a functorch transform, a TorchScript trace, or the profiler.
+The dispatcher costs several microseconds. It is needed if something must intercept the operator: autograd, a tensor
+subclass, a dispatch mode, a functorch transform, a TorchScript trace, or the profiler.
 """
 
 from __future__ import annotations

@@ -205,7 +205,7 @@ def notes_on_casts(original: Call, cast: Call, *, back: bool = False) -> list[st
 
 
 def notes_on_scale(call: Scaled) -> list[str]:
-    """The copy of q that calls over packed sequences and pages make, as cuDNN's scale must be positive."""
+    """The copy of q that calls with a scale of 0 or less make, as cuDNN's scale must be positive."""
     sign = sign_of_scale(call)
     return [] if sign is None else [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]
 
