@@ -27,8 +27,8 @@ def test_there_are_rows():
     assert len(ROWS) > 30
 
 
-@pytest.mark.parametrize(("question", "answer"), ROWS, ids=[question for question, _ in ROWS])
-def test_places_exist(question, answer):
+@pytest.mark.parametrize("answer", [answer for _, answer in ROWS], ids=[question for question, _ in ROWS])
+def test_places_exist(answer):
     paths = re.findall(r"`([\w/*]+\.(?:py|cu|h|cpp))`", answer)
     assert paths or "grep" in answer
     for path in paths:
