@@ -142,7 +142,7 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tu
         leaving = heads, collectives.reduce_scatter(in_rank_order(sums, options.place.ranks), options.place)
     assert leaving is not None
     _keep(options, leaving, grad_k, grad_v)
-    grad_sinks = None if sinks is None else gradient_of_sinks(grad_out, out, lse, sinks, 1)
+    grad_sinks = None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks, cu_seqlens)
     return grad_q, grad_k, grad_v, grad_sinks
 
 

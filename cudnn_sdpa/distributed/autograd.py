@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.engine import autograd_checks, fallback
 
 Gradients = tuple[Tensor | None, ...]
@@ -45,7 +46,8 @@ def resumed(
     autograd_checks.refuse_gradient_of("lse", grad_lse)
     autograd_checks.refuse_batch(grad_out)
     saved = ctx.saved_tensors
-    with torch.no_grad(), fallback.fallback("torch" if ctx.settings.may_fall_back else None):
+    may_fall_back = fallback.fallback("torch" if ctx.settings.may_fall_back else None)
+    with torch.no_grad(), may_fall_back, collectives.settled():
         grad_out = torch.zeros_like(saved[-2]) if grad_out is None else grad_out
         found = gradients(ctx.options, grad_out, saved)
     if torch.is_grad_enabled():  # create_graph: what depends on these must not seem constant

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,6 +21,17 @@ _reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 KEYS, GRADIENTS = 1, 2
 
 
+class _Started(threading.local):
+    """What this thread has started within `settled`, and whether communication has failed there."""
+
+    def __init__(self) -> None:
+        self.pending: list[Pending] = []
+        self.has_failed = False
+
+
+_started = _Started()
+
+
 class Pending:
     """A tensor on its way. It holds what is sent, which must not be freed before."""
 
@@ -25,12 +39,39 @@ class Pending:
 
     def __init__(self, received: Tensor, sent: Tensor, works: list[Any]) -> None:
         self._received, self._sent, self._works = received, sent, works
+        _started.pending.append(self)
 
     def wait(self) -> Tensor:
         """The tensor, once it is there: on a GPU the stream waits, and the host does not."""
-        for work in self._works:
-            work.wait()
+        if self in _started.pending:
+            _started.pending.remove(self)
+        works, self._works = self._works, []
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError:
+            _started.has_failed = True
+            raise
         return self._received
+
+
+@contextlib.contextmanager
+def settled() -> Iterator[None]:
+    """Leaves no message on its way if its body raises, as where a kernel is refused: a later call would get it.
+
+    The other ranks have started the same, or will, before they need more of this rank.
+    """
+    outside = _started.pending, _started.has_failed
+    _started.pending, _started.has_failed = [], False
+    try:
+        yield
+    except Exception:
+        while _started.pending and not _started.has_failed:
+            with contextlib.suppress(RuntimeError):
+                _started.pending[0].wait()
+        raise
+    finally:
+        _started.pending, _started.has_failed = outside
 
 
 def all_gather(x: Tensor, place: Place) -> Pending:

@@ -228,11 +228,18 @@ def new_results(q: Tensor, v: Tensor) -> State:
     return out, torch.empty(shape[:-1], dtype=torch.float32, device=q.device)
 
 
-def gradient_of_sinks(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, head_dim: int) -> Tensor:
+def gradient_of_sinks(
+    options: Options, grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, cu_seqlens: Tensor | None
+) -> Tensor:
     """The gradient of the sinks: minus the sum of the sink's weight times grad_out · out over this rank's queries."""
     exact = torch.float64 if out.dtype == torch.float64 else torch.float32
-    heads = [-1 if dim == head_dim else 1 for dim in range(lse.dim())]
+    heads = [-1 if dim == 1 else 1 for dim in range(lse.dim())]
     weights = torch.exp(sinks.to(exact).view(heads) - torch.where(torch.isneginf(lse), torch.inf, lse).to(exact))
     mean = (grad_out.to(exact) * out).sum(-1)
-    others = [dim for dim in range(lse.dim()) if dim != head_dim]
+    if cu_seqlens is not None:  # rows past the last offset, where the gradient may be NaN
+        chunk = out.shape[0] // 2
+        within = torch.arange(chunk, device=out.device)
+        positions = torch.cat([index * chunk + within for index in chunks_of(options.place)])
+        mean.masked_fill_((positions >= cu_seqlens[-1]).unsqueeze(1), 0.0)
+    others = [dim for dim in range(lse.dim()) if dim != 1]
     return -(weights * mean).sum(others).to(sinks.dtype)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments
+from cudnn_sdpa.attention import arguments, memory
 from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     ReferenceArguments,
@@ -21,14 +21,14 @@ from cudnn_sdpa.attention.arguments import (
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
-from cudnn_sdpa.distributed import all_gather, ring, ulysses
+from cudnn_sdpa.distributed import all_gather, collectives, ring, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement
 from cudnn_sdpa.distributed.groups import check_device, place_in
 from cudnn_sdpa.distributed.local_attention import Options, Part, Span, State, attend
-from cudnn_sdpa.engine import autograd_checks, fallback
+from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError, UnsupportedError
 
 Method = Callable[[Options, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], State]
 
@@ -237,6 +237,8 @@ def _run_eagerly(
         )
         tensors, scores = _checked(function, options, qkv, sinks, packing)
         check_supported(function, method, options, *tensors[:2])
+        if method != "ulysses":
+            _check_layout(tensors[0], options)
         return _description(method, options, tensors, scores, packing), (options, tensors, scores)
 
     options, (q, k, v), scores = in_agreement(place, function, describe)
@@ -246,7 +248,8 @@ def _run_eagerly(
         part = Part(slice(*whole), slice(*whole), whole, whole, options.is_causal, options.window)
         out, lse = attend(options, part, q, k, v, scores, cu_seqlens)
     else:
-        out, lse = METHODS[method](options, q, k, v, scores, cu_seqlens)
+        with collectives.settled():
+            out, lse = METHODS[method](options, q, k, v, scores, cu_seqlens)
     return (out, lse) if return_lse else out
 
 
@@ -334,6 +337,23 @@ def _checked(
         )
         raise ShapeError("q", shape_of(q), expected, f"Pad the sequence to a multiple of {2 * options.place.ranks}.")
     return (q, k, v), scores
+
+
+def _check_layout(q: Tensor, options: Options) -> None:
+    """Refuses queries that no kernel reads, before the first message; keys and values are copied.
+
+    Raises:
+        ArgumentError: Their strides or their address are wrong.
+    """
+    dense = q.transpose(0, 1).unsqueeze(0) if options.is_packed else q
+    if q.is_cuda:
+        memory.check_strides_of("q", dense)
+        memory.check_addresses(q=q)
+    elif cpu_target.active() is not None:
+        try:
+            memory.check_strides_of("q", dense)
+        except LayoutError as error:
+            raise cpu_target.for_gpu(error) from None
 
 
 def check_supported(function: str, method: str, options: Options, q: Tensor, k: Tensor) -> None:

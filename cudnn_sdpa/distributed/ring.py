@@ -110,7 +110,7 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tu
     assert following is not None
     sum_k, sum_v = apart(following.wait(), k.shape[-1])
     grads = (torch.empty_like(x).copy_(total) for x, total in ((q, grad_q), (k, sum_k), (v, sum_v)))
-    grad_sinks = None if sinks is None else gradient_of_sinks(grad_out, out, lse, sinks, 1)
+    grad_sinks = None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks, cu_seqlens)
     return *grads, grad_sinks
 
 

@@ -92,6 +92,10 @@ def errors(
     exact = attend(*leaves[:3], **given) if lengths is None else exact_packed(*leaves[:3], lengths, given)
     wanted = torch.autograd.grad(exact[0], leaves, grad_out.double())
 
+    used = whole[0].shape[dim] if lengths is None else sum(lengths)
+    whole, garbage = ([x.clone() for x in some] for some in (whole, [grad_out]))
+    for x in (*whole, *garbage) if lengths is not None else ():
+        x[used:] = torch.nan  # rows of no sequence
     mine = [shard(x, dim).requires_grad_() for x in whole]
     own_sinks = None if sinks is None else sinks.clone().requires_grad_()
     common = {"method": method, "return_lse": True, "sinks": own_sinks, **options}
@@ -101,7 +105,7 @@ def errors(
         offsets = torch.tensor([0, *lengths]).cumsum(0).int()
         out, lse = context_parallel_varlen(*mine, offsets, max(lengths), **common)
     inputs = [*mine, *([] if own_sinks is None else [own_sinks])]
-    found = list(torch.autograd.grad(out, inputs, shard(grad_out, dim)))
+    found = list(torch.autograd.grad(out, inputs, shard(garbage[0], dim)))
     if own_sinks is not None:
         dist.all_reduce(found[3])
     parts = {

@@ -14,8 +14,12 @@ import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import cudnn_sdpa
+import cudnn_sdpa.distributed.all_gather as by_gathering
+import cudnn_sdpa.distributed.ring as by_passing_on
 from cudnn_sdpa import ArgumentError, UnsupportedError, nn
 from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, shard, unshard
+
+BY_METHOD = {"all_gather": by_gathering, "ring": by_passing_on}
 
 
 def parts(tokens: int = 8, heads: tuple[int, int] = (4, 2), *, grad: bool = False) -> list[torch.Tensor]:
@@ -72,6 +76,50 @@ def refusals() -> int:
         unshard([1.0], 0)
     still_works()
     return len(cases)
+
+
+def kernels_refuse(method: str) -> list[str]:
+    """A refusal in the middle, forward and backward, on all ranks: no message of it reaches a later call."""
+    found = []
+    q, k, v = parts(tokens=16, heads=(4, 4), grad=True)
+    wanted = torch.autograd.grad(context_parallel(q, k, v, method=method, is_causal=True).square().sum(), (q, k, v))
+    for name in ("attend", "attend_backward"):
+        whole, least = getattr(BY_METHOD[method], name), by_gathering.MIN_BYTES
+        calls = iter(range(100))
+
+        def refusing(*arguments: Any, whole: Any = whole, calls: Any = calls) -> Any:
+            if next(calls) == 1:  # the second part
+                raise UnsupportedError("this shape", ["no kernel has it"], "another")
+            return whole(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BY_METHOD[method], name, refusing)
+            patch.setattr(by_gathering, "MIN_BYTES", 1)
+            with pytest.raises(UnsupportedError, match="no kernel has it") as refused:
+                context_parallel(q, k, v, method=method, is_causal=True).sum().backward()
+        assert least == by_gathering.MIN_BYTES
+        found.append(str(refused.value))
+        for _ in range(3):
+            out = context_parallel(q, k, v, method=method, is_causal=True)
+            torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), wanted)
+    return found
+
+
+def strides() -> int:
+    """Queries that no kernel reads are refused before anything is sent; keys and values are copied anyway."""
+    q, k, v = parts()
+    apart = torch.stack([q, q], -1)[..., 0]
+    for method in ("all_gather", "ring"):
+        with pytest.raises(ArgumentError, match="q: got stride 2 in the last dimension"):
+            context_parallel(apart, k, v, method=method)
+        rows = [x[0].transpose(0, 1) for x in (apart, k, v)]
+        with pytest.raises(ArgumentError, match="q: got stride 2 in the last dimension"):
+            context_parallel_varlen(*rows, torch.tensor([0, 16]).int(), 16, method=method)
+    wanted = context_parallel(q, k, v, is_causal=True)
+    other = [torch.stack([x, x], -1)[..., 0] for x in (k, v)]
+    torch.testing.assert_close(context_parallel(q, *other, is_causal=True), wanted)
+    torch.testing.assert_close(context_parallel(apart, *other, is_causal=True, method="ulysses"), wanted)
+    return 2
 
 
 def suggestions() -> int:

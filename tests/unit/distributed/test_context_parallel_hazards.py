@@ -29,6 +29,18 @@ def test_a_refusal_is_told_to_the_others(ranks):
     assert own in told
 
 
+@pytest.mark.parametrize("method", ["all_gather", "ring"])
+def test_refusals_between_messages_leave_none_behind(ranks, method):
+    """Before, the next calls waited for each other until the group's timeout."""
+    forward, backward = ranks(hazards.kernels_refuse, method)[0]
+    assert "no kernel has it" in forward
+    assert "no kernel has it" in backward
+
+
+def test_layouts_are_refused_before_anything_is_sent(ranks):
+    assert ranks(hazards.strides) == [2, 2]
+
+
 @pytest.mark.parametrize("method", METHODS)
 def test_settings_and_transforms(ranks, method):
     for run in (hazards.second_gradients, hazards.gradients_of_lse, hazards.checkpoints, hazards.autocast):

@@ -1,0 +1,23 @@
+"""The gradient of the sinks of packed sequences, as on a GPU: computed in PyTorch, behind cuDNN's gradients."""
+
+from __future__ import annotations
+
+import torch
+
+from cudnn_sdpa import sdpa_varlen
+from cudnn_sdpa.attention.dense.launch_backward import sink_gradient
+
+
+def test_rows_past_the_last_sequence_have_no_share():
+    """Their gradient may be NaN, as that of a mean over no tokens."""
+    q, k, v = (torch.randn(9, heads, 16) for heads in (4, 2, 2))
+    sinks, grad_out = torch.randn(4).requires_grad_(), torch.randn(9, 4, 16)
+    ends = torch.tensor([0, 3, 3, 7]).int()
+    out, lse = sdpa_varlen(q, k, v, ends, ends, 4, 4, sinks=sinks, return_lse=True)
+    grad_out[7:] = torch.nan
+    (wanted,) = torch.autograd.grad(out, sinks, grad_out)
+    as_dense = [x.detach().transpose(0, 1).unsqueeze(0) for x in (grad_out, out, lse)]
+    found = sink_gradient(*as_dense, sinks.detach(), ends[-1])
+    torch.testing.assert_close(found, wanted)
+    whole = sink_gradient(*(x[:, :, :7] for x in as_dense), sinks.detach())
+    torch.testing.assert_close(whole, wanted)
