@@ -21,9 +21,10 @@ ROOT = Path(__file__).parent.parent
 @event_priority(100)  # before mkdocs-jupyter, which makes pages of them
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds what lies in samples/, beside docs/ in the repository and within it on the site."""
-    for path in sorted((ROOT / "samples").glob("*")):
-        if path.suffix in (".ipynb", ".py"):
-            files.append(File(f"samples/{path.name}", str(ROOT), config.site_dir, config.use_directory_urls))
+    for path in sorted((ROOT / "samples").rglob("*")):
+        if path.suffix in (".ipynb", ".py", ".cu"):
+            name = path.relative_to(ROOT).as_posix()
+            files.append(File(name, str(ROOT), config.site_dir, config.use_directory_urls))
     return files
 
 

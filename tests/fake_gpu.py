@@ -179,6 +179,7 @@ def _emulated(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL
             *["-x", "c++", "-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"],
             "-include",
             str(BLOCK),
+            f"-I{nvrtc.HEADERS}",
         ]
         options += [f"-D{name}={value}" for name, value in defines]
         subprocess.run(["g++", *options, str(source), "-o", str(library)], check=True)

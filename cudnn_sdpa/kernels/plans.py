@@ -286,6 +286,16 @@ def padded_dim(dim: int) -> int:
     return 64 if dim <= 64 else 128
 
 
+def fused_rows(dtype: torch.dtype, dim: int, sm: int) -> int:
+    """How many queries a block of the fused forward pass keeps."""
+    return _FORWARD.tiles(dtype, padded_dim(dim), _most_shared(sm)).rows
+
+
+def _most_shared(sm: int) -> int:
+    """Bytes of shared memory that a block can have."""
+    return 1024 * _SHARED.get(sm, _LEAST_SHARED)
+
+
 @functools.cache
 def _kernel(file: str, name: str, shared: int, **defines: int) -> Kernel:
     return Kernel(FOLDER / file, name, defines, shared)
@@ -300,8 +310,8 @@ class _Sizes(NamedTuple):
 
     @classmethod
     def of(cls, key: PlanKey) -> _Sizes:
-        most = 1024 * _SHARED.get(key.target.sm, _LEAST_SHARED)
-        return cls({x.name: x.layout for x in (*key.inputs, *key.outputs)}, key.option_values, most)
+        layouts = {x.name: x.layout for x in (*key.inputs, *key.outputs)}
+        return cls(layouts, key.option_values, _most_shared(key.target.sm))
 
     @property
     def defines(self) -> dict[str, int]:
@@ -356,8 +366,8 @@ class _Sizes(NamedTuple):
 
 
 #: Rows and columns of a tile of tiled.cu, the columns that it reads at a time, and the bytes that they take.
-_TILE, _STEP = 64, 16
-_TILED_SHARED = 4 * 2 * _STEP * (_TILE + 4)
+TILE, _STEP = 64, 16
+_TILED_SHARED = 4 * 2 * _STEP * (TILE + 4)
 _REDUCTION_SHARED = 4 * 32
 
 
@@ -385,14 +395,14 @@ def attention_forward(key: PlanKey) -> KernelProgram:
             sizes.simple("naive.cu", "naive_av", rows * q[3]),
         ]
         return KernelProgram(calls, sizes.fields(), _PLACES, {"scores": scores})
-    of_rows, of_keys, of_columns = (-(-size // _TILE) for size in (q[2], k[2], q[3]))
+    of_rows, of_keys, of_columns = (-(-size // TILE) for size in (q[2], k[2], q[3]))
     heads = q[0] * q[1]
     calls = [
         sizes.tiled("tiled.cu", "tiled_qk", heads * of_rows * of_keys, 256, _TILED_SHARED),
         sizes.tiled("tiled.cu", "tiled_softmax", rows, 128, _REDUCTION_SHARED),
         sizes.tiled("tiled.cu", "tiled_av", heads * of_rows * of_columns, 256, _TILED_SHARED),
     ]
-    return KernelProgram(calls, sizes.fields(), _PLACES, {"scores": scores}, knobs={"rows": _TILE, "columns": _TILE})
+    return KernelProgram(calls, sizes.fields(), _PLACES, {"scores": scores}, knobs={"rows": TILE, "columns": TILE})
 
 
 @_kernel_op
@@ -417,7 +427,7 @@ def attention_backward(key: PlanKey) -> KernelProgram:
 def _tiled_backward(sizes: _Sizes) -> KernelProgram:
     """The same for head dims beyond those of the fused form: the weights are kept, and the gradients of the scores."""
     (batch, heads, sq, dim), (_, heads_kv, skv, _) = sizes.layouts["q"].shape, sizes.layouts["k"].shape
-    of_queries, of_keys, of_columns = (-(-size // _TILE) for size in (sq, skv, dim))
+    of_queries, of_keys, of_columns = (-(-size // TILE) for size in (sq, skv, dim))
 
     def call(name: str, blocks: int) -> KernelCall:
         return sizes.tiled("tiled_backward.cu", name, batch * blocks, 256, _TILED_SHARED)
@@ -432,4 +442,4 @@ def _tiled_backward(sizes: _Sizes) -> KernelProgram:
     scratch = {"delta": (batch, heads, sq), "scores": (batch, heads, sq, skv)}
     if "grad_scores" not in sizes.layouts:
         scratch["grad_scores"] = (batch, heads, sq, skv)
-    return KernelProgram(calls, sizes.fields(), _PLACES, scratch, knobs={"rows": _TILE, "columns": _TILE})
+    return KernelProgram(calls, sizes.fields(), _PLACES, scratch, knobs={"rows": TILE, "columns": TILE})

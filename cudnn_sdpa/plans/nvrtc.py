@@ -105,11 +105,15 @@ _MAX_DYNAMIC_SHARED = 8
 _SHARED_UNASKED = 48 << 10
 
 
+#: Headers that any kernel with macros may include, such as primitives.cuh.
+HEADERS = Path(__file__).parents[1] / "kernels"
+
+
 class Kernel:
     """CUDA source of one kernel whose argument is a structure of 64-bit values.
 
     Args:
-        path: The file; it may include the headers (.cuh) beside it.
+        path: The file. With macros, it may include the headers (.cuh) beside it, and those of `HEADERS`.
         name: The kernel's name, declared `extern "C"`.
         defines: Macros that it is compiled with.
         shared: Bytes of dynamic shared memory of a block.
@@ -143,7 +147,7 @@ class Kernel:
         """What it is called in the plan store, compiled for compute capability `sm`."""
         digest = hashlib.sha256(self.path.read_bytes())
         if self.defines:  # others include nothing
-            for header in sorted(self.path.parent.glob("*.cuh")):
+            for header in sorted({*self.path.parent.glob("*.cuh"), *HEADERS.glob("*.cuh")}):
                 digest.update(header.read_bytes())
             digest.update(repr(sorted(self.defines.items())).encode())
         return _Identity(self.name, digest.hexdigest(), sm)
@@ -198,7 +202,7 @@ class Kernel:
         source, file = self.path.read_bytes(), self.path.name.encode()
         given = [f"--gpu-architecture=sm_{sm}", *more]
         if self.defines:
-            given += ["--std=c++17", f"--include-path={self.path.parent}"]
+            given += ["--std=c++17", *(f"--include-path={folder}" for folder in (self.path.parent, HEADERS))]
             given += [f"--define-macro={name}={value}" for name, value in self.defines.items()]
         options = (ctypes.c_char_p * len(given))(*map(os.fsencode, given))
         status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, file, 0, None, None)

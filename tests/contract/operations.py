@@ -7,16 +7,14 @@ then tested with it.
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from fake_gpu import Compute, dense_attention, fp8_attention, paged_attention
 from float64_reference import attend, gradients_of_a_part
+from sample_modules import sample
 from torch import Tensor
 
 import cudnn_sdpa
@@ -569,28 +567,25 @@ def exact_conv3d(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
     return torch.nn.functional.conv3d(x, weight, **options)
 
 
-# An operation of a user's: that of docs/add_an_operation.md.
+# Operations of a user's: those of docs/add_an_operation.md and docs/add_a_kernel.md.
 
 
-def _sample(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[2] / "samples" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules[name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-sample = _sample("add_an_operation")
+user_sample = sample("add_an_operation.py")
+row_softmax = sample("add_a_kernel/row_softmax.py").row_softmax
 
 
 def call_of_a_user(x: Tensor, weight: Tensor, residual: Tensor, eps: float) -> Tensor:
     """Both results in one tensor, so that both have gradients."""
-    return torch.cat(sample.add_rms_norm(x, weight, residual, eps), -1)
+    return torch.cat(user_sample.add_rms_norm(x, weight, residual, eps), -1)
+
+
+def kernel_of_a_user(x: Tensor, scale: float) -> Tensor:
+    """The squares: what autograd gets from ones, the sums of softmaxes, has no gradient."""
+    return row_softmax(x, scale).square()
 
 
 def exact_of_a_user(x: Tensor, weight: Tensor, residual: Tensor, eps: float) -> Tensor:
-    return torch.cat(sample.in_float64(x, weight, residual, eps), -1)
+    return torch.cat(user_sample.in_float64(x, weight, residual, eps), -1)
 
 
 #: The inputs that can have gradients, in the order of their gradients.
@@ -744,6 +739,17 @@ OPERATIONS: dict[str, Example] = {
         compute=None,
         differentiable=("q", "k", "v", "mask"),
         options={"mode": "tiled", "is_causal": True},
+        is_attention=False,
+        loops=True,
+    ),
+    "a kernel of a user's": Example(
+        kernel_of_a_user,
+        lambda: {"x": rows(33)},
+        lambda x, scale: torch.softmax(x * scale, -1).square(),
+        compute=None,
+        differentiable=("x",),
+        options={"scale": -1.7},
+        casts=(),
         is_attention=False,
         loops=True,
     ),

@@ -74,6 +74,18 @@ def test_the_page_that_adds_an_operation_shows_the_sample():
     assert all(code.partition("\n\n\nx, weight")[0].rstrip() in sample for code in functions)
 
 
+def test_the_page_that_adds_a_kernel_shows_the_sample():
+    result = run("samples/add_a_kernel/row_softmax.py")
+    assert result.returncode == 0, result.stderr
+    assert "torch.bfloat16  gradient of x" in result.stdout
+    page, folder = (ROOT / "docs/add_a_kernel.md").read_text(), ROOT / "samples/add_a_kernel"
+    for language, name in (("cpp", "row_softmax.cu"), ("py", "row_softmax.py")):
+        shown = re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        parts = [part.strip() for block in shown for part in block.split("\n\n\n")]
+        assert len(parts) >= 2
+        assert all(part in (folder / name).read_text() for part in parts)
+
+
 def test_tables_match_the_benchmark_files():
     result = run("scripts/bench_tables.py", "--check")
     assert result.returncode == 0, result.stdout

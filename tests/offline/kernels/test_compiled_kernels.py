@@ -7,6 +7,7 @@ import re
 import generators
 import pytest
 import torch
+from sample_modules import sample
 
 from cudnn_sdpa import LibraryError
 from cudnn_sdpa.engine.explain import describer_of
@@ -104,3 +105,11 @@ def test_generated_calls(first):
             if not description.is_empty:
                 for call in description.operation.program(description.key(target, None)).calls:
                     check(call.kernel, sm, spills=512)
+
+
+@pytest.mark.parametrize("sm", [80, 90, 100])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sample_that_adds_a_kernel(sm, dtype):
+    kernel = sample("add_a_kernel/row_softmax.py").kernel
+    for name in ("row_softmax", "row_softmax_gradient"):
+        check(kernel(name, dtype), sm)
