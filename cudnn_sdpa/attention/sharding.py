@@ -35,7 +35,7 @@ def dense(arguments: Mapping[str, Any]) -> list[Way]:
     return [
         Way("the batch", {**_BATCH, "attn_mask": -4}, (0, 0)),
         Way("heads", {**_HEADS, "attn_mask": -3}, (1, 1), whole=("k",), refused=alibi),
-        Way("query heads", {"q": 1, "sinks": 0, "attn_mask": -3}, (1, 1), refused=query_heads),
+        Way("query heads", {"q": 1, "sinks": 0, "attn_mask": -3}, (1, 1), present=("q",), refused=query_heads),
         Way("queries", {"q": 2, "attn_mask": -2}, (2, 2), refused=_depends_on_positions(arguments)),
         Way("keys", {"k": 2, "v": 2, "q": 2}, (2, 2), refused=_KEYS, instead=_CONTEXT_PARALLEL),
         Way("keys", {"k": 2, "v": 2, "attn_mask": -1}, (2, 2), refused=_KEYS, instead=_CONTEXT_PARALLEL),
@@ -48,7 +48,7 @@ def kernels(arguments: Mapping[str, Any]) -> list[Way]:
     return [
         Way("the batch", {"q": 0, "k": 0, "v": 0, "mask": -4}, (0, 0)),
         Way("heads", {"q": 1, "k": 1, "v": 1, "mask": -3}, (1, 1), whole=("k",)),
-        Way("query heads", {"q": 1, "mask": -3}, (1, 1), refused=query_heads),
+        Way("query heads", {"q": 1, "mask": -3}, (1, 1), present=("q",), refused=query_heads),
         Way("queries", {"q": 2, "mask": -2}, (2, 2), refused=_depends_on_positions(arguments)),
         Way("keys", {"k": 2, "v": 2, "q": 2}, (2, 2), refused=_KEYS),
         Way("keys", {"k": 2, "v": 2, "mask": -1}, (2, 2), refused=_KEYS),
@@ -61,7 +61,7 @@ def varlen(arguments: Mapping[str, Any]) -> list[Way]:
     tokens = {"q": 0, "k": 0, "v": 0}
     return [
         Way("heads", _HEADS, (1, 1), whole=("k",)),
-        Way("query heads", {"q": 1, "sinks": 0}, (1, 1), refused=query_heads),
+        Way("query heads", {"q": 1, "sinks": 0}, (1, 1), present=("q",), refused=query_heads),
         Way("tokens", tokens, (0, 0), refused=_TOKENS, instead=f"{_CONTEXT_PARALLEL}_varlen"),
     ]
 
@@ -74,7 +74,7 @@ def paged(arguments: Mapping[str, Any]) -> list[Way]:
     return [
         Way("the batch", _PAGED_BATCH, (0, 0)),
         Way("heads", heads, (1, 1), whole=("k_pages",)),
-        Way("query heads", {"q": 1, "sinks": 0}, (1, 1), refused=query_heads),
+        Way("query heads", {"q": 1, "sinks": 0}, (1, 1), present=("q",), refused=query_heads),
     ]
 
 
@@ -111,7 +111,8 @@ def _depends_on_positions(arguments: Mapping[str, Any]) -> str:
     window = arguments.get("window_size")
     if window is None:
         window = arguments.get("window_left", UNBOUNDED), arguments.get("window_right", UNBOUNDED)
-    named = [name for name in OF_POSITIONS if arguments.get(name) not in (None, False)]
+    given = {name: arguments.get(name) for name in OF_POSITIONS}
+    named = [name for name, value in given.items() if isinstance(value, Tensor) or value]
     if tuple(window) != (UNBOUNDED, UNBOUNDED):
         named.append("window_size")
     return f"{' and '.join(named)} counts queries from the first of all ranks" if named else ""

@@ -39,6 +39,7 @@ class Way(NamedTuple):
             from the end, for an operand that broadcasts: without that dimension, or with size 1, it is replicated.
         results: The dimension in which each result is divided, or `MAX`; one number for all results.
         whole: Operands whose size in that dimension must be a multiple of the number of ranks.
+        present: Operands of which each rank must have a part that is not empty.
         refused: Why this call cannot be divided so; empty if it can.
         instead: What serves such calls, besides a redistribution.
     """
@@ -47,6 +48,7 @@ class Way(NamedTuple):
     inputs: Mapping[str, int]
     results: int | tuple[int | str, ...]
     whole: tuple[str, ...] = ()
+    present: tuple[str, ...] = ()
     refused: str = ""
     instead: str = ""
 
@@ -321,6 +323,12 @@ class _Search(NamedTuple):
                 size = 0 if dim is None else self.tensors[name].shape[dim]
                 if size % ranks:
                     found.append(f"{name} has {size} {way.name}, which {ranks} ranks cannot share in whole numbers")
+            shares = [self.mesh.size(index) for index, other in enumerate(chosen) if other is way]
+            for name in way.present:
+                dim = way.dimension(name, self.tensors[name])
+                size = 0 if dim is None else self.tensors[name].shape[dim]
+                if min(_parts(size, shares)) == 0:
+                    found.append(f"{name} has {size} {way.name}, which {ranks} ranks cannot share so that each has one")
             for name, x in self.tensors.items():
                 dim = None if name in self.placed else way.dimension(name, x)
                 if dim is not None:
@@ -343,9 +351,9 @@ class _Search(NamedTuple):
                 if way.refused:
                     reasons.append(f"{self._described(placed, index)}: {way.refused}")
                     instead += [way.instead] if way.instead else []
-            if fitting:
-                reasons += [text for text in self._obstacles(fitting[:1]) if not fitting[0].refused]
-            else:
+                else:
+                    reasons += self._obstacles([way if at == index else None for at in range(self.mesh.ndim)])
+            if not fitting:
                 reasons.append(f"{self._described(placed, index)}; expected {self._expected(placed)}")
         reasons = list(dict.fromkeys(reasons)) or self._obstacles(
             [self._first(index) for index in range(self.mesh.ndim)]
@@ -399,6 +407,15 @@ class _Search(NamedTuple):
                 steps.append(f"{name}.redistribute(placements=[{', '.join(wanted)}])")
         sizes = [text for text in self._obstacles(chosen) if "plain tensor" not in text]
         return None if sizes else steps
+
+
+def _parts(size: int, ranks: Sequence[int]) -> set[int]:
+    """The sizes of all ranks' parts of a dimension that is sharded over mesh dimensions, one after the other."""
+    sizes = {size}
+    for number in ranks:
+        chunks = {whole: -(-whole // number) for whole in sizes}
+        sizes = {min(chunk, max(0, whole - at * chunk)) for whole, chunk in chunks.items() for at in range(number)}
+    return sizes
 
 
 def _text(at: _Placed) -> str:

@@ -131,6 +131,13 @@ CASES = {
         all_of(BATCH, *QKV, "attn_mask") | {"sinks": Partial()},
         return_lse=True,
     ),
+    "sdpa, batch, lengths of queries": case(
+        sdpa,
+        lambda: qkv() | {"seq_lens_q": ints(3, 0, 8, 5)},
+        all_of(BATCH, *QKV, "seq_lens_q"),
+        [BATCH],
+        all_of(BATCH, *QKV),
+    ),
     "sdpa, batch, causal, window": case(
         sdpa, qkv, all_of(BATCH, *QKV), [BATCH], all_of(BATCH, *QKV), is_causal=True, window_size=(3, 0)
     ),
@@ -584,6 +591,18 @@ REFUSED = {
         {},
         "k has 3 heads, which 2 ranks cannot share",
     ),
+    "fewer query heads than ranks": (
+        "sdpa, one head",
+        {"q": Shard(1), "k": R, "v": R},
+        {},
+        "q has 1 query heads, which 2 ranks cannot share so that each has one",
+    ),
+    "lengths of queries": (
+        "sdpa, lengths of queries",
+        {"q": Shard(2), "k": R, "v": R, "seq_lens_q": R},
+        {},
+        "seq_lens_q counts queries",
+    ),
     "packed tokens": ("varlen, plain offsets", all_of(Shard(0), *QKV), {}, "the sequences lie across ranks"),
     "pages": ("paged, heads", {"k_pages": Shard(0), "v_pages": Shard(0)}, {}, r"k_pages is Shard\(0\)"),
     "plain pages": ("paged, heads", {"q": Shard(1)}, {}, "k_pages is a plain tensor, which is taken as replicated"),
@@ -613,7 +632,11 @@ INSTEAD = {
     "sequences": "cudnn_sdpa.distributed.context_parallel",
     "packed tokens": "cudnn_sdpa.distributed.context_parallel_varlen",
 }
-OTHERS = {"sdpa, query heads, of three": case(sdpa, lambda: qkv(heads=6, heads_kv=3), {}, [])}
+OTHERS = {
+    "sdpa, query heads, of three": case(sdpa, lambda: qkv(heads=6, heads_kv=3), {}, []),
+    "sdpa, one head": case(sdpa, lambda: qkv(heads=1, heads_kv=1), {}, []),
+    "sdpa, lengths of queries": case(sdpa, lambda: qkv(batch=2) | {"seq_lens_q": ints(0, 5)}, {}, []),
+}
 
 
 def placements_of(code):

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from cudnn_sdpa import OptionError, UnsupportedError, nn
+from cudnn_sdpa.distributed import shard
 from cudnn_sdpa.nn import parallel_plan
 
 if not dist.is_available():
@@ -311,3 +312,35 @@ def test_fsdp_with_tensor_parallelism(ranks, sequence_parallel):
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fsdp_with_tensor_parallelism_in_four_processes(four_ranks, sequence_parallel):
     four_ranks(check_fsdp, 2, 2, sequence_parallel)
+
+
+def check_context_and_tensor_parallel(method):
+    """Tokens over one mesh dimension, heads over the other: values and gradients of one process in float64."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
+    options = {"num_heads": 8, "num_kv_heads": 4, "head_dim": 8, "window_size": None if method == "ring" else (5, 0)}
+    whole = attention(**options).double()
+    parallel = attention(**options, cp_group=mesh["cp"], cp_method=method).double()
+    parallel.load_state_dict(whole.state_dict())
+    x, grad = torch.randn(2, 16, E, dtype=torch.float64).requires_grad_(), torch.randn(2, 16, E, dtype=torch.float64)
+    wanted = whole(x)
+    wanted.backward(grad)
+    parallelize_module(parallel, mesh["tp"], parallel_plan(parallel))
+    assert parallel.k_proj.weight.to_local().shape[0] == 16
+    mine = shard(x.detach(), 1, mesh["cp"]).requires_grad_()
+    out = parallel(mine)
+    out.backward(shard(grad, 1, mesh["cp"]))
+    found = {"out": (out, shard(wanted, 1, mesh["cp"])), "x": (mine.grad, shard(x.grad, 1, mesh["cp"]))}
+    for name, parameter in parallel.named_parameters():
+        total = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad.clone()
+        dist.all_reduce(total, group=mesh["cp"].get_group())
+        found[name] = total, whole.get_parameter(name).grad
+    for name, (one, other) in found.items():  # the LSE, of which gradients are made, is kept in float32
+        assert (one - other).norm() < 1e-6 * other.norm(), (name, (one - other).norm() / other.norm())
+    return len(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
+def test_context_parallelism_with_tensor_parallelism_in_four_processes(four_ranks, method):
+    parameters = len(list(attention().parameters()))
+    assert four_ranks(check_context_and_tensor_parallel, method) == [2 + parameters] * 4
