@@ -789,9 +789,8 @@ class Kernels(Attention):
         return known
 
     def bounds(self, case, options, leaves, grads, known, precision):
-        terms = case.tensors["q"].shape[
-            3
-        ]  # of a score: one after the other, and where they are equal, no errors cancel
+        (_, heads, sq, dim), (_, kv, skv, _) = (case.tensors[name].shape for name in "qk")
+        terms = max(dim, skv // 4, sq * heads // kv // 4)  # summed in turn: errors of equal terms do not cancel
         precision = replace(precision, inner=precision.inner * max(1.0, terms / 8))
         return super().bounds(case, options, leaves, grads, known, precision)
 

@@ -48,6 +48,16 @@ def test_values_and_gradients(sq, skv, mode, dtype):
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize(("mode", "dim"), [("tiled", 129), ("naive", 200), ("tiled", 256)])
+def test_gradients_beyond_the_fused_form(mode, dim, dtype):
+    for sq, skv, is_causal in ((1, 130, False), (130, 65, True), (513, 300, False)):
+        q = made(2, 4, sq, dim, dtype=dtype)
+        k, v = (made(2, 2, skv, dim, dtype=dtype) for _ in range(2))
+        for mask in (None, made(4, 1, skv, dtype=dtype)):
+            check([q, k, v, mask], mode=mode, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
 def test_a_captured_call_is_replayed(dtype):
     q, k, v = (made(1, 2, 300, 64, dtype=dtype).detach() for _ in range(3))
     kernels.attention(q, k, v)
