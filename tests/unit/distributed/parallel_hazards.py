@@ -17,7 +17,7 @@ import cudnn_sdpa
 import cudnn_sdpa.distributed.all_gather as by_gathering
 import cudnn_sdpa.distributed.ring as by_passing_on
 from cudnn_sdpa import ArgumentError, UnsupportedError, nn
-from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, shard, unshard
+from cudnn_sdpa.distributed import agreement, context_parallel, context_parallel_varlen, shard, unshard
 
 BY_METHOD = {"all_gather": by_gathering, "ring": by_passing_on}
 
@@ -169,6 +169,25 @@ def disagreements() -> list[str]:
         found.append(str(refused.value))
         still_works()
     return found
+
+
+def one_repeats() -> str:
+    """A rank repeats an agreed call, and waits in its collectives; the other, with a new kind of call, says so."""
+    q, k, v = parts(tokens=10)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agreement, "_is_a_log", lambda _: False)  # the store of these processes is one
+        for _ in range(3):
+            context_parallel(q, k, v, is_causal=True)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            with pytest.raises(RuntimeError):  # the other rank's part never comes
+                context_parallel(q, k, v, is_causal=True)
+            return ""
+        begin = time.monotonic()
+        with pytest.raises(ArgumentError, match="rank 0 calls context_parallel otherwise than rank 1") as refused:
+            context_parallel(q, k, v, is_causal=True, softcap=7.0)
+        assert time.monotonic() - begin < 10
+        raise LookupError(str(refused.value))  # which ends this process, as an error in a training loop does
 
 
 def one_refuses() -> str:

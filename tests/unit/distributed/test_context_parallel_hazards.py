@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import parallel_hazards as hazards
 import pytest
-from processes import Ranks
+from processes import RankError, Ranks
 
 METHODS = ("all_gather", "ulysses", "ring")
 
@@ -22,6 +22,15 @@ def test_ranks_that_disagree_all_say_so(ranks):
     for number, named in enumerate(("q=float32", "is_causal", "scale", "sinks", "method", "k=float", "gradient")):
         assert named in first[number]
         assert named in second[number]
+
+
+def test_a_rank_that_repeats_an_agreed_call_is_named_at_once():
+    pair = Ranks(2)
+    try:
+        with pytest.raises(RankError, match=r"softcap=7\.0 here, softcap=None there"):
+            pair(hazards.one_repeats)
+    finally:
+        pair.end()
 
 
 def test_a_refusal_is_told_to_the_others(ranks):
