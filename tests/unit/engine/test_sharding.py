@@ -486,7 +486,7 @@ COMPILED = (
 )
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_calls_are_the_same(ranks, name):
     ranks(check_case, name, True)
@@ -788,6 +788,7 @@ def test_dropout_differs_between_ranks(ranks):
     ranks(check_dropout)
 
 
+@pytest.mark.slow
 def test_compiled_dropout_differs_between_ranks(ranks):
     ranks(check_dropout, True)
 
