@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from cudnn_sdpa.bench.parts import (
+from cudnn_sdpa.bench.tools.output import Output, Row, folder
+from cudnn_sdpa.bench.tools.parts import (
     AttentionPart,
     ColdPart,
     ConvPart,
@@ -23,7 +24,6 @@ from cudnn_sdpa.bench.parts import (
     ShapesPart,
     SiluPart,
 )
-from cudnn_sdpa.bench.tools.output import Output, Row, folder
 from cudnn_sdpa.bench.tools.processes import run_command
 
 bench_app = typer.Typer(invoke_without_command=True)

@@ -43,7 +43,7 @@ def test_all_commands_are_listed():
     ]
     assert [
         *("all", "host", "attention", "fp8", "decode", "norm", "silu", "conv", "llama", "coldstart", "shapes"),
-        *("provider", "distributed"),
+        *("provider", "kernels", "distributed"),
     ] == BENCHMARKS
 
 
@@ -339,7 +339,7 @@ def test_bench_all_continues_after_a_failed_benchmark(monkeypatch, tmp_path):
     names = [name for name in BENCHMARKS if name != "all"]
     assert ran == [("bench", name, "--json", str(tmp_path / "results" / f"{name}.json")) for name in names]
     assert result.exit_code == 1
-    assert result.stderr == "failed: fp8; the other 11 are done\n"
+    assert result.stderr == "failed: fp8; the other 12 are done\n"
     ran.clear()
     monkeypatch.setattr(bench_cli, "run_command", lambda *arguments: ran.append(arguments))
     assert invoke("bench", "all").exit_code == 0

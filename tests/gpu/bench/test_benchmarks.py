@@ -9,7 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from cudnn_sdpa.bench import convolutions, decode, fp8, fused, host, proposals, training
-from cudnn_sdpa.bench.parts import (
+from cudnn_sdpa.bench.tools import cases, timing
+from cudnn_sdpa.bench.tools.parts import (
     AttentionPart,
     ConvPart,
     DecodePart,
@@ -21,7 +22,6 @@ from cudnn_sdpa.bench.parts import (
     ProviderPart,
     SiluPart,
 )
-from cudnn_sdpa.bench.tools import cases, timing
 from cudnn_sdpa.cli import app
 
 

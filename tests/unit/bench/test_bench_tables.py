@@ -11,7 +11,8 @@ import torch
 from typer.testing import CliRunner
 
 from cudnn_sdpa.bench import attention
-from cudnn_sdpa.bench.parts import (
+from cudnn_sdpa.bench.tools import cases, report
+from cudnn_sdpa.bench.tools.parts import (
     AttentionPart,
     ColdPart,
     ConvPart,
@@ -24,7 +25,6 @@ from cudnn_sdpa.bench.parts import (
     ShapesPart,
     SiluPart,
 )
-from cudnn_sdpa.bench.tools import cases, report
 from cudnn_sdpa.cli import app
 
 ENVIRONMENT = {
