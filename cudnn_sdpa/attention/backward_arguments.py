@@ -46,7 +46,7 @@ def needs_of(wanted: Sequence[str] | None, inputs: dict[str, Any]) -> tuple[bool
     Raises:
         OptionError: A name is none of an input that has a gradient.
     """
-    can = {name: x is not None and (name != "attn_mask" or _is_float(x)) for name, x in inputs.items()}
+    can = {name: x is not None and (name != "attn_mask" or _is_additive(x)) for name, x in inputs.items()}
     if wanted is None:
         return tuple(can.values())
     expected = "None for all gradients, or a tuple of some of " + ", ".join(
@@ -60,8 +60,9 @@ def needs_of(wanted: Sequence[str] | None, inputs: dict[str, Any]) -> tuple[bool
     return tuple(name in wanted for name in can)
 
 
-def _is_float(mask: object) -> bool:
-    return not isinstance(mask, Tensor) or mask.is_floating_point()
+def _is_additive(mask: object) -> bool:
+    # Checks of the call refuse masks that are neither boolean nor of floating-point numbers, and say so.
+    return not isinstance(mask, Tensor) or mask.dtype != torch.bool
 
 
 def gradients_of(

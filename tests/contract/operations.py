@@ -106,7 +106,7 @@ class Example:
         with torch.no_grad():
             wanted = self.exact(**_in_float64(tensors), **self.options)
         if self.precision is not None:
-            off = (found.detach().double() - wanted).norm() / wanted.norm()
+            off = (found.detach().double() - wanted).norm() / wanted.norm().clamp_min(1e-3)
             assert off < self.precision, f"the result is {off:.2%} off"
             return
         torch.testing.assert_close(found.detach().double(), wanted, rtol=2e-2, atol=2e-2)

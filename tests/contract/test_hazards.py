@@ -30,6 +30,7 @@ from cudnn_sdpa import (
     conv2d,
     conv3d,
     explain,
+    kernels,
     plan_cache,
     sdpa,
     sdpa_varlen,
@@ -515,7 +516,7 @@ def test_autocast_casts_only_what_pytorch_casts(call):
     if call.precision is None and not call.is_attention:
         tensors = {name: x.float() for name, x in tensors.items()}
     dtype = call(tensors).dtype
-    casts = call.function in (sdpa, sdpa_varlen, conv1d, conv2d, conv3d)
+    casts = call.function in (sdpa, sdpa_varlen, kernels.attention, conv1d, conv2d, conv3d)
     lower = torch.float16 if casts else torch.bfloat16  # which autocast can concatenate, as some examples do
     for _ in range(4):
         with torch.autocast("cpu", lower):
