@@ -103,13 +103,19 @@ def check_options(call: KernelArguments) -> None:
 
 
 def check(call: KernelArguments) -> None:
-    """Checks that apply on every device. They read no address and no value, so fake tensors pass."""
-    check_options(call)
-    q, k, v = call.q, call.k, call.v
-    check_qkv(q, k, v, for_cudnn=False)
+    """Checks of a call of the kernels. They read no address and no value, so fake tensors pass."""
+    check_operands(call)
+    q = call.q
     if q.dtype not in GPU_DTYPES and q.device.type != "cpu":
         names = " or ".join(map(dtype_name, GPU_DTYPES))
         raise DtypeError("q", dtype_name(q.dtype), f"{names} on {q.device.type}", "Convert with q.float().")
+
+
+def check_operands(call: KernelArguments) -> None:
+    """The checks that hold for the reference, too, which takes any dtype on any device."""
+    check_options(call)
+    q, k, v = call.q, call.k, call.v
+    check_qkv(q, k, v, for_cudnn=False)
     dim = q.shape[3]
     if is_true(v.shape[3] != dim):
         raise ShapeError("v", f"head dim {v.shape[3]}", f"{dim}, the head dim of q and k")

@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward,
 from cudnn_sdpa.attention.reference import Softmax, product, repeated, scores, without_autocast
 from cudnn_sdpa.attention.reference import gradients as gradients_of_attention
 from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.kernels.arguments import MASKING, Gradient, KernelArguments, check, check_options
+from cudnn_sdpa.kernels.arguments import MASKING, Gradient, KernelArguments, check_operands, check_types
 from cudnn_sdpa.kernels.plans import results
 
 
@@ -46,10 +46,10 @@ def reference_attention(
         >>> torch.allclose(kernels.reference_attention(q, q, q), kernels.attention(q, q, q), atol=1e-5)
         True
     """
+    check_types(KernelArguments(q, k, v, mask))
     q, k, v, mask = (cast_tensor(x, q) for x in (q, k, v, mask))
     call = KernelArguments(q, k, v, mask, "naive", is_causal, scale)
-    check_options(call)
-    check(call)
+    check_operands(call)
     exact, mask = torch.promote_types(q.dtype, torch.float32), _exact_mask(mask)
     with without_autocast(q):
         queries = q.to(exact)

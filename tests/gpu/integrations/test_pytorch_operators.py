@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 
 import float64_reference as exact
@@ -85,9 +86,11 @@ def packed_case(dtype, heads_kv=2):
 @pytest.mark.parametrize("window", [(-1, -1), (-1, 0), (16, 0)], ids=str)
 def test_varlen_attn(dtype, window):
     varlen = pytest.importorskip("torch.nn.attention.varlen")
+    grouped = "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters  # PyTorch 2.11 has no such option
     for _ in range(3):
-        q, k, v, offsets = packed_case(dtype)
-        out = varlen.varlen_attn(q, k, v, offsets, offsets, 128, 128, window_size=window, enable_gqa=True)
+        q, k, v, offsets = packed_case(dtype, heads_kv=2 if grouped else 8)
+        options = {"window_size": window} | ({"enable_gqa": True} if grouped else {})
+        out = varlen.varlen_attn(q, k, v, offsets, offsets, 128, 128, **options)
         grad_out = torch.randn_like(out)
         grads = torch.autograd.grad(out, (q, k, v), grad_out)
         for begin, end in itertools.pairwise(offsets.tolist()):

@@ -17,6 +17,7 @@ BOUNDS = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 33), (300, 4097), (2, 3, 64)])
 def test_values_and_gradients(shape, dtype, compiled):
+    torch.compiler.reset()  # the cases together exceed what Dynamo compiles of one function
     function = torch.compile(row_softmax, fullgraph=True) if compiled else row_softmax
     for scale in (1.0, -1.7, 0.3):
         x = torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True)

@@ -66,6 +66,12 @@ def test_float64_is_refused_on_a_gpu():
     q = torch.empty(1, 1, 4, 8, dtype=torch.float64, device="meta")
     with pytest.raises(DtypeError, match="float32 or float16 or bfloat16 on meta"):
         kernels.attention(q, q, q)
+    assert kernels.reference_attention(q, q, q).dtype == torch.float64  # the reference is not
+
+
+def test_the_reference_names_wrong_types():
+    with pytest.raises(OptionError, match="^k: got list; expected a torch.Tensor"):
+        kernels.reference_attention(torch.randn(1, 1, 4, 8), [1.0], torch.randn(1, 1, 4, 8))
 
 
 def test_older_gpus_are_refused():
