@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from cudnn_sdpa.attention import sharding
 from cudnn_sdpa.attention.arguments import as_float
 from cudnn_sdpa.attention.bias import new_gradient
+from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
@@ -80,6 +82,8 @@ def attention(
 
     The fused form follows FlashAttention-2 (Dao, 2023).
     """
+    if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
+        autograd_checks.refuse_context_parallel("kernels.attention")
     given = (q, k, v, mode, mask, is_causal, scale)
     if _calls.find is not None and not is_compiling():
         known = _calls.find(*given)

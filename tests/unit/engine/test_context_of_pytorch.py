@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.experimental import context_parallel
 import cudnn_sdpa as c
+import cudnn_sdpa.kernels
 
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
 mesh = init_device_mesh("cpu", (1,))
@@ -38,6 +39,8 @@ calls = {
     "fp8 module": lambda: c.Fp8Attention()(half, half, half),
     "paged": lambda: c.sdpa_paged(q, pages, pages, table, lengths),
     "cache": lambda: cache.attend(step, q),
+    "own kernels": lambda: c.kernels.attention(q, k, v, is_causal=True),
+    "own kernels, module": lambda: c.kernels.CUDAAttention()(q, k, v),
 }
 before = {name: call() for name, call in calls.items()}
 with context_parallel(mesh, buffers=[torch.ones(2, 16)], buffer_seq_dims=[1]):
