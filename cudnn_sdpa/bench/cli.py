@@ -78,6 +78,7 @@ def bench_host(
     measures: dict[HostPart, tuple[str, Measure]] = {
         HostPart.HOST: ("Host time of one warm call: B=1, H=8, S=128, D=64, bfloat16", host.host),
         HostPart.PARTS: ("Where it goes", host.parts),
+        HostPart.LAUNCHES: ("The launches of these calls alone", host.launches),
         HostPart.TRAINING: ("Host time of a forward and a backward pass, the same shape", training),
         HostPart.KERNELS: ("Device time, interleaved, median", host.kernels),
         HostPart.MEMORY: ("Memory", host.memory),
@@ -180,6 +181,7 @@ def bench_silu(
     measures: dict[SiluPart, tuple[str, Measure]] = {
         SiluPart.FORWARD: ("silu_mul, bfloat16", fused.silu_forward),
         SiluPart.BACKWARD: ("Gradients of silu_mul, bfloat16", fused.silu_backward),
+        SiluPart.VIEWS: ("silu_mul in this library's views of its tensors, and on rows as they are", fused.silu_views),
         SiluPart.HOST: (f"Host time of one warm silu_mul of {fused.SMALL}", fused.silu_host),
         SiluPart.PROPOSALS: ("All plans that cuDNN proposes for silu_mul", proposals.gates),
     }

@@ -17,10 +17,12 @@ from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.engine.dispatch_state import tensor_guard
 from cudnn_sdpa.fused.activation import silu_mul
-from cudnn_sdpa.fused.activation_graphs import silu_mul_rows
+from cudnn_sdpa.fused.activation_graphs import silu_mul_gradients, silu_mul_rows
+from cudnn_sdpa.fused.activation_tiling import split
+from cudnn_sdpa.fused.graph_op import GraphFunction, Views, graph_op
 from cudnn_sdpa.fused.norm import rms_norm
 from cudnn_sdpa.fused.norm_graphs import rms_norm_rows
-from cudnn_sdpa.fused.torch_ops import as_tuple
+from cudnn_sdpa.fused.torch_ops import Options, Value, as_tuple
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.plans import plan as plans
@@ -191,6 +193,44 @@ def silu_backward() -> list[Row]:
             _backward(silu_mul, pytorch_silu_mul, gate_inputs(*shape), shape=shape, moved=5),
             _backward(silu_mul, pytorch_packed_silu_mul, halves, shape=shape, moved=5, note="halves of one"),
         ]
+    return rows
+
+
+def _as_rows(operands: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
+    """Tensors (rows, n) as one matrix each, which is how they are given; of one tensor for gate and up, its halves."""
+    *others, last = operands
+    if last is None:
+        *before, both = others
+        operands = [*before, *split(both)]
+        results = [half for result in results for half in result.chunk(2, dim=-1)] if before else results
+    return [x.unsqueeze(0) for x in operands if isinstance(x, Tensor)], [x.unsqueeze(0) for x in results], options
+
+
+def _untiled(function: GraphFunction) -> GraphFunction:
+    """The same graph on tensors as they are, without the views that make it fast."""
+    return graph_op(reference=function.reference, readable=function.readable, views=_as_rows)(function._builder)
+
+
+def silu_views() -> list[Row]:
+    """`silu_mul` and its gradients in the views that this library passes to cuDNN, and on rows as they are given."""
+    rows = []
+    forward, backward = _untiled(silu_mul_rows), _untiled(silu_mul_gradients)
+    for shape in _each(GATES):
+        grad = cases.normal(*shape)
+        for note, inputs in (("", gate_inputs(*shape)), (", halves of one", (*packed_gate_inputs(*shape), None))):
+            both = {
+                "forward": (silu_mul_rows, forward, inputs),
+                "backward": (silu_mul_gradients, backward, (grad, *inputs)),
+            }
+            row: Row = {"rows, n": ", ".join(map(str, shape)) + note}
+            for name, (tiled, untiled, operands) in both.items():
+                found, expected = (as_tuple(function(*operands)) for function in (untiled, tiled))
+                cases.check_agreement([f"result {n}" for n in range(len(found))], found, expected, "the tiled views'")
+                calls = {"in views": partial(tiled, *operands), "as rows": partial(untiled, *operands)}
+                times = device_times(calls, cold=True)
+                row |= {f"{name}, {kind} µs": time for kind, time in times.items()}
+                row[f"{name}, gain"] = times["as rows"] / times["in views"]
+            rows.append(row)
     return rows
 
 

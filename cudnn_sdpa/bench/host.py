@@ -18,9 +18,11 @@ from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.bench import fused
 from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
+from cudnn_sdpa.bench.tools.launches import launches_of
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.bench.tools.ways import in_python, wait_for_native_calls
+from cudnn_sdpa.bench.training import both_passes
 from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, tensor_guard
 from cudnn_sdpa.fused.activation import silu_mul
 from cudnn_sdpa.fused.graph_op import graph_op
@@ -38,29 +40,10 @@ def host() -> list[Row]:
     """
     wait_for_native_calls()
     q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
-    lengths = torch.full((1,), 100, dtype=torch.int32, device="cuda")
-    sinks = cases.normal(8, dtype=torch.float32)
     operands = ForwardArguments(q, k, v)[:-2]  # all that operators take
-    step = cases.normal(1, 8, 1, 64)
     frontend = hand_graphs.FrontendGraph(q, k, v, is_causal=False)
     pytorch = peers.pytorch(q, k, v, is_causal=False)
-    additive, boolean = cases.normal(1, 1, 128, 128), cases.normal(1, 1, 128, 128) > -0.5
-    ours: dict[str, Call] = {
-        "sdpa": lambda: sdpa(q, k, v),
-        "sdpa, causal, scale given": lambda: sdpa(q, k, v, is_causal=True, scale=0.2),
-        "two shapes in turn, mean of a call": lambda: (sdpa(q, k, v), sdpa(step, k, v)),
-        "drop-in": lambda: scaled_dot_product_attention(q, k, v),
-        "sdpa, decode with seq_lens_kv": lambda: sdpa(step, k, v, seq_lens_kv=lengths),
-        "sdpa, return_lse": lambda: sdpa(q, k, v, return_lse=True),
-        "sdpa, window": lambda: sdpa(q, k, v, window_size=(31, 0)),
-        "sdpa, sinks": lambda: sdpa(q, k, v, sinks=sinks),
-        "sdpa, softcap": lambda: sdpa(q, k, v, softcap=30.0),
-        "sdpa, attn_mask": lambda: sdpa(q, k, v, attn_mask=additive),
-        "sdpa, boolean attn_mask": lambda: sdpa(q, k, v, attn_mask=boolean),
-        "sdpa, prefill with seq_lens_kv": lambda: sdpa(q, k, v, seq_lens_kv=lengths),
-        **_paged_calls(step),
-        **_fused_calls(),
-    }
+    ours = _calls(q, k, v)
     others: dict[str, Call] = {
         "sdpa through the dispatcher": lambda: torch.ops.cudnn_sdpa.sdpa_forward(*operands),
         "raw launch (nothing allocated)": frontend.launch,
@@ -94,6 +77,58 @@ def host() -> list[Row]:
         for name, time in best.items()
         if not name.endswith(", Python")
     ]
+
+
+def _calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
+    """Calls of this library, but of packed sequences."""
+    lengths = torch.full((1,), 100, dtype=torch.int32, device="cuda")
+    sinks = cases.normal(8, dtype=torch.float32)
+    step = cases.normal(1, 8, 1, 64)
+    additive, boolean = cases.normal(1, 1, 128, 128), cases.normal(1, 1, 128, 128) > -0.5
+    return {
+        "sdpa": lambda: sdpa(q, k, v),
+        "sdpa, causal, scale given": lambda: sdpa(q, k, v, is_causal=True, scale=0.2),
+        "two shapes in turn, mean of a call": lambda: (sdpa(q, k, v), sdpa(step, k, v)),
+        "drop-in": lambda: scaled_dot_product_attention(q, k, v),
+        "sdpa, decode with seq_lens_kv": lambda: sdpa(step, k, v, seq_lens_kv=lengths),
+        "sdpa, return_lse": lambda: sdpa(q, k, v, return_lse=True),
+        "sdpa, window": lambda: sdpa(q, k, v, window_size=(31, 0)),
+        "sdpa, sinks": lambda: sdpa(q, k, v, sinks=sinks),
+        "sdpa, softcap": lambda: sdpa(q, k, v, softcap=30.0),
+        "sdpa, attn_mask": lambda: sdpa(q, k, v, attn_mask=additive),
+        "sdpa, boolean attn_mask": lambda: sdpa(q, k, v, attn_mask=boolean),
+        "sdpa, prefill with seq_lens_kv": lambda: sdpa(q, k, v, seq_lens_kv=lengths),
+        **_paged_calls(step),
+        **_fused_calls(),
+    }
+
+
+def launches() -> list[Row]:
+    """What a call cannot do without: the launches of its plans, and of this library's own kernels, alone.
+
+    The launches are those of one call, repeated on its addresses; nothing is allocated. Own kernels are launched by
+    ctypes, which costs a few tenths of a microsecond more than C++.
+    """
+    wait_for_native_calls()
+    q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
+    packed = _packed_calls(*(x[0].transpose(0, 1).contiguous() for x in (q, k, v)))
+    calls = {**_calls(q, k, v), "sdpa_varlen": packed["sdpa_varlen"], **both_passes()}
+    del calls["two shapes in turn, mean of a call"]
+    rows: list[Row] = []
+    for name, call in track(calls.items(), "launches", transient=True):
+        alone = launches_of(call)
+        timed = {"call": call, "plans": alone.plans, "kernels": alone.own_kernels}
+        times = host_times({part: run for part, run in timed.items() if run is not None}, per_round=200, rounds=15)
+        rows.append(
+            {
+                "call": name,
+                "µs": times["call"],
+                "its plans alone": times["plans"],
+                "its own kernels alone": times.get("kernels"),
+                "the rest": times["call"] - times["plans"] - times.get("kernels", 0.0),
+            }
+        )
+    return rows
 
 
 def _paged_calls(q: Tensor) -> dict[str, Call]:

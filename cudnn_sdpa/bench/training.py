@@ -151,12 +151,41 @@ def _others(packed: list[Tensor]) -> dict[str, Call]:
     cu_seqlens = torch.tensor((0, length), dtype=torch.int32, device=packed[0].device)
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sdpa_varlen(q, k, v, cu_seqlens, cu_seqlens, max_seqlen_q=length, max_seqlen_kv=length)
+        return sdpa_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_q=length,
+            max_seqlen_kv=length,
+        )
 
     return {
         "sdpa_varlen": _pass(attend, *packed),
         "rms_norm": _pass(rms_norm, *fused.norm_inputs(*ROWS)),
         "silu_mul": _pass(silu_mul, *fused.gate_inputs(*ROWS)),
+    }
+
+
+def both_passes() -> dict[str, Call]:
+    """Forward and backward passes that return all that their launches write."""
+    q, k, v = SHAPE.tensors(requires_grad=True)
+
+    def call(function: Callable[..., Tensor], *leaves: Tensor) -> Call:
+        leaves = tuple(x.detach().clone().requires_grad_() for x in leaves)
+        grad = torch.randn_like(function(*leaves))
+
+        def run() -> tuple[Tensor, ...]:
+            out = function(*leaves)
+            return out, *torch.autograd.grad(out, leaves, grad, retain_graph=True)
+
+        return run
+
+    return {
+        "sdpa, forward and backward": call(sdpa, q, k, v),
+        "rms_norm, forward and backward": call(rms_norm, *fused.norm_inputs(*ROWS)),
+        "silu_mul, forward and backward": call(silu_mul, *fused.gate_inputs(*ROWS)),
     }
 
 

@@ -10,6 +10,7 @@ class HostPart(str, Enum):
 
     HOST = "host"
     PARTS = "parts"
+    LAUNCHES = "launches"
     TRAINING = "training"
     KERNELS = "kernels"
     MEMORY = "memory"
@@ -56,6 +57,7 @@ class SiluPart(str, Enum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    VIEWS = "views"
     HOST = "host"
     PROPOSALS = "proposals"
 
