@@ -198,7 +198,7 @@ def _calls(setting: Setting, given: Sequence[Tensor], which: str) -> dict[str, R
         if which == FORWARD:
             call: Results = partial(_forward, attend, qkv, setting.is_causal)
         else:
-            call = partial(_both, attend, leaves, setting.is_causal, grad_out)
+            call = partial(_both, attend, leaves, is_causal=setting.is_causal, grad_out=grad_out)
         try:
             call()
         except torch.OutOfMemoryError:
@@ -227,7 +227,7 @@ def _check(setting: Setting, calls: Mapping[str, Results], length: int) -> None:
     names = ("out", *GRADIENTS)[: len(expected)]
     for name, call in calls.items():
         reference = f"that of the fused form ({name}, {setting.label}, S={length})"
-        cases.check_agreement(names, call(), expected, reference, TOLERANCE[setting.dtype])
+        cases.check_agreement(names, call(), expected, reference, tolerance=TOLERANCE[setting.dtype])
 
 
 def _times(calls: Mapping[str, Call], repeats: int) -> dict[str, float]:

@@ -1,11 +1,13 @@
 """Whether all ranks of a group make the same call, asked before its first collective.
 
 Ranks that disagree about shapes or options would wait for each other in collectives, or read each other's memory
-wrongly. So at the first call of each kind, every rank leaves a note of it in the group's store, which is beside the
-collectives, and reads the notes of the others. A rank that refuses its call leaves its error there and waits for
-nobody. Calls are counted, in step on all ranks, because each has collectives. Later calls of the same kind ask nothing,
-and only leave their number and kind, a message without an answer. So where some ranks make a call of a new kind, and
-others repeat one that is agreed and wait in its collectives, the former see it at once.
+wrongly. So in each call, every rank leaves a note in the group's store, which is apart from the collectives, and reads
+the notes of the others: the number of the call, and its summary. A rank that refuses its call leaves its error there
+and does not wait. All ranks count the same calls, because each call has collectives.
+
+A rank has two notes, for even and for odd calls, and writes them again and again. That is enough: no rank is more than
+one call ahead, as it has read the notes of all others. While a CUDA graph is captured, a rank leaves its note and does
+not read those of others. The graph asks nothing when it runs.
 """
 
 from __future__ import annotations
@@ -13,8 +15,10 @@ from __future__ import annotations
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from cudnn_sdpa.distributed.groups import Place
 from cudnn_sdpa.errors import OptionError
@@ -25,7 +29,7 @@ ResultT = TypeVar("ResultT")
 PREFIX = "cudnn_sdpa/context_parallel"
 
 #: Seconds between two looks at the notes of others: at first, and at most.
-POLLS = 0.0005, 0.1
+POLLS = 0.0001, 0.01
 
 
 class _Calls:
@@ -35,124 +39,153 @@ class _Calls:
         prefix: What the names of their notes begin with: others for a group of the same name that was made again,
             whose store may be the same.
         count: Their number.
-        agreed: Those that all ranks make equally.
+        written: Names of others' notes that have been in the store, and so can be read without waiting.
     """
 
     def __init__(self, name: str) -> None:
         _generations[name] += 1
         self.prefix = f"{PREFIX}/{_generations[name]}"
         self.count = 0
-        self.agreed: set[Hashable] = set()
+        self.written: set[str] = set()
+
+    def name(self, rank: int, number: int) -> str:
+        """The name of a rank's note about a call."""
+        return f"{self.prefix}/{rank}/{number % 2}"
+
+
+class _Note(NamedTuple):
+    """What a rank says about a call.
+
+    Attributes:
+        number: The number of the call.
+        error: Why the rank refuses it; empty if it does not.
+        summary: What must be equal on all ranks.
+    """
+
+    number: int
+    error: str
+    summary: str
+
+    def text(self) -> str:
+        """As the store has it."""
+        return f"{self.number}:" + (f"error:{self.error}" if self.error else f"call:{self.summary}")
+
+    @classmethod
+    def of(cls, text: str) -> _Note:
+        """The note that has this text."""
+        number, kind, rest = text.split(":", 2)
+        return cls(int(number), rest, "") if kind == "error" else cls(int(number), "", rest)
 
 
 _generations: Counter[str] = Counter()
 _calls: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
 
 
-def in_agreement(place: Place, function: str, describe: Callable[[], tuple[str, ResultT]]) -> ResultT:
-    """What `describe` gives beside the description of a call, if all ranks describe theirs equally.
+def in_agreement(place: Place, function: str, summarize: Callable[[], tuple[str, ResultT]]) -> ResultT:
+    """What `summarize` gives with the summary of a call, if all ranks give the same summary.
 
     Args:
         place: The group, and this process's place in it.
         function: The function's name, for messages.
-        describe: Checks the call, and describes what must be equal on all ranks.
+        summarize: Checks the call, and gives a text of what must be equal on all ranks, with the result.
 
     Raises:
-        Exception: What `describe` raises; other ranks that ask about this call are told.
+        Exception: What `summarize` raises; the other ranks are told.
         OptionError: Ranks disagree, or one did not come.
     """
     calls = _calls.get(place.group)
     if calls is None:
         calls = _calls[place.group] = _Calls(str(getattr(place.group, "group_name", "")))
     number, calls.count = calls.count, calls.count + 1
+    store = _store(place)
     try:
-        description, result = describe()
+        summary, result = summarize()
     except Exception as error:
-        _leave(place, calls, number, f"error:{type(error).__name__}: {error}")
+        if store is not None:
+            note = _Note(number, f"{type(error).__name__}: {error}", "")
+            store.set(calls.name(place.rank, number), note.text())
         raise
-    if description not in calls.agreed:
-        _ask(place, calls, number, function, description)
-        calls.agreed.add(description)
-    else:
-        _pass(place, calls, number, description)
+    if store is not None:
+        note = _Note(number, "", summary)
+        store.set(calls.name(place.rank, number), note.text())
+        if not _is_capturing():
+            _compare(store, place, calls, note, function=function)
     return result
 
 
 def _store(place: Place) -> Any:
-    """The group's store; None if it has none, as groups of a fake backend."""
+    """The group's store; None if it has none, as groups of a fake backend, or if no other rank would read it."""
     found = getattr(place.group, "get_group_store", None)
     try:
-        return None if found is None else found()
+        return None if found is None or place.ranks == 1 else found()
     except RuntimeError:
         return None
 
 
-def _leave(place: Place, calls: _Calls, number: int, note: str) -> None:
-    store = _store(place)
-    if store is not None and place.ranks > 1:
-        store.set(f"{calls.prefix}/{number}/{place.rank}", note)
+def _is_capturing() -> bool:
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
-def _pass(place: Place, calls: _Calls, number: int, description: str) -> None:
-    """Leaves the number and the kind of an agreed call, in place of the last one: nobody waits for it."""
-    store = _store(place)
-    if store is not None and place.ranks > 1 and not _is_a_log(store):
-        store.set(f"{calls.prefix}/agreed/{place.rank}", f"{number}:{description}")
-
-
-def _is_a_log(store: Any) -> bool:
-    """Whether a store keeps all that was ever written, as one in a file does."""
-    while (inner := getattr(store, "underlying_store", None)) is not None:
-        store = inner
-    return type(store).__name__ == "FileStore"
-
-
-def _wait(store: Any, prefix: str, number: int, rank: int) -> str:
-    """What a rank says about a call.
+def _compare(store: Any, place: Place, calls: _Calls, own: _Note, function: str) -> None:
+    """Waits for the notes of all other ranks about a call.
 
     Raises:
-        TimeoutError: It has said nothing within the store's timeout.
+        OptionError: A note says otherwise than this rank's, or has not come within the store's timeout.
     """
-    name, agreed = f"{prefix}/{number}/{rank}", f"{prefix}/agreed/{rank}"
+    missing = {calls.name(rank, own.number): rank for rank in range(place.ranks) if rank != place.rank}
     end, pause = time.monotonic() + store.timeout.total_seconds(), POLLS[0]
-    while not store.check([name]):
-        if store.check([agreed]):
-            at, _, kind = store.get(agreed).decode().partition(":")
-            if int(at) >= number and not store.check([name]):  # it has not asked, and will not
-                return f"call:{kind}"
+    while True:
+        try:
+            notes = _notes(store, calls, list(missing))
+        except RuntimeError as error:  # the process that has the store has ended
+            raise _no_answer(place, next(iter(missing.values())), own, function=function) from error
+        for name, note in notes.items():
+            if note.number >= own.number:
+                _check(place, missing.pop(name), note, own, function=function)
+        if not missing:
+            return
         if time.monotonic() > end:
-            raise TimeoutError(name)
+            error = _no_answer(place, next(iter(missing.values())), own, function=function)
+            store.set(calls.name(place.rank, own.number), own._replace(error=str(error)).text())
+            raise error
         time.sleep(pause)
         pause = min(2 * pause, POLLS[1])
-    return str(store.get(name).decode())
 
 
-def _ask(place: Place, calls: _Calls, number: int, function: str, description: str) -> None:
-    store = _store(place)
-    if store is None or place.ranks == 1:
-        return
-    _leave(place, calls, number, f"call:{description}")
-    others = [rank for rank in range(place.ranks) if rank != place.rank]
-    for rank in others:
-        try:
-            said = _wait(store, calls.prefix, number, rank)
-        except (RuntimeError, TimeoutError) as error:
-            raise OptionError(
-                "group",
-                f"no answer of rank {rank} of {place.ranks} about call {number + 1} of {function}",
-                "the same call on all ranks",
-                "That rank has ended, or is late by more than the group's timeout.",
-            ) from error
-        kind, _, text = said.partition(":")
-        if kind == "error":
-            raise OptionError("group", f"rank {rank} refused this call of {function}", "no error there", text)
-        if text != description:
-            ours, theirs = description.split("; "), text.split("; ")
-            differing = [
-                f"{mine} here, {other} there" for mine, other in zip(ours, theirs, strict=False) if mine != other
-            ]
-            raise OptionError(
-                "group",
-                f"rank {rank} calls {function} otherwise than rank {place.rank}: {', '.join(differing) or text}",
-                "equal shapes, dtypes and options on all ranks",
-            )
+def _notes(store: Any, calls: _Calls, names: list[str]) -> dict[str, _Note]:
+    """The notes of these names that there are, perhaps about an earlier call."""
+    calls.written.update(name for name in names if name not in calls.written and store.check([name]))
+    present = [name for name in names if name in calls.written]
+    texts = store.multi_get(present) if present else []
+    return {name: _Note.of(text.decode()) for name, text in zip(present, texts, strict=True)}
+
+
+def _no_answer(place: Place, rank: int, own: _Note, function: str) -> OptionError:
+    return OptionError(
+        "group",
+        f"no answer of rank {rank} of {place.ranks} about call {own.number + 1} of {function}",
+        "the same call on all ranks",
+        "That rank has ended, or is late by more than the group's timeout.",
+    )
+
+
+def _check(place: Place, rank: int, note: _Note, own: _Note, function: str) -> None:
+    """Compares the note of another rank with this rank's.
+
+    Raises:
+        OptionError: It says otherwise.
+    """
+    if note.error:
+        raise OptionError("group", f"rank {rank} refused this call of {function}", "no error there", note.error)
+    if note.number != own.number:
+        got = f"call {note.number + 1} of rank {rank} at call {own.number + 1} of rank {place.rank}"
+        hint = "A rank has gone on after an error that said that another one is late."
+        raise OptionError("group", got, "equally many calls on all ranks", hint)
+    if note.summary != own.summary:
+        ours, theirs = own.summary.split("; "), note.summary.split("; ")
+        differing = [f"{mine} here, {other} there" for mine, other in zip(ours, theirs, strict=False) if mine != other]
+        raise OptionError(
+            "group",
+            f"rank {rank} calls {function} otherwise than rank {place.rank}: {', '.join(differing) or note.summary}",
+            "equal shapes, dtypes and options on all ranks",
+        )

@@ -53,7 +53,7 @@ def of_queries(heads: slice, q: Tensor, k: Tensor) -> slice:
 def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
     """The output and the LSE of this rank's queries. Differentiable."""
     if options.dropout_p:
-        return _run_by_autograd(options, q, k, v, sinks, cu_seqlens)
+        return _run_by_autograd(options, q, k, v, sinks=sinks, cu_seqlens=cu_seqlens)
     out, lse = _AllGather.apply(options, cu_seqlens, q, k, v, sinks)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -67,7 +67,7 @@ def _run_by_autograd(
     states = []
     for part in parts_of_gathered(options, k.shape[dim]):
         rows, keys, values = (narrowed(x, dim, at) for x, at in ((q, part.rows), (k, part.columns), (v, part.columns)))
-        states.append(attend(options, part, rows, keys, values, sinks, cu_seqlens))
+        states.append(attend(options, part, q=rows, k=keys, v=values, sinks=sinks, cu_seqlens=cu_seqlens))
     outs, lses = zip(*states, strict=True)
     return torch.cat(outs, dim), torch.cat([lse.detach() for lse in lses], dim)
 
@@ -96,8 +96,9 @@ class _AllGather(torch.autograd.Function):
             heads_q = of_queries(heads, q, k)
             for part in parts:
                 part_q, part_out, part_lse = (_some(x, options, heads_q, part.rows) for x in (q, out, lse))
+                part_k, part_v = _columns(options, part, keys, values)
                 some = None if sinks is None else sinks[heads_q]
-                found = attend(options, part, part_q, *_columns(options, part, keys, values), some, cu_seqlens)
+                found = attend(options, part, q=part_q, k=part_k, v=part_v, sinks=some, cu_seqlens=cu_seqlens)
                 part_out.copy_(found[0])
                 part_lse.copy_(found[1])
         ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, lse)
@@ -107,7 +108,7 @@ class _AllGather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        return resumed("all_gather", ctx, grad_out, grad_lse, _gradients)
+        return resumed("all_gather", ctx, grad_out, grad_lse, gradients=_gradients)
 
 
 def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
@@ -131,9 +132,8 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tu
         sum_k, sum_v = apart(sums.movedim(0, dim), k.shape[-1])
         for part in parts:
             of_q, of_grad, of_out, of_lse = (_some(x, options, heads_q, part.rows) for x in (q, grad_out, out, lse))
-            given = of_grad, of_out, of_lse
-            found = attend_backward(options, part, given, of_q, *_columns(options, part, keys, values), cu_seqlens)
-            dq, dk, dv = found
+            given, (of_k, of_v) = (of_grad, of_out, of_lse), _columns(options, part, keys, values)
+            dq, dk, dv = attend_backward(options, part, given, q=of_q, k=of_k, v=of_v, cu_seqlens=cu_seqlens)
             _some(grad_q, options, heads_q, part.rows).copy_(dq)
             narrowed(sum_k, dim, part.columns).add_(dk)
             narrowed(sum_v, dim, part.columns).add_(dv)
@@ -142,7 +142,9 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tu
         leaving = heads, collectives.reduce_scatter(in_rank_order(sums, options.place.ranks), options.place)
     assert leaving is not None
     _keep(options, leaving, grad_k, grad_v)
-    grad_sinks = None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks, cu_seqlens)
+    grad_sinks = (
+        None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
+    )
     return grad_q, grad_k, grad_v, grad_sinks
 
 

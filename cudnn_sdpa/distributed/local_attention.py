@@ -93,6 +93,13 @@ class Part:
     is_causal: bool
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
 
+    @classmethod
+    def whole(cls, tokens: int, is_causal: bool, window: tuple[int, int]) -> Part:
+        """All queries to all keys of a sequence."""
+        span = Span(0, tokens)
+        every = slice(*span)
+        return cls(rows=every, columns=every, queries=span, keys=span, is_causal=is_causal, window=window)
+
 
 def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
     """The parts of this rank's attention to gathered keys: each of its two chunks is one call.
@@ -120,7 +127,10 @@ def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
         is_causal = bounds[1] == 0
         window = (bounds[0], UNBOUNDED if is_causal else bounds[1])
         rows, keys = slice(number * chunk, (number + 1) * chunk), Span(first, last)
-        found.append(Part(rows, slice(*keys), Span(begin, end), keys, is_causal, window))
+        queries = Span(begin, end)
+        found.append(
+            Part(rows=rows, columns=slice(*keys), queries=queries, keys=keys, is_causal=is_causal, window=window)
+        )
     return found
 
 
@@ -142,7 +152,7 @@ def parts_of_ring(options: Options, tokens: int, step: int) -> Iterator[Part]:
             columns = halves[0]
         elif options.is_causal and step > place.rank:
             rows = halves[1]
-        yield Part(rows, columns, nowhere, nowhere, options.is_causal and step == 0)
+        yield Part(rows, columns, nowhere, nowhere, is_causal=options.is_causal and step == 0)
         return
     owner = place._replace(rank=(place.rank - step) % place.ranks)
     for number_q, index_q in enumerate(chunks_of(place)):
@@ -151,7 +161,7 @@ def parts_of_ring(options: Options, tokens: int, step: int) -> Iterator[Part]:
                 continue
             queries, keys = (Span(index * chunk, (index + 1) * chunk) for index in (index_q, index_kv))
             is_causal = options.is_causal and index_q == index_kv
-            yield Part(halves[number_q], halves[number_kv], queries, keys, is_causal)
+            yield Part(halves[number_q], halves[number_kv], queries, keys, is_causal=is_causal)
 
 
 def narrowed(x: Tensor, dim: int, to: slice) -> Tensor:
@@ -174,7 +184,7 @@ def attend(
 ) -> State:
     """The output and the LSE of a part. Differentiable."""
     common = {"sinks": sinks, "dropout_p": options.dropout_p, "return_lse": True}
-    arguments = _arguments(options, part, q, k, v, cu_seqlens)
+    arguments = _arguments(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     function: Any = sdpa_varlen if options.is_packed else sdpa
     out, lse = function(**arguments, **common)
     return out, lse
@@ -191,7 +201,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v of a part, given the gradient, the output and the LSE of its queries for all keys."""
     grad_out, out, lse = given
-    arguments = _arguments(options, part, q, k, v, cu_seqlens)
+    arguments = _arguments(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     function: Any = sdpa_varlen_backward if options.is_packed else sdpa_backward
     found = function(grad_out=grad_out, out=out, lse=lse, **arguments)
     return found.dq, found.dk, found.dv

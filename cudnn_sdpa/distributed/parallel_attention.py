@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -24,13 +23,21 @@ from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, Varl
 from cudnn_sdpa.distributed import all_gather, collectives, ring, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement
 from cudnn_sdpa.distributed.groups import check_device, place_in
-from cudnn_sdpa.distributed.local_attention import Options, Part, Span, State, attend
+from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError, UnsupportedError
 
-Method = Callable[[Options, Tensor, Tensor, Tensor, Tensor | None, Tensor | None], State]
+
+class Method(Protocol):
+    """A way of context parallelism: the output and the LSE of this rank's queries."""
+
+    def __call__(
+        self, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
+    ) -> State:
+        """Every rank calls it with its own part."""
+
 
 METHODS: dict[str, Method] = {"all_gather": all_gather.run, "ulysses": ulysses.run, "ring": ring.run}
 
@@ -221,7 +228,7 @@ def _run_eagerly(
 ) -> Any:
     place = place_in(group)
 
-    def describe() -> tuple[str, tuple[Options, tuple[Tensor, Tensor, Tensor], Tensor | None]]:
+    def summarize() -> tuple[str, tuple[Options, tuple[Tensor, Tensor, Tensor], Tensor | None]]:
         check_method(method)
         if not isinstance(return_lse, bool):
             raise OptionError("return_lse", repr(return_lse), "True or False")
@@ -235,21 +242,21 @@ def _run_eagerly(
             deterministic=is_deterministic(deterministic),
             max_seqlen=None if packing is None else as_int(packing[1]),
         )
-        tensors, scores = _checked(function, options, qkv, sinks, packing)
+        tensors, scores = _checked(function, options, qkv, sinks=sinks, packing=packing)
         check_supported(function, method, options, *tensors[:2])
         if method != "ulysses":
             _check_layout(tensors[0], options)
-        return _description(method, options, tensors, scores, packing), (options, tensors, scores)
+        summary = _summary(method, options, tensors, sinks=scores, packing=packing)
+        return summary, (options, tensors, scores)
 
-    options, (q, k, v), scores = in_agreement(place, function, describe)
+    options, (q, k, v), scores = in_agreement(place, function, summarize)
     cu_seqlens = None if packing is None else packing[0]
     if place.ranks == 1:
-        whole = Span(0, q.shape[options.dim])
-        part = Part(slice(*whole), slice(*whole), whole, whole, options.is_causal, options.window)
-        out, lse = attend(options, part, q, k, v, scores, cu_seqlens)
+        part = Part.whole(q.shape[options.dim], is_causal=options.is_causal, window=options.window)
+        out, lse = attend(options, part, q=q, k=k, v=v, sinks=scores, cu_seqlens=cu_seqlens)
     else:
         with collectives.settled():
-            out, lse = METHODS[method](options, q, k, v, scores, cu_seqlens)
+            out, lse = METHODS[method](options, q, k, v, sinks=scores, cu_seqlens=cu_seqlens)
     return (out, lse) if return_lse else out
 
 
@@ -308,9 +315,9 @@ def _checked(
         cu_seqlens: Any = packing[0]
         if not isinstance(cu_seqlens, Tensor):
             raise OptionError("cu_seqlens", type(cu_seqlens).__name__, "a torch.Tensor of B + 1 int32")
-        longest: Any = options.max_seqlen
-        if not arguments.is_integer(longest) or longest < 0:
-            raise OptionError("max_seqlen", repr(longest), "the length of the longest sequence, an int")
+        max_seqlen: Any = options.max_seqlen
+        if not arguments.is_integer(max_seqlen) or max_seqlen < 0:
+            raise OptionError("max_seqlen", repr(max_seqlen), "the length of the longest sequence, an int")
         varlen_arguments.check_cumulative("cu_seqlens", cu_seqlens, q)
         packed = VarlenArguments if has_limits else ReferenceVarlenArguments
         varlen_arguments.check(
@@ -321,8 +328,8 @@ def _checked(
                 cu_seqlens_q=cu_seqlens,
                 cu_seqlens_kv=None,
                 rng=rng,
-                max_seqlen_q=longest,
-                max_seqlen_kv=longest,
+                max_seqlen_q=max_seqlen,
+                max_seqlen_kv=max_seqlen,
                 **common,
             )
         )
@@ -391,7 +398,7 @@ def check_supported(function: str, method: str, options: Options, q: Tensor, k: 
     raise UnsupportedError(f'{function} by method="{method}"', reasons, suggestion)
 
 
-def _description(
+def _summary(
     method: str,
     options: Options,
     qkv: tuple[Tensor, Tensor, Tensor],

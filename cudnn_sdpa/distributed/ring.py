@@ -58,7 +58,7 @@ class _Ring(torch.autograd.Function):
             keys, values = apart(both, k.shape[-1])
             for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
                 own, of_k, of_v = narrowed(q, dim, part.rows), *_columns(options, part, keys, values)
-                found = attend(options, part, own, of_k, of_v, None, cu_seqlens)
+                found = attend(options, part, q=own, k=of_k, v=of_v, sinks=None, cu_seqlens=cu_seqlens)
                 _merge(narrowed(total, dim, part.rows), narrowed(lse, dim, part.rows), *found)
             if coming is not None:
                 both = coming.wait()
@@ -76,7 +76,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        return resumed("ring", ctx, grad_out, grad_lse, _gradients)
+        return resumed("ring", ctx, grad_out, grad_lse, gradients=_gradients)
 
 
 def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
@@ -95,7 +95,8 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tu
         for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
             grad_rows, out_rows, lse_rows = (narrowed(x, dim, part.rows) for x in (grad_out, out, lse))
             given, own = (grad_rows, out_rows, lse_rows), narrowed(q, dim, part.rows)
-            one = attend_backward(options, part, given, own, *_columns(options, part, keys, values), cu_seqlens)
+            of_k, of_v = _columns(options, part, keys, values)
+            one = attend_backward(options, part, given, q=own, k=of_k, v=of_v, cu_seqlens=cu_seqlens)
             narrowed(grad_q, dim, part.rows).add_(one[0])
             found.append((part, one))
         if following is not None:
@@ -110,7 +111,9 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tu
     assert following is not None
     sum_k, sum_v = apart(following.wait(), k.shape[-1])
     grads = (torch.empty_like(x).copy_(total) for x, total in ((q, grad_q), (k, sum_k), (v, sum_v)))
-    grad_sinks = None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks, cu_seqlens)
+    grad_sinks = (
+        None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
+    )
     return *grads, grad_sinks
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.groups import Place
-from cudnn_sdpa.distributed.local_attention import Options, Part, Span, State, attend
+from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend
 from cudnn_sdpa.distributed.zigzag import in_rank_order, in_sequence_order
 
 
@@ -33,9 +33,8 @@ def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
         k, v = (x.repeat_interleave(times, 1) for x in (k, v))
     q, k, v = (_HeadsForTokens.apply(x.movedim(dim, 0), place).movedim(0, dim) for x in (q, k, v))  # type: ignore[no-untyped-call]
     own = None if sinks is None else sinks.chunk(place.ranks)[place.rank]
-    everything = Span(0, q.shape[dim])
-    part = Part(slice(*everything), slice(*everything), everything, everything, options.is_causal, options.window)
-    out, lse = attend(options, part, q, k, v, own, cu_seqlens)
+    part = Part.whole(q.shape[dim], is_causal=options.is_causal, window=options.window)
+    out, lse = attend(options, part, q=q, k=k, v=v, sinks=own, cu_seqlens=cu_seqlens)
     out = _TokensForHeads.apply(out.movedim(dim, 0), place).movedim(0, dim)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         lse = _tokens_for_heads(lse.detach().unsqueeze(-1).movedim(dim, 0), place).movedim(0, dim).squeeze(-1)

@@ -1009,7 +1009,8 @@ class Operation(Generic[CallT]):
         runs = self._operator_on_gpu, self._operator_on_cpu, self.fake_results
         cuda, cpu, fake = map(self.forward_implementations, runs)
         for which, on_gpu in cuda.items():
-            define(self.operators[which], *schemas[which], on_gpu, cpu[which], fake[which])
+            schema, returned = schemas[which]
+            define(self.operators[which], schema, returned, cuda=on_gpu, cpu=cpu[which], fake=fake[which])
             register_flop_formula(self.operator(which), get_raw=True)(self._count_forward)
 
     def _operator_on_gpu(self, call: CallT) -> Result:

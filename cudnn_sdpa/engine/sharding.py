@@ -242,7 +242,7 @@ def divided(what: str, ways: Sequence[Way] | None, tensors: Mapping[str, Any]) -
     if ways is None:
         reasons = ["nobody has said in which dimensions its operands may be divided"]
         raise UnsupportedError(f"{what} on DTensors", reasons, f"graph_op(..., shard=...), or {_LOCAL_MAP}")
-    search = _Search(what, ways, mesh, given, {name: _placed(x) for name, x in sharded.items()})
+    search = _Search(what, ways, mesh, given, placed={name: _placed(x) for name, x in sharded.items()})
     chosen = search.chosen()
     if chosen is None:
         raise search.refusal()

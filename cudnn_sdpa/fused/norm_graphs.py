@@ -159,7 +159,7 @@ def _rms_backward(
     grad_out, *grads_total = grads
     total: Any = totals[0] if totals else x
     grad_out = torch.zeros_like(total) if grad_out is None else grad_out
-    gradients = rms_norm_gradients(*(grad_out, total, weight, scale, shift))
+    gradients = rms_norm_gradients.run((grad_out, total, weight, scale, shift), {})
     grad_x, grad_weight = (gradients, None) if weight is None else gradients
     if grads_total and grads_total[0] is not None:
         grad_x = grad_x + grads_total[0]

@@ -133,7 +133,7 @@ class CoreAttention(torch.nn.Module):
         with self._random_numbers():
             if packed_seq_params is not None:
                 dense = {"attention_mask": attention_mask, "attention_bias": attention_bias}
-                return self._packed(query, key, value, dense, packed_seq_params, options)
+                return self._packed(query, key, value, dense, packed=packed_seq_params, options=options)
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             mask = None if attention_mask is None else ~attention_mask
             if kind == "arbitrary" and mask is None and self.window_size is None:
@@ -169,7 +169,16 @@ class CoreAttention(torch.nn.Module):
             )
         # Megatron keeps a dimension of one batch entry in some of its layers.
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
-        out: Tensor = sdpa_varlen(q, k, v, *offsets, *map(int, lengths), **options)
+        out: Tensor = sdpa_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=offsets[0],
+            cu_seqlens_kv=offsets[1],
+            max_seqlen_q=int(lengths[0]),
+            max_seqlen_kv=int(lengths[1]),
+            **options,
+        )
         return out.flatten(1)
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:

@@ -46,7 +46,14 @@ def attention(
         raise UnsupportedError("return_debug_mask=True", ["cuDNN does not give the mask of dropout to the caller"])
     try:
         results, rng = _attention(
-            query, key, value, attn_bias, compute_log_sumexp, dropout_p=dropout_p, is_causal=is_causal, scale=scale
+            query,
+            key,
+            value,
+            attn_bias,
+            with_lse=compute_log_sumexp,
+            dropout_p=dropout_p,
+            is_causal=is_causal,
+            scale=scale,
         )
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None

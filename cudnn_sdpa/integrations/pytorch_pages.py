@@ -81,10 +81,10 @@ def _decode(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tu
     places = (begins.unsqueeze(1) + torch.arange(width, dtype=torch.int32, device=device)).clamp_(0, tokens - 1)
     out, lse = sdpa_paged(
         call.q[places].transpose(1, 2),
-        call.k,
-        call.v,
-        block_table,
-        seqused_k,
+        k_pages=call.k,
+        v_pages=call.v,
+        page_table=block_table,
+        seq_lens_kv=seqused_k,
         seq_lens_q=call.cu_seqlens_q.diff().clamp_(0, width),
         page_layout=NHD,
         is_causal=call.is_causal,
@@ -103,22 +103,22 @@ def _decode(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tu
 def _prefill(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
     """Attention on gathered keys and values, of as many sequences at a time as fit in the memory for them."""
     batch, (_, page_size, heads, dim) = block_table.shape[0], call.k.shape
-    longest = min(call.max_seqlen_kv, block_table.shape[1] * page_size)
-    a_sequence = longest * heads * (dim + call.v.shape[3]) * call.k.element_size()
+    max_seqlen = min(call.max_seqlen_kv, block_table.shape[1] * page_size)
+    a_sequence = max_seqlen * heads * (dim + call.v.shape[3]) * call.k.element_size()
     at_once = max(1, MAX_GATHERED_BYTES // max(1, a_sequence))
     if at_once >= batch:
-        return _on_gathered(call, block_table, seqused_k, longest)
+        return _on_gathered(call, block_table, seqused_k, max_seqlen)
     parts = (slice(first, min(first + at_once, batch)) for first in range(0, batch, at_once))
-    out, lse = _on_gathered_part(call, block_table, seqused_k, longest, next(parts))
+    out, lse = _on_gathered_part(call, block_table, seqused_k, max_seqlen, part=next(parts))
     for part in parts:
-        more, lse_of_more = _on_gathered_part(call, block_table, seqused_k, longest, part)
+        more, lse_of_more = _on_gathered_part(call, block_table, seqused_k, max_seqlen, part=part)
         out += more  # rows of other sequences are zeros
         torch.maximum(lse, lse_of_more, out=lse)
     return out, lse
 
 
 def _on_gathered_part(
-    call: VarlenArguments, block_table: Tensor, seqused_k: Tensor, longest: int, part: slice
+    call: VarlenArguments, block_table: Tensor, seqused_k: Tensor, max_seqlen: int, part: slice
 ) -> tuple[Tensor, Tensor]:
     """The same for some sequences; queries before theirs are a sequence without keys, those behind are in none."""
     ends = call.cu_seqlens_q[part.start : part.stop + 1]
@@ -129,20 +129,22 @@ def _on_gathered_part(
     )
     used = torch.nn.functional.pad(seqused_k[part], (1, 0))
     table = torch.nn.functional.pad(block_table[part], (0, 0, 1, 0))
-    return _on_gathered(of_part, table, used, longest)
+    return _on_gathered(of_part, table, used, max_seqlen)
 
 
-def _on_gathered(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+def _on_gathered(
+    call: VarlenArguments, block_table: Tensor, seqused_k: Tensor, max_seqlen: int
+) -> tuple[Tensor, Tensor]:
     pages, page_size = call.k.shape[:2]
     offsets = _offsets_of(seqused_k.clamp(0, block_table.shape[1] * page_size))
-    sequence, place = _positions(offsets, block_table.shape[0] * longest)
+    sequence, place = _positions(offsets, block_table.shape[0] * max_seqlen)
     column = (place // page_size).clamp_(0, block_table.shape[1] - 1)
     page, slot = block_table[sequence, column].clamp(0, pages - 1), place % page_size
     packed = call._replace(
         k=call.k[page, slot],
         v=call.v[page, slot],
         cu_seqlens_kv=offsets,
-        max_seqlen_kv=longest,
+        max_seqlen_kv=max_seqlen,
     )
     found: tuple[Tensor, Tensor] = launch(VARLEN, packed, _calls, tuple(packed))
     return found

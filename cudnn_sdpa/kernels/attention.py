@@ -89,7 +89,15 @@ def attention(
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
-    call = KernelArguments(q, k, v, mask, mode, is_causal, None if scale is None else as_float(scale))
+    call = KernelArguments(
+        q=q,
+        k=k,
+        v=v,
+        mask=mask,
+        mode=mode,
+        is_causal=is_causal,
+        scale=None if scale is None else as_float(scale),
+    )
     result: Tensor = ATTENTION(call, Asked(_calls, given))
     return result
 
@@ -128,7 +136,7 @@ class CUDAAttention(torch.nn.Module):
         scale: float | None = None,
     ) -> Tensor:
         """The output (B, Hq, Sq, D); the arguments are those of `attention`."""
-        return attention(q, k, v, self.mode, mask, is_causal, scale)
+        return attention(q, k, v, mode=self.mode, mask=mask, is_causal=is_causal, scale=scale)
 
     def extra_repr(self) -> str:
         """What `print` shows."""

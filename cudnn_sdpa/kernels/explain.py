@@ -27,7 +27,15 @@ def describe_attention(
     scale: float | None = None,
 ) -> Description:
     """What `kernels.attention` runs on a GPU with these arguments; tensors may also be on the CPU."""
-    call = KernelArguments(q, k, v, mask, mode, is_causal, None if scale is None else as_float(scale))
+    call = KernelArguments(
+        q=q,
+        k=k,
+        v=v,
+        mask=mask,
+        mode=mode,
+        is_causal=is_causal,
+        scale=None if scale is None else as_float(scale),
+    )
     ATTENTION.check_types(call)
     cast = {name: cast_tensor(getattr(call, name), q) for name in ("q", "k", "v", "mask")}
     call = call._replace(**cast)
@@ -55,7 +63,8 @@ def _backward(call: KernelArguments, needs: tuple[bool, ...]) -> Description:
     (shape, stride, dtype), (rows, _, _) = ATTENTION.results(call)
     out = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     statistics = torch.empty(rows, dtype=torch.float32, device="meta")
-    spec = Spec.of_gradient(Gradient(out, out, statistics, without_data(call), needs))
+    of = Gradient(grad_out=out, out=out, statistics=statistics, call=without_data(call), needs=needs)
+    spec = Spec.of_gradient(of)
     notes = [] if spec.mode == FUSED else ["all weights and their gradients are kept in float32, in the workspace"]
     return Description(
         operation=attention_backward,
@@ -78,7 +87,7 @@ def _errors(call: KernelArguments, needs: tuple[bool, ...]) -> dict[str, float]:
     leaves = [[x for place in wanted if (x := given[place]) is not None] for given in (ours, [*right, exact_mask])]
     for leaf in (*leaves[0], *leaves[1]):
         leaf.requires_grad_()
-    found = attention(q, k, v, call.mode, mask, call.is_causal, call.scale)
+    found = attention(q, k, v, mode=call.mode, mask=mask, is_causal=call.is_causal, scale=call.scale)
     exact = reference.reference_attention(
         q=right[0], k=right[1], v=right[2], mask=exact_mask, is_causal=call.is_causal, scale=call.scale
     )

@@ -24,7 +24,7 @@ def instead_of_sdpa(call: ForwardArguments) -> Tensor | None:
     if not call.has_only(KNOWN) or not aligned or call.v.shape[3] != dim:
         return None
     mode = FUSED if dim <= MAX_FUSED_DIM else TILED
-    return attention(call.q, call.k, call.v, mode, call.attn_mask, call.is_causal, call.scale)
+    return attention(call.q, call.k, call.v, mode=mode, mask=call.attn_mask, is_causal=call.is_causal, scale=call.scale)
 
 
 SDPA.kernels = instead_of_sdpa

@@ -61,10 +61,10 @@ def bind(spec: Spec, device: int, scale: float) -> tuple[BoundPlan, Plan]:
         bound = BoundPlan(
             plan,
             operands,
-            [(x.layout.shape, x.layout.stride, x.layout.dtype) for x in spec.outputs()],
-            {"scale": scale},
-            Additions(anywhere=tuple(read_by_element)),
-            _ByElement(replace(spec, vectors=False), device, scale) if spec.vectors else None,
+            results=[(x.layout.shape, x.layout.stride, x.layout.dtype) for x in spec.outputs()],
+            numbers={"scale": scale},
+            additions=Additions(anywhere=tuple(read_by_element)),
+            otherwise=_ByElement(replace(spec, vectors=False), device, scale) if spec.vectors else None,
         )
     return bound, plan
 

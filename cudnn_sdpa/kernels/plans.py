@@ -155,7 +155,7 @@ class Spec:
         operation = attention_forward if self.needs is None else attention_backward
         if self.needs is None:
             options["mode"] = self.mode
-        return operation.key(self.inputs(), self.outputs(), options, target, device)
+        return operation.key(self.inputs(), self.outputs(), options, target, device=device)
 
 
 def keys(call: KernelArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
@@ -198,14 +198,14 @@ def _expanded(mask: Tensor, q: Tensor, k: Tensor) -> TensorLayout:
     shape = (*q.shape[:3], k.shape[2])
     missing = 4 - mask.dim()
     sizes, strides = (1,) * missing + tuple(mask.shape), (0,) * missing + mask.stride()
-    stride = tuple(0 if size == 1 else step for size, step in zip(sizes, strides, strict=True))
+    stride = tuple(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True))
     return TensorLayout(shape, stride, mask.dtype)
 
 
 def _has_vectors(layout: TensorLayout) -> bool:
-    step = ALIGNMENT // layout.dtype.itemsize
+    elements = ALIGNMENT // layout.dtype.itemsize
     *outer, dim = zip(layout.shape, layout.stride, strict=True)
-    return dim[1] == 1 and dim[0] % step == 0 and all(size == 1 or stride % step == 0 for size, stride in outer)
+    return dim[1] == 1 and dim[0] % elements == 0 and all(size == 1 or stride % elements == 0 for size, stride in outer)
 
 
 # Programs.
@@ -329,7 +329,7 @@ class _Sizes(NamedTuple):
         given = dict.fromkeys(_NAMES, 0)
         for name in _STRIDED:
             if name in self.layouts:
-                given |= {f"{name}.{1 + dim}": step for dim, step in enumerate(self.layouts[name].stride)}
+                given |= {f"{name}.{1 + dim}": stride for dim, stride in enumerate(self.layouts[name].stride)}
         batch, heads, sq, dim = self.layouts["q"].shape
         _, heads_kv, skv, _ = self.layouts["k"].shape
         given |= {"batch": batch, "heads": heads, "heads_kv": heads_kv, "sq": sq, "skv": skv, "dim": dim}
@@ -366,8 +366,8 @@ class _Sizes(NamedTuple):
 
 
 #: Rows and columns of a tile of tiled.cu, the columns that it reads at a time, and the bytes that they take.
-TILE, _STEP = 64, 16
-_TILED_SHARED = 4 * 2 * _STEP * (TILE + 4)
+TILE, _COLUMNS_AT_ONCE = 64, 16
+_TILED_SHARED = 4 * 2 * _COLUMNS_AT_ONCE * (TILE + 4)
 _REDUCTION_SHARED = 4 * 32
 
 
@@ -385,7 +385,7 @@ def attention_forward(key: PlanKey) -> KernelProgram:
     mode, scores = sizes.options["mode"], (*q[:3], k[2])
     if mode == FUSED:
         tiles = sizes.tiles(_FORWARD)
-        calls = [sizes.fused("fused.cu", "fused_forward", _FORWARD, q[2], q[1])]
+        calls = [sizes.fused("fused.cu", "fused_forward", _FORWARD, rows=q[2], heads=q[1])]
         return KernelProgram(calls, sizes.fields(), _PLACES, knobs={"rows": tiles.rows, "columns": tiles.columns})
     rows = q[0] * q[1] * q[2]
     if mode == NAIVE:
@@ -398,9 +398,9 @@ def attention_forward(key: PlanKey) -> KernelProgram:
     of_rows, of_keys, of_columns = (-(-size // TILE) for size in (q[2], k[2], q[3]))
     heads = q[0] * q[1]
     calls = [
-        sizes.tiled("tiled.cu", "tiled_qk", heads * of_rows * of_keys, 256, _TILED_SHARED),
-        sizes.tiled("tiled.cu", "tiled_softmax", rows, 128, _REDUCTION_SHARED),
-        sizes.tiled("tiled.cu", "tiled_av", heads * of_rows * of_columns, 256, _TILED_SHARED),
+        sizes.tiled("tiled.cu", "tiled_qk", heads * of_rows * of_keys, threads=256, shared=_TILED_SHARED),
+        sizes.tiled("tiled.cu", "tiled_softmax", rows, threads=128, shared=_REDUCTION_SHARED),
+        sizes.tiled("tiled.cu", "tiled_av", heads * of_rows * of_columns, threads=256, shared=_TILED_SHARED),
     ]
     return KernelProgram(calls, sizes.fields(), _PLACES, {"scores": scores}, knobs={"rows": TILE, "columns": TILE})
 
@@ -415,9 +415,9 @@ def attention_backward(key: PlanKey) -> KernelProgram:
     file, of_keys = "fused_backward.cu", sizes.tiles(_GRAD_KV)
     calls = [sizes.simple(file, "fused_delta", 32 * batch * heads * sq, **sizes.sizes(_CORES))]
     if "grad_k" in sizes.layouts:
-        calls.append(sizes.fused(file, "fused_grad_kv", _GRAD_KV, skv, heads_kv))
+        calls.append(sizes.fused(file, "fused_grad_kv", _GRAD_KV, rows=skv, heads=heads_kv))
     if "grad_q" in sizes.layouts:
-        calls.append(sizes.fused(file, "fused_grad_q", _GRAD_Q, sq, heads))
+        calls.append(sizes.fused(file, "fused_grad_q", _GRAD_Q, rows=sq, heads=heads))
     scratch = {"delta": (batch, heads, sq)}
     return KernelProgram(
         calls, sizes.fields(), _PLACES, scratch, knobs={"rows": of_keys.rows, "columns": of_keys.columns}
@@ -430,7 +430,7 @@ def _tiled_backward(sizes: _Sizes) -> KernelProgram:
     of_queries, of_keys, of_columns = (-(-size // TILE) for size in (sq, skv, dim))
 
     def call(name: str, blocks: int) -> KernelCall:
-        return sizes.tiled("tiled_backward.cu", name, batch * blocks, 256, _TILED_SHARED)
+        return sizes.tiled("tiled_backward.cu", name, batch * blocks, threads=256, shared=_TILED_SHARED)
 
     calls = [sizes.simple("fused_backward.cu", "fused_delta", 32 * batch * heads * sq, **sizes.sizes(_CORES))]
     calls.append(call("tiled_grad_scores", heads * of_queries * of_keys))

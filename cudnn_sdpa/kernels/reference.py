@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward,
 from cudnn_sdpa.attention.reference import Softmax, product, repeated, scores, without_autocast
 from cudnn_sdpa.attention.reference import gradients as gradients_of_attention
 from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.kernels.arguments import MASKING, Gradient, KernelArguments, check_operands, check_types
+from cudnn_sdpa.kernels.arguments import MASKING, NAIVE, Gradient, KernelArguments, check_operands, check_types
 from cudnn_sdpa.kernels.plans import results
 
 
@@ -48,7 +48,7 @@ def reference_attention(
     """
     check_types(KernelArguments(q, k, v, mask))
     q, k, v, mask = (cast_tensor(x, q) for x in (q, k, v, mask))
-    call = KernelArguments(q, k, v, mask, "naive", is_causal, scale)
+    call = KernelArguments(q, k, v, mask, mode=NAIVE, is_causal=is_causal, scale=scale)
     check_operands(call)
     exact, mask = torch.promote_types(q.dtype, torch.float32), _exact_mask(mask)
     with without_autocast(q):
@@ -59,8 +59,8 @@ def reference_attention(
         if is_causal:
             later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
             found = found.masked_fill(later, -math.inf)
-        blind = torch.isneginf(found).all(-1, keepdim=True)
-        weights = torch.softmax(found.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+        masked_rows = torch.isneginf(found).all(-1, keepdim=True)
+        weights = torch.softmax(found.masked_fill(masked_rows, 0.0), -1).masked_fill(masked_rows, 0.0)
         return product(weights, repeated(v, q, exact)).to(q.dtype)
 
 

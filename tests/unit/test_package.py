@@ -6,6 +6,7 @@ import ast
 import inspect
 import re
 from collections import Counter
+from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -74,6 +75,58 @@ def layer(name: str) -> int:
 
 
 MODULES = [name for name in SOURCES if name != "cudnn_sdpa"]
+
+#: Calls by position of five values and more that stay so, by module and function, and why.
+CALLS_BY_POSITION = {
+    ("cudnn_sdpa.distributed.all_gather", "_AllGather.apply"): "autograd functions take no names",
+    ("cudnn_sdpa.distributed.ring", "_Ring.apply"): "autograd functions take no names",
+    ("cudnn_sdpa.engine.native.calls", "module.Differentiation"): "C++ whose arguments have no names",
+    ("cudnn_sdpa.engine.native.calls", "table.learn"): "C++ whose arguments have no names",
+}
+
+
+@cache
+def positional_parameters() -> dict[str, int]:
+    """The number of named parameters of each function and class, by its name; the largest of those of one name."""
+    found: dict[str, int] = {}
+    for path in SOURCES.values():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef):
+                has_any_number = node.args.vararg is not None
+                count = len(node.args.args) if has_any_number else 99
+                found[node.name] = max(found.get(node.name, 0), count)
+            elif isinstance(node, ast.ClassDef):
+                found[node.name] = 99
+    return found
+
+
+def values_by_position(call: ast.Call) -> int:
+    """How many values a call gives without names: those of `*(a, b)` too, but `*several` is one."""
+    starred = [x.value for x in call.args if isinstance(x, ast.Starred)]
+    return len(call.args) + sum(len(x.elts) - 1 for x in starred if isinstance(x, (ast.Tuple, ast.List)))
+
+
+def own_calls(name: str) -> Iterator[ast.Call]:
+    """The calls of functions and classes of the package in a module, as far as their names say so."""
+    tree = ast.parse(SOURCES[name].read_text())
+    here, modules = set(), set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            here.add(node.name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("cudnn_sdpa"):
+            here |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Import):
+            modules |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        function = node.func
+        while isinstance(function, ast.Attribute):
+            function = function.value
+        root = function.id if isinstance(function, ast.Name) else ""
+        is_own = root in here if isinstance(node.func, ast.Name) else root not in modules
+        if is_own:
+            yield node
 
 
 def test_neither_importing_nor_a_call_on_the_cpu_starts_cuda_or_loads_cudnn(run_python):
@@ -278,6 +331,20 @@ def test_imports_run_downward_only(name):
 def test_there_are_no_import_cycles():
     graph = {name: {other for other in own_imports(name) if other != name} for name in MODULES}
     assert set(TopologicalSorter(graph).static_order()) >= set(MODULES)
+
+
+def test_calls_of_more_than_four_values_name_them():
+    parameters, exceptions, found = positional_parameters(), set(), []
+    for name in SOURCES:
+        for call in own_calls(name):
+            function = ast.unparse(call.func)
+            count = min(values_by_position(call), parameters.get(function.split(".")[-1], 0))
+            if (name, function) in CALLS_BY_POSITION and count > 4:
+                exceptions.add((name, function))
+            elif count > 4:
+                found.append(f"{name}:{call.lineno}: {function} with {count} values by position")
+    assert not found
+    assert exceptions == CALLS_BY_POSITION.keys(), "no longer needed"
 
 
 @pytest.mark.parametrize("name", SOURCES)

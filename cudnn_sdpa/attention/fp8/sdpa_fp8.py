@@ -236,13 +236,13 @@ def sdpa_fp8_backward(
             return Fp8Gradients._make(known)
     left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
     call = Fp8BackwardArguments(
-        grad_out,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        *scales,
+        grad_out=grad_out,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        **scales._asdict(),
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
         is_causal=is_causal,

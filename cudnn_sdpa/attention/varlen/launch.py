@@ -133,7 +133,7 @@ def _needed(of: GradientCall, found: list[Tensor]) -> list[Tensor]:
     needed = [x for x, need in zip(found, needs_qkv, strict=True) if need]
     if needs_sinks and of.call.sinks is not None:
         grad_out, out, lse = (x.transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
-        needed.append(sink_gradient(grad_out, out, lse, of.call.sinks, of.call.cu_seqlens_q[-1]))
+        needed.append(sink_gradient(grad_out, out, lse, of.call.sinks, queries=of.call.cu_seqlens_q[-1]))
     return needed
 
 

@@ -43,8 +43,8 @@ class Sizes(NamedTuple):
     repeats: int
 
 
-FULL = Sizes((65536, 131072), 65536, (32, 8), 128, 10)
-SMALL = Sizes((256,), 256, (4, 2), 16, 2)
+FULL = Sizes(lengths=(65536, 131072), tokens=65536, heads=(32, 8), head_dim=128, repeats=10)
+SMALL = Sizes(lengths=(256,), tokens=256, heads=(4, 2), head_dim=16, repeats=2)
 
 Row = dict[str, object]
 Step = Callable[[], None]
@@ -98,18 +98,29 @@ def _packed(sizes: Sizes, device: torch.device) -> dict[str, Step]:
     """Documents of random lengths, the same on each rank."""
     tensors = _drawn(sizes, (sizes.tokens,), device)
     generator = torch.Generator().manual_seed(11)
-    cuts = torch.randperm(sizes.tokens - 1, generator=generator)[: max(2, sizes.tokens // 4096)].add(1).sort().values
-    ends = torch.cat([torch.tensor([0]), cuts, torch.tensor([sizes.tokens])])
-    offsets, longest = ends.int().to(device), int(ends.diff().max())
+    bounds = torch.randperm(sizes.tokens - 1, generator=generator)[: max(2, sizes.tokens // 4096)].add(1).sort().values
+    ends = torch.cat([torch.tensor([0]), bounds, torch.tensor([sizes.tokens])])
+    offsets, max_seqlen = ends.int().to(device), int(ends.diff().max())
 
     def on_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return sdpa_varlen(q, k, v, offsets, offsets, longest, longest, is_causal=True)
+        return sdpa_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=offsets,
+            cu_seqlens_kv=offsets,
+            max_seqlen_q=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+            is_causal=True,
+        )
 
     found = {"one GPU": _trained(on_one, tensors, None)}
     for method in METHODS:
 
         def run(q: Tensor, k: Tensor, v: Tensor, method: str = method) -> Tensor:
-            out: Tensor = context_parallel_varlen(q, k, v, offsets, longest, is_causal=True, method=method)
+            out: Tensor = context_parallel_varlen(
+                q, k, v, offsets, max_seqlen=max_seqlen, is_causal=True, method=method
+            )
             return out
 
         found[method] = _trained(run, tensors, 0)
