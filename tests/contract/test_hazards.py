@@ -377,11 +377,27 @@ def test_dispatch_modes_see_the_operators(call):
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
-def test_the_profiler_sees_the_operator(call):
+def test_the_profiler_sees_the_operators(call):
+    """One of the forward pass, and where there are gradients one of the backward pass or more."""
     tensors = call.tensors()
+    seen = profiled(lambda: call.assert_out(call(tensors), tensors))
+    assert sum(seen.values()) == 1
+    if not call.differentiable:
+        return
+    leaves = call.tensors(grad=True)
+    out = call(leaves)
+    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+    found = []
+    seen = profiled(lambda: found.extend(torch.autograd.grad(out, list(wanted.values()), torch.ones_like(out))))
+    assert seen
+    call.assert_gradients(dict(zip(wanted, found, strict=True)), leaves)
+
+
+def profiled(run):
+    """The operators of the package that the profiler sees, and how often."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        call.assert_out(call(tensors), tensors)
-    assert any(event.key.startswith("cudnn_sdpa::") for event in profile.key_averages())
+        run()
+    return {event.key: event.count for event in profile.key_averages() if event.key.startswith("cudnn_sdpa::")}
 
 
 class _Subclass(torch.Tensor):
@@ -794,6 +810,7 @@ def test_evicted_plans_are_freed_at_once(example, graph):
     del out
 
 
+@pytest.mark.sample(1)
 @pytest.mark.differentiates
 def test_evicted_plans_of_gradients_are_freed_at_once(example):
     """Also while the plan of the forward pass, and a graph of autograd's, are alive."""

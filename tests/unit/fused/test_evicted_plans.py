@@ -39,6 +39,7 @@ class Witness:
     """An attribute of a plan, which is freed with it."""
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CALLS)
 def test_graphs_of_autograd_keep_no_evicted_plan(name):
     function, shapes = CALLS[name]

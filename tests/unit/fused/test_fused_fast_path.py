@@ -18,6 +18,7 @@ SCENARIOS = (
 )
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_fast_path(scenario):
     environment = {

@@ -227,6 +227,7 @@ MIXES = {
 }
 
 
+@pytest.mark.sample(40)
 @needs_pages
 @with_windows
 @pytest.mark.parametrize("mix", MIXES)
