@@ -75,10 +75,11 @@ def is_plain_memory(*tensors: Tensor | None) -> bool:
 def needs_operator(gradient: Tensor) -> bool:
     """Whether something other than autograd's engine must intercept a backward pass with this gradient.
 
-    It may be differentiated again, batched, traced or compiled, or the dispatcher must materialize it.
+    It may be differentiated again, batched, traced, compiled or profiled, or the dispatcher must materialize it.
     """
     return (
         torch.is_grad_enabled()
+        or is_profiling()
         or type(gradient) is not Tensor
         or not _known
         or is_batch(gradient)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from fake_gpu import FakePlan
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.attention import bias
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
@@ -24,6 +25,7 @@ from cudnn_sdpa import (
     ArgumentError,
     DeviceError,
     LayoutError,
+    OptionError,
     PlanBuildError,
     UnsupportedError,
     conv1d,
@@ -617,6 +619,25 @@ def test_zeros_without_memory_are_zeros_or_refused(call):
         zeros = torch._efficientzerotensor(tensors[name].shape, dtype=tensors[name].dtype)
         with right_or_refused(f"{name}: got a tensor without memory"):
             call.assert_out(call({**tensors, name: zeros}), {**tensors, name: torch.zeros_like(tensors[name])})
+        call.assert_out(call(tensors), tensors)
+
+
+def test_tensors_without_values_are_masks_or_refused(call):
+    """PyTorch's `CausalBias` is a tensor whose memory was never written: a mask where one is read as such."""
+    for name, x in call.tensors().items():
+        tensors = call.tensors()
+        if name in ("attn_mask", "mask") and "lse" not in tensors:  # which belongs to the other mask
+            if "is_causal" in call.options:
+                with pytest.raises(OptionError, match="is_causal: got one in addition to a CausalBias"):
+                    call({**tensors, name: bias.causal_upper_left(9, 13)})
+                continue
+            lengths = tensors["q"].shape[2], tensors["k"].shape[2]
+            for make in (bias.causal_upper_left, bias.causal_lower_right):
+                mask = make(*lengths)
+                call.assert_out(call({**tensors, name: mask}), {**tensors, name: mask._materialize()})
+        elif name != "attn_mask":
+            with pytest.raises(LayoutError, match=f"{name}: got a CausalBias"):
+                call({**tensors, name: x.as_subclass(bias.CausalBias)})
         call.assert_out(call(tensors), tensors)
 
 
