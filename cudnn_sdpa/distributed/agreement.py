@@ -123,7 +123,7 @@ def _store(place: Place) -> Any:
 
 
 def _is_capturing() -> bool:
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 def _compare(store: Any, place: Place, calls: _Calls, own: _Note, function: str) -> None:
@@ -145,9 +145,9 @@ def _compare(store: Any, place: Place, calls: _Calls, own: _Note, function: str)
         if not missing:
             return
         if time.monotonic() > end:
-            error = _no_answer(place, next(iter(missing.values())), own, function=function)
-            store.set(calls.name(place.rank, own.number), own._replace(error=str(error)).text())
-            raise error
+            gives_up = _no_answer(place, next(iter(missing.values())), own, function=function)
+            store.set(calls.name(place.rank, own.number), own._replace(error=str(gives_up)).text())
+            raise gives_up
         time.sleep(pause)
         pause = min(2 * pause, POLLS[1])
 

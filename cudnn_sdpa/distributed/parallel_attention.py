@@ -74,8 +74,8 @@ def context_parallel(
 
     Gradients of `sinks` are those of this rank's part of the work, as those of all parameters under data parallelism:
     their sum over the group is the gradient. Every rank must run the backward pass if one does. What ranks must agree
-    about (shapes, dtypes, options, which inputs require grad) is compared at the first call of each kind, beside the
-    collectives. Under `torch.compile` the call is a graph break.
+    about (shapes, dtypes, options, which inputs require grad) is compared in each call, apart from the collectives.
+    Under `torch.compile` the call is a graph break.
 
     Args:
         q: This rank's queries (B, Hq, S / P, D), where S is the length of the whole sequence and P the number of ranks;

@@ -17,7 +17,7 @@ import cudnn_sdpa
 import cudnn_sdpa.distributed.all_gather as by_gathering
 import cudnn_sdpa.distributed.ring as by_passing_on
 from cudnn_sdpa import ArgumentError, UnsupportedError, nn
-from cudnn_sdpa.distributed import agreement, context_parallel, context_parallel_varlen, shard, unshard
+from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, parallel_attention, shard, unshard
 
 BY_METHOD = {"all_gather": by_gathering, "ring": by_passing_on}
 
@@ -87,10 +87,10 @@ def kernels_refuse(method: str) -> list[str]:
         whole, least = getattr(BY_METHOD[method], name), by_gathering.MIN_BYTES
         calls = iter(range(100))
 
-        def refusing(*arguments: Any, whole: Any = whole, calls: Any = calls) -> Any:
+        def refusing(*arguments: Any, whole: Any = whole, calls: Any = calls, **tensors: Any) -> Any:
             if next(calls) == 1:  # the second part
                 raise UnsupportedError("this shape", ["no kernel has it"], "another")
-            return whole(*arguments)
+            return whole(*arguments, **tensors)
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BY_METHOD[method], name, refusing)
@@ -171,23 +171,34 @@ def disagreements() -> list[str]:
     return found
 
 
-def one_repeats() -> str:
-    """A rank repeats an agreed call, and waits in its collectives; the other, with a new kind of call, says so."""
-    q, k, v = parts(tokens=10)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agreement, "_is_a_log", lambda _: False)  # the store of these processes is one
-        for _ in range(3):
-            context_parallel(q, k, v, is_causal=True)
-        dist.barrier()
-        if dist.get_rank() == 0:
-            with pytest.raises(RuntimeError):  # the other rank's part never comes
-                context_parallel(q, k, v, is_causal=True)
-            return ""
+def agreed_kinds(method: str) -> list[str]:
+    """Kinds of call that ranks have agreed about, but not at a time: an error on each rank, at once."""
+    rank, found = dist.get_rank(), []
+    short, longer = parts(tokens=8, heads=(4, 4)), parts(tokens=16, heads=(4, 4))
+    kinds: list[tuple[Any, dict[str, Any]]] = [
+        (short, {}),
+        (longer, {}),
+        (short, {"is_causal": True}),
+        (short, {"softcap": 7.0}),
+        (short, {"return_lse": True, "scale": 0.5}),
+    ]
+    for tensors, options in kinds * 2:
+        context_parallel(*tensors, method=method, **options)
+    for other in (1, 2, 3, 4):
+        tensors, options = kinds[other if rank else 0]
         begin = time.monotonic()
-        with pytest.raises(ArgumentError, match="rank 0 calls context_parallel otherwise than rank 1") as refused:
-            context_parallel(q, k, v, is_causal=True, softcap=7.0)
+        with pytest.raises(ArgumentError, match="otherwise than rank") as refused:
+            context_parallel(*tensors, method=method, **options)
         assert time.monotonic() - begin < 10
-        raise LookupError(str(refused.value))  # which ends this process, as an error in a training loop does
+        found.append(str(refused.value))
+        still_works()
+    for scale in ("wide", 0.5):  # one rank refuses, where the others repeat an agreed kind
+        wrong = scale == "wide" if rank else scale != "wide"
+        message = "scale: got str" if wrong else f"rank {1 - rank} refused this call of context_parallel.*scale"
+        with pytest.raises(ArgumentError, match=message):
+            context_parallel(*short, method=method, scale="wide" if wrong else 0.5, return_lse=True)
+    still_works()
+    return found
 
 
 def one_refuses() -> str:
@@ -201,30 +212,34 @@ def one_refuses() -> str:
 
 
 def one_is_absent() -> str:
-    """The others wait as long as the group's timeout says, and no longer."""
+    """The others wait as long as the group's timeout says, and no longer; it is told when it comes."""
     group = dist.new_group(timeout=timedelta(seconds=2))
     group.get_group_store().set_timeout(timedelta(seconds=2))
+    q, k, v = parts(tokens=10)
+    message = "no answer of rank 1 of 2"
     if dist.get_rank() == 1:
         dist.barrier()
-        return "absent"
-    q, k, v = parts(tokens=10)
-    with pytest.raises(ArgumentError, match="no answer of rank 1 of 2") as refused:
+        message = f"rank 0 refused this call of context_parallel.*{message}"
+    with pytest.raises(ArgumentError, match=message) as refused:
         context_parallel(q, k, v, group=group)
-    dist.barrier()
+    if dist.get_rank() == 0:
+        dist.barrier()
+    context_parallel(q, k, v, group=group)
     return str(refused.value)
 
 
-def one_dies(method: str) -> None:
-    """In the middle of calls that ranks have agreed about."""
+def one_dies(method: str, *, has_come: bool) -> None:
+    """Before a call that ranks have agreed about, or once it has come to it, and the other waits in a collective."""
     q, k, v = parts(tokens=4)
     context_parallel(q, k, v, method=method)
+    dist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=1))
     if dist.get_rank() == 1:
-        os._exit(7)
-    time.sleep(0.5)
+        if not has_come:
+            os._exit(7)
+        parallel_attention.METHODS[method] = lambda *_, **__: os._exit(7)
     try:
-        for _ in range(3):
-            context_parallel(q, k, v, method=method)
-    except RuntimeError as error:
+        context_parallel(q, k, v, method=method)
+    except (RuntimeError, ArgumentError) as error:
         raise LookupError("the other rank was told") from error
 
 
