@@ -37,7 +37,7 @@ from cudnn_sdpa.graph import backend
 #: Rounds between readings of memory. Whatever is kept for each call grows in all of them.
 ROUNDS = 5
 #: Growth that is none: allocators and the interpreter take memory at times, but not in each round.
-MOST_GROWTH = 512 << 10
+MAX_GROWTH = 512 << 10
 #: Largest relative error, where an example names none.
 PRECISION = 3e-2
 #: Calls before the first reading.
@@ -95,7 +95,7 @@ def growth(step: Step, calls: int, device: str) -> dict[str, Any]:
             step()
         found.append(readings(device))
     host, gpu = ([after - before for before, after in itertools.pairwise(of)] for of in zip(*found, strict=True))
-    return {"calls": calls, "host": host, "gpu": gpu, "grows": min(host) > MOST_GROWTH or min(gpu) > 0}
+    return {"calls": calls, "host": host, "gpu": gpu, "grows": min(host) > MAX_GROWTH or min(gpu) > 0}
 
 
 def memory(names: list[str], calls: int, device: str) -> dict[str, dict[str, Any]]:

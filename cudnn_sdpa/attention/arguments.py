@@ -269,8 +269,8 @@ def _hint_on_dtype(q: Tensor) -> str:
     return f"{convert}, or use kernels.attention, which takes float32." if q.dtype == torch.float32 else f"{convert}."
 
 
-def check_sizes(q: Tensor, k: Tensor, v: Tensor, step: int) -> None:
-    """Sizes of query, key and value that fit together, and head dims that are multiples of `step`."""
+def check_sizes(q: Tensor, k: Tensor, v: Tensor, multiple: int) -> None:
+    """Sizes of query, key and value that fit together, and head dims that are multiples of `multiple`."""
     batch, heads_q, _, head_dim = q.shape
     _, heads_kv, skv, _ = k.shape
     for name, tensor in (("k", k), ("v", v)):
@@ -284,9 +284,9 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor, step: int) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.shape[1] == 0:
             raise ShapeError(name, "0 heads", "at least one head")
-        if tensor.shape[3] == 0 or tensor.shape[3] % step != 0:
-            expected = f"a positive multiple of {step}"
-            note = f" {cpu_target.note()}" if step > 1 and tensor.device.type == "cpu" else ""
+        if tensor.shape[3] == 0 or tensor.shape[3] % multiple != 0:
+            expected = f"a positive multiple of {multiple}"
+            note = f" {cpu_target.note()}" if multiple > 1 and tensor.device.type == "cpu" else ""
             hint = f"Pad it with torch.nn.functional.pad.{note}"
             raise ShapeError(name, f"head dim {tensor.shape[3]}", expected, hint)
     if k.shape[3] != head_dim:

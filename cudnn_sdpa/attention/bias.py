@@ -47,8 +47,8 @@ def reads_directly(view: Tensor, skv: int) -> bool:
     shape, stride = view.shape, view.stride()
     if view.dtype == torch.bool or shape[3] != skv or (stride[3] != 1 and skv > 1):
         return False
-    step = ALIGNMENT // view.element_size()
-    return all(shape[dim] == 1 or stride[dim] % step == 0 for dim in range(3))
+    alignment = ALIGNMENT // view.element_size()
+    return all(shape[dim] == 1 or stride[dim] % alignment == 0 for dim in range(3))
 
 
 class BiasFields(NamedTuple):
@@ -91,10 +91,10 @@ class BiasKernel(OwnKernel):
         self.reads_mask_at = Address("attn_mask", begin) if is_readable else None
         stride = (*view.stride()[:3], view.stride(3) if view.shape[3] == skv else 0)
         if is_readable:
-            span = 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)) if view.numel() else 0
+            span = 1 + sum((n - 1) * elements for n, elements in zip(shape, stride, strict=True)) if view.numel() else 0
             shape, stride = (1, 1, 1, span), (0, 0, 0, 1)
         elements = math.prod(shape)
-        batch, head, row, column = (step * size for step in stride)
+        batch, head, row, column = (elements * size for elements in stride)
         fields = BiasFields(
             base=_PER_CALL,
             batch=batch,

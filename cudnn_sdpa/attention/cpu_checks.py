@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.engine import cpu_target, fallback
 from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.engine.fast_path import describe
+from cudnn_sdpa.engine.fast_path import layout_signature
 from cudnn_sdpa.engine.memory import refuse_address
 from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
@@ -89,7 +89,7 @@ def _signature(field: object) -> Hashable:
     """Everything about an argument that decides whether a call is refused."""
     if not isinstance(field, Tensor):
         return type(field), field
-    return describe(field), field.storage_offset() % ALIGNMENT, field.requires_grad
+    return layout_signature(field), field.storage_offset() % ALIGNMENT, field.requires_grad
 
 
 def _without_data(call: CallT) -> CallT:

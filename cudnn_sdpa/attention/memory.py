@@ -33,13 +33,13 @@ def check_strides_of(name: str, tensor: Tensor) -> None:
             "1: each head vector dense",
             f"Use {name}.contiguous().",
         )
-    step = ALIGNMENT // tensor.element_size()
+    alignment = ALIGNMENT // tensor.element_size()
     for dim, unit in enumerate(("batch entry", "head", "token")):
-        if tensor.shape[dim] != 1 and tensor.stride(dim) % step != 0:
+        if tensor.shape[dim] != 1 and tensor.stride(dim) % alignment != 0:
             raise LayoutError(
                 name,
                 f"stride {tensor.stride(dim)} from {unit} to {unit}",
-                f"a multiple of {step} elements ({ALIGNMENT} bytes)",
+                f"a multiple of {alignment} elements ({ALIGNMENT} bytes)",
                 f"Use {name}.contiguous().",
             )
 
@@ -100,15 +100,15 @@ def aligned(name: str, tensor: Tensor) -> Tensor:
 
 def check_strides_of_out(out: Tensor, *, for_cudnn: bool) -> None:
     """`out` must be writable: dense head vectors, strides that cuDNN's kernels take, no two elements at one address."""
-    step = ALIGNMENT // out.element_size() if for_cudnn else 1
+    alignment = ALIGNMENT // out.element_size() if for_cudnn else 1
     if out.stride(-1) != 1:
         raise LayoutError("out", f"stride {out.stride(-1)} in the last dimension", "1")
     span = out.shape[-1]
     for stride, size in sorted((out.stride(dim), out.shape[dim]) for dim in range(out.dim() - 1)):
         if size == 1:
             continue
-        if stride % step != 0:
-            raise LayoutError("out", f"a stride of {stride}", f"multiples of {step} elements ({ALIGNMENT} bytes)")
+        if stride % alignment != 0:
+            raise LayoutError("out", f"a stride of {stride}", f"multiples of {alignment} elements ({ALIGNMENT} bytes)")
         if stride < span:
             raise LayoutError("out", f"strides {out.stride()} that overlap", "a separate address for each element")
         span = stride * (size - 1) + span

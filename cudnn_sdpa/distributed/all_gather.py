@@ -37,11 +37,11 @@ MAX_GROUPS, MIN_BYTES = 4, 4 << 20
 def head_groups(k: Tensor, v: Tensor, options: Options) -> list[slice]:
     """The heads of keys that are gathered at a time."""
     heads = k.shape[1]
-    size = (k.numel() + v.numel()) * k.element_size() * options.place.ranks
-    wanted = max(1, min(MAX_GROUPS, heads, size // MIN_BYTES))
+    in_bytes = (k.numel() + v.numel()) * k.element_size() * options.place.ranks
+    wanted = max(1, min(MAX_GROUPS, heads, in_bytes // MIN_BYTES))
     number = max(n for n in range(1, wanted + 1) if heads % n == 0)
-    step = heads // number
-    return [slice(first, first + step) for first in range(0, heads, step)]
+    size = heads // number
+    return [slice(first, first + size) for first in range(0, heads, size)]
 
 
 def of_queries(heads: slice, q: Tensor, k: Tensor) -> slice:

@@ -92,7 +92,7 @@ def examine(timeout: float) -> tuple[JsonObject, str]:
     parts = parts_of(output)
     if code == 0 and "trial" in parts:
         return parts, ""
-    how = f"did not end within {timeout:g} s" if code is None else interpreter.describe_exit(code)
+    how = f"did not end within {timeout:g} s" if code is None else interpreter.exit_reason(code)
     last = errors.decode(errors="replace").strip()[-600:]
     return parts, how + (f"; it printed: {last}" if last else "")
 

@@ -98,7 +98,7 @@ class CallTable(Generic[LastT]):
         return len(self._calls)
 
 
-def describe(tensor: Tensor | None) -> Hashable:
+def layout_signature(tensor: Tensor | None) -> Hashable:
     """The part of a tensor that determines a call."""
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 

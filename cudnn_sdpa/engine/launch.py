@@ -358,9 +358,11 @@ _APART = 512
 def _side_by_side(layouts: Sequence[Layout]) -> tuple[list[int], int]:
     """Where tensors of these layouts lie in one piece of memory, in bytes, and its size."""
     offsets, end = [], 0
-    for shape, stride, dtype in layouts:
+    for shape, strides, dtype in layouts:
         offsets.append(end)
-        elements = 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if all(shape) else 0
+        elements = (
+            1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
+        )
         end += -(-elements * dtype.itemsize // _APART) * _APART
     return offsets, end
 

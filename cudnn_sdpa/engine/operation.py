@@ -42,7 +42,7 @@ from cudnn_sdpa.engine.dispatch_state import (
     plain,
     tensor_guard,
 )
-from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, describe
+from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, layout_signature
 from cudnn_sdpa.engine.launch import Layout, PlainCall, check_one_device
 from cudnn_sdpa.engine.memory import MISALIGNED, like_in_memory
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
@@ -668,13 +668,13 @@ class Operation(Generic[CallT]):
 
     def signature(self, call: CallT) -> Hashable:
         """Everything that decides a call's plan and how it is bound."""
-        layouts = [  # `describe` without its calls
+        layouts = [  # `layout_signature` without its calls
             None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call[: self._tensors]
         ]
         options = call[self._options]
         mark = None if self.mark is None else self.mark(call)
         out = self._out_of(call)
-        return (*layouts, *options, *map(type, options), None if out is None else describe(out), mark)
+        return (*layouts, *options, *map(type, options), None if out is None else layout_signature(out), mark)
 
     def _entry(self, name: Hashable, call: object, prepare: Callable[[Any], Prepared]) -> _Entry | Prepared:
         """The prepared call of this signature, prepared now if there is none."""
@@ -951,7 +951,7 @@ class Operation(Generic[CallT]):
         return [x for x in (*backward.call[: self._tensors], *backward[:-2]) if x is not None]
 
     def _signature_of_gradient(self, backward: Any) -> Hashable:
-        return "backward", *map(describe, backward[:-2]), backward.needs, self.signature(backward.call)
+        return "backward", *map(layout_signature, backward[:-2]), backward.needs, self.signature(backward.call)
 
     def fake_gradients(self, backward: Any) -> list[Tensor]:
         """What the needed gradients look like, without memory."""

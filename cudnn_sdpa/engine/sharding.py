@@ -358,8 +358,8 @@ class _Search(NamedTuple):
         reasons = list(dict.fromkeys(reasons)) or self._obstacles(
             [self._first(index) for index in range(self.mesh.ndim)]
         )
-        steps = self._steps()
-        suggestion = " or ".join(dict.fromkeys([step for step in [", ".join(steps), *instead] if step]))
+        suggestions = [", ".join(self._redistributions()), *instead]
+        suggestion = " or ".join(dict.fromkeys([text for text in suggestions if text]))
         return UnsupportedError(f"{self.what} on DTensors placed like these", reasons, suggestion)
 
     def _first(self, index: int) -> Way | None:
@@ -379,20 +379,20 @@ class _Search(NamedTuple):
         allowed = [f"{name} {_text(dim)} ({what})" for dim, what in dims.items() if dim is not None]
         return ", ".join([*allowed, f"{name} Replicate()"]) + ", and others alike"
 
-    def _steps(self) -> list[str]:
+    def _redistributions(self) -> list[str]:
         """The fewest redistributions that make the call right, as code."""
         options = [None, *[way for way in self.ways if not way.refused]]
         best: list[str] | None = None
         best_kept = 0
         for chosen in itertools.product(options, repeat=self.mesh.ndim):
-            steps = self._steps_to(chosen)
+            changes = self._redistributions_to(chosen)
             kept = sum(way is not None for way in chosen)
-            if steps is not None and (best is None or (len(steps), -kept) < (len(best), -best_kept)):
-                best, best_kept = steps, kept
+            if changes is not None and (best is None or (len(changes), -kept) < (len(best), -best_kept)):
+                best, best_kept = changes, kept
         return best or []
 
-    def _steps_to(self, chosen: Sequence[Way | None]) -> list[str] | None:
-        steps = []
+    def _redistributions_to(self, chosen: Sequence[Way | None]) -> list[str] | None:
+        changes = []
         for name, x in self.tensors.items():
             at = self.placed.get(name)
             dims = [None if way is None else way.dimension(name, x) for way in chosen]
@@ -400,13 +400,13 @@ class _Search(NamedTuple):
                 if any(dim is not None for dim in dims):
                     places = ", ".join(map(_text, dims))
                     leading = next(iter(self.placed))
-                    steps.append(f"distribute_tensor({name}, {leading}.device_mesh, [{places}])")
+                    changes.append(f"distribute_tensor({name}, {leading}.device_mesh, [{places}])")
                 continue
             wanted = [_text(None if old is None else dim) for old, dim in zip(at, dims, strict=True)]
             if wanted != [_text(old) for old in at]:
-                steps.append(f"{name}.redistribute(placements=[{', '.join(wanted)}])")
+                changes.append(f"{name}.redistribute(placements=[{', '.join(wanted)}])")
         sizes = [text for text in self._obstacles(chosen) if "plain tensor" not in text]
-        return None if sizes else steps
+        return None if sizes else changes
 
 
 def _parts(size: int, ranks: Sequence[int]) -> set[int]:

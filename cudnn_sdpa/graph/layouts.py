@@ -164,9 +164,9 @@ def _follows(order: Sequence[int], shape: Sequence[int], stride: Sequence[int], 
     return not any(is_larger(strides[i], strides[i - 1]) for i in range(1, len(strides)))
 
 
-def is_expanded(shape: Sequence[int], stride: Sequence[int]) -> bool:
+def is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether a stride of 0 makes elements share an address."""
-    return any(is_true(step == 0) and is_true(size > 1) for size, step in zip(shape, stride, strict=True))
+    return any(is_true(stride == 0) and is_true(size > 1) for size, stride in zip(shape, strides, strict=True))
 
 
 def dense_stride_like(shape: Sequence[int], model: Sequence[int], model_stride: Sequence[int]) -> tuple[int, ...]:

@@ -75,7 +75,7 @@ def check() -> None:
         raise OfflineError(f"no helper process that plans with cuDNN can be started: {reason}")
 
 
-def describe_exit(code: int) -> str:
+def exit_reason(code: int) -> str:
     """How a process ended, from its return code of `subprocess`."""
     if code >= 0:
         return f"ended with exit code {code}"

@@ -145,7 +145,7 @@ class Helper:
         except (OSError, TimeoutError) as error:
             raise self._failed(f"does not answer ({error})") from error
         if answer is None:
-            raise self._failed(interpreter.describe_exit(process.wait()))
+            raise self._failed(interpreter.exit_reason(process.wait()))
         if answer.pop("number") != self._requests:
             raise self._failed("answered a different request")
         return answer

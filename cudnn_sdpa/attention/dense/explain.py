@@ -102,9 +102,9 @@ def as_read(of: GradientCall) -> GradientCall:
 
 def is_readable_layout(tensor: Tensor, dims: int) -> bool:
     """Whether cuDNN can read the strides of an output or of its gradient, of 4 dimensions or 3 of packed sequences."""
-    step = ALIGNMENT // tensor.element_size()
+    alignment = ALIGNMENT // tensor.element_size()
     strides = [tensor.stride(dim) for dim in range(dims - 1) if tensor.shape[dim] != 1]
-    return (tensor.stride(-1) == 1 or tensor.shape[-1] == 1) and all(x % step == 0 and x for x in strides)
+    return (tensor.stride(-1) == 1 or tensor.shape[-1] == 1) and all(x % alignment == 0 and x for x in strides)
 
 
 def notes_on_copies(of: GradientCall, dims: int) -> list[str]:

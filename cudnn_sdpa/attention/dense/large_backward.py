@@ -53,8 +53,8 @@ def compact(tensor: Tensor) -> Tensor:
     return tensor.contiguous() if _span(tensor.shape, tensor.stride()) > MAX_OFFSET else tensor
 
 
-def _span(shape: Sequence[int], stride: Sequence[int]) -> int:
-    return sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+def _span(shape: Sequence[int], strides: Sequence[int]) -> int:
+    return sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def check(call: ForwardArguments, *, mask_gradient: bool) -> None:

@@ -162,10 +162,10 @@ def is_readable(grad_out: Tensor) -> bool:
     address = grad_out.data_ptr()
     if address == 0 or address % ALIGNMENT != 0 or grad_out.is_neg():
         return False
-    step = ALIGNMENT // grad_out.element_size()
+    alignment = ALIGNMENT // grad_out.element_size()
     strides = [grad_out.stride(dim) for dim in range(3) if grad_out.shape[dim] != 1]
     dense = grad_out.stride(3) == 1 or grad_out.shape[3] == 1
-    return dense and all(s % step == 0 and s != 0 for s in strides)
+    return dense and all(stride % alignment == 0 and stride != 0 for stride in strides)
 
 
 def readable_gradient(grad_out: Tensor, out: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (*FP8_DTYPES, torch.bfloat16, torch.float16)
 
 #: Head dims of cuDNN's FP8 kernels are multiples of this: a row of a matrix instruction.
-HEAD_DIM_STEP = 16
+HEAD_DIM_MULTIPLE = 16
 
 #: Smallest factor of the scores: kernels mask a key with a score of -inf, and scale it afterwards.
 MIN_SCALE = 1e-30
@@ -383,7 +383,7 @@ def _check_common(call: Fp8Arguments | Fp8BackwardArguments) -> None:
         hint = "Quantize it to FP8; cudnn_sdpa.sdpa takes float16 and bfloat16."
         raise DtypeError("q", dtype_name(call.q.dtype), _FP8, hint)
     has_limits = arguments.has_limits(as_dense(call))
-    arguments.check_sizes(call.q, call.k, call.v, HEAD_DIM_STEP if has_limits else 1)
+    arguments.check_sizes(call.q, call.k, call.v, HEAD_DIM_MULTIPLE if has_limits else 1)
     for name in ("k", "v"):
         tensor = getattr(call, name)
         if tensor.dtype != call.q.dtype:

@@ -319,7 +319,7 @@ def check(of: ForwardArguments) -> None:
         if tensor.device != q.device:
             raise DeviceError(name, str(tensor.device), f"{q.device}, the device of q")
     has_limits = arguments.has_limits(of)
-    arguments.check_sizes(q, k, v, fp8_arguments.HEAD_DIM_STEP if has_limits else 1)
+    arguments.check_sizes(q, k, v, fp8_arguments.HEAD_DIM_MULTIPLE if has_limits else 1)
     # Tensors inside a functorch transform have no address.
     autograd_checks.refuse_tangents({"q": q, "k": k, "v": v}, "attention in bfloat16")
     autograd_checks.refuse_transforms("fp8_attention", q, k, v, loops=False)

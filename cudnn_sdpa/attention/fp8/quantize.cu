@@ -93,7 +93,7 @@ struct Source {
   number of_row;  /* units of a row */
   number middle;  /* how many rows follow each other along the two inner dimensions */
   number inner;
-  number steps[3]; /* bytes from row to row along each dimension, the innermost last */
+  number strides[3]; /* bytes from row to row along each dimension, the innermost last */
   number row;     /* of the table */
 };
 
@@ -124,8 +124,8 @@ __device__ const uint4* place_of(const Source& a, word unit) {
   if (a.of_row == a.units) return (const uint4*)(a.from + 32 * (number)unit);
   word row = unit / (word)a.of_row, part = unit % (word)a.of_row;
   word outer = row / (word)a.inner;
-  number byte = outer / (word)a.middle * a.steps[0] + outer % (word)a.middle * a.steps[1];
-  return (const uint4*)(a.from + byte + row % (word)a.inner * a.steps[2] + 32 * (number)part);
+  number byte = outer / (word)a.middle * a.strides[0] + outer % (word)a.middle * a.strides[1];
+  return (const uint4*)(a.from + byte + row % (word)a.inner * a.strides[2] + 32 * (number)part);
 }
 
 /* Two words of two numbers each to one of four. */

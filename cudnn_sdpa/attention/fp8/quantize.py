@@ -200,13 +200,13 @@ def is_readable(tensor: Tensor) -> bool:
     """Whether a kernel can read the tensor's layout, 16 bytes at a time."""
     if not tensor.numel():
         return False
-    step = ALIGNMENT // tensor.element_size()
-    stride = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
+    alignment = ALIGNMENT // tensor.element_size()
+    sizes_and_strides = zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True)
     return (
         tensor.stride(-1) == 1
         and tensor.shape[-1] % _UNIT == 0
         and tensor.data_ptr() % ALIGNMENT == 0
-        and all(size == 1 or size_stride % step == 0 for size, size_stride in stride)
+        and all(size == 1 or stride % alignment == 0 for size, stride in sizes_and_strides)
     )
 
 
@@ -258,14 +258,14 @@ class _Quantizer:
             converts=_PER_CALL,
             by_amax=wanted.current,
         )
-        self._made, most_units = [], 0
+        self._made, max_units = [], 0
         for (shape, stride), row in zip(layouts, wanted.rows, strict=True):
             made = dense_stride_like(shape, shape, stride)
             self._made.append((shape, made, wanted.dtype))
             source = _walk(shape, stride, made)._replace(row=row)
             fields += source
-            most_units = max(most_units, source.units)
-        self._blocks = _blocks(device, most_units)
+            max_units = max(max_units, source.units)
+        self._blocks = _blocks(device, max_units)
         missing = _MAX_TENSORS - len(layouts)
         self._fields = array("q", [*fields, *(0,) * (missing * len(SourceFields._fields))])
 
@@ -337,16 +337,17 @@ class _Dequantizer:
         return made
 
 
-def _walk(shape: Shape, stride: Shape, made: Shape) -> SourceFields:
+def _walk(shape: Shape, strides: Shape, made: Shape) -> SourceFields:
     """The fields of a tensor that a kernel traverses in the order of its result; strides are in bytes."""
     sizes_and_strides: list[list[int]] = []
-    for size, step in ((shape[dim], 2 * stride[dim]) for dim in sorted(range(3), key=made.__getitem__, reverse=True)):
+    for dim in sorted(range(3), key=made.__getitem__, reverse=True):
+        size, stride = shape[dim], 2 * strides[dim]
         if size == 1:
             continue
-        if sizes_and_strides and sizes_and_strides[-1][1] == size * step:  # two dimensions that merge into one
-            sizes_and_strides[-1] = [sizes_and_strides[-1][0] * size, step]
+        if sizes_and_strides and sizes_and_strides[-1][1] == size * stride:  # two dimensions that merge into one
+            sizes_and_strides[-1] = [sizes_and_strides[-1][0] * size, stride]
         else:
-            sizes_and_strides.append([size, step])
+            sizes_and_strides.append([size, stride])
     row_units, units = shape[3] // _UNIT, shape[0] * shape[1] * shape[2] * shape[3] // _UNIT
     if len(sizes_and_strides) == 1 and sizes_and_strides[0][1] == 2 * shape[3]:
         return SourceFields(

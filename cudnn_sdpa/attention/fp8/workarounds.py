@@ -52,14 +52,14 @@ def readable_tables(call: Fp8Arguments) -> dict[str, Tensor]:
 def mask_absent_rows(call: Fp8Arguments, out: Tensor, lse: Tensor | None) -> None:
     """Fills rows past the lengths and fully masked rows with zeros, and their LSE with minus infinity."""
     rows = torch.arange(out.shape[2], device=out.device).view(1, 1, -1)
-    hidden = torch.zeros_like(rows, dtype=torch.bool)
+    absent = torch.zeros_like(rows, dtype=torch.bool)
     if call.seq_lens_q is not None:
-        hidden = rows >= call.seq_lens_q.view(-1, 1, 1)
+        absent = rows >= call.seq_lens_q.view(-1, 1, 1)
     if call.seq_lens_kv is not None:
-        hidden = hidden | (call.seq_lens_kv <= 0).view(-1, 1, 1)
-    (out.view(torch.uint8) if out.dtype in FP8_DTYPES else out).masked_fill_(hidden.unsqueeze(-1), 0)
+        absent = absent | (call.seq_lens_kv <= 0).view(-1, 1, 1)
+    (out.view(torch.uint8) if out.dtype in FP8_DTYPES else out).masked_fill_(absent.unsqueeze(-1), 0)
     if lse is not None:
-        lse.masked_fill_(hidden, -torch.inf)
+        lse.masked_fill_(absent, -torch.inf)
 
 
 def amax_of(out: Tensor, scale_o: Tensor, kernel_amax: Tensor) -> Tensor:
@@ -100,10 +100,10 @@ def pad_rows(x: Tensor, rows: int) -> Tensor:
 
 def has_readable_strides(grad_out: Tensor) -> bool:
     """Whether cuDNN can read the layout of a gradient, whatever its address."""
-    step = ALIGNMENT // grad_out.element_size()
+    alignment = ALIGNMENT // grad_out.element_size()
     strides = [grad_out.stride(dim) for dim in range(3) if grad_out.shape[dim] != 1]
     is_dense = grad_out.stride(3) == 1 or grad_out.shape[3] == 1
-    return is_dense and all(stride % step == 0 and stride != 0 for stride in strides)
+    return is_dense and all(stride % alignment == 0 and stride != 0 for stride in strides)
 
 
 def readable_layout(call: Fp8BackwardArguments) -> TensorLayout:

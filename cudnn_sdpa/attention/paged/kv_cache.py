@@ -195,7 +195,7 @@ class PagedKVCache:
             step.fill([(*row, more) for row, more in zip(rows, added, strict=True)])
             generations = [(number, self._pool.generation(number)) for number in numbers]
             grown = [generation for generation, more in zip(generations, added, strict=True) if more]
-            step.begin(grown, self._pool.cuts)
+            step.begin(grown, self._pool.invalidations)
         except BaseException:
             self._pool.restore(before)
             raise
@@ -209,7 +209,7 @@ class PagedKVCache:
     def _current(self, step: Any) -> None:
         """Refuses a step whose pages may belong to other sequences by now."""
         self._own(step)
-        if step.cuts != self._pool.cuts and not is_compiling():
+        if step.invalidations != self._pool.invalidations and not is_compiling():
             step.check_current(self._pool)
 
     def append(self, step: PagedStep, k: Tensor, v: Tensor, layer: int = 0) -> None:

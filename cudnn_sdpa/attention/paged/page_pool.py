@@ -53,12 +53,12 @@ class PagePool:
     timeout from a signal handler) interrupted a change.
 
     Attributes:
-        cuts: How often a generation has changed or a sequence was freed.
+        invalidations: How often a generation has changed or a sequence was freed, so that steps became stale.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_size = page_size
-        self.cuts = 0
+        self.invalidations = 0
         self._free = list(range(pages - 1, -1, -1))  # the last one is taken first
         self._owners = [0] * pages
         self._sequences: dict[int, _Sequence] = {}
@@ -143,7 +143,7 @@ class PagePool:
             self._owners[page] = 1
         for page, _ in copies:
             self._owners[page] -= 1
-            self.cuts += 1
+            self.invalidations += 1
         self._is_counted = True
         return copies
 
@@ -211,12 +211,12 @@ class PagePool:
                 owners[page] += 1
         self._owners = owners
         self._free = [page for page in range(len(owners) - 1, -1, -1) if not owners[page]]
-        self.cuts += 1  # the interrupted change may not have counted itself
+        self.invalidations += 1  # the interrupted change may not have counted itself
         self._is_counted = True
 
     def _release(self, pages: list[int]) -> None:
         """Decrements the owner counts of pages that a sequence has lost; the last part of a change."""
-        self.cuts += 1
+        self.invalidations += 1
         for page in reversed(pages):
             self._owners[page] -= 1
             if not self._owners[page]:

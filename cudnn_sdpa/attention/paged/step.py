@@ -33,7 +33,7 @@ class PagedStep:
         cache: A weak reference to the cache.
         has_absent: Whether a sequence has fewer new tokens than the step has room for.
         sequences: The sequences with new tokens, each with its generation; None if `reserve` was interrupted.
-        cuts: The pool's `cuts` when generations were last compared.
+        invalidations: The pool's `invalidations` when generations were last compared.
         written: The layers whose keys have been appended.
     """
 
@@ -45,7 +45,7 @@ class PagedStep:
     cache: weakref.ref[object] = field(repr=False)
     has_absent: bool = False
     sequences: list[tuple[int, int | None]] | None = field(default_factory=list, repr=False)
-    cuts: int = field(default=-1, repr=False)
+    invalidations: int = field(default=-1, repr=False)
     written: set[int] = field(default_factory=set, repr=False)
 
     @property
@@ -112,14 +112,14 @@ class PagedStep:
             host = torch.frombuffer(numbers, dtype=torch.int64)
             self.numbers.copy_(host.pin_memory() if self.numbers.is_cuda else host, non_blocking=True)
 
-    def begin(self, sequences: list[tuple[int, int | None]], cuts: int) -> None:
-        """Assigns sequences with their generations, as of the pool's `cuts`, and clears `written`.
+    def begin(self, sequences: list[tuple[int, int | None]], invalidations: int) -> None:
+        """Assigns sequences with their generations, as of the pool's `invalidations`, and clears `written`.
 
         On a GPU `written` stays: a replayed CUDA graph may append again.
         """
         if not self.numbers.is_cuda:
             self.written.clear()
-        self.sequences, self.cuts = sequences, cuts
+        self.sequences, self.invalidations = sequences, invalidations
 
     def check_current(self, pool: PagePool) -> None:
         """Checks that the generations of its sequences are unchanged.
@@ -127,7 +127,7 @@ class PagedStep:
         Raises:
             OptionError: The step is stale: a sequence was freed, or has lost tokens or pages since.
         """
-        cuts, hint = pool.cuts, "Call reserve again."
+        invalidations, hint = pool.invalidations, "Call reserve again."
         if self.sequences is None:
             raise OptionError("step", "a step whose reserve was interrupted", "one that reserve returned", hint)
         for number, generation in self.sequences:
@@ -136,7 +136,7 @@ class PagedStep:
                 what = "freed" if now is None else "evicted, truncated or given a page of its own"
                 got = f"a step of sequence {number}, which has been {what} since"
                 raise OptionError("step", got, "a step that was reserved after that", hint)
-        self.cuts = cuts
+        self.invalidations = invalidations
 
     def check_written(self, layer: int) -> None:
         """Checks that a layer's new keys have been appended.

@@ -29,7 +29,7 @@ struct Packing {
   number tables;
   number outputs;
   number everything; /* whether all rows get a value, and not only those of sequences without a counterpart */
-  number step[10];   /* of each table: elements from one row to the next */
+  number stride[10]; /* of each table: elements from one row to the next */
   number is_of_keys[10];
   Rows output[4];
 };
@@ -60,13 +60,13 @@ __device__ void fill(const Packing& packing, number of_keys, number from, number
   }
 }
 
-extern "C" __global__ void describe_packing(const Packing packing) {
+extern "C" __global__ void fill_packing(const Packing packing) {
   number given = packing.given, made = packing.made;
   for (number i = (number)blockIdx.x * blockDim.x + threadIdx.x; i <= made; i += (number)gridDim.x * blockDim.x) {
     number begin_q = end(packing.ends_q, i, given, packing.rows_q);
     number begin_kv = end(packing.ends_kv, i, given, packing.rows_kv);
     for (int table = 0; table < packing.tables; ++table) {
-      packing.begins[table * (made + 1) + i] = packing.step[table] * (packing.is_of_keys[table] ? begin_kv : begin_q);
+      packing.begins[table * (made + 1) + i] = packing.stride[table] * (packing.is_of_keys[table] ? begin_kv : begin_q);
     }
     if (i < made) { /* offsets that decrease make no length below 0 */
       number length_q = end(packing.ends_q, i + 1, given, packing.rows_q) - begin_q;

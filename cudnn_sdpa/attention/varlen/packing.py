@@ -18,7 +18,7 @@ from cudnn_sdpa.graph.key import Operand
 from cudnn_sdpa.plans.nvrtc import Kernel, slots
 from cudnn_sdpa.plans.plan import Plan
 
-kernel = Kernel(Path(__file__).with_name("packing.cu"), "describe_packing")
+kernel = Kernel(Path(__file__).with_name("packing.cu"), "fill_packing")
 
 MADE = "packing"  #: what addresses call the memory that the kernel fills
 

@@ -40,8 +40,8 @@ def row_bucket(rows: int) -> int:
 
     The workspace grows with it; at most a fifth is unused.
     """
-    step = max(128, (1 << max(0, rows - 1).bit_length()) // 8)
-    return -(-max(1, rows) // step) * step
+    granularity = max(128, (1 << max(0, rows - 1).bit_length()) // 8)
+    return -(-max(1, rows) // granularity) * granularity
 
 
 def length_bucket(max_seqlen: int, rows: int, *, tight: bool) -> int:
@@ -264,13 +264,13 @@ class VarlenSpec:
 
 
 def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> VarlenSpec:
-    """Describes a call, its numbers rounded up; the rows of queries and of keys to `rows`, if these are given."""
+    """The spec of a call, its numbers rounded up; the rows of queries and of keys to `rows`, if these are given."""
     tight = call.deterministic or call.softcap is not None
     q, k, v = map(TensorLayout.of, call.qkv)
     if rows is not None:
         rows_q, rows_kv = rows
         q, k, v = (replace(x, shape=(n, *x.shape[1:])) for x, n in ((q, rows_q), (k, rows_kv), (v, rows_kv)))
-    longest = min(call.max_seqlen_q, call.q.shape[0]), min(call.max_seqlen_kv, call.k.shape[0])
+    max_seqlens = min(call.max_seqlen_q, call.q.shape[0]), min(call.max_seqlen_kv, call.k.shape[0])
     is_shared = call.cu_seqlens_kv is None
     alignment = TOP_LEFT if is_shared else call.causal_alignment
     window_size = (call.window_left, call.window_right)
@@ -281,7 +281,7 @@ def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varle
         sequences=sequence_bucket(call.cu_seqlens_q.shape[0] - 1),
         max_seqlen_q=length_bucket(call.max_seqlen_q, q.shape[0], tight=tight),
         max_seqlen_kv=length_bucket(call.max_seqlen_kv, k.shape[0], tight=tight),
-        mask=normalize_mask(call.is_causal, alignment, window_size, *longest, has_lengths=True),
+        mask=normalize_mask(call.is_causal, alignment, window_size, *max_seqlens, has_lengths=True),
         shared_cu_seqlens=is_shared,
         sinks=call.sinks is not None,
         dropout_p=float(call.dropout_p),

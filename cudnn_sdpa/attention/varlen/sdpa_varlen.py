@@ -123,8 +123,8 @@ def sdpa_varlen(
     self-attention: it saves work and makes the two alignments one.
 
     Args:
-        q: Queries (Tq, Hq, D), float16 or bfloat16: the sequences' tokens, one after the other. Steps between tokens
-            and heads are multiples of 16 bytes; a view of packed keys and values (T, 2, H, D) needs no copy.
+        q: Queries (Tq, Hq, D), float16 or bfloat16: the sequences' tokens, one after the other. Strides of tokens and
+            heads are multiples of 16 bytes; a view of packed keys and values (T, 2, H, D) needs no copy.
         k: Keys (Tkv, Hkv, D).
         v: Values (Tkv, Hkv, Dv).
         cu_seqlens_q: Where the sequences of queries begin, and at last where they end, (B + 1,) int32: 0, l₁, l₁ + l₂,
@@ -246,8 +246,8 @@ def _check_types(call: VarlenArguments) -> None:
 
 
 def _check_values(call: VarlenArguments) -> None:
-    longest = call.max_seqlen_q, call.max_seqlen_kv
-    rows = zip(("cu_seqlens_q", "cu_seqlens_kv"), call.offsets, (call.q, call.k), longest, strict=True)
+    max_seqlens = call.max_seqlen_q, call.max_seqlen_kv
+    rows = zip(("cu_seqlens_q", "cu_seqlens_kv"), call.offsets, (call.q, call.k), max_seqlens, strict=True)
     for name, offsets, tensor, max_seqlen in rows:
         value_checks.check_offsets(name, offsets, tensor.shape[0], max_seqlen)
 

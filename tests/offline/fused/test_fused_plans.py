@@ -77,7 +77,7 @@ NORMS = {
 }
 
 DENSE = bare(1, 8192, 64)
-PIECES = bare(512, 2048)
+GATE_AND_UP = bare(512, 2048)
 HALVES = bare(512, 400)
 SQUARES = bare(57344, 1024)
 PARTS = bare(512, 3072)
@@ -91,9 +91,9 @@ def halves(x):
 
 GATES = {
     "silu_mul": (silu_mul_rows, (DENSE, DENSE), {}),
-    "silu_mul of halves, split": (silu_mul_rows, halves(PIECES), {}),
+    "silu_mul of halves, split": (silu_mul_rows, halves(GATE_AND_UP), {}),
     "silu_mul of halves": (silu_mul_rows, halves(HALVES), {}),
-    "silu_mul of both": (silu_mul_rows, (PIECES,), {}),
+    "silu_mul of both": (silu_mul_rows, (GATE_AND_UP,), {}),
     "silu_mul, float32": (silu_mul_rows, (DENSE.float(), DENSE.float()), {}),
     "silu_mul in squares": (silu_mul_rows, (SQUARES, SQUARES), {}),
     "gradients of silu_mul in squares": (silu_mul_gradients, (SQUARES, SQUARES, SQUARES), {}),
@@ -102,14 +102,14 @@ GATES = {
     "gradients of one row for all": (silu_mul_gradients, (ONE_FOR_ALL[1], *ONE_FOR_ALL), {}),
     "relu_squared of one row for all": (relu_squared_rows, ONE_FOR_ALL[:1], {}),
     "gradients of silu_mul": (silu_mul_gradients, (DENSE, DENSE, DENSE), {}),
-    "gradients of silu_mul of halves": (silu_mul_gradients, (bare(512, 1024), *halves(PIECES)), {}),
-    "gradients of silu_mul into halves": (silu_mul_gradients, (bare(512, 1024), PIECES), {}),
-    "gradient of silu_mul by gate": (silu_mul_grad_gate, (bare(512, 1024), *halves(PIECES)), {}),
-    "gradient of silu_mul by up": (silu_mul_grad_up, (bare(512, 1024), halves(PIECES)[0]), {}),
+    "gradients of silu_mul of halves": (silu_mul_gradients, (bare(512, 1024), *halves(GATE_AND_UP)), {}),
+    "gradients of silu_mul into halves": (silu_mul_gradients, (bare(512, 1024), GATE_AND_UP), {}),
+    "gradient of silu_mul by gate": (silu_mul_grad_gate, (bare(512, 1024), *halves(GATE_AND_UP)), {}),
+    "gradient of silu_mul by up": (silu_mul_grad_up, (bare(512, 1024), halves(GATE_AND_UP)[0]), {}),
     "gelu_mul": (gelu_mul_rows, (DENSE, DENSE), {}),
-    "gelu_mul of halves": (gelu_mul_rows, halves(PIECES), {}),
+    "gelu_mul of halves": (gelu_mul_rows, halves(GATE_AND_UP), {}),
     "relu_squared": (relu_squared_rows, (DENSE,), {}),
-    "relu_squared of a half": (relu_squared_rows, halves(PIECES)[:1], {}),
+    "relu_squared of a half": (relu_squared_rows, halves(GATE_AND_UP)[:1], {}),
 }
 
 IMAGE, LOSS = images(4, 64, 32, 32), images(4, 128, 32, 32)

@@ -282,11 +282,11 @@ except cudnn_sdpa.OfflineError as error:
     assert "was killed by signal 40" in run_python(code).stdout
 
 
-def test_every_exit_status_has_a_description():
-    assert interpreter.describe_exit(3) == "ended with exit code 3"
-    assert interpreter.describe_exit(-9) == "was killed by SIGKILL"
+def test_every_exit_status_has_a_reason():
+    assert interpreter.exit_reason(3) == "ended with exit code 3"
+    assert interpreter.exit_reason(-9) == "was killed by SIGKILL"
     for number in range(1, 65):
-        assert interpreter.describe_exit(-number).startswith("was killed by ")
+        assert interpreter.exit_reason(-number).startswith("was killed by ")
 
 
 @pytest.mark.parametrize("workers", [0, -1, 1.5, True, "2"])

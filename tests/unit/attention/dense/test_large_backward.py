@@ -129,15 +129,15 @@ def test_every_part_fits_and_every_head_is_in_one_part(shape):
     q = torch.empty(batch, heads, sq, dim, device="meta")
     k, v = (torch.empty(batch, heads_kv, skv, d, device="meta") for d in (dim, dim_v))
     seen = torch.zeros(batch, heads, dtype=torch.int32)
-    for piece in large_backward.split(q, k, v):
-        seen[piece.entries, piece.heads] += 1
+    for part in large_backward.split(q, k, v):
+        seen[part.entries, part.heads] += 1
         for tensor in (
-            q[piece.entries, piece.heads],
-            k[piece.entries, piece.heads_kv],
-            v[piece.entries, piece.heads_kv],
+            q[part.entries, part.heads],
+            k[part.entries, part.heads_kv],
+            v[part.entries, part.heads_kv],
         ):
             assert 0 < tensor.numel() <= LIMIT
-        of_q, of_kv = piece.heads.indices(heads), piece.heads_kv.indices(heads_kv)
+        of_q, of_kv = part.heads.indices(heads), part.heads_kv.indices(heads_kv)
         group = heads // heads_kv
         assert of_q[0] // group == of_kv[0]
         assert (of_q[1] - 1) // group == of_kv[1] - 1

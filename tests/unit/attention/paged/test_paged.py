@@ -501,27 +501,27 @@ def new_tokens(batch=1, tokens=1, **like):
     return tuple(torch.randn(2, batch, HEADS_KV, tokens, DIM, **{"dtype": torch.float64, **like}))
 
 
-CUTS = {
+REMOVALS = {
     "free": lambda cache, sequence: cache.free(sequence),
     "evict": lambda cache, sequence: cache.evict(sequence),
     "truncate": lambda cache, sequence: cache.truncate(sequence, 3),
 }
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_a_step_is_stale_after_truncation(cut):
+@pytest.mark.parametrize("removal", REMOVALS)
+def test_a_step_is_stale_after_truncation(removal):
     cache = new_cache()
     one, two = cache.add(), cache.add()
     step = cache.reserve([one, two], 6)
     cache.append(step, *new_tokens(2, 6))
-    CUTS[cut](cache, one)
+    REMOVALS[removal](cache, one)
     others = [cache.add() for _ in range(4)]
     cache.append(cache.reserve(others, 12), *new_tokens(4, 12))
     before = [cache.read(number) for number in (two, *others)]
     q = torch.randn(2, HEADS, 6, DIM, dtype=torch.float64)
     for _ in range(2):
         for call in (lambda: cache.append(step, *new_tokens(2, 6)), lambda: cache.attend(step, q)):
-            what = "freed" if cut == "free" else "evicted, truncated"
+            what = "freed" if removal == "free" else "evicted, truncated"
             with pytest.raises(OptionError, match=f"step: got a step of sequence {one}, which has been {what}"):
                 call()
     for number, (k, v) in zip((two, *others), before, strict=True):
