@@ -6,6 +6,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
@@ -27,8 +28,13 @@ def check_address(name: str, tensor: Tensor) -> None:
 
 
 def check_present(name: str, tensor: Tensor) -> None:
-    """Refuses a plain tensor without memory for its elements."""
+    """Refuses a plain tensor without memory for its elements.
+
+    Tensors of subclasses and of functorch's transforms hold it elsewhere.
+    """
     if not (tensor.is_cuda or tensor.is_cpu) or type(tensor).__torch_dispatch__ is not _PLAIN or not tensor.numel():
+        return
+    if is_functorch_wrapped_tensor(tensor):
         return
     if tensor.data_ptr() == 0 or tensor.untyped_storage().nbytes() == 0:
         raise LayoutError(

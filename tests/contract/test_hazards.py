@@ -500,6 +500,13 @@ def test_functorchs_gradients_are_refused(call):
         torch.func.grad(lambda x: call({**tensors, call.first: x}).float().sum())(tensors[call.first])
 
 
+def test_functionalized_calls_are_right(call):
+    """Without a gradient: with one, functorch's levels of autograd are refused elsewhere."""
+    tensors = call.tensors()
+    for _ in range(2):
+        call.assert_out(torch.func.functionalize(call)(tensors), tensors)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 def test_vmap_loops_over_the_operator_or_is_refused(call):
     tensors = call.tensors()

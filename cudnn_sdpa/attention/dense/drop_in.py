@@ -14,6 +14,7 @@ from cudnn_sdpa.attention import value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, as_float, shape_of
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
 from cudnn_sdpa.engine.autograd_checks import PYTORCHS, refuse_context_parallel
+from cudnn_sdpa.engine.memory import check_present
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked
 from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError, UnsupportedError
@@ -148,12 +149,19 @@ def drop_in_arguments(
         if heads[name] not in (1, count) and not (enable_gqa and name != "query" and count % max(1, heads[name]) == 0):
             hint = "" if enable_gqa else "Or pass enable_gqa=True."
             raise ShapeError(name, f"{heads[name]} heads", f"1 or {count}, as another of the three has", hint)
-    if enable_gqa and 1 < heads["key"] != heads["value"] > 1:
-        key, value = (_with_heads(x, heads[name], heads_kv) for x, name in ((key, "key"), (value, "value")))
-    q = _to_four(query, batch, heads_q)
-    k, v = _to_four(key, batch, heads_kv), _to_four(value, batch, heads_kv)
     full = (*batch, heads_q, query.shape[-2], key.shape[-2])
-    return q, k, v, {"is_causal": is_causal, "scale": scale, "attn_mask": _mask(attn_mask, is_causal, full)}
+    try:
+        if enable_gqa and 1 < heads["key"] != heads["value"] > 1:
+            key, value = (_with_heads(x, heads[name], heads_kv) for x, name in ((key, "key"), (value, "value")))
+        q = _to_four(query, batch, heads_q)
+        k, v = _to_four(key, batch, heads_kv), _to_four(value, batch, heads_kv)
+        mask = _mask(attn_mask, is_causal, full)
+    except RuntimeError:  # of which there is no view
+        for name, tensor in {**named, "attn_mask": attn_mask}.items():
+            if isinstance(tensor, Tensor):
+                check_present(name, tensor)
+        raise
+    return q, k, v, {"is_causal": is_causal, "scale": scale, "attn_mask": mask}
 
 
 def _mask(attn_mask: object, is_causal: object, full: tuple[int, ...]) -> Tensor | None:

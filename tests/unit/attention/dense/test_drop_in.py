@@ -214,3 +214,15 @@ def test_errors_use_the_names_of_this_functions_arguments():
     query, key = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 8, 24)
     with pytest.raises(ShapeError, match=r"^key: got head dim 24"):
         scaled_dot_product_attention(query, key, key)
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
+@pytest.mark.parametrize("rank", [3, 5])
+def test_freed_storage_of_other_ranks_is_named(name, rank):
+    """There is no view of it that `sdpa` could be given."""
+    lead = (2,) * (rank - 3)
+    tensors = {each: torch.randn(*lead, 4, 6, 16) for each in ("query", "key", "value")}
+    tensors["attn_mask"] = torch.randn(*lead, 4, 6, 6)
+    tensors[name].untyped_storage().resize_(0)
+    with pytest.raises(LayoutError, match=f"^{name}: got a tensor without memory"):
+        scaled_dot_product_attention(**tensors)
