@@ -69,7 +69,7 @@ def _run_by_autograd(
         rows, keys, values = (narrowed(x, dim, at) for x, at in ((q, part.rows), (k, part.columns), (v, part.columns)))
         states.append(attend(options, part, q=rows, k=keys, v=values, sinks=sinks, cu_seqlens=cu_seqlens))
     outs, lses = zip(*states, strict=True)
-    return torch.cat(outs, dim), torch.cat([lse.detach() for lse in lses], dim)
+    return torch.cat(outs, dim), torch.cat(lses, dim)
 
 
 class _AllGather(torch.autograd.Function):

@@ -69,3 +69,22 @@ class _NoSecondGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> None:
         autograd_checks.refuse_second_gradient(f"context_parallel by {ctx.method}")
+
+
+def refusing_gradients(lse: Tensor, out: Tensor) -> Tensor:
+    """A copy of an LSE that depends on what the output depends on; its gradient is refused."""
+    return _NoGradientOfLSE.apply(lse, out)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _NoGradientOfLSE(torch.autograd.Function):
+    """The LSE, given the output."""
+
+    @staticmethod
+    def forward(ctx: Any, lse: Tensor, *_: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return lse.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(_: Any, grad_lse: Tensor | None) -> tuple[None, None]:
+        autograd_checks.refuse_gradient_of("lse", grad_lse)
+        return None, None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
+from cudnn_sdpa.distributed.autograd import refusing_gradients
 from cudnn_sdpa.distributed.groups import Place
 from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend
 from cudnn_sdpa.distributed.zigzag import in_rank_order, in_sequence_order
@@ -37,8 +38,8 @@ def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
     out, lse = attend(options, part, q=q, k=k, v=v, sinks=own, cu_seqlens=cu_seqlens)
     out = _TokensForHeads.apply(out.movedim(dim, 0), place).movedim(0, dim)  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        lse = _tokens_for_heads(lse.detach().unsqueeze(-1).movedim(dim, 0), place).movedim(0, dim).squeeze(-1)
-    return out, lse.contiguous()
+        lse = _tokens_for_heads(lse.unsqueeze(-1).movedim(dim, 0), place).movedim(0, dim).squeeze(-1)
+    return out, refusing_gradients(lse, out)
 
 
 def _heads_for_tokens(x: Tensor, place: Place) -> Tensor:

@@ -257,12 +257,19 @@ def second_gradients(method: str) -> None:
 
 def gradients_of_lse(method: str) -> None:
     q, k, v = parts(grad=True)
-    out, lse = context_parallel(q, k, v, method=method, return_lse=True)
-    if lse.requires_grad:
-        with pytest.raises(UnsupportedError, match="LSE"):
-            torch.autograd.grad(out.sum() + lse.sum(), q)
-    else:  # of an all-to-all, which has none
-        assert method == "ulysses"
+    rows = [torch.randn(8, n, 16, requires_grad=True) for n in (4, 2, 2)]
+    offsets = torch.tensor([0, 5, 16]).int()
+    for dropout_p in (0.0,) if method == "ring" else (0.0, 0.1):
+        common: dict[str, Any] = {"method": method, "return_lse": True, "dropout_p": dropout_p}
+        dense = context_parallel(q, k, v, **common)
+        packed = context_parallel_varlen(*rows, offsets, 11, is_causal=not dropout_p, **common)
+        for (out, lse), given in ((dense, q), (packed, rows[0])):
+            assert torch.autograd.grad(out.sum(), given, retain_graph=True)[0].isfinite().all()
+            for loss in (out.sum() + lse.sum(), lse.sum()):
+                with pytest.raises(UnsupportedError, match="LSE"):
+                    torch.autograd.grad(loss, given, retain_graph=True)
+            with torch.no_grad():
+                assert not context_parallel(q, k, v, **common)[1].requires_grad
 
 
 def other_differentiation() -> None:
