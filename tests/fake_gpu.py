@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import hashlib
 import math
 import subprocess
 import sys
@@ -161,29 +162,35 @@ template <class T> static T atomicAdd(T* sum, T more) { T before = *sum; *sum +=
 """
 
 
+#: Libraries compiled by the tests of this checkout, by a digest of all that went into them.
+LIBRARIES = Path(__file__).parents[1] / ".pytest_cache" / "kernels"
+
+
+def _library(source: Path, header: str, options: Sequence[str]) -> ctypes.CDLL:
+    """A kernel compiled as C++ after a header; once for all processes and runs."""
+    read = [source, *sorted(source.parent.glob("*.cuh")), *sorted(nvrtc.HEADERS.glob("*.cuh"))]
+    digest = hashlib.sha256("\0".join([header, *options, *(path.read_text() for path in read)]).encode()).hexdigest()
+    library = LIBRARIES / f"{source.stem}-{digest[:32]}.so"
+    if not library.exists():
+        LIBRARIES.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=LIBRARIES) as folder:
+            before, made = Path(folder, "before.h"), Path(folder, "kernel.so")
+            before.write_text(header)
+            command = ["g++", "-x", "c++", "-shared", "-fPIC", "-include", str(before), *options, str(source)]
+            subprocess.run([*command, "-o", str(made)], check=True)
+            made.replace(library)
+    return ctypes.CDLL(str(library))
+
+
 @functools.cache
 def _compiled(source: Path) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        header, library = Path(folder, "cuda.h"), Path(folder, "kernel.so")
-        header.write_text(CUDA_FOR_ONE_THREAD)
-        options = ["-x", "c++", "-O1", "-shared", "-fPIC", "-include", str(header)]
-        subprocess.run(["g++", *options, str(source), "-o", str(library)], check=True)
-        return ctypes.CDLL(str(library))
+    return _library(source, CUDA_FOR_ONE_THREAD, ["-O1"])
 
 
 @functools.cache
 def _emulated(source: Path, defines: tuple[tuple[str, int], ...]) -> ctypes.CDLL:
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "kernel.so")
-        options = [
-            *["-x", "c++", "-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-shared", "-fPIC", "-w"],
-            "-include",
-            str(BLOCK),
-            f"-I{nvrtc.HEADERS}",
-        ]
-        options += [f"-D{name}={value}" for name, value in defines]
-        subprocess.run(["g++", *options, str(source), "-o", str(library)], check=True)
-        return ctypes.CDLL(str(library))
+    options = ["-std=c++17", "-O2", "-U_FORTIFY_SOURCE", "-w", f"-I{nvrtc.HEADERS}"]
+    return _library(source, BLOCK.read_text(), [*options, *(f"-D{name}={value}" for name, value in defines)])
 
 
 class EmulatedKernel:
@@ -538,8 +545,8 @@ class Machine:
         self.stream, self.capturing, self.timed = 0, False, []
         self.patch = monkeypatch.setattr
         self.slots = {0: handles.Slot.__new__(handles.Slot)}
-        self.slots[0].raw = self.slots[0].stream = self.slots[0].scratch = 0
-        self.patch(handles.Slot, "bind", lambda slot, stream: setattr(slot, "stream", stream))
+        self.slots[0].raw, self.slots[0].bound, self.slots[0].scratch = 0, array("q", (0,)), 0
+        self.patch(handles.Slot, "bind", lambda slot, stream: slot.bound.__setitem__(0, stream))
         self.patch(handles.thread, "slots", self.slots)
         self.patch(torch.cuda, "device", lambda _: contextlib.nullcontext())
         self.patch(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing)

@@ -121,6 +121,25 @@ def drop_in_arguments(
     enable_gqa: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     """The tensors and options of the equivalent `sdpa` call."""
+    try:
+        return _reshaped(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+    except RuntimeError:  # there are no views of freed storage
+        for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
+            if isinstance(tensor, Tensor):
+                check_present(name, tensor)
+        raise
+
+
+def _reshaped(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):
@@ -149,19 +168,12 @@ def drop_in_arguments(
         if heads[name] not in (1, count) and not (enable_gqa and name != "query" and count % max(1, heads[name]) == 0):
             hint = "" if enable_gqa else "Or pass enable_gqa=True."
             raise ShapeError(name, f"{heads[name]} heads", f"1 or {count}, as another of the three has", hint)
+    if enable_gqa and 1 < heads["key"] != heads["value"] > 1:
+        key, value = (_with_heads(x, heads[name], heads_kv) for x, name in ((key, "key"), (value, "value")))
+    q = _to_four(query, batch, heads_q)
+    k, v = _to_four(key, batch, heads_kv), _to_four(value, batch, heads_kv)
     full = (*batch, heads_q, query.shape[-2], key.shape[-2])
-    try:
-        if enable_gqa and 1 < heads["key"] != heads["value"] > 1:
-            key, value = (_with_heads(x, heads[name], heads_kv) for x, name in ((key, "key"), (value, "value")))
-        q = _to_four(query, batch, heads_q)
-        k, v = _to_four(key, batch, heads_kv), _to_four(value, batch, heads_kv)
-        mask = _mask(attn_mask, is_causal, full)
-    except RuntimeError:  # of which there is no view
-        for name, tensor in {**named, "attn_mask": attn_mask}.items():
-            if isinstance(tensor, Tensor):
-                check_present(name, tensor)
-        raise
-    return q, k, v, {"is_causal": is_causal, "scale": scale, "attn_mask": mask}
+    return q, k, v, {"is_causal": is_causal, "scale": scale, "attn_mask": _mask(attn_mask, is_causal, full)}
 
 
 def _mask(attn_mask: object, is_causal: object, full: tuple[int, ...]) -> Tensor | None:
