@@ -826,6 +826,7 @@ def test_a_plan_may_be_evicted_between_the_passes(call):
     call.assert_gradients(dict(zip(wanted, found, strict=True)), tensors)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("graph", ["no graph", "a graph"])
 def test_evicted_plans_are_freed_at_once(example, graph):
     """Also while autograd's graph of a call is alive, which holds no plan."""

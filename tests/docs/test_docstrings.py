@@ -90,7 +90,7 @@ def needs_a_gpu(code: str) -> bool:
     return "cuda" in code and "cuda.is_available()" not in code
 
 
-@pytest.mark.sample(10)
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
 def test_code_blocks_of_pages_run(page, capsys):
     namespace: dict[str, object] = {"__name__": "page"}

@@ -105,6 +105,7 @@ def test_the_module_answers_without_pytorch(without_torch, arguments, printed):
     assert result.stderr == ""
 
 
+@pytest.mark.slow
 def test_other_code_in_a_commands_process_gets_the_whole_package(tmp_path):
     """For example `sitecustomize`, which runs before the command is known, and PyTorch plug-ins."""
     (tmp_path / "sitecustomize.py").write_text(

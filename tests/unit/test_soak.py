@@ -11,7 +11,7 @@ import torch
 from contract.operations import OPERATIONS
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [(), ("--python",)], ids=["native", "python"])
 def test_a_short_one_finds_nothing(way, tmp_path):
     file, names = tmp_path / "soak.json", ("sdpa, lengths", "rms_norm")
@@ -25,6 +25,7 @@ def test_a_short_one_finds_nothing(way, tmp_path):
     assert report["faults"] == []
 
 
+@pytest.mark.slow
 def test_memory_that_grows_is_noticed():
     kept, shared = [], bytearray(1)
 

@@ -47,6 +47,7 @@ def test_there_is_an_engine(can_plan, gpu, name, layout):  # noqa: ARG001
     assert engine_offline(key, properties).startswith("eng")
 
 
+@pytest.mark.slow
 def test_the_workspace_does_not_grow_with_the_bucket(h200):
     target = Target.from_properties(h200)
     for rows in ((100, 100), (60000, 60000)):

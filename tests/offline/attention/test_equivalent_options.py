@@ -70,7 +70,7 @@ def bounds(options):
     }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MEANINGS)
 def test_equivalent_options_share_a_plan_and_its_engine(h200, name):
     sq, skv, one, simple, word_by_word = MEANINGS[name]

@@ -421,6 +421,7 @@ def test_the_default_dtype_does_not_affect_gradients():
         torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.slow
 def test_the_command_prints_the_same(monkeypatch):
     words = ["q=1,8,128,64", "k=1,2,128,64", "v=1,2,128,64", "is_causal=true", "window_size=(32,0)", "scale=0.5"]
     result = CliRunner().invoke(app, ["explain", "sdpa", *words, "--target", "b200", "--training", "--details"])

@@ -198,7 +198,7 @@ def test_it_has_an_engine(gpu, name):
     assert engine_offline(*key_and_properties(gpu, CASES[name])).startswith("eng")
 
 
-@pytest.mark.sample(9)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", [name for name in CASES if name not in PROPOSED])
 def test_it_has_a_plan(gpu, name, monkeypatch):
@@ -212,7 +212,7 @@ def test_it_has_a_plan(gpu, name, monkeypatch):
     assert result.key.startswith(function.__name__)
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", FUSED)
 def test_norms_with_fused_operations_have_a_plan(gpu, name):

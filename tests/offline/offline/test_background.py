@@ -39,6 +39,7 @@ def key(properties, rows=128, dtype=torch.bfloat16):
     return ForwardSpec.of(ForwardArguments(q, q, q, is_causal=True)).key(Target.from_properties(properties), None)
 
 
+@pytest.mark.slow
 def test_background_plans_match_those_of_a_direct_helper(planner, properties):
     request = planner.request(key(properties), properties)
     assert not request.is_done
@@ -71,6 +72,7 @@ def test_the_callback_runs_in_the_background(planner, properties, caplog):
     assert "a plan was not built in the background: KeyError: 'no room'" in caplog.text
 
 
+@pytest.mark.slow
 def test_duplicate_requests_build_once(planner, properties):
     first = planner.request(key(properties), properties)
     assert planner.request(key(properties), properties) is first
@@ -198,6 +200,7 @@ def test_an_interrupt_does_not_end_the_helper(planner, properties):
     assert planner._helpers[0]._process is process
 
 
+@pytest.mark.slow
 def test_a_killed_helper_loses_one_plan(planner, properties, caplog):
     first = planner.request(key(properties), properties)
     while not (planner._helpers and planner._helpers[0]._process):

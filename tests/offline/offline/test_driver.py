@@ -130,6 +130,7 @@ def test_the_helper_finds_the_stand_in_first(monkeypatch):
     assert os.environ["LD_LIBRARY_PATH"] == "/somewhere/else"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cache")
 def test_the_stand_in_is_distinguished_from_a_real_driver(run_python):
     folder = driver.stand_in_folder()
@@ -137,6 +138,7 @@ def test_the_stand_in_is_distinguished_from_a_real_driver(run_python):
     assert run_python(code, LD_LIBRARY_PATH=str(folder)).stdout.strip() == "False"
 
 
+@pytest.mark.slow
 def test_no_stand_in_with_a_real_driver(cache, tmp_path, run_python):
     folder = tmp_path / "nvidia"
     folder.mkdir()

@@ -92,6 +92,7 @@ def test_a_death_between_two_requests_goes_unnoticed(helper, request_for_a_plan)
     assert helper._process.pid != pid
 
 
+@pytest.mark.slow
 def test_a_timeout_raises_and_its_late_answer_is_dropped(helper, request_for_a_plan):
     helper.ask(request_for_a_plan)
     pid = helper._process.pid
@@ -128,6 +129,7 @@ def test_an_invalid_request_raises_and_the_next_request_works(helper, request_fo
     assert helper.ask(request_for_a_plan)["engine"]
 
 
+@pytest.mark.slow
 def test_many_threads_may_send_requests(helper, request_for_a_plan):
     answers = []
     threads = [threading.Thread(target=lambda: answers.append(helper.ask(request_for_a_plan))) for _ in range(4)]
@@ -153,6 +155,7 @@ def test_an_unknown_operation_is_refused(shapes, h200, operation):
     assert plan_offline(key, h200).engine
 
 
+@pytest.mark.slow
 def test_close_may_be_called_twice(request_for_a_plan):
     helper = Helper()
     helper.close()

@@ -93,6 +93,7 @@ def test_a_manifest_imports_and_runs_no_foreign_code(manifest, h200, operation):
         other.keys(Target.from_properties(h200), None)
 
 
+@pytest.mark.slow
 def test_plans_are_compiled_once_and_found_by_their_keys(manifest, h200, tmp_path):
     report = compile_plans(manifest, "h200", tmp_path / "plans", workers=2)
     assert (report.built, report.held, report.failed) == (2, 0, {})

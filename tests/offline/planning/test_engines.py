@@ -18,7 +18,7 @@ PUBLISHED = Path(__file__).parents[3] / "docs" / "engines"
 pytestmark = pytest.mark.usefixtures("can_plan")
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ROWS)
 @pytest.mark.parametrize("target", ["h200", "b200"])
 def test_the_published_engines_are_those_of_cudnn(target, option):

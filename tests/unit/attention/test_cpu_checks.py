@@ -63,6 +63,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("target", ["a100", "h200", "b200"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_the_cpu_refuses_what_support_refuses(target, backward):

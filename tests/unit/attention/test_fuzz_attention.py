@@ -221,6 +221,7 @@ def spoiled(rng, make):
     return function, tensors, options
 
 
+@pytest.mark.sample(4)
 @pytest.mark.filterwarnings("ignore")  # warnings of prototype features: nested, sparse, quantized tensors
 @pytest.mark.parametrize("make", [dense, drop_in, packed, paged])
 @pytest.mark.parametrize("trains", [False, True])

@@ -74,6 +74,7 @@ def plain(x):
     return None if x is None else x.detach().resolve_conj().resolve_neg().as_subclass(torch.Tensor).clone()
 
 
+@pytest.mark.sample(3)
 @pytest.mark.filterwarnings("ignore")  # warnings of prototype features: nested, sparse, quantized tensors
 @pytest.mark.parametrize("make", [forward, backward, differentiable])
 @pytest.mark.parametrize("trains", [False, True])

@@ -131,6 +131,7 @@ def test_a_data_dependent_length_with_all_options():
         torch.testing.assert_close(results, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("sizes_of_data")
 def test_data_dependent_gate_sizes():
     def gate(kept, x):

@@ -8,7 +8,7 @@ from tests.unit import opcheck_calls
 from tests.unit.opcheck_calls import CALLS, recorded, registered
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # opcheck itself
 def test_operators_pass_opcheck(name):

@@ -230,6 +230,7 @@ def test_a_bound_method_is_refused():
         graph_definition(Builder().build)
 
 
+@pytest.mark.slow
 def test_digests_are_the_same_in_every_process(run_python, tmp_path):
     (tmp_path / "builders.py").write_text("N = frozenset({'a', 'bb', 'ccc', 'dddd'})\ndef build(g): return N\n")
     code = """

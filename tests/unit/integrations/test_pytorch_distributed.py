@@ -14,6 +14,7 @@ import pytorch_ring as ring
 PARTS = {ring.shard_operators: 3, ring.rotate: 8, ring.in_context: 1}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("part", PARTS)
 def test_two_processes_agree_with_one(ranks, part):
     assert ranks(ring.run, part) == [PARTS[part]] * 2

@@ -169,6 +169,7 @@ def test_compiled_steps_on_a_static_cache_compile_once():
     assert counter.frame_count == 1
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_prompts_of_many_lengths_share_a_graph():
     ours, theirs = both(DECODERS["mistral"])
@@ -211,7 +212,7 @@ class Padded(torch.nn.Module):
         return self.model(ids, attention_mask=mask, use_cache=False).logits
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["mistral", "gemma2"])
 def test_padded_prompts_with_windows_are_exported_for_all_lengths(name):

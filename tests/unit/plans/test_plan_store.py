@@ -467,7 +467,7 @@ def start(code, *arguments):
     )
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", range(6))
 def test_killed_while_writing(store, moment):
     """Whenever the writer is killed, every file is intact, and no lock remains."""
@@ -529,6 +529,7 @@ def test_the_setting_ends_with_the_context(tmp_path):
             cudnn_sdpa.use_plan_store(tmp_path / "a", capacity=capacity)
 
 
+@pytest.mark.slow
 def test_the_environment_variable_names_the_folder(tmp_path, run_python):
     code = "from cudnn_sdpa.plans import default_store; print(default_store.active())"
     for value, expected in ((str(tmp_path / "p"), f"PlanStore('{tmp_path / 'p'}')"), ("off", "None")):

@@ -55,7 +55,7 @@ CASES = {
 }
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("name", ["sdpa_forward", "sdpa_forward_lse", "sdpa_forward_out"])
 def test_operators_pass_opcheck(name, case):

@@ -444,7 +444,7 @@ def operands(pass_, case):
     return FP8_BACKWARD.operator("forward").default, tuple(call)
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("pass_", ["forward", "backward"])
 def test_operators_pass_opcheck(pass_, case):
