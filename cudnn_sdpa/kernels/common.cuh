@@ -70,6 +70,26 @@ __device__ __forceinline__ void write(const Strided& x, number batch, number hea
   store(row_of<Element>(x, batch, head, row) + column * x.column, rounded);
 }
 
+/* Copies rows `first` to `first + rows` of a tensor, of DIM numbers each, to shared memory, where they are LD apart, 16
+ * bytes at a time; zeros behind `limit` and behind column `dim`. A thread has one column of every few rows. */
+template <int rows, int DIM, int LD, int threads, class T>
+__device__ __forceinline__ void copy_tile(T* tile, const Strided& x, number batch, number head, number first, number limit, number dim) {
+  constexpr int width = 16 / sizeof(T), at_once = threads / (DIM / width);
+  static_assert(rows % at_once == 0, "all threads copy as often");
+  const int row = threadIdx.x / (DIM / width), column = threadIdx.x % (DIM / width) * width;
+  const bool within = column < dim;
+  const int end = !within ? 0 : limit - first < rows ? (int)(limit - first) : rows;
+  const T* const nowhere = reinterpret_cast<const T*>(x.base);
+  const T* const from = within ? row_of<T>(x, batch, head, first + row) + column : nowhere;
+  const number apart = at_once * x.row;
+  T* const to = tile + row * LD + column;
+#pragma unroll
+  for (int n = 0; n < rows / at_once; ++n) {
+    const bool there = row + n * at_once < end;
+    copy_async(to + n * at_once * LD, there ? from + n * apart : nowhere, there ? 16 : 0);
+  }
+}
+
 /* Scores. */
 
 __device__ __forceinline__ float scale_of(const Attention& a) {
@@ -93,12 +113,8 @@ typedef Half MaskElement;
 typedef Bfloat16 MaskElement;
 #endif
 
-/* A score times log2(e), with the mask; minus infinity where the query does not see the key. */
-__device__ __forceinline__ float masked(const Attention& a, number batch, number head, number query, number key, float score) {
-  if (query >= a.sq || key >= a.skv) return -infinity;
-#if CAUSAL
-  if (key > query) return -infinity;
-#endif
+/* A score times log2(e), with the mask. */
+__device__ __forceinline__ float with_mask(const Attention& a, number batch, number head, number query, number key, float score) {
 #if MASK == 1
   const unsigned char* at = row_of<unsigned char>(a.mask, batch, head, query) + key * a.mask.column;
   return load(at) ? score : -infinity;
@@ -109,6 +125,42 @@ __device__ __forceinline__ float masked(const Attention& a, number batch, number
   return score;
 #endif
 }
+
+/* The same; minus infinity where the query does not see the key. */
+__device__ __forceinline__ float masked(const Attention& a, number batch, number head, number query, number key, float score) {
+  if (query >= a.sq || key >= a.skv || (CAUSAL && key > query)) return -infinity;
+  return with_mask(a, batch, head, query, key, score);
+}
+
+/* A number in 32 bits: beyond 2^20, which no tile reaches, another is as good. */
+__device__ __forceinline__ int clamped(number x) {
+  constexpr number most = 1 << 20;
+  return (int)(x > most ? most : x < -most ? -most : x);
+}
+
+/* Scores of a tile, from that of a query and a key on: how many queries and keys there are, and which are seen, all in 32
+ * bits. For a thread, so that its scores lie at constant distances, or for more of the tile. */
+struct Scores {
+  number query, key;
+  int queries, keys, diagonal;
+
+  __device__ __forceinline__ Scores(const Attention& a, number query, number key)
+      : query(query), key(key), queries(clamped(a.sq - query)), keys(clamped(a.skv - key)), diagonal(clamped(query - key)) {}
+
+  /* Whether the tensors have so many rows and columns of scores, all of which are seen. */
+  __device__ __forceinline__ bool are_all_seen(int rows, int columns) const {
+    return !MASK && rows <= queries && columns <= keys && (!CAUSAL || columns - 1 <= diagonal);
+  }
+
+  /* Whether the tensors have this one. */
+  __device__ __forceinline__ bool have(int row, int column) const { return row < queries && column < keys; }
+
+  /* This score times log2(e), with the mask; minus infinity where the query does not see the key. */
+  __device__ __forceinline__ float masked(const Attention& a, number batch, number head, int row, int column, float score) const {
+    if (!have(row, column) || (CAUSAL && column - row > diagonal)) return -infinity;
+    return with_mask(a, batch, head, query + row, key + column, score);
+  }
+};
 
 /* exp(x - highest), both times log2(e); 0 also where all scores of a row are minus infinity. */
 __device__ __forceinline__ float safe_exp2(float x, float highest) {

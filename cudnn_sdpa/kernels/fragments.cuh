@@ -39,13 +39,7 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[
 template <int rows>
 __device__ __forceinline__ void load_tile(Bits* tile, const Strided& x, number batch, number head, number first, number limit, number dim) {
 #if VECTORS
-#pragma unroll
-  for (int i = threadIdx.x; i < rows * (DP / 8); i += THREADS) {
-    const int row = i / (DP / 8), column = i % (DP / 8) * 8;
-    const bool there = first + row < limit && column < dim;
-    const Bits* from = row_of<Bits>(x, batch, head, there ? first + row : 0) + (there ? column : 0);
-    copy_async(tile + row * LD + column, from, there ? 16 : 0);
-  }
+  copy_tile<rows, DP, LD, THREADS>(tile, x, batch, head, first, limit, dim);
 #else
   for (int i = threadIdx.x; i < rows * DP; i += THREADS) {
     const int row = i / DP, column = i % DP;

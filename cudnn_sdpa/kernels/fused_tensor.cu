@@ -63,15 +63,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused_forward_tensor(const
           }
         }
       }
-      if (MASK || key + BN > a.skv || (CAUSAL && key + BN - 1 > mine)) {
+      if (!Scores(a, mine, key).are_all_seen(16 * ROWS, BN)) {
+        const Scores place(a, mine + lane / 4, key + lane % 4 * 2);
 #pragma unroll
         for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
           for (int n = 0; n < RN; ++n) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              const number query = mine + 16 * r + i / 2 * 8 + lane / 4;
-              scores[r][n][i] = masked(a, work.batch, work.head, query, key + 8 * n + lane % 4 * 2 + i % 2, scores[r][n][i]);
+              const int row = 16 * r + i / 2 * 8, column = 8 * n + i % 2;
+              scores[r][n][i] = place.masked(a, work.batch, work.head, row, column, scores[r][n][i]);
             }
           }
         }

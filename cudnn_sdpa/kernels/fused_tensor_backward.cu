@@ -61,11 +61,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_kv_tensor(const
 #pragma unroll
         for (int n = 0; n < RN; ++n) {
 #pragma unroll
+          for (int i = 0; i < 4; ++i) scores[r][n][i] *= scale * log2_e;
+        }
+      }
+      if (!Scores(a, tile.row, first + own).are_all_seen(BN, 16 * ROWS)) {
+        const Scores place(a, tile.row + lane % 4 * 2, first + own + lane / 4);
+#pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+          for (int n = 0; n < RN; ++n) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              scores[r][n][i] = place.masked(a, batch, tile.head, 8 * n + i % 2, 16 * r + i / 2 * 8, scores[r][n][i]);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+#pragma unroll
+        for (int n = 0; n < RN; ++n) {
+#pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int place = 8 * n + lane % 4 * 2 + i % 2;
-            const number key = first + own + 16 * r + i / 2 * 8 + lane / 4;
-            const float score = masked(a, batch, tile.head, tile.row + place, key, scores[r][n][i] * (scale * log2_e));
-            scores[r][n][i] = exp2_fast(score - known[place]) * known[BN + place];
+            const int query = 8 * n + lane % 4 * 2 + i % 2;
+            scores[r][n][i] = exp2_fast(scores[r][n][i] - known[query]) * known[BN + query];
           }
         }
       }
@@ -130,19 +149,24 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_q_tensor(const 
       float scores[ROWS][RN][4] = {}, of_weights[ROWS][RN][4] = {};
       multiply_rows(scores, queries, own, keys);
       multiply_rows(of_weights, grads, own, keys + BN * LD);
+      const bool all_seen = Scores(a, first + own, key).are_all_seen(16 * ROWS, BN);
+      const Scores place(a, first + own + lane / 4, key + lane % 4 * 2);
 #pragma unroll
       for (int r = 0; r < ROWS; ++r) {
 #pragma unroll
         for (int n = 0; n < RN; ++n) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const number query = first + own + 16 * r + i / 2 * 8 + lane / 4, i_key = key + 8 * n + lane % 4 * 2 + i % 2;
+            const int i_row = 16 * r + i / 2 * 8, column = 8 * n + i % 2;
             const Row& known = row[r][i / 2];
-            const float score = masked(a, work.batch, work.head, query, i_key, scores[r][n][i] * (scale * log2_e));
+            float score = scores[r][n][i] * (scale * log2_e);
+            if (!all_seen) score = place.masked(a, work.batch, work.head, i_row, column, score);
             scores[r][n][i] = exp2_fast(score - known.highest) * known.inverse * (of_weights[r][n][i] - known.delta);
-            if (a.grad_scores && query < a.sq && i_key < a.skv) {
-              store(a.grad_scores + row_number(a, work.batch, work.head, query) * a.skv + i_key, scores[r][n][i]);
+#if MASK >= 2
+            if (a.grad_scores && place.have(i_row, column)) {
+              store(a.grad_scores + row_number(a, work.batch, work.head, place.query + i_row) * a.skv + place.key + column, scores[r][n][i]);
             }
+#endif
           }
         }
       }
