@@ -2,10 +2,11 @@
  *
  * The algorithm is that of FlashAttention-2 (Dao, 2023), section 3.1. A block of THREADS threads computes BM queries,
  * BN keys at a time. While it works on scores, the values are on their way, and while it works on values, the next keys.
+ * Two blocks share a multiprocessor: while one waits, the other computes.
  */
 #include "registers.cuh"
 
-extern "C" __global__ void __launch_bounds__(THREADS) fused_forward(const Attention a) {
+extern "C" __global__ void __launch_bounds__(THREADS, 2) fused_forward(const Attention a) {
   SHARED_MEMORY(memory);
   float* const queries = reinterpret_cast<float*>(memory);
   float* const keys = queries + BM * LD;
@@ -34,13 +35,15 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused_forward(const Attent
       __syncthreads(); /* and may be replaced */
       if (key + BN < visible) load_tile<BN>(keys, a.k, work.batch, head_kv, key + BN, a.skv, a.dim);
       commit_copies();
+      const bool all_seen = Scores(a, first, key).are_all_seen(BM, BN);
+      const Scores place(a, first + ty, key + tx);
 #pragma unroll
       for (int i = 0; i < RM; ++i) {
-        const number query = first + ty + TY * i;
         float found = highest[i];
 #pragma unroll
         for (int j = 0; j < RN; ++j) {
-          scores[i][j] = masked(a, work.batch, work.head, query, key + tx + TX * j, scores[i][j] * scale);
+          scores[i][j] *= scale;
+          if (!all_seen) scores[i][j] = place.masked(a, work.batch, work.head, TY * i, TX * j, scores[i][j]);
           found = fmaxf(found, scores[i][j]);
         }
         found = warp_reduce<Maximum, TX>(found);

@@ -47,17 +47,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_kv(const Attent
         float scores[RM][RN] = {}, of_weights[RM][RN] = {};
         multiply_rows(scores, keys, queries, tx, ty);
         multiply_rows(of_weights, values, grads, tx, ty);
+        const bool all_seen = Scores(a, query, first).are_all_seen(BN, BM);
+        const Scores place(a, query + tx, first + ty);
 #pragma unroll
         for (int j = 0; j < RN; ++j) {
-          const number i_query = query + tx + TX * j;
-          const Row row = row_at(a, batch, head, i_query);
+          const Row row = row_at(a, batch, head, query + tx + TX * j);
 #pragma unroll
           for (int i = 0; i < RM; ++i) {
-            const int place = (ty + TY * i) * LS + tx + TX * j;
-            const float score = masked(a, batch, head, i_query, first + ty + TY * i, scores[i][j] * (scale * log2_e));
+            const int to = (ty + TY * i) * LS + tx + TX * j;
+            float score = scores[i][j] * (scale * log2_e);
+            if (!all_seen) score = place.masked(a, batch, head, TX * j, TY * i, score);
             const float weight = exp2_fast(score - row.highest) * row.inverse;
-            weights[place] = weight;
-            grad_scores[place] = weight * (of_weights[i][j] - row.delta);
+            weights[to] = weight;
+            grad_scores[to] = weight * (of_weights[i][j] - row.delta);
           }
         }
         __syncwarp();
@@ -106,18 +108,21 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_q(const Attenti
       float scores[RM][RN] = {}, of_weights[RM][RN] = {};
       multiply_rows(scores, queries, keys, tx, ty);
       multiply_rows(of_weights, grads, values, tx, ty);
+      const bool all_seen = Scores(a, first, key).are_all_seen(BM, BN);
+      const Scores place(a, first + ty, key + tx);
 #pragma unroll
       for (int i = 0; i < RM; ++i) {
-        const number query = first + ty + TY * i;
 #pragma unroll
         for (int j = 0; j < RN; ++j) {
-          const number i_key = key + tx + TX * j;
-          const float score = masked(a, work.batch, work.head, query, i_key, scores[i][j] * (scale * log2_e));
+          float score = scores[i][j] * (scale * log2_e);
+          if (!all_seen) score = place.masked(a, work.batch, work.head, TY * i, TX * j, score);
           const float found = exp2_fast(score - row[i].highest) * row[i].inverse * (of_weights[i][j] - row[i].delta);
           grad_scores[(ty + TY * i) * LS + tx + TX * j] = found;
-          if (a.grad_scores && query < a.sq && i_key < a.skv) {
-            store(a.grad_scores + row_number(a, work.batch, work.head, query) * a.skv + i_key, found);
+#if MASK >= 2
+          if (a.grad_scores && place.have(TY * i, TX * j)) {
+            store(a.grad_scores + row_number(a, work.batch, work.head, place.query + TY * i) * a.skv + place.key + TX * j, found);
           }
+#endif
         }
       }
       __syncwarp();

@@ -29,6 +29,9 @@ FIRST_SM = 80
 _SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
 _LEAST_SHARED = 99
 
+#: Bytes of a multiprocessor's shared memory that each block takes besides its own.
+_RESERVED = 1024
+
 #: Maximum number of blocks of a grid; kernels take several tiles each beyond it.
 _MAX_BLOCKS = 2**31 - 1
 
@@ -234,49 +237,56 @@ class _Form(NamedTuple):
         kept: Tensors of which it keeps a tile.
         scores: Tiles of scores in float32, on CUDA cores.
         known: Numbers that it keeps of each column, twice, on tensor cores.
-        on_cores: Sizes of tiles on CUDA cores, the best first, by head dim.
-        on_tensor_cores: The same on tensor cores, with the number of threads.
+        on_cores: Sizes of tiles and numbers of threads on CUDA cores, the best first, by head dim.
+        on_tensor_cores: The same on tensor cores.
+        at_once: Blocks that should share a multiprocessor, on CUDA cores.
     """
 
     kept: int
     scores: int
     known: int
-    on_cores: Mapping[int, Sequence[tuple[int, int]]]
+    on_cores: Mapping[int, Sequence[tuple[int, int, int]]]
     on_tensor_cores: Mapping[int, Sequence[tuple[int, int, int]]]
+    at_once: int = 1
 
     def tiles(self, dtype: torch.dtype, dim: int, most_shared: int) -> _Tiles:
         """The first tiles that fit in shared memory, where head vectors and rows of scores are padded by 16 bytes."""
         found: list[_Tiles] = []
+        at_once = 1
         if dtype == torch.float32:
-            for rows, columns in self.on_cores[dim]:
+            at_once = self.at_once
+            for rows, columns, threads in self.on_cores[dim]:
                 vectors = (self.kept * rows + 2 * columns) * (dim + 4)
-                found.append(_Tiles(rows, columns, 256, 4 * (vectors + self.scores * rows * (columns + 4))))
+                found.append(_Tiles(rows, columns, threads, 4 * (vectors + self.scores * rows * (columns + 4))))
         else:
             for rows, columns, threads in self.on_tensor_cores[dim]:
                 vectors = (self.kept * rows + 4 * columns) * (dim + 8)
                 found.append(_Tiles(rows, columns, threads, 2 * vectors + 4 * 2 * self.known * columns))
-        return next(tiles for tiles in found if tiles.shared <= most_shared)
+        fit = [tiles for tiles in found if tiles.shared <= most_shared]
+        whole = most_shared + _RESERVED
+        return next((tiles for tiles in fit if at_once * (tiles.shared + _RESERVED) <= whole), fit[-1])
 
 
 _FORWARD = _Form(
     kept=1,
     scores=1,
     known=0,
-    on_cores={64: ((128, 64), (64, 64)), 128: ((64, 64), (64, 32))},
+    on_cores={64: ((128, 64, 128), (64, 64, 128), (64, 32, 128)), 128: ((64, 32, 128),)},
     on_tensor_cores={64: ((128, 64, 128),), 128: ((128, 64, 256), (64, 64, 128))},
+    at_once=2,
 )
 _GRAD_KV = _Form(
     kept=2,
     scores=2,
     known=3,
-    on_cores={64: ((64, 64), (64, 32)), 128: ((64, 32), (32, 32))},
+    on_cores={64: ((64, 64, 256), (64, 32, 256)), 128: ((64, 32, 256), (32, 32, 256))},
     on_tensor_cores={64: ((128, 64, 256),), 128: ((128, 32, 256), (64, 32, 128))},
 )
 _GRAD_Q = _Form(
     kept=2,
     scores=1,
     known=0,
-    on_cores={64: ((64, 64), (64, 32)), 128: ((64, 32), (32, 32))},
+    on_cores={64: ((64, 64, 256), (64, 32, 256)), 128: ((64, 32, 256), (32, 32, 256))},
     on_tensor_cores={64: ((128, 64, 256),), 128: ((128, 32, 256), (64, 32, 128))},
 )
 

@@ -1,7 +1,7 @@
 /* Products of tiles in shared memory on CUDA cores, kept in registers: float32 of any size.
  *
- * A block has 16 columns of threads. A thread owns the rows ty, ty + TY, ... of a tile, and of their columns those that
- * begin at tx: tx, tx + 16, ... of scores, and 4 tx to 4 tx + 3 of every 64 of a head vector. So the rows that a warp
+ * A block has 16 rows of TX threads. A thread owns the rows ty, ty + 16, ... of a tile, and of their columns those that
+ * begin at tx: tx, tx + TX, ... of scores, and 4 tx to 4 tx + 3 of every 4 TX of a head vector. So the rows that a warp
  * writes are those that it reads, and 8 lanes read 8 different banks of 16 bytes. Rows are padded by 16 bytes.
  */
 #ifndef CUDNN_SDPA_REGISTERS
@@ -9,13 +9,13 @@
 
 #include "common.cuh"
 
-constexpr int TX = 16;
-constexpr int TY = THREADS / TX;
-constexpr int RM = BM / TY;  /* rows of a thread */
-constexpr int RN = BN / TX;  /* columns of scores of a thread */
-constexpr int CN = DP / 64;  /* groups of 4 columns of a head vector of a thread */
-constexpr int LD = DP + 4;   /* from one head vector to the next */
-constexpr int LS = BN + 4;   /* from one row of scores to the next */
+constexpr int TY = 16;
+constexpr int TX = THREADS / TY;
+constexpr int RM = BM / TY;       /* rows of a thread */
+constexpr int RN = BN / TX;       /* columns of scores of a thread */
+constexpr int CN = DP / (4 * TX); /* groups of 4 columns of a head vector of a thread */
+constexpr int LD = DP + 4;        /* from one head vector to the next */
+constexpr int LS = BN + 4;        /* from one row of scores to the next */
 
 __device__ __forceinline__ vec4 at(const float* row) { return *reinterpret_cast<const vec4*>(row); }
 
@@ -23,12 +23,7 @@ __device__ __forceinline__ vec4 at(const float* row) { return *reinterpret_cast<
 template <int rows>
 __device__ __forceinline__ void load_tile(float* tile, const Strided& x, number batch, number head, number first, number limit, number dim) {
 #if VECTORS && DTYPE == 0
-  for (int i = threadIdx.x; i < rows * (DP / 4); i += THREADS) {
-    const int row = i / (DP / 4), column = i % (DP / 4) * 4;
-    const bool there = first + row < limit && column < dim;
-    const float* from = row_of<float>(x, batch, head, there ? first + row : 0) + (there ? column : 0);
-    copy_async(tile + row * LD + column, from, there ? 16 : 0);
-  }
+  copy_tile<rows, DP, LD, THREADS>(tile, x, batch, head, first, limit, dim);
 #else
   for (int i = threadIdx.x; i < rows * DP; i += THREADS) {
     const int row = i / DP, column = i % DP;
@@ -75,7 +70,7 @@ __device__ __forceinline__ void multiply_columns(float (&sum)[RM][CN][4], const 
     for (int i = 0; i < RM; ++i) rows[i] = at(weights + (ty + TY * i) * LS + key);
 #pragma unroll
     for (int c = 0; c < CN; ++c) {
-      const float* column = b + key * LD + 64 * c + 4 * tx;
+      const float* column = b + key * LD + 4 * (TX * c + tx);
       const vec4 x0 = at(column), x1 = at(column + LD), x2 = at(column + 2 * LD), x3 = at(column + 3 * LD);
 #pragma unroll
       for (int i = 0; i < RM; ++i) {
@@ -97,7 +92,7 @@ __device__ __forceinline__ void write_tile(const Strided& to, number batch, numb
     if (row >= limit) continue;
 #pragma unroll
     for (int c = 0; c < CN; ++c) {
-      const int column = 64 * c + 4 * tx;
+      const int column = 4 * (TX * c + tx);
       const float(&x)[4] = sum[i][c];
 #if VECTORS && DTYPE == 0
       if (column < dim) {
