@@ -324,6 +324,12 @@ def causal_bias(which: str, sq: int, skv: int) -> Any:
         return {"top_left": bias.causal_upper_left, "bottom_right": bias.causal_lower_right}[which](sq, skv)
 
 
+def of_bias(case: Case) -> dict[str, Any]:
+    """The options equivalent to PyTorch's `CausalBias`."""
+    bias = case.facts.get("bias")
+    return {} if bias is None else {"is_causal": True, "causal_alignment": bias}
+
+
 def keys_for(r: random.Random, device: str, sq: int) -> int:
     """The number of keys for a number of queries."""
     return r.choice([sq, sq, sq, 1, 1, 3, 5, 8, 17, 40, *([64, 77, 130] if device != "cpu" else [])])
@@ -472,12 +478,7 @@ class Sdpa(Attention):
         return dict(zip(("out", "lse"), found, strict=True)) if options["return_lse"] else {"out": found}
 
     def known_options(self, case: Case, options: dict[str, Any], leaves: Tensors) -> dict[str, Any]:
-        return super().known_options(case, options, leaves) | self.of_bias(case)
-
-    def of_bias(self, case: Case) -> dict[str, Any]:
-        """The options equivalent to PyTorch's `CausalBias`."""
-        bias = case.facts.get("bias")
-        return {} if bias is None else {"is_causal": True, "causal_alignment": bias}
+        return super().known_options(case, options, leaves) | of_bias(case)
 
     def before(self, case: Case, tensors: Tensors, options: dict[str, Any]) -> dict[str, Any]:
         if not options.get("dropout_p"):
@@ -485,9 +486,7 @@ class Sdpa(Attention):
         q, k, on_gpu = tensors["q"].detach() * 0, tensors["k"].detach(), tensors["q"].is_cuda
         same: dict[str, Any] = {}
         if on_gpu:  # what decides which queries a plan has, and whether there is one, decides its random numbers
-            same = {name: options[name] for name in ("is_causal", "causal_alignment", "window_size")} | self.of_bias(
-                case
-            )
+            same = {name: options[name] for name in ("is_causal", "causal_alignment", "window_size")} | of_bias(case)
             same |= {n: tensors[n] for n in ("seq_lens_q", "seq_lens_kv") if n in tensors}
             same |= {n: neutral(tensors[n]) for n in ("attn_mask", "sinks") if n in tensors}
 
@@ -502,7 +501,7 @@ class Sdpa(Attention):
         side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "len" in n}
         for name in case.wanted:
             tensors[name] = tensors[name].detach().requires_grad_()
-        return cudnn_sdpa.sdpa, (), {**tensors, **side, **case.options, **self.of_bias(case)}
+        return cudnn_sdpa.sdpa, (), {**tensors, **side, **case.options, **of_bias(case)}
 
 
 @torch.no_grad()
@@ -769,10 +768,14 @@ class Kernels(Attention):
             facts["way"], refusable = "function", "a head dim beyond the fused form"
         names = [name for name, spec in tensors.items() if spec.dtype.is_floating_point]
         case = Case(self.name, seed, dtype, tensors, options, {}, facts, chosen(r, names), refusable=refusable)
+        more = later(self.name, seed)
+        if "attn_mask" not in tensors and not options["is_causal"] and not refusable and more.random() < 0.3:
+            facts["bias"] = more.choice(["top_left", "bottom_right"])
         return case if refusable else more_of_attention(r, case)
 
     def call(self, tensors: Tensors, options: dict[str, Any], facts: dict[str, Any]) -> Tensors:
         q, k, v, mask = (tensors.get(name) for name in ("q", "k", "v", "attn_mask"))
+        mask = causal_bias(facts["bias"], q.shape[2], k.shape[2]) if "bias" in facts else mask
         given = {"mask": mask, **{name: options[name] for name in ("is_causal", "scale")}}
         if facts["way"] == "reference":
             return {"out": cudnn_sdpa.kernels.reference_attention(q, k, v, **given)}
@@ -781,7 +784,7 @@ class Kernels(Attention):
         return {"out": cudnn_sdpa.kernels.attention(q, k, v, options["mode"], **given)}
 
     def known_options(self, case, options, leaves):
-        known = super().known_options(case, options, leaves)
+        known = super().known_options(case, options, leaves) | of_bias(case)
         del known["mode"]
         mask = known.get("attn_mask")
         if mask is not None and mask.is_floating_point():
@@ -805,6 +808,8 @@ class Kernels(Attention):
         for name in case.wanted:
             tensors[name] = tensors[name].detach().requires_grad_()
         mask = tensors.pop("attn_mask", None)
+        if "bias" in case.facts:
+            mask = causal_bias(case.facts["bias"], tensors["q"].shape[2], tensors["k"].shape[2])
         return cudnn_sdpa.kernels.attention, tuple(tensors.values()), {**case.options, "mask": mask}
 
 

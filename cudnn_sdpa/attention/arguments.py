@@ -17,7 +17,7 @@ from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.engine.memory import check_present, like_in_memory
+from cudnn_sdpa.engine.memory import check_has_values, check_present, like_in_memory
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
@@ -38,6 +38,7 @@ def check_is_dense(name: str, tensor: Tensor) -> None:
         raise LayoutError(name, "a nested tensor", "a dense tensor")
     if tensor.layout != torch.strided:
         raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
+    check_has_values(name, tensor)
     if not is_compiling() and is_plain_memory():
         check_present(name, tensor)
 
@@ -221,6 +222,7 @@ def check_types(call: ForwardArguments) -> None:
             raise DtypeError(
                 name, dtype_name(tensor.dtype), "a dtype that is not quantized", f"Use {name}.dequantize()."
             )
+        check_has_values(name, tensor)
         tensors[name] = tensor
     if not is_compiling() and is_plain_memory():
         for name, tensor in tensors.items():

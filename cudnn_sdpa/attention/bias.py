@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.engine.launch import Additions, Address, OwnKernel
-from cudnn_sdpa.engine.memory import like_in_memory
+from cudnn_sdpa.engine.memory import is_causal_bias, like_in_memory
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.plans.nvrtc import Kernel, slots
@@ -168,14 +168,28 @@ def without_causal_bias(call: ForwardArguments) -> ForwardArguments:
     Raises:
         ArgumentError: It is for other lengths, or the call also has a causal mask or a window.
     """
-    mask: Any = call.attn_mask
-    if type(mask).__name__ != "CausalBias" or not type(mask).__module__.startswith("torch."):
+    if not is_causal_bias(call.attn_mask):
         return call
     if call.is_causal or (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED):
-        name = "is_causal" if call.is_causal else "window_size"
-        raise OptionError(name, "one in addition to a CausalBias as attn_mask", "one of the two")
-    lengths, wanted = (mask.seq_len_q, mask.seq_len_kv), (call.q.shape[-2], call.k.shape[-2])
-    if lengths != wanted:
-        raise ShapeError("attn_mask", f"a CausalBias for lengths {lengths}", f"one for {wanted}, those of q and k")
-    alignment = TOP_LEFT if mask.variant.name == "UPPER_LEFT" else BOTTOM_RIGHT
+        refuse_two_masks("attn_mask", "is_causal" if call.is_causal else "window_size")
+    alignment = alignment_of_causal_bias("attn_mask", call.attn_mask, call.q, call.k)
     return call._replace(attn_mask=None, is_causal=True, causal_alignment=alignment)
+
+
+def refuse_two_masks(mask: str, option: str) -> NoReturn:
+    """Raises the error for a causal mask or a window beside a `CausalBias`."""
+    raise OptionError(option, f"one in addition to a CausalBias as {mask}", "one of the two")
+
+
+def alignment_of_causal_bias(name: str, mask: Any, q: Tensor, k: Tensor) -> str:
+    """The alignment of the causal mask that PyTorch's `CausalBias` stands for, given as the argument `name`.
+
+    Raises:
+        ShapeError: It is for other lengths.
+    """
+    lengths = mask.seq_len_q, mask.seq_len_kv
+    if all(isinstance(x, Tensor) and not x.is_nested and x.dim() > 1 for x in (q, k)):  # or it is refused later
+        wanted = q.shape[-2], k.shape[-2]
+        if lengths != wanted:
+            raise ShapeError(name, f"a CausalBias for lengths {lengths}", f"one for {wanted}, those of q and k")
+    return TOP_LEFT if mask.variant.name == "UPPER_LEFT" else BOTTOM_RIGHT

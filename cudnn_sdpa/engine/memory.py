@@ -27,6 +27,19 @@ def check_address(name: str, tensor: Tensor) -> None:
         refuse_address(name, address % ALIGNMENT)
 
 
+def is_causal_bias(tensor: object) -> bool:
+    """Whether this is a `CausalBias` of PyTorch's: a tensor whose memory was never written."""
+    kind = type(tensor)
+    return kind.__name__ == "CausalBias" and kind.__module__.startswith("torch.")
+
+
+def check_has_values(name: str, tensor: Tensor) -> None:
+    """Refuses a `CausalBias` where no mask is expected."""
+    if is_causal_bias(tensor):
+        hint = "It may be the mask of sdpa, scaled_dot_product_attention and kernels.attention."
+        raise LayoutError(name, "a CausalBias, a tensor without values", "a tensor with values", hint)
+
+
 def check_present(name: str, tensor: Tensor) -> None:
     """Refuses a plain tensor without memory for its elements.
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.memory import check_has_values
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
@@ -22,7 +23,7 @@ def check_dtype(name: str, tensor: Tensor) -> None:
 
     Raises:
         OptionError: It is not a tensor.
-        LayoutError: It is nested or sparse, or its memory was freed.
+        LayoutError: It is nested, sparse or a `CausalBias`, or its memory was freed.
         DtypeError: It has another dtype.
     """
     check_strided(name, tensor)
@@ -38,7 +39,7 @@ def check_strided(name: str, tensor: object) -> None:
 
     Raises:
         OptionError: It is not a tensor.
-        LayoutError: It is nested or sparse, or its memory was freed.
+        LayoutError: It is nested, sparse or a `CausalBias`, or its memory was freed.
     """
     if not isinstance(tensor, Tensor):
         raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
@@ -47,6 +48,7 @@ def check_strided(name: str, tensor: object) -> None:
         raise LayoutError(name, "a nested tensor", "a tensor of one shape", hint)
     if tensor.layout is not torch.strided:
         raise LayoutError(name, f"the layout {tensor.layout}", "a strided tensor", f"Use {name}.to_dense().")
+    check_has_values(name, tensor)
     if not is_compiling() and _lacks_memory(tensor):
         hint = "Its storage was freed or resized, as sharded training does with unused weights."
         raise LayoutError(name, "a tensor without memory", "memory that holds its elements", hint)

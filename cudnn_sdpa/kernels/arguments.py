@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import check_mask, check_qkv, check_scale, dtype_name
+from cudnn_sdpa.attention.bias import alignment_of_causal_bias, refuse_two_masks
+from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.engine.memory import LOWEST, check_present
+from cudnn_sdpa.engine.memory import LOWEST, check_has_values, check_present, is_causal_bias
 from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
@@ -89,8 +91,26 @@ def check_types(call: KernelArguments) -> None:
             raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it and pass a mask.")
         if tensor.layout != torch.strided:
             raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
+        check_has_values(name, tensor)
         if not is_compiling() and is_plain_memory():
             check_present(name, tensor)
+
+
+def without_causal_bias(call: KernelArguments) -> KernelArguments:
+    """The call with the causal mask that PyTorch's `CausalBias` stands for; a boolean one aligned bottom-right.
+
+    Raises:
+        ArgumentError: It is for other lengths, or the call also has a causal mask.
+    """
+    if not is_causal_bias(call.mask):
+        return call
+    if call.is_causal:
+        refuse_two_masks("mask", "is_causal")
+    rows, columns = call.mask.seq_len_q, call.mask.seq_len_kv  # type: ignore[union-attr]
+    if alignment_of_causal_bias("mask", call.mask, call.q, call.k) == TOP_LEFT or rows == columns:
+        return call._replace(mask=None, is_causal=True)
+    device = call.q.device if isinstance(call.q, Tensor) else None
+    return call._replace(mask=torch.ones(rows, columns, dtype=torch.bool, device=device).tril(columns - rows))
 
 
 def check_options(call: KernelArguments) -> None:

@@ -25,6 +25,7 @@ from cudnn_sdpa.kernels.arguments import (
     check_memory,
     check_options,
     check_types,
+    without_causal_bias,
 )
 
 
@@ -56,8 +57,8 @@ def attention(
             with operands in shared memory and without any reuse; for comparison and study. All have the same gradients;
             where D is above 128, these take memory for two float32 numbers of each score.
         mask: Broadcastable to (B, Hq, Sq, Skv). Boolean, True for keys that take part, or float (additive), in q's
-            dtype or float32. Values below -2e38 mask a key as minus infinity does. Its gradient takes memory for all
-            scores in float32.
+            dtype or float32, or PyTorch's `CausalBias`. Values below -2e38 mask a key as minus infinity does. Its
+            gradient takes memory for all scores in float32.
         is_causal: Mask later keys: query i sees the keys up to key i, aligned top-left as in PyTorch's own attention,
             also if Sq and Skv differ.
         scale: Softmax scale, of magnitude at most 65,536; None is 1/sqrt(D).
@@ -98,6 +99,8 @@ def attention(
         is_causal=is_causal,
         scale=None if scale is None else as_float(scale),
     )
+    if mask is not None and type(mask) is not Tensor:
+        call = without_causal_bias(call)
     result: Tensor = ATTENTION(call, Asked(_calls, given))
     return result
 

@@ -11,7 +11,7 @@ from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.kernels import reference
-from cudnn_sdpa.kernels.arguments import FUSED, Gradient, KernelArguments, check_memory
+from cudnn_sdpa.kernels.arguments import FUSED, Gradient, KernelArguments, check_memory, without_causal_bias
 from cudnn_sdpa.kernels.attention import ATTENTION, attention
 from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward
 
@@ -36,6 +36,7 @@ def describe_attention(
         is_causal=is_causal,
         scale=None if scale is None else as_float(scale),
     )
+    call = without_causal_bias(call)
     ATTENTION.check_types(call)
     cast = {name: cast_tensor(getattr(call, name), q) for name in ("q", "k", "v", "mask")}
     call = call._replace(**cast)

@@ -13,7 +13,15 @@ from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward,
 from cudnn_sdpa.attention.reference import Softmax, product, repeated, scores, without_autocast
 from cudnn_sdpa.attention.reference import gradients as gradients_of_attention
 from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.kernels.arguments import MASKING, NAIVE, Gradient, KernelArguments, check_operands, check_types
+from cudnn_sdpa.kernels.arguments import (
+    MASKING,
+    NAIVE,
+    Gradient,
+    KernelArguments,
+    check_operands,
+    check_types,
+    without_causal_bias,
+)
 from cudnn_sdpa.kernels.plans import results
 
 
@@ -46,9 +54,13 @@ def reference_attention(
         >>> torch.allclose(kernels.reference_attention(q, q, q), kernels.attention(q, q, q), atol=1e-5)
         True
     """
-    check_types(KernelArguments(q, k, v, mask))
-    q, k, v, mask = (cast_tensor(x, q) for x in (q, k, v, mask))
-    call = KernelArguments(q, k, v, mask, mode=NAIVE, is_causal=is_causal, scale=scale)
+    given = KernelArguments(q, k, v, mask, mode=NAIVE, is_causal=is_causal, scale=scale)
+    if mask is not None and type(mask) is not Tensor:
+        given = without_causal_bias(given)
+    check_types(given)
+    is_causal = given.is_causal
+    q, k, v, mask = (cast_tensor(x, q) for x in given.differentiable)
+    call = given._replace(q=q, k=k, v=v, mask=mask)
     check_operands(call)
     exact, mask = torch.promote_types(q.dtype, torch.float32), _exact_mask(mask)
     with without_autocast(q):

@@ -14,7 +14,7 @@ from cudnn_sdpa.attention import value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, as_float, shape_of
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
 from cudnn_sdpa.engine.autograd_checks import PYTORCHS, refuse_context_parallel
-from cudnn_sdpa.engine.memory import check_present
+from cudnn_sdpa.engine.memory import check_present, is_causal_bias
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked
 from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError, UnsupportedError
@@ -189,7 +189,7 @@ def _mask(attn_mask: object, is_causal: object, full: tuple[int, ...]) -> Tensor
             "is_causal", "True in addition to attn_mask", "one of the two", "Add the causal mask to attn_mask."
         )
     if (
-        type(attn_mask).__name__ == "CausalBias"
+        is_causal_bias(attn_mask)
         or attn_mask.is_nested
         or attn_mask.layout != torch.strided
         or len(full) <= 4

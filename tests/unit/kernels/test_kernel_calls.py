@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_gpu import FakePlan, gpu_on_the_cpu
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import cudnn_sdpa
 from cudnn_sdpa import DtypeError, OptionError, ShapeError, UnsupportedError, kernels
@@ -60,6 +61,26 @@ def test_the_fused_form_says_what_takes_larger_head_dims():
     with pytest.raises(ShapeError, match="at most 128 in the fused form"):
         kernels.attention(*qkv(129))
     assert kernels.attention(*qkv(129), mode="naive").shape == (2, 4, 9, 129)
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+def test_pytorchs_causal_bias_objects_are_causal_masks(make):
+    """They are tensors whose memory was never written. tests/contract has them on the fake GPU, too."""
+    q, k = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 9, 8)
+    mask = make(5, 9)
+    exact = kernels.attention(q, k, k, mask=mask._materialize())
+    for attend in (kernels.attention, kernels.reference_attention, kernels.CUDAAttention()):
+        torch.testing.assert_close(attend(q, k, k, mask=mask), exact)
+        with pytest.raises(OptionError, match="^is_causal: got one in addition to a CausalBias as mask"):
+            attend(q, k, k, mask=mask, is_causal=True)
+        with pytest.raises(ShapeError, match=r"^mask: got a CausalBias for lengths \(9, 9\)"):
+            attend(q, k, k, mask=make(9, 9))
+    compiled = torch.compile(lambda: kernels.attention(q, k, k, mask=mask), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(), exact)
+    shown = cudnn_sdpa.explain(kernels.attention, q, k, k, mask=mask, verify=True)
+    assert max(shown.errors.values()) < 1e-5
+    with pytest.raises(OptionError, match="^q: got NoneType"):
+        kernels.attention(None, k, k, mask=mask)
 
 
 def test_float64_is_refused_on_a_gpu():
@@ -145,7 +166,7 @@ def test_plans_are_recorded_and_compiled_into_a_store(tmp_path, monkeypatch):
     (tmp_path / "plans").mkdir(mode=0o700)
     report = cudnn_sdpa.compile_plans(manifest, "h200", tmp_path / "plans")
     assert report.built == 2
-    assert compiled == [(name, 90) for name in ("fused_forward", "fused_delta", "fused_grad_kv", "fused_grad_q")]
+    assert compiled == [(name, 90) for name in ("fused_forward", "grad_delta", "fused_grad_kv", "fused_grad_q")]
     cudnn_sdpa.compile_plans(manifest, "h200", tmp_path / "plans")
     assert len(compiled) == 4  # they are there
 
