@@ -153,8 +153,9 @@ def context_parallel_varlen(
 
     `context_parallel` for packed sequences, which may begin and end anywhere: only the number of all tokens is a
     multiple of 2·P, with padding behind the last sequence, if need be. Where sequences begin is data on the GPU, which
-    no host reads. The table of methods in `context_parallel` applies; besides, "all_gather" needs a causal mask or no
-    right bound of a window, and "ring" launches up to four kernels for each rank's keys.
+    no host reads. The table of methods in `context_parallel` applies, with two more limits of "all_gather": a window
+    needs a causal mask, or a right bound of 0; and under either there is no dropout without softcap. "ring" launches
+    up to four kernels for each rank's keys.
 
     Args:
         q: This rank's queries (T / P, Hq, D), as `shard(x, dim=0)` gives them, where T is the number of all tokens;
@@ -369,33 +370,50 @@ def check_supported(function: str, method: str, options: Options, q: Tensor, k: 
     Raises:
         UnsupportedError: With every reason.
     """
-    ranks, right = options.place.ranks, options.window[1]
+    ranks = options.place.ranks
     if ranks == 1:
         return
     divides = ulysses.repeats(q.shape[1], k.shape[1], ranks) is not None
-    reasons, others = [], ["all_gather"]
+    reasons: list[str] = []
     if method == "ring" and options.has_window:
         reasons.append("a window ends between the keys of two steps, so that steps would need masks of their own")
     if method == "ring" and options.dropout_p:
         reasons.append("the backward pass of a step does not have the random numbers of its forward pass")
-    bounded = options.has_window and not options.is_causal and right != 0
-    if options.is_packed and bounded:
-        others = ["ulysses"]
-        if method == "all_gather":
-            reasons.append(
-                "of packed sequences, a chunk's last query stands at its sequence's last key, which a window with a "
-                "right bound would need to reach beyond"
-            )
     if method == "ulysses" and not divides:
         reasons.append(
             f"{q.shape[1]} query heads and {k.shape[1]} key heads cannot be given to {ranks} ranks: query heads are "
             f"no multiple of the smallest common multiple of key heads and ranks"
         )
+    gathering = _reasons_against_gathering(options, q)
+    reasons += list(gathering) if method == "all_gather" else []
     if not reasons:
         return
-    others = [other for other in others if other != method and (other != "ulysses" or divides)]
-    suggestion = f'method="{others[0]}"' if others else "a group with fewer ranks, or no right bound"
+    others = ["ulysses"] if divides else []
+    others = others if gathering else ["all_gather", *others]
+    least = " and ".join(dict.fromkeys(gathering.values()))
+    suggestion = f'method="{others[0]}"' if others else f"a group with fewer ranks, or {least}"
     raise UnsupportedError(f'{function} by method="{method}"', reasons, suggestion)
+
+
+def _reasons_against_gathering(options: Options, q: Tensor) -> dict[str, str]:
+    """Why "all_gather" cannot do a call, with what could be given up."""
+    if not options.is_packed or options.max_seqlen is None:
+        return {}
+    found = {}
+    right = 0 if options.is_causal else options.window[1]
+    if options.has_window and right != 0:
+        found[
+            "of packed sequences, a chunk's last query stands at the last key that it is given, which is right for a "
+            "causal mask, or a window whose right bound is 0"
+        ] = "window_size=(left, 0)"
+    has_limits = (q.is_cuda or cpu_target.active() is not None) and not fallback.is_in_force()
+    queries = min(q.shape[0] // 2, options.max_seqlen)
+    if has_limits and right == 0 and queries > 1 and options.dropout_p and options.softcap is None:
+        found[
+            "of packed sequences, a chunk's last query stands at the last key that it is given, and cuDNN has no "
+            "dropout for masks that are aligned there, unless there is softcap"
+        ] = "no dropout"
+    return found
 
 
 def _summary(

@@ -134,16 +134,30 @@ def suggestions() -> int:
         (context_parallel_varlen, (*packed, offsets, 11), {"method": "ring", "window_size": (3, 0), "is_causal": True}),
         (context_parallel_varlen, (*packed, offsets, 11), {"method": "all_gather", "window_size": (3, 2)}),
         (context_parallel_varlen, (*packed, offsets, 11), {"method": "ring", "window_size": (3, -1)}),
+        (context_parallel_varlen, (*packed, offsets, 11), {"dropout_p": 0.1, "is_causal": True}),
+        (context_parallel_varlen, (*packed, offsets, 11), {"dropout_p": 0.1, "window_size": (4, 0)}),
+        (context_parallel_varlen, (*packed, offsets, 11), {"dropout_p": 0.1, "is_causal": True, "method": "ring"}),
+        (context_parallel_varlen, (*packed, offsets, 11), {"dropout_p": 0.1, "method": "ring"}),
     ]
     for function, tensors, options in cases:
         with pytest.raises(UnsupportedError) as refused:
             function(*tensors, **options)
         named = re.fullmatch(r'method="(\w+)"', refused.value.suggestion)
         assert named, refused.value.suggestion
-        assert function(*tensors, **{**options, "method": named[1]}).shape[:-1] == tensors[0].shape[:-1]
+        inputs = [x.detach().requires_grad_() for x in tensors[:3]]
+        out = function(*inputs, *tensors[3:], **{**options, "method": named[1]})
+        assert all(x.isfinite().all() for x in torch.autograd.grad(out.sum(), inputs))
     heads = [torch.randn(8, n, 16) for n in (3, 1, 1)]
     with pytest.raises(UnsupportedError, match="fewer ranks"):
         context_parallel_varlen(*heads, offsets, 11, window_size=(3, 2))
+    with pytest.raises(UnsupportedError, match="no dropout"):
+        context_parallel_varlen(*heads, offsets, 11, is_causal=True, dropout_p=0.1)
+    for least in ({"softcap": 3.0, "is_causal": True}, {"softcap": 3.0, "window_size": (3, 0)}, {}):
+        assert context_parallel_varlen(*packed, offsets, 11, dropout_p=0.1, **least).isfinite().all()
+    single = torch.arange(17).int()
+    assert context_parallel_varlen(*packed, single, 1, dropout_p=0.1, is_causal=True).isfinite().all()
+    with cudnn_sdpa.fallback("torch"):
+        assert context_parallel_varlen(*packed, offsets, 11, dropout_p=0.1, is_causal=True).isfinite().all()
     return len(cases)
 
 

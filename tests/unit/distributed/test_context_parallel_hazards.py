@@ -21,7 +21,7 @@ def test_wrong_arguments_are_named_on_every_rank(ranks):
 
 
 def test_what_a_method_cannot_do_names_one_that_can(ranks):
-    assert ranks(hazards.suggestions) == [6, 6]
+    assert ranks(hazards.suggestions) == [10, 10]
 
 
 def test_ranks_that_disagree_all_say_so(ranks):
