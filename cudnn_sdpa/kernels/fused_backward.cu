@@ -6,21 +6,6 @@
  */
 #include "registers.cuh"
 
-/* The sum of grad_out times out of each row, by a warp. */
-extern "C" __global__ void fused_delta(const Attention a) {
-  const number rows = a.batch * a.heads * a.sq, warps = (number)gridDim.x * (blockDim.x / 32);
-  const int lane = threadIdx.x % 32;
-  for (number row = (number)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; row < rows; row += warps) {
-    const number query = row % a.sq, head = row / a.sq % a.heads, batch = row / a.sq / a.heads;
-    const Element* out = row_of<Element>(a.out, batch, head, query);
-    const Element* grad_out = row_of<Element>(a.grad_out, batch, head, query);
-    float sum = 0.0f;
-    for (number d = lane; d < a.dim; d += 32) sum = fmaf(read(out + d * a.out.column), read(grad_out + d * a.grad_out.column), sum);
-    sum = warp_reduce<Sum>(sum);
-    if (lane == 0) store(a.delta + row, sum);
-  }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_kv(const Attention a) {
   SHARED_MEMORY(memory);
   float* const keys = reinterpret_cast<float*>(memory);

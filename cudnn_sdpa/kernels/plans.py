@@ -364,10 +364,15 @@ class _Sizes(NamedTuple):
         blocks = -(-rows // tiles.rows) * heads * q.shape[0]
         return KernelCall(kernel, min(blocks, _MAX_BLOCKS), tiles.threads)
 
-    def simple(self, file: str, name: str, work: int, threads: int = 256, **sizes: int) -> KernelCall:
+    def simple(self, file: str, name: str, work: int, threads: int = 256) -> KernelCall:
         """A kernel whose blocks do so much work each: any number of them is right."""
-        kernel = _kernel(file, name, 0, **self.defines, **sizes)
-        return KernelCall(kernel, min(-(-work // threads), _MAX_BLOCKS), threads)
+        return _simple(_kernel(file, name, 0, **self.defines), work, threads)
+
+    def delta(self) -> KernelCall:
+        """The first kernel of a backward pass, compiled once for a dtype."""
+        batch, heads, sq, _ = self.layouts["q"].shape
+        kernel = _kernel("delta.cu", "grad_delta", 0, **(self.defines | {"MASK": 0, "CAUSAL": 0, "VECTORS": 0}))
+        return _simple(kernel, 32 * batch * heads * sq)
 
     def tiled(self, file: str, name: str, blocks: int, threads: int, shared: int) -> KernelCall:
         """A kernel of the tiled form."""
@@ -375,14 +380,15 @@ class _Sizes(NamedTuple):
         return KernelCall(kernel, min(blocks, _MAX_BLOCKS), threads)
 
 
+def _simple(kernel: Kernel, work: int, threads: int = 256) -> KernelCall:
+    return KernelCall(kernel, min(-(-work // threads), _MAX_BLOCKS), threads)
+
+
 #: Rows and columns of a tile of tiled.cu, the columns that it reads at a time, and the bytes that they take.
 TILE, _COLUMNS_AT_ONCE = 64, 16
 _TILED_SHARED = 4 * 2 * _COLUMNS_AT_ONCE * (TILE + 4)
 _REDUCTION_SHARED = 4 * 32
 
-
-#: Tiles of a kernel that has none, in a file of others that do.
-_CORES = _Tiles(64, 32, 256, 0)
 
 _kernel_op = functools.partial(KernelOp, folder=FOLDER)
 
@@ -423,7 +429,7 @@ def attention_backward(key: PlanKey) -> KernelProgram:
         return _tiled_backward(sizes)
     (batch, heads, sq, _), (_, heads_kv, skv, _) = sizes.layouts["q"].shape, sizes.layouts["k"].shape
     file, of_keys = "fused_backward.cu", sizes.tiles(_GRAD_KV)
-    calls = [sizes.simple(file, "fused_delta", 32 * batch * heads * sq, **sizes.sizes(_CORES))]
+    calls = [sizes.delta()]
     if "grad_k" in sizes.layouts:
         calls.append(sizes.fused(file, "fused_grad_kv", _GRAD_KV, rows=skv, heads=heads_kv))
     if "grad_q" in sizes.layouts:
@@ -442,7 +448,7 @@ def _tiled_backward(sizes: _Sizes) -> KernelProgram:
     def call(name: str, blocks: int) -> KernelCall:
         return sizes.tiled("tiled_backward.cu", name, batch * blocks, threads=256, shared=_TILED_SHARED)
 
-    calls = [sizes.simple("fused_backward.cu", "fused_delta", 32 * batch * heads * sq, **sizes.sizes(_CORES))]
+    calls = [sizes.delta()]
     calls.append(call("tiled_grad_scores", heads * of_queries * of_keys))
     if "grad_k" in sizes.layouts:
         calls.append(call("tiled_grad_k", heads_kv * of_keys * of_columns))
