@@ -14,6 +14,7 @@ from cudnn_sdpa.attention.arguments import shape_of
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.groups import Place, check_device, place_in
 from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.errors import OptionError, ShapeError
 
 
@@ -62,6 +63,7 @@ def shard(x: Tensor, dim: int, group: Any = None) -> Tensor:
         >>> dist.destroy_process_group()
     """
     place, dim = place_in(group), _dimension(x, dim)
+    _check_plain(x, "a plain tensor of the whole sequence", "Use x.full_tensor().")
     _check_multiple("x", x, dim, 2 * place.ranks)
     parts = x.chunk(2 * place.ranks, dim)
     return torch.cat([parts[number] for number in chunks_of(place)], dim)
@@ -94,6 +96,7 @@ def unshard(x: Tensor, dim: int, group: Any = None) -> Tensor:
         >>> dist.destroy_process_group()
     """
     place, dim = place_in(group), _dimension(x, dim)
+    _check_plain(x, "this rank's part as a plain tensor", "Use x.to_local().")
     check_device("x", x, place)
     _check_multiple("x", x, dim, 2)
     return gathered(x.movedim(dim, 0), place).movedim(0, dim).contiguous()
@@ -127,6 +130,12 @@ def _dimension(x: object, dim: object) -> int:
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.dim() <= dim < x.dim():
         raise OptionError("dim", repr(dim), f"a dimension of x, which has {x.dim()}")
     return dim % x.dim()
+
+
+def _check_plain(x: Tensor, expected: str, hint: str) -> None:
+    """Refuses DTensors: their own placements say which rank has what, and none is a zig-zag."""
+    if has_dtensor(x):
+        raise OptionError("x", "a DTensor", expected, hint)
 
 
 def _check_multiple(name: str, x: Tensor, dim: int, of: int) -> None:

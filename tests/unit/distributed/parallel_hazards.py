@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import cudnn_sdpa
@@ -74,6 +76,13 @@ def refusals() -> int:
         shard(torch.ones(8), 3)
     with pytest.raises(ArgumentError, match="x: got list"):
         unshard([1.0], 0)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for placement in (Replicate(), Shard(0)):
+        tokens = distribute_tensor(torch.arange(8), mesh, [placement])
+        with pytest.raises(ArgumentError, match=r"x: got a DTensor; expected .*whole sequence.*x\.full_tensor"):
+            shard(tokens, 0)
+        with pytest.raises(ArgumentError, match=r"x: got a DTensor; expected this rank's part.*x\.to_local"):
+            unshard(tokens, 0)
     still_works()
     return len(cases)
 
