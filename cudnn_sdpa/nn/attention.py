@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,9 @@ from cudnn_sdpa.nn.checks import Factory, check_flags, check_number, check_token
 from cudnn_sdpa.nn.conversion import check_type, copy_linear, copy_parameter, merge, rename, split
 from cudnn_sdpa.nn.kv_cache import KVStep
 from cudnn_sdpa.nn.rotary import RotaryEmbedding, Rotations
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 KeysAndValues = tuple[Tensor, Tensor]
 
@@ -287,6 +291,15 @@ class Attention(nn.Module):
         out = context_parallel(q, k, v, group=self.cp_group, method=self.cp_method, dropout_p=dropout, **options)
         projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
         return projected
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy of the parameters, with the same process group, which is no data."""
+        if self.cp_group is not None:
+            memo[id(self.cp_group)] = self.cp_group
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__setstate__(copy.deepcopy(self.__dict__, memo))  # type: ignore[no-untyped-call]
+        return copied
 
     def project_context(self, context: Tensor) -> KeysAndValues:
         """Keys and values (B, Hkv, Skv, D) of another sequence, to share between calls."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import time
@@ -393,11 +394,15 @@ def module(method: str) -> None:
     torch.nn.init.normal_(whole.sinks)
     parallel = nn.Attention(32, 4, **options, cp_group=dist.group.WORLD, cp_method=method)
     parallel.load_state_dict(whole.state_dict())
+    copied = copy.deepcopy(torch.nn.Sequential(parallel, parallel))[0]
     x = torch.randn(2, 8 * dist.get_world_size(), 32)
     exact = whole(x)
     exact.square().sum().backward()
     out = parallel(shard(x, 1))
     torch.testing.assert_close(out, shard(exact.detach(), 1))
+    assert copied.cp_group is parallel.cp_group
+    assert torch.equal(copied(shard(x, 1)), out)
+    assert copied.qkv_proj.weight is not parallel.qkv_proj.weight
     out.square().sum().backward()
     for name, parameter in parallel.named_parameters():
         dist.all_reduce(parameter.grad)
