@@ -46,7 +46,8 @@ def attention(
     float mask. Results and gradients are the same from run to run.
 
     Sums are in float32, and so is all arithmetic on float32: TF32 is never used. Any strides are read as they are:
-    16 bytes at a time if head vectors are dense and 16-byte aligned, otherwise element by element, which is slower.
+    16 bytes at a time if head vectors are dense and 16-byte aligned, otherwise element by element, which is slower. If
+    only the gradient of the output is not, such as the expanded one of `out.sum()`, it is copied first.
 
     Args:
         q: Queries (B, Hq, Sq, D), float32, float16 or bfloat16.

@@ -67,6 +67,7 @@ def _backward(call: KernelArguments, needs: tuple[bool, ...]) -> Description:
     of = Gradient(grad_out=out, out=out, statistics=statistics, call=without_data(call), needs=needs)
     spec = Spec.of_gradient(of)
     notes = [] if spec.mode == FUSED else ["all weights and their gradients are kept in float32, in the workspace"]
+    notes += ["the gradient of the output is copied if it is expanded, as that of a sum is"] if spec.vectors else []
     return Description(
         operation=attention_backward,
         key=spec.key,

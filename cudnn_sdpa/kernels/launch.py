@@ -13,9 +13,10 @@ from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.engine.dispatch_state import is_lazy
 from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall
 from cudnn_sdpa.engine.operation import Prepared
+from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments, Needs, check, check_memory
-from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward, results
+from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward, has_vectors, results
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.plan import Plan
@@ -105,11 +106,18 @@ class _WithMask:
 
 
 def readable(of: Gradient) -> Gradient:
-    """The backward call with a copy of a gradient whose memory does not hold its elements."""
+    """The backward call with a copy of a gradient whose memory does not hold its elements, or alone hinders vectors."""
     grad_out = of.grad_out
     if is_lazy(grad_out) or grad_out.dtype != of.out.dtype:
         return of._replace(grad_out=torch.zeros_like(of.out).copy_(grad_out))
-    return of
+    return of._replace(grad_out=torch.empty_like(of.out).copy_(grad_out)) if _hinders_vectors(of) else of
+
+
+def _hinders_vectors(of: Gradient) -> bool:
+    """Whether all operands but the gradient can be read 16 bytes at a time; an expanded one, as of a sum, cannot."""
+    if has_vectors(TensorLayout.of(of.grad_out)):
+        return False
+    return Spec.of_gradient(of._replace(grad_out=of.out)).vectors
 
 
 def without_keys(call: KernelArguments) -> Tensor | tuple[Tensor, Tensor]:

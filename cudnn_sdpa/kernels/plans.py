@@ -114,7 +114,7 @@ class Spec:
     def can_read_vectors(self) -> bool:
         """Whether head vectors are dense and lie 16 bytes apart, so that the fused kernels read 16 bytes at a time."""
         layouts = [self.q, self.k, self.v, self.out, *([] if self.grad_out is None else [self.grad_out])]
-        return self.mode == FUSED and all(map(_has_vectors, layouts))
+        return self.mode == FUSED and all(map(has_vectors, layouts))
 
     def inputs(self) -> list[Operand]:
         """The operands of the plan."""
@@ -205,7 +205,8 @@ def _expanded(mask: Tensor, q: Tensor, k: Tensor) -> TensorLayout:
     return TensorLayout(shape, stride, mask.dtype)
 
 
-def _has_vectors(layout: TensorLayout) -> bool:
+def has_vectors(layout: TensorLayout) -> bool:
+    """Whether head vectors are dense and lie at multiples of 16 bytes from each other."""
     elements = ALIGNMENT // layout.dtype.itemsize
     *outer, dim = zip(layout.shape, layout.stride, strict=True)
     return dim[1] == 1 and dim[0] % elements == 0 and all(size == 1 or stride % elements == 0 for size, stride in outer)

@@ -124,6 +124,29 @@ def test_only_the_needed_kernels_run():
             assert [x.name for x in FakePlan.launched[-1].outputs] == made
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dim", "vectors"), [(16, True), (17, False)])
+def test_an_expanded_gradient_is_copied_if_all_else_is_read_as_vectors(dim, vectors, dtype):
+    q, k, v = qkv(dim, dtype=dtype)
+    with gpu_on_the_cpu():
+        out = kernels.attention(q, k, v)
+        for grad in (
+            torch.ones((), dtype=dtype).expand(out.shape),
+            torch.ones_like(out),
+            torch.ones_like(out).mT.contiguous().mT,
+        ):
+            found = torch.autograd.grad(out, (q, k, v), grad, retain_graph=True)
+            key = FakePlan.launched[-1]
+            assert key.option_values["vectors"] is vectors
+            given = next(x.layout for x in key.inputs if x.name == "grad_out")
+            assert (given.stride == grad.stride()) is (grad.is_contiguous() or not vectors)
+            wanted = torch.autograd.grad(kernels.reference_attention(q, k, v), (q, k, v), torch.ones_like(out))
+            for x, y in zip(found, wanted, strict=True):
+                torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+    shown = str(cudnn_sdpa.explain(kernels.attention, q, k, v).backward)
+    assert ("the gradient of the output is copied" in shown) is vectors
+
+
 def test_fused_memory_does_not_grow_with_the_scores():
     q = torch.empty(1, 1, 4096, 64)
     target = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 91900, "1", "a GPU")
