@@ -1914,6 +1914,7 @@ class CacheSession:
 
     def __init__(self, r: random.Random, seed: int, device: str) -> None:
         self.r, self.more, self.device = r, later("PagedKVCache", seed), device
+        self.signs = later("PagedKVCache, negated", seed)
         self.generator = torch.Generator().manual_seed(seed)
         self.dtype, self.kv = half(r, device), r.choice([1, 2])
         self.dims = r.choice([(64, 64), (8, 16), (128, 128)])
@@ -1993,13 +1994,17 @@ class CacheSession:
             return
         k, v = (self.random(step.batch, self.kv, step.tokens, dim) for dim in self.dims)
         for layer in range(self.layers):
-            self.cache.append(step, k * (layer + 1), v * (layer + 1), layer)
+            self.cache.append(step, *(self.negated(x * (layer + 1)) for x in (k, v)), layer)
         for row, (one, count) in enumerate(zip(numbers, counts, strict=True)):
             old = model[one]
             model[one] = torch.cat([old[0], k[row, :, :count]], 1), torch.cat([old[1], v[row, :, :count]], 1)
         self.steps = [old for old in self.steps if old[0] is not step]
         self.steps.append((step, [one for one, count in zip(numbers, counts, strict=True) if count]))
         self.attend(step, numbers, counts)
+
+    def negated(self, x: Tensor) -> Tensor:
+        """The same values, some of them with PyTorch's negative bit."""
+        return torch._neg_view(-x) if self.signs.random() < 0.2 else x
 
     def room(self, batch: int, tokens: int) -> dict[str, Any]:
         """The step for `into=`, if any: a used one with enough room."""

@@ -33,9 +33,10 @@ class PagedKVCache:
     The host assigns pages to sequences, and sends the page tables to the GPU with each step, in one asynchronous copy.
     It is not thread-safe.
 
-    Append the keys and values of a step's tokens before you fork their sequences or reserve another step for them. The
-    step's tables and lengths are read without checks, so do not write to them. A step is refused if one of its
-    sequences was freed, evicted or truncated since.
+    Append the keys and values of a step's tokens, of all layers, before you fork their sequences or reserve another
+    step for them. The step's tables and lengths are read without checks, so do not write to them. A step is refused if
+    one of its sequences was freed, evicted or truncated since; so are keys of another layer once a fork has a copy of
+    the step's page.
 
     Args:
         pages: Number of pages.
@@ -192,10 +193,11 @@ class PagedKVCache:
                 paging.copy_pages((self._k, self._v), copies)
             rows = [(self._pool.pages_of(number), self._pool.length(number)) for number in numbers]
             step.sequences = None
-            step.fill([(*row, more) for row, more in zip(rows, added, strict=True)])
+            filled = [(*row, more) for row, more in zip(rows, added, strict=True)]
+            step.fill(filled)
             generations = [(number, self._pool.generation(number)) for number in numbers]
             grown = [generation for generation, more in zip(generations, added, strict=True) if more]
-            step.begin(grown, self._pool.invalidations)
+            step.begin(grown, filled, self._pool.invalidations)
         except BaseException:
             self._pool.restore(before)
             raise
@@ -222,11 +224,17 @@ class PagedKVCache:
             layer: The layer.
 
         Raises:
-            ArgumentError: They do not fit, or a sequence of the step was freed, evicted or truncated since.
+            ArgumentError: They do not fit, or a sequence of the step was freed, evicted or truncated since, or its page
+                copied for a fork that would miss them.
             UnsupportedError: They require grad.
         """
         self._current(step)
-        if all(isinstance(x, Tensor) and x.is_cuda and not x.is_nested for x in (k, v)):
+        if step.is_shared and self._checked(layer) not in step.appended:
+            step.refuse_shared()
+        are_tensors = isinstance(k, Tensor) and isinstance(v, Tensor)
+        if are_tensors and k.is_cuda and v.is_cuda and not (k.is_nested or v.is_nested):
+            if k.is_neg() or v.is_neg():  # the kernel copies memory
+                k, v = k.resolve_neg(), v.resolve_neg()
             name = (step.tokens, step.batch, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, layer)
             if (k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
                 kv_cache_checks.refuse_gradient("a PagedKVCache")
@@ -251,6 +259,7 @@ class PagedKVCache:
                 kv_cache_checks.refuse_gradient("a PagedKVCache")
             step.write((k, v), pages)
         step.written.add(layer)
+        step.appended.add(layer)
 
     @overload
     def attend(

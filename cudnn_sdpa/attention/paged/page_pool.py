@@ -54,11 +54,13 @@ class PagePool:
 
     Attributes:
         invalidations: How often a generation has changed or a sequence was freed, so that steps became stale.
+        copied: The pages that were copied for one of their owners, and `invalidations` after the last such copy.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.invalidations = 0
+        self.copied: dict[int, int] = {}
         self._free = list(range(pages - 1, -1, -1))  # the last one is taken first
         self._owners = [0] * pages
         self._sequences: dict[int, _Sequence] = {}
@@ -144,6 +146,7 @@ class PagePool:
         for page, _ in copies:
             self._owners[page] -= 1
             self.invalidations += 1
+            self.copied[page] = self.invalidations
         self._is_counted = True
         return copies
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -35,6 +36,10 @@ class PagedStep:
         sequences: The sequences with new tokens, each with its generation; None if `reserve` was interrupted.
         invalidations: The pool's `invalidations` when generations were last compared.
         written: The layers whose keys have been appended.
+        rows: The pages of each sequence, its length with the new tokens, and their number.
+        begun: The pool's `invalidations` when the step was reserved.
+        is_shared: Whether a page with new tokens was copied for another sequence since.
+        appended: The layers whose keys have been appended since the step was reserved.
     """
 
     page_table: Tensor
@@ -47,6 +52,10 @@ class PagedStep:
     sequences: list[tuple[int, int | None]] | None = field(default_factory=list, repr=False)
     invalidations: int = field(default=-1, repr=False)
     written: set[int] = field(default_factory=set, repr=False)
+    rows: list[tuple[list[int], int, int]] = field(default_factory=list, repr=False)
+    begun: int = field(default=-1, repr=False)
+    is_shared: bool = field(default=False, repr=False)
+    appended: set[int] = field(default_factory=set, repr=False)
 
     @property
     def batch(self) -> int:
@@ -112,14 +121,18 @@ class PagedStep:
             host = torch.frombuffer(numbers, dtype=torch.int64)
             self.numbers.copy_(host.pin_memory() if self.numbers.is_cuda else host, non_blocking=True)
 
-    def begin(self, sequences: list[tuple[int, int | None]], invalidations: int) -> None:
+    def begin(
+        self, sequences: list[tuple[int, int | None]], rows: list[tuple[list[int], int, int]], invalidations: int
+    ) -> None:
         """Assigns sequences with their generations, as of the pool's `invalidations`, and clears `written`.
 
         On a GPU `written` stays: a replayed CUDA graph may append again.
         """
         if not self.numbers.is_cuda:
             self.written.clear()
-        self.sequences, self.invalidations = sequences, invalidations
+        self.appended.clear()
+        self.sequences, self.rows, self.is_shared = sequences, rows, False
+        self.begun = self.invalidations = invalidations
 
     def check_current(self, pool: PagePool) -> None:
         """Checks that the generations of its sequences are unchanged.
@@ -136,7 +149,16 @@ class PagedStep:
                 what = "freed" if now is None else "evicted, truncated or given a page of its own"
                 got = f"a step of sequence {number}, which has been {what} since"
                 raise OptionError("step", got, "a step that was reserved after that", hint)
+        if pool.copied and not self.is_shared:
+            size, begun, copied = pool.page_size, self.begun, pool.copied
+            new = (page for pages, end, more in self.rows if more for page in pages[(end - more) // size :])
+            self.is_shared = any(copied.get(page, -1) > begun for page in new)
         self.invalidations = invalidations
+
+    def refuse_shared(self) -> NoReturn:
+        """Raises the error for keys of a layer that a fork's copy of the page would miss."""
+        got = "keys and values of a layer after a page of the step was copied for a fork, which would miss them"
+        raise OptionError("step", got, "all layers of the step before the fork", "Fork after the step.")
 
     def check_written(self, layer: int) -> None:
         """Checks that a layer's new keys have been appended.

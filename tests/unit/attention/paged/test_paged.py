@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from fake_gpu import gpu_on_the_cpu
 
 import cudnn_sdpa
 from cudnn_sdpa import (
@@ -556,6 +557,60 @@ def test_a_step_before_a_page_was_copied_may_not_write_to_the_old_one():
     with pytest.raises(OptionError, match=f"a step of sequence {one}, which has been .*given a page of its own"):
         cache.append(step, *new_tokens(1, 6))
     assert torch.equal(cache.read(two)[0], before[0])
+
+
+@pytest.mark.parametrize("new_step", [False, True])
+@pytest.mark.parametrize("tokens", [1, 6, 17])
+def test_a_fork_within_a_step_misses_no_layer_in_silence(tokens, new_step):
+    """The fork shares the page, until it gets tokens and a copy: of zeros, where the step has no keys yet."""
+    cache = new_cache()
+    one, given = cache.add(), new_tokens(1, tokens)
+    step = cache.reserve([one], tokens, into=cache.new_step(1, tokens) if new_step else None)
+    cache.append(step, *given)
+    two, three = cache.fork(one), cache.fork(one)
+    cache.append(step, *given, layer=1)  # all share the page
+    assert torch.equal(cache.read(two, 1)[0], given[0][0])
+    for _ in range(2):
+        grown = cache.reserve([three], into=cache.new_step(1, 1) if new_step else None)
+        cache.append(grown, *new_tokens())
+        cache.append(grown, *new_tokens(), layer=1)
+    cache.append(step, *given, layer=1)  # again, and `three` has them
+    assert cache.attend(step, torch.randn(1, HEADS, tokens, DIM, dtype=torch.float64)).isfinite().all()
+    cache.free(three)
+    cache.free(two)
+
+    step = cache.reserve([one], into=step)
+    k, v = new_tokens(1, step.tokens)
+    cache.append(step, k, v)
+    fork = cache.fork(one)
+    cache.reserve([fork])
+    for _ in range(2):
+        with pytest.raises(OptionError, match="a layer after a page of the step was copied for a fork"):
+            cache.append(step, k, v, layer=1)
+    with pytest.raises(OptionError, match=r"^layer: got 2"):
+        cache.append(step, k, v, layer=2)
+    cache.append(step, k, v)  # it is in the fork, too
+    step = cache.reserve([one], into=step)
+    cache.append(step, k, v, layer=1)
+
+
+@pytest.mark.parametrize("page_layout", ["HND", "NHD"])
+def test_negative_bits_of_new_tokens_are_heeded(page_layout, monkeypatch):
+    """On a GPU a kernel copies their memory. The first appends are cold, the others warm."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    sizes = {"pages": 8, "page_size": 4, "heads": 2, "head_dim": 8, "head_dim_v": 16}
+    written = []
+    with gpu_on_the_cpu():
+        cache = PagedKVCache(**sizes, page_layout=page_layout, device="cpu")
+        one = cache.add()
+        for which in ("kv", "", "k", "v", "kv"):
+            new = {name: torch.randn(1, 2, 2, dim).bfloat16() for name, dim in (("k", 8), ("v", 16))}
+            given = {name: torch._neg_view(-x) if name in which else x for name, x in new.items()}
+            cache.append(cache.reserve([one], 2), **given)
+            written.append(new)
+        found = dict(zip("kv", cache.read(one), strict=True))
+    for name, x in found.items():
+        assert torch.equal(x, torch.cat([new[name][0] for new in written], 1))
 
 
 def test_an_interrupted_reserve_leaves_no_usable_step(monkeypatch):
