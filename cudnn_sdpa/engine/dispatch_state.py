@@ -30,7 +30,24 @@ except ImportError:  # pragma: no cover - a PyTorch that has moved them
         return False
 
 
-is_profiling = _profiler_enabled
+class _Observers:
+    """Who sees operators, as far as this process can tell."""
+
+    are_there: Callable[[], bool] = staticmethod(_profiler_enabled)
+
+
+def see_observers(are_there: Callable[[], bool]) -> None:
+    """Has this module ask a function whether an observer of operators is active, in place of the profiler alone.
+
+    PyTorch tells C++ alone of other observers, such as `ExecutionTraceObserver`.
+    """
+    _Observers.are_there = staticmethod(are_there)
+
+
+def is_observed() -> bool:
+    """Whether a profiler is to see operators, or any other observer if the native module is loaded."""
+    return _Observers.are_there()
+
 
 #: Whether `torch.use_deterministic_algorithms` is in force; the C function, which saves 40 ns.
 is_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
@@ -45,7 +62,7 @@ is_batch = is_legacy_batchedtensor  #: what `is_grads_batched` makes of gradient
 
 def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
     """Whether nothing but autograd needs to intercept a call with these tensors."""
-    return is_plain_memory(*tensors) and forward_ad._current_level < 0 and not is_profiling() and not is_autocasting()
+    return is_plain_memory(*tensors) and forward_ad._current_level < 0 and not is_observed() and not is_autocasting()
 
 
 def is_lazy(tensor: Tensor) -> bool:
@@ -79,7 +96,7 @@ def needs_operator(gradient: Tensor) -> bool:
     """
     return (
         torch.is_grad_enabled()
-        or is_profiling()
+        or is_observed()
         or type(gradient) is not Tensor
         or not _known
         or is_batch(gradient)
@@ -99,7 +116,8 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
     if torch.is_grad_enabled():
         for tensor in tensors:  # saves 0.4 µs over `any`
             if tensor is not None and tensor.requires_grad:
-                return True
+                # In inference mode gradients may be enabled in vain; Dynamo, which traces none, cannot ask.
+                return torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled()
     return False
 
 

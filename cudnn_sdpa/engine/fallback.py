@@ -12,7 +12,7 @@ from cudnn_sdpa.errors import ArgumentError, OptionError, UnsupportedError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 _log = logging.getLogger("cudnn_sdpa")
-_chosen: ContextVar[str | None] = ContextVar("fallback", default=None)
+chosen: ContextVar[str | None] = ContextVar("fallback", default=None)
 _said: set[Hashable] = set()
 
 #: Maximum number of kinds of calls remembered as logged.
@@ -60,24 +60,24 @@ def fallback(to: str | None) -> AbstractContextManager[None]:
 
 @contextmanager
 def _with_fallback(to: str | None) -> Iterator[None]:
-    token = _chosen.set(to)
+    token = chosen.set(to)
     try:
         yield
     finally:
         with suppress(
             ValueError
         ):  # it is left in another context than it was entered in, where there is nothing to undo
-            _chosen.reset(token)
+            chosen.reset(token)
 
 
 def is_in_force() -> bool:
     """Whether the fallback to PyTorch is in force in this thread; compilers cannot trace a context variable."""
-    return not is_compiling() and _chosen.get() == TORCH
+    return not is_compiling() and chosen.get() == TORCH
 
 
 def is_by_kernels() -> bool:
     """Whether the fallback to own kernels is in force in this thread."""
-    return not is_compiling() and _chosen.get() == KERNELS
+    return not is_compiling() and chosen.get() == KERNELS
 
 
 def or_else(run: Callable[[], T], instead: Callable[[], T], kind: Callable[[], Hashable]) -> T:

@@ -15,7 +15,7 @@ from cudnn_sdpa.engine.dispatch_state import (
     can_bypass_dispatcher,
     is_batch,
     is_deterministic,
-    is_profiling,
+    is_observed,
     needs_gradient,
     tensor_guard,
 )
@@ -214,7 +214,7 @@ class KnownCalls(Generic[KindT]):
                     and known.grad_mode is is_grad_enabled()
                     and known.deterministic is is_deterministic()
                     and (known.kinds is None or known.has_options(options))
-                    and not is_profiling()
+                    and not is_observed()
                     and forward_ad._current_level < 0
                 ):
                     return known.run

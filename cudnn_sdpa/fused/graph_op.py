@@ -164,8 +164,9 @@ class GraphFunction(GraphDefinition):
         if not is_compiling():
             if _Watch.count and (watched := self._watched(operands, options)) is not None:
                 return watched[0]
-            if self._calls.find is not None:
-                known = self._calls.find(*operands, **options)
+            find = self._calls.find
+            if find is not None:
+                known = find(*operands, **options) if options else find(*operands)
                 if known is not MISSED:
                     return known
             run = self._find(operands, options)
@@ -601,33 +602,51 @@ def _native_gradients(
     of, like, attempts = options
     context = _NativeContext(saved, numbers, like)
     # Results of inference mode do not tell whether they were written to.
-    may_learn = can_learn and of.function.replays_backward and attempts.made < MAX_ATTEMPTS
-    if not may_learn or torch.is_inference_mode_enabled():
+    may_learn = can_learn and of.function.replays_backward and not torch.is_inference_mode_enabled()
+    kind = _kind_of_backward(grads, needs, numbers) if may_learn else None
+    if kind is None or not attempts.are_worthwhile(kind):
         return of.gradients(context, grads, needs), None
-    attempts.made += 1
     watch = _Watch()
     found = of.gradients(context, grads, needs, watch)
-    return found, _repeatable(watch.calls, [x for x, need in zip(found, needs, strict=True) if need])
+    call = _repeatable(watch.calls, [x for x, need in zip(found, needs, strict=True) if need])
+    attempts.note(kind, is_repeatable=call is not None)
+    return found, call
 
 
-#: How many backward calls of one kind are watched for being a single launch, which the native module can repeat.
+def _kind_of_backward(
+    grads: tuple[Tensor | None, ...], needs: tuple[bool, ...], numbers: tuple[float, ...]
+) -> tuple[Hashable, ...]:
+    return (needs, numbers, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in grads])
+
+
+#: How many backward calls of one kind are watched in vain for being a single launch, which can be repeated natively.
 MAX_ATTEMPTS = 4
+
+#: How many kinds of backward calls of one kind of calls are watched: numbers may differ in each.
+MAX_KINDS = 16
 
 #: A bound plan, its operands, its results, and their versions, which change where they are written to.
 _WatchedCall = tuple[BoundPlan, list[Tensor], tuple[Tensor, ...], list[int]]
 
 
 class _Attempts:
-    """Counts the backward calls that were watched.
+    """Counts the backward calls of a kind of calls that were watched in vain, by their own kind.
 
-    Attributes:
-        made: Their number.
+    One that could be repeated sets its count back: if its plan is evicted, the next ones are watched again.
     """
 
-    __slots__ = ("made",)
+    __slots__ = ("_in_vain",)
 
     def __init__(self) -> None:
-        self.made = 0
+        self._in_vain: dict[Hashable, int] = {}
+
+    def are_worthwhile(self, kind: Hashable) -> bool:
+        """Whether to watch another call of this kind."""
+        return self._in_vain.get(kind, 0 if len(self._in_vain) < MAX_KINDS else MAX_ATTEMPTS) < MAX_ATTEMPTS
+
+    def note(self, kind: Hashable, *, is_repeatable: bool) -> None:
+        """Notes what came of an attempt."""
+        self._in_vain[kind] = 0 if is_repeatable else self._in_vain.get(kind, 0) + 1
 
 
 #: What neither reads the elements of a tensor nor writes them: attributes, layouts and views. `data_ptr` is none of

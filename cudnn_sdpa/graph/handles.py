@@ -7,6 +7,7 @@ thread. It is never destroyed: `cudnnDestroy` synchronizes and would break a CUD
 from __future__ import annotations
 
 import threading
+from array import array
 from collections import deque
 
 import torch
@@ -34,22 +35,25 @@ class Slot:
     begin another call: a signal handler's, or a finalizer's that the garbage collector runs. So that memory is taken
     and given back, and a call that finds it taken allocates its own.
 
+    The same call in between may be on another stream, and bind the handle to that. So a launch looks at `bound` last,
+    and binds again until nothing has come in between.
+
     Attributes:
         raw: The `cudnnHandle_t`.
-        stream: The stream it is bound to.
+        bound: One number, the stream it is bound to; -1 for none, and while that changes.
         scratch: Address of the scratch memory, which is a workspace.
         filled: Address of the memory that kernels fill; 0 before it is first needed.
         taken: One byte: whether a call that is being launched has taken that.
     """
 
-    __slots__ = ("_filled", "_workspace", "filled", "handle", "raw", "scratch", "stream", "taken")
+    __slots__ = ("_bindings", "_filled", "_workspace", "bound", "filled", "handle", "raw", "scratch", "taken")
 
     def __init__(self, handle: Handle) -> None:
         self.handle = handle
         self.raw = backend.raw_handle(handle)
-        self.stream = -1
-        self.scratch = self.filled = 0
-        self.taken = bytearray(1)  # for native code, which needs no attribute to see it
+        self.scratch = self.filled = self._bindings = 0
+        self.bound = array("q", (-1,))  # this and the next for native code, which needs no attribute to see them
+        self.taken = bytearray(1)
         self._workspace: torch.Tensor | None = None
         self._filled: torch.Tensor | None = None
 
@@ -58,8 +62,12 @@ class Slot:
         if stream == 0 and self._workspace is None:
             self._workspace = _memory(SCRATCH_BYTES)
             self.scratch = self._workspace.data_ptr()
-        backend.set_stream(self.handle, stream)
-        self.stream = stream  # last, so that the next launch retries what fails above
+        while self.bound[0] != stream:
+            self.bound[0], self._bindings = -1, self._bindings + 1
+            this = self._bindings
+            backend.set_stream(self.handle, stream)
+            if self._bindings == this:  # not another one since, of a handler that ran when `set_stream` returned
+                self.bound[0] = stream  # last, so that the next launch retries what fails above
 
     def make_filled(self) -> int:
         """The address of the memory that kernels fill, allocated now. The default stream must be the current one."""

@@ -71,8 +71,8 @@ class LoadedKernel:
         self._function = function
         self._device = device
         self._launch = _driver().cuLaunchKernel
-        #: Addresses of `cuLaunchKernel` and of the kernel, for native code.
-        self.native = ctypes.cast(self._launch, ctypes.c_void_p).value or 0, function
+        #: Addresses of `cuLaunchKernel` and of the kernel, and the bytes of shared memory of a block, for native code.
+        self.native = ctypes.cast(self._launch, ctypes.c_void_p).value or 0, function, shared
 
     def launch(self, blocks: int, threads: int, fields: array[int], stream: int) -> None:
         """Launches it on `stream` of its device, which must be the current device.

@@ -116,14 +116,15 @@ class Plan:
         if size:
             allocated = allocate((size,), (1,), torch.uint8)
             workspace = allocated.data_ptr()
-        if slot.stream != stream:  # after that: what an allocation frees may launch something on another stream
+        # Local to this call: many threads launch a plan at once.
+        operands = pointers if type(pointers) is array else array("Q", pointers)
+        address, bound = operands.buffer_info()[0], slot.bound
+        while bound[0] != stream:  # last: what an allocation frees, or a signal's handler, may launch on another stream
             slot.bind(stream)
         if stream == 0 and not size:
             workspace = slot.scratch  # saves an allocation, 0.9 µs
-        # Local to this call: many threads launch a plan at once.
-        operands = pointers if type(pointers) is array else array("Q", pointers)
         try:  # positional, as the frontend's compiled function takes them: see `backend.Execute`
-            self._execute(operands.buffer_info()[0], self._count, workspace, slot.raw, -1)
+            self._execute(address, self._count, workspace, slot.raw, -1)
         except RuntimeError as error:
             self.refuse(error)
 

@@ -640,6 +640,37 @@ OPERATIONS: dict[str, Example] = {
     ),
     "sdpa_varlen_backward": Example(
         run_backward(cudnn_sdpa.sdpa_varlen_backward),
+@cudnn_sdpa.graph_op(reference=lambda x, mask: x * mask)
+def masked(g: Any, x: Any, mask: Any) -> Any:
+    return g.mul(a=x, b=mask)
+
+
+def gradients_of_kept(grads: Any, operands: Any, results: Any) -> tuple[Tensor, None]:
+    """Those of `kept_above`; the second result is a mask and has none."""
+    del operands
+    return masked(grads[0], results[1]), None
+
+
+@cudnn_sdpa.graph_op(
+    reference=lambda x, limit: ((x > limit) * x, x > limit),
+    backward=gradients_of_kept,
+    reads=lambda *_: (False, False),
+    replays_backward=True,
+)
+def kept_above(g: Any, x: Any, limit: Any) -> Any:
+    """The elements above a limit, and which they are."""
+    is_above = g.cmp_gt(input=x, comparison=limit)
+    return g.mul(a=x, b=is_above), is_above
+
+
+def mask_of_a_user(x: Tensor, limit: float) -> Tensor:
+    """The first result, whose gradient is that of its squares; the second is of booleans."""
+    kept, is_above = kept_above(x, limit)
+    assert is_above.dtype is torch.bool
+    assert not is_above.requires_grad
+    return kept.square()
+
+
         packed_gradients,
         exact_packed_backward,
         differentiable=(),
@@ -854,3 +885,12 @@ OPERATIONS: dict[str, Example] = {
         has_double_backward=True,
     ),
 }
+    "a user's graph_op, booleans": Example(
+        mask_of_a_user,
+        lambda: {"x": rows(64)},
+        lambda x, limit: ((x > limit) * x).square(),
+        compute=None,
+        differentiable=("x",),
+        options={"limit": 0.25},
+        is_attention=False,
+    ),

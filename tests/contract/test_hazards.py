@@ -53,6 +53,8 @@ def test_grad_mode_is_seen(call):
         with torch.inference_mode():
             assert not call(tensors).requires_grad
         assert not call(call.tensors()).requires_grad
+            with torch.enable_grad():
+                assert not call(tensors).requires_grad
 
 
 @pytest.mark.differentiates

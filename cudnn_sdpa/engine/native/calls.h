@@ -37,7 +37,7 @@ inline PyObject* current_level = nullptr;    // its "_current_level"
 
 // Whether something must intercept operators that no dispatch key tells of.
 inline bool is_intercepted() {
-  if (torch::profiler::impl::profilerEnabled()) return true;
+  if (is_observed()) return true;
   PyObject* level = PyDict_GetItemWithError(forward_ad, current_level);
   return level == nullptr || PyLong_AsLong(level) >= 0;
 }
@@ -57,11 +57,7 @@ inline void differentiate(
     PyObject* const* arguments,
     std::vector<double> numbers,
     const Results& results) {
-  bool may_fall_back = false;
-  if (of->may_fall_back) {
-    may_fall_back = checked(PyObject_CallNoArgs(of->may_fall_back.ptr())).ptr() == Py_True;
-  }
-  auto node = Nodes<NodePointer>::make<Gradient>(of, may_fall_back, std::move(numbers));
+  auto node = Nodes<NodePointer>::make<Gradient>(of, of->is_in_force(), std::move(numbers));
   torch::autograd::edge_list edges;
   edges.reserve(of->differentiable.size());
   for (const int place : of->differentiable) {
@@ -69,7 +65,10 @@ inline void differentiate(
         place < 0 ? torch::autograd::Edge() : torch::autograd::impl::gradient_edge(THPVariable_Unpack(arguments[place])));
   }
   node->set_next_edges(std::move(edges));
-  for (size_t place = 0; place < of->returned; ++place) torch::autograd::set_history(results[place], node);
+  for (size_t place = 0; place < of->returned; ++place) {  // integers have no gradient, but a place among the results
+    const bool has_gradient = torch::autograd::isDifferentiableType(results[place].scalar_type());
+    torch::autograd::set_history(has_gradient ? results[place] : at::Tensor(), node);
+  }
   for (const int place : of->saved) {
     if (place >= 0) node->save(THPVariable_Unpack(arguments[place]), false);
   }
@@ -113,13 +112,14 @@ inline PyObject* calls_vectorcall(PyObject* self, PyObject* const* arguments, si
   END_HANDLE_TH_ERRORS
 }
 
-// learn(arguments, options, recipe, plan, operands, numbers, returned, is_tuple, differentiation) -> bool
-inline PyObject* calls_learn(PyObject* self_, PyObject* given) {
+// learn(*, arguments, options, recipe, plan, operands, numbers, returned, is_tuple, differentiation) -> bool
+inline PyObject* calls_learn(PyObject* self_, PyObject* positional, PyObject* named) {
   HANDLE_TH_ERRORS
   auto* self = reinterpret_cast<Calls*>(self_);
-  const auto items = py::reinterpret_borrow<py::tuple>(given);
-  const py::tuple arguments = items[0];
-  const py::dict options = items[1];
+  const auto given = py::reinterpret_borrow<py::dict>(named);
+  if (PyTuple_GET_SIZE(positional) || !given) throw std::invalid_argument("arguments without names");
+  const py::tuple arguments = given["arguments"];
+  const py::dict options = given["options"];
   std::vector<PyObject*> all;
   for (const auto argument : arguments) all.push_back(argument.ptr());
   py::tuple names(options.size());
@@ -129,13 +129,14 @@ inline PyObject* calls_learn(PyObject* self_, PyObject* given) {
     all.push_back(option.second.ptr());
   }
   auto known = std::make_shared<KnownCall>();
-  known->recipe = py::cast<std::shared_ptr<Recipe>>(items[2]);
-  known->plan = items[3];
-  known->operands = py::cast<std::vector<size_t>>(items[4]);
-  known->numbers = py::cast<std::vector<size_t>>(items[5]);
-  known->returned = py::cast<std::vector<size_t>>(items[6]);
-  known->is_tuple = py::cast<bool>(items[7]);
-  if (!items[8].is_none()) known->differentiation = py::cast<std::shared_ptr<Differentiation>>(items[8]);
+  known->recipe = py::cast<std::shared_ptr<Recipe>>(given["recipe"]);
+  known->plan = given["plan"];
+  known->operands = py::cast<std::vector<size_t>>(given["operands"]);
+  known->numbers = py::cast<std::vector<size_t>>(given["numbers"]);
+  known->returned = py::cast<std::vector<size_t>>(given["returned"]);
+  known->is_tuple = py::cast<bool>(given["is_tuple"]);
+  const py::object differentiation = given["differentiation"];
+  if (!differentiation.is_none()) known->differentiation = py::cast<std::shared_ptr<Differentiation>>(differentiation);
   if (all.size() > most_arguments || known->operands.size() != known->recipe->operands) Py_RETURN_FALSE;
   if (known->operands.empty() || (!known->is_tuple && known->returned.size() != 1)) Py_RETURN_FALSE;
   if (!describe_call(all.data(), arguments.size(), options.empty() ? nullptr : names.ptr(), self->special, known->words)) {
@@ -190,7 +191,8 @@ inline void calls_free(PyObject* self) {
 }
 
 inline PyMethodDef calls_methods[] = {
-    {"learn", calls_learn, METH_VARARGS, "Remembers a call."},
+    {"learn", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(calls_learn)), METH_VARARGS | METH_KEYWORDS,
+     "Remembers a call."},
     {"forget", calls_forget, METH_O, "Forgets the calls of a plan, or all."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import weakref
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine import fallback
+from cudnn_sdpa.engine import dispatch_state, fallback
 from cudnn_sdpa.engine.launch import BoundPlan, Layout, OwnKernel
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.graph import handles
@@ -142,18 +142,17 @@ class NativeCalls:
             operands = [place_of(tensor) for tensor in call.tensors]
             of = None
             if differentiation is not None:
-                asks = fallback.is_in_force if differentiation.asks_for_fallback else None
-                results = differentiation.results
                 of = module.Differentiation(
-                    differentiation.name,
-                    _Gradients(differentiation.gradients),
-                    differentiation.options,
-                    asks,
-                    [place_of(x) for x in differentiation.inputs],
-                    [place_of(x) for x in differentiation.saved],
-                    results.start,
-                    results.stop,
-                    len(call.returned),
+                    name=differentiation.name,
+                    gradients=_Gradients(differentiation.gradients),
+                    options=differentiation.options,
+                    setting=fallback.chosen if differentiation.asks_for_fallback else None,
+                    in_force=fallback.TORCH,
+                    differentiable=[place_of(x) for x in differentiation.inputs],
+                    saved=[place_of(x) for x in differentiation.saved],
+                    first_result=differentiation.results.start,
+                    last_result=differentiation.results.stop,
+                    returned=len(call.returned),
                 )
         except KeyError:  # a tensor that was made of an argument
             return False
@@ -165,7 +164,15 @@ class NativeCalls:
         if recipe is None:
             return False
         known = table.learn(
-            tuple(arguments), dict(options), recipe, plan, operands, numbers, call.returned, not call.is_single, of
+            arguments=tuple(arguments),
+            options=dict(options),
+            recipe=recipe,
+            plan=plan,
+            operands=operands,
+            numbers=numbers,
+            returned=call.returned,
+            is_tuple=not call.is_single,
+            differentiation=of,
         )
         if not plan.held:  # evicted in the meantime
             table.forget(plan)
@@ -187,6 +194,7 @@ class _Use:
 
     def __call__(self, module: ModuleType) -> None:
         module.set_missed(MISSED)
+        dispatch_state.see_observers(module.is_observed)
         table = self._table()
         if table is not None and not _is_switched_off:
             table.use(module)
@@ -208,6 +216,22 @@ def switch(*, on: bool) -> None:
         table.use(_module())
 
 
+class _Computed(NamedTuple):
+    """Gradients that Python has computed for the module.
+
+    Attributes:
+        gradients: The gradient of each input.
+        recipe: Launches such a backward call from now on; None if Python does.
+        operands: The places of its operands among the gradients of the results and what was saved.
+        returned: Which of its results are the needed gradients.
+    """
+
+    gradients: Sequence[Tensor | None]
+    recipe: object = None
+    operands: Sequence[int] = ()
+    returned: Sequence[int] = ()
+
+
 class _Gradients:
     """Calls Python's gradients as the module does, and gives it what it can learn."""
 
@@ -222,23 +246,23 @@ class _Gradients:
         grads: tuple[Tensor | None, ...],
         saved: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
+        *,
         may_fall_back: bool,
         numbers: tuple[float, ...],
         can_learn: bool,
-    ) -> tuple[Sequence[Tensor | None], object, Sequence[int], Sequence[int]]:
+    ) -> _Computed:
         found, call = self._gradients(
             options, grads, saved, needs, may_fall_back=may_fall_back, numbers=numbers, can_learn=can_learn
         )
         module = _module()
         if call is None or module is None or not call.bound.plan.held:
-            return found, None, (), ()
+            return _Computed(found)
         given = [(place, x) for place, x in enumerate((*grads, *saved)) if x is not None]
         places = {id(x): place for place, x in given}
         operands = [places.get(id(x), -1) for x in call.tensors]
         if -1 in operands or len(places) < len(given):  # in other calls, two that are one here may be two
-            return found, None, (), ()
-        recipe = recipe_of(call, module)
-        return (found, None, (), ()) if recipe is None else (found, recipe, operands, call.returned)
+            return _Computed(found)
+        return _Computed(found, recipe_of(call, module), operands, call.returned)
 
 
 def recipe_of(call: RepeatableCall, module: ModuleType) -> Any:
@@ -301,10 +325,42 @@ def _slot(device: int) -> handles.Slot:
     return handles.thread.slots[device]
 
 
-def _kernel(own: OwnKernel, pointers: Sequence[tuple[int, int, int]]) -> tuple[object, ...]:
+class _Kernel(NamedTuple):
+    """A kernel of the library's own, for the module.
+
+    Attributes:
+        driver: Address of `cuLaunchKernel`; 0 if `launch` launches the kernel.
+        function: Address of the kernel.
+        blocks: Blocks in its grid.
+        threads: Threads per block.
+        shared: Bytes of dynamic shared memory of a block.
+        fields: Its argument, without addresses.
+        pointers: The addresses that are put into the argument.
+        launch: Launches it, given its argument and a stream.
+    """
+
+    driver: int
+    function: int
+    blocks: int
+    threads: int
+    shared: int
+    fields: list[int]
+    pointers: Sequence[tuple[int, int, int]]
+    launch: Callable[[list[int], int], None]
+
+
+def _kernel(own: OwnKernel, pointers: Sequence[tuple[int, int, int]]) -> _Kernel:
     def launch(fields: list[int], stream: int) -> None:
         own.kernel.launch(own.blocks, own.threads, array("Q", fields), stream)
 
-    driver, function = getattr(own.kernel, "native", (0, 0))
-    fields = [field & (2**64 - 1) for field in own.fields]
-    return driver, function, own.blocks, own.threads, fields, pointers, launch
+    driver, function, shared = getattr(own.kernel, "native", (0, 0, 0))
+    return _Kernel(
+        driver=driver,
+        function=function,
+        blocks=own.blocks,
+        threads=own.threads,
+        shared=shared,
+        fields=[field & (2**64 - 1) for field in own.fields],
+        pointers=pointers,
+        launch=launch,
+    )

@@ -6,6 +6,7 @@
 #include <torch/csrc/profiler/orchestration/observer.h>
 
 #include <ATen/Context.h>
+#include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/SmallVector.h>
@@ -46,6 +47,11 @@ inline void describe_state(Words& words) {
   words.push_back(keys.excluded_.raw_repr());
   words.push_back(
       static_cast<uint64_t>(c10::GradMode::is_enabled()) | at::globalContext().deterministicAlgorithms() << 1);
+}
+
+// Whether a profiler or another observer is to see operators. No dispatch key tells of them; the dispatcher asks this.
+inline bool is_observed() {
+  return torch::profiler::impl::profilerEnabled() || at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
 }
 
 enum Tag : uint64_t { kTensor = 1, kNone, kFalse, kTrue, kInt, kFloat, kNumber, kString, kTuple, kDtype };

@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/saved_variable.h>
 #include <torch/csrc/dynamo/compiled_autograd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <mutex>
 
@@ -46,12 +47,41 @@ struct Nodes<c10::intrusive_ptr<Node>> {
   }
 };
 
-// The last backward call of a kind of forward calls. It holds no plan: autograd's graph holds it.
-struct LastBackward {
+// A kind of backward calls that is launched here. It holds no plan: autograd's graph holds it.
+struct KnownBackward {
   Words words;
   std::weak_ptr<const Recipe> recipe;
   std::vector<size_t> operands;  // places among the gradients and what was saved
   std::vector<size_t> returned;  // which results are the needed gradients
+};
+
+// The last few of them, of a kind of forward calls, the last one first: gradients may lie in two ways, or be needed of
+// different inputs, in turn. The GIL guards it.
+class KnownBackwards {
+ public:
+  std::shared_ptr<const KnownBackward> find(const Words& words) {
+    const auto found = place_of(words);
+    if (found == known_.end()) return nullptr;
+    std::rotate(known_.begin(), found, found + 1);
+    return known_.front();
+  }
+
+  void add(std::shared_ptr<const KnownBackward> backward) {
+    const auto found = place_of(backward->words);
+    if (found != known_.end()) known_.erase(found);
+    if (known_.size() == most) known_.pop_back();
+    known_.insert(known_.begin(), std::move(backward));
+  }
+
+ private:
+  static constexpr size_t most = 4;
+  using Known = std::vector<std::shared_ptr<const KnownBackward>>;
+
+  Known::iterator place_of(const Words& words) {
+    return std::find_if(known_.begin(), known_.end(), [&](const auto& known) { return known->words == words; });
+  }
+
+  Known known_;
 };
 
 inline std::atomic<uint64_t> differentiations = 0;
@@ -62,20 +92,31 @@ struct Differentiation {
   std::string name;
   py::object gradients;            // computes them in Python
   py::object options;              // given to it
-  py::object may_fall_back;        // asked in the forward pass
+  py::object setting, in_force;    // a context variable that the forward pass reads, and its value that is saved as true
   std::vector<int> differentiable; // places of the inputs among the arguments; -1 for one that is left out
   std::vector<int> saved;          // places of the saved arguments; -1 for None
   size_t first_result, last_result;  // which results are saved
   size_t returned;                 // how many results the caller gets, the first ones
-  std::shared_ptr<LastBackward> last = std::make_shared<LastBackward>();
+  const std::shared_ptr<KnownBackwards> backwards = std::make_shared<KnownBackwards>();
+
+  // Whether the setting has that value in this thread.
+  bool is_in_force() const {
+    if (!setting) return false;
+    PyObject* value = nullptr;
+    if (PyContextVar_Get(setting.ptr(), nullptr, &value) < 0) throw py::error_already_set();
+    const auto found = py::reinterpret_steal<py::object>(value);
+    const int is_equal = found ? PyObject_RichCompareBool(found.ptr(), in_force.ptr(), Py_EQ) : 0;
+    if (is_equal < 0) throw py::error_already_set();
+    return is_equal;
+  }
 
   ~Differentiation() {
     if (!Py_IsInitialized()) {  // the interpreter has ended: nobody counts
-      gradients.release(), options.release(), may_fall_back.release();
+      gradients.release(), options.release(), setting.release(), in_force.release();
       return;
     }
     py::gil_scoped_acquire gil;
-    gradients = options = may_fall_back = py::object();
+    gradients = options = setting = in_force = py::object();
   }
 };
 
@@ -146,7 +187,7 @@ struct Gradient : public Node {
     variable_list found(of_->differentiable.size());
     Words words;
     const bool is_plain_call = describe_backward(tensors, needs, words);
-    if (is_plain_call && is_like_last(words) && launch(tensors, needs, found)) return found;
+    if (is_plain_call && launch(words, tensors, needs, found)) return found;
     run_in_python(tensors, grads, needs, is_plain_call ? &words : nullptr, found);
     return found;
   }
@@ -162,7 +203,7 @@ struct Gradient : public Node {
   // Whether autograd's engine alone sees this call, and the words that describe it.
   bool describe_backward(const variable_list& tensors, uint64_t needs, Words& words) const {
     describe_state(words);
-    if (words.back() & 1 || torch::profiler::impl::profilerEnabled()) return false;  // to be differentiated again
+    if (words.back() & 1 || is_observed()) return false;  // to be differentiated again, or seen
     words.push_back(needs);
     for (const double number : numbers_) {  // which may decide what a backward pass does
       uint64_t bits = 0;
@@ -182,22 +223,19 @@ struct Gradient : public Node {
     return true;
   }
 
-  bool is_like_last(const Words& words) const {
-    return of_->last->words == words;
-  }
-
-  bool launch(const variable_list& tensors, uint64_t needs, variable_list& found) const {
-    const auto recipe = of_->last->recipe.lock();
+  // Launches a known backward call; false if Python must look at it.
+  bool launch(const Words& words, const variable_list& tensors, uint64_t needs, variable_list& found) const {
+    const auto known = of_->backwards->find(words);  // held: Python may forget it during the launch
+    const auto recipe = known == nullptr ? nullptr : known->recipe.lock();
     if (recipe == nullptr) return false;
     uint64_t addresses[most_operands];
-    const auto& operands = of_->last->operands;
+    const auto& operands = known->operands;
     for (size_t slot = 0; slot < operands.size(); ++slot) addresses[slot] = address_of(tensors[operands[slot]]);
-    const auto returned = of_->last->returned;
     Results results;
     if (!recipe->run(addresses, nullptr, tensors[operands[0]].device(), results)) return false;
     size_t result = 0;
     for (size_t place = 0; place < found.size(); ++place) {
-      if (needs >> place & 1) found[place] = std::move(results[returned[result++]]);
+      if (needs >> place & 1) found[place] = std::move(results[known->returned[result++]]);
     }
     return true;
   }
@@ -211,22 +249,25 @@ struct Gradient : public Node {
     while (next < tensors.size()) saved[at++] = wrapped(tensors[next++]);
     for (size_t place = 0; place < found.size(); ++place) wanted[place] = py::bool_(needs >> place & 1);
     // The gradients, and if calls like this one are launched here from now on, their recipe and where its operands are.
-    py::tuple given_back = of_->gradients(of_->options, of_results, saved, wanted, may_fall_back_, py::tuple(py::cast(numbers_)), words != nullptr);
-    const py::sequence gradients = given_back[0];
+    const py::object given_back = of_->gradients(
+        of_->options, of_results, saved, wanted, py::arg("may_fall_back") = may_fall_back_,
+        py::arg("numbers") = py::tuple(py::cast(numbers_)), py::arg("can_learn") = words != nullptr);
+    const py::sequence gradients = given_back.attr("gradients");
     for (size_t place = 0; place < found.size(); ++place) {
       const py::object gradient = gradients[place];
       if (!gradient.is_none()) found[place] = THPVariable_Unpack(gradient.ptr());
     }
-    if (words != nullptr && !given_back[1].is_none()) {
-      LastBackward found_out{*words, py::cast<std::shared_ptr<Recipe>>(given_back[1]), {},
-                             py::cast<std::vector<size_t>>(given_back[3])};
-      for (const auto& place : py::cast<std::vector<int>>(given_back[2])) {
-        found_out.operands.push_back(place_among_tensors(place, grads));
-      }
-      const auto recipe = found_out.recipe.lock();
-      if (recipe == nullptr || found_out.operands.empty() || found_out.operands.size() != recipe->operands) return;
-      *of_->last = std::move(found_out);  // at once: Python may let another thread in
+    const py::object recipe = given_back.attr("recipe");
+    if (words == nullptr || recipe.is_none()) return;
+    auto known = std::make_shared<KnownBackward>();
+    known->words = *words;
+    known->recipe = py::cast<std::shared_ptr<Recipe>>(recipe);
+    known->returned = py::cast<std::vector<size_t>>(given_back.attr("returned"));
+    for (const auto place : py::cast<std::vector<size_t>>(given_back.attr("operands"))) {
+      known->operands.push_back(place_among_tensors(place, grads));
     }
+    if (known->operands.empty() || known->operands.size() != py::cast<const Recipe&>(recipe).operands) return;
+    of_->backwards->add(std::move(known));
   }
 
   // How many of the saved arguments are tensors.

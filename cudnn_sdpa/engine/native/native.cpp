@@ -9,12 +9,10 @@ namespace cudnn_sdpa {
 namespace {
 
 Layout layout_of(const py::handle& given) {
-  const auto items = py::reinterpret_borrow<py::tuple>(given);
-  Layout layout{
-      py::cast<std::vector<int64_t>>(items[0]), py::cast<std::vector<int64_t>>(items[1]), at::kByte,
-      py::reinterpret_borrow<py::object>(items[2])};
-  layout.dtype = reinterpret_cast<THPDtype*>(layout.python_dtype.ptr())->scalar_type;
-  return layout;
+  auto [sizes, strides, dtype] = py::cast<std::tuple<std::vector<int64_t>, std::vector<int64_t>, py::object>>(given);
+  if (!THPDtype_Check(dtype.ptr())) throw std::invalid_argument("a layout without a dtype");
+  const auto scalar_type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+  return {std::move(sizes), std::move(strides), scalar_type, std::move(dtype)};
 }
 
 std::vector<Layout> layouts_of(const py::sequence& given) {
@@ -33,15 +31,15 @@ std::vector<Pointer> pointers_of(const py::sequence& given) {
 }
 
 OwnKernel kernel_of(const py::handle& given) {
-  const auto items = py::reinterpret_borrow<py::tuple>(given);
   return {
-      reinterpret_cast<OwnKernel::CuLaunchKernel>(py::cast<uint64_t>(items[0])),
-      reinterpret_cast<void*>(py::cast<uint64_t>(items[1])),
-      py::cast<unsigned>(items[2]),
-      py::cast<unsigned>(items[3]),
-      py::cast<std::vector<uint64_t>>(items[4]),
-      pointers_of(items[5]),
-      py::reinterpret_borrow<py::object>(items[6])};
+      .driver = reinterpret_cast<OwnKernel::CuLaunchKernel>(py::cast<uint64_t>(given.attr("driver"))),
+      .function = reinterpret_cast<void*>(py::cast<uint64_t>(given.attr("function"))),
+      .blocks = py::cast<unsigned>(given.attr("blocks")),
+      .threads = py::cast<unsigned>(given.attr("threads")),
+      .shared = py::cast<unsigned>(given.attr("shared")),
+      .fields = py::cast<std::vector<uint64_t>>(given.attr("fields")),
+      .pointers = pointers_of(given.attr("pointers")),
+      .python = given.attr("launch")};
 }
 
 py::object get(const py::dict& given, const char* name) {
@@ -59,7 +57,7 @@ Plan plan_of(const py::dict& given) {
   plan.slots = given["slots"], plan.capturing = given["capturing"];
   plan.keep = given["keep"], plan.refused = given["refused"];
   plan.device = given["device"], plan.count = given["count"], plan.no_overrides = py::int_(-1);
-  plan.of_stream = py::str("stream"), plan.of_raw = py::str("raw");
+  plan.of_bound = py::str("bound"), plan.of_raw = py::str("raw");
   plan.of_scratch = py::str("scratch"), plan.of_taken = py::str("taken");
   plan.bind = py::str("bind"), plan.make_filled = py::str("make_filled");
   plan.device_number = py::cast<int64_t>(plan.device), plan.scratch = py::cast<int64_t>(given["scratch"]);
@@ -96,13 +94,16 @@ std::shared_ptr<Recipe> recipe_of(const py::dict& given) {
 }
 
 std::shared_ptr<Differentiation> differentiation_of(
-    std::string name, py::object gradients, py::object options, py::object may_fall_back, std::vector<int> differentiable,
-    std::vector<int> saved, size_t first_result, size_t last_result, size_t returned) {
+    std::string name, py::object gradients, py::object options, py::object setting, py::object in_force,
+    std::vector<int> differentiable, std::vector<int> saved, size_t first_result, size_t last_result, size_t returned) {
   auto found = std::make_shared<Differentiation>();
   found->name = std::move(name);
   found->gradients = std::move(gradients);
   found->options = std::move(options);
-  if (!may_fall_back.is_none()) found->may_fall_back = std::move(may_fall_back);
+  if (!setting.is_none()) {
+    if (!PyContextVar_CheckExact(setting.ptr())) throw std::invalid_argument("a setting that is no context variable");
+    found->setting = std::move(setting), found->in_force = std::move(in_force);
+  }
   found->differentiable = std::move(differentiable);
   found->saved = std::move(saved);
   found->first_result = first_result;
@@ -118,11 +119,16 @@ PYBIND11_MODULE(_native, module) {
   using namespace cudnn_sdpa;
   const auto type = checked(PyType_FromSpec(&calls_spec));
   module.add_object("Calls", type);
+  module.def("is_observed", &is_observed);
   module.def("set_missed", [](py::object object) {
     if (missed == nullptr) missed = object.release().ptr();
   });
   forward_ad = PyModule_GetDict(py::module_::import("torch.autograd.forward_ad").release().ptr());
   current_level = PyUnicode_InternFromString("_current_level");
   py::class_<Recipe, std::shared_ptr<Recipe>>(module, "Recipe").def(py::init(&recipe_of));
-  py::class_<Differentiation, std::shared_ptr<Differentiation>>(module, "Differentiation").def(py::init(&differentiation_of));
+  py::class_<Differentiation, std::shared_ptr<Differentiation>>(module, "Differentiation")
+      .def(
+          py::init(&differentiation_of), py::kw_only(), py::arg("name"), py::arg("gradients"), py::arg("options"),
+          py::arg("setting"), py::arg("in_force"), py::arg("differentiable"), py::arg("saved"), py::arg("first_result"),
+          py::arg("last_result"), py::arg("returned"));
 }

@@ -3,6 +3,8 @@
 
 #include "description.h"
 
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty_strided_ops.h>
 
 #include <algorithm>
@@ -39,7 +41,7 @@ struct OwnKernel {
 
   CuLaunchKernel driver;  // null where `python` launches it
   void* function;
-  unsigned blocks, threads;
+  unsigned blocks, threads, shared;  // the last one in bytes
   std::vector<uint64_t> fields;
   std::vector<Pointer> pointers;
   py::object python;  // launches it given its fields and the stream, and says what is wrong if the driver refuses
@@ -63,6 +65,7 @@ struct OwnSlot {
   int64_t device = -1;
   PyObject* slot = nullptr;
   PyObject* raw = nullptr;      // the handle
+  const uint64_t* bound = nullptr;  // the stream that it is bound to
   PyObject* taken = nullptr;    // one byte: whether a call under way has taken the memory that kernels fill
   PyObject* scratch = nullptr;  // address of the scratch memory
   uint64_t filled = 0;          // address of the memory that kernels fill
@@ -93,12 +96,32 @@ inline at::Tensor empty(const Layout& layout, at::Device on, const py::object& a
   if (allocate) {
     return THPVariable_Unpack(allocate(py::cast(layout.sizes), py::cast(layout.strides), layout.python_dtype).ptr());
   }
-  // At once to the device's own function: what is above it in the dispatcher has nothing to do here.
-  return at::_ops::empty_strided::redispatch(
-      c10::DispatchKeySet(on.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU),
-      c10::fromIntArrayRefSlow(layout.sizes), c10::fromIntArrayRefSlow(layout.strides), layout.dtype, std::nullopt, on,
-      std::nullopt);
+  // What is above the device's own function in the dispatcher has nothing to do here; and that does nothing else either,
+  // but where PyTorch is to fill new memory.
+  const c10::DispatchKeySet key(on.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU);
+  const auto& context = at::globalContext();
+  if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory()) {
+    return at::_ops::empty_strided::redispatch(
+        key, c10::fromIntArrayRefSlow(layout.sizes), c10::fromIntArrayRefSlow(layout.strides), layout.dtype, std::nullopt,
+        on, std::nullopt);
+  }
+  auto* allocator = on.is_cuda() ? at::detail::getCUDAHooks().getCUDADeviceAllocator() : c10::GetAllocator(c10::kCPU);
+  return at::detail::empty_strided_generic(layout.sizes, layout.strides, allocator, key, layout.dtype);
 }
+
+// PyTorch's current stream of a device.
+struct Stream {
+  py::object python;
+  uint64_t raw;
+
+  explicit Stream(py::object number) : python(std::move(number)), raw(PyLong_AsUnsignedLongLong(python.ptr())) {
+    if (raw == static_cast<uint64_t>(-1) && PyErr_Occurred()) throw py::error_already_set();
+  }
+
+  bool is_default() const {
+    return raw == 0;
+  }
+};
 
 // A plan, launched as `Plan.launch` does it in Python.
 struct Plan {
@@ -110,12 +133,11 @@ struct Plan {
   py::object uses;              // counts the uses of plans
   py::object last_used, keep, refused;
   py::object device, count, no_overrides;
-  py::object of_stream, of_raw, of_scratch, of_taken, bind, make_filled;  // names of a slot's attributes
+  py::object of_bound, of_raw, of_scratch, of_taken, bind, make_filled;  // names of a slot's attributes
   int64_t device_number, scratch;
   Layout workspace;
 
-  // `current` is PyTorch's current stream.
-  void launch(uint64_t* pointers, size_t number, at::Device on, const py::object& allocate, const py::object& current) const {
+  void launch(uint64_t* pointers, size_t number, at::Device on, const py::object& allocate, const Stream& current) const {
     const auto use = checked(PyIter_Next(uses.ptr()));  // numbers without end
     if (PyObject_SetAttr(python.ptr(), last_used.ptr(), use.ptr()) < 0) throw py::error_already_set();
     if (!execute) {
@@ -125,16 +147,14 @@ struct Plan {
     // Held here: what Python frees may launch something on another device.
     const auto& own = slot();
     const auto of_thread = py::reinterpret_borrow<py::object>(own.slot), handle = py::reinterpret_borrow<py::object>(own.raw);
-    const bool is_default = is_default_stream(current);
-    if (!is_default && checked(PyObject_CallNoArgs(capturing.ptr())).ptr() == Py_True) keep();
-    const bool is_scratch = is_default && workspace.sizes[0] <= scratch;
+    const auto* const bound = own.bound;
+    if (!current.is_default() && checked(PyObject_CallNoArgs(capturing.ptr())).ptr() == Py_True) keep();
+    const bool is_scratch = current.is_default() && workspace.sizes[0] <= scratch;
     at::Tensor memory;  // of the workspace, until the launch
     if (!is_scratch && workspace.sizes[0]) memory = empty(workspace, on, allocate);
-    const auto bound = checked(PyObject_GetAttr(of_thread.ptr(), of_stream.ptr()));
-    const int differs = PyObject_RichCompareBool(bound.ptr(), current.ptr(), Py_NE);
-    if (differs < 0) throw py::error_already_set();
-    if (differs) {  // after that: what an allocation frees may launch something on another stream
-      PyObject* binding[] = {of_thread.ptr(), current.ptr()};
+    // Last, as nothing below runs Python: what an allocation frees, or a signal's handler, may launch on another stream.
+    while (*bound != current.raw) {
+      PyObject* binding[] = {of_thread.ptr(), current.python.ptr()};
       checked(PyObject_VectorcallMethod(bind.ptr(), binding, 2, nullptr));
     }
     const py::object address = is_scratch ? scratch_of(of_thread) : py::int_(memory.defined() ? address_of(memory) : 0);
@@ -152,8 +172,8 @@ struct Plan {
 
   // The address of the memory that kernels fill, which is then taken; 0 if the call must allocate its own. See
   // `Plan.take_filled`, which does the same in Python.
-  uint64_t take_filled(const py::object& current, Taken& taken) const {
-    if (!execute || !is_default_stream(current)) return 0;
+  uint64_t take_filled(const Stream& current, Taken& taken) const {
+    if (!execute || !current.is_default()) return 0;
     auto* own = &slot();
     if (*PyByteArray_AS_STRING(own->taken)) return 0;
     if (!own->filled) {
@@ -169,10 +189,11 @@ struct Plan {
   }
 
  private:
-  static bool is_default_stream(const py::object& current) {
-    const int is_other = PyObject_IsTrue(current.ptr());
-    if (is_other < 0) throw py::error_already_set();
-    return !is_other;
+  // The address of a slot's number, an array of Python's that lives as long as the slot and never grows.
+  const uint64_t* number_of(const py::object& of_thread) const {
+    const auto array = py::cast<py::buffer>(checked(PyObject_GetAttr(of_thread.ptr(), of_bound.ptr()))).request();
+    if (array.itemsize != sizeof(uint64_t) || array.size != 1) throw std::invalid_argument("a slot without a stream");
+    return static_cast<const uint64_t*>(array.ptr);
   }
 
   OwnSlot& slot() const {
@@ -185,8 +206,9 @@ struct Plan {
       if (!PyByteArray_CheckExact(taken.ptr()) || PyByteArray_GET_SIZE(taken.ptr()) != 1) {
         throw std::invalid_argument("a slot whose memory cannot be taken");
       }
+      const auto* const bound = number_of(found);
       OwnSlot before = own;  // freed when the new one is whole
-      own = {thread, device_number, found.inc_ref().ptr(), raw.release().ptr(), taken.release().ptr()};
+      own = {thread, device_number, found.inc_ref().ptr(), raw.release().ptr(), bound, taken.release().ptr()};
       Py_XDECREF(before.slot);
       Py_XDECREF(before.raw);
       Py_XDECREF(before.taken);
@@ -242,7 +264,7 @@ struct Recipe {
       slots[slot++] = address_of(found.back());
     }
     PyObject* of_device[] = {device.ptr()};
-    const auto current = checked(PyObject_Vectorcall(stream.ptr(), of_device, 1, nullptr));
+    const Stream current(checked(PyObject_Vectorcall(stream.ptr(), of_device, 1, nullptr)));
     Results made;  // the buffers, until the launch
     Taken taken;   // or memory in which they lie
     const uint64_t filled = may_take ? plan.take_filled(current, taken) : 0;
@@ -263,16 +285,19 @@ struct Recipe {
   }
 
  private:
-  static void run_kernel(const OwnKernel& kernel, const uint64_t* slots, const py::object& current) {
+  static void run_kernel(const OwnKernel& kernel, const uint64_t* slots, const Stream& current) {
     uint64_t fields[most_fields];
     std::copy(kernel.fields.begin(), kernel.fields.end(), fields);
     for (const auto& pointer : kernel.pointers) fields[pointer.place] = slots[pointer.slot] + pointer.offset;
     if (kernel.driver != nullptr) {
       void* argument[] = {fields};
-      void* raw = reinterpret_cast<void*>(PyLong_AsUnsignedLongLong(current.ptr()));
-      if (!kernel.driver(kernel.function, kernel.blocks, 1, 1, kernel.threads, 1, 1, 0, raw, argument, nullptr)) return;
+      auto* const stream = reinterpret_cast<void*>(current.raw);
+      if (!kernel.driver(
+              kernel.function, kernel.blocks, 1, 1, kernel.threads, 1, 1, kernel.shared, stream, argument, nullptr)) {
+        return;
+      }
     }
-    kernel.python(list_of(fields, kernel.fields.size()), current);
+    kernel.python(list_of(fields, kernel.fields.size()), current.python);
   }
 };
 

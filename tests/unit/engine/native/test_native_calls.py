@@ -17,8 +17,9 @@ from fake_gpu import gpu_on_the_cpu
 from native_way import native_way
 from torch._dynamo import compiled_autograd
 
-from cudnn_sdpa import graph_op
+from cudnn_sdpa import graph_op, plan_cache, rms_norm
 from cudnn_sdpa.engine.launch import BoundPlan
+from cudnn_sdpa.engine.native import calls
 
 #: Examples whose forward calls take the Python way: with negative scales, pages that are gathered, sinks with decoding,
 #: what FP8 makes or copies for a launch, and backward passes that are called as functions.
@@ -89,7 +90,70 @@ def test_known_calls_are_launched_without_python(name, launches_in_python):
             assert bool(launches_in_python) is (name in BACKWARD_IN_PYTHON)
 
 
-@pytest.mark.parametrize("name", ["sdpa, causal, scale", "sdpa_varlen", "rms_norm", "silu_mul"])
+TRAINING = ["sdpa, causal, scale", "sdpa_varlen", "rms_norm", "silu_mul"]
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_kinds_of_backward_calls_in_turn(name, launches_in_python):
+    """Gradients that lie otherwise, which fused operations copy, and those of some inputs; also after evictions."""
+    call = OPERATIONS[name]
+
+    def backward(*, is_turned, of_all):
+        tensors = call.tensors(grad=True)
+        out = call(tensors)
+        grad_out = torch.randn(out.shape).to(out.dtype)
+        if is_turned:
+            grad_out = grad_out.transpose(0, 1).contiguous().transpose(0, 1)
+        wanted = {name: tensors[name] for name in (call.differentiable if of_all else call.differentiable[:1])}
+        launches_in_python.clear()
+        found = torch.autograd.grad(out, list(wanted.values()), grad_out)
+        call.assert_gradients(dict(zip(wanted, found, strict=True)), tensors, grad_out)
+
+    layouts = (False, True) if call.is_attention else (False,)
+    kinds = [{"is_turned": turned, "of_all": of_all} for turned in layouts for of_all in (False, True)]
+    with gpu_on_the_cpu(call.compute):
+        call.warm_up()
+        for _ in range(6):
+            for plan in [plan for plan in plan_cache.plans() if "backward" in plan.key.name or "grad" in plan.key.name]:
+                plan_cache._remove(plan)
+            for _ in range(3):
+                for kind in kinds:
+                    backward(**kind)
+            for kind in kinds:
+                backward(**kind)
+                assert not launches_in_python
+
+
+def test_two_numbers_in_turn(launches_in_python):
+    x, weight = (torch.randn(*shape, requires_grad=True) for shape in ((4, 64), (64,)))
+    with gpu_on_the_cpu():
+        for number in range(16):
+            eps = 1e-3 if number % 2 else 1e-6
+            out, grad_out = rms_norm(x, weight, eps), torch.randn(4, 64)
+            launches_in_python.clear()
+            found = torch.autograd.grad(out, (x, weight), grad_out)
+            wanted = torch.autograd.grad(torch.nn.functional.rms_norm(x, (64,), weight, eps), (x, weight), grad_out)
+            torch.testing.assert_close(found, wanted)
+            assert number < 10 or not launches_in_python
+
+
+@pytest.mark.parametrize("is_native", [False, True])
+def test_observers_of_operators_see_them(tmp_path, is_native):
+    call, file = OPERATIONS["sdpa, causal, scale"], tmp_path / "trace.json"
+    with gpu_on_the_cpu(call.compute):
+        call.warm_up()
+        calls.switch(on=is_native)
+        for _ in range(3):
+            call(call.tensors())
+        observer = torch.profiler.ExecutionTraceObserver().register_callback(str(file))
+        observer.start()
+        call(call.tensors())
+        observer.stop()
+        observer.unregister_callback()
+    assert "cudnn_sdpa::sdpa_forward" in file.read_text()
+
+
+@pytest.mark.parametrize("name", TRAINING)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_compiled_autograd_calls_back(name):
     """Its graph, compiled once, serves calls with the same options and no others."""

@@ -24,7 +24,7 @@ from real_plans import Device, real_plans
 from cudnn_sdpa import ExecutionError, graph_op, plan_cache, sdpa
 from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.engine.native import calls
-from cudnn_sdpa.graph import handles, known_issues
+from cudnn_sdpa.graph import backend, handles, known_issues
 from cudnn_sdpa.graph.handles import FILLED_BYTES, SCRATCH_BYTES, thread
 from cudnn_sdpa.plans import plan as plans
 
@@ -385,6 +385,32 @@ def test_a_call_in_the_midst_of_another_may_have_another_stream(device):
                 assert [launch.stream for launch in device.launches] == [12, 11]
 
 
+def test_a_call_in_the_midst_of_a_binding_may_have_another_stream(device, monkeypatch):
+    """As of a signal handler, which Python runs when the function that binds the handle returns."""
+    call, inner = OPERATIONS["sdpa"], OPERATIONS["sdpa, causal, scale"]
+    for each in (call, inner):
+        each.warm_up()
+    bind, interruptions = backend.set_stream, []
+
+    def binds(handle, stream):
+        bind(handle, stream)
+        if stream == 11 and not interruptions:
+            interruptions.append(None)
+            with device.stream(12):
+                assert_right(inner, inner.tensors())
+
+    with device.stream(12):
+        assert_right(inner, inner.tensors())
+    device.launches.clear()
+    with device.stream(11):
+        with monkeypatch.context() as patch:
+            patch.setattr(backend, "set_stream", binds)
+            assert_right(call, call.tensors())
+        for _ in range(2):
+            assert_right(call, call.tensors())
+    assert [launch.stream for launch in device.launches] == [12, 11, 11, 11]
+
+
 @pytest.mark.parametrize("size", [64, 512])
 def test_much_memory_is_allocated(device, size):
     q, k = (torch.randn(1, 2, size, 16).to(torch.bfloat16) for _ in range(2))
@@ -561,8 +587,8 @@ def test_a_kernel_of_many_fields(fields, way, monkeypatch):
     data_of = calls._kernel
 
     def padded(*arguments):
-        driver, function, blocks, threads, words, *rest = data_of(*arguments)
-        return driver, function, blocks, threads, words + [0] * (fields - len(words)), *rest
+        kernel = data_of(*arguments)
+        return kernel._replace(fields=kernel.fields + [0] * (fields - len(kernel.fields)))
 
     monkeypatch.setattr(calls, "_kernel", padded)
     call = OPERATIONS["sdpa, lengths"]
