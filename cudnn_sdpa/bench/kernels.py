@@ -108,13 +108,14 @@ class Setting(NamedTuple):
         return [torch.randn(shape, device=_device(), dtype=self.dtype) for _ in range(4)]
 
 
+IN_FULL = [Setting(torch.float32, causal, IN_FLOAT32) for causal in (False, True)]
 IN_HALVES = [Setting(x, causal, IN_HALF) for x in (torch.float16, torch.bfloat16) for causal in (False, True)]
-EVERY = [Setting(torch.float32, False, IN_FLOAT32), *IN_HALVES]
+EVERY = [*IN_FULL, *IN_HALVES]
 
 
 def float32(sizes: Sizes = FULL) -> list[Row]:
     """The three forms, and PyTorch's backends that take float32."""
-    return _timed(EVERY[:1], sizes)
+    return _timed(IN_FULL, sizes)
 
 
 def half(sizes: Sizes = FULL) -> list[Row]:

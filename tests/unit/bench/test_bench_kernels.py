@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 
 import pytest
@@ -16,8 +17,9 @@ SMALL = kernels.Sizes(batch=1, heads=2, dim=8, lengths=(5, 16), exact_length=16,
 
 def test_every_length_and_pass_has_a_row():
     rows = kernels.float32(SMALL)
-    assert [row["B, H, S, D"] for row in rows] == ["1, 2, 5, 8"] * 2 + ["1, 2, 16, 8"] * 2
-    assert [row["pass"] for row in rows] == ["forward", "forward and backward"] * 2
+    assert [row["dtype"] for row in rows] == ["float32"] * 4 + ["float32, causal"] * 4
+    assert [row["B, H, S, D"] for row in rows] == (["1, 2, 5, 8"] * 2 + ["1, 2, 16, 8"] * 2) * 2
+    assert [row["pass"] for row in rows] == ["forward", "forward and backward"] * 4
     for row in rows:
         times = {name: row[f"{name} µs"] for name in ("fused", "tiled", "naive", "pytorch math")}
         assert min(times.values()) > 0
@@ -36,7 +38,7 @@ def test_both_dtypes_causal_and_not():
 def test_everything_that_is_timed_is_compared_with_float64():
     rows = kernels.errors(SMALL)
     of_half = [name for name in kernels.IN_HALF for _ in range(4)]
-    assert sorted(row["call"] for row in rows) == sorted(["fused", "tiled", "naive", "pytorch math", *of_half])
+    assert sorted(row["call"] for row in rows) == sorted([*["fused", "tiled", "naive", "pytorch math"] * 2, *of_half])
     bounds = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 1e-1}
     for row in rows:
         bound = bounds[row["dtype"].split(",")[0]]
@@ -85,7 +87,7 @@ def test_memory_counts_what_is_beyond_inputs_and_outputs(monkeypatch):
     assert len(rows) == 2 * 2 * len(kernels.EVERY)
 
 
-def test_the_command_writes_json_without_a_gpu(monkeypatch, tmp_path):
+def test_the_command_writes_json_without_a_gpu_from_which_the_page_is_made(monkeypatch, tmp_path, repository):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(kernels, "SMALL", SMALL)
     shown = []
@@ -99,3 +101,10 @@ def test_the_command_writes_json_without_a_gpu(monkeypatch, tmp_path):
     assert {"torch", "cudnn", "python", "date"} <= written["environment"].keys()
     assert [len(written[name]) for name in ("float32", "half", "errors")] == [count for _, count in shown]
     assert "memory" not in written
+    monkeypatch.syspath_prepend(repository / "scripts")
+    tables = importlib.import_module("bench_tables")
+    monkeypatch.setattr(tables, "measured", lambda file: written if file == "kernels" else {})
+    page = tables.render((repository / "docs" / "kernels.md").read_text())
+    for part in ("float32", "half", "errors"):
+        table = page.split(f"<!-- bench:kernels/{part} -->\n")[1].split("<!-- /bench -->")[0]
+        assert [line[0] for line in table.strip().splitlines()[:-2]] == ["|"] * (2 + len(written[part]))
