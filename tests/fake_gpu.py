@@ -28,6 +28,7 @@ from typing import Any
 
 import pytest
 import torch
+from float64_reference import slopes
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import MIN_SCALE
@@ -56,6 +57,7 @@ READ_BY_ELEMENT = ("seed", "offset", "seq_len_q", "seq_len_kv", "table_k", "tabl
 
 Operands = dict[str, Any]  # tensors at their addresses, and host scalars
 Compute = Callable[[PlanKey, Operands], Sequence[Tensor]]
+Share = Callable[[PlanKey, Operands, Tensor], Tensor]  # the dropout factor of each weight, given the scores
 
 
 class FakePlan:
@@ -317,10 +319,10 @@ def gpu_on_the_cpu(
 # What plans of dense attention compute, in float64.
 
 
-def dense_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
-    """The forward and the backward pass of `sdpa`."""
+def dense_attention(key: PlanKey, x: Operands, share_of: Share | None = None) -> Sequence[Tensor]:
+    """The forward and the backward pass of `sdpa`; `share_of` is what dropout does, if not what a generator draws."""
     assert x["scale"] >= MIN_SCALE
-    return (_dense_forward if key.name == "sdpa_forward" else _dense_backward)(key, x)
+    return (_dense_forward if key.name == "sdpa_forward" else _dense_backward)(key, x, share_of or _share)
 
 
 def _dense_scores(key: PlanKey, x: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
@@ -344,14 +346,16 @@ def _dense_scores(key: PlanKey, x: Operands) -> tuple[Tensor, Tensor, Tensor, Te
         diagonal = row + (nk - nq if bottom_right else 0)
         seen = seen & (column <= diagonal + (sq + skv if right is None else right))
         seen = seen & (column >= diagonal - (sq + skv if left is None else left))
+    if key.option_values.get("alibi"):  # aligned top-left, as the causal mask that it needs
+        scores = scores - torch.tensor(slopes(scores.shape[1])).double().view(-1, 1, 1) * (row - column).abs()
     if "bias" in x:  # in float32, as in kernels: beside -1e9 nothing is left of a score
         scores = (scores + x["bias"].double()).float().double()
     return scores.masked_fill(~seen, -torch.inf), k, v, slope
 
 
-def _dense_forward(key: PlanKey, x: Operands) -> Sequence[Tensor]:
+def _dense_forward(key: PlanKey, x: Operands, share_of: Share) -> Sequence[Tensor]:
     scores, _, v, _ = _dense_scores(key, x)
-    share = _share(key, x, scores)
+    share = share_of(key, x, scores)
     if "sink" in x:
         column = x["sink"].double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores, v = torch.cat([scores, column], -1), torch.nn.functional.pad(v, (0, 0, 0, 1))
@@ -372,12 +376,12 @@ def _share(key: PlanKey, x: Operands, scores: Tensor) -> Tensor:
     return kept[:, :, : scores.shape[2], : scores.shape[3]].double() / (1 - p)
 
 
-def _dense_backward(key: PlanKey, x: Operands) -> Sequence[Tensor]:
+def _dense_backward(key: PlanKey, x: Operands, share_of: Share) -> Sequence[Tensor]:
     scores, k, v, slope = _dense_scores(key, x)
     grad_out = x["grad_out"].double()
     weights = torch.exp(scores - x["lse"].double()).nan_to_num(0.0)
     mean = (grad_out * x["out"].double()).sum(-1, keepdim=True)
-    share = _share(key, x, scores)
+    share = share_of(key, x, scores)
     of_bias = weights * (grad_out @ v.mT * share - mean)
     grad_scores = of_bias * slope
     heads = x["k"].shape[1]

@@ -7,18 +7,19 @@ then tested with it.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fake_gpu import Compute, dense_attention, fp8_attention, paged_attention
+from fake_gpu import Compute, Operands, dense_attention, fp8_attention, paged_attention
 from float64_reference import attend, gradients_of_a_part
 from sample_modules import sample
 from torch import Tensor
 
 import cudnn_sdpa
 from cudnn_sdpa import Fp8BackwardScales, Fp8Scales, kernels
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.plans.cache import plan_cache
 
 HALF = torch.bfloat16
@@ -41,6 +42,7 @@ class Example:
             `deterministic`, and the options of the softmax.
         loops: Whether `torch.vmap` may run it, if it is no such attention.
         has_double_backward: Whether its gradients can be differentiated.
+        is_random: Whether each call draws random numbers.
         leading: Name of the first tensor, where none has a gradient.
         precision: Largest error of results in FP8 and of gradients, relative to all of them; None for others.
     """
@@ -57,6 +59,7 @@ class Example:
     has_double_backward: bool = False
     leading: str = "q"
     precision: float | None = None
+    is_random: bool = False
 
     @property
     def first(self) -> str:
@@ -167,6 +170,51 @@ def one_query() -> dict[str, Tensor]:
 
 def exact_dense(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     return attend(q, k, v, **options)[0]
+
+
+def named_as_pytorchs() -> dict[str, Tensor]:
+    """What the drop-in passes on as it is."""
+    return dict(zip(PYTORCHS, dense().values(), strict=True))
+
+
+def without_batch() -> dict[str, Tensor]:
+    """What the drop-in reshapes: one key head for all query heads, and a mask for each head."""
+    shapes = {"query": (4, 9, 16), "key": (1, 13, 16), "value": (1, 13, 24), "attn_mask": (4, 9, 13)}
+    return {name: torch.randn(shape).to(HALF) for name, shape in shapes.items()}
+
+
+def exact_drop_in(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any) -> Tensor:
+    """With the dimensions that the call has."""
+    options.pop("enable_gqa", None)
+    four = (x if x.dim() == 4 else x.unsqueeze(0) for x in (query, key, value))
+    out = attend(*four, attn_mask=attn_mask, **options)[0]
+    return out if query.dim() == 4 else out.squeeze(0)
+
+
+#: Of what number of weights in a row dropout drops one, in the example.
+ONE_OF = 4
+
+#: Seed and offset of all its forward passes.
+drawn: set[tuple[int, int]] = set()
+
+
+def kept_weights(scores: Tensor) -> Tensor:
+    """Those that the example's dropout keeps, whatever the random numbers are."""
+    batch, head, row, column = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+    return (2 * batch + head + 3 * row + column) % ONE_OF != 0
+
+
+def attention_with_dropout(key: PlanKey, x: Operands) -> Sequence[Tensor]:
+    """Attention whose plans drop always the same weights; backward passes get the numbers of a forward pass."""
+    numbers = int(x["seed"]), int(x["offset"])
+    if key.name == "sdpa_forward":
+        drawn.add(numbers)
+    assert numbers in drawn
+    return dense_attention(key, x, lambda *_: kept_weights(x["q"] @ x["k"][:, :1].mT) / (1 - 1 / ONE_OF))
+
+
+def exact_dropout(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return attend(q, k, v, kept=kept_weights(q @ k[:, :1].mT), **options)[0]
 
 
 def packed() -> dict[str, Tensor]:
@@ -383,8 +431,10 @@ def exact_fp8(
     *,
     page_table: Tensor | None = None,
     page_table_v: Tensor | None = None,
+    return_lse: bool = False,
     **others: Any,
 ) -> Tensor:
+    del return_lse
     scales = {name: others.pop(f"scales.{name}") for name in Fp8Scales._fields}
     if page_table is not None:
         assert page_table_v is not None
@@ -588,8 +638,40 @@ def exact_of_a_user(x: Tensor, weight: Tensor, residual: Tensor, eps: float) -> 
     return torch.cat(user_sample.in_float64(x, weight, residual, eps), -1)
 
 
+@cudnn_sdpa.graph_op(reference=lambda x, mask: x * mask)
+def masked(g: Any, x: Any, mask: Any) -> Any:
+    return g.mul(a=x, b=mask)
+
+
+def gradients_of_kept(grads: Any, operands: Any, results: Any) -> tuple[Tensor, None]:
+    """Those of `kept_above`; the second result is a mask and has none."""
+    del operands
+    return masked(grads[0], results[1]), None
+
+
+@cudnn_sdpa.graph_op(
+    reference=lambda x, limit: ((x > limit) * x, x > limit),
+    backward=gradients_of_kept,
+    reads=lambda *_: (False, False),
+    replays_backward=True,
+)
+def kept_above(g: Any, x: Any, limit: Any) -> Any:
+    """The elements above a limit, and which they are."""
+    is_above = g.cmp_gt(input=x, comparison=limit)
+    return g.mul(a=x, b=is_above), is_above
+
+
+def mask_of_a_user(x: Tensor, limit: float) -> Tensor:
+    """The first result, whose gradient is that of its squares; the second is of booleans."""
+    kept, is_above = kept_above(x, limit)
+    assert is_above.dtype is torch.bool
+    assert not is_above.requires_grad
+    return kept.square()
+
+
 #: The inputs that can have gradients, in the order of their gradients.
 DIFFERENTIABLE = ("q", "k", "v", "attn_mask", "sinks")
+PYTORCHS = ("query", "key", "value")
 LONGEST = {"max_seqlen_q": 7, "max_seqlen_kv": 9}
 LONGEST_OF_BOTH = {"max_seqlen_q": 12, "max_seqlen_kv": 12}
 SINKS = ("q", "k", "v", "sinks")
@@ -606,6 +688,32 @@ OPERATIONS: dict[str, Example] = {
     "sdpa, lengths": Example(sdpa, with_lengths, exact_dense),
     "sdpa, one query, lengths": Example(sdpa, one_query, exact_dense),
     "sdpa, softcap": Example(sdpa, dense, exact_dense, options={"softcap": 2.0}),
+    "sdpa, ALiBi": Example(sdpa, dense, exact_dense, options={"alibi": True, "is_causal": True}),
+    "sdpa, dropout": Example(
+        sdpa,
+        dense,
+        exact_dropout,
+        compute=attention_with_dropout,
+        options={"dropout_p": 1 / ONE_OF},
+        is_random=True,
+    ),
+    "scaled_dot_product_attention": Example(
+        cudnn_sdpa.scaled_dot_product_attention,
+        named_as_pytorchs,
+        exact_drop_in,
+        differentiable=PYTORCHS,
+        options={"is_causal": True, "enable_gqa": True, "scale": 0.3},
+        is_attention=False,
+        loops=True,
+    ),
+    "scaled_dot_product_attention, no batch, mask": Example(
+        cudnn_sdpa.scaled_dot_product_attention,
+        without_batch,
+        exact_drop_in,
+        differentiable=(*PYTORCHS, "attn_mask"),
+        is_attention=False,
+        loops=True,
+    ),
     "sdpa_varlen": Example(sdpa_varlen, packed, exact_packed, options=LONGEST),
     "sdpa_varlen, self-attention": Example(
         sdpa_varlen, self_attention, exact_packed, options={**LONGEST_OF_BOTH, "is_causal": True, "scale": -0.4}
@@ -640,37 +748,6 @@ OPERATIONS: dict[str, Example] = {
     ),
     "sdpa_varlen_backward": Example(
         run_backward(cudnn_sdpa.sdpa_varlen_backward),
-@cudnn_sdpa.graph_op(reference=lambda x, mask: x * mask)
-def masked(g: Any, x: Any, mask: Any) -> Any:
-    return g.mul(a=x, b=mask)
-
-
-def gradients_of_kept(grads: Any, operands: Any, results: Any) -> tuple[Tensor, None]:
-    """Those of `kept_above`; the second result is a mask and has none."""
-    del operands
-    return masked(grads[0], results[1]), None
-
-
-@cudnn_sdpa.graph_op(
-    reference=lambda x, limit: ((x > limit) * x, x > limit),
-    backward=gradients_of_kept,
-    reads=lambda *_: (False, False),
-    replays_backward=True,
-)
-def kept_above(g: Any, x: Any, limit: Any) -> Any:
-    """The elements above a limit, and which they are."""
-    is_above = g.cmp_gt(input=x, comparison=limit)
-    return g.mul(a=x, b=is_above), is_above
-
-
-def mask_of_a_user(x: Tensor, limit: float) -> Tensor:
-    """The first result, whose gradient is that of its squares; the second is of booleans."""
-    kept, is_above = kept_above(x, limit)
-    assert is_above.dtype is torch.bool
-    assert not is_above.requires_grad
-    return kept.square()
-
-
         packed_gradients,
         exact_packed_backward,
         differentiable=(),
@@ -713,6 +790,7 @@ def mask_of_a_user(x: Tensor, limit: float) -> Tensor:
         exact_fp8,
         compute=fp8_attention,
         differentiable=(),
+        options={"return_lse": True},
         is_attention=False,
         precision=0.08,
     ),
@@ -866,6 +944,15 @@ def mask_of_a_user(x: Tensor, limit: float) -> Tensor:
         options={"eps": 1e-3},
         is_attention=False,
     ),
+    "a user's graph_op, booleans": Example(
+        mask_of_a_user,
+        lambda: {"x": rows(64)},
+        lambda x, limit: ((x > limit) * x).square(),
+        compute=None,
+        differentiable=("x",),
+        options={"limit": 0.25},
+        is_attention=False,
+    ),
     "silu_mul": Example(
         cudnn_sdpa.silu_mul,
         gated,
@@ -885,12 +972,3 @@ def mask_of_a_user(x: Tensor, limit: float) -> Tensor:
         has_double_backward=True,
     ),
 }
-    "a user's graph_op, booleans": Example(
-        mask_of_a_user,
-        lambda: {"x": rows(64)},
-        lambda x, limit: ((x > limit) * x).square(),
-        compute=None,
-        differentiable=("x",),
-        options={"limit": 0.25},
-        is_attention=False,
-    ),

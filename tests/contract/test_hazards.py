@@ -34,11 +34,12 @@ from cudnn_sdpa import (
     explain,
     kernels,
     plan_cache,
+    scaled_dot_product_attention,
     sdpa,
     sdpa_varlen,
 )
+from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.graph.definition import find_operation
-from cudnn_sdpa.plans.kernel_plan import KernelOp
 
 # Grad mode.
 
@@ -52,9 +53,9 @@ def test_grad_mode_is_seen(call):
             assert not call(tensors).requires_grad
         with torch.inference_mode():
             assert not call(tensors).requires_grad
-        assert not call(call.tensors()).requires_grad
             with torch.enable_grad():
                 assert not call(tensors).requires_grad
+        assert not call(call.tensors()).requires_grad
 
 
 @pytest.mark.differentiates
@@ -458,7 +459,10 @@ def mesh():
 
 
 def test_dtensors_are_unwrapped_or_refused(call, mesh):
-    """Replicated and sharded, forward and backward; nobody has said how a user's function may be divided."""
+    """Replicated and sharded, forward and backward; nobody has said how a user's function may be divided.
+
+    Ranks with the same tensors would draw different random numbers.
+    """
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     if call.precision is not None:  # their examples view results as bytes, which DTensors cannot
@@ -480,7 +484,7 @@ def test_dtensors_are_unwrapped_or_refused(call, mesh):
         if call.differentiable:
             found = {name: x.full_tensor() for name, x in call.gradients(given).items()}
             call.assert_gradients(found, tensors)
-    assert refused == 0 or refused == 1 + 2 * call.function.__name__.endswith("_of_a_user")
+    assert refused == 0 or refused == 1 + 2 * call.function.__name__.endswith("_of_a_user") + call.is_random
     call.assert_out(call(tensors), tensors)
 
 
@@ -519,6 +523,10 @@ def test_vmap_loops_over_the_operator_or_is_refused(call):
         with pytest.raises(UnsupportedError, match=r"torch\.vmap"):
             run(batch)
         return
+    if call.is_random:
+        with pytest.raises(RuntimeError, match="randomness"):
+            run(batch)
+        run = torch.vmap(lambda x: call({**tensors, call.first: x}), randomness="different")
     for one, x in zip(run(batch), batch, strict=True):
         call.assert_out(one, {**tensors, call.first: x})
 
@@ -540,10 +548,11 @@ def test_autocast_casts_attention(attention):
 def test_autocast_casts_only_what_pytorch_casts(call):
     """Attention and convolutions; norms, gates, FP8 and explicit gradients keep their dtypes."""
     tensors = call.tensors()
-    if call.precision is None and not call.is_attention:
+    by_plans = (scaled_dot_product_attention, sdpa, sdpa_varlen)
+    if call.precision is None and not call.is_attention and call.function not in by_plans:
         tensors = {name: x.float() for name, x in tensors.items()}
     dtype = call(tensors).dtype
-    casts = call.function in (sdpa, sdpa_varlen, kernels.attention, conv1d, conv2d, conv3d)
+    casts = call.function in (*by_plans, kernels.attention, conv1d, conv2d, conv3d)
     lower = torch.float16 if casts else torch.bfloat16  # which autocast can concatenate, as some examples do
     for _ in range(4):
         with torch.autocast("cpu", lower):
@@ -565,9 +574,9 @@ def test_deterministic_algorithms_have_plans_of_their_own(call, deterministic_al
 
     for _ in range(3):
         assert is_deterministic() is False
-        is_graph = not isinstance(find_operation(FakePlan.launched[-1].operation), KernelOp)
+        is_fused = isinstance(find_operation(FakePlan.launched[-1].operation), GraphFunction)
         with deterministic_algorithms():
-            assert is_deterministic() is (is_graph and not call.is_attention and call.precision is None)
+            assert is_deterministic() is is_fused
 
 
 def test_deterministic_algorithms_are_heeded(attention, deterministic_algorithms):
@@ -640,7 +649,7 @@ def test_tensors_without_values_are_masks_or_refused(call):
                 with pytest.raises(OptionError, match="is_causal: got one in addition to a CausalBias"):
                     call({**tensors, name: bias.causal_upper_left(9, 13)})
                 continue
-            lengths = tensors["q"].shape[2], tensors["k"].shape[2]
+            lengths = tensors[call.first].shape[-2], x.shape[-1]
             for make in (bias.causal_upper_left, bias.causal_lower_right):
                 mask = make(*lengths)
                 call.assert_out(call({**tensors, name: mask}), {**tensors, name: mask._materialize()})
