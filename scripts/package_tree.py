@@ -9,6 +9,7 @@ It stands between the comments <!-- tree --> and <!-- end of tree -->.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -28,11 +29,12 @@ ROOMS = [
         "offline",
         "engine",
         "attention",
+        "distributed",
         "kernels",
         "fused",
-        "planning",
         "nn",
         "integrations",
+        "planning",
         "doctor",
         "bench",
     ),
@@ -53,11 +55,18 @@ def summary(path: Path) -> str:
     return text.split("\n", 1)[0].split(". ", 1)[0].removesuffix(".")
 
 
+@functools.cache
+def column() -> int:
+    """Where the texts begin: behind the longest name."""
+    paths = [path.relative_to(PACKAGE) for path in PACKAGE.rglob("*") if path.suffix in {".py", *OTHERS}]
+    return 1 + max(2 * len(path.parts) + len(path.name) for path in paths)
+
+
 def lines(folder: Path, indent: int) -> list[str]:
     """A folder's files, then its folders."""
     sources = [path for path in folder.iterdir() if path.suffix in {".py", *OTHERS}]
     names = sorted(path for path in sources if path.name != "__init__.py" or folder == PACKAGE)
-    width = 26 - indent
+    width = column() - indent
     found = [f"{' ' * indent}{path.name:{width}}{summary(path)}" for path in names]
     inner = [path.parent for path in folder.glob("*/__init__.py")]
     for room in sorted(

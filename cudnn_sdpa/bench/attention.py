@@ -17,10 +17,9 @@ from torch import Tensor
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
 from cudnn_sdpa.bench.tools.cases import Shape, Sizes, check_agreement
-from cudnn_sdpa.bench.tools.memory import peak_memory
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.peers import Candidate
-from cudnn_sdpa.bench.tools.timing import Call, device_times
+from cudnn_sdpa.bench.tools.timing import Call, device_times, peak_memory
 from cudnn_sdpa.errors import CudnnSdpaError
 
 OURS, CUDNN, FLASH = "sdpa", "pytorch cudnn", "pytorch flash"

@@ -22,9 +22,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from cudnn_sdpa import kernels
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.bench.tools import cases
-from cudnn_sdpa.bench.tools.memory import peak_memory
 from cudnn_sdpa.bench.tools.output import Row
-from cudnn_sdpa.bench.tools.timing import Call, device_times
+from cudnn_sdpa.bench.tools.timing import Call, device_times, peak_memory
 
 FORWARD, BOTH = "forward", "forward and backward"
 GRADIENTS = ("grad_q", "grad_k", "grad_v")

@@ -14,22 +14,25 @@ import traceback
 import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from cudnn_sdpa._version import __version__
-from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.backend import BuiltGraph, GraphBuilder, Results, Symbol
 from cudnn_sdpa.graph.diagnostics import locations_in_file
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES
-from cudnn_sdpa.graph.shape_inference import InferringBuilder
 from cudnn_sdpa.graph.target import Target
 
 #: Modules whose attributes do not change; other modules' attributes would be in no key.
 _MODULES = {*sys.stdlib_module_names, "torch", "numpy"}
 _CONSTANTS = (bool, int, float, str, bytes, type(None))
+
+#: Operations whose result may have one of several shapes, so that it must be declared; cuDNN checks that one.
+_DECLARED = ("conv_dgrad", "conv_wgrad", "reduction", "reshape", "resample")
 
 
 class GraphDefinition:
@@ -166,6 +169,55 @@ class GraphDefinition:
 
     def __repr__(self) -> str:
         return f"<graph_op {self.name}>"
+
+
+class InferringBuilder(GraphBuilder):
+    """Plans nothing; records which operation made each symbol, and infers the shapes of results that a user declares.
+
+    cuDNN rejects most impossible shapes. Pointwise operations accept any result shape, though, and read and write out
+    of bounds if it is larger than their operands.
+    """
+
+    def __init__(self, **device_options: Any) -> None:
+        self._made_by: dict[int, str] = {}
+        super().__init__(**device_options)
+
+    def __getattr__(self, name: str) -> Any:
+        method: object = super().__getattr__(name)
+        if not callable(method):
+            return method
+
+        def call(*operands: object, **options: object) -> object:
+            results = method(*operands, **options)
+            for symbol in results if isinstance(results, (tuple, list)) else (results,):
+                self._made_by[id(symbol)] = name
+            return results
+
+        return call
+
+    def check(self, key: PlanKey, results: Sequence[Symbol]) -> None:
+        """Compares the outputs of `key` with the inferred shapes, where these can be inferred.
+
+        Raises:
+            ShapeError: They differ.
+        """
+        for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
+            layout = operand.layout
+            dtype = CUDNN_DTYPE_NAMES[layout.dtype]
+            if self._made_by.get(id(symbol), "").startswith(_DECLARED):
+                self.declare_output(symbol, uid=uid, shape=layout.shape, stride=layout.stride, dtype=dtype)
+            else:
+                symbol.set_output(True).set_uid(uid).set_data_type(getattr(self.types.data_type, dtype))
+        try:
+            self._graph.validate()
+        except Exception:  # noqa: BLE001 - building the graph raises it again
+            return
+        for number, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True)):
+            inferred, declared = tuple(symbol.get_dim()), operand.layout.shape
+            if inferred and inferred != declared:
+                expected = f"shape {inferred}, which its graph gives"
+                hint = "reference= or outputs= declares the shapes of results."
+                raise ShapeError(f"result {number} of {key.name}", f"shape {declared}", expected, hint)
 
 
 def _location_of(error: Exception, builder: types.FunctionType) -> str:

@@ -1,6 +1,6 @@
-"""Host times and device times of calls.
+"""CPU times, device times and peak memory of calls.
 
-Host time is the time to enqueue, without synchronization: the best of several rounds. Device time is the median of
+CPU time is the time to enqueue, without synchronization: the best of several rounds. Device time is the median of
 event pairs around single calls; the candidates are interleaved, because the GPU's clock changes with its load. Before
 each round the GPU sleeps until the host has enqueued the whole round: otherwise a short kernel would wait for the host.
 Memory-bound calls are timed "cold": before each call the GPU reads a buffer larger than its cache. Otherwise a call
@@ -9,6 +9,7 @@ would find data of the call before it in the cache, or wait until that call's wr
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -74,6 +75,18 @@ def _enqueue(order: list[tuple[str, Call]], events: dict[str, list[Pair]], clear
         call()
         end.record()
         events[name].append((start, end))
+
+
+def peak_memory(step: Call) -> int:
+    """Bytes of PyTorch's allocator at the peak of a step, minus those before."""
+    step()  # allocates plans, handles, and memory that libraries keep
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
 
 
 def _reader() -> Call:

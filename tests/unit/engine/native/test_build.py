@@ -15,9 +15,8 @@ import pytest
 import torch
 
 from cudnn_sdpa.engine.native import build, compiler, loader
-from cudnn_sdpa.engine.native.build import ModuleSources
+from cudnn_sdpa.engine.native.build import BadModuleError, ModuleFile, ModuleSources
 from cudnn_sdpa.engine.native.compiler import CompileError
-from cudnn_sdpa.engine.native.module_file import BadModuleError, ModuleFile
 from cudnn_sdpa.errors import OptionError
 
 STRANGER = 54321
