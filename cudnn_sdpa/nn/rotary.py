@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cudnn_sdpa.attention.arguments import dtype_name, shape_of
+from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.nn.checks import check_counts, check_flags
@@ -140,6 +141,8 @@ class RotaryEmbedding(nn.Module):
         if cos.shape[-2:] != sizes or cos.dim() > 3 or (cos.dim() == 3 and cos.shape[0] not in (1, heads.shape[0])):
             expected = f"(S, rotary_dim / 2) = {tuple(sizes)}, for each sequence or for all"
             raise ShapeError("rotations", shape_of(cos), expected)
+        if sharding.has_dtensor(heads, cos, sin):
+            return self._rotate_dtensors(heads, cos, sin)
         cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
         rotary, rest = heads[..., : self.rotary_dim], heads[..., self.rotary_dim :]
         precise = rotary if heads.dtype == torch.float64 else rotary.float()
@@ -151,6 +154,21 @@ class RotaryEmbedding(nn.Module):
             result = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         result = result.to(heads.dtype)
         return result if self.rotary_dim == self.head_dim else torch.cat((result, rest), dim=-1)
+
+    def _rotate_dtensors(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ways = [
+            sharding.Way("the batch", {"heads": 0, "cosines": -3, "sines": -3}, 0),
+            sharding.Way("tokens", {"heads": 1, "cosines": -2, "sines": -2}, 1),
+            sharding.Way("heads", {"heads": 2}, 2),
+        ]
+        tensors = {"heads": heads, "cosines": cos, "sines": sin}
+        rotated: Tensor = sharding.run(
+            "RotaryEmbedding.rotate",
+            ways,
+            tensors,
+            lambda local, _: self.rotate(local["heads"], (local["cosines"], local["sines"])),
+        )
+        return rotated
 
     def extra_repr(self) -> str:
         """The arguments of the constructor."""

@@ -216,6 +216,39 @@ def test_norms_under_sequence_parallelism(ranks):
     ranks(check_norms)
 
 
+def check_rotations():
+    """Of heads that are DTensors: each rank rotates its own; the angles of sharded tokens are sharded, too."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    rope = nn.RotaryEmbedding(head_dim=8)
+    heads = torch.randn(2, 6, 4, 8, requires_grad=True)
+    for positions in (torch.arange(6), torch.randint(9, (2, 6))):
+        angles = rope(positions)
+        wanted = rope.rotate(heads, angles)
+        (of_wanted,) = torch.autograd.grad(wanted.square().sum(), heads)
+        for dim in (0, 1, 2):
+            of_angles = {0: -3, 1: -2}.get(dim)
+            is_divided = of_angles is not None and -of_angles <= angles[0].dim()
+            place = Shard(of_angles % angles[0].dim()) if is_divided else Replicate()
+            given = distribute_tensor(heads.detach(), mesh, [Shard(dim)]).requires_grad_()
+            rotated = rope.rotate(given, tuple(distribute_tensor(x, mesh, [place]) for x in angles))
+            assert rotated.placements == (Shard(dim),)
+            assert_close(rotated.full_tensor().detach(), wanted.detach(), str(dim))
+            (gradient,) = torch.autograd.grad(rotated.square().sum(), given)
+            assert_close(gradient.full_tensor(), of_wanted, str(dim))
+            if not is_divided:
+                assert_close(rope.rotate(given, angles).full_tensor().detach(), wanted.detach(), str(dim))
+                continue
+            with pytest.raises(UnsupportedError, match="cosines is a plain tensor") as refused:
+                rope.rotate(given, angles)
+            assert "heads.redistribute(placements=[" in refused.value.suggestion
+    with pytest.raises(UnsupportedError, match=r"heads is Shard\(3\)"):
+        rope.rotate(distribute_tensor(heads.detach(), mesh, [Shard(3)]), angles)
+
+
+def test_rotations_of_dtensors(ranks):
+    ranks(check_rotations)
+
+
 def check_guards():
     """Projections that lose features or whole heads raise; without the guards numbers were wrong in silence."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
