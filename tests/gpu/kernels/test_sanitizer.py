@@ -1,0 +1,69 @@
+"""Attention kernels under compute-sanitizer: no access beyond a tensor, no race, no read of what was never written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).parent / "sanitized_calls.py"
+SANITIZER = shutil.which("compute-sanitizer")
+PARTS = min(12, os.cpu_count() or 1)
+
+pytestmark = pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer on the PATH; CUDA's toolkit has it")
+
+
+def start(store: Path, part: str, tool: str | None = None) -> subprocess.Popen[str]:
+    """Starts a part of the calls; each tensor has an allocation of its own, so that a tool knows where it ends."""
+    command = [sys.executable, str(PROGRAM), part]
+    if tool is not None:
+        more = ["--report-api-errors", "no"] if tool == "memcheck" else []
+        command = [str(SANITIZER), "--tool", tool, "--error-exitcode", "1", *more, *command]
+    environment = {
+        **os.environ,
+        "CUDNN_SDPA_PLAN_DIR": str(store),
+        "CUDNN_SDPA_NATIVE": "off",
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def outputs(store: Path, tool: str | None = None) -> list[str]:
+    """Runs all calls, in processes side by side; gives what they print."""
+    running = [start(store, f"{part}/{PARTS}", tool) for part in range(PARTS)]
+    try:
+        found = [process.communicate(timeout=300)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    for process, text in zip(running, found, strict=True):
+        assert process.returncode == 0, text[-6000:]
+        assert "all calls were made" in text
+    return found
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """The compiled kernels, so that the tools wait for NVRTC only once."""
+    folder = tmp_path_factory.mktemp("sanitizer") / "plans"
+    folder.mkdir(mode=0o700)
+    outputs(folder)
+    return folder
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+def test_no_kernel_has_an_error(store, tool):
+    for text in outputs(store, tool):
+        assert "SUMMARY: 0 " in text, text[-6000:]
+
+
+def test_the_tool_notices_what_is_wrong(store):
+    process = start(store, "wrong", "memcheck")
+    text, _ = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "Invalid __global__ read" in text
