@@ -562,6 +562,24 @@ def test_autocast_casts_only_what_pytorch_casts(call):
         assert call(tensors).dtype == dtype
 
 
+def test_autocast_that_casts_nothing(call):
+    """Where tensors have its dtype; autocast to another dtype casts them all the same."""
+    tensors = call.tensors(grad=True)
+    wanted = {name: x for name, x in tensors.items() if x.requires_grad}
+    own = call(tensors).dtype
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16):
+        if dtype is torch.float16 and not call.is_attention:
+            continue
+        with torch.autocast("cpu", dtype):
+            out = call(tensors)
+        assert out.dtype == (dtype if call.is_attention else own)
+        call.assert_out(out, tensors)
+        if wanted:
+            grad_out = torch.randn(out.shape).to(out.dtype)
+            found = torch.autograd.grad(out, list(wanted.values()), grad_out)
+            call.assert_gradients(dict(zip(wanted, found, strict=True)), tensors, grad_out)
+
+
 def test_deterministic_algorithms_have_plans_of_their_own(call, deterministic_algorithms):
     """Those of fused operations; attention has an option besides, and kernels of the library's own are the same."""
 
@@ -604,7 +622,7 @@ def test_deterministic_algorithms_are_heeded(attention, deterministic_algorithms
 
 
 def test_negative_bits_are_heeded(call):
-    for name in call.inputs:
+    for name in call.make():
         tensors = call.tensors()
         if tensors[name].element_size() == 1:  # PyTorch negates no FP8
             with pytest.raises(LayoutError, match=f"^{name}: got a negated view"):
@@ -632,7 +650,7 @@ def test_parts_of_a_conjugate_are_heeded(call):
 
 
 def test_zeros_without_memory_are_zeros_or_refused(call):
-    for name in call.inputs:
+    for name in call.make():
         tensors = call.tensors()
         zeros = torch._efficientzerotensor(tensors[name].shape, dtype=tensors[name].dtype)
         with right_or_refused(f"{name}: got a tensor without memory"):
@@ -761,8 +779,8 @@ def test_other_kinds_of_tensors_are_refused(call):
         with pytest.raises((ArgumentError, TypeError)):
             call({**tensors, call.first: wrong})
     call.assert_out(call(tensors), tensors)
-    for name in call.inputs:
-        x = tensors[name].float()
+    for name, x in tensors.items():
+        x = x.float() if x.is_floating_point() else x  # noqa: PLW2901 - there are few sparse tensors of others
         nested = [torch.nested.nested_tensor(list(x.unbind(0)))] if x.dim() > 1 else []
         for wrong in (*nested, x.to_sparse()):
             with pytest.raises((ArgumentError, TypeError)):
