@@ -11,6 +11,7 @@ from fake_gpu import FakePlan, dense_attention, gpu_on_the_cpu
 from cudnn_sdpa import DtypeError, UnsupportedError, fallback, kernels, scaled_dot_product_attention, sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.engine import fallback as module
+from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.kernels.instead_of_sdpa import KNOWN, instead_of_sdpa
 
 
@@ -38,6 +39,39 @@ def test_odd_head_dims_run_on_kernels_with_gradients(function, caplog):
     for x, y in zip(found, torch.autograd.grad(right.sum(), exact), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=5e-2, atol=5e-2)
     assert [record.message.startswith("running on the library's own kernels") for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("function", [sdpa, scaled_dot_product_attention])
+def test_float32_runs_on_kernels_with_gradients(function):
+    """On a GPU, where cuDNN has none; the CPU takes it without a fallback."""
+    q, k, v = qkv(16, torch.float32)
+    mask = torch.randn(9, 9, requires_grad=True)
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, mask)]
+    wanted = torch.autograd.grad(kernels.reference_attention(*exact, is_causal=False).sum(), exact)
+    with gpu_on_the_cpu(dense_attention), fallback("kernels"):
+        found = torch.autograd.grad(function(q, k, v, attn_mask=mask).sum(), (q, k, v, mask))
+        assert FakePlan.launched[-1].operation.startswith("cudnn_sdpa.kernels.")
+        out = function(q, k, v, is_causal=True)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y.float(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, kernels.reference_attention(q, k, v, is_causal=True), rtol=1e-4, atol=1e-5)
+
+
+def test_gradients_of_masks_for_which_cudnn_has_no_kernel():
+    """Deterministic ones on SM 100; head dims and strides are cuDNN's."""
+    q, k, v = qkv(64)
+    mask = torch.randn(9, 9).to(q.dtype).requires_grad_()
+    blackwell = Target((("deviceVer", 1000), ("multiProcessorCount", 148)), 91900, "1", "a B200")
+    with gpu_on_the_cpu(dense_attention, target=blackwell):
+        with pytest.raises(UnsupportedError, match="no deterministic kernel for gradients of attn_mask"):
+            sdpa(q, k, v, attn_mask=mask, deterministic=True)
+        with fallback("kernels"):
+            out = sdpa(q, k, v, attn_mask=mask, deterministic=True)
+            (found,) = torch.autograd.grad(out.sum(), mask)
+            assert FakePlan.launched[-1].operation.startswith("cudnn_sdpa.kernels.")
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, mask)]
+    (right,) = torch.autograd.grad(kernels.reference_attention(*exact).sum(), exact[3])
+    torch.testing.assert_close(found.double(), right, rtol=5e-2, atol=5e-2)
 
 
 def test_calls_of_cudnn_stay_there():
