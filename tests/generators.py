@@ -786,9 +786,6 @@ class Kernels(Attention):
     def known_options(self, case, options, leaves):
         known = super().known_options(case, options, leaves) | of_bias(case)
         del known["mode"]
-        mask = known.get("attn_mask")
-        if mask is not None and mask.is_floating_point():
-            known["attn_mask"] = mask.masked_fill(mask < -2e38, -math.inf)
         return known
 
     def bounds(self, case, options, leaves, grads, known, precision):

@@ -21,9 +21,6 @@ MODES = (FUSED, TILED, NAIVE)
 #: Largest head dim of the fused form.
 MAX_FUSED_DIM = 128
 
-#: Values of a float mask below this mask a key as minus infinity does; the kernels have the same number.
-MASKING = -2e38
-
 GPU_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 

@@ -14,7 +14,6 @@ from cudnn_sdpa.attention.reference import Softmax, product, repeated, scores, w
 from cudnn_sdpa.attention.reference import gradients as gradients_of_attention
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.kernels.arguments import (
-    MASKING,
     NAIVE,
     Gradient,
     KernelArguments,
@@ -62,7 +61,7 @@ def reference_attention(
     q, k, v, mask = (cast_tensor(x, q) for x in given.differentiable)
     call = given._replace(q=q, k=k, v=v, mask=mask)
     check_operands(call)
-    exact, mask = torch.promote_types(q.dtype, torch.float32), _exact_mask(mask)
+    exact = torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q):
         queries = q.to(exact)
         found = product(queries, repeated(k, q, exact).transpose(-1, -2)) * call.scale_value
@@ -77,13 +76,7 @@ def reference_attention(
 
 
 def _arguments(call: KernelArguments) -> ReferenceArguments:
-    mask = _exact_mask(call.mask)
-    return ReferenceArguments(call.q, call.k, call.v, mask, is_causal=call.is_causal, scale=call.scale)
-
-
-def _exact_mask(mask: Tensor | None) -> Tensor | None:
-    """The mask with minus infinity wherever it masks a key."""
-    return mask if mask is None or mask.dtype == torch.bool else mask.masked_fill(mask < MASKING, -math.inf)
+    return ReferenceArguments(call.q, call.k, call.v, call.mask, is_causal=call.is_causal, scale=call.scale)
 
 
 def attention(call: KernelArguments) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ def test_pytorchs_causal_bias_objects_are_causal_masks(make):
     exact = kernels.attention(q, k, k, mask=mask._materialize())
     for attend in (kernels.attention, kernels.reference_attention, kernels.CUDAAttention()):
         torch.testing.assert_close(attend(q, k, k, mask=mask), exact)
-        with pytest.raises(OptionError, match="^is_causal: got one in addition to a CausalBias as mask"):
+        with pytest.raises(OptionError, match=r"^is_causal: got one in addition to a CausalBias as mask"):
             attend(q, k, k, mask=mask, is_causal=True)
         with pytest.raises(ShapeError, match=r"^mask: got a CausalBias for lengths \(9, 9\)"):
             attend(q, k, k, mask=make(9, 9))
@@ -79,7 +79,7 @@ def test_pytorchs_causal_bias_objects_are_causal_masks(make):
     torch.testing.assert_close(compiled(), exact)
     shown = cudnn_sdpa.explain(kernels.attention, q, k, k, mask=mask, verify=True)
     assert max(shown.errors.values()) < 1e-5
-    with pytest.raises(OptionError, match="^q: got NoneType"):
+    with pytest.raises(OptionError, match=r"^q: got NoneType"):
         kernels.attention(None, k, k, mask=mask)
 
 

@@ -138,22 +138,39 @@ def test_lazily_negated_tensors(name):
     check(*(x.requires_grad_() for x in given.values()))
 
 
-@pytest.mark.parametrize("lowest", [-2.1e38, torch.finfo(torch.float32).min, -torch.inf])
 @pytest.mark.parametrize("on_gpu", [True, False])
-def test_masks_below_minus_2e38_mask_a_key(lowest, on_gpu):
-    """On the CPU as on a GPU, and for the reference that both are compared with."""
-    q, k, v = (made(1, 1, 6, 16, dtype=torch.float32) for _ in range(3))
-    mask = torch.zeros(6, 6)
-    mask[2], mask[3, 1:] = lowest, lowest
+@pytest.mark.parametrize("mode", ["fused", "tiled", "naive"])
+@pytest.mark.parametrize(
+    ("dtype", "lowest"),
+    [
+        (torch.float32, -2.1e38),
+        *((dtype, torch.finfo(dtype).min) for dtype in (torch.float32, torch.bfloat16, torch.float16)),
+        (torch.float32, -torch.inf),
+        (torch.bfloat16, -torch.inf),
+    ],
+)
+def test_only_minus_infinity_masks_a_key(dtype, lowest, mode, on_gpu):
+    """A row that finite values cover as a whole is the mean of the values, as in PyTorch's own attention."""
+    dim = 160 if mode == "naive" else 16  # whose gradients are those of the tiled form
+    q, k, v = (made(1, 1, 6, dim, dtype=dtype) for _ in range(3))
+    mask = torch.zeros(6, 6, dtype=dtype)
+    mask[2], mask[3, 1:], mask[4, 2] = lowest, lowest, lowest
     mask.requires_grad_()
     with gpu_on_the_cpu() if on_gpu else contextlib.nullcontext():
-        out = kernels.attention(q, k, v, mask=mask)
-        grad_q, grad_mask = torch.autograd.grad(out.sum(), (q, mask))
-    torch.testing.assert_close(out, kernels.reference_attention(q, k, v, mask))
-    assert not out[0, 0, 2].any()
-    torch.testing.assert_close(out[0, 0, 3], v[0, 0, 0])
-    assert not grad_q[0, 0, 2].any()
-    assert not grad_mask[2].any()
+        out = kernels.attention(q, k, v, mode, mask)
+        found = torch.autograd.grad(out.sum(), (q, k, v, mask))
+    bounds = {"rtol": 2e-2, "atol": 2e-2} if dtype != torch.float32 else {"rtol": 1e-4, "atol": 5e-5}
+    torch.testing.assert_close(out, kernels.reference_attention(q, k, v, mask), **bounds)
+    if lowest == -torch.inf:
+        assert not out[0, 0, 2].any()
+        assert not found[0][0, 0, 2].any()
+        assert not found[3][2].any()
+        return
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v, mask)]
+    right = torch.nn.functional.scaled_dot_product_attention(*exact[:3], exact[3])
+    torch.testing.assert_close(out.double(), right, **bounds)
+    for one, other in zip(found, torch.autograd.grad(right.sum(), exact), strict=True):
+        torch.testing.assert_close(one.double(), other, **bounds)
 
 
 def test_gradients_of_expanded_head_vectors_have_the_layout_that_compiled_code_expects():
