@@ -1,4 +1,4 @@
-"""Host time of a call's way through PyTorch's dispatcher, and of the native module's test whether it may bypass that.
+"""CPU time of a call's way through PyTorch's dispatcher, and of the native module's test whether it may bypass that.
 
 The operator is registered in C++ with the arguments of `sdpa`, 3 tensors and 14 options, and does nothing; the native
 module describes the same arguments and looks them up. It needs PyTorch's CPU build and a C++ compiler:

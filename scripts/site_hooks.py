@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 @event_priority(100)  # before mkdocs-jupyter, which makes pages of them
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Adds what lies in samples/, beside docs/ in the repository and within it on the site."""
+    """Adds the files of samples/, a neighbor of docs/ in the repository and within it on the site."""
     for path in sorted((ROOT / "samples").rglob("*")):
         if path.suffix in (".ipynb", ".py", ".cu"):
             name = path.relative_to(ROOT).as_posix()
@@ -29,9 +29,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:
-    """A page links to `../samples/…` in the repository, which on the site is beside it."""
+    """A page links to `../samples/…` in the repository, which on the site is next to it."""
     markdown = markdown.replace("](../samples/", "](samples/").replace("](../CHANGELOG.md", "](changelog.md")
-    return markdown.replace("](docs/", "](")  # of the changelog, which lies above docs/
+    return markdown.replace("](docs/", "](")  # of the changelog, which is above docs/
 
 
 def on_page_content(content: str, page: Page, files: Files, **_: object) -> str:

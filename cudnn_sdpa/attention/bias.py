@@ -177,7 +177,7 @@ def without_causal_bias(call: ForwardArguments) -> ForwardArguments:
 
 
 def refuse_two_masks(mask: str, option: str) -> NoReturn:
-    """Raises the error for a causal mask or a window beside a `CausalBias`."""
+    """Raises the error for a causal mask or a window together with a `CausalBias`."""
     raise OptionError(option, f"one in addition to a CausalBias as {mask}", "one of the two")
 
 

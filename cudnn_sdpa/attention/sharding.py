@@ -20,7 +20,7 @@ OF_POSITIONS = ("is_causal", "alibi", "seq_lens_q")
 _ALIBI = "ALiBi's slopes depend on a head's number among all heads"
 _KEYS = "each query needs all keys, and each rank has a part of them"
 _CONTEXT_PARALLEL = "cudnn_sdpa.distributed.context_parallel"
-_TOKENS = "the sequences lie across ranks, and each query needs all keys of its sequence"
+_TOKENS = "the sequences span ranks, and each query needs all keys of its sequence"
 
 _BATCH = {"q": 0, "k": 0, "v": 0, "seq_lens_q": 0, "seq_lens_kv": 0}
 _PAGED_BATCH = {"q": 0, "page_table": 0, "page_table_v": 0, "seq_lens_q": 0, "seq_lens_kv": 0}

@@ -70,16 +70,16 @@ def bench_host(
     part: Annotated[list[HostPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: Output = None,
 ) -> None:
-    """Time one warm call on the host and the kernel on the device, and measure memory."""
+    """Time one warm call on the CPU and its kernel on the GPU, and measure memory."""
     require_gpu()
     from cudnn_sdpa.bench import host
     from cudnn_sdpa.bench.training import training
 
     measures: dict[HostPart, tuple[str, Measure]] = {
-        HostPart.HOST: ("Host time of one warm call: B=1, H=8, S=128, D=64, bfloat16", host.host),
+        HostPart.HOST: ("CPU time of one warm call: B=1, H=8, S=128, D=64, bfloat16", host.host),
         HostPart.PARTS: ("Where it goes", host.parts),
         HostPart.LAUNCHES: ("The launches of these calls alone", host.launches),
-        HostPart.TRAINING: ("Host time of a forward and a backward pass, the same shape", training),
+        HostPart.TRAINING: ("CPU time of a forward and a backward pass, the same shape", training),
         HostPart.KERNELS: ("Device time, interleaved, median", host.kernels),
         HostPart.MEMORY: ("Memory", host.memory),
     }
@@ -124,7 +124,7 @@ def bench_fp8(
     measures: dict[Fp8Part, tuple[str, Measure]] = {
         Fp8Part.FORWARD: ("Forward pass, interleaved, median", fp8.forward),
         Fp8Part.TRAINING: ("Forward and backward pass, interleaved, median", fp8.training),
-        Fp8Part.HOST: (f"Host time of one warm call: {fp8.SMALL.label}", fp8.host),
+        Fp8Part.HOST: (f"CPU time of one warm call: {fp8.SMALL.label}", fp8.host),
         Fp8Part.LAYER: ("Fp8Attention, with quantization and scaling", fp8.layer),
     }
     _measure("fp8", {chosen.value: measures[chosen] for chosen in part or list(Fp8Part)}, output)
@@ -135,7 +135,7 @@ def bench_decode(
     part: Annotated[list[DecodePart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: Output = None,
 ) -> None:
-    """Time decode steps, chunks of prompts and speculative steps on a paged cache."""
+    """Time decode steps, chunks of prompts and speculative decoding on a paged cache."""
     require_gpu()
     from cudnn_sdpa.bench import decode
 
@@ -143,9 +143,9 @@ def bench_decode(
     measures: dict[DecodePart, tuple[str, Measure]] = {
         DecodePart.BANDWIDTH: (f"Decode steps on pages: {heads}", decode.bandwidth),
         DecodePart.CHUNKS: (f"Chunks of prompts: {heads}, causal", decode.chunks),
-        DecodePart.DRAFTS: (f"Speculative steps, pages of 64: {heads}, causal", decode.drafts),
+        DecodePart.DRAFTS: (f"Speculative decoding, pages of 64: {heads}, causal", decode.drafts),
         DecodePart.MIXED: ("Plans of a server: batches, lengths and chunks that change in every step", decode.mixed),
-        DecodePart.HOST: ("Host time of one warm step: B=1, 8 heads of 64, 128 tokens", decode.host),
+        DecodePart.HOST: ("CPU time of one warm step: B=1, 8 heads of 64, 128 tokens", decode.host),
     }
     _measure("decode", {chosen.value: measures[chosen] for chosen in part or list(DecodePart)}, output)
 
@@ -163,7 +163,7 @@ def bench_norm(
         NormPart.FORWARD: ("rms_norm, bfloat16", fused.norm_forward),
         NormPart.BACKWARD: ("Gradients of rms_norm, bfloat16", fused.norm_backward),
         NormPart.FUSED: ("rms_norm of a sum, and with SiLU behind it, bfloat16", fused.norm_fused),
-        NormPart.HOST: (f"Host time of one warm rms_norm of {fused.SMALL}", fused.norm_host),
+        NormPart.HOST: (f"CPU time of one warm rms_norm of {fused.SMALL}", fused.norm_host),
         NormPart.PROPOSALS: ("All plans that cuDNN proposes for rms_norm", proposals.norms),
     }
     _measure("norm", {chosen.value: measures[chosen] for chosen in part or list(NormPart)}, output)
@@ -182,7 +182,7 @@ def bench_silu(
         SiluPart.FORWARD: ("silu_mul, bfloat16", fused.silu_forward),
         SiluPart.BACKWARD: ("Gradients of silu_mul, bfloat16", fused.silu_backward),
         SiluPart.VIEWS: ("silu_mul in this library's views of its tensors, and on rows as they are", fused.silu_views),
-        SiluPart.HOST: (f"Host time of one warm silu_mul of {fused.SMALL}", fused.silu_host),
+        SiluPart.HOST: (f"CPU time of one warm silu_mul of {fused.SMALL}", fused.silu_host),
         SiluPart.PROPOSALS: ("All plans that cuDNN proposes for silu_mul", proposals.gates),
     }
     _measure("silu", {chosen.value: measures[chosen] for chosen in part or list(SiluPart)}, output)
@@ -271,7 +271,7 @@ def bench_provider(
     from cudnn_sdpa.bench import provider
 
     measures: dict[ProviderPart, tuple[str, Measure]] = {
-        ProviderPart.HOST: (f"Host time of one warm call: {provider.SMALL.label}", provider.host),
+        ProviderPart.HOST: (f"CPU time of one warm call: {provider.SMALL.label}", provider.host),
         ProviderPart.KERNELS: ("Device time, median", provider.kernels),
         ProviderPart.SHAPES: ("From cold: many lengths, causal", provider.new_shapes),
     }

@@ -36,7 +36,7 @@ print(json.dumps({"torch": (between - start) * 1e3, "cudnn_sdpa": (end - between
 
 
 def calls(repeats: int) -> list[Row]:
-    """Host time of the first two calls of a process, of two shapes, and of PyTorch's cuDNN backend."""
+    """CPU time of the first two calls of a process, of two shapes, and of PyTorch's cuDNN backend."""
     processes_by_row: dict[str, list[list[dict[str, float]]]] = {}
     _first_call("sdpa", store=OFF)  # the first process may wait for a disk
     for _ in track(range(repeats), "first calls", transient=True):

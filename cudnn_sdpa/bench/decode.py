@@ -1,4 +1,4 @@
-"""`bench decode`: decode steps, speculative steps and chunks of prompts on a paged KV cache."""
+"""`bench decode`: decode steps, speculative decoding and chunks of prompts on a paged KV cache."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ DRAFTS = ((32, 2, 4096), (32, 4, 4096), (32, 8, 4096), (1, 4, 32768))
 
 LAUNCHES = "cuDNN and the frontend's C++, two kernels"
 OUTPUT = "an output"
-GUARD = "a look whether the call is like the last one"
+GUARD = "recognizing the call"
 
 
 def filled(batch: int, length: int, page_size: int, tokens: int) -> tuple[PagedKVCache, PagedStep]:
@@ -120,7 +120,7 @@ def paged_call(cache: PagedKVCache, step: PagedStep, q: Tensor, *, foreign: bool
 
 
 def drafts() -> list[Row]:
-    """Speculative steps: a few new tokens of each sequence, compared with a step of one token."""
+    """Speculative decoding: a few new tokens of each sequence, compared with a step of one token."""
     rows: list[Row] = []
     for batch, tokens, length in track(DRAFTS, "drafts", transient=True):
         cache, step = filled(batch, length, 64, tokens)
@@ -203,7 +203,7 @@ def _launch(q: Tensor, cache: PagedKVCache, step: PagedStep) -> Call:
 
 
 def host() -> list[Row]:
-    """Host time of one warm decode step, B=1, 8 heads of 64, 128 tokens, and of its peers."""
+    """CPU time of one warm decode step, B=1, 8 heads of 64, 128 tokens, and of its peers."""
     cache = PagedKVCache(pages=64, page_size=64, heads=8, head_dim=64, device=cases.DEVICE)
     sequence = cache.add()
     cache.reserve([sequence], 128)

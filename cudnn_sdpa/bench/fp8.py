@@ -169,7 +169,7 @@ def _row(shape: Shape, times: dict[str, float], flops: float) -> Row:
 
 
 def host() -> list[Row]:
-    """Host time of warm calls of a tiny attention."""
+    """CPU time of warm calls of a tiny attention."""
     tensors = Tensors(SMALL)
     result = sdpa_fp8(*tensors.fp8_qkv, tensors.scales, return_lse=True)
     assert result.lse is not None

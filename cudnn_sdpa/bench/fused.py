@@ -235,12 +235,12 @@ def silu_views() -> list[Row]:
 
 
 def norm_host() -> list[Row]:
-    """Host time of a small warm `rms_norm`, and its parts."""
+    """CPU time of a small warm `rms_norm`, and its parts."""
     return _host(rms_norm, pytorch_rms_norm, norm_inputs(*SMALL))
 
 
 def silu_host() -> list[Row]:
-    """Host time of a small warm `silu_mul`, and its parts."""
+    """CPU time of a small warm `silu_mul`, and its parts."""
     return _host(silu_mul, pytorch_silu_mul, gate_inputs(*SMALL))
 
 
@@ -330,7 +330,7 @@ def _host(ours: Function, theirs: Function, inputs: tuple[Tensor, ...]) -> list[
         "cudnn_sdpa": lambda: ours(*inputs),
         "  of it: cuDNN and the frontend's C++": launch,
         "  of it: an output": lambda: plans.allocate(*layout),
-        "  of it: a look whether the call is like the last one": lambda: guard(*inputs),
+        "  of it: recognizing the call": lambda: guard(*inputs),
         "pytorch": lambda: theirs(*inputs),
         "compiled": lambda: compiled_theirs(*inputs),
         "cudnn_sdpa, forward and backward": lambda: torch.autograd.grad(ours(*leaves), leaves, grad),

@@ -34,7 +34,7 @@ from cudnn_sdpa.plans.shape_policy import EXACT, shape_policy
 
 
 def host() -> list[Row]:
-    """Host time of one warm inference call, B=1, H=8, S=128, D=64, bfloat16, and of PyTorch and cuDNN's frontend.
+    """CPU time of one warm inference call, B=1, H=8, S=128, D=64, bfloat16, and of PyTorch and cuDNN's frontend.
 
     Our own functions are called both ways: natively, and in Python.
     """

@@ -1,4 +1,4 @@
-"""`bench kernels`: attention by this library's own kernels beside PyTorch's backends and cuDNN: time, memory, errors.
+"""`bench kernels`: attention by this library's own kernels, PyTorch's backends and cuDNN: time, memory, errors.
 
 All candidates of a row are interleaved in one run. PyTorch computes float32 products without TF32, as the kernels do.
 """

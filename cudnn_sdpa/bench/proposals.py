@@ -103,7 +103,7 @@ def _convolution(case: Case) -> Row:
         "plans proposed": len(entry.candidates),
         "proposed, the fastest µs": min(timed) if timed else "–",
         "the fastest": str(entry.candidates[entry.winner]),
-        "the fastest, beside pytorch µs": times["ours"],
+        "the fastest, against pytorch µs": times["ours"],
         "plain µs": times["plain"],
         "pytorch's, benchmark µs": times["torch"],
         "pytorch's / the fastest": times["torch"] / times["ours"],

@@ -49,7 +49,7 @@ class Case(NamedTuple):
 
 
 def host() -> list[Row]:
-    """Host time of one warm call of PyTorch's functions, with each provider."""
+    """CPU time of one warm call of PyTorch's functions, with each provider."""
     wait_for_native_calls()
 
     def measure(call: Call) -> float:

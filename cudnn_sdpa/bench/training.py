@@ -87,7 +87,7 @@ def _apply(launches: Launches, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def training() -> list[Row]:
-    """Host time of a forward and a backward pass, B=1, H=8, S=128, D=64, bfloat16, and its parts.
+    """CPU time of a forward and a backward pass, B=1, H=8, S=128, D=64, bfloat16, and its parts.
 
     Our own functions are called both ways: natively, and in Python.
     """

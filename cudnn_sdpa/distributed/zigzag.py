@@ -103,7 +103,7 @@ def unshard(x: Tensor, dim: int, group: Any = None) -> Tensor:
 
 
 def gathered(x: Tensor, place: Place) -> Tensor:
-    """The whole sequence, which lies along the first dimension; differentiable."""
+    """The whole sequence, along the first dimension; differentiable."""
     return _Gathered.apply(x, place)  # type: ignore[no-any-return, no-untyped-call]
 
 

@@ -153,7 +153,7 @@ class BoundPlan:
         results: Layouts of the new tensors that it gives.
         kernels: Kernels that run before it.
         kernel_pointers: For each of them the addresses in its argument.
-        filled: Size of what they fill, if that may lie in the memory of the thread's slot; otherwise 0.
+        filled: Size of what they fill, if that may be in the memory of the thread's slot; otherwise 0.
         offsets: Where in that each of them fills what it fills.
         pointers: The addresses that it gets at each launch.
         template: The addresses of its operands and outputs, as far as they are always the same.
@@ -356,7 +356,7 @@ _APART = 512
 
 
 def _side_by_side(layouts: Sequence[Layout]) -> tuple[list[int], int]:
-    """Where tensors of these layouts lie in one piece of memory, in bytes, and its size."""
+    """Where tensors of these layouts are in one allocation, in bytes, and its size."""
     offsets, end = [], 0
     for shape, strides, dtype in layouts:
         offsets.append(end)

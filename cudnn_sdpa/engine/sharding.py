@@ -207,7 +207,7 @@ class Division(NamedTuple):
         return found
 
 
-#: For functions whose operands nobody has said how to divide.
+#: For functions that do not say how their operands may be divided.
 _LOCAL_MAP = "torch.distributed.tensor.experimental.local_map around it"
 
 
@@ -216,7 +216,7 @@ def divided(what: str, ways: Sequence[Way] | None, tensors: Mapping[str, Any]) -
 
     Args:
         what: The function, for messages.
-        ways: Its ways; None if nobody has said how it can be divided.
+        ways: Its ways; None if it does not say how it may be divided.
         tensors: Its operands by name; other values are ignored.
 
     Raises:
@@ -240,7 +240,7 @@ def divided(what: str, ways: Sequence[Way] | None, tensors: Mapping[str, Any]) -
         reasons = [f"this rank is not in the mesh of {leading}, and has no part of the tensors"]
         raise UnsupportedError(f"{what} on DTensors", reasons, "calling it on the ranks of the mesh alone")
     if ways is None:
-        reasons = ["nobody has said in which dimensions its operands may be divided"]
+        reasons = ["it does not say in which dimensions its operands may be divided"]
         raise UnsupportedError(f"{what} on DTensors", reasons, f"graph_op(..., shard=...), or {_LOCAL_MAP}")
     search = _Search(what, ways, mesh, given, placed={name: _placed(x) for name, x in sharded.items()})
     chosen = search.chosen()

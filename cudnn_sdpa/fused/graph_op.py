@@ -94,7 +94,7 @@ class GraphFunction(GraphDefinition):
         operands: Names of the builder's tensors and numbers, in its order.
         options: The static options with their defaults; `inspect.Parameter.empty` where there is none.
         takes_needs: Whether `backward` has the parameter `needs`.
-        ways: How a call on DTensors may be divided among ranks; None if nobody has said so.
+        ways: How a call on DTensors may be divided among ranks; None if that is not declared.
         token: The name by which the torch operator finds it.
         known: The calls whose plans are bound.
     """

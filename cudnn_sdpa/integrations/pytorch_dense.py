@@ -39,7 +39,7 @@ def attention(
 ) -> Results:
     """PyTorch's operator: the output, the LSE (B, Hq, Sq, 1), and what its backward takes.
 
-    Without `compute_log_sumexp` nobody reads the LSE, and it is memory that nothing has written to; without dropout so
+    Without `compute_log_sumexp` nothing reads the LSE, and it is memory that nothing has written to; without dropout so
     are the philox seed and offset.
     """
     if return_debug_mask:

@@ -112,7 +112,7 @@ class Spec:
 
     @property
     def can_read_vectors(self) -> bool:
-        """Whether head vectors are dense and lie 16 bytes apart, so that the fused kernels read 16 bytes at a time."""
+        """Whether head vectors are dense and aligned to 16 bytes, so that the fused kernels read 16 bytes at a time."""
         layouts = [self.q, self.k, self.v, self.out, *([] if self.grad_out is None else [self.grad_out])]
         return self.mode == FUSED and all(map(has_vectors, layouts))
 

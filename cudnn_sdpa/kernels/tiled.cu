@@ -1,4 +1,4 @@
-/* Attention in three kernels that reuse what they read: tiles of operands lie in shared memory, results in registers. */
+/* Attention in three kernels that reuse what they read: tiles of operands are in shared memory, results in registers. */
 /*
  * A block of 256 threads computes 64 x 64 scores or outputs, each thread 4 x 4 of them; a block of 128 threads computes
  * one row of the softmax. Any number of blocks.

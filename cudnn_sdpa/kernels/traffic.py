@@ -18,7 +18,7 @@ class Traffic(NamedTuple):
     Attributes:
         read: Read from global memory; caches serve a part of it.
         written: Written there.
-        kept: Of all scores, which lie there between one kernel and the next.
+        kept: Of all scores, which stay there between one kernel and the next.
     """
 
     read: int

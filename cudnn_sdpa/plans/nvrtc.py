@@ -113,7 +113,7 @@ class Kernel:
     """CUDA source of one kernel whose argument is a structure of 64-bit values.
 
     Args:
-        path: The file. With macros, it may include the headers (.cuh) beside it, and those of `HEADERS`.
+        path: The file. With macros, it may include the headers (.cuh) of its folder, and those of `HEADERS`.
         name: The kernel's name, declared `extern "C"`.
         defines: Macros that it is compiled with.
         shared: Bytes of dynamic shared memory of a block.

@@ -80,8 +80,6 @@ MODULES = [name for name in SOURCES if name != "cudnn_sdpa"]
 CALLS_BY_POSITION = {
     ("cudnn_sdpa.distributed.all_gather", "_AllGather.apply"): "autograd functions take no names",
     ("cudnn_sdpa.distributed.ring", "_Ring.apply"): "autograd functions take no names",
-    ("cudnn_sdpa.engine.native.calls", "module.Differentiation"): "C++ whose arguments have no names",
-    ("cudnn_sdpa.engine.native.calls", "table.learn"): "C++ whose arguments have no names",
 }
 
 

@@ -205,7 +205,7 @@ def _seconds(step: Step, device: torch.device) -> float:
 
 
 def _peak(step: Step, device: torch.device) -> float | None:
-    """MiB that a step allocates beyond its tensors; None on the CPU, where nobody counts."""
+    """MiB that a step allocates beyond its tensors; None on the CPU, where nothing counts them."""
     if device.type != "cuda":
         step()
         return None

@@ -603,7 +603,7 @@ REFUSED = {
         {},
         "seq_lens_q counts queries",
     ),
-    "packed tokens": ("varlen, plain offsets", all_of(Shard(0), *QKV), {}, "the sequences lie across ranks"),
+    "packed tokens": ("varlen, plain offsets", all_of(Shard(0), *QKV), {}, "the sequences span ranks"),
     "pages": ("paged, heads", {"k_pages": Shard(0), "v_pages": Shard(0)}, {}, r"k_pages is Shard\(0\)"),
     "plain pages": ("paged, heads", {"q": Shard(1)}, {}, "k_pages is a plain tensor, which is taken as replicated"),
     "plain lengths": ("sdpa, batch", all_of(Shard(0), *QKV), {}, "seq_lens_kv is a plain tensor"),
