@@ -6,6 +6,8 @@
  */
 #include "registers.cuh"
 
+#if OF_KEYS /* else of queries: each is compiled for itself */
+
 extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_kv(const Attention a) {
   SHARED_MEMORY(memory);
   float* const keys = reinterpret_cast<float*>(memory);
@@ -63,6 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_kv(const Attent
     write_tile(a.grad_v, batch, head_kv, first, a.skv, a.dim, grad_v, ones, tx, ty);
   }
 }
+
+#else
 
 extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_q(const Attention a) {
   SHARED_MEMORY(memory);
@@ -122,3 +126,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_q(const Attenti
     write_tile(a.grad_q, work.batch, work.head, first, a.sq, a.dim, grad_q, scales, tx, ty);
   }
 }
+
+#endif

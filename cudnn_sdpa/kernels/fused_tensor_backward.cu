@@ -6,6 +6,8 @@
  */
 #include "fragments.cuh"
 
+#if OF_KEYS /* else of queries: each is compiled for itself */
+
 struct Tile {
   number head, row;
 };
@@ -111,6 +113,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_kv_tensor(const
   }
 }
 
+#else
+
 extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_q_tensor(const Attention a) {
   SHARED_MEMORY(memory);
   Bits* const queries = reinterpret_cast<Bits*>(memory);
@@ -180,3 +184,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) fused_grad_q_tensor(const 
     __syncthreads(); /* the next tile takes the same memory */
   }
 }
+
+#endif

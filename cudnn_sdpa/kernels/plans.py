@@ -356,12 +356,12 @@ class _Sizes(NamedTuple):
         dim = padded_dim(self.layouts["q"].shape[3])
         return {"BM": tiles.rows, "BN": tiles.columns, "DP": dim, "THREADS": tiles.threads}
 
-    def fused(self, file: str, name: str, form: _Form, rows: int, heads: int) -> KernelCall:
+    def fused(self, file: str, name: str, form: _Form, *, rows: int, heads: int, **defines: int) -> KernelCall:
         """A fused kernel that divides rows of so many heads into tiles; half precision is for tensor cores."""
         tiles, q = self.tiles(form), self.layouts["q"]
         if q.dtype != torch.float32:
             file, name = file.replace("fused", "fused_tensor"), f"{name}_tensor"
-        kernel = _kernel(file, name, tiles.shared, **self.defines, **self.sizes(tiles))
+        kernel = _kernel(file, name, tiles.shared, **self.defines, **self.sizes(tiles), **defines)
         blocks = -(-rows // tiles.rows) * heads * q.shape[0]
         return KernelCall(kernel, min(blocks, _MAX_BLOCKS), tiles.threads)
 
@@ -432,9 +432,9 @@ def attention_backward(key: PlanKey) -> KernelProgram:
     file, of_keys = "fused_backward.cu", sizes.tiles(_GRAD_KV)
     calls = [sizes.delta()]
     if "grad_k" in sizes.layouts:
-        calls.append(sizes.fused(file, "fused_grad_kv", _GRAD_KV, rows=skv, heads=heads_kv))
+        calls.append(sizes.fused(file, "fused_grad_kv", _GRAD_KV, rows=skv, heads=heads_kv, OF_KEYS=1))
     if "grad_q" in sizes.layouts:
-        calls.append(sizes.fused(file, "fused_grad_q", _GRAD_Q, rows=sq, heads=heads))
+        calls.append(sizes.fused(file, "fused_grad_q", _GRAD_Q, rows=sq, heads=heads, OF_KEYS=0))
     scratch = {"delta": (batch, heads, sq)}
     return KernelProgram(
         calls, sizes.fields(), _PLACES, scratch, knobs={"rows": of_keys.rows, "columns": of_keys.columns}
