@@ -1,10 +1,11 @@
 """Context parallelism on the ranks of a group, held against mathematics in float64 in one process.
 
-Each rank draws the same sequences, and takes its part.
+Each rank draws the same sequences, and takes its part: CPU tensors with gloo, those of GPUs with NCCL.
 """
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ DENSE: dict[str, dict[str, Any]] = {
     "to the left": {"window_size": (4, -1)},
     "wide": {"window_size": (100, 100), "sinks": True},
 }
+HEADS = ((4, 4), (8, 2))
 #: Options of packed calls.
 PACKED: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True},
@@ -77,8 +79,50 @@ def relative(found: Tensor, exact: Tensor) -> float:
     return float((found - exact).norm() / exact.norm().clamp_min(1e-9)) if exact.norm() or found.norm() else 0.0
 
 
+def dense_cases(method: str) -> list[tuple[Any, ...]]:
+    """The arguments of `errors`."""
+    found: list[tuple[Any, ...]] = []
+    for name, options in DENSE.items():
+        if method == "ring" and "window_size" in options:
+            continue
+        found += [(method, options, heads, torch.float32) for heads in HEADS]
+        if name in ("causal", "sinks"):
+            found += [(method, options, HEADS[1], torch.float64), (method, options, HEADS[0], torch.bfloat16)]
+    return found
+
+
+def packed_cases(method: str, ranks: int) -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = []
+    for options in PACKED.values():
+        if method == "ring" and "window_size" in options:
+            continue
+        packs = packings(8 * ranks).values()
+        found += [(method, options, HEADS[1], torch.float32, lengths) for lengths in packs]
+    return found
+
+
+def cases_in_groups_of_heads() -> list[tuple[Any, ...]]:
+    """Of 4, 6 and 5 heads of keys, which are 4, 3 and 1 groups."""
+    found: list[tuple[Any, ...]] = [("all_gather", options, (8, 4), torch.float32) for options in DENSE.values()]
+    for heads in ((12, 6), (10, 5)):
+        found += [("all_gather", DENSE[name], heads, torch.float32) for name in ("causal, sinks", "window")]
+        found.append(("all_gather", PACKED["causal, sinks, softcap"], heads, torch.float32, [7, 0, 8]))
+    return [*found, ("all_gather", PACKED["window"], (8, 2), torch.float32, [7, 9])]
+
+
+def on_gpus(made: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+    """The same cases in the dtypes of GPUs."""
+    halves = itertools.cycle((torch.bfloat16, torch.float16))
+    return [(*case[:3], next(halves), *case[4:]) for case in made]
+
+
 def errors(
-    method: str, options: dict[str, Any], heads: tuple[int, int], dtype: torch.dtype, lengths: list[int] | None = None
+    method: str,
+    options: dict[str, Any],
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    lengths: list[int] | None = None,
+    device: str = "cpu",
 ) -> dict[str, float]:
     """The relative errors of the output, the LSE and all gradients on this rank."""
     ranks = dist.get_world_size()
@@ -96,16 +140,16 @@ def errors(
     whole, garbage = ([x.clone() for x in some] for some in (whole, [grad_out]))
     for x in (*whole, *garbage) if lengths is not None else ():
         x[used:] = torch.nan  # rows of no sequence
-    mine = [shard(x, dim).requires_grad_() for x in whole]
-    own_sinks = None if sinks is None else sinks.clone().requires_grad_()
+    mine = [shard(x, dim).to(device).requires_grad_() for x in whole]
+    own_sinks = None if sinks is None else sinks.clone().to(device).requires_grad_()
     common = {"method": method, "return_lse": True, "sinks": own_sinks, **options}
     if lengths is None:
         out, lse = context_parallel(*mine, **common)
     else:
-        offsets = torch.tensor([0, *lengths]).cumsum(0).int()
+        offsets = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
         out, lse = context_parallel_varlen(*mine, offsets, max(lengths), **common)
     inputs = [*mine, *([] if own_sinks is None else [own_sinks])]
-    found = list(torch.autograd.grad(out, inputs, shard(garbage[0], dim)))
+    found = list(torch.autograd.grad(out, inputs, shard(garbage[0], dim).to(device)))
     if own_sinks is not None:
         dist.all_reduce(found[3])
     parts = {
@@ -115,26 +159,70 @@ def errors(
     for name, x, like in zip("qkv", found, mine, strict=False):
         assert x.dtype == like.dtype, name
         assert x.shape == like.shape, name
-    errors = {name: relative(results[name].detach(), parts[name]) for name in parts}
-    return errors | ({} if sinks is None else {"sinks": relative(found[3], wanted[3])})
+    errors = {name: relative(results[name].detach().cpu(), parts[name]) for name in parts}
+    return errors | ({} if sinks is None else {"sinks": relative(found[3].cpu(), wanted[3])})
 
 
-def worst_of(cases: list[tuple[Any, ...]]) -> list[tuple[float, str, Any]]:
+def worst_of(cases: list[tuple[Any, ...]], device: str = "cpu") -> list[tuple[float, str, Any]]:
     """The largest error of each case on this rank."""
     found = []
     for case in cases:
         torch.manual_seed(5)
-        found.append(max((error, name, case) for name, error in errors(*case).items()))
+        found.append(max((error, name, case) for name, error in errors(*case, device=device).items()))
     return found
 
 
-def worst_in_groups_of_heads(cases: list[tuple[Any, ...]]) -> list[tuple[float, str, Any]]:
+def worst_in_groups_of_heads(cases: list[tuple[Any, ...]], device: str = "cpu") -> list[tuple[float, str, Any]]:
     """The same with small messages of some heads."""
     least, by_gathering.MIN_BYTES = by_gathering.MIN_BYTES, 1
     try:
-        return worst_of(cases)
+        return worst_of(cases, device)
     finally:
         by_gathering.MIN_BYTES = least
+
+
+def check(found: list[list[tuple[float, str, Any]]], number: int, of_halves: float = 2e-2) -> None:
+    """All errors of all ranks are those of rounding."""
+    assert [len(of_rank) for of_rank in found] == [number] * len(found)
+    bounds = {torch.float32: 2e-5, torch.float64: 1e-5, torch.bfloat16: of_halves, torch.float16: of_halves}
+    for error, name, case in (one for of_rank in found for one in of_rank):
+        assert error < bounds[case[3]], (error, name, case)
+
+
+def errors_of_dropout(method: str, dtype: torch.dtype, device: str = "cpu") -> list[float]:
+    """By how much the output and the gradient of the values are of other random numbers, relatively.
+
+    The output is linear in the values: its product with any gradient is that of the values with theirs.
+    """
+    ranks, found = dist.get_world_size(), []
+    for lengths in (None, [5, 0, 4 * ranks - 3, 4 * ranks - 5]):
+        dim, shape = (2, (2, 8 * ranks)) if lengths is None else (0, (8 * ranks,))
+        torch.manual_seed(5)
+        whole = [drawn(shape, *size, dtype) for size in ((8, 16), (2, 16), (2, 16), (8, 16))]
+        q, k, v, grad_out = (shard(x, dim).to(device) for x in whole)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        sinks = torch.randn(8).to(device)
+        torch.manual_seed(100 + dist.get_rank())
+        # of packed sequences, all-gather has dropout under a mask with softcap alone
+        options: dict[str, Any] = {"is_causal": True, "softcap": 3.0, "method": method, "sinks": sinks}
+
+        def run(
+            dropout_p: float, leaves: Any = leaves, lengths: Any = lengths, options: dict[str, Any] = options
+        ) -> Tensor:
+            if lengths is None:
+                return context_parallel(*leaves, dropout_p=dropout_p, **options)
+            offsets = torch.tensor([0, *lengths]).cumsum(0).int().to(device)
+            return context_parallel_varlen(*leaves, offsets, max(lengths), dropout_p=dropout_p, **options)
+
+        out = run(0.3)
+        gradients = torch.autograd.grad(out, leaves, grad_out)
+        assert all(x.isfinite().all() for x in gradients)
+        assert relative(out.detach().cpu(), run(0.0).detach().cpu()) > 0.1
+        products = [(x.detach().double() * y.detach().double()) for x, y in ((out, grad_out), (gradients[2], v))]
+        sums = torch.stack([*(x.sum() for x in products), products[0].square().sum()])
+        dist.all_reduce(sums)
+        found.append(float((sums[0] - sums[1]).abs() / sums[2].sqrt()))
+    return found
 
 
 def round_trip() -> list[bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import parallel_cases as cases
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +13,7 @@ from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, sh
 
 needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 TOKENS = 2048
+METHODS = ("all_gather", "ulysses", "ring")
 
 
 def _error(found, exact):
@@ -31,9 +33,18 @@ def _agrees(function, whole, grad_out, dim, one):
         assert _error(x, shard(like, dim)) < 2e-2
 
 
-def _rank(rank, port, method):
+def _joined(rank, port):
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+
+
+def _left():
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _rank(rank, port, method):
+    _joined(rank, port)
     torch.manual_seed(3)
     q, grad = (torch.randn(1, TOKENS, 8, 128, device="cuda").bfloat16().transpose(1, 2) for _ in range(2))
     k, v = (torch.randn(1, TOKENS, 2, 128, device="cuda").bfloat16().transpose(1, 2) for _ in range(2))
@@ -58,12 +69,39 @@ def _rank(rank, port, method):
         torch.cuda.set_sync_debug_mode("error")  # no host waits for offsets
         packed(*mine)
         torch.cuda.set_sync_debug_mode("default")
-    dist.barrier()
-    dist.destroy_process_group()
+    _left()
+
+
+def _rank_with_options(rank, port, method):
+    """The code that tests/unit runs with gloo: all options, the LSE, groups of heads, and dropout."""
+    _joined(rank, port)
+    is_full = torch.cuda.get_device_capability()[0] in (9, 10)  # others lack gradients of packed sequences and softcap
+
+    def possible(made):
+        return cases.on_gpus([case for case in made if is_full or (len(case) == 4 and "softcap" not in case[1])])
+
+    made = possible([*cases.dense_cases(method), *cases.packed_cases(method, ranks=2)])
+    cases.check([cases.worst_of(made, device="cuda")], len(made), of_halves=3e-2)
+    if method == "all_gather":
+        made = possible(cases.cases_in_groups_of_heads())
+        cases.check([cases.worst_in_groups_of_heads(made, device="cuda")], len(made), of_halves=3e-2)
+    if method != "ring" and is_full:
+        assert max(cases.errors_of_dropout(method, torch.bfloat16, device="cuda")) < 5e-2
+    _left()
+
+
+def _run(function, method, port):
+    port += METHODS.index(method)
+    mp.start_processes(function, args=(port, method), nprocs=2, start_method="spawn")
 
 
 @needs_two
-@pytest.mark.parametrize("method", ["all_gather", "ulysses", "ring"])
+@pytest.mark.parametrize("method", METHODS)
 def test_two_gpus_compute_what_one_does(method):
-    port = 29600 + ["all_gather", "ulysses", "ring"].index(method)
-    mp.start_processes(_rank, args=(port, method), nprocs=2, start_method="spawn")
+    _run(_rank, method, 29600)
+
+
+@needs_two
+@pytest.mark.parametrize("method", METHODS)
+def test_every_option_on_two_gpus(method):
+    _run(_rank_with_options, method, 29610)
