@@ -12,7 +12,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,8 +47,22 @@ class Sizes(NamedTuple):
 FULL = Sizes(lengths=(65536, 131072), tokens=65536, heads=(32, 8), head_dim=128, repeats=10)
 SMALL = Sizes(lengths=(256,), tokens=256, heads=(4, 2), head_dim=16, repeats=2)
 
+#: What is raised by a candidate that cannot run.
+ERRORS = (RuntimeError, NotImplementedError, ValueError)
+
 Row = dict[str, object]
-Step = Callable[[], None]
+
+
+class Candidate(NamedTuple):
+    """What is timed.
+
+    Attributes:
+        step: A forward and a backward pass.
+        within: The context that it needs, which is entered before the clock starts.
+    """
+
+    step: Callable[[], None]
+    within: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
 
 
 def measure(sizes: Sizes) -> list[Row]:
@@ -68,7 +83,7 @@ def _drawn(sizes: Sizes, shape: tuple[int, ...], device: torch.device) -> list[T
     return made if len(shape) == 1 else [x.transpose(1, 2) for x in made]
 
 
-def _trained(attention: Callable[..., Tensor], tensors: list[Tensor], dim: int | None) -> Step:
+def _trained(attention: Callable[..., Tensor], tensors: list[Tensor], dim: int | None) -> Candidate:
     """A forward and a backward pass with these tensors, or with this rank's parts of them."""
     *inputs, grad = tensors if dim is None else [shard(x, dim) for x in tensors]
     leaves = [x.detach().requires_grad_() for x in inputs]
@@ -76,10 +91,10 @@ def _trained(attention: Callable[..., Tensor], tensors: list[Tensor], dim: int |
     def step() -> None:
         torch.autograd.grad(attention(*leaves), leaves, grad)
 
-    return step
+    return Candidate(step)
 
 
-def _dense(sizes: Sizes, length: int, device: torch.device) -> dict[str, Step]:
+def _dense(sizes: Sizes, length: int, device: torch.device) -> dict[str, Candidate]:
     tensors = _drawn(sizes, (1, length), device)
     found = {"one GPU": _trained(lambda q, k, v: sdpa(q, k, v, is_causal=True), tensors, None)}
     for method in METHODS:
@@ -90,11 +105,11 @@ def _dense(sizes: Sizes, length: int, device: torch.device) -> dict[str, Step]:
 
         found[method] = _trained(run, tensors, 2)
     with contextlib.suppress(ImportError):
-        found["pytorch"] = _pytorchs(tensors, device)
+        found |= _pytorchs(tensors, device)
     return found
 
 
-def _packed(sizes: Sizes, device: torch.device) -> dict[str, Step]:
+def _packed(sizes: Sizes, device: torch.device) -> dict[str, Candidate]:
     """Documents of random lengths, the same on each rank."""
     tensors = _drawn(sizes, (sizes.tokens,), device)
     generator = torch.Generator().manual_seed(11)
@@ -127,24 +142,44 @@ def _packed(sizes: Sizes, device: torch.device) -> dict[str, Step]:
     return found
 
 
-def _pytorchs(tensors: list[Tensor], device: torch.device) -> Step:
-    """PyTorch's own context parallelism, with its load balance; it takes as many heads of keys as of queries."""
+def _pytorchs(tensors: list[Tensor], device: torch.device) -> dict[str, Candidate]:
+    """PyTorch's own context parallelism, with its load balance, within its context, which cuts the tensors before.
+
+    Keys are repeated for all heads of queries only if PyTorch refuses grouped ones.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as pytorchs
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    group = tensors[0].shape[1] // tensors[1].shape[1]
-    q, k, v, grad = (x.repeat_interleave(group, 1) if at in (1, 2) else x for at, x in enumerate(tensors))
+    positions = torch.arange(tensors[0].shape[2], device=device)  # the context needs a tensor that it cuts
+    parts = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
+    with pytorchs(mesh, buffers=parts, buffer_seq_dims=[2] * 4, no_restore_buffers=set(parts)):
+        pass
+    q, k, v, grad = parts
 
-    def step() -> None:
-        leaves = [x.clone().contiguous() for x in (q, k, v, grad)]
-        with pytorchs(mesh, buffers=leaves, buffer_seq_dims=[2] * 4):
-            q_part, k_part, v_part = (x.detach().requires_grad_() for x in leaves[:3])
-            with _kernels(device):
-                out = torch.nn.functional.scaled_dot_product_attention(q_part, k_part, v_part, is_causal=True)
-                torch.autograd.grad(out, (q_part, k_part, v_part), leaves[3].detach())
+    @contextlib.contextmanager
+    def within() -> Iterator[None]:
+        with pytorchs(mesh, buffers=[positions], buffer_seq_dims=[0]), _kernels(device):
+            yield
 
-    return step
+    def candidate(k: Tensor, v: Tensor, enable_gqa: bool) -> Candidate:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+
+        def step() -> None:
+            attention: Any = torch.nn.functional.scaled_dot_product_attention
+            torch.autograd.grad(attention(*leaves, is_causal=True, enable_gqa=enable_gqa), leaves, grad)
+
+        return Candidate(step, within)
+
+    grouped = candidate(k, v, enable_gqa=True)
+    try:
+        with grouped.within():
+            grouped.step()
+    except ERRORS:
+        times = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(times, 1) for x in (k, v))
+        return {"pytorch, repeated keys": candidate(k, v, enable_gqa=False)}
+    return {"pytorch": grouped}
 
 
 @contextlib.contextmanager
@@ -159,21 +194,22 @@ def _kernels(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _compared(label: str, sizes: Sizes, steps: dict[str, Step], device: torch.device) -> list[Row]:
+def _compared(label: str, sizes: Sizes, candidates: dict[str, Candidate], device: torch.device) -> list[Row]:
     """A row for each candidate, which has no number that was not measured; they run in turns."""
-    times: dict[str, list[float]] = {name: [] for name in steps}
+    times: dict[str, list[float]] = {name: [] for name in candidates}
     peaks: dict[str, float | None] = {}
     failed: dict[str, str] = {}
-    for name, step in steps.items():
+    for name, candidate in candidates.items():
         try:
-            step()
-        except (RuntimeError, NotImplementedError, ValueError) as error:
+            with candidate.within():
+                candidate.step()
+        except ERRORS as error:
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
-        peaks[name] = _peak(step, device)
+        peaks[name] = _peak(candidate, device)
     for _ in range(sizes.repeats):
         for name in (name for name in times if name not in failed):
-            times[name].append(_seconds(steps[name], device))
+            times[name].append(_seconds(candidates[name], device))
     alone = statistics.median(times["one GPU"]) if times["one GPU"] else None
     rows: list[Row] = []
     for name, found in times.items():
@@ -192,29 +228,32 @@ def _compared(label: str, sizes: Sizes, steps: dict[str, Step], device: torch.de
     return rows
 
 
-def _seconds(step: Step, device: torch.device) -> float:
+def _seconds(candidate: Candidate, device: torch.device) -> float:
     """The time of one step on the slowest rank, which all begin together."""
-    _synchronize(device)
-    dist.barrier()
-    start = time.perf_counter()
-    step()
-    _synchronize(device)
-    slowest = torch.tensor([time.perf_counter() - start], dtype=torch.float64, device=device)
+    with candidate.within():
+        _synchronize(device)
+        dist.barrier()
+        start = time.perf_counter()
+        candidate.step()
+        _synchronize(device)
+        seconds = time.perf_counter() - start
+    slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
 
 
-def _peak(step: Step, device: torch.device) -> float | None:
-    """MiB that a step allocates beyond its tensors; None on the CPU, where nothing counts them."""
-    if device.type != "cuda":
-        step()
-        return None
-    _synchronize(device)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    _synchronize(device)
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+def _peak(candidate: Candidate, device: torch.device) -> float | None:
+    """MiB that a step allocates beyond its tensors; None on the CPU, where nobody counts."""
+    with candidate.within():
+        if device.type != "cuda":
+            candidate.step()
+            return None
+        _synchronize(device)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        candidate.step()
+        _synchronize(device)
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def _synchronize(device: torch.device) -> None:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional
 from typer.testing import CliRunner
 
 from cudnn_sdpa.bench import cli
 from cudnn_sdpa.bench.programs import many_gpus
 from cudnn_sdpa.bench.tools import processes, report
+from cudnn_sdpa.integrations.pytorch import register, unregister
 
 SMALL = many_gpus.SMALL
 
@@ -37,6 +40,33 @@ def test_each_method_has_a_row(ranks):
     check(first)
     json.dumps(first, allow_nan=False)
     assert [row["call"] for row in first] == [row["call"] for row in second]
+
+
+def measured_beside_pytorch(takes_groups):
+    """With an attention for PyTorch's context that runs without a GPU: its cuDNN operator on this library."""
+    forward = torch.ops.aten._scaled_dot_product_cudnn_attention
+
+    def scaled_dot_product_attention(q, k, v, *, is_causal, enable_gqa):
+        if enable_gqa and not takes_groups:
+            raise NotImplementedError("no groups")
+        assert (q.shape[1] == k.shape[1]) is not enable_gqa
+        return forward(q, k, v, None, True, 0.0, is_causal)[0]
+
+    register(device="cpu")
+    try:
+        with mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention):
+            return many_gpus.measure(many_gpus.SMALL)
+    finally:
+        unregister()
+
+
+@pytest.mark.parametrize(("takes_groups", "name"), [(True, "pytorch"), (False, "pytorch, repeated keys")])
+def test_pytorchs_context_has_a_row(ranks, takes_groups, name):
+    for rows in ranks(measured_beside_pytorch, takes_groups):
+        (row,) = [row for row in rows if "pytorch" in row["call"]]
+        assert row["call"] == f"causal, S={SMALL.lengths[0]}: {name}"
+        assert row["ms"] > 0
+        check(rows)
 
 
 def strict(constant):
