@@ -6,8 +6,8 @@ on a query's position. Attention to keys that ranks share needs communication: t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import cast
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ _HEADS = {"q": 1, "k": 1, "v": 1, "sinks": 0}
 _ONE_KEY_HEAD = "query heads share keys, and their groups would be others among a part of them"
 
 
-def dense(arguments: Mapping[str, Any]) -> list[Way]:
+def dense(arguments: Mapping[str, object]) -> list[Way]:
     """The ways of `sdpa` and of the forward pass in FP8."""
     alibi = _ALIBI if arguments.get("alibi") else ""
     query_heads = alibi or ("" if _heads(arguments.get("k"), 1) == 1 else _ONE_KEY_HEAD)
@@ -42,7 +42,7 @@ def dense(arguments: Mapping[str, Any]) -> list[Way]:
     ]
 
 
-def kernels(arguments: Mapping[str, Any]) -> list[Way]:
+def kernels(arguments: Mapping[str, object]) -> list[Way]:
     """The ways of `kernels.attention`."""
     query_heads = "" if _heads(arguments.get("k"), 1) == 1 else _ONE_KEY_HEAD
     return [
@@ -55,7 +55,7 @@ def kernels(arguments: Mapping[str, Any]) -> list[Way]:
     ]
 
 
-def varlen(arguments: Mapping[str, Any]) -> list[Way]:
+def varlen(arguments: Mapping[str, object]) -> list[Way]:
     """The ways of `sdpa_varlen`."""
     query_heads = "" if _heads(arguments.get("k"), 1) == 1 else _ONE_KEY_HEAD
     tokens = {"q": 0, "k": 0, "v": 0}
@@ -66,7 +66,7 @@ def varlen(arguments: Mapping[str, Any]) -> list[Way]:
     ]
 
 
-def paged(arguments: Mapping[str, Any]) -> list[Way]:
+def paged(arguments: Mapping[str, object]) -> list[Way]:
     """The ways of `sdpa_paged`: each rank has all pages, or its heads of all pages."""
     dim = 1 if arguments.get("page_layout") == "HND" else 2
     query_heads = "" if _heads(arguments.get("k_pages"), dim) == 1 else _ONE_KEY_HEAD
@@ -78,7 +78,7 @@ def paged(arguments: Mapping[str, Any]) -> list[Way]:
     ]
 
 
-def fp8(arguments: Mapping[str, Any]) -> list[Way]:
+def fp8(arguments: Mapping[str, object]) -> list[Way]:
     """The ways of `sdpa_fp8`, whose amax values are the largest of all ranks'; with pages, those of `sdpa_paged`."""
     ways = dense(arguments)
     if arguments.get("page_table") is not None:
@@ -87,7 +87,7 @@ def fp8(arguments: Mapping[str, Any]) -> list[Way]:
     return [way._replace(results=(way.result(0), MAX, MAX, way.result(0))) for way in ways]
 
 
-def fp8_backward(_: Mapping[str, Any]) -> list[Way]:
+def fp8_backward(_: Mapping[str, object]) -> list[Way]:
     """The ways of `sdpa_fp8_backward`: gradients in FP8 cannot be summed, so all of them are divided."""
     batch = {**_BATCH, "grad_out": 0, "out": 0, "lse": 0}
     heads = {"grad_out": 1, "q": 1, "k": 1, "v": 1, "out": 1, "lse": 1}
@@ -97,7 +97,7 @@ def fp8_backward(_: Mapping[str, Any]) -> list[Way]:
     ]
 
 
-def fp8_attention(arguments: Mapping[str, Any]) -> list[Way]:
+def fp8_attention(arguments: Mapping[str, object]) -> list[Way]:
     """The ways of `fp8_attention`: each rank has the scales of its own part."""
     return [way for way in dense(arguments) if way.name in ("the batch", "heads", "keys")]
 
@@ -106,9 +106,9 @@ def _heads(k: object, dim: int) -> int:
     return k.shape[dim] if isinstance(k, Tensor) and k.dim() > dim else 0
 
 
-def _depends_on_positions(arguments: Mapping[str, Any]) -> str:
+def _depends_on_positions(arguments: Mapping[str, object]) -> str:
     """Why queries cannot be divided; empty if they can."""
-    window = arguments.get("window_size")
+    window = cast("Iterable[object] | None", arguments.get("window_size"))
     if window is None:
         window = arguments.get("window_left", UNBOUNDED), arguments.get("window_right", UNBOUNDED)
     given = {name: arguments.get(name) for name in OF_POSITIONS}

@@ -281,7 +281,7 @@ def version_number(version: int | str) -> int:
 
 
 #: The options with a row in the matrix. Head dims are 128 unless the row says otherwise.
-ROWS: dict[str, dict[str, Any]] = {
+ROWS: dict[str, dict[str, object]] = {
     "no option": {},
     "causal": {"is_causal": True, "causal_alignment": TOP_LEFT},
     "causal, bottom-right": {"is_causal": True, "causal_alignment": BOTTOM_RIGHT},
@@ -366,12 +366,13 @@ class Cell:
         }
 
 
-def cell(operation: str, option: str, **target: Any) -> Cell:
+def cell(operation: str, option: str, **target: object) -> Cell:
     """Support of one option; `target` as for `support`."""
     options = {**SIZES, **ROWS[option]}
     if not {*SIZES, "head_dim_v", *parameters(operation)}.issuperset(options):
         return Cell(option, operation, ())
-    answers = (support(operation, direction=direction, **options, **target) for direction in DIRECTIONS)
+    given: dict[str, Any] = {**options, **target}
+    answers = (support(operation, direction=direction, **given) for direction in DIRECTIONS)
     return Cell(option, operation, tuple(answers))
 
 
