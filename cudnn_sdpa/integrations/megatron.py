@@ -112,7 +112,7 @@ class CoreAttention(torch.nn.Module):
             query: Queries (Sq, B, Hq, D), or packed (T, Hq, D).
             key: Keys (Skv, B, Hkv, D), or packed.
             value: Values (Skv, B, Hkv, Dv), or packed.
-            attention_mask: True for keys that are hidden, broadcastable to (B, Hq, Sq, Skv).
+            attention_mask: True for keys that are masked, broadcastable to (B, Hq, Sq, Skv).
             attn_mask_type: In place of the layer's own.
             attention_bias: Added to the scores, broadcastable to (B, Hq, Sq, Skv).
             packed_seq_params: The offsets of packed sequences, in the format "thd".

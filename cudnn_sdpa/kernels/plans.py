@@ -25,9 +25,9 @@ FOLDER = Path(__file__).parent
 #: The first compute capability with asynchronous copies.
 FIRST_SM = 80
 
-#: Shared memory that a block can have, in KiB, by compute capability; others have `_LEAST_SHARED`.
+#: Shared memory that a block can have, in KiB, by compute capability; others have `_MIN_SHARED`.
 _SHARED = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
-_LEAST_SHARED = 99
+_MIN_SHARED = 99
 
 #: Bytes of a multiprocessor's shared memory that each block takes besides its own.
 _RESERVED = 1024
@@ -250,7 +250,7 @@ class _Form(NamedTuple):
     on_tensor_cores: Mapping[int, Sequence[tuple[int, int, int]]]
     at_once: int = 1
 
-    def tiles(self, dtype: torch.dtype, dim: int, most_shared: int) -> _Tiles:
+    def tiles(self, dtype: torch.dtype, dim: int, max_shared: int) -> _Tiles:
         """The first tiles that fit in shared memory, where head vectors and rows of scores are padded by 16 bytes."""
         found: list[_Tiles] = []
         at_once = 1
@@ -263,8 +263,8 @@ class _Form(NamedTuple):
             for rows, columns, threads in self.on_tensor_cores[dim]:
                 vectors = (self.kept * rows + 4 * columns) * (dim + 8)
                 found.append(_Tiles(rows, columns, threads, 2 * vectors + 4 * 2 * self.known * columns))
-        fit = [tiles for tiles in found if tiles.shared <= most_shared]
-        whole = most_shared + _RESERVED
+        fit = [tiles for tiles in found if tiles.shared <= max_shared]
+        whole = max_shared + _RESERVED
         return next((tiles for tiles in fit if at_once * (tiles.shared + _RESERVED) <= whole), fit[-1])
 
 
@@ -299,12 +299,12 @@ def padded_dim(dim: int) -> int:
 
 def fused_rows(dtype: torch.dtype, dim: int, sm: int) -> int:
     """How many queries a block of the fused forward pass keeps."""
-    return _FORWARD.tiles(dtype, padded_dim(dim), _most_shared(sm)).rows
+    return _FORWARD.tiles(dtype, padded_dim(dim), _max_shared(sm)).rows
 
 
-def _most_shared(sm: int) -> int:
+def _max_shared(sm: int) -> int:
     """Bytes of shared memory that a block can have."""
-    return 1024 * _SHARED.get(sm, _LEAST_SHARED)
+    return 1024 * _SHARED.get(sm, _MIN_SHARED)
 
 
 @functools.cache
@@ -317,12 +317,12 @@ class _Sizes(NamedTuple):
 
     layouts: Mapping[str, TensorLayout]
     options: Mapping[str, Any]
-    most_shared: int
+    max_shared: int
 
     @classmethod
     def of(cls, key: PlanKey) -> _Sizes:
         layouts = {x.name: x.layout for x in (*key.inputs, *key.outputs)}
-        return cls(layouts, key.option_values, _most_shared(key.target.sm))
+        return cls(layouts, key.option_values, _max_shared(key.target.sm))
 
     @property
     def defines(self) -> dict[str, int]:
@@ -349,7 +349,7 @@ class _Sizes(NamedTuple):
     def tiles(self, form: _Form) -> _Tiles:
         """The tiles of a fused kernel."""
         q = self.layouts["q"]
-        return form.tiles(q.dtype, padded_dim(q.shape[3]), self.most_shared)
+        return form.tiles(q.dtype, padded_dim(q.shape[3]), self.max_shared)
 
     def sizes(self, tiles: _Tiles) -> dict[str, int]:
         """The macros of a fused kernel."""
