@@ -17,7 +17,7 @@ from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.engine.memory import check_has_values, check_present, like_in_memory
+from cudnn_sdpa.engine.memory import LOWEST, check_has_values, check_present, like_in_memory
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
@@ -222,11 +222,13 @@ def check_types(call: ForwardArguments) -> None:
             raise DtypeError(
                 name, dtype_name(tensor.dtype), "a dtype that is not quantized", f"Use {name}.dequantize()."
             )
-        check_has_values(name, tensor)
+        if type(tensor) is not Tensor:
+            check_has_values(name, tensor)
         tensors[name] = tensor
     if not is_compiling() and is_plain_memory():
         for name, tensor in tensors.items():
-            check_present(name, tensor)
+            if type(tensor) is not Tensor or tensor.data_ptr() < LOWEST:
+                check_present(name, tensor)
     if not isinstance(call.with_lse, bool):
         raise OptionError("return_lse", repr(call.with_lse), "True or False")
 

@@ -111,6 +111,19 @@ def needs_operator(gradient: Tensor) -> bool:
 _BARE = (Tensor, torch.nn.Parameter)
 
 
+def has_subclass(*values: object) -> bool:
+    """Whether a value is a tensor of a class of its own, such as a DTensor."""
+    for value in values:  # noqa: SIM110 - as above
+        if isinstance(value, Tensor) and type(value) not in _BARE:
+            return True
+    return False
+
+
+def is_transformed() -> bool:
+    """Whether forward-mode differentiation or a functorch transform is in force."""
+    return not _known or forward_ad._current_level >= 0 or maybe_current_level() is not None
+
+
 def needs_gradient(*tensors: Tensor | None) -> bool:
     """Whether autograd needs the gradient of one of these tensors."""
     if torch.is_grad_enabled():

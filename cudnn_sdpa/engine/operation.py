@@ -37,6 +37,9 @@ from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.dispatch_state import (
     Guard,
     can_bypass_dispatcher,
+    has_subclass,
+    is_autocasting,
+    is_transformed,
     needs_gradient,
     needs_operator,
     plain,
@@ -395,7 +398,8 @@ class Operation(Generic[CallT]):
                 if asked is not None and asked.calls.is_used:
                     self._teach(asked, call)
                 return run(call)
-        if sharding.has_dtensor(*call[: self._tensors], self._out_of(call)):
+        tensors = (*call[: self._tensors], self._out_of(call))
+        if has_subclass(*tensors) and sharding.has_dtensor(*tensors):
             return self._on_dtensors(call)
         self.check_types(call)
         if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
@@ -406,10 +410,12 @@ class Operation(Generic[CallT]):
             call = call._replace(rng=new_seed(call[0]))
         if is_compiling():
             return self._traced(call)
-        call = autograd_checks.resolved(call)
-        if self.reference_call is not None and fallback.is_in_force():
+        if any(x is not None and x.is_neg() for x in call[: self._tensors]):
+            call = autograd_checks.resolved(call)
+        instead = None if self.reference_call is None else fallback.chosen.get()
+        if self.reference_call is not None and instead == fallback.TORCH:
             return self._run_with_fallback(call, self.reference_call)
-        if self.reference_call is not None and self.kernels is not None and fallback.is_by_kernels():
+        if self.reference_call is not None and self.kernels is not None and instead == fallback.KERNELS:
             return self._run_or_by_kernels(call, self.reference_call, self.kernels)
         self.check(call)
         return self._run(call)
@@ -460,8 +466,8 @@ class Operation(Generic[CallT]):
 
     def cast(self, call: CallT) -> CallT:
         """The call as autocast casts it, with the setting of deterministic algorithms that it follows."""
-        changed = self.autocast(call)
-        if "deterministic" in self._types:
+        changed = self.autocast(call) if is_compiling() or is_autocasting() else {}
+        if "deterministic" in self._types and type(call.deterministic) is not bool:
             changed["deterministic"] = is_deterministic(call.deterministic)
         found: CallT = call._replace(**changed)
         return found
@@ -472,10 +478,11 @@ class Operation(Generic[CallT]):
         Raises:
             UnsupportedError: Such differentiation is asked for.
         """
-        tensors = {self.names.get(name, name): x for name, x in zip(self.fields, call[: self._tensors])}  # noqa: B905
-        autograd_checks.check(
-            self.function, self._out_of(call), loops=self.loops, forward_mode=self.forward_mode, **tensors
-        )
+        if is_compiling() or is_transformed() or self._out_of(call) is not None:
+            tensors = {self.names.get(name, name): x for name, x in zip(self.fields, call[: self._tensors])}  # noqa: B905
+            autograd_checks.check(
+                self.function, self._out_of(call), loops=self.loops, forward_mode=self.forward_mode, **tensors
+            )
         if not self.differentiable and needs_gradient(*call[: self._tensors]):
             self.check_gradient(call)
 

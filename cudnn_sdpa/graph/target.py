@@ -60,6 +60,7 @@ class Target:
         frontend: Version of nvidia-cudnn-frontend.
         name: Marketing name of the GPU, for people; not compared.
         source: Where the properties come from, if cuDNN did not report them on such a GPU; not compared.
+        sm: Compute capability as one number: 90 for 9.0. From the properties.
     """
 
     properties: tuple[tuple[str, Any], ...]  # values of cuDNN's JSON
@@ -67,11 +68,10 @@ class Target:
     frontend: str
     name: str = field(default="", compare=False)
     source: str = field(default="", compare=False)
+    sm: int = field(init=False, repr=False, compare=False)
 
-    @property
-    def sm(self) -> int:
-        """Compute capability as one number: 90 for 9.0."""
-        return int(dict(self.properties)["deviceVer"]) // 10
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sm", int(dict(self.properties)["deviceVer"]) // 10)
 
     @classmethod
     def from_properties(cls, properties: Mapping[str, object]) -> Target:

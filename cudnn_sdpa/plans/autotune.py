@@ -109,21 +109,18 @@ class AutotuneReport:
         return "\n".join(map(str, self.entries))
 
 
-#: Candidates per key and report of each active context, the latest last; threads may leave theirs in any order.
-_active: list[tuple[int, AutotuneReport]] = []
-
-
-def is_in_force() -> bool:
-    return bool(_active)
+#: Candidates per key and report of each active context, the latest last; threads may leave theirs in any order. Others
+#: read whether there is one.
+in_force: list[tuple[int, AutotuneReport]] = []
 
 
 def max_candidates() -> int:
-    return next((candidates for candidates, _ in reversed(_active)), 1)
+    return next((candidates for candidates, _ in reversed(in_force)), 1)
 
 
 def note(key: PlanKey, candidates: Sequence[AutotuneCandidate], winner: int = 0, reason: str = "") -> None:
     """Adds an `AutotuneEntry` to the reports of all active contexts."""
-    for _, report in tuple(_active):
+    for _, report in tuple(in_force):
         report.entries.append(AutotuneEntry(str(key), tuple(candidates), winner, reason))
 
 
@@ -165,11 +162,11 @@ def autotune(*, candidates: int = DEFAULT_CANDIDATES) -> AbstractContextManager[
 @contextmanager
 def _tuning(candidates: int) -> Iterator[AutotuneReport]:
     context = candidates, AutotuneReport()
-    _active.append(context)
+    in_force.append(context)
     try:
         yield context[1]
     finally:
-        _active.remove(context)
+        in_force.remove(context)
 
 
 def not_tunable(key: PlanKey) -> str:
@@ -216,7 +213,7 @@ class UntunedPlan(Plan):
             self.fastest.launch(pointers)
 
     def _settle(self, pointers: Sequence[int]) -> None:
-        plan = self._select_fastest(pointers) if is_in_force() else self._candidates[0]
+        plan = self._select_fastest(pointers) if in_force else self._candidates[0]
         plan.build_seconds = self.build_seconds
         if plan.tuned and (store := default_store.active()) is not None:
             store.save(self.key, stored_form(plan))

@@ -20,6 +20,7 @@ from cudnn_sdpa.plans.device_memory import constants_of, relaxed_capture
 from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
 from cudnn_sdpa.plans.kernel_plan import KernelOp
 from cudnn_sdpa.plans.plan import Plan, stored_form
+from cudnn_sdpa.plans.store import PlanStore
 
 
 def load_plan(key: PlanKey) -> Plan | None:
@@ -28,10 +29,10 @@ def load_plan(key: PlanKey) -> Plan | None:
     Raises:
         ExecutionError: The GPU has failed, or has no memory left.
     """
-    store = default_store.active()
+    store = _store()
     if store is None:
         return None
-    only_tuned = autotune.is_in_force() and not autotune.not_tunable(key)
+    only_tuned = bool(autotune.in_force) and not autotune.not_tunable(key)
     for stored_key in (key, key.without_device()) if key.is_gpu_specific else (key,):
         stored = store.load(stored_key, only_tuned=only_tuned)
         if stored is not None:
@@ -42,6 +43,11 @@ def load_plan(key: PlanKey) -> Plan | None:
                 # other processes share it. If a plan can be built, it replaces the file.
                 store.ignore(stored_key, stored, str(error))
     return None
+
+
+def _store() -> PlanStore | None:
+    setting = default_store.Setting
+    return setting.store if setting.is_resolved else default_store.active()
 
 
 #: Messages of cuDNN, CUDA and PyTorch for failures of the GPU or its memory rather than of the plan.
@@ -89,7 +95,7 @@ def build_plan(operation: GraphDefinition, key: PlanKey) -> Plan:
     if isinstance(operation, KernelOp):
         _refuse_while_capturing(key)
         return operation.plan(key)
-    store = default_store.active()
+    store = _store()
     if store is None:
         return _compile(operation, key)
     with store.building(key):
@@ -106,7 +112,7 @@ def _compile(operation: GraphDefinition, key: PlanKey) -> Plan:
     with torch.cuda.device(key.device), relaxed_capture():
         handle = _handle_for(key)
         plan = Plan(key, operation.compile(key, backend.GraphBuilder(handle=handle)), constants_of(key))
-        if autotune.is_in_force():
+        if autotune.in_force:
             plan = _with_candidates(plan, operation, handle)
     plan.build_seconds = time.perf_counter() - start
     return plan

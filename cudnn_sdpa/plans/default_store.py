@@ -35,7 +35,7 @@ class PlanStoreUse(Override[tuple[PlanStore | None, bool]]):
         return self.store
 
 
-class _Setting:
+class Setting:
     """The store of this process; resolved, and its folder made, at the first lookup of a plan."""
 
     store: PlanStore | None = None
@@ -47,20 +47,20 @@ _setting_lock = renewed_in_children(threading.Lock())
 
 def _put(setting: tuple[PlanStore | None, bool]) -> None:
     with _setting_lock:
-        _Setting.store, _Setting.is_resolved = setting
+        Setting.store, Setting.is_resolved = setting
 
 
-_overrides = Overrides(lambda: (_Setting.store, _Setting.is_resolved), _put)
+_overrides = Overrides(lambda: (Setting.store, Setting.is_resolved), _put)
 
 
 def active() -> PlanStore | None:
     """The plan store in use."""
-    if not _Setting.is_resolved:
+    if not Setting.is_resolved:
         with _setting_lock:
-            if not _Setting.is_resolved:
-                _Setting.store = _from_environment()
-                _Setting.is_resolved = True
-    return _Setting.store
+            if not Setting.is_resolved:
+                Setting.store = _from_environment()
+                Setting.is_resolved = True
+    return Setting.store
 
 
 def folder_of_environment() -> Path | None:

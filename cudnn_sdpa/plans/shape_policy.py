@@ -38,7 +38,7 @@ class ShapePolicyUse(Override[str]):
         return self.policy
 
 
-class _Setting:
+class Setting:
     """The policy of this process."""
 
     policy = ""
@@ -46,10 +46,10 @@ class _Setting:
 
 def active() -> str:
     """The policy in force."""
-    policy = _Setting.policy
+    policy = Setting.policy
     if not policy:
         with _lock:
-            policy = _Setting.policy = _Setting.policy or _from_environment()
+            policy = Setting.policy = Setting.policy or _from_environment()
     return policy
 
 
@@ -108,7 +108,7 @@ def on_change(listener: Callable[[], None]) -> Callable[[], None]:
 
 def _set(policy: str) -> None:
     with _lock:
-        changed, _Setting.policy = _Setting.policy != policy, policy
+        changed, Setting.policy = Setting.policy != policy, policy
     for listener in _listeners if changed else ():
         listener()
 

@@ -151,7 +151,7 @@ class DenseSpec:
             skv=self.skv,
             sm=target.sm,
             cudnn=target.cudnn,
-            gpu=str(target),
+            gpu=target,
             band=self.mask.band,
             lengths=self.has_lengths,
             bias=self.bias is not None,

@@ -152,7 +152,7 @@ def prepare(call: ForwardArguments) -> Prepared:
         return Prepared(reference.run, None)
     key = forward.key(live_target(device), device)  # refused under every policy if there is no exact-shape plan
     with torch.cuda.device(device):
-        policy = shape_policy.active()
+        policy = shape_policy.Setting.policy or shape_policy.active()
         is_exact = sign is not None or _wants_exact_shape_plan(policy, call)
         prepared = None if is_exact else _with_bucket(forward, key, policy, scale)
         if prepared is None:
@@ -177,7 +177,7 @@ def _fill_empty(call: ForwardArguments) -> Result:
 
 def _wants_exact_shape_plan(policy: str, call: ForwardArguments) -> bool:
     deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
-    return policy == shape_policy.EXACT or deterministic or autotune.is_in_force()
+    return policy == shape_policy.EXACT or deterministic or bool(autotune.in_force)
 
 
 def _with_bucket(forward: ForwardSpec, key: PlanKey, policy: str, scale: float) -> Prepared | None:

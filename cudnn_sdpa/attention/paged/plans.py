@@ -215,7 +215,7 @@ class DecodeSpec:
             skv=self.tables[0].shape[2] * self.k.shape[2],
             sm=target.sm,
             cudnn=target.cudnn,
-            gpu=str(target),
+            gpu=target,
             lengths=True,
         )
         refused = refusal(configuration, "sdpa_paged")

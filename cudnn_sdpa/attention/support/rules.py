@@ -49,7 +49,7 @@ class Configuration:
     skv: int
     sm: int
     cudnn: int
-    gpu: str = "this GPU"
+    gpu: object = "this GPU"
     packed: bool = False
     band: Band | None = None
     lengths: bool = False

@@ -106,7 +106,7 @@ class VarlenSpec:
             skv=self.max_seqlen_kv,
             sm=target.sm,
             cudnn=target.cudnn,
-            gpu=str(target),
+            gpu=target,
             packed=True,
             band=self.mask.band,
             lengths=True,

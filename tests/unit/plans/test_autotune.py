@@ -29,7 +29,7 @@ def machine(monkeypatch):
 
 
 def test_autotune_ends_with_the_context_and_nests():
-    assert not autotune_module.is_in_force()
+    assert not autotune_module.in_force
     with autotune() as outer:
         assert autotune_module.max_candidates() == autotune_module.DEFAULT_CANDIDATES
         with autotune(candidates=3) as inner:
@@ -37,7 +37,7 @@ def test_autotune_ends_with_the_context_and_nests():
             autotune_module.note(key(), [AutotuneCandidate("eng1", {})])
         assert autotune_module.max_candidates() == autotune_module.DEFAULT_CANDIDATES
         autotune_module.note(key(), [AutotuneCandidate("eng2", {})])
-    assert not autotune_module.is_in_force()
+    assert not autotune_module.in_force
     autotune_module.note(key(), [AutotuneCandidate("eng3", {})])
     assert [entry.candidates[0].engine for entry in outer.entries] == ["eng1", "eng2"]
     assert [entry.candidates[0].engine for entry in inner.entries] == ["eng1"]
@@ -50,16 +50,16 @@ def test_autotune_may_be_exited_in_any_order_and_by_an_exception():
     first.__exit__(None, None, None)
     assert autotune_module.max_candidates() == 3
     second.__exit__(None, None, None)
-    assert not autotune_module.is_in_force()
+    assert not autotune_module.in_force
     with pytest.raises(KeyError), autotune():
         raise KeyError
-    assert not autotune_module.is_in_force()
+    assert not autotune_module.in_force
 
 
 def test_autotune_holds_in_all_threads():
     seen = []
     with autotune():
-        thread = threading.Thread(target=lambda: seen.append(autotune_module.is_in_force()))
+        thread = threading.Thread(target=lambda: seen.append(bool(autotune_module.in_force)))
         thread.start()
         thread.join()
     assert seen == [True]
@@ -70,7 +70,7 @@ def test_candidates_are_an_integer_of_at_least_two(candidates):
     with pytest.raises(OptionError) as caught, autotune(candidates=candidates):
         pass
     assert str(caught.value) == f"candidates: got {candidates!r}; expected an integer of at least 2."
-    assert not autotune_module.is_in_force()
+    assert not autotune_module.in_force
 
 
 def test_the_report_lists_plans_and_their_candidates():

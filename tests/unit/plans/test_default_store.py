@@ -41,8 +41,8 @@ def untouched(monkeypatch, home, tmp_path):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(default_store._Setting, "is_resolved", False)
-    monkeypatch.setattr(default_store._Setting, "store", None)
+    monkeypatch.setattr(default_store.Setting, "is_resolved", False)
+    monkeypatch.setattr(default_store.Setting, "store", None)
     return home
 
 
@@ -60,7 +60,7 @@ def ask(untouched, monkeypatch, caplog):  # noqa: ARG001 - needs the effect of `
                 assert default_store.active() is default_store.active()
             assert time.perf_counter() - start < 1
         store = default_store.active()
-        default_store._Setting.is_resolved = False
+        default_store.Setting.is_resolved = False
         return (store and store.folder), [f"{record.levelname} {record.getMessage()}" for record in caplog.records]
 
     return run

@@ -10,7 +10,7 @@ from cudnn_sdpa.plans import shape_policy as shape_policy_module
 
 @pytest.fixture(autouse=True)
 def unset(monkeypatch):
-    monkeypatch.setattr(shape_policy_module._Setting, "policy", "")
+    monkeypatch.setattr(shape_policy_module.Setting, "policy", "")
     monkeypatch.setattr(shape_policy_module._overrides, "_entries", [])
     monkeypatch.delenv(shape_policy_module.VARIABLE, raising=False)
     monkeypatch.setattr(shape_policy_module, "_listeners", [])
