@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -18,6 +18,16 @@ def cast_tensor(tensor: Any, q: Tensor) -> Any:
         return tensor
     lower = tensor.is_floating_point() and tensor.dtype != torch.float64
     return tensor.to(torch.get_autocast_dtype(kind)) if lower else tensor
+
+
+def could_cast(tensors: Iterable[Tensor]) -> bool:
+    """Whether autocast, if it is on, could cast one of these tensors: not if they have its dtype."""
+    for tensor in tensors:
+        kind = tensor.device.type
+        follows = tensor.is_floating_point() and kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)
+        if follows and tensor.dtype not in (torch.float64, torch.get_autocast_dtype(kind)):
+            return True
+    return False
 
 
 def casts(*names: str) -> Callable[[Any], dict[str, object]]:

@@ -60,9 +60,16 @@ is_autocasting = getattr(torch._C, "_is_any_autocast_enabled", None) or (
 is_batch = is_legacy_batchedtensor  #: what `is_grads_batched` makes of gradients; its Python type is Tensor
 
 
-def can_bypass_dispatcher(*tensors: Tensor | None) -> bool:
-    """Whether nothing but autograd needs to intercept a call with these tensors."""
-    return is_plain_memory(*tensors) and forward_ad._current_level < 0 and not is_observed() and not is_autocasting()
+def can_bypass_dispatcher(*tensors: Tensor | None, may_cast: bool = True) -> bool:
+    """Whether nothing but autograd needs to intercept a call with these tensors.
+
+    Args:
+        tensors: The tensors.
+        may_cast: Whether autocast, if it is on, might cast one of them.
+    """
+    if may_cast and is_autocasting():
+        return False
+    return is_plain_memory(*tensors) and forward_ad._current_level < 0 and not is_observed()
 
 
 def is_lazy(tensor: Tensor) -> bool:

@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from cudnn_sdpa.engine.dispatch_state import (
     Guard,
     can_bypass_dispatcher,
+    is_autocasting,
     is_batch,
     is_deterministic,
     is_observed,
@@ -182,15 +183,17 @@ class KnownCalls(Generic[KindT]):
         self,
         look_up: Callable[[tuple[Any, ...], Any, bool], KindT | None],
         runs: Callable[[KindT, tuple[Any, ...], Any, bool], Callable[..., object]],
+        could_cast: Callable[[Sequence[Tensor]], bool],
     ) -> None:
         """Makes a table without calls.
 
         Args:
             look_up: Gives the bound call for operands, options, and whether autograd follows it; None if it is unknown.
             runs: Gives what runs such calls.
+            could_cast: Whether autocast, which is on, could cast one of these tensors in a call.
         """
         self.table: CallTable[tuple[KnownCall, ...]] = CallTable(())
-        self._look_up, self._runs = look_up, runs
+        self._look_up, self._runs, self._could_cast = look_up, runs, could_cast
 
     def find(self, operands: tuple[Any, ...], options: Options) -> Callable[..., Any] | None:
         """What runs a call at once, if calls like it are known and nothing must intercept it."""
@@ -227,12 +230,15 @@ class KnownCalls(Generic[KindT]):
         for tensor in tensors:
             if tensor.is_nested or is_batch(tensor):
                 return None
-        if not can_bypass_dispatcher(*tensors):
+        autocasts = is_autocasting()
+        if not can_bypass_dispatcher(*tensors, may_cast=autocasts and self._could_cast(tensors)):
             return None
         trains = needs_gradient(*tensors)
         entry: Any = self._look_up(operands, options, trains)
         if entry is None:
             return None
+        if autocasts:  # to a dtype that no guard sees
+            return self._runs(entry, operands, options, trains)
         others = tuple([(place, type(x)) for place, x in enumerate(operands) if not isinstance(x, Tensor)])
         known: KnownCall | None = entry.last
         if (

@@ -31,7 +31,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_sdpa.engine import autograd_checks, fallback, sharding
-from cudnn_sdpa.engine.autocast import is_deterministic
+from cudnn_sdpa.engine.autocast import could_cast, is_deterministic
 from cudnn_sdpa.engine.autograd import Differentiable
 from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.dispatch_state import (
@@ -366,7 +366,7 @@ class Operation(Generic[CallT]):
         if self.differentiable:
             self.operators["backward"] = f"{self.name}_backward"
             self._describe_gradients()
-        self.known: KnownCalls[_Entry] = KnownCalls(self._look_up, self._runs)
+        self.known: KnownCalls[_Entry] = KnownCalls(self._look_up, self._runs, could_cast)
         self.table = self.known.table
         self._known_to_be_differentiable: set[Hashable] = set()
         self._register_operators()

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from cudnn_sdpa.engine import autograd_checks, sharding
-from cudnn_sdpa.engine.autocast import cast_tensor
+from cudnn_sdpa.engine import autograd_checks, cpu_target, sharding
+from cudnn_sdpa.engine.autocast import cast_tensor, could_cast
 from cudnn_sdpa.engine.autograd import Differentiable
 from cudnn_sdpa.engine.dispatch_state import (
     can_bypass_dispatcher,
@@ -31,7 +31,7 @@ from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, chec
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
-from cudnn_sdpa.fused.checks import check_savable, check_strided, shown
+from cudnn_sdpa.fused.checks import check_offsets, check_savable, check_strided, shown
 from cudnn_sdpa.fused.torch_ops import Options, Outputs, Value, as_tuple
 from cudnn_sdpa.graph.definition import GraphDefinition, function_digest
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
@@ -97,6 +97,8 @@ class GraphFunction(GraphDefinition):
         ways: How a call on DTensors may be divided among ranks; None if that is not declared.
         token: The name by which the torch operator finds it.
         known: The calls whose plans are bound.
+        calls: Those that the native module launches. A function with a signature of its own may ask it before `run`, if
+            neither Dynamo traces nor `Watch.count` is above 0.
     """
 
     def __init__(
@@ -144,9 +146,11 @@ class GraphFunction(GraphDefinition):
         self.ways = sharding.along(shard) if isinstance(shard, Mapping) else shard
         functions = (builder, backward, reference, outputs, readable, views, reads)
         self.token = torch_ops.register(self, function_digest(*functions))
-        self.known: KnownCalls[_Entry] = KnownCalls(self._look_up, self._runs)
+        self.known: KnownCalls[_Entry] = KnownCalls(
+            self._look_up, self._runs, could_cast if autocast else lambda _: False
+        )
         self._find = self.known.find
-        self._calls = NativeCalls(numbers=len(self.operands))
+        self.calls = NativeCalls(numbers=len(self.operands))
 
     def __call__(self, *operands: Value, **options: object) -> Any:
         """The results for these operands: tensors, numbers, or None for optional ones.
@@ -162,16 +166,16 @@ class GraphFunction(GraphDefinition):
         if options and not options.keys() <= self.options.keys():
             operands, options = self._in_order(operands, options)
         if not is_compiling():
-            if _Watch.count and (watched := self._watched(operands, options)) is not None:
+            if Watch.count and (watched := self._watched(operands, options)) is not None:
                 return watched[0]
-            find = self._calls.find
+            find = self.calls.find
             if find is not None:
                 known = find(*operands, **options) if options else find(*operands)
                 if known is not MISSED:
                     return known
             run = self._find(operands, options)
             if run is not None:
-                if self._calls.is_used:
+                if self.calls.is_used:
                     self._teach(operands, options)
                 return run(*operands)
         return self._first(operands, options)
@@ -190,7 +194,9 @@ class GraphFunction(GraphDefinition):
             return self._returned(torch_ops.run(self, values, static), trains=trains)
         values = tuple(plain(x) if isinstance(x, Tensor) and is_lazy(x) else x for x in values)
         tensors = _tensors(values)
-        if not can_bypass_dispatcher(*tensors) or any(map(is_batch, tensors)) or not _has_runner(tensors[0]):
+        # What autocast casts has been cast; references on the CPU run below it as they do in the dispatcher.
+        bypasses = can_bypass_dispatcher(*tensors, may_cast=not tensors[0].is_cuda)
+        if not bypasses or any(map(is_batch, tensors)) or not _has_runner(tensors[0]):
             return self._returned(torch_ops.run(self, values, static), trains=trains)
         run: Run = partial(self._run_elsewhere, values, static)
         if tensors[0].is_cuda and not any(x.numel() == 0 for x in tensors):
@@ -253,7 +259,7 @@ class GraphFunction(GraphDefinition):
 
     def _watched(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> tuple[Any] | None:
         """The results of a known call that a backward pass makes while it is watched; None for other calls."""
-        watch = _Watch.of_this_thread()
+        watch = Watch.of_this_thread()
         if watch is None:
             return None
         with watch.looking_away():
@@ -278,12 +284,12 @@ class GraphFunction(GraphDefinition):
         count = len(entry.bound.results) - (self.auxiliary if trains else 0)
         call = RepeatableCall(entry.bound, tensors, range(count), is_single=count == 1)
         if not trains:
-            self._calls.learn(operands, options, call)
+            self.calls.learn(operands, options, call)
         elif not any(x.is_inference() for x in tensors):
             values = (*operands, *(None,) * (len(self.operands) - len(operands)))
             needs = [isinstance(x, Tensor) and x.requires_grad for x in values]
             saved = self.saved(values, entry.static, needs)
-            self._calls.learn(operands, options, call, saved.differentiation(values, entry.bound.results))
+            self.calls.learn(operands, options, call, saved.differentiation(values, entry.bound.results))
 
     def _tracked(self, values: Sequence[Value], static: Options, run: Run) -> _Tracked:
         """A call that autograd follows; calls with the same pattern may share it."""
@@ -305,8 +311,15 @@ class GraphFunction(GraphDefinition):
 
     def _run_elsewhere(self, values: Sequence[Value], static: Options, *_: object) -> Outputs:
         """A call that needs no plan: on the CPU, on tensors without memory or without elements."""
-        is_meta = any(x.is_meta for x in _tensors(values))
-        return (torch_ops.fake_results if is_meta else torch_ops.run_reference)(self, values, static)
+        values = tuple([float(x) if isinstance(x, int) else x for x in values])
+        tensors = _tensors(values)
+        if any(x.is_meta for x in tensors):
+            return torch_ops.fake_results(self, values, static)
+        results = torch_ops.run_reference(self, values, static)
+        if cpu_target.active_name() is not None and not any(x.is_cuda or x.numel() == 0 for x in tensors):
+            parts = self._parts(values, results, self._viewed(values, results, static))
+            check_offsets(dict(zip(self.operands, values, strict=True)), {name: x.offset for name, x in parts.items()})
+        return results
 
     # The arguments.
 
@@ -540,7 +553,7 @@ class Saved:
             ctx.like = [(x.shape, x.dtype, x.device) for x in returned]
 
     def gradients(
-        self, ctx: Any, grads: Sequence[Tensor | None], needs: tuple[bool, ...], watch: _Watch | None = None
+        self, ctx: Any, grads: Sequence[Tensor | None], needs: tuple[bool, ...], watch: Watch | None = None
     ) -> Sequence[Tensor | None]:
         """The gradients of the operands, from those of the results and what was saved; `watch` watches `backward`."""
         if not [grad for grad in grads if grad is not None]:
@@ -606,7 +619,7 @@ def _native_gradients(
     kind = _kind_of_backward(grads, needs, numbers) if may_learn else None
     if kind is None or not attempts.are_worthwhile(kind):
         return of.gradients(context, grads, needs), None
-    watch = _Watch()
+    watch = Watch()
     found = of.gradients(context, grads, needs, watch)
     call = _repeatable(watch.calls, [x for x, need in zip(found, needs, strict=True) if need])
     attempts.note(kind, is_repeatable=call is not None)
@@ -659,7 +672,7 @@ _HARMLESS = frozenset(
 )
 
 
-class _Watch(TorchFunctionMode):
+class Watch(TorchFunctionMode):
     """While active, notes what this thread does: launches of graph functions; None for anything else.
 
     Attributes:
@@ -678,15 +691,15 @@ class _Watch(TorchFunctionMode):
     @contextmanager
     def of_block(self) -> Iterator[None]:
         """Watches a `with` statement."""
-        before = _Watch.of_this_thread()
-        _Watch._threads.watch = self
-        _Watch.count += 1
+        before = Watch.of_this_thread()
+        Watch._threads.watch = self
+        Watch.count += 1
         try:
             with self:
                 yield
         finally:
-            _Watch.count -= 1
-            _Watch._threads.watch = before
+            Watch.count -= 1
+            Watch._threads.watch = before
 
     def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         """Notes a function of PyTorch's: it may read or write elements, which a launch alone would not."""
@@ -706,9 +719,9 @@ class _Watch(TorchFunctionMode):
             self._looks_away = False
 
     @classmethod
-    def of_this_thread(cls) -> _Watch | None:
+    def of_this_thread(cls) -> Watch | None:
         """What watches this thread."""
-        found: _Watch | None = getattr(cls._threads, "watch", None)
+        found: Watch | None = getattr(cls._threads, "watch", None)
         return found
 
 
@@ -797,7 +810,7 @@ def _has_runner(tensor: Tensor) -> bool:
 def without_memory(value: Value) -> Value:
     """An operand; a tensor without memory in place of a tensor."""
     if not isinstance(value, Tensor):
-        return value
+        return float(value) if isinstance(value, int) else value  # PyTorch's own functions take no int of 65 bits
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 

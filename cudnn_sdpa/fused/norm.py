@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.native.calls import MISSED
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused.checks import shown
+from cudnn_sdpa.fused.graph_op import Watch
 from cudnn_sdpa.fused.norm_graphs import (
     ACTIVATIONS,
     MAX_EPS,
@@ -20,6 +22,7 @@ from cudnn_sdpa.fused.norm_graphs import (
     rms_norm_rows,
 )
 from cudnn_sdpa.fused.torch_ops import Value
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 
 @overload
@@ -97,7 +100,14 @@ def rms_norm(
     """
     if type(eps) is not float or not 0.0 <= eps <= MAX_EPS:  # in each call: it is data
         check_eps(eps)
-    check_zero_centered(zero_centered)
+    if zero_centered is not False:
+        check_zero_centered(zero_centered)
+    elif residual is None and activation is None:
+        find = rms_norm_rows.calls.find
+        if find is not None and not (Watch.count or is_compiling()):
+            known = find(x, weight, eps)
+            if known is not MISSED:
+                return known  # type: ignore[no-any-return]
     if activation is not None and _needs_gradient(x, weight, residual):
         check_activation(activation)
         normalized = rms_norm(x, weight, eps, residual=residual, zero_centered=zero_centered)

@@ -563,16 +563,18 @@ def test_autocast_casts_only_what_pytorch_casts(call):
 
 
 def test_autocast_that_casts_nothing(call):
-    """Where tensors have its dtype; autocast to another dtype casts them all the same."""
+    """Where tensors have its dtype; autocast to another dtype casts queries, keys and values all the same."""
     tensors = call.tensors(grad=True)
     wanted = {name: x for name, x in tensors.items() if x.requires_grad}
-    own = call(tensors).dtype
-    for dtype in (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16):
-        if dtype is torch.float16 and not call.is_attention:
+    casts = call.function in (scaled_dot_product_attention, sdpa, sdpa_varlen)
+    with torch.autocast("cpu", torch.bfloat16):
+        dtypes = {torch.bfloat16: call(tensors).dtype, torch.float16: torch.float16}
+    for dtype in (torch.bfloat16, torch.bfloat16, torch.bfloat16, torch.float16, torch.bfloat16):
+        if dtype is torch.float16 and not casts:
             continue
         with torch.autocast("cpu", dtype):
             out = call(tensors)
-        assert out.dtype == (dtype if call.is_attention else own)
+        assert out.dtype == dtypes[dtype]
         call.assert_out(out, tensors)
         if wanted:
             grad_out = torch.randn(out.shape).to(out.dtype)

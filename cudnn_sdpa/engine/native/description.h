@@ -6,6 +6,7 @@
 #include <torch/csrc/profiler/orchestration/observer.h>
 
 #include <ATen/Context.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -40,11 +41,16 @@ inline void describe(const at::Tensor& tensor, bool grad_mode, Words& words) {
 }
 
 // What PyTorch has set in this thread: autocast, inference mode, dispatch modes, functorch's transforms and tracing show
-// in the dispatch keys.
+// in the dispatch keys, but for autocast's dtypes. Grad mode is in the last word.
 inline void describe_state(Words& words) {
   const auto keys = c10::impl::tls_local_dispatch_key_set();
   words.push_back(keys.included_.raw_repr());
   words.push_back(keys.excluded_.raw_repr());
+  if ((keys.excluded_ & c10::autocast_dispatch_keyset) != c10::autocast_dispatch_keyset) {  // on, for some device
+    words.push_back(
+        static_cast<uint64_t>(at::autocast::get_autocast_dtype(at::kCUDA)) << 8 |
+        static_cast<uint64_t>(at::autocast::get_autocast_dtype(at::kCPU)));
+  }
   words.push_back(
       static_cast<uint64_t>(c10::GradMode::is_enabled()) | at::globalContext().deterministicAlgorithms() << 1);
 }

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, is_profiling, needs_gradient, tensor_guard
+from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, is_observed, needs_gradient, tensor_guard
 
 
 class Watching(TorchDispatchMode):
@@ -102,11 +102,11 @@ def test_traces_need_the_dispatcher():
 
 @pytest.mark.filterwarnings("ignore:.*Profiler clears events")
 def test_the_profiler_needs_the_dispatcher():
-    assert not is_profiling()
+    assert not is_observed()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert is_profiling()
+        assert is_observed()
         assert not is_plain(*tensors())
-    assert not is_profiling()
+    assert not is_observed()
 
 
 class TestGuard:

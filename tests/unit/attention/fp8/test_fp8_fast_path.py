@@ -17,6 +17,7 @@ from cudnn_sdpa import (
 from cudnn_sdpa.attention.fp8 import launch, plans
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD
 from cudnn_sdpa.engine import launch as engine_launch
+from cudnn_sdpa.engine.autocast import could_cast
 from cudnn_sdpa.engine.fast_path import KnownCalls
 
 pytestmark = pytest.mark.usefixtures("reference_alone")  # no GPU has kernels for all of these head dims and masks
@@ -31,7 +32,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(launch, "live_target", lambda _: TARGET)
     monkeypatch.setattr(launch, "plan_cache", FakeCache(fp8_attention))
     for operation in (FP8, FP8_BACKWARD):
-        known = KnownCalls(operation._look_up, operation._runs)
+        known = KnownCalls(operation._look_up, operation._runs, could_cast)
         monkeypatch.setattr(operation, "known", known)
         monkeypatch.setattr(operation, "table", known.table)
 

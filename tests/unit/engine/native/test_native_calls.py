@@ -137,6 +137,20 @@ def test_two_numbers_in_turn(launches_in_python):
             assert number < 10 or not launches_in_python
 
 
+@pytest.mark.parametrize("name", [*TRAINING, "sdpa, lengths", "conv2d", "sdpa_paged"])
+def test_known_calls_under_autocast_that_casts_nothing(name, launches_in_python):
+    call = OPERATIONS[name]
+    with gpu_on_the_cpu(call.compute), torch.autocast("cpu", torch.bfloat16):
+        call.warm_up()
+        launches_in_python.clear()
+        tensors = call.tensors()
+        call.assert_out(call(tensors), tensors)
+        if call.differentiable:
+            tensors = call.tensors(grad=True)
+            call.assert_gradients(call.gradients(tensors), tensors)
+        assert not launches_in_python
+
+
 @pytest.mark.parametrize("is_native", [False, True])
 def test_observers_of_operators_see_them(tmp_path, is_native):
     call, file = OPERATIONS["sdpa, causal, scale"], tmp_path / "trace.json"
