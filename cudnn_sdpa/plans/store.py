@@ -13,7 +13,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -35,6 +35,9 @@ _KEPT_FRACTION = 0.9
 
 #: Seconds to wait for a process that builds the same plan. A build takes one; a stopped process keeps its lock.
 _LOCK_SECONDS = 60.0
+
+#: Maximum number of file names that a store remembers.
+_MAX_NAMES = 4096
 
 _stores: weakref.WeakSet[PlanStore] = weakref.WeakSet()
 
@@ -64,7 +67,7 @@ class PlanStoreInfo:
     evictions: int
 
 
-class Identified(Protocol):
+class Identified(Hashable, Protocol):
     """The key of a plan, or of anything else that is compiled for a GPU."""
 
     def identity(self) -> dict[str, object]:
@@ -96,6 +99,7 @@ class PlanStore:
         self._counters = dict.fromkeys(("loads", "saves", "rejected", "evictions"), 0)
         self._warned: set[str] = set()
         self._ignored: dict[str, bytes] = {}
+        self._names: dict[Identified, str] = {}  # a first call asks for the same ones several times
         self._start_afresh()
         _stores.add(self)
         with self._opened(make=True):
@@ -120,7 +124,12 @@ class PlanStore:
 
     def path(self, key: Identified) -> Path:
         """The path of the plan of `key`, existing or not."""
-        return self.folder / file_format.name_of(key.identity())
+        name = self._names.get(key)
+        if name is None:
+            if len(self._names) >= _MAX_NAMES:
+                self._names.clear()
+            name = self._names[key] = file_format.name_of(key.identity())
+        return self.folder / name
 
     def load(self, key: Identified, *, only_tuned: bool = False) -> StoredPlan | None:
         """The stored plan of `key`; None if there is none that can be trusted.
