@@ -26,12 +26,14 @@ _CACHE_BYTES = 256 << 20  #: more than the cache of any GPU
 
 
 def host_times(calls: Mapping[str, Call], *, per_round: int = 1000, rounds: int = 15) -> dict[str, float]:
-    """Microseconds of CPU time of one call of each candidate; their rounds alternate."""
+    """Microseconds of CPU time of one call of each candidate; their rounds alternate, in another order each time."""
     best = dict.fromkeys(calls, float("inf"))
     for call in calls.values():
         _repeat(call, 50)
+    order, chance = list(calls.items()), random.Random(0)
     for _ in range(rounds):
-        for name, call in calls.items():
+        chance.shuffle(order)  # no candidate always follows the same other one
+        for name, call in order:
             torch.cuda.synchronize()
             start = time.perf_counter()
             _repeat(call, per_round)
