@@ -20,7 +20,7 @@ def made(*shape, dtype):
 def check(tensors, **options):
     """Compares output and gradients with the reference in float64.
 
-    Where a query sees one key, its gradient is 0, a difference of terms of about scale · D: errors are relative to those.
+    Where a query sees one key, its gradient is 0, the difference of terms of about scale · D.
     """
     given = [x for x in tensors if x is not None]
     leaves = [x for x in given if x.requires_grad]
