@@ -226,6 +226,22 @@ class _NativeGradient:
         return found, self.operation.repeatable_gradient(context, grads, needs, self.last) if can_learn else None
 
 
+class Checked(NamedTuple):
+    """A call that is only described.
+
+    Attributes:
+        call: As the caller made it, with the setting of deterministic algorithms that it follows.
+        cast: As autocast casts it, with random numbers if it draws any.
+        refused: Why its differentiation is refused; None if it is not.
+        trains: Whether autograd follows it.
+    """
+
+    call: Any
+    cast: Any
+    refused: UnsupportedError | None
+    trains: bool
+
+
 class _CachedGradient(NamedTuple):
     """The last backward call of a call, and what recognizes another like it.
 
@@ -485,6 +501,30 @@ class Operation(Generic[CallT]):
             )
         if not self.differentiable and needs_gradient(*call[: self._tensors]):
             self.check_gradient(call)
+
+    def checked(self, call: CallT, cast: Callable[[CallT], CallT]) -> Checked:
+        """A call that is only described, checked in full, as it is before its launch.
+
+        Args:
+            call: The call as a caller made it.
+            cast: What casts it as autocast does, without computing.
+
+        Raises:
+            ArgumentError: An argument is wrong.
+            UnsupportedError: The call is declined.
+        """
+        self.check_types(call)
+        if "deterministic" in self._types:
+            call = call._replace(deterministic=is_deterministic(call.deterministic))
+        as_cast = cast(call)
+        self.check_options(as_cast)
+        if "rng" in self._types and call.dropout_p:
+            as_cast = as_cast._replace(rng=torch.empty(2, dtype=torch.int64, device=call[0].device))
+        self.check(as_cast)
+        self.check_strides(as_cast)
+        self.check_memory(as_cast)
+        refused = UnsupportedError.of(self.check_differentiation, call)
+        return Checked(call, as_cast, refused, needs_gradient(*call[: self._gradients]))
 
     def check_all(self, call: CallT) -> None:
         """All checks that read no address and no value, of a call that autocast has cast."""

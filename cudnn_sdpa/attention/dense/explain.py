@@ -21,7 +21,6 @@ from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa
 from cudnn_sdpa.attention.dense.sdpa_backward import backward_call_of, sdpa_backward
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.autocast import is_deterministic
-from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
@@ -39,21 +38,12 @@ TO_CAST = ("q", "k", "v", "attn_mask")
 @describes(sdpa, sharding.dense)
 def describe_sdpa(**given: Any) -> Description:
     """What `sdpa` runs on a GPU with these arguments; tensors may also be on the CPU."""
-    original = call_of(**given)
-    arguments.check_types(original)
-    original = original._replace(deterministic=is_deterministic(original.deterministic))
-    call, sinks, device = as_cast(original), given["sinks"], device_of(original.q)
-    arguments.check_options(call)
-    rng = torch.empty(2, dtype=torch.int64, device=call.q.device) if call.dropout_p else None
-    arguments.check(call._replace(rng=rng))
-    memory.check_strides(call.q, call.k, call.v)
-    memory.check_memory(call.q, call.k, call.v, out=call.out, mask=call.attn_mask)
-    refused = UnsupportedError.of(SDPA.check_differentiation, original)
+    original, call, refused, trains = SDPA.checked(call_of(**given), as_cast)
+    sinks, device = given["sinks"], device_of(original.q)
     if refused is not None:
         return Description(graphs.sdpa_forward, partial(refuse, refused), device)
-    trains = needs_gradient(*original.differentiable)
     original = original._replace(with_lse=original.with_lse or trains)
-    call = without_data(call._replace(rng=rng, with_lse=original.with_lse))
+    call = without_data(call._replace(with_lse=original.with_lse))
     forward = ForwardSpec.of(call)
     notes = [*notes_on_casts(original, call), *notes_on_sinks(sinks), *notes_on_scale(call), *forward.extra_kernels()]
     return Description(

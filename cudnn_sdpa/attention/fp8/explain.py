@@ -78,12 +78,7 @@ def describe_sdpa_fp8(
 
 def _checked(operation: Operation[Any], call: Fp8Arguments | Fp8BackwardArguments) -> Description | None:
     """Checks a call as it is checked before its launch; describes one that is refused for its differentiation."""
-    operation.check_types(call)
-    operation.check_options(call)
-    operation.check(call)
-    operation.check_strides(call)
-    operation.check_memory(call)
-    refused = UnsupportedError.of(operation.check_differentiation, call)
+    refused = operation.checked(call, lambda call: call).refused
     if refused is None:
         return None
     graph = graphs.sdpa_fp8_forward if operation is FP8 else graphs.sdpa_fp8_backward

@@ -19,7 +19,6 @@ from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import backward_call_of, sdpa_varlen_backward
 from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.autocast import is_deterministic
-from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
@@ -28,21 +27,12 @@ from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 @describes(sdpa_varlen, sharding.varlen)
 def describe_varlen(**given: Any) -> Description:
     """What `sdpa_varlen` runs on a GPU with these arguments."""
-    original = call_of(**given)
-    VARLEN.check_types(original)
-    rng = torch.empty(2, dtype=torch.int64, device="meta") if original.dropout_p else None
-    original = original._replace(deterministic=is_deterministic(original.deterministic), rng=rng)
-    call, sinks, device = explain.as_cast(original), given["sinks"], explain.device_of(original.q)
-    VARLEN.check_options(call)
-    VARLEN.check(call._replace(rng=None, dropout_p=0.0))
-    refused = UnsupportedError.of(VARLEN.check_differentiation, original)
+    original, call, refused, trains = VARLEN.checked(call_of(**given), explain.as_cast)
+    sinks, device = given["sinks"], explain.device_of(original.q)
     if refused is not None:
         return Description(graphs.sdpa_forward, partial(explain.refuse, refused), device)
-    trains = needs_gradient(original.q, original.k, original.v, original.sinks)
     original = original._replace(with_lse=original.with_lse or trains)
     launched, scale_notes = with_positive_scale(call), explain.notes_on_scale(call)
-    memory.check_strides(*call.as_dense().qkv)
-    memory.check_memory(call.q, call.k, call.v, call.out)
     packed, layout = plans.spec_of(launched), plans.output_layout(call)
     is_empty = 0 in call.q.shape or 0 in call.k.shape
     notes = [*explain.notes_on_casts(original, call), *explain.notes_on_sinks(sinks), *scale_notes]
