@@ -165,7 +165,7 @@ class KnownCall:
             return True
         if isinstance(options, tuple):
             return self.kinds == tuple(map(type, options))
-        if all(map(is_, options.values(), _values(self.options))):
+        if all(map(is_, options.values(), _values(self.options))):  # saves 1 µs for a norm, 7 for a convolution
             return True
         return self.kinds == kinds_of([options[name] for name in self.options])
 

@@ -81,7 +81,8 @@ def sizes_of(rank: int, stride: object, padding: object, dilation: object) -> di
     }
 
 
-#: Small sizes, repeated for each dimension: made once, since the same objects are compared faster.
+#: Small sizes, repeated for each dimension: made once, since the types of the same objects need no comparison, which
+#: takes 7 µs in Python; see `KnownCall.has_options`.
 _REPEATED = [[(value,) * rank for rank in range(4)] for value in range(8)]
 
 

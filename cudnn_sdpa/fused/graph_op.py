@@ -896,7 +896,9 @@ def graph_op(
         shard: The operands that ranks may share if they are DTensors, by name, each with the number of its last
             dimensions that a rank needs whole: `{"x": 1}` for rows of x. They are sharded alike, in any other
             dimension, and so are the results. The other operands are replicated, and their gradients are `Partial()`.
-            None refuses DTensors.
+            Or a function of all operands and options by name that gives the ways to share a call, each a
+            `cudnn_sdpa.engine.sharding.Way`, the usual one first: a convolution has `[Way("the batch", {"x": 0}, 0)]`,
+            for a part of dimension 0 of x and of the result on each rank. None refuses DTensors.
         replays_backward: Whether a backward pass may replay the launch of an earlier one: if all that `backward` did
             was one call of a graph function, like passes launch that in C++ and do not call `backward`. Set it only if
             what `backward` calls depends on layouts, options and numbers alone, and if it has no other effect. What
