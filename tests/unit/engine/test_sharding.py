@@ -718,7 +718,15 @@ def check_other_refusals():
     def wrong(g, x):
         return g.reduction(input=x)
 
+    @cudnn_sdpa.graph_op(reference=lambda x: x.relu(), shard=lambda _: [sharding.Way("columns", {"x": 1}, 1)])
+    def by_columns(g, x):
+        return g.relu(input=x)
+
+    x = placed({"x": randn(4, 6)}, {"x": [Shard(1)]}, mesh)["x"]
+    assert by_columns(x).placements == (Shard(1),)
     x = placed({"x": randn(4, 6)}, {"x": [Shard(0)]}, mesh)["x"]
+    with pytest.raises(UnsupportedError, match=r"by_columns on DTensors"):
+        by_columns(x)
     with pytest.raises(UnsupportedError, match=r"undeclared on DTensors(.|\n)*shard=(.|\n)*local_map"):
         undeclared(x)
     with pytest.raises(UnsupportedError, match=r"wrong on DTensors(.|\n)*should have size 2 in dimension 0"):
