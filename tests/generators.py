@@ -2825,6 +2825,11 @@ def draw(name: str, seed: int, device: str = "cpu") -> Case:
     grad = "dense" if mode == "inductor" and grad == "negative" else grad
     policy = "tiered" if policy == "exact" and more.random() < 0.1 else policy
     settings = case.settings or settings_of(more, case, device)
+    if device == "cpu" and op.aligns and not is_aligned(case):
+        if later(f"alignment of {name}", seed).random() < 0.2:
+            case = replace(case, refusable=case.refusable or MISALIGNED)
+        else:
+            settings = {**settings, **UNCHECKED}
     return replace(case, mode=mode, third=third, varied=varied, policy=policy, grad=grad, settings=settings)
 
 
@@ -2868,13 +2873,23 @@ def with_alignment(r: random.Random, case: Case) -> Case:
     for name, spec in tensors.items():
         if r.random() < 0.9:
             tensors[name] = aligned(spec)
-    halves = case.facts.get("form", "two") != "two" and tensors["both"].shape[-1] // 2 * case.dtype.itemsize % 16
-    if "split" in case.facts:  # a part of the tokens begins elsewhere
-        halves = halves or tensors["x"].shape[-1] * case.dtype.itemsize % 16
-    is_aligned = not halves and all(spec == aligned(spec) for spec in tensors.values())
-    return replace(
-        case, tensors=tensors, refusable=case.refusable or "" if is_aligned else "memory that is not aligned"
-    )
+    case = replace(case, tensors=tensors)
+    return replace(case, refusable=case.refusable or "" if is_aligned(case) else MISALIGNED)
+
+
+MISALIGNED = "memory that is not aligned"
+
+
+def is_aligned(case: Case) -> bool:
+    """Whether all tensors, and their parts, begin at multiples of 16 bytes."""
+    size = case.dtype.itemsize
+    if case.operation == "nn.SwiGLU" and case.options.get("packed", True) and case.options["hidden_dim"] * size % 16:
+        return False
+    if case.facts.get("form", "two") != "two" and case.tensors["both"].shape[-1] // 2 * size % 16:
+        return False
+    if "split" in case.facts and case.tensors["x"].shape[-1] * size % 16:  # a part of the tokens begins elsewhere
+        return False
+    return all(spec == aligned(spec) for spec in case.tensors.values())
 
 
 def poison(*shapes: tuple[tuple[int, ...], torch.dtype]) -> None:

@@ -53,8 +53,8 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
     `support`. The cuDNN version is that of the installed wheel, or 9.19. float32 and float64, which only the reference
     accepts, are checked as bfloat16. Wrong values, such as lengths beyond a tensor, always raise on the CPU.
 
-    The rules do not apply while `fallback("torch")` is in force. Norms, gated activations and convolutions have no such
-    rules: missing kernels show when a plan is built.
+    The rules do not apply while `fallback("torch")` is in force. Norms, gated activations, convolutions and users'
+    graphs have none but for addresses, which must be multiples of 16 bytes: missing kernels show when a plan is built.
 
     The setting is process-wide, and ends with the `with` statement if it is used in one. Without a call, the
     environment variable `CUDNN_SDPA_CPU_CHECKS` names the GPU; "none", "off" or an empty value is None.

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.memory import check_has_values
+from cudnn_sdpa.engine.memory import check_has_values, refuse_address
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError
+from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -94,6 +98,23 @@ def check_savable(**tensors: Tensor | None) -> None:
         if tensor is not None and tensor.is_inference():
             hint = f"Use {name}.clone() outside of torch.inference_mode, or torch.no_grad()."
             raise LayoutError(name, "a tensor made in inference mode", "one that autograd can save", hint)
+
+
+def check_offsets(operands: Mapping[str, object], parts: Mapping[str, int]) -> None:
+    """Refuses CPU tensors that begin where a GPU's kernels could not read them; allocations themselves are aligned.
+
+    Args:
+        operands: The operands by name.
+        parts: Where parts of operands or results begin, in bytes.
+    """
+    tensors = {name: x for name, x in operands.items() if isinstance(x, Tensor)}
+    begins = {name: int(x.storage_offset()) * x.element_size() for name, x in tensors.items()}
+    for name, begin in (begins | dict(parts)).items():
+        if begin % ALIGNMENT:
+            try:
+                refuse_address(name, begin % ALIGNMENT)
+            except LayoutError as error:
+                raise cpu_target.for_gpu(error) from None
 
 
 def shown(value: object) -> str:

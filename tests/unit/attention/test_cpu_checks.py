@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from fake_gpu import gpu_on_the_cpu
 
 import cudnn_sdpa
 from cudnn_sdpa import Fp8Scales, LayoutError, OptionError, ShapeError, UnsupportedError, cpu_checks, sdpa, sdpa_varlen
@@ -47,6 +48,35 @@ def test_unsupported_strides_are_refused(dtype):
             torch.testing.assert_close(
                 sdpa(q, wrong, v), sdpa(q, wrong.clone(memory_format=torch.contiguous_format), v)
             )
+
+
+ROWS = torch.randn(4, 128)
+MISALIGNED = {
+    "x": cudnn_sdpa.rms_norm,
+    "weight": lambda shifted: cudnn_sdpa.rms_norm(ROWS[:, :64].to(shifted), shifted[0]),
+    "bias": lambda shifted: cudnn_sdpa.layer_norm(ROWS[:, :64].to(shifted), None, shifted[0]),
+    "residual": lambda shifted: cudnn_sdpa.rms_norm(ROWS[:, :64].to(shifted), residual=shifted),
+    "gate": lambda shifted: cudnn_sdpa.silu_mul(shifted, ROWS[:, :64].to(shifted)),
+    "up": lambda shifted: cudnn_sdpa.gelu_mul(*[ROWS.to(shifted)[:, at : at + 64] for at in (0, 3)]),
+    "up, half": lambda shifted: cudnn_sdpa.silu_mul(ROWS[:, :6].to(shifted).contiguous()),
+}
+
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", MISALIGNED)
+def test_misaligned_operands_of_fused_operations_are_refused(name, dtype, trains):
+    """As on a GPU, in the same words; what a GPU copies anyway passes."""
+    shifted = torch.randn(4 * 64 + 1).to(dtype)[1:].view(4, 64).requires_grad_(trains)
+    argument = name.partition(",")[0]
+    with pytest.raises(LayoutError, match=f"^{argument}: got an address .* bytes past(?s:.*){NOTE}$") as on_the_cpu:
+        MISALIGNED[name](shifted)
+    with gpu_on_the_cpu(), pytest.raises(LayoutError) as on_a_gpu:
+        MISALIGNED[name](shifted)
+    assert str(on_the_cpu.value).startswith(str(on_a_gpu.value))
+    with cpu_checks(None):
+        MISALIGNED[name](shifted)
+    cudnn_sdpa.rms_norm(ROWS[:, 3:67].to(dtype))  # rows that are not dense are copied
 
 
 OPTIONS = {

@@ -110,6 +110,7 @@ def test_values(name, shape, dtype, assert_rounded):
     assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
 
 
+@pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", STRIDED)
 @pytest.mark.parametrize("name", ALL)
@@ -122,6 +123,7 @@ def test_values_of_tensors_that_are_not_dense(name, layout, dtype, assert_rounde
     assert_rounded(out, expected(*tensors))
 
 
+@pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(2,), (26,), (1, 64), (5, 34), (3, 512), (2, 3, 4, 256)], ids=str)
 def test_gate_and_up_in_one_tensor(shape, dtype, assert_rounded):
@@ -137,6 +139,7 @@ def test_gate_and_up_in_one_strided_tensor(assert_rounded):
     assert_rounded(silu_mul(both), silu_in_float64(both))
 
 
+@pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("name", ALL)
 def test_extreme_numbers(name):
     function, expected = ALL[name]
@@ -147,6 +150,7 @@ def test_extreme_numbers(name):
     assert function(*[nan] * len(tensors)).isnan().tolist() == [True, False]
 
 
+@pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(13,), (1, 64), (5, 34), (2, 3, 256)], ids=str)
 def test_gradients_of_silu_mul(shape, dtype):

@@ -220,6 +220,7 @@ def test_an_unknown_number_of_rows_adds_no_guard_on_the_maximum(form):
     assert times_compiled(FORMS[form], [(1000, 128), (70000, 128), (30, 128)], [0]) == 1
 
 
+@pytest.mark.usefixtures("reference_alone")
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("dims", [[1], [0, 1]], ids=str)
