@@ -224,6 +224,8 @@ def check_types(call: ForwardArguments) -> None:
             )
         if type(tensor) is not Tensor:
             check_has_values(name, tensor)
+        if name == "out" and not is_compiling() and tensor.is_neg():
+            raise LayoutError(name, "a negated view", "a tensor of its own", "Or pass what it is a view of.")
         tensors[name] = tensor
     if not is_compiling() and is_plain_memory():
         for name, tensor in tensors.items():

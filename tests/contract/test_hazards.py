@@ -635,6 +635,17 @@ def test_negative_bits_are_heeded(call):
         call.assert_out(call(given), tensors)
 
 
+def test_a_result_is_not_written_to_a_negated_view(attention):
+    if "out" not in inspect.signature(attention.function).parameters:
+        pytest.skip("it always allocates its result")
+    tensors = attention.tensors()
+    result = attention(tensors)
+    for _ in range(3):
+        attention.assert_out(attention(tensors, out=torch.empty_like(result)), tensors)
+        with pytest.raises(LayoutError, match="^out: got a negated view"):
+            attention(tensors, out=torch._neg_view(torch.empty_like(result)))
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_parts_of_a_conjugate_are_heeded(call):
     """A conjugate is negated lazily, and so is its imaginary part; a complex tensor is refused."""

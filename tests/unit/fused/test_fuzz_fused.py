@@ -132,7 +132,8 @@ OF_TENSORS = {
     "zeros without memory": lambda x: torch._efficientzerotensor(tuple(x.shape)),
 }
 OF_OPTIONS = [
-    *(None, True, -1, 0, 2, 3, 2**31 - 1, 2**31, 2**63, 10**400, 10**5000, -(10**400), 0.5, -0.5, 0.0, 1e300, 1e39),
+    *(None, True, -1, 0, 2, 3, 2**31 - 1, 2**31, 2**63, 2**64, 2**100, 10**400, 10**5000, -(10**400)),
+    *(0.5, -0.5, 0.0, 1e300, 1e39),
     *(float("nan"), float("inf"), "silu", "mish", "", (1,), (1, 2), (1, 1, 1, 1), [1, 1], (1.5, 1), b"1", 1j),
     *(torch.tensor(1.0), torch.ones(3), np.float32(0.5), np.int64(1), object(), torch.Size((8,)), {"a": 1}, print),
 ]
@@ -154,6 +155,8 @@ def spoiled(r, given):
 def in_float64(value):
     if isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested:
         return value.detach().resolve_neg().double()
+    if isinstance(value, int) and value.bit_length() > 63:  # which PyTorch's own functions do not take
+        return float(value)
     return value
 
 
@@ -191,7 +194,8 @@ def test_wrong_calls_are_refused_or_right(name, trains):
             assert one.shape == other.shape, what
             if not one.is_floating_point() or one.itemsize == 1:  # custom graphs accept these, and round
                 continue
-            if other.numel() and other.abs().amax() > torch.finfo(one.dtype).max:  # a large value overflows
+            computed = torch.float32 if name == "graph_op" and one.dtype == torch.float64 else one.dtype
+            if other.numel() and other.abs().amax() > torch.finfo(computed).max:  # a large value overflows
                 continue
             torch.testing.assert_close(
                 one.double(), other, rtol=tolerance, atol=tolerance, equal_nan=True, msg=str(what)

@@ -24,7 +24,7 @@ def fresh_compiler():
 
 def rms_in_float64(x, weight=None, eps=1e-6, *, residual=None, activation=None, zero_centered=False):
     rows = x.double() if residual is None else x.double() + residual.double()
-    out = rows / (rows.square().mean(-1, keepdim=True) + eps).sqrt()
+    out = rows / (rows.square().mean(-1, keepdim=True) + float(eps)).sqrt()
     if weight is not None:
         out = out * (weight.double() + (1 if zero_centered else 0))
     out = F.silu(out) if activation == "silu" else out
@@ -33,7 +33,7 @@ def rms_in_float64(x, weight=None, eps=1e-6, *, residual=None, activation=None, 
 
 def layer_in_float64(x, weight=None, bias=None, eps=1e-5):
     weight, bias = (None if y is None else y.double() for y in (weight, bias))
-    return F.layer_norm(x.double(), x.shape[-1:], weight, bias, eps)
+    return F.layer_norm(x.double(), x.shape[-1:], weight, bias, float(eps))
 
 
 def values(*shape, dtype=torch.float32):
@@ -137,7 +137,7 @@ def test_a_zero_centered_weight(dtype, assert_rounded):
     assert torch.equal(rms_norm(x, zero_centered=True), rms_norm(x))
 
 
-@pytest.mark.parametrize("eps", [0, 0.0, 1, 0.25, 1e6])
+@pytest.mark.parametrize("eps", [0, 0.0, 1, 0.25, 1e6, 2**64, 2**100])
 def test_eps(eps, assert_rounded):
     x, weight = values(5, 24), values(24)
     assert_rounded(rms_norm(x, weight, eps) * 1e3, rms_in_float64(x, weight, eps) * 1e3)
