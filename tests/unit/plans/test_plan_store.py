@@ -565,7 +565,8 @@ def test_an_unreadable_file_is_not_a_plan(store, caplog):
 
 def test_a_plan_of_this_gpu_is_preferred_to_one_of_any_gpu(store, monkeypatch):
     monkeypatch.setattr(key_module, "serial_of", lambda device: f"GPU {device}")
-    monkeypatch.setattr(default_store, "active", lambda: store)
+    monkeypatch.setattr(default_store.Setting, "store", store)
+    monkeypatch.setattr(default_store.Setting, "is_resolved", True)
     monkeypatch.setattr(build, "plan_of", lambda _, stored: stored)
     mine = dataclasses.replace(key(), operation="somebody.module:convolve")
     siblings, other = mine.without_device(), dataclasses.replace(mine, device=1)
