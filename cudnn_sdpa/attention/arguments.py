@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Sequence
 from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
@@ -223,9 +223,7 @@ def check_types(call: ForwardArguments) -> None:
                 name, dtype_name(tensor.dtype), "a dtype that is not quantized", f"Use {name}.dequantize()."
             )
         if type(tensor) is not Tensor:
-            check_has_values(name, tensor)
-        if name == "out" and not is_compiling() and tensor.is_neg():
-            raise LayoutError(name, "a negated view", "a tensor of its own", "Or pass what it is a view of.")
+            _check_values(name, tensor)
         tensors[name] = tensor
     if not is_compiling() and is_plain_memory():
         for name, tensor in tensors.items():
@@ -233,6 +231,13 @@ def check_types(call: ForwardArguments) -> None:
                 check_present(name, tensor)
     if not isinstance(call.with_lse, bool):
         raise OptionError("return_lse", repr(call.with_lse), "True or False")
+
+
+def _check_values(name: str, tensor: Tensor) -> None:
+    """Refuses memory without values, and memory that must get those of a result with the other sign."""
+    check_has_values(name, tensor)
+    if name == "out" and not is_compiling() and tensor.is_neg():
+        raise LayoutError(name, "a negated view", "a tensor of its own", "Or pass what it is a view of.")
 
 
 def _check_device_type(name: str, tensor: Tensor) -> None:
@@ -246,19 +251,14 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, for_cudnn: bool = True) -> Non
         if tensor.dim() != 4:
             hint = "Add the missing batch or head dimension with unsqueeze(0)." if tensor.dim() == 3 else ""
             raise ShapeError(name, shape_of(tensor), "rank 4: (batch, heads, sequence, head dim)", hint)
-    _check_dtypes_and_devices(q, k, v, CUDA_DTYPES if for_cudnn and q.device.type != "cpu" else CPU_DTYPES)
+    _check_dtypes_and_devices(q, k, v, allowed_dtypes(q.device) if for_cudnn else CPU_DTYPES)
     check_sizes(q, k, v, 8 if for_cudnn else 1)
 
 
 def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     _check_device_type("q", q)
     if q.dtype not in allowed:
-        raise DtypeError(
-            "q",
-            dtype_name(q.dtype),
-            " or ".join(map(dtype_name, allowed)) + f" on {q.device.type}",
-            _hint_on_dtype(q),
-        )
+        raise dtype_error("q", q.dtype, allowed, q.device, _hint_on_dtype(q))
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise DtypeError(name, dtype_name(tensor.dtype), f"{dtype_name(q.dtype)}, the dtype of q")
@@ -266,6 +266,21 @@ def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor, allowed: tuple[to
             raise DeviceError(
                 name, str(tensor.device), f"{q.device}, the device of q", f"Move it with {name}.to(q.device)."
             )
+
+
+def allowed_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
+    """The dtypes of attention on a device; on the CPU those of the reference, unless `cpu_checks` includes dtypes."""
+    return CPU_DTYPES if device.type == "cpu" and not cpu_target.checks_dtypes() else CUDA_DTYPES
+
+
+def dtype_error(
+    name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype], device: torch.device, hint: str
+) -> DtypeError:
+    """The error for a dtype that is not one of those allowed on a device."""
+    where = device.type
+    if device.type == "cpu" and dtype in CPU_DTYPES:  # which the reference takes
+        where, hint = str(cpu_target.active_name()), f"{hint} {cpu_target.note_on_dtypes()}".lstrip()
+    return DtypeError(name, dtype_name(dtype), " or ".join(map(dtype_name, allowed)) + f" on {where}", hint)
 
 
 def _hint_on_dtype(q: Tensor) -> str:

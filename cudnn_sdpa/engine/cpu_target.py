@@ -16,6 +16,8 @@ VARIABLE = "CUDNN_SDPA_CPU_CHECKS"
 DEFAULT = "h200"
 #: Values of the variable that disable the checks, in addition to an empty one.
 OFF = ("none", "off")
+#: What follows the name of a GPU, after a comma, to have dtypes refused, too.
+DTYPES = "dtypes"
 
 #: The cuDNN version assumed if none is installed: the one with documented GPU results.
 ASSUMED_CUDNN = 91900
@@ -27,7 +29,8 @@ class CpuChecksUse(Override["str | None"]):
     """The result of `cpu_checks`: ignore it, or use it in a `with` statement to restore the previous setting.
 
     Attributes:
-        target: The name of the GPU that CPU tensors are checked against; None for no checks.
+        target: The name of the GPU that CPU tensors are checked against, ",dtypes" behind it if that includes their
+            dtypes; None for no checks.
     """
 
     def __init__(self, target: str | None) -> None:
@@ -40,9 +43,15 @@ class CpuChecksUse(Override["str | None"]):
 
 
 class _Setting:
-    """The GPU of this process; an empty name means that the environment has not been read yet."""
+    """The GPU of this process; an empty name means that the environment has not been read yet.
+
+    Attributes:
+        name: The name of the GPU; None for no checks.
+        has_dtypes: Whether dtypes are checked, too.
+    """
 
     name: str | None = ""
+    has_dtypes = False
 
 
 def cpu_checks(target: str | None) -> CpuChecksUse:
@@ -50,8 +59,12 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
 
     The CPU reference in plain PyTorch accepts more than any kernel. So that code that works on the CPU also works on a
     GPU, layouts and options that cuDNN rejects on the named GPU raise the same errors on the CPU, by the rules of
-    `support`. The cuDNN version is that of the installed wheel, or 9.19. float32 and float64, which only the reference
-    accepts, are checked as bfloat16. Wrong values, such as lengths beyond a tensor, always raise on the CPU.
+    `support`. The cuDNN version is that of the installed wheel, or 9.19. Wrong values, such as lengths beyond a tensor,
+    always raise on the CPU.
+
+    Dtypes are not checked by default: float32 and float64, which are for debugging, count as bfloat16. With ",dtypes"
+    behind the name they are refused where the GPU refuses them. Use that in continuous integration, so that what passes
+    there does not fail on the GPU.
 
     The rules do not apply while `fallback("torch")` is in force. Norms, gated activations, convolutions and users'
     graphs have none but for addresses, which must be multiples of 16 bytes: missing kernels show when a plan is built.
@@ -60,8 +73,8 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
     environment variable `CUDNN_SDPA_CPU_CHECKS` names the GPU; "none", "off" or an empty value is None.
 
     Args:
-        target: The name of a GPU, such as "h200", "a100" or "b200", or None to accept everything that the reference
-            can compute.
+        target: The name of a GPU, such as "h200", "a100" or "b200", or with dtypes "h200,dtypes"; None to accept
+            everything that the reference can compute.
 
     Returns:
         A context manager whose value is the name.
@@ -75,6 +88,11 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
         >>> with cudnn_sdpa.cpu_checks(None):
         ...     cudnn_sdpa.sdpa(q, k, v).shape
         torch.Size([1, 2, 8, 12])
+        >>> q = torch.randn(1, 2, 8, 64)
+        >>> with cudnn_sdpa.cpu_checks("h200,dtypes"):  # float32
+        ...     cudnn_sdpa.sdpa(q, q, q)
+        Traceback (most recent call last):
+        cudnn_sdpa.errors.DtypeError: q: got float32; expected float16 or bfloat16 on h200. ...
     """
     return CpuChecksUse(_checked("target", target))
 
@@ -84,16 +102,32 @@ def active_name() -> str | None:
     if _Setting.name == "":
         with _lock:
             if _Setting.name == "":
-                _Setting.name = _checked(VARIABLE, os.environ.get(VARIABLE, DEFAULT) or None)
+                _put(_checked(VARIABLE, os.environ.get(VARIABLE, DEFAULT) or None))
     return _Setting.name
 
 
-def _set(name: str | None) -> None:
+def checks_dtypes() -> bool:
+    """Whether dtypes that the GPU refuses are refused on the CPU."""
+    return active_name() is not None and _Setting.has_dtypes
+
+
+def _value() -> str | None:
+    """The setting, as `cpu_checks` takes it."""
+    name = active_name()
+    return f"{name},{DTYPES}" if checks_dtypes() else name
+
+
+def _put(value: str | None) -> None:
+    name, _, dtypes = (value or "").partition(",")
+    _Setting.has_dtypes, _Setting.name = bool(dtypes), name or None
+
+
+def _set(value: str | None) -> None:
     with _lock:
-        _Setting.name = name
+        _put(value)
 
 
-_overrides = Overrides(active_name, _set)
+_overrides = Overrides(_value, _set)
 
 
 def active() -> Target | None:
@@ -105,10 +139,12 @@ def active() -> Target | None:
 def _checked(argument: str, name: object) -> str | None:
     if name is None or (isinstance(name, str) and name.lower() in OFF):
         return None
-    if not isinstance(name, str) or name.lower() not in bundled_capabilities():
+    gpu, comma, dtypes = (part.strip().lower() for part in (name if isinstance(name, str) else "").partition(","))
+    if gpu not in bundled_capabilities() or dtypes != (DTYPES if comma else ""):
         known = ", ".join(map(repr, bundled_capabilities()))
-        raise OptionError(argument, repr(name), f"one of {known}, or none for no checks")
-    return name.lower()
+        expected = f"one of {known}, with ',{DTYPES}' behind it to refuse dtypes, too, or none for no checks"
+        raise OptionError(argument, repr(name), expected)
+    return gpu + comma + dtypes
 
 
 @functools.cache
@@ -134,6 +170,12 @@ def note() -> str:
     """The note on errors that a GPU's rules raise on the CPU."""
     name = active_name()
     return "" if name is None else f"(CPU tensors are checked for {name}; {VARIABLE}=none lifts this)"
+
+
+def note_on_dtypes() -> str:
+    """The note on errors about dtypes that only references take."""
+    name = active_name()
+    return f"(The dtypes of CPU tensors are checked for {name}; {VARIABLE}={name} lifts this)"
 
 
 def for_gpu(error: ArgumentError | UnsupportedError) -> ArgumentError | UnsupportedError:

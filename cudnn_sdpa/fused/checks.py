@@ -31,10 +31,13 @@ def check_dtype(name: str, tensor: Tensor) -> None:
         DtypeError: It has another dtype.
     """
     check_strided(name, tensor)
-    if tensor.dtype is torch.float64 and not tensor.is_cuda:
+    is_refused = tensor.is_cuda or (tensor.is_cpu and cpu_target.checks_dtypes())
+    if tensor.dtype is torch.float64 and not is_refused:
         return
     if tensor.dtype not in _DTYPES:
         hint = "float64 runs on the CPU only." if tensor.dtype is torch.float64 else ""
+        if not tensor.is_cuda and tensor.dtype is torch.float64:
+            hint = cpu_target.note_on_dtypes()
         raise DtypeError(name, str(tensor.dtype), EXPECTED, hint)
 
 

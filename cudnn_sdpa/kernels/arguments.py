@@ -7,12 +7,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import check_mask, check_qkv, check_scale, dtype_name
+from cudnn_sdpa.attention.arguments import check_mask, check_qkv, check_scale, dtype_error
 from cudnn_sdpa.attention.bias import alignment_of_causal_bias, refuse_two_masks
 from cudnn_sdpa.attention.mask import TOP_LEFT
+from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.memory import LOWEST, check_has_values, check_present, is_causal_bias
-from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.errors import ArgumentError, DeviceError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
 FUSED, TILED, NAIVE = "fused", "tiled", "naive"
@@ -123,9 +124,8 @@ def check(call: KernelArguments) -> None:
     """Checks of a call of the kernels. They read no address and no value, so fake tensors pass."""
     check_operands(call)
     q = call.q
-    if q.dtype not in GPU_DTYPES and q.device.type != "cpu":
-        names = " or ".join(map(dtype_name, GPU_DTYPES))
-        raise DtypeError("q", dtype_name(q.dtype), f"{names} on {q.device.type}", "Convert with q.float().")
+    if q.dtype not in GPU_DTYPES and (q.device.type != "cpu" or cpu_target.checks_dtypes()):
+        raise dtype_error("q", q.dtype, GPU_DTYPES, q.device, "Convert with q.float().")
 
 
 def check_operands(call: KernelArguments) -> None:

@@ -642,7 +642,7 @@ def test_a_result_is_not_written_to_a_negated_view(attention):
     result = attention(tensors)
     for _ in range(3):
         attention.assert_out(attention(tensors, out=torch.empty_like(result)), tensors)
-        with pytest.raises(LayoutError, match="^out: got a negated view"):
+        with pytest.raises(LayoutError, match=r"^out: got a negated view"):
             attention(tensors, out=torch._neg_view(torch.empty_like(result)))
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.arguments import CPU_DTYPES, CUDA_DTYPES, as_int, dtype_name, shape_of
+from cudnn_sdpa.attention.arguments import CPU_DTYPES, allowed_dtypes, as_int, dtype_error, dtype_name, shape_of
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.engine.sharding import has_dtensor, refuse
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
@@ -76,10 +76,9 @@ def check_dtype(dtype: object, device: torch.device, fp8_hint: str) -> None:
     """
     if not isinstance(dtype, torch.dtype):
         raise OptionError("dtype", repr(dtype), "a torch.dtype")
-    allowed = CPU_DTYPES if device.type != "cuda" else CUDA_DTYPES
+    allowed = CPU_DTYPES if device.type == "meta" else allowed_dtypes(device)
     if dtype not in allowed:
-        expected = " or ".join(map(dtype_name, allowed)) + f" on {device.type}"
-        raise DtypeError("dtype", dtype_name(dtype), expected, fp8_hint if "float8" in str(dtype) else "")
+        raise dtype_error("dtype", dtype, allowed, device, fp8_hint if "float8" in str(dtype) else "")
 
 
 def refuse_gradient(what: str) -> NoReturn:

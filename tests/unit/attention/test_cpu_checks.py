@@ -9,7 +9,17 @@ import torch
 from fake_gpu import gpu_on_the_cpu
 
 import cudnn_sdpa
-from cudnn_sdpa import Fp8Scales, LayoutError, OptionError, ShapeError, UnsupportedError, cpu_checks, sdpa, sdpa_varlen
+from cudnn_sdpa import (
+    DtypeError,
+    Fp8Scales,
+    LayoutError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+    cpu_checks,
+    sdpa,
+    sdpa_varlen,
+)
 from cudnn_sdpa.attention.support import rules
 from cudnn_sdpa.engine import cpu_target
 
@@ -232,7 +242,78 @@ def test_checks_are_cached_per_gpu_and_options():
         sdpa(x.detach(), x.detach(), x.detach(), alibi=True)
 
 
+def _paged(x):
+    return cudnn_sdpa.sdpa_paged(x, x, x, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([8], dtype=torch.int32))
+
+
+def _cache(x):
+    return cudnn_sdpa.PagedKVCache(pages=2, page_size=8, heads=1, head_dim=16, dtype=x.dtype, device="cpu").k_pages()
+
+
+def _static_cache(x):
+    return cudnn_sdpa.nn.KVCache(batch=1, heads=1, head_dim=16, max_length=8, dtype=x.dtype, device="cpu")
+
+
+STRICT = {
+    "sdpa": lambda x: sdpa(x, x, x),
+    "drop-in": lambda x: cudnn_sdpa.scaled_dot_product_attention(x, x, x),
+    "sdpa_varlen": lambda x: sdpa_varlen(x[0], x[0], x[0], offsets(1), offsets(1), 1, 1),
+    "sdpa_paged": _paged,
+    "PagedKVCache": _cache,
+    "nn.KVCache": _static_cache,
+    "kernels.attention": lambda x: cudnn_sdpa.kernels.attention(x, x, x),
+    "rms_norm": cudnn_sdpa.rms_norm,
+    "silu_mul": cudnn_sdpa.silu_mul,
+    "conv2d": lambda x: cudnn_sdpa.conv2d(x, x),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("name", STRICT)
+def test_dtypes_are_refused_where_the_setting_includes_them(name, dtype):
+    """The dtypes that GPUs refuse, and no others; the default refuses none of them."""
+    x = torch.randn(1, 1, 8, 16).to(dtype)
+    takes_float32 = name in ("kernels.attention", "rms_norm", "silu_mul", "conv2d")
+    assert STRICT[name](x) is not None
+    with cpu_checks("h200,dtypes"):
+        if dtype == torch.float64 or (dtype == torch.float32 and not takes_float32):
+            message = (
+                rf"got .*{str(dtype).removeprefix('torch.')}; expected .*float16.*CUDNN_SDPA_CPU_CHECKS=h200 lifts"
+            )
+            with pytest.raises(DtypeError, match=message):
+                STRICT[name](x)
+        else:
+            assert STRICT[name](x) is not None
+        if name in ("sdpa", "sdpa_varlen", "sdpa_paged"):
+            with cudnn_sdpa.fallback("torch"):
+                assert STRICT[name](x).dtype == dtype
+
+
+def test_strict_dtypes_hold_in_both_passes_and_in_compiled_code():
+    q, k, v = (x.requires_grad_() for x in qkv())
+    compiled = torch.compile(sdpa, backend="aot_eager", fullgraph=True)
+    assert compiled(q, k, v).requires_grad
+    out, lse = (x.detach() for x in sdpa(q, k, v, return_lse=True))
+    q, k, v = (x.detach() for x in (q, k, v))
+    with cpu_checks("h200,dtypes"):
+        with pytest.raises(DtypeError, match="float16 or bfloat16 on h200"):
+            cudnn_sdpa.sdpa_backward(out, out, lse, q, k, v)
+        with pytest.raises((DtypeError, RuntimeError), match="float16 or bfloat16 on h200"):
+            compiled(q, k, v)
+        assert compiled(*(x.bfloat16() for x in (q, k, v))).dtype == torch.bfloat16
+        with cudnn_sdpa.fallback("kernels"):
+            torch.testing.assert_close(sdpa(q, k, v), out)
+
+
 def test_the_setting():
+    with cpu_checks(" H200, Dtypes ") as text:
+        assert (text, cpu_target.active_name(), cpu_target.checks_dtypes()) == ("h200,dtypes", "h200", True)
+        with cpu_checks("h200"):
+            assert not cpu_target.checks_dtypes()
+        assert cpu_target.checks_dtypes()
+        with cpu_checks(None):
+            assert not cpu_target.checks_dtypes()
+    assert not cpu_target.checks_dtypes()
     assert cpu_target.active_name() == "h200"
     with cpu_checks("B200") as name:
         assert name == cpu_target.active_name() == "b200"
@@ -242,7 +323,7 @@ def test_the_setting():
     cpu_checks("a100")
     assert cpu_target.active_name() == "a100"
     cpu_checks("h200")
-    for wrong in ("h900", 90, "", True):
+    for wrong in ("h900", 90, "", True, "none,dtypes", "h200,", "h200,values", "h200,dtypes,", ",dtypes"):
         with pytest.raises(OptionError, match=r"'a100', .*'h200', .*or none"):
             cpu_checks(wrong)
     assert cpu_target.active_name() == "h200"
@@ -252,15 +333,18 @@ def test_the_setting():
 def unset(monkeypatch):
     """As in a process that has not read the setting yet."""
     monkeypatch.setattr(cpu_target._Setting, "name", "")
+    monkeypatch.setattr(cpu_target._Setting, "has_dtypes", False)
 
 
 @pytest.mark.usefixtures("unset")
 @pytest.mark.parametrize(
-    ("value", "expected"), [(None, "h200"), ("", None), ("none", None), ("OFF", None), ("A100", "a100")]
+    ("value", "expected"),
+    [(None, "h200"), ("", None), ("none", None), ("OFF", None), ("A100", "a100"), ("b200,dtypes", "b200")],
 )
 def test_the_environment_variable_names_the_gpu(value, expected, monkeypatch):
     if value is not None:
         monkeypatch.setenv("CUDNN_SDPA_CPU_CHECKS", value)
+    assert cpu_target.checks_dtypes() == ("dtypes" in str(value))
     assert cpu_target.active_name() == expected
 
 
