@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa._version import __version__
@@ -45,23 +48,25 @@ class PlanManifest:
 
     @classmethod
     def load(cls, path: str | Path) -> PlanManifest:
-        """Reads a manifest.
+        """Reads a manifest; plans that it has several times are merged.
 
         Raises:
             OptionError: The file cannot be read, or does not follow the schema; the message says where.
         """
-        import jsonschema  # takes 50 ms
-
         try:
             data = json.loads(Path(path).read_text())
-            jsonschema.validate(data, json.loads(_SCHEMA.read_text()))
+            plans = data.get("plans") if isinstance(data, dict) else None
+            distinct: dict[str, tuple[int, JsonObject]] = {}
+            for number, plan in enumerate(plans if isinstance(plans, list) else ()):
+                distinct.setdefault(json.dumps(plan, sort_keys=True), (number, plan))
+            violation = _violation(data, list(distinct.values()))
         except (OSError, ValueError, RecursionError) as error:
             why = shortened(str(getattr(error, "strerror", None) or error))
             raise OptionError("manifest", f"{str(path)!r} ({why})", "a file written by PlanManifest.save") from error
-        except jsonschema.ValidationError as error:
-            got = f"{str(path)!r}: {shortened(error.json_path)}: {shortened(error.message)}"
-            raise OptionError("manifest", got, f"a plan manifest, version {VERSION}") from None
-        return cls(data["plans"], data["recorded_on"])
+        if violation is not None:
+            got = f"{str(path)!r}: {shortened(violation[0])}: {shortened(violation[1])}"
+            raise OptionError("manifest", got, f"a plan manifest, version {VERSION}")
+        return cls([plan for _, plan in distinct.values()], data["recorded_on"])
 
     def keys(self, target: Target, device: int | None) -> list[PlanKey]:
         """The keys of the plans on a GPU, deduplicated, with this installation's versions of their operations.
@@ -74,6 +79,82 @@ class PlanManifest:
 
     def __len__(self) -> int:
         return len(self.plans)
+
+
+def _violation(data: Any, plans: Sequence[tuple[int, Any]]) -> tuple[str, str] | None:
+    """Where a manifest does not follow the schema, and why; None if it does.
+
+    Args:
+        data: The manifest.
+        plans: Its distinct plans, each with its place.
+    """
+    from jsonschema import Draft202012Validator  # takes 50 ms
+    from jsonschema.exceptions import best_match
+
+    schema = json.loads(_SCHEMA.read_text())
+    of_plan = {"$ref": "#/$defs/plan", "$defs": schema["$defs"]}
+    head = {**data, "plans": []} if isinstance(data, dict) and isinstance(data.get("plans"), list) else data
+    parts = [("$", head, schema), *((f"$.plans[{number}]", plan, of_plan) for number, plan in plans)]
+    for place, part, rules in parts:
+        if not _surely_follows(part, rules, schema["$defs"]):
+            error = best_match(Draft202012Validator(rules).iter_errors(part))
+            if error is not None:
+                return place + error.json_path[1:], error.message
+    return None
+
+
+#: JSON's types by Python's. 8.0 is an integer in JSON schemas: `jsonschema` accepts that.
+_TYPES: dict[type, frozenset[str]] = {
+    dict: frozenset(("object",)),
+    list: frozenset(("array",)),
+    str: frozenset(("string",)),
+    bool: frozenset(("boolean",)),
+    type(None): frozenset(("null",)),
+    int: frozenset(("integer", "number")),
+    float: frozenset(("number",)),
+}
+
+#: Deepest values that `_surely_follows` looks at.
+_MAX_DEPTH = 16
+
+_Follows = Callable[[Any, JsonObject], bool]
+
+
+def _has_others(rule: Any, value: dict[str, Any], rules: JsonObject, follows: _Follows) -> bool:
+    others = [part for name, part in value.items() if name not in rules.get("properties", ())]
+    return not others if rule is False else all(follows(part, rule) for part in others)
+
+
+#: Whether a value follows a keyword of a schema, given the keyword's rule, the value and all rules of the schema.
+_KEYWORDS: dict[str, Callable[[Any, Any, JsonObject, _Follows], bool]] = {
+    "type": lambda rule, x, *_: not _TYPES[type(x)].isdisjoint([rule] if isinstance(rule, str) else rule),
+    "required": lambda rule, x, *_: bool(set(rule) <= x.keys()),
+    "properties": lambda rule, x, _, follows: all(follows(part, rule[n]) for n, part in x.items() if n in rule),
+    "additionalProperties": _has_others,
+    "propertyNames": lambda rule, x, _, follows: all(follows(name, rule) for name in x),
+    "items": lambda rule, x, _, follows: all(follows(part, rule) for part in x),
+    "anyOf": lambda rule, x, _, follows: any(follows(x, each) for each in rule),
+    "minItems": lambda rule, x, *_: len(x) >= rule,
+    "maxLength": lambda rule, x, *_: not isinstance(x, str) or len(x) <= rule,
+    "pattern": lambda rule, x, *_: re.search(rule, x) is not None,
+    "minimum": lambda rule, x, *_: bool(x >= rule),
+    "enum": lambda rule, x, *_: isinstance(x, str) and x in rule,
+    "const": lambda rule, x, *_: type(x) is type(rule) and bool(x == rule),
+    **dict.fromkeys(("$schema", "$defs", "title", "description"), lambda *_: True),
+}
+
+
+def _surely_follows(value: Any, rules: JsonObject, defs: JsonObject, depth: int = 0) -> bool:
+    """Whether a value follows a schema of the keywords that the manifest's has.
+
+    It takes a tenth of the time of `jsonschema`, which decides, and says why, where this is False.
+    """
+    rules = defs[rules["$ref"].rpartition("/")[2]] if "$ref" in rules else rules
+
+    def follows(part: Any, rule: JsonObject) -> bool:
+        return depth < _MAX_DEPTH and _surely_follows(part, rule, defs, depth + 1)
+
+    return all(key in _KEYWORDS and _KEYWORDS[key](rule, value, rules, follows) for key, rule in rules.items())
 
 
 def _without_digest(key: PlanKey) -> dict[str, object]:
