@@ -222,12 +222,12 @@ def check_types(call: ForwardArguments) -> None:
             raise DtypeError(
                 name, dtype_name(tensor.dtype), "a dtype that is not quantized", f"Use {name}.dequantize()."
             )
-        if type(tensor) is not Tensor:
+        if type(tensor) is not Tensor or name == "out":
             _check_values(name, tensor)
         tensors[name] = tensor
     if not is_compiling() and is_plain_memory():
         for name, tensor in tensors.items():
-            if type(tensor) is not Tensor or tensor.data_ptr() < LOWEST:
+            if type(tensor) is not Tensor or tensor.data_ptr() < LOWEST or not tensor.is_cuda:
                 check_present(name, tensor)
     if not isinstance(call.with_lse, bool):
         raise OptionError("return_lse", repr(call.with_lse), "True or False")

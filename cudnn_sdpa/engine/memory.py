@@ -49,13 +49,19 @@ def check_present(name: str, tensor: Tensor) -> None:
         return
     if is_functorch_wrapped_tensor(tensor):
         return
-    if tensor.data_ptr() == 0 or tensor.untyped_storage().nbytes() == 0:
+    if tensor.data_ptr() == 0 or ends_behind(tensor, tensor.untyped_storage().nbytes()):
         raise LayoutError(
             name,
             "a tensor without memory",
             "one with allocated storage",
-            "Its storage was freed (resize_(0), as sharding frees weights), or it is a ZeroTensor.",
+            "Its storage was freed (resize_(0), as sharding frees weights) or shrunk, or it is a ZeroTensor.",
         )
+
+
+def ends_behind(tensor: Tensor, size: int) -> bool:
+    """Whether the last element of a tensor that has some lies behind the first `size` bytes of its storage."""
+    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return bool(size < (tensor.storage_offset() + last + 1) * tensor.element_size())
 
 
 _PLAIN = Tensor.__torch_dispatch__  #: of classes whose instances are plain memory

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.memory import check_has_values, refuse_address
+from cudnn_sdpa.engine.memory import check_has_values, ends_behind, refuse_address
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -69,10 +69,7 @@ def _lacks_memory(tensor: Tensor) -> bool:
         size = tensor.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):  # a wrapper of a transform has no storage of its own
         return False
-    if tensor.numel() == 0:
-        return False
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return size < (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return tensor.numel() > 0 and ends_behind(tensor, size)
 
 
 def check_same_device(name: str, tensor: Tensor, first: str, x: Tensor) -> None:
