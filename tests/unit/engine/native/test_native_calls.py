@@ -21,9 +21,10 @@ from cudnn_sdpa import graph_op, plan_cache, rms_norm
 from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.engine.native import calls
 
-#: Examples whose forward calls take the Python way: with negative scales, pages that are gathered, sinks with decoding,
-#: what FP8 makes or copies for a launch, and backward passes that are called as functions.
+#: Examples whose forward calls take the Python way: with dropout, negative scales, pages that are gathered, sinks with
+#: decoding, what FP8 makes or copies for a launch, and backward passes that are called as functions.
 IN_PYTHON = {
+    "sdpa, dropout",
     "sdpa_varlen, self-attention",
     "sdpa_paged, a chunk",
     "sdpa_paged, sinks, window",
@@ -36,6 +37,8 @@ IN_PYTHON = {
 
 #: Examples whose backward calls are more than a launch.
 BACKWARD_IN_PYTHON = {
+    "sdpa, dropout",
+    "scaled_dot_product_attention, no batch, mask",
     "sdpa, sinks",
     "sdpa, mask",
     "sdpa, softcap",
