@@ -426,7 +426,7 @@ class Operation(Generic[CallT]):
             call = call._replace(rng=new_seed(call[0]))
         if is_compiling():
             return self._traced(call)
-        if any(x is not None and x.is_neg() for x in call[: self._tensors]):
+        if any(isinstance(x, Tensor) and x.is_neg() for x in call[: self._tensors]):
             call = autograd_checks.resolved(call)
         instead = None if self.reference_call is None else fallback.chosen.get()
         if self.reference_call is not None and instead == fallback.TORCH:

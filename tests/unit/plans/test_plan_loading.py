@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from types import SimpleNamespace
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -109,6 +110,12 @@ class Driver:
     cuLaunchKernel = None  # noqa: N815
 
 
+class Identity(NamedTuple):
+    """What a store takes in place of a key."""
+
+    identity: Callable[[], object]
+
+
 @pytest.mark.parametrize(("status", "refused"), [(200, True), (209, True), (2, False), (700, False), (214, False)])
 def test_a_stored_kernel_is_removed_only_if_its_code_is_invalid(tmp_path, monkeypatch, status, refused):
     source = tmp_path / "kernel.cu"
@@ -121,7 +128,7 @@ def test_a_stored_kernel_is_removed_only_if_its_code_is_invalid(tmp_path, monkey
     with cudnn_sdpa.use_plan_store(tmp_path / "plans") as store:
         saved = []
         monkeypatch.setattr(store, "save", lambda of, made: saved.append((of, made)))
-        of = SimpleNamespace(identity=kernel_identity(kernel))
+        of = Identity(kernel_identity(kernel))
         type(store).save(store, of, StoredPlan(of.identity(), "nvrtc", {}, 0, 0.0, b"old code"))
         if refused:
             assert kernel._load(0).name == "a_kernel"
