@@ -258,7 +258,7 @@ def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, for_cudnn: bool = True) -> Non
 def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     _check_device_type("q", q)
     if q.dtype not in allowed:
-        raise dtype_error("q", q.dtype, allowed, q.device, _hint_on_dtype(q))
+        raise dtype_error("q", q.dtype, allowed, device=q.device, hint=_hint_on_dtype(q))
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype:
             raise DtypeError(name, dtype_name(tensor.dtype), f"{dtype_name(q.dtype)}, the dtype of q")
@@ -274,7 +274,7 @@ def allowed_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
 
 
 def dtype_error(
-    name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype], device: torch.device, hint: str
+    name: str, dtype: torch.dtype, allowed: Sequence[torch.dtype], *, device: torch.device, hint: str
 ) -> DtypeError:
     """The error for a dtype that is not one of those allowed on a device."""
     where = device.type

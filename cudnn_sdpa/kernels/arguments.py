@@ -125,7 +125,7 @@ def check(call: KernelArguments) -> None:
     check_operands(call)
     q = call.q
     if q.dtype not in GPU_DTYPES and (q.device.type != "cpu" or cpu_target.checks_dtypes()):
-        raise dtype_error("q", q.dtype, GPU_DTYPES, q.device, "Convert with q.float().")
+        raise dtype_error("q", q.dtype, GPU_DTYPES, device=q.device, hint="Convert with q.float().")
 
 
 def check_operands(call: KernelArguments) -> None:

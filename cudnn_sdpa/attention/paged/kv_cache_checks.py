@@ -78,7 +78,8 @@ def check_dtype(dtype: object, device: torch.device, fp8_hint: str) -> None:
         raise OptionError("dtype", repr(dtype), "a torch.dtype")
     allowed = CPU_DTYPES if device.type == "meta" else allowed_dtypes(device)
     if dtype not in allowed:
-        raise dtype_error("dtype", dtype, allowed, device, fp8_hint if "float8" in str(dtype) else "")
+        hint = fp8_hint if "float8" in str(dtype) else ""
+        raise dtype_error("dtype", dtype, allowed, device=device, hint=hint)
 
 
 def refuse_gradient(what: str) -> NoReturn:
