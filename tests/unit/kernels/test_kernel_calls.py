@@ -91,7 +91,7 @@ def test_float64_is_refused_on_a_gpu():
 
 
 def test_the_reference_names_wrong_types():
-    with pytest.raises(OptionError, match="^k: got list; expected a torch.Tensor"):
+    with pytest.raises(OptionError, match=r"^k: got list; expected a torch\.Tensor"):
         kernels.reference_attention(torch.randn(1, 1, 4, 8), [1.0], torch.randn(1, 1, 4, 8))
 
 
