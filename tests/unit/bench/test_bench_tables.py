@@ -132,9 +132,11 @@ def test_the_pages_name_existing_parts(tables):
         "kernels": KernelsPart,
     }
     parts = {file: {part.value for part in enum} for file, enum in enums.items()}
+    parts["views"] = {SiluPart.VIEWS.value}  # measured on another day than the other parts of silu
+    parts["silu"] -= parts["views"]
     named = [found for page in tables.PAGES for found in tables.MARKS.finditer(page.read_text())]
     assert len(named) == sum(len(re.findall("<!-- bench:", page.read_text())) for page in tables.PAGES)
     for found in named:
         assert found["part"] in parts[found["file"] or "host"]
-    for file in set(enums) - {"host"}:
+    for file in set(parts) - {"host"}:
         assert {found["part"] for found in named if found["file"] == file} == parts[file]
