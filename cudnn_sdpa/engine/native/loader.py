@@ -204,10 +204,10 @@ def _fail(error: Exception) -> None:
     if _Native.is_ending:
         return
     reason = printable(" ".join(str(error).split())) or type(error).__name__
-    _Native.status = Status(FAILED, reason)
     is_expected = isinstance(error, CompileError) and error.is_expected
     text = "calls go through Python, not C++: %s; %s=%s silences this"
     _log.log(logging.INFO if is_expected else logging.WARNING, text, reason, VARIABLE, OFF)
+    _Native.status = Status(FAILED, reason)  # after the line: a program that waits for the state may end at once
 
 
 def _call_back() -> None:
