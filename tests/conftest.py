@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -63,6 +64,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (runs if (item.nodeid in left_out) is (chosen == "rest") else passed_over).append(item)
     config.hook.pytest_deselected(items=passed_over)
     items[:] = runs
+
+
+def pytest_collection_finish() -> None:
+    """Leaves what is there before the first test out of collections: thousands of tests, and all of PyTorch."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or nanobind would report what the interpreter's last collection leaves as leaks
 
 
 def pytest_configure() -> None:

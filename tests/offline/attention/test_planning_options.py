@@ -86,7 +86,7 @@ def assert_usable(plan):
     assert len(plan.data) > 1000
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_every_option_forward(plan, shapes, case):
     options, band = OPTIONS[case]
@@ -99,7 +99,7 @@ def test_every_option_forward(plan, shapes, case):
     assert ("softcap" in names(key.inputs)) == ("softcap" in options)
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("case", OPTIONS)
 def test_every_option_backward(plan_backward, shapes, case):
     options, band = OPTIONS[case]

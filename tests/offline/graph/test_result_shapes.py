@@ -94,7 +94,7 @@ def answers(run_python, tmp_path):
     return lambda *asked: run_python(SCRIPT, json.dumps(asked), **environment).stdout.splitlines()
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", CASES)
 def test_only_the_graphs_own_result_shapes_are_accepted(answers, name):
     graph, shapes, right, wrong = CASES[name]

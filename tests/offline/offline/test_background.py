@@ -111,6 +111,7 @@ def test_a_call_does_not_wait_for_a_build_in_the_background(planner, properties,
         assert planner.wait(60)
 
 
+@pytest.mark.slow
 def test_failed_builds_finish_and_stop_nothing(planner, properties, monkeypatch, caplog):
     real = background.plan_offline
 

@@ -486,7 +486,7 @@ COMPILED = (
 )
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_calls_are_the_same(ranks, name):
     ranks(check_case, name, True)

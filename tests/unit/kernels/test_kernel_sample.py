@@ -35,6 +35,7 @@ def check(x, scale):
     assert (found.double() - right).norm() <= BOUNDS[x.dtype] * max(right.norm(), size)
 
 
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("shape", [(1, 1), (5, 31), (3, 2, 33), (64,), (9, 200)])
 def test_values_and_gradients(shape, dtype, order):  # noqa: ARG001

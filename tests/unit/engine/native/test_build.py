@@ -133,6 +133,7 @@ def as_pipe(path: Path) -> str:
 WAYS = [as_empty, as_truncated, as_changed, as_of_another_pytorch, as_open, as_link, as_pipe]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("damage", [*WAYS, pytest.param(as_foreign, marks=NEEDS_ROOT)])
 def test_a_file_that_cannot_be_trusted_is_refused_with_a_line_and_compiled_again(recipe, caplog, damage):
     small = recipe()
@@ -370,6 +371,7 @@ def test_processes_that_need_the_same_module_compile_it_once(held, folder, wait_
     assert len(listed(folder)) == 1
 
 
+@pytest.mark.slow
 def test_a_killed_program_takes_its_compiler_along_and_the_next_one_cleans_up(held, folder, wait_until):
     process = started(COMPILE, held.recipe)
     wait_until(held.is_compiling)
