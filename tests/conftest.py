@@ -66,8 +66,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = runs
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Leaves what is there before the first test out of collections: thousands of tests, and all of PyTorch."""
+    if len(session.items) < 1000:
+        return
+    import hypothesis  # noqa: F401 - looks for referrers when it is imported, which must not be frozen yet
+
     gc.collect()
     gc.freeze()
 
