@@ -253,7 +253,7 @@ class CpuKernel:
 
 def everywhere(patch: pytest.MonkeyPatch, original: object, replacement: object) -> None:
     """Puts an object in place of another under whatever name a module of the package has it."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # other threads import modules
         if name.startswith("cudnn_sdpa"):
             for attribute, value in list(vars(module).items()):
                 if value is original:

@@ -27,6 +27,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
+
 #: Seconds that a collective waits for the other ranks, and that a call of all ranks may take.
 COLLECTIVE, CALL = 30, 150
 
@@ -123,11 +125,23 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
+def check_for_a_cudnn_that_has_sinks(patch: pytest.MonkeyPatch) -> None:
+    """With an older cuDNN installed, as for `make test-min`, CPU tensors are checked for the version of the benchmarks.
+
+    Older versions refuse sinks, and gradients with softcap, which the reference supports for every version.
+    """
+    from cudnn_sdpa.engine import cpu_target
+
+    version = max(cpu_target.installed_cudnn(), cpu_target.ASSUMED_CUDNN)
+    patch.setattr(cpu_target, "installed_cudnn", lambda: version)
+
+
 def _serve(pipe: Connection, rank: int, count: int, store: str) -> None:
     """What one process does: runs each function that it is sent."""
     import torch
     import torch.distributed as dist
 
+    check_for_a_cudnn_that_has_sinks(pytest.MonkeyPatch())
     os.environ["CUDNN_SDPA_PLAN_DIR"] = os.environ["CUDNN_SDPA_NATIVE"] = "off"
     torch.set_num_threads(1)
     timeout = dt.timedelta(seconds=COLLECTIVE)

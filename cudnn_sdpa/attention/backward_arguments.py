@@ -78,7 +78,7 @@ def gradients_of(
 
 def check_types(of: GradientCall) -> None:
     """What the operators' schemas would refuse as well, but without naming the argument."""
-    for name, tensor in zip(of._fields, of[:-2], strict=False):
+    for name, tensor in zip(of._fields[:-2], of[:-2], strict=True):
         if not isinstance(tensor, Tensor):
             raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
         if tensor.device.type not in ("cuda", "cpu", "meta"):

@@ -485,7 +485,8 @@ class Operation(Generic[CallT]):
         changed = self.autocast(call) if is_compiling() or is_autocasting() else {}
         if "deterministic" in self._types and type(call.deterministic) is not bool:
             changed["deterministic"] = is_deterministic(call.deterministic)
-        found: CallT = call._replace(**changed)
+        # Not by _replace: PyTorch 2.9 cannot compile a function that returns what that gives.
+        found: CallT = type(call)(**(dict(zip(self.fields, call, strict=True)) | changed))
         return found
 
     def check_differentiation(self, call: CallT) -> None:

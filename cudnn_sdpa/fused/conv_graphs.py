@@ -168,6 +168,8 @@ def _reference(
     vector = None if bias is None else widened(bias.flatten())
     # Row-major copies: oneDNN misreads filters in channels_last_3d with strides of size-1 dimensions (PyTorch 2.13).
     x_copy, filters = (widened(tensor).clone(memory_format=torch.contiguous_format) for tensor in (x, weight))
+    # Longer strides give the same, but after one of 2**31 - 1 oneDNN fails in every later call (PyTorch 2.15, AVX2).
+    stride = tuple(min(step, size + 2 * pad) for step, size, pad in zip(stride, x.shape[2:], padding, strict=True))
     y = convolve(x_copy, filters, vector, stride=stride, padding=padding, dilation=dilation, groups=groups)
     return channels_last(ACTIVATIONS[activation](y).to(x.dtype))
 

@@ -136,7 +136,7 @@ class _Installation:
                 installation._libraries.append(library)
                 for of, name, kernel in kernels:
                     if of == namespace:
-                        library.impl(name, kernel, key, with_keyset=True)
+                        library.impl(name, kernel, key, with_keyset=True, allow_override=True)
         cls.current = installation
         return installation
 

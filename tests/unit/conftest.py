@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator, Mapping
 
 import pytest
 import torch
+from processes import check_for_a_cudnn_that_has_sinks
 from torch import Tensor
 
 import cudnn_sdpa
 from cudnn_sdpa.bench.tools import cases, peers
-from cudnn_sdpa.engine import cpu_target
 
 #: (rtol, atol) of a computation in at least float32 that is rounded once to the dtype.
 TOLERANCES = {
@@ -75,13 +75,8 @@ def assert_rounded() -> Callable[[Tensor, Tensor], None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def checked_for_a_cudnn_that_has_sinks() -> Iterator[None]:
-    """With an older cuDNN installed, as for `make test-min`, CPU tensors are checked for the version of the benchmarks.
-
-    Older versions refuse sinks, and gradients with softcap, which the reference supports for every version.
-    """
-    version = max(cpu_target.installed_cudnn(), cpu_target.ASSUMED_CUDNN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu_target, "installed_cudnn", lambda: version)
+        check_for_a_cudnn_that_has_sinks(patch)
         yield
 
 

@@ -126,5 +126,5 @@ def backward_call_of(
 ) -> GradientCall:
     """The call that arguments of `sdpa_backward` make; they have not been checked."""
     call = call_of(**forward, dropout_p=0.0, return_lse=True, out=None)
-    needs = needs_of(wanted, dict(zip(SDPA.differentiable, call.differentiable, strict=True)))
+    needs = needs_of(wanted, {name: getattr(call, name) for name in SDPA.differentiable})
     return GradientCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)

@@ -151,7 +151,6 @@ def _pytorchs(tensors: list[Tensor], device: torch.device) -> dict[str, Candidat
     from torch.distributed.tensor.experimental import context_parallel as pytorchs
 
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
-    positions = torch.arange(tensors[0].shape[2], device=device)  # the context needs a tensor that it cuts
     parts = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
     with pytorchs(mesh, buffers=parts, buffer_seq_dims=[2] * 4, no_restore_buffers=set(parts)):
         pass
@@ -159,8 +158,13 @@ def _pytorchs(tensors: list[Tensor], device: torch.device) -> dict[str, Candidat
 
     @contextlib.contextmanager
     def within() -> Iterator[None]:
-        with pytorchs(mesh, buffers=[positions], buffer_seq_dims=[0]), _kernels(device):
-            yield
+        attention = torch.nn.functional.scaled_dot_product_attention
+        positions = torch.arange(tensors[0].shape[2], device=device)  # the context needs a tensor that it cuts
+        try:
+            with pytorchs(mesh, buffers=[positions], buffer_seq_dims=[0]), _kernels(device):
+                yield
+        finally:  # after an error, PyTorch 2.9 leaves its own there
+            torch.nn.functional.scaled_dot_product_attention = attention
 
     def candidate(k: Tensor, v: Tensor, enable_gqa: bool) -> Candidate:
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]

@@ -62,6 +62,10 @@ def measured_beside_pytorch(takes_groups):
 
 @pytest.mark.parametrize(("takes_groups", "name"), [(True, "pytorch"), (False, "pytorch, repeated keys")])
 def test_pytorchs_context_has_a_row(ranks, takes_groups, name):
+    pytest.importorskip(
+        "torch.distributed.tensor.experimental._context_parallel",
+        reason="PyTorch 2.9's context parallelism adds a dimension to the cuDNN operator's log-sum-exp, which has it",
+    )
     for rows in ranks(measured_beside_pytorch, takes_groups):
         (row,) = [row for row in rows if "pytorch" in row["call"]]
         assert row["call"] == f"causal, S={SMALL.lengths[0]}: {name}"

@@ -208,6 +208,8 @@ def test_an_interrupt_of_the_terminal_does_not_reach_the_compiler(held, wait_unt
     program = (
         HEAD
         + """
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it, and so do their children
 loader.start()
 try:
     print("waiting", flush=True)
