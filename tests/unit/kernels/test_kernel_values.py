@@ -174,6 +174,28 @@ def test_only_minus_infinity_masks_a_key(dtype, lowest, mode, on_gpu):
         torch.testing.assert_close(one.double(), other, **bounds)
 
 
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("on_gpu", [True, False])
+@pytest.mark.parametrize("mode", ["fused", "tiled", "naive"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_large_values_of_masks(dtype, mode, on_gpu):
+    """Times log2(e), they end float32's range."""
+    dim = 160 if mode == "naive" else 16
+    q, k, v = (made(1, 1, 6, dim, dtype=dtype) for _ in range(3))
+    mask = torch.zeros(6, 6, dtype=torch.float32)
+    mask[1], mask[2, 3], mask[3, 1:3], mask[4, 0], mask[4, 1] = 3e38, 3e38, 2.5e38, 3e38, -3e38
+    with gpu_on_the_cpu() if on_gpu else contextlib.nullcontext():
+        out = kernels.attention(q, k, v, mode, mask)
+        found = torch.autograd.grad(out.sum(), (q, k, v))
+    exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    scores = exact[0] @ exact[1].mT * dim**-0.5
+    right = torch.softmax(scores + mask.double(), -1) @ exact[2]  # scores next to such values do not count
+    bounds = {"rtol": 2e-2, "atol": 2e-2} if dtype != torch.float32 else {"rtol": 1e-4, "atol": 5e-5}
+    torch.testing.assert_close(out.double(), right, **bounds)
+    for one, other in zip(found, torch.autograd.grad(right.sum(), exact), strict=True):
+        torch.testing.assert_close(one.double(), other, **bounds)
+
+
 def test_gradients_of_expanded_head_vectors_have_the_layout_that_compiled_code_expects():
     q, k, v = (torch.randn(1, 5, 2, 1).transpose(1, 2).expand(1, 2, 5, 8).requires_grad_() for _ in range(3))
     with gpu_on_the_cpu():
