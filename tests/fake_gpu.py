@@ -32,6 +32,7 @@ from float64_reference import slopes
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import MIN_SCALE
+from cudnn_sdpa.attention.fp8 import quantize
 from cudnn_sdpa.attention.fp8 import reference as fp8_reference
 from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.engine import launch as graph_launch
@@ -296,6 +297,7 @@ def gpu_on_the_cpu(
         everywhere(patch, plan.current_raw_stream, current_stream)
         patch.setattr(KernelPlan, "launch", launched)
         patch.setattr(nvrtc.Kernel, "on", lambda kernel, _: cached.setdefault(kernel, CpuKernel(kernel)))
+        patch.setattr(quantize, "by_kernel", lambda *_: False)  # whose conversions are instructions of a GPU
         patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(handles, "build_handle", lambda _: None)

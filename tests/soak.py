@@ -137,15 +137,16 @@ class Call:
 
 
 def calls_of(name: str, device: str) -> Iterator[Call]:
-    """Calls of an example that a GPU has plans for, with results computed beforehand."""
+    """Calls of an example that a GPU has plans for, with results computed beforehand, on the CPU."""
     example = OPERATIONS[name]
     for kind, step in (("inference", None), *[("training", True)] * bool(example.differentiable)):
         leaves = tensors_of(example, device, grad=bool(step))
-        exact = {n: x.detach().double() if x.is_floating_point() else x for n, x in leaves.items()}
+        exact = {n: x.detach().cpu().double() if x.is_floating_point() else x.cpu() for n, x in leaves.items()}
         wanted = [exact[n].requires_grad_() for n in example.differentiable] if step else []
         with torch.enable_grad():
             out = example.exact(**exact, **example.options)
-        right = list(torch.autograd.grad(out, wanted, torch.ones_like(out))) if step else [out.detach()]
+        results = torch.autograd.grad(out, wanted, torch.ones_like(out)) if step else [out.detach()]
+        right = [x.to(device) for x in results]
 
         def run(leaves: dict[str, Tensor] = leaves, *, trains: bool = bool(step)) -> list[Tensor]:
             return list(example.gradients(leaves).values()) if trains else [example(leaves)]

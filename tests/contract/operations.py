@@ -43,6 +43,8 @@ class Example:
         loops: Whether `torch.vmap` may run it, if it is no such attention.
         has_double_backward: Whether its gradients can be differentiated.
         is_random: Whether each call draws random numbers.
+        is_composed: Whether it is composed of operations around copies of its inputs, which autograd saves in place of
+            them; `torch.compile` breaks its graph there.
         leading: Name of the first tensor, where none has a gradient.
         precision: Largest error of results in FP8 and of gradients, relative to all of them; None for others.
     """
@@ -60,6 +62,7 @@ class Example:
     leading: str = "q"
     precision: float | None = None
     is_random: bool = False
+    is_composed: bool = False
 
     @property
     def first(self) -> str:
@@ -125,7 +128,7 @@ class Example:
         exact = torch.autograd.grad(out, wanted, torch.ones_like(out) if grad_out is None else grad_out.double())
         for (name, gradient), of_exact in zip(found.items(), exact, strict=True):
             off = (gradient.double() - of_exact).norm() / of_exact.norm().clamp_min(1e-3)
-            assert off < 3e-2, f"the gradient of {name} is {off:.2%} off"
+            assert off < max(self.precision or 0.0, 3e-2), f"the gradient of {name} is {off:.2%} off"
             assert gradient.dtype == tensors[name].dtype
 
     def plans(self) -> int:
@@ -460,6 +463,11 @@ BACKWARD = {
 }
 
 
+def in_16_bits() -> dict[str, Tensor]:
+    """Tensors that `fp8_attention` quantizes; Hopper's gradients in FP8 have head dim 128."""
+    return {"q": heads(2, 4, 16, 128), "k": heads(2, 2, 13, 128), "v": heads(2, 2, 13, 128)}
+
+
 def fp8_gradients(*, queries: int = 16) -> dict[str, Tensor]:
     tensors = fp8_tensors(queries)
     tensors |= {name: heads(2, 4, queries, 128).to(FP8) for name in ("out", "grad_out")}
@@ -497,7 +505,7 @@ def exact_fp8_backward(
     q, grad_out, out = q * scale["descale_q"], grad_out * scale["descale_do"], out * scale["descale_o"]
     weights = torch.exp(q @ k.mT * factor - lse.unsqueeze(-1))
     if seq_lens_kv is not None:
-        absent = torch.arange(k.shape[2]) >= seq_lens_kv.view(-1, 1, 1, 1)
+        absent = torch.arange(k.shape[2], device=k.device) >= seq_lens_kv.view(-1, 1, 1, 1)
         weights = weights.masked_fill(absent, 0.0)
     of_scores = weights * (grad_out @ v.mT - (grad_out * out).sum(-1, keepdim=True)) * factor
     found = {
@@ -812,6 +820,16 @@ OPERATIONS: dict[str, Example] = {
         differentiable=(),
         is_attention=False,
         precision=0.08,
+    ),
+    "fp8_attention": Example(
+        cudnn_sdpa.fp8_attention,
+        in_16_bits,
+        exact_dense,
+        compute=fp8_attention,
+        options={"is_causal": True, "scale": 0.11},
+        is_attention=False,
+        is_composed=True,
+        precision=0.16,
     ),
     "kernels": Example(
         kernels.attention,
