@@ -1,6 +1,6 @@
-"""Collects the facts. A separate process probes PyTorch's CUDA and cuDNN, either of which may crash.
+"""The facts about an installation. A separate process probes PyTorch's CUDA and cuDNN, either of which may crash.
 
-It prints a line of JSON after each part. If a broken library ends it, the lines printed before are still used.
+It sends a line of JSON after each part. If a broken library ends it, the lines sent before are still used.
 """
 
 from __future__ import annotations
@@ -14,18 +14,17 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cudnn_sdpa._json import JsonObject
-from cudnn_sdpa.doctor.facts import CudnnFacts, Facts, Gpu, StoreFacts, TorchFacts, TrialFacts
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import OfflineError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.offline import interpreter
-from cudnn_sdpa.offline.driver import compiler
 from cudnn_sdpa.plans import default_store, private_folders
 from cudnn_sdpa.plans.private_folders import UnsafeFolderError
 
@@ -42,6 +41,50 @@ _VARIABLES = re.compile(
 _NVIDIA = re.compile(r"/lib(cudnn|cuda|cudart|nvrtc|cublas)\w*\.so[.\d]*$")
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that PyTorch sees, with its compute capability."""
+
+    name: str
+    major: int
+    minor: int
+
+    def __str__(self) -> str:
+        return f"{self.name}, compute capability {self.major}.{self.minor}"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All facts. Those of the probing process keep their defaults if it did not reach them."""
+
+    python: str
+    packages: dict[str, str]
+    environment: dict[str, str]
+    driver: str  # version of NVIDIA's kernel module
+    gpu_nodes: int  # GPUs of the machine or container, visible to PyTorch or not
+    native: str  # whether calls go through the native module, and why not
+    torch: str  # version
+    cuda: str | None  # version that PyTorch was built for
+    hip: str | None
+    plan_store: str | None = None  # None if it is off, or the user has no cache folder
+    plan_store_problem: str = ""  # why plans cannot be saved
+    plan_store_is_readable: bool = False  # although they cannot be saved
+
+    broken_off: str = ""  # how the probing process ended, if it failed
+    broken_in: str = ""  # and in which of PARTS
+    gpus: tuple[Gpu, ...] = ()
+    gpus_error: str = ""
+    torch_cudnn: int | None = None
+    torch_cudnn_error: str = ""
+    frontend: str = ""
+    cudnn: int | None = None
+    cudnn_error: str = ""
+    engine: str = ""  # of the call
+    difference: str = ""  # largest relative error, as text because JSON has no NaN; empty without a GPU
+    call_error: str = ""
+    mapped: tuple[str, ...] = ()  # NVIDIA's libraries in the probing process
+
+
 def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
     """The facts of this machine and this environment.
 
@@ -50,70 +93,49 @@ def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
     """
     if reason := interpreter.why_no_python():
         raise OfflineError(f"the doctor examines an installation in a separate process, but {reason}")
-    parts, broken_off = examine(timeout)
+    found = probed(timeout)
     packages = importlib.metadata.distributions()
     versions = {str(each.metadata["Name"] or "").lower().replace("_", "-"): each.version for each in packages}
     return Facts(
-        platform=sys.platform,
         python=platform.python_version(),
         packages={name: versions[name] for name in sorted(versions) if name.startswith("nvidia-") or name in _PACKAGES},
         environment={name: value for name, value in sorted(os.environ.items()) if _VARIABLES.fullmatch(name)},
-        overriding=overriding(),
         driver=driver(),
         gpu_nodes=gpu_nodes(),
-        c_compiler=compiler(),
         native=loader.forecast(),
-        store=store(),
-        torch=_torch_facts(**parts["torch"]) if "torch" in parts else None,
-        cudnn=CudnnFacts(**parts["cudnn"]) if "cudnn" in parts else None,
-        trial=TrialFacts(**parts["trial"]) if "trial" in parts else None,
-        mapped=tuple(parts.get("mapped", ())),
-        broken_off=broken_off,
+        torch=torch.__version__,
+        cuda=torch.version.cuda,
+        hip=torch.version.hip,
+        gpus=tuple(Gpu(**gpu) for gpu in found.pop("gpus", ())),
+        **store(),
+        **found,
     )
 
 
-def _torch_facts(gpus: list[JsonObject], **part: Any) -> TorchFacts:
-    return TorchFacts(**part, gpus=tuple(Gpu(gpu["name"], tuple(gpu["capability"])) for gpu in gpus))
-
-
-def examine(timeout: float) -> tuple[JsonObject, str]:
-    """The parts that the probing process printed, and how it ended if it failed."""
-    try:
-        result = subprocess.run(
-            interpreter.command(_PROGRAM),
-            env={**os.environ, default_store.VARIABLE: default_store.OFF},  # to test a build, not a load
-            capture_output=True,
-            timeout=timeout,
-            check=False,
-        )
-        output, errors, code = result.stdout, result.stderr, result.returncode
-    except subprocess.TimeoutExpired as error:
-        output, errors, code = error.stdout or b"", error.stderr or b"", None
-    parts = parts_of(output)
-    if code == 0 and "trial" in parts:
-        return parts, ""
-    how = f"did not end within {timeout:g} s" if code is None else interpreter.exit_reason(code)
-    last = errors.decode(errors="replace").strip()[-600:]
-    return parts, how + (f"; it printed: {last}" if last else "")
-
-
-def parts_of(output: bytes) -> JsonObject:
-    """The complete lines of the probing process; other output, for instance of site hooks, is skipped."""
-    parts: JsonObject = {}
-    for line in output.splitlines():
-        with contextlib.suppress(ValueError):  # not JSON, or an incomplete line
-            part = json.loads(line)
-            parts |= part if isinstance(part, dict) and set(part) <= {name for name, _ in PARTS} else {}
-    return parts
-
-
-def overriding() -> dict[str, str]:
-    """Folders on LD_LIBRARY_PATH that have a libcudnn, with their real paths."""
-    found = {}
-    for folder in map(Path, filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))):
-        with contextlib.suppress(OSError):  # an unreadable folder; no process could load from it
-            if any(folder.glob("libcudnn.so*")):
-                found[str(folder)] = os.path.realpath(folder)
+def probed(timeout: float) -> JsonObject:
+    """What the probing process found, and how it ended if it failed."""
+    reader, writer = os.pipe()  # libraries print to the standard streams
+    with os.fdopen(reader) as answers:
+        try:
+            result = subprocess.run(
+                interpreter.command(_PROGRAM, str(writer)),
+                env={**os.environ, default_store.VARIABLE: default_store.OFF},  # to test a build, not a load
+                capture_output=True,
+                timeout=timeout,
+                check=False,
+                pass_fds=[writer],
+            )
+            how, errors = interpreter.exit_reason(result.returncode), result.stderr
+        except subprocess.TimeoutExpired as error:
+            how, errors = f"did not end within {timeout:g} s", error.stderr or b""
+        finally:
+            os.close(writer)
+        parts = [json.loads(line) for line in answers]
+    found: JsonObject = {name: value for part in parts for name, value in part.items()}
+    if len(parts) < len(PARTS) or how != interpreter.exit_reason(0):  # a library can end it with 0
+        last = errors.decode(errors="replace").strip()[-600:]
+        found["broken_off"] = how + (f"; it printed: {last}" if last else "")
+        found["broken_in"] = list(PARTS)[min(len(parts), len(PARTS) - 1)]
     return found
 
 
@@ -129,33 +151,31 @@ def gpu_nodes() -> int:
     return sum(re.fullmatch(r"nvidia\d+|dxg", path.name) is not None for path in Path("/dev").iterdir())
 
 
-def store() -> StoreFacts:
+def store() -> dict[str, Any]:
     """The plan store as a process would open it; nothing is created."""
-    folder = None
+    facts: dict[str, Any] = {}
     try:
         folder = default_store.folder_of_environment()
         if folder is None:
-            return StoreFacts(None)
+            return facts
+        facts["plan_store"] = str(folder)
         private_folders.check_above(folder)
         existing = next(path for path in (folder, *folder.parents) if path.exists())
         if existing == folder:
             os.close(private_folders.open_private(folder, make=False))
-        if os.access(existing, os.W_OK | os.X_OK):
-            return StoreFacts(str(folder))
-        is_readable = existing == folder and os.access(existing, os.R_OK | os.X_OK)
-        return StoreFacts(str(folder), f"{existing} is not writable", is_readable)
+        if not os.access(existing, os.W_OK | os.X_OK):
+            facts["plan_store_problem"] = f"{existing} is not writable"
+            facts["plan_store_is_readable"] = existing == folder and os.access(existing, os.R_OK | os.X_OK)
     except (UnsafeFolderError, OSError) as error:  # OSError: such as an unreadable parent
-        return StoreFacts(None if folder is None else str(folder), str(error))
+        facts["plan_store_problem"] = str(error)
+    return facts
 
 
 def main() -> None:
-    """Prints the parts, one per line."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # keeps libraries' prints out of the answers
-    answers.write("\n")  # ends output of site hooks at Python's start
-    for name, part in PARTS:
-        answers.write(json.dumps({name: part()}) + "\n")
-        answers.flush()
+    """Sends each part's facts to the file descriptor that is the argument, one part per line."""
+    with os.fdopen(int(sys.argv[1]), "w") as answers:
+        for part in PARTS.values():
+            print(json.dumps(part()), file=answers, flush=True)
 
 
 @contextlib.contextmanager
@@ -168,29 +188,28 @@ def _error_in(facts: dict[str, object], name: str) -> Iterator[None]:
 
 
 def probe_torch() -> dict[str, object]:
-    """PyTorch's versions, its cuDNN, and the GPUs that it sees."""
-    cuda = torch.version.cuda
+    """PyTorch's cuDNN, and the GPUs that it sees."""
     gpus: list[dict[str, object]] = []
-    facts: dict[str, object] = {"version": torch.__version__, "cuda": cuda, "hip": torch.version.hip, "gpus": gpus}
-    if cuda is None:
+    facts: dict[str, object] = {"gpus": gpus}
+    if torch.version.cuda is None:
         return facts
-    with _error_in(facts, "cudnn_error"):
-        facts["cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
-    with _error_in(facts, "cuda_error"):
+    with _error_in(facts, "torch_cudnn_error"):
+        facts["torch_cudnn"] = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    with _error_in(facts, "gpus_error"):
         torch.cuda.init()  # type: ignore[no-untyped-call]
         for index in range(torch.cuda.device_count()):
-            capability = torch.cuda.get_device_capability(index)
-            gpus.append({"name": torch.cuda.get_device_name(index), "capability": capability})
+            gpu = torch.cuda.get_device_properties(index)
+            gpus.append({"name": gpu.name, "major": gpu.major, "minor": gpu.minor})
     return facts
 
 
 def probe_cudnn() -> dict[str, object]:
     """The versions of the frontend and its cuDNN."""
     facts: dict[str, object] = {}
-    with _error_in(facts, "error"):
+    with _error_in(facts, "cudnn_error"):
         facts["frontend"] = backend.frontend_version()
-        facts["version"] = backend.cudnn_version()
-    return facts
+        facts["cudnn"] = backend.cudnn_version()
+    return {**facts, "mapped": mapped()}
 
 
 def probe_call() -> dict[str, object]:
@@ -199,14 +218,15 @@ def probe_call() -> dict[str, object]:
     from cudnn_sdpa.engine.explain import explain
 
     on_gpu = torch.version.cuda is not None and torch.cuda.is_available()
-    facts: dict[str, object] = {"on": "GPU" if on_gpu else "offline"}
-    with _error_in(facts, "error"):
+    facts: dict[str, object] = {}
+    with _error_in(facts, "call_error"):
         q, k, v = (torch.randn(1, 2, 64, 64).to("cuda" if on_gpu else "cpu", torch.float16) for _ in range(3))
         report = explain(sdpa, q, k, v, is_causal=True, verify=on_gpu)
         facts["engine"] = report.engine
-        facts["error"] = "; ".join(report.reasons)
-        facts["difference"] = report.errors.get("out")
-    return facts
+        facts["call_error"] = "; ".join(report.reasons)
+        if "out" in report.errors:
+            facts["difference"] = f"{report.errors['out']:.1e}"
+    return {**facts, "mapped": mapped()}
 
 
 def mapped() -> list[str]:
@@ -219,10 +239,4 @@ def mapped() -> list[str]:
 
 
 #: The parts of the probing process, in this order: each may crash it.
-PARTS: tuple[tuple[str, Callable[[], object]], ...] = (
-    ("torch", probe_torch),
-    ("cudnn", probe_cudnn),
-    ("mapped", mapped),
-    ("trial", probe_call),
-    ("mapped", mapped),
-)
+PARTS: dict[str, Callable[[], object]] = {"torch": probe_torch, "cudnn": probe_cudnn, "call": probe_call}

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.doctor.checks import Finding, Level, is_well
-from cudnn_sdpa.doctor.facts import Facts
+from cudnn_sdpa.doctor.probe import Facts
 from cudnn_sdpa.graph.backend import version_string
 
 
@@ -17,7 +17,7 @@ def as_json(facts: Facts, findings: list[Finding]) -> str:
         "cudnn_sdpa": __version__,
         "ok": is_well(findings),
         "findings": [asdict(each) for each in findings],
-        "facts": facts.to_dict(),
+        "facts": asdict(facts),
     }
     return json.dumps(report, indent=1)
 
@@ -32,24 +32,20 @@ def as_text(facts: Facts, findings: list[Finding]) -> str:
 
 
 def _summary(facts: Facts) -> Iterator[tuple[str, str]]:
-    torch, cudnn, trial = facts.torch, facts.cudnn, facts.trial
     yield "cudnn_sdpa", f"{__version__}, Python {facts.python}"
-    if torch is not None:
-        its_cudnn = f", cuDNN {version_string(torch.cudnn)}" if torch.cudnn else ""
-        yield "PyTorch", f"{torch.version}, CUDA {torch.cuda or 'none'}{its_cudnn}"
-    if cudnn is not None:
-        yield "cuDNN", version_string(cudnn.version) if cudnn.version else "none"
-        yield "frontend", cudnn.frontend or "none"
+    its_cudnn = f", cuDNN {version_string(facts.torch_cudnn)}" if facts.torch_cudnn else ""
+    yield "PyTorch", f"{facts.torch}, CUDA {facts.cuda or 'none'}{its_cudnn}"
+    yield "cuDNN", version_string(facts.cudnn) if facts.cudnn else "none"
+    yield "frontend", facts.frontend or "none"
     for path in facts.mapped:
         yield "loaded", path
     yield "driver", facts.driver or "no kernel module"
-    for gpu in torch.gpus if torch else ():
-        yield "GPU", f"{gpu.name}, compute capability {gpu.capability[0]}.{gpu.capability[1]}"
-    if trial is not None and not trial.error:
-        how = "planned for another machine" if trial.difference is None else f"relative error {trial.difference:.1e}"
-        yield "a call", f"{trial.engine}, {how}"
-    yield "C compiler", facts.c_compiler or "none"
+    for gpu in facts.gpus or ("none found; CPU tensors run the reference",):
+        yield "GPU", str(gpu)
+    if facts.engine:
+        how = f"relative error {facts.difference}" if facts.difference else "planned for another machine"
+        yield "a call", f"{facts.engine}, {how}"
     yield "calls", facts.native
-    yield "plan store", facts.store.folder or "none"
+    yield "plan store", facts.plan_store or "none"
     for name, value in facts.environment.items():
         yield "environment", f"{name}={value}"

@@ -61,7 +61,7 @@ started = {
     "planner": lambda: planner.plan_offline(key, properties).engine,
     "pool": lambda: [made.engine for _, made in plan_all([key], properties, workers=1)],
     "background": lambda: (background.request(key, properties), background.wait(100))[0].stored.engine,
-    "doctor": lambda: probe.examine(100)[0]["torch"]["version"],
+    "doctor": lambda: probe.probed(100)["frontend"],
     "module": lambda: processes.run_module("says", "a", "b", store="off")["arguments"],
     "code": lambda: processes.run_code("import json; print(json.dumps([1]))", "a list", store="off"),
 }
