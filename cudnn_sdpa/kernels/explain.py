@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import as_float
-from cudnn_sdpa.attention.dense.explain import device_of, without_data
+from cudnn_sdpa.attention.dense.explain import device_of, refuse, without_data
 from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.kernels import reference
-from cudnn_sdpa.kernels.arguments import FUSED, Gradient, KernelArguments, check_memory, without_causal_bias
+from cudnn_sdpa.kernels.arguments import FUSED, Gradient, KernelArguments, without_causal_bias
 from cudnn_sdpa.kernels.attention import ATTENTION, attention
 from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward
 
@@ -36,13 +37,9 @@ def describe_attention(
         is_causal=is_causal,
         scale=None if scale is None else as_float(scale),
     )
-    call = without_causal_bias(call)
-    ATTENTION.check_types(call)
-    cast = {name: cast_tensor(getattr(call, name), q) for name in ("q", "k", "v", "mask")}
-    call = call._replace(**cast)
-    ATTENTION.check_all(call)
-    check_memory(call)
-    trains = needs_gradient(*call.differentiable)
+    _, call, refused, trains = ATTENTION.checked(without_causal_bias(call), _as_cast)
+    if refused is not None:
+        return Description(attention_forward, partial(refuse, refused), device_of(q))
     needs = tuple(x is not None and x.requires_grad for x in call.differentiable)
     spec = Spec.of(without_data(call._replace(with_statistics=trains)))
     notes = [] if spec.mode == FUSED else ["all scores are kept in float32, in the workspace"]
@@ -57,6 +54,11 @@ def describe_attention(
         backward=backward,
         verify=lambda differentiate: _errors(call, needs if differentiate else (False,) * len(needs)),
     )
+
+
+def _as_cast(call: KernelArguments) -> KernelArguments:
+    """The call as autocast casts it."""
+    return call._replace(**{name: cast_tensor(getattr(call, name), call.q) for name in ("q", "k", "v", "mask")})
 
 
 def _backward(call: KernelArguments, needs: tuple[bool, ...]) -> Description:

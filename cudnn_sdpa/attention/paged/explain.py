@@ -23,14 +23,9 @@ from cudnn_sdpa.graph.target import live_target
 @describes(sdpa_paged, sharding.paged)
 def describe_paged(**given: Any) -> Description:
     """What `sdpa_paged` with these arguments runs on a GPU."""
-    call = call_of(**given)
-    PAGED.check_types(call)
-    original, call = call, PAGED.cast(call)
-    refused = UnsupportedError.of(PAGED.check_all, call)
+    original, call, refused, _ = PAGED.checked(call_of(**given), PAGED.cast)
     if refused is not None:
         return Description(graphs.paged_decode, partial(explain.refuse, refused), explain.device_of(call.q))
-    PAGED.check_strides(call)
-    PAGED.check_memory(call)
     launched, device = with_positive_scale(call), explain.device_of(call.q)
     described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
