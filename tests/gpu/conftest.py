@@ -16,6 +16,9 @@ from cudnn_sdpa.graph import backend
 
 HERE = Path(__file__).parent
 
+#: The file with the test that takes longest.
+LONGEST = "test_sanitizer.py"
+
 #: PyTorch's own warnings in these tests.
 WARNINGS = (
     "Attempting to run cuBLAS",  # of its own autograd threads, when their first work is a matrix product
@@ -40,6 +43,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{warning}:UserWarning"))
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU that PyTorch can see"))
+    items.sort(key=lambda item: item.path.name != LONGEST)  # first, beside all others
 
 
 @pytest.fixture(autouse=True)
