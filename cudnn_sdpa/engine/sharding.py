@@ -13,16 +13,20 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.engine.autograd import Result
 from cudnn_sdpa.errors import DeviceError, OptionError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
+
+#: The results of a function: always one, or as many as it has.
+FoundT = TypeVar("FoundT", Tensor, Result)
 
 #: The result is the largest of what the ranks have.
 MAX = "max"
@@ -65,7 +69,7 @@ class Way(NamedTuple):
 
 
 #: The ways of a call, the usual first, given its operands and options by name.
-Ways = Callable[[Mapping[str, Any]], Sequence[Way]]
+Ways = Callable[[Mapping[str, object]], Sequence[Way]]
 
 #: In which dimension a tensor is sharded over a mesh dimension: None if it is replicated, text for anything else.
 _Placed = int | str | None
@@ -82,7 +86,7 @@ def along(whole: Mapping[str, int]) -> Ways:
     """
     first = next(iter(whole))
 
-    def ways(arguments: Mapping[str, Any]) -> list[Way]:
+    def ways(arguments: Mapping[str, object]) -> list[Way]:
         ranks = {name: x.dim() for name in whole if isinstance(x := arguments.get(name), Tensor)}
         rank = ranks.get(first, 0)
         found = []
@@ -121,7 +125,7 @@ class Division(NamedTuple):
     chosen: tuple[Way | None, ...]
     sizes: tuple[int, ...]
 
-    def local(self, name: str, tensor: Any) -> Any:
+    def local(self, name: str, tensor: object) -> object:
         """This rank's part of an operand, differentiable; other values as they are."""
         from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
@@ -141,7 +145,7 @@ class Division(NamedTuple):
             tensor = tensor.redistribute(placements=wanted)  # each rank takes its part of what it has
         return tensor.to_local(grad_placements=gradient)
 
-    def wrapped(self, found: Any) -> Any:
+    def wrapped(self, found: FoundT) -> FoundT:
         """The results of the local call as DTensors."""
         if isinstance(found, Tensor):
             return self._wrap(0, found)
@@ -173,7 +177,7 @@ class Division(NamedTuple):
             tensor, self.mesh, placements, run_check=False, shape=torch.Size(shape), stride=tuple(stride)
         )
 
-    def check_results(self, what: str, local: Mapping[str, Any], found: Any) -> None:
+    def check_results(self, what: str, local: Mapping[str, object], found: Result) -> None:
         """Checks that results are divided as their ways say, which users may declare.
 
         Raises:
@@ -211,7 +215,7 @@ class Division(NamedTuple):
 _LOCAL_MAP = "torch.distributed.tensor.experimental.local_map around it"
 
 
-def divided(what: str, ways: Sequence[Way] | None, tensors: Mapping[str, Any]) -> Division:
+def divided(what: str, ways: Sequence[Way] | None, tensors: Mapping[str, object]) -> Division:
     """How a call with these tensors, of which some are DTensors, is divided.
 
     Args:
@@ -271,12 +275,12 @@ def _placed(tensor: DTensor) -> list[_Placed]:
     return found
 
 
-def _size(way: Way, tensors: Mapping[str, Tensor]) -> int:
+def _size(way: Way, tensors: Mapping[str, object]) -> int:
     """The global size that a way divides: that of its first operand."""
     for name in way.inputs:
-        dim = way.dimension(name, tensors[name]) if name in tensors else None
-        if dim is not None:
-            return tensors[name].shape[dim]
+        tensor = tensors.get(name)
+        if isinstance(tensor, Tensor) and (dim := way.dimension(name, tensor)) is not None:
+            return tensor.shape[dim]
     return 0
 
 
@@ -426,9 +430,9 @@ def _text(at: _Placed) -> str:
 def run(
     what: str,
     ways: Sequence[Way] | None,
-    tensors: Mapping[str, Any],
-    call: Callable[[dict[str, Any], Division], Any],
-) -> Any:
+    tensors: Mapping[str, object],
+    call: Callable[[dict[str, Any], Division], FoundT],
+) -> FoundT:
     """The results, as DTensors, of a call of which some tensors are DTensors.
 
     Args:
@@ -444,7 +448,7 @@ def run(
     return division.wrapped(found)
 
 
-def local_arguments(what: str, ways: Ways | None, arguments: Mapping[str, Any]) -> dict[str, Any]:
+def local_arguments(what: str, ways: Ways | None, arguments: Mapping[str, object]) -> dict[str, Any]:
     """The arguments of the call that this rank runs, for `explain`; tuples of tensors, such as scales, are replicated.
 
     Raises:
@@ -473,13 +477,14 @@ def sinks_of_heads(sinks: Tensor, weight: Tensor | None, q: Tensor) -> Tensor:
         return sinks
     from torch.distributed.tensor import DTensor, Replicate
 
-    whole: Any = sinks
-    if not isinstance(sinks, DTensor):
-        mesh: Any = (q if isinstance(q, DTensor) else weight).device_mesh  # type: ignore[union-attr]
+    whole = sinks
+    if not isinstance(whole, DTensor):
+        leading = q if isinstance(q, DTensor) else weight
+        assert isinstance(leading, DTensor)
+        mesh = leading.device_mesh
         whole = DTensor.from_local(sinks, mesh, [Replicate()] * mesh.ndim, run_check=False)
     if isinstance(q, DTensor):
-        return whole  # type: ignore[no-any-return]
+        return whole
     if isinstance(weight, DTensor) and q.shape[1] != whole.shape[0]:
         whole = whole.redistribute(placements=weight.placements)
-    local: Tensor = whole.to_local()
-    return local
+    return whole.to_local()

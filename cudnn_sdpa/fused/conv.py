@@ -264,8 +264,7 @@ def is_patch_embedding(
 
 def _patches_of_dtensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     tensors = {"x": x, "weight": weight, "bias": bias}
-    out: Tensor = sharding.run("conv2d", ways(tensors), tensors, lambda local, _: _patch_embedding(**local))
-    return out
+    return sharding.run("conv2d", ways(tensors), tensors, lambda local, _: _patch_embedding(**local))
 
 
 def _patch_embedding(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

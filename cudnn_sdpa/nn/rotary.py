@@ -162,13 +162,12 @@ class RotaryEmbedding(nn.Module):
             sharding.Way("heads", {"heads": 2}, 2),
         ]
         tensors = {"heads": heads, "cosines": cos, "sines": sin}
-        rotated: Tensor = sharding.run(
+        return sharding.run(
             "RotaryEmbedding.rotate",
             ways,
             tensors,
             lambda local, _: self.rotate(local["heads"], (local["cosines"], local["sines"])),
         )
-        return rotated
 
     def extra_repr(self) -> str:
         """The arguments of the constructor."""

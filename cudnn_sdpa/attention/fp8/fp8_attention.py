@@ -295,7 +295,7 @@ def _on_dtensors(given: dict[str, Any], **others: Any) -> Tensor:
         return fp8_attention(**local, **others)
 
     ways = sharding.fp8_attention(given)
-    return run_on_dtensors("fp8_attention", ways, given, on_local_tensors)  # type: ignore[no-any-return]
+    return run_on_dtensors("fp8_attention", ways, given, on_local_tensors)
 
 
 #: For torch.compile, which cannot trace our kernels and the histories.
