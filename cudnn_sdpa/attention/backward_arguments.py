@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,7 @@ class SdpaGradients(NamedTuple):
 FIELDS = {"q": "dq", "k": "dk", "v": "dv", "attn_mask": "dmask", "sinks": "dsinks"}
 
 
-def needs_of(wanted: Sequence[str] | None, inputs: dict[str, Any]) -> tuple[bool, ...]:
+def needs_of(wanted: Sequence[str] | None, inputs: Mapping[str, object]) -> tuple[bool, ...]:
     """Which gradients are wanted: those named, or if None all that there are.
 
     Args:

@@ -24,7 +24,7 @@ import typing
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_sdpa.engine import autograd_checks, fallback, sharding
 from cudnn_sdpa.engine.autocast import could_cast, is_deterministic
-from cudnn_sdpa.engine.autograd import Differentiable
+from cudnn_sdpa.engine.autograd import Differentiable, Result
 from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.dispatch_state import (
     Guard,
@@ -51,12 +51,13 @@ from cudnn_sdpa.engine.memory import MISALIGNED, like_in_memory
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.torch_ops import define, library, new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.plan import Plan
 
 KindT = TypeVar("KindT")
-Result = Tensor | tuple[Tensor, ...]  #: the results that a call wants: alone if it is one
+Run = Callable[[Any], Any]  #: gives the result of a call, or for a backward call the needed gradients
 
 #: Maximum number of kinds of calls remembered as differentiable.
 MAX_REMEMBERED = 8192
@@ -73,11 +74,34 @@ _SCHEMA_TYPES: dict[object, str] = {
 }
 
 
-class GradientCall(NamedTuple):
-    """A backward call of attention.
+class BackwardCall(Protocol):
+    """A backward call of an operation, a NamedTuple.
 
-    Other operations have others: the gradients of all results that are always given, then the results that are saved,
-    then `call` and `needs`.
+    Its fields are the gradients of all results that are always given, then the results that are saved, then `call` and
+    `needs`.
+
+    Attributes:
+        call: The forward call, with the tensors as they were saved.
+        needs: Which of the operation's differentiable inputs need a gradient.
+    """
+
+    @property
+    def call(self) -> Any: ...
+
+    @property
+    def needs(self) -> tuple[bool, ...]: ...
+
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+
+    @property
+    def _replace(self) -> Callable[..., BackwardCall]: ...
+
+    def __getitem__(self, tensors: slice, /) -> tuple[Any, ...]: ...
+
+
+class GradientCall(NamedTuple):
+    """A backward call of attention; see `BackwardCall`.
 
     Attributes:
         grad_out: The gradient of the output.
@@ -98,12 +122,12 @@ class Prepared(NamedTuple):
     """A call bound to its plan.
 
     Attributes:
-        run: Runs a call with the same signature: gives its result, or for a backward call the needed gradients.
+        run: Runs a call with the same signature.
         plan: The plan; None if the binding is not to be remembered, as for empty tensors, which need no plan.
         is_current: Whether the binding may be remembered, asked once others see it; None if it always may.
     """
 
-    run: Callable[[Any], Any]
+    run: Run
     plan: Plan | None
     is_current: Callable[[], bool] | None = None
 
@@ -133,7 +157,7 @@ class _Entry:
 
     __slots__ = ("__weakref__", "last", "last_gradient", "plan", "run")
 
-    def __init__(self, run: Callable[[Any], Any], plan: Plan) -> None:
+    def __init__(self, run: Run, plan: Plan) -> None:
         self.run = run
         self.plan = plan
         self.last_gradient = _LastGradient()
@@ -152,12 +176,12 @@ class _Tracked(NamedTuple):
     """
 
     operation: Operation[Any]
-    call: Any
+    call: object
     entry: _Entry | None
     returns_all: bool
     by_reference: bool = False
 
-    def forward(self, ctx: Any, _: tuple[Any, ...]) -> Any:
+    def forward(self, ctx: Any, _: tuple[object, ...]) -> Result:
         """Runs the call, and saves what its gradients need; a result more than is wanted would take 2 µs."""
         operation, call, entry, returns_all, by_reference = self
         run = operation._on_cpu if by_reference else operation.runner(call) if entry is None else entry.run
@@ -176,7 +200,9 @@ class _TrackedGradient(NamedTuple):
     last: _LastGradient | None
     by_reference: bool
 
-    def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> list[Tensor | None]:
+    def gradients(
+        self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
+    ) -> list[Tensor | None]:
         """The gradient of each differentiable input."""
         return self.operation.gradients(ctx, grads, needs, self.last, by_reference=self.by_reference)
 
@@ -191,6 +217,25 @@ class Asked(NamedTuple):
 
     calls: NativeCalls
     arguments: tuple[object, ...]
+
+
+class SavedCall(Protocol):
+    """What was saved of a call for its gradients: autograd's `ctx`, or what the native module gives.
+
+    Attributes:
+        saved_tensors: The tensors of the call, then the results that are saved.
+        options: Its options.
+        may_fall_back: Whether a fallback was in force.
+    """
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]: ...
+
+    @property
+    def options(self) -> tuple[object, ...]: ...
+
+    @property
+    def may_fall_back(self) -> bool: ...
 
 
 class _NativeContext(NamedTuple):
@@ -316,7 +361,7 @@ class Operation(Generic[CallT]):
     call: type[CallT]
     reference_call: type[CallT] | None
     differentiable: tuple[str, ...]
-    autocast: Callable[[CallT], dict[str, Any]]
+    autocast: Callable[[CallT], dict[str, object]]
     is_cacheable: Callable[[CallT], bool]
     kind: Callable[[CallT], Hashable]
     check_types: Callable[[CallT], None]
@@ -331,12 +376,12 @@ class Operation(Generic[CallT]):
     results: Callable[[CallT], tuple[Layout, ...]]
     reference: Callable[[CallT], tuple[Tensor, ...]]
     prepare: Callable[[CallT], Prepared]
-    keys: Callable[[CallT, Target, int | None], Iterator[Any]]
+    keys: Callable[[CallT, Target, int | None], Iterator[PlanKey]]
     flops: Callable[[CallT], tuple[int, int]]
     reference_gradients: Callable[[Any], list[Tensor]] = _no_gradients
-    readable: Callable[[Any], Any] = _no_gradients
+    readable: Callable[[Any], BackwardCall] = _no_gradients
     prepare_gradients: Callable[[Any], Prepared] = _no_gradients
-    gradient_keys: Callable[[Any, Target, int | None], Iterator[Any]] = _no_gradients
+    gradient_keys: Callable[[Any, Target, int | None], Iterator[PlanKey]] = _no_gradients
     mark: Callable[[CallT], Hashable] | None = None
     gives: tuple[str, ...] = ("out",)
     auxiliary: tuple[str, ...] = ("lse",)
@@ -436,7 +481,7 @@ class Operation(Generic[CallT]):
         self.check(call)
         return self._run(call)
 
-    def _on_dtensors(self, call: CallT) -> Any:
+    def _on_dtensors(self, call: CallT) -> Result:
         """The results of a call on DTensors: each rank runs its part of the call.
 
         The whole call is checked first, so that all ranks raise the same.
@@ -448,7 +493,7 @@ class Operation(Generic[CallT]):
         if not is_compiling():
             self.check_options(call)
         layouts = [None if x is None else _without_memory(x) for x in call[: self._tensors]]
-        whole: Any = (self.reference_call or self.call)._make((*layouts, *call[self._tensors :]))
+        whole: CallT = (self.reference_call or self.call)._make((*layouts, *call[self._tensors :]))
         if "rng" in self._types and call.dropout_p:
             whole = whole._replace(rng=torch.empty(2, dtype=torch.int64, device="meta"))
         try:
@@ -462,23 +507,24 @@ class Operation(Generic[CallT]):
         except UnsupportedError as error:
             raise (error.renamed(self.names) if self.names else error) from None
 
-    def _on_local_tensors(self, arguments: dict[str, Any], division: sharding.Division) -> Any:
+    def _on_local_tensors(self, arguments: Mapping[str, object], division: sharding.Division) -> Result:
         """The results of this rank's part of a call.
 
         Each part draws its own random numbers for dropout, also where all ranks have the same seed.
         """
         call = self.call._make([arguments[name] for name in self.fields])
-        if "rng" not in self._types or not call.dropout_p:
-            return self(call)
-        reasons = []
-        if division.is_replicated:
-            reasons.append("ranks that compute the same would draw different random numbers")
-        if self.reference_call is not None and fallback.is_in_force():
-            reasons.append("PyTorch's own attention, which the fallback may run, draws the same in each rank")
-        if reasons:
-            suggestion = "tensors sharded over all mesh dimensions and no fallback, or dropout_p=0.0"
-            raise UnsupportedError(f"{self.function} with dropout_p on DTensors like these", reasons, suggestion)
-        return self(call._replace(rng=new_seed(call[0]) + division.part()))
+        if "rng" in self._types and call.dropout_p:
+            reasons = []
+            if division.is_replicated:
+                reasons.append("ranks that compute the same would draw different random numbers")
+            if self.reference_call is not None and fallback.is_in_force():
+                reasons.append("PyTorch's own attention, which the fallback may run, draws the same in each rank")
+            if reasons:
+                suggestion = "tensors sharded over all mesh dimensions and no fallback, or dropout_p=0.0"
+                raise UnsupportedError(f"{self.function} with dropout_p on DTensors like these", reasons, suggestion)
+            call = call._replace(rng=new_seed(call[0]) + division.part())
+        result: Result = self(call)
+        return result
 
     def cast(self, call: CallT) -> CallT:
         """The call as autocast casts it, with the setting of deterministic algorithms that it follows."""
@@ -654,8 +700,7 @@ class Operation(Generic[CallT]):
 
     def _wanted(self, call: CallT, found: tuple[Tensor, ...]) -> Result:
         """Of all results those that a call wants: alone if it is one."""
-        result: Result = _alone(found if self._is_complete(call) else self._split(found)[0])
-        return result
+        return _alone(found if self._is_complete(call) else self._split(found)[0])
 
     def _into_out_of(self, call: CallT, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The results, the first of them written into `out` if that is given."""
@@ -724,7 +769,7 @@ class Operation(Generic[CallT]):
         out = self._out_of(call)
         return (*layouts, *options, *map(type, options), None if out is None else layout_signature(out), mark)
 
-    def _entry(self, name: Hashable, call: object, prepare: Callable[[Any], Prepared]) -> _Entry | Prepared:
+    def _entry(self, name: Hashable, call: KindT, prepare: Callable[[KindT], Prepared]) -> _Entry | Prepared:
         """The prepared call of this signature, prepared now if there is none."""
         entry: _Entry | None = self.table.get(name)
         if entry is not None:
@@ -827,7 +872,7 @@ class Operation(Generic[CallT]):
 
     def gradients(
         self,
-        ctx: Any,
+        ctx: SavedCall,
         grads: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
         last: _LastGradient | None = None,
@@ -878,7 +923,7 @@ class Operation(Generic[CallT]):
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
 
-    def backward(self, backward: Any) -> list[Tensor]:
+    def backward(self, backward: BackwardCall) -> list[Tensor]:
         """The needed gradients of a backward call that a caller made, which nothing has checked. Autograd stays out.
 
         Raises:
@@ -919,16 +964,16 @@ class Operation(Generic[CallT]):
 
         return fallback.or_else(run, lambda: self.reference_gradients(without_limits), lambda: self.kind(call))
 
-    def _backward_by_operator(self, backward: Any) -> list[Tensor]:
+    def _backward_by_operator(self, backward: BackwardCall) -> list[Tensor]:
         inputs = backward.call[: self._inputs]
         found: list[Tensor] = self.operator("backward")(*backward[:-2], *inputs, list(backward.needs))
         return found
 
-    def _check_backward(self, backward: Any) -> None:
+    def _check_backward(self, backward: BackwardCall) -> None:
         self.check(backward.call)
         self.check_backward(backward)
 
-    def _run_backward(self, backward: Any, bypasses: bool) -> list[Tensor]:
+    def _run_backward(self, backward: BackwardCall, bypasses: bool) -> list[Tensor]:
         """A checked backward call that a caller made, where its tensors are."""
         call = backward.call
         if call[0].is_cuda:
@@ -948,7 +993,7 @@ class Operation(Generic[CallT]):
             return self._gradients_on_gpu(backward)
         return (self.fake_gradients if call[0].is_meta else self.reference_gradients)(backward)
 
-    def _checked_fake_gradients(self, backward: Any) -> list[Tensor]:
+    def _checked_fake_gradients(self, backward: BackwardCall) -> list[Tensor]:
         """The same as `fake_gradients`, of a call in compiled code, which nothing has checked."""
         if self.reference_call is not None:  # whose limits are those of the forward pass
             without_limits = backward._replace(call=self.reference_call._make(backward.call))
@@ -957,7 +1002,7 @@ class Operation(Generic[CallT]):
         return self.fake_gradients(backward)
 
     def repeatable_gradient(
-        self, ctx: Any, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...], last: _LastGradient
+        self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...], last: _LastGradient
     ) -> RepeatableCall | None:
         """A backward call that has just run, if the native module can repeat it."""
         entry = None if last.cached is None else last.cached.entry()
@@ -970,7 +1015,7 @@ class Operation(Generic[CallT]):
         plain = entry.run
         return RepeatableCall(plain.bound, plain.tensors_of(backward), plain.returned)
 
-    def _gradients_on_gpu(self, backward: Any, last: _LastGradient | None = None) -> list[Tensor]:
+    def _gradients_on_gpu(self, backward: BackwardCall, last: _LastGradient | None = None) -> list[Tensor]:
         """The needed gradients of a backward call on the GPU, which `last` remembers."""
         readable = self.readable(backward)
         prepared = self._entry(self._signature_of_gradient(readable), readable, self._prepare_gradients)
@@ -980,13 +1025,13 @@ class Operation(Generic[CallT]):
                 last.cached = _CachedGradient(tensor_guard(*tensors), backward.needs, weakref.ref(prepared))
         return list(prepared.run(readable))
 
-    def _prepare_gradients(self, backward: Any) -> Prepared:
+    def _prepare_gradients(self, backward: BackwardCall) -> Prepared:
         names = (*backward.call._fields[: self._tensors], *backward._fields[:-2])
         tensors = (*backward.call[: self._tensors], *backward[:-2])
         check_one_device(names, tensors)  # a saved-tensor hook may have moved them
         return self.prepare_gradients(backward)
 
-    def _find_gradient(self, backward: Any, last: _LastGradient) -> _Entry | None:
+    def _find_gradient(self, backward: BackwardCall, last: _LastGradient) -> _Entry | None:
         """The backward call before this one, if it was like this one and `readable` would copy nothing."""
         known = last.cached
         if known is None or known.needs != backward.needs or not known.is_like(*self._tensors_of_gradient(backward)):
@@ -996,13 +1041,13 @@ class Operation(Generic[CallT]):
             addresses |= tensor.data_ptr()
         return None if addresses & MISALIGNED else known.entry()
 
-    def _tensors_of_gradient(self, backward: Any) -> list[Tensor]:
+    def _tensors_of_gradient(self, backward: BackwardCall) -> list[Tensor]:
         return [x for x in (*backward.call[: self._tensors], *backward[:-2]) if x is not None]
 
-    def _signature_of_gradient(self, backward: Any) -> Hashable:
+    def _signature_of_gradient(self, backward: BackwardCall) -> Hashable:
         return "backward", *map(layout_signature, backward[:-2]), backward.needs, self.signature(backward.call)
 
-    def fake_gradients(self, backward: Any) -> list[Tensor]:
+    def fake_gradients(self, backward: BackwardCall) -> list[Tensor]:
         """What the needed gradients look like, without memory."""
         tensors = zip(self.differentiable, backward.call[: self._gradients], backward.needs, strict=True)
         return [self.new_gradient(name, x) for name, x, need in tensors if need and x is not None]
@@ -1020,27 +1065,30 @@ class Operation(Generic[CallT]):
         result: CallT = found if out is None else found._replace(out=out)
         return result
 
-    def forward_implementations(self, run: Callable[[CallT], Any]) -> dict[str, Callable[..., Any]]:
+    def forward_implementations(self, run: Callable[[CallT], Result]) -> dict[str, Callable[..., Result | None]]:
         """The forward operators as `run` implements them, by what they do."""
 
-        def plain(*inputs: Any) -> Any:
+        def plain(*inputs: object) -> Result:
             return run(self.call_of(inputs))
 
-        def with_all(*inputs: Any) -> Any:
+        def with_all(*inputs: object) -> Result:
             return run(self.call_of(inputs, is_complete=True))
 
-        def into_out(*inputs: Any) -> Any:
+        def into_out(*inputs: Any) -> Result | None:
             *others, out = inputs
-            return _alone(_as_tuple(run(self.call_of(others, is_complete=True, out=out)))[1:])
+            auxiliary = _as_tuple(run(self.call_of(others, is_complete=True, out=out)))[1:]
+            return _alone(auxiliary) if auxiliary else None
 
         found = {"forward": plain, "forward_all": with_all, "forward_out": into_out}
         return {which: run for which, run in found.items() if which in self.operators}
 
-    def backward_implementation(self, run: Callable[[Any], Any]) -> Callable[..., Any]:
+    def backward_implementation(
+        self, run: Callable[[BackwardCall], Sequence[Tensor]]
+    ) -> Callable[..., Sequence[Tensor]]:
         """The backward operator as `run` implements it."""
         given = len(self.gradient_call._fields) - 2
 
-        def implementation(*arguments: Any) -> Any:
+        def implementation(*arguments: Any) -> Sequence[Tensor]:
             *others, needs = arguments
             call = self.call_of(others[given:], is_complete=True)
             return run(self.gradient_call(*others[:given], call, tuple(needs)))
@@ -1077,18 +1125,18 @@ class Operation(Generic[CallT]):
         self.check_options(call)
         self.check(call)
 
-    def _count_forward(self, *inputs: Any, **_: Any) -> int:
+    def _count_forward(self, *inputs: object, **_: object) -> int:
         return self.flops(self.call_of(inputs[: self._inputs]))[0]
 
-    def _count_backward(self, *inputs: Any, **_: Any) -> int:
+    def _count_backward(self, *inputs: object, **_: object) -> int:
         given = len(self.gradient_call._fields) - 2
         return self.flops(self.call_of(inputs[given : given + self._inputs]))[1]
 
     def _register_gradients(self) -> None:
-        def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Result) -> None:
+        def save_inputs(ctx: Any, inputs: tuple[object, ...], output: Result) -> None:
             self.save(ctx, self.call_of(inputs, is_complete=True), _as_tuple(output))
 
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             needs = tuple(ctx.needs_input_grad[: self._gradients])
             others = (None,) * (self._inputs - self._gradients)
             return (*self.gradients(ctx, grads, needs), *others)
@@ -1121,14 +1169,14 @@ def _without_memory(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _as_tuple(found: object) -> tuple[Any, ...]:
+def _as_tuple(found: Result | None) -> tuple[Tensor, ...]:
     """What an operator or a plan gives: one tensor alone, several, or none."""
     return found if isinstance(found, tuple) else () if found is None else (found,)
 
 
-def _alone(found: tuple[Tensor, ...]) -> Any:
-    """The opposite: one tensor is not in a tuple."""
-    return found if len(found) > 1 else found[0] if found else None
+def _alone(found: tuple[Tensor, ...]) -> Result:
+    """The opposite, for at least one: one tensor is not in a tuple."""
+    return found if len(found) > 1 else found[0]
 
 
 def _tensors(number: int) -> str:

@@ -236,7 +236,7 @@ def call_of(
     )
 
 
-def _cast_for_autocast(call: PagedArguments) -> dict[str, Tensor]:
+def _cast_for_autocast(call: PagedArguments) -> dict[str, object]:
     """The queries cast to autocast's dtype, if that is the dtype of the pages."""
     q: Tensor = cast_tensor(call.q, call.q)
     return {"q": q} if q.dtype == call.k_pages.dtype else {}
