@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, overload
+from typing import Any, NamedTuple, NoReturn, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from cudnn_sdpa.engine import autograd_checks, cpu_target, sharding
 from cudnn_sdpa.engine.autocast import cast_tensor, could_cast
-from cudnn_sdpa.engine.autograd import Differentiable
+from cudnn_sdpa.engine.autograd import Differentiable, Result
 from cudnn_sdpa.engine.dispatch_state import (
     can_bypass_dispatcher,
     is_batch,
@@ -180,7 +180,7 @@ class GraphFunction(GraphDefinition):
                 return run(*operands)
         return self._first(operands, options)
 
-    def _first(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Any:
+    def _first(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Result:
         """A call that is not known, with arguments that have not been checked."""
         if sharding.has_dtensor(*operands):
             return self._on_dtensors(operands, options)
@@ -206,17 +206,20 @@ class GraphFunction(GraphDefinition):
                 self.known.table.add(self._signature(operands, options, trains), entry)
             run = entry.run
         if trains:
-            return Differentiable.apply(self._tracked(values, static, run), *values)  # type: ignore[no-untyped-call]
+            tracked = self._tracked(values, static, run)
+            found: Result = Differentiable.apply(tracked, *values)  # type: ignore[no-untyped-call]
+            return found
         return self._returned(run(tensors, _numbers(values)), trains=False)
 
-    def _on_dtensors(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Any:
+    def _on_dtensors(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Result:
         """The results of a call on DTensors: each rank runs its part of the call."""
         values, _ = self.arguments(operands, options)
         tensors = dict(zip(self.operands, values, strict=True))
         static = {name: value for name, value in options.items() if name in self.options}
 
-        def on_local_tensors(local: dict[str, Any], _: object) -> Any:
-            return self.run(tuple([local[name] for name in self.operands]), static)
+        def on_local_tensors(local: dict[str, Any], _: object) -> Result:
+            found: Result = self.run(tuple([local[name] for name in self.operands]), static)
+            return found
 
         ways = None if self.ways is None else self.ways(tensors)
         return sharding.run(self.__name__.removesuffix("_rows"), ways, tensors, on_local_tensors)
@@ -232,12 +235,12 @@ class GraphFunction(GraphDefinition):
 
     def _runs(
         self, entry: _Entry, operands: tuple[Value, ...], _: Mapping[str, object], trains: bool
-    ) -> Callable[..., Any]:
+    ) -> Callable[..., Result]:
         """What runs calls like one whose plan is bound, given their operands."""
         if trains:
             rest = (None,) * (len(self.operands) - len(operands))
             tracked = self._tracked((*operands, *rest), entry.static, entry.run)
-            apply: Callable[..., Any] = Differentiable.apply
+            apply: Callable[..., Result] = Differentiable.apply
             return lambda *operands: apply(tracked, *operands, *rest)
         run, pattern = entry.run, Pattern(operands)
         tensors_of, numbers_of = pattern.tensors_of, pattern.numbers_of
@@ -257,7 +260,7 @@ class GraphFunction(GraphDefinition):
         last = rest.index(named[-1]) + 1
         return (*operands, *[options.get(name) for name in rest[:last]]), others
 
-    def _watched(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> tuple[Any] | None:
+    def _watched(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> tuple[Result] | None:
         """The results of a known call that a backward pass makes while it is watched; None for other calls."""
         watch = Watch.of_this_thread()
         if watch is None:
@@ -268,7 +271,7 @@ class GraphFunction(GraphDefinition):
             if run is None or entry is None:
                 watch.calls.append(None)
                 return None
-            found = run(*operands)
+            found: Result = run(*operands)
         results = found if isinstance(found, tuple) else (found,)
         versions = [x._version for x in results]
         watch.calls.append(None if entry.bound.numbers else (entry.bound, _tensors(operands), results, versions))
@@ -300,7 +303,7 @@ class GraphFunction(GraphDefinition):
         needs = tuple(needs or [True] * len(values))
         return Saved(self, static, pattern=Pattern(values), needs=needs, values=values)
 
-    def _returned(self, results: Sequence[Tensor], *, trains: bool) -> Any:
+    def _returned(self, results: Sequence[Tensor], *, trains: bool) -> Result:
         """The results that a caller gets: those for `backward` alone are left out."""
         returned = self.without_auxiliary(results, trains=trains)
         return returned[0] if len(returned) == 1 else tuple(returned)
@@ -517,6 +520,29 @@ class Pattern:
             self.numbers_of = _numbers
 
 
+#: Shape, dtype and device of each result, for gradients of zeros.
+_Like = list[tuple[tuple[int, ...], torch.dtype, torch.device]]
+
+
+class SavedValues(Protocol):
+    """Where `Saved` finds what it saved of a call: autograd's `ctx`, or what the native module gives.
+
+    Attributes:
+        saved_tensors: The operands that `backward` reads, then the results that are kept.
+        numbers: The numbers among the operands.
+        like: The returned results, if one may have no gradient.
+    """
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def numbers(self) -> tuple[float, ...]: ...
+
+    @property
+    def like(self) -> _Like: ...
+
+
 class Saved:
     """What a call saves for its backward pass, and the gradients from it; autograd's graph holds this and no plan.
 
@@ -553,7 +579,7 @@ class Saved:
             ctx.like = [(x.shape, x.dtype, x.device) for x in returned]
 
     def gradients(
-        self, ctx: Any, grads: Sequence[Tensor | None], needs: tuple[bool, ...], watch: Watch | None = None
+        self, ctx: SavedValues, grads: Sequence[Tensor | None], needs: tuple[bool, ...], watch: Watch | None = None
     ) -> Sequence[Tensor | None]:
         """The gradients of the operands, from those of the results and what was saved; `watch` watches `backward`."""
         if not [grad for grad in grads if grad is not None]:
@@ -585,7 +611,7 @@ class Saved:
             results=range(len(results))[self.function.kept],
         )
 
-    def _given(self, ctx: Any, place: int, grad: Tensor | None) -> Tensor | None:
+    def _given(self, ctx: SavedValues, place: int, grad: Tensor | None) -> Tensor | None:
         """The gradient of a result as `backward` gets it."""
         if grad is None and self.function.materialize_grads:
             shape, dtype, device = ctx.like[place]
@@ -598,11 +624,11 @@ class _NativeContext(NamedTuple):
 
     saved_tensors: tuple[Tensor, ...]
     numbers: tuple[float, ...]
-    like: list[tuple[tuple[int, ...], torch.dtype, torch.device]]
+    like: _Like
 
 
 def _native_gradients(
-    options: tuple[Saved, Any, _Attempts],
+    options: tuple[Saved, _Like, _Attempts],
     grads: tuple[Tensor | None, ...],
     saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
@@ -701,7 +727,7 @@ class Watch(TorchFunctionMode):
             Watch.count -= 1
             Watch._threads.watch = before
 
-    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         """Notes a function of PyTorch's: it may read or write elements, which a launch alone would not."""
         found = function(*args, **(kwargs or {}))
         is_given = function.__name__ == "contiguous" and found is args[0]  # nothing was to be done
@@ -761,7 +787,7 @@ class _Tracked(NamedTuple):
     run: Run
     saved: Saved
 
-    def forward(self, ctx: Any, values: tuple[Value, ...]) -> Any:
+    def forward(self, ctx: Any, values: tuple[Value, ...]) -> Result:
         """Launches the call, and saves what `backward` reads."""
         run, saved = self
         results = run(saved.pattern.tensors_of(values), saved.pattern.numbers_of(values))
