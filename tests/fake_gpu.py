@@ -297,7 +297,7 @@ def gpu_on_the_cpu(
         everywhere(patch, plan.current_raw_stream, current_stream)
         patch.setattr(KernelPlan, "launch", launched)
         patch.setattr(nvrtc.Kernel, "on", lambda kernel, _: cached.setdefault(kernel, CpuKernel(kernel)))
-        patch.setattr(quantize, "by_kernel", lambda *_: False)  # whose conversions are instructions of a GPU
+        everywhere(patch, quantize.by_kernel, lambda *_: False)  # its conversions are instructions of a GPU
         patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(handles, "build_handle", lambda _: None)

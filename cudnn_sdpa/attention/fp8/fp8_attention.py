@@ -17,7 +17,15 @@ from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients
 from cudnn_sdpa.attention.fp8.plans import spec_of
-from cudnn_sdpa.attention.fp8.quantize import Wanted, defect_of, dequantize, is_readable, quantize, record_all
+from cudnn_sdpa.attention.fp8.quantize import (
+    Wanted,
+    by_kernel,
+    defect_of,
+    dequantize,
+    is_readable,
+    quantize,
+    record_all,
+)
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling, check_grad_dtype, limits_of
 from cudnn_sdpa.attention.fp8.scaling_state import (
     AMAX,
@@ -145,7 +153,7 @@ def backward(grad_out: Tensor, of: Forward, call: Call, wanted: list[int]) -> li
     given = None if scaling is None else scaling.scales(backward=True, is_cuda=grad_out.is_cuda)
     table = new_table(grad_out.device)
     current = scaling is not None and scaling.inputs == "current"
-    if not is_readable(grad_out):
+    if by_kernel(grad_out) and not is_readable(grad_out):
         grad_out = _dense_copy(grad_out)
     quantized = Wanted((DO,), call.grad_dtype, limit, current)
     (gradient,) = quantize((grad_out,), quantized, table=table, given=given, record=record)
@@ -325,7 +333,8 @@ def check(of: ForwardArguments) -> None:
     autograd_checks.refuse_transforms("fp8_attention", q, k, v, loops=False)
     if has_limits:
         memory.check_strides(q, k, v)
-    memory.check_addresses(q=q, k=k, v=v)
+    if is_plain_memory(q, k, v):
+        memory.check_addresses(q=q, k=k, v=v)
     check_lengths("seq_lens_q", of.seq_lens_q, q)
     check_lengths("seq_lens_kv", of.seq_lens_kv, q)
 
