@@ -34,6 +34,8 @@ from cudnn_sdpa import OutOfPagesError, PagedKVCache, PagedStep, plan_cache
 
 ON_GPU = torch.cuda.is_available()
 DEVICE, DTYPE = ("cuda", torch.bfloat16) if ON_GPU else ("cpu", torch.float32)
+if not ON_GPU:
+    cudnn_sdpa.cpu_checks("h200,any-dtype")  # float32, to compare more closely
 LAYERS, WIDTH, MLP_WIDTH, VOCABULARY = (8, 2048, 5632, 32000) if ON_GPU else (2, 128, 256, 512)
 HEADS_Q, HEADS_KV, HEAD_DIM = (16, 4, 128) if ON_GPU else (4, 2, 32)
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -80,11 +80,23 @@ def pytest_unconfigure() -> None:
     gc.unfreeze()  # or nanobind would report what the interpreter's last collection leaves as leaks
 
 
-def pytest_configure() -> None:
+class Notebooks:
+    """Notebooks run with the settings that users have."""
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        with pytest.MonkeyPatch.context() as patch:
+            if item.path.suffix == ".ipynb":
+                patch.delenv("CUDNN_SDPA_CPU_CHECKS")
+            return (yield)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Notebooks())
     os.environ["CUDNN_SDPA_PLAN_DIR"] = "off"  # not the user's plans; a test that needs a store creates its own
     # No compiler in the background; tests of the native module start it.
     os.environ["CUDNN_SDPA_NATIVE"] = os.environ.get("CUDNN_SDPA_TEST_NATIVE", "off")
-    os.environ.pop("CUDNN_SDPA_CPU_CHECKS", None)  # the default
+    os.environ["CUDNN_SDPA_CPU_CHECKS"] = "h200,any-dtype"  # many compare with PyTorch in float32
     if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; one thread each is the fastest
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for processes that tests start, and for notebooks

@@ -269,7 +269,7 @@ def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor, allowed: tuple[to
 
 
 def allowed_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
-    """The dtypes of attention on a device; on the CPU those of the reference, unless `cpu_checks` includes dtypes."""
+    """The dtypes of attention on a device; on the CPU those of the reference, if `cpu_checks` allows any."""
     return CPU_DTYPES if device.type == "cpu" and not cpu_target.checks_dtypes() else CUDA_DTYPES
 
 

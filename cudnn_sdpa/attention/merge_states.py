@@ -40,10 +40,10 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     Examples:
         >>> import torch
         >>> from cudnn_sdpa import merge_states, sdpa
-        >>> q, k, v = (torch.randn(1, 2, 8, 16) for _ in range(3))
+        >>> q, k, v = torch.randn(3, 1, 2, 8, 16, dtype=torch.bfloat16)
         >>> parts = [sdpa(q, k[:, :, part], v[:, :, part], return_lse=True) for part in (slice(0, 3), slice(3, 8))]
         >>> out, lse = merge_states(*zip(*parts))
-        >>> torch.allclose(out, sdpa(q, k, v), atol=1e-6)
+        >>> torch.allclose(out, sdpa(q, k, v), atol=0.02)
         True
     """
     _check(outs, lses)

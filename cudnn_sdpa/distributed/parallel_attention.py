@@ -109,7 +109,8 @@ def context_parallel(
         >>> import torch, torch.distributed as dist
         >>> from cudnn_sdpa.distributed import context_parallel, shard
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> q, k, v = (shard(torch.randn(1, heads, 64, 16), dim=2) for heads in (8, 2, 2))
+        >>> whole = (torch.randn(1, heads, 64, 16, dtype=torch.bfloat16) for heads in (8, 2, 2))
+        >>> q, k, v = (shard(tensor, dim=2) for tensor in whole)
         >>> context_parallel(q, k, v, is_causal=True, window_size=(15, 0)).shape
         torch.Size([1, 8, 64, 16])
         >>> dist.destroy_process_group()
@@ -188,7 +189,8 @@ def context_parallel_varlen(
         >>> import torch, torch.distributed as dist
         >>> from cudnn_sdpa.distributed import context_parallel_varlen, shard
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> q, k, v = (shard(torch.randn(12, heads, 16), dim=0) for heads in (8, 2, 2))
+        >>> whole = (torch.randn(12, heads, 16, dtype=torch.bfloat16) for heads in (8, 2, 2))
+        >>> q, k, v = (shard(tensor, dim=0) for tensor in whole)
         >>> offsets = torch.tensor([0, 3, 3, 10], dtype=torch.int32)  # 3, 0 and 7 tokens, and 2 of padding
         >>> context_parallel_varlen(q, k, v, offsets, 7, is_causal=True).shape
         torch.Size([12, 8, 16])

@@ -16,8 +16,8 @@ VARIABLE = "CUDNN_SDPA_CPU_CHECKS"
 DEFAULT = "h200"
 #: Values of the variable that disable the checks, in addition to an empty one.
 OFF = ("none", "off")
-#: What follows the name of a GPU, after a comma, to have dtypes refused, too.
-DTYPES = "dtypes"
+#: What follows the name of a GPU, after a comma, to accept dtypes that it refuses.
+ANY_DTYPE = "any-dtype"
 
 #: The cuDNN version assumed if none is installed: the one with documented GPU results.
 ASSUMED_CUDNN = 91900
@@ -29,8 +29,8 @@ class CpuChecksUse(Override["str | None"]):
     """The result of `cpu_checks`: ignore it, or use it in a `with` statement to restore the previous setting.
 
     Attributes:
-        target: The name of the GPU that CPU tensors are checked against, ",dtypes" behind it if that includes their
-            dtypes; None for no checks.
+        target: The name of the GPU that CPU tensors are checked against, with ",any-dtype" behind it if their dtypes
+            are not; None for no checks.
     """
 
     def __init__(self, target: str | None) -> None:
@@ -51,7 +51,7 @@ class _Setting:
     """
 
     name: str | None = ""
-    has_dtypes = False
+    has_dtypes = True
 
 
 def cpu_checks(target: str | None) -> CpuChecksUse:
@@ -62,9 +62,8 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
     `support`. The cuDNN version is that of the installed wheel, or 9.19. Wrong values, such as lengths beyond a tensor,
     always raise on the CPU.
 
-    Dtypes are not checked by default: float32 and float64, which are for debugging, count as bfloat16. With ",dtypes"
-    behind the name they are refused where the GPU refuses them. Use that in continuous integration, so that what passes
-    there does not fail on the GPU.
+    So attention takes bfloat16 and float16 on the CPU, as on a GPU. With ",any-dtype" behind the name, float32 and
+    float64 count as bfloat16, to debug mathematics at higher precision.
 
     The rules do not apply while `fallback("torch")` is in force. Norms, gated activations, convolutions and users'
     graphs have none but for addresses, which must be multiples of 16 bytes: missing kernels show when a plan is built.
@@ -73,7 +72,7 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
     environment variable `CUDNN_SDPA_CPU_CHECKS` names the GPU; "none", "off" or an empty value is None.
 
     Args:
-        target: The name of a GPU, such as "h200", "a100" or "b200", or with dtypes "h200,dtypes"; None to accept
+        target: The name of a GPU, such as "h200", "a100" or "b200", or for any dtype "h200,any-dtype"; None to accept
             everything that the reference can compute.
 
     Returns:
@@ -84,15 +83,17 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
 
     Examples:
         >>> import torch, cudnn_sdpa
+        >>> q = k = v = torch.randn(1, 2, 8, 64)  # float32
+        >>> cudnn_sdpa.sdpa(q, k, v)
+        Traceback (most recent call last):
+        cudnn_sdpa.errors.DtypeError: q: got float32; expected float16 or bfloat16 on h200. ...
+        >>> with cudnn_sdpa.cpu_checks("h200,any-dtype"):
+        ...     cudnn_sdpa.sdpa(q, k, v).shape
+        torch.Size([1, 2, 8, 64])
         >>> q = k = v = torch.randn(1, 2, 8, 12)  # a head dim that no kernel has
         >>> with cudnn_sdpa.cpu_checks(None):
         ...     cudnn_sdpa.sdpa(q, k, v).shape
         torch.Size([1, 2, 8, 12])
-        >>> q = torch.randn(1, 2, 8, 64)
-        >>> with cudnn_sdpa.cpu_checks("h200,dtypes"):  # float32
-        ...     cudnn_sdpa.sdpa(q, q, q)
-        Traceback (most recent call last):
-        cudnn_sdpa.errors.DtypeError: q: got float32; expected float16 or bfloat16 on h200. ...
     """
     return CpuChecksUse(_checked("target", target))
 
@@ -114,12 +115,12 @@ def checks_dtypes() -> bool:
 def _value() -> str | None:
     """The setting, as `cpu_checks` takes it."""
     name = active_name()
-    return f"{name},{DTYPES}" if checks_dtypes() else name
+    return name if name is None or checks_dtypes() else f"{name},{ANY_DTYPE}"
 
 
 def _put(value: str | None) -> None:
-    name, _, dtypes = (value or "").partition(",")
-    _Setting.has_dtypes, _Setting.name = bool(dtypes), name or None
+    name, _, any_dtype = (value or "").partition(",")
+    _Setting.has_dtypes, _Setting.name = not any_dtype, name or None
 
 
 def _set(value: str | None) -> None:
@@ -139,12 +140,12 @@ def active() -> Target | None:
 def _checked(argument: str, name: object) -> str | None:
     if name is None or (isinstance(name, str) and name.lower() in OFF):
         return None
-    gpu, comma, dtypes = (part.strip().lower() for part in (name if isinstance(name, str) else "").partition(","))
-    if gpu not in bundled_capabilities() or dtypes != (DTYPES if comma else ""):
+    gpu, comma, any_dtype = (part.strip().lower() for part in (name if isinstance(name, str) else "").partition(","))
+    if gpu not in bundled_capabilities() or any_dtype != (ANY_DTYPE if comma else ""):
         known = ", ".join(map(repr, bundled_capabilities()))
-        expected = f"one of {known}, with ',{DTYPES}' behind it to refuse dtypes, too, or none for no checks"
+        expected = f"one of {known}, with ',{ANY_DTYPE}' behind it to accept any dtype, or none for no checks"
         raise OptionError(argument, repr(name), expected)
-    return gpu + comma + dtypes
+    return gpu + comma + any_dtype
 
 
 @functools.cache
@@ -175,7 +176,7 @@ def note() -> str:
 def note_on_dtypes() -> str:
     """The note on errors about dtypes that only references take."""
     name = active_name()
-    return f"(The dtypes of CPU tensors are checked for {name}; {VARIABLE}={name} lifts this)"
+    return f"(The dtypes of CPU tensors are checked for {name}; {VARIABLE}={name},{ANY_DTYPE} lifts this)"
 
 
 def for_gpu(error: ArgumentError | UnsupportedError) -> ArgumentError | UnsupportedError:

@@ -250,8 +250,8 @@ def explain(function: Callable[..., object], *args: object, verify: bool = False
 
     Examples:
         >>> import torch, cudnn_sdpa
-        >>> q = torch.empty(1, 8, 128, 64, dtype=torch.float32)
-        >>> cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, q, q).supported  # no float32 in cuDNN's attention
+        >>> q = torch.empty(1, 8, 128, 512, dtype=torch.bfloat16, requires_grad=True)
+        >>> cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, q, q).backward.supported  # no gradients for so large a head dim
         False
     """
     return explained(function, args, kwargs, verify=verify)

@@ -14,8 +14,8 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """SiLU(gate) · up, the gated activation of SwiGLU, in one kernel; both gradients take one kernel, too.
 
     Args:
-        gate: (..., n), float16, bfloat16 or float32, on the CPU also float64. The last dimension is dense; the halves
-            of one projection, `x.chunk(2, dim=-1)`, are read in place.
+        gate: (..., n), float16, bfloat16 or float32, or float64 if `cpu_checks` accepts any dtype. The last dimension
+            is dense; the halves of one projection, `x.chunk(2, dim=-1)`, are read in place.
         up: Of the same shape and dtype. If it is None, `gate` holds both, (..., 2n), gate first; the gradient is then
             one tensor, too, and autograd need not concatenate halves.
 
@@ -70,7 +70,8 @@ def relu_squared(x: Tensor) -> Tensor:
     """max(x, 0)², the activation of Primer, in one kernel. For inference.
 
     Args:
-        x: (..., n), float16, bfloat16 or float32, on the CPU also float64; the last dimension is dense.
+        x: (..., n), float16, bfloat16 or float32, or float64 if `cpu_checks` accepts any dtype; the last dimension is
+            dense.
 
     Returns:
         A contiguous tensor of the same shape and dtype.

@@ -47,7 +47,7 @@ def conv2d(
 
     Args:
         x: (N, C, H, W), float16, bfloat16 or float32. cuDNN multiplies float32 in TF32, as PyTorch does by default; if
-            `torch.backends.cudnn.allow_tf32` is False, float32 raises. On the CPU also float64.
+            `torch.backends.cudnn.allow_tf32` is False, float32 raises. float64 if `cpu_checks` accepts any dtype.
         weight: (K, C / groups, R, S), of x's dtype.
         bias: (K,), of x's dtype.
         stride: Stride, one for both dimensions or one for each.

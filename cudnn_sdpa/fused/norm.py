@@ -73,8 +73,8 @@ def rms_norm(
     """x / sqrt(mean(x²) + eps) · weight over the last dimension, computed in float32. Differentiable.
 
     Args:
-        x: (..., n), float16, bfloat16 or float32; on the CPU also float64, which is computed in float64. cuDNN reads
-            dense rows; an x that is not contiguous is copied first.
+        x: (..., n), float16, bfloat16 or float32; float64, computed in float64, if `cpu_checks` accepts any dtype.
+            cuDNN reads dense rows; an x that is not contiguous is copied first.
         weight: (n,), in x's dtype or float32; None is ones.
         eps: Added to the mean of the squares; data, not part of the plan.
         residual: Of x's shape and dtype: added to x first, in the same kernel. This needs rows of a multiple of 64

@@ -66,7 +66,7 @@ def register(*, device: str = "cuda") -> None:
         >>> import torch
         >>> from cudnn_sdpa.integrations.pytorch import register, unregister
         >>> register(device="cpu")  # on a GPU: register()
-        >>> q = k = v = torch.randn(1, 4, 16, 64)
+        >>> q = k = v = torch.randn(1, 4, 16, 64, dtype=torch.bfloat16)
         >>> torch.ops.aten._scaled_dot_product_cudnn_attention(q, k, v, None, False)[0].shape
         torch.Size([1, 4, 16, 64])
         >>> unregister()

@@ -49,7 +49,7 @@ def register(*, inspect_padding: bool = True) -> None:
         >>> from cudnn_sdpa.integrations.transformers import register
         >>> register()
         >>> config = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4)
-        >>> model = LlamaForCausalLM._from_config(config, attn_implementation="cudnn_sdpa")
+        >>> model = LlamaForCausalLM._from_config(config, attn_implementation="cudnn_sdpa").bfloat16()
         >>> model(torch.arange(8)[None]).logits.shape
         torch.Size([1, 8, 64])
     """

@@ -70,22 +70,22 @@ class Attention(nn.Module):
 
         >>> import torch, cudnn_sdpa
         >>> rope = cudnn_sdpa.nn.RotaryEmbedding(head_dim=16)
-        >>> attention = cudnn_sdpa.nn.Attention(64, num_heads=4, num_kv_heads=2, is_causal=True, rope=rope)
-        >>> attention(torch.randn(2, 10, 64)).shape
+        >>> attention = cudnn_sdpa.nn.Attention(64, num_heads=4, num_kv_heads=2, is_causal=True, rope=rope).bfloat16()
+        >>> x = torch.randn(2, 10, 64, dtype=torch.bfloat16)
+        >>> attention(x).shape
         torch.Size([2, 10, 64])
 
         The weights of PyTorch's module:
 
-        >>> reference = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+        >>> reference = torch.nn.MultiheadAttention(64, 4, batch_first=True).bfloat16()
         >>> attention = cudnn_sdpa.nn.Attention.from_torch(reference)
-        >>> x = torch.randn(2, 10, 64)
-        >>> torch.allclose(attention(x), reference(x, x, x)[0], atol=1e-5)
+        >>> torch.allclose(attention(x), reference(x, x, x)[0], atol=0.05)
         True
 
         Cross-attention:
 
-        >>> attention = cudnn_sdpa.nn.Attention(64, num_heads=4, context_dim=32)
-        >>> attention(torch.randn(2, 10, 64), torch.randn(2, 7, 32)).shape
+        >>> attention = cudnn_sdpa.nn.Attention(64, num_heads=4, context_dim=32).bfloat16()
+        >>> attention(x, torch.randn(2, 7, 32, dtype=torch.bfloat16)).shape
         torch.Size([2, 10, 64])
     """
 

@@ -85,15 +85,13 @@ class KVCache:
 
     Examples:
         >>> import torch, cudnn_sdpa
-        >>> attention = cudnn_sdpa.nn.Attention(64, num_heads=4, num_kv_heads=2, is_causal=True).eval()
-        >>> cache = cudnn_sdpa.nn.KVCache(
-        ...     batch=2, heads=2, head_dim=16, max_length=32, dtype=torch.float32, device="cpu"
-        ... )
-        >>> x = torch.randn(2, 8, 64)
+        >>> attention = cudnn_sdpa.nn.Attention(64, num_heads=4, num_kv_heads=2, is_causal=True).eval().bfloat16()
+        >>> cache = cudnn_sdpa.nn.KVCache(batch=2, heads=2, head_dim=16, max_length=32, device="cpu")
+        >>> x = torch.randn(2, 8, 64, dtype=torch.bfloat16)
         >>> with torch.no_grad():
         ...     prompt = attention(x[:, :5], step=cache.reserve(5))
         ...     rest = [attention(x[:, i : i + 1], step=cache.reserve()) for i in range(5, 8)]
-        ...     torch.allclose(torch.cat([prompt, *rest], dim=1), attention(x), atol=1e-5)
+        ...     torch.allclose(torch.cat([prompt, *rest], dim=1), attention(x), atol=0.05)
         True
         >>> cache.lengths
         tensor([8, 8], dtype=torch.int32)

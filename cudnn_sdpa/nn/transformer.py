@@ -56,16 +56,16 @@ class TransformerLayer(nn.Module):
 
         >>> import torch, cudnn_sdpa
         >>> rope = cudnn_sdpa.nn.RotaryEmbedding(head_dim=16, base=500000.0)
-        >>> layer = cudnn_sdpa.nn.TransformerLayer(64, 4, 160, num_kv_heads=2, is_causal=True, rope=rope)
-        >>> layer(torch.randn(2, 10, 64)).shape
+        >>> layer = cudnn_sdpa.nn.TransformerLayer(64, 4, 160, num_kv_heads=2, is_causal=True, rope=rope).bfloat16()
+        >>> x = torch.randn(2, 10, 64, dtype=torch.bfloat16)
+        >>> layer(x).shape
         torch.Size([2, 10, 64])
 
         The weights of PyTorch's layer:
 
         >>> encoder = torch.nn.TransformerEncoderLayer(64, 4, 256, activation="gelu", batch_first=True, norm_first=True)
-        >>> layer = cudnn_sdpa.nn.TransformerLayer.from_torch(encoder.eval())
-        >>> x = torch.randn(2, 10, 64)
-        >>> torch.allclose(layer(x), encoder(x), atol=1e-5)
+        >>> layer = cudnn_sdpa.nn.TransformerLayer.from_torch(encoder.eval().bfloat16())
+        >>> torch.allclose(layer(x), encoder(x), atol=0.1)
         True
     """
 

@@ -56,7 +56,7 @@ def scaled_dot_product_attention(
     Examples:
         >>> import torch
         >>> from cudnn_sdpa import scaled_dot_product_attention
-        >>> q = k = v = torch.randn(4, 16, 64)  # (heads, sequence, head dim)
+        >>> q = k = v = torch.randn(4, 16, 64, dtype=torch.bfloat16)  # (heads, sequence, head dim)
         >>> scaled_dot_product_attention(q, k, v, is_causal=True).shape
         torch.Size([4, 16, 64])
     """

@@ -115,9 +115,8 @@ def sdpa(
     """Scaled dot-product attention, softmax(scale · q kᵀ + mask) v.
 
     The first call with given shapes, strides, dtype and options builds a cuDNN plan; later calls look it up and
-    launch it. Nothing synchronizes with the GPU. CPU tensors run a PyTorch reference, also in float32 and float64;
-    calls that a GPU would refuse raise there too (`cpu_checks`). Differentiable with respect to q, k, v, a float
-    attn_mask and sinks.
+    launch it. Nothing synchronizes with the GPU. CPU tensors run a PyTorch reference; calls that a GPU would refuse
+    raise there too (`cpu_checks`). Differentiable with respect to q, k, v, a float attn_mask and sinks.
 
     Grouped-query attention needs no flag: Hq may be any multiple of Hkv, and query head h uses key head
     h · Hkv // Hq. Under `torch.autocast`, float tensors are cast as for PyTorch's own attention.
@@ -169,8 +168,8 @@ def sdpa(
 
     Examples:
         >>> import torch, cudnn_sdpa
-        >>> q = torch.randn(2, 8, 16, 64, requires_grad=True)  # on a GPU: device="cuda", dtype=torch.bfloat16
-        >>> k = v = torch.randn(2, 2, 16, 64)
+        >>> q = torch.randn(2, 8, 16, 64, dtype=torch.bfloat16, requires_grad=True)  # on a GPU: device="cuda"
+        >>> k = v = torch.randn(2, 2, 16, 64, dtype=torch.bfloat16)
         >>> cudnn_sdpa.sdpa(q, k, v, is_causal=True, window_size=(4, 0)).sum().backward()
         >>> q.grad.shape
         torch.Size([2, 8, 16, 64])

@@ -85,15 +85,15 @@ def sdpa_backward(
 
         >>> import torch
         >>> from cudnn_sdpa import merge_states, sdpa, sdpa_backward
-        >>> q, k, v, grad_out = (torch.randn(1, 2, 8, 16) for _ in range(4))
+        >>> q, k, v, grad_out = torch.randn(4, 1, 2, 8, 16, dtype=torch.bfloat16)
         >>> halves = list(zip(k.chunk(2, 2), v.chunk(2, 2)))
         >>> outs, lses = zip(*(sdpa(q, *half, return_lse=True) for half in halves))
         >>> out, lse = merge_states(outs, lses)
         >>> first, second = (sdpa_backward(grad_out, out, lse, q, *half) for half in halves)
         >>> whole = sdpa_backward(grad_out, out, lse, q, k, v)
-        >>> torch.allclose(first.dq + second.dq, whole.dq, atol=1e-5)
+        >>> torch.allclose(first.dq + second.dq, whole.dq, atol=0.05)
         True
-        >>> torch.allclose(torch.cat([first.dk, second.dk], 2), whole.dk, atol=1e-5)
+        >>> torch.allclose(torch.cat([first.dk, second.dk], 2), whole.dk, atol=0.05)
         True
     """
     if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:

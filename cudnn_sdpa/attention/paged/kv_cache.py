@@ -46,7 +46,7 @@ class PagedKVCache:
         layers: Number of layers of the model; all share the page tables.
         head_dim_v: Head dim of values; `head_dim` if not given.
         max_length: Maximum tokens per sequence; as many as all pages hold if not given.
-        dtype: Dtype of keys and values: float16 or bfloat16; on the CPU also float32 or float64.
+        dtype: Dtype of keys and values: float16 or bfloat16; float32 or float64 if `cpu_checks` accepts any dtype.
         device: Device of the pages; the current GPU if there is one.
         page_layout: "HND", pages are (pages, heads, page_size, head_dim), or "NHD", (pages, page_size, heads,
             head_dim).
@@ -59,12 +59,12 @@ class PagedKVCache:
     Examples:
         >>> import torch, cudnn_sdpa
         >>> sizes = {"pages": 8, "page_size": 16, "heads": 2, "head_dim": 64}
-        >>> cache = cudnn_sdpa.PagedKVCache(**sizes, dtype=torch.float32, device="cpu")
+        >>> cache = cudnn_sdpa.PagedKVCache(**sizes, device="cpu")
         >>> one, two = cache.add(), cache.add()
         >>> step = cache.reserve([one, two], tokens=5)  # a prompt of five tokens each
-        >>> k = v = torch.randn(2, 2, 5, 64)
+        >>> k = v = torch.randn(2, 2, 5, 64, dtype=torch.bfloat16)
         >>> cache.append(step, k, v)
-        >>> out = cache.attend(step, torch.randn(2, 8, 5, 64))
+        >>> out = cache.attend(step, torch.randn(2, 8, 5, 64, dtype=torch.bfloat16))
         >>> cache.length(one), cache.use().used
         (5, 2)
     """

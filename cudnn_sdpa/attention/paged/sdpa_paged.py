@@ -157,10 +157,11 @@ def sdpa_paged(
 
     Examples:
         >>> import torch, cudnn_sdpa
-        >>> k_pages = v_pages = torch.randn(8, 2, 16, 64)  # 8 pages of 16 tokens, 2 heads of 64
+        >>> k_pages = v_pages = torch.randn(8, 2, 16, 64, dtype=torch.bfloat16)  # 8 pages of 16 tokens, 2 heads of 64
         >>> table = torch.tensor([[5, 2], [7, 0]], dtype=torch.int32)
         >>> lengths = torch.tensor([20, 9], dtype=torch.int32)
-        >>> cudnn_sdpa.sdpa_paged(torch.randn(2, 8, 1, 64), k_pages, v_pages, table, lengths).shape
+        >>> q = torch.randn(2, 8, 1, 64, dtype=torch.bfloat16)
+        >>> cudnn_sdpa.sdpa_paged(q, k_pages, v_pages, table, lengths).shape
         torch.Size([2, 8, 1, 64])
 
     Paged KV caches come from vLLM ("Efficient Memory Management for Large Language Model Serving with PagedAttention",

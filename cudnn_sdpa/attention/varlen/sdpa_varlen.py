@@ -157,7 +157,7 @@ def sdpa_varlen(
 
     Examples:
         >>> import torch, cudnn_sdpa
-        >>> q = k = v = torch.randn(10, 4, 16)  # three sequences of 3, 0 and 7 tokens
+        >>> q = k = v = torch.randn(10, 4, 16, dtype=torch.bfloat16)  # three sequences of 3, 0 and 7 tokens
         >>> offsets = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
         >>> cudnn_sdpa.sdpa_varlen(q, k, v, offsets, offsets, 7, 7, is_causal=True).shape
         torch.Size([10, 4, 16])

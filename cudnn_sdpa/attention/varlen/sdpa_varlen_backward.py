@@ -73,7 +73,7 @@ def sdpa_varlen_backward(
     Examples:
         >>> import torch
         >>> from cudnn_sdpa import sdpa_varlen, sdpa_varlen_backward
-        >>> q, k, v, grad_out = (torch.randn(10, 4, 16) for _ in range(4))
+        >>> q, k, v, grad_out = torch.randn(4, 10, 4, 16, dtype=torch.bfloat16)
         >>> offsets = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
         >>> out, lse = sdpa_varlen(q, k, v, offsets, offsets, 7, 7, is_causal=True, return_lse=True)
         >>> found = sdpa_varlen_backward(grad_out, out, lse, q, k, v, offsets, offsets, 7, 7, is_causal=True)

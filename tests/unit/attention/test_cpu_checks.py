@@ -165,7 +165,7 @@ def test_gradients_are_refused_before_the_loss_is_differentiated():
     with torch.no_grad():
         assert sdpa(q, k, v, softcap=2.0, attn_mask=mask).isfinite().all()
     x = torch.randn(8, 2, 16, requires_grad=True)
-    with cpu_checks("a100"), pytest.raises(UnsupportedError, match="no gradients of packed sequences"):
+    with cpu_checks("a100,any-dtype"), pytest.raises(UnsupportedError, match="no gradients of packed sequences"):
         sdpa_varlen(x, x, x, offsets(8), offsets(8), 8, 8)
 
 
@@ -187,7 +187,7 @@ def test_fp8_rules():
         fp8(sq=1)
     with pytest.raises(ShapeError, match=f"multiple of 16(?s:.*){NOTE}"):
         fp8(dims=(24, 24))
-    with cpu_checks("a100"), pytest.raises(UnsupportedError, match=r"needs 9\.0"):
+    with cpu_checks("a100,any-dtype"), pytest.raises(UnsupportedError, match=r"needs 9\.0"):
         fp8()
     with cpu_checks(None):
         assert fp8(dims=(24, 24), sq=1).out.shape == (2, 4, 1, 24)
@@ -206,7 +206,7 @@ def test_fp8_attention_is_checked_as_it_is_on_a_gpu():
         assert cudnn_sdpa.fp8_attention(*half(dims=(32, 32))).isfinite().all()
     with pytest.raises(UnsupportedError, match=f"fp8_attention {NOTE}(?s:.*)no FP8 kernel for a single query"):
         cudnn_sdpa.fp8_attention(*half(1, 8))
-    with cpu_checks("a100"), pytest.raises(UnsupportedError, match=r"fp8_attention (?s:.*)needs 9\.0"):
+    with cpu_checks("a100,any-dtype"), pytest.raises(UnsupportedError, match=r"fp8_attention (?s:.*)needs 9\.0"):
         cudnn_sdpa.fp8_attention(*half())
 
 
@@ -235,7 +235,7 @@ def test_head_dims_of_any_size_without_checks():
 def test_checks_are_cached_per_gpu_and_options():
     x = torch.randn(1, 2, 8, 256, requires_grad=True)
     assert sdpa(x, x, x).shape == x.shape
-    with cpu_checks("a100"), pytest.raises(UnsupportedError, match="head dims 256"):
+    with cpu_checks("a100,any-dtype"), pytest.raises(UnsupportedError, match="head dims 256"):
         sdpa(x, x, x)
     assert sdpa(x, x, x).shape == x.shape
     with pytest.raises(UnsupportedError, match="causal mask"):
@@ -270,17 +270,16 @@ STRICT = {
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize("name", STRICT)
-def test_dtypes_are_refused_where_the_setting_includes_them(name, dtype):
-    """The dtypes that GPUs refuse, and no others; the default refuses none of them."""
+def test_dtypes_are_refused_unless_the_setting_accepts_any(name, dtype):
+    """The dtypes that GPUs refuse, and no others."""
     x = torch.randn(1, 1, 8, 16).to(dtype)
     takes_float32 = name in ("kernels.attention", "rms_norm", "silu_mul", "conv2d")
-    assert STRICT[name](x) is not None
-    with cpu_checks("h200,dtypes"):
+    with cpu_checks("h200,any-dtype"):
+        assert STRICT[name](x) is not None
+    with cpu_checks("h200"):
         if dtype == torch.float64 or (dtype == torch.float32 and not takes_float32):
-            message = (
-                rf"got .*{str(dtype).removeprefix('torch.')}; expected .*float16.*CUDNN_SDPA_CPU_CHECKS=h200 lifts"
-            )
-            with pytest.raises(DtypeError, match=message):
+            got, lifts = str(dtype).removeprefix("torch."), "CUDNN_SDPA_CPU_CHECKS=h200,any-dtype lifts"
+            with pytest.raises(DtypeError, match=f"got .*{got}; expected .*float16.*{lifts}"):
                 STRICT[name](x)
         else:
             assert STRICT[name](x) is not None
@@ -295,7 +294,7 @@ def test_strict_dtypes_hold_in_both_passes_and_in_compiled_code():
     assert compiled(q, k, v).requires_grad
     out, lse = (x.detach() for x in sdpa(q, k, v, return_lse=True))
     q, k, v = (x.detach() for x in (q, k, v))
-    with cpu_checks("h200,dtypes"):
+    with cpu_checks("h200"):
         with pytest.raises(DtypeError, match="float16 or bfloat16 on h200"):
             cudnn_sdpa.sdpa_backward(out, out, lse, q, k, v)
         with pytest.raises((DtypeError, RuntimeError), match="float16 or bfloat16 on h200"):
@@ -306,15 +305,16 @@ def test_strict_dtypes_hold_in_both_passes_and_in_compiled_code():
 
 
 def test_the_setting():
-    with cpu_checks(" H200, Dtypes ") as text:
-        assert (text, cpu_target.active_name(), cpu_target.checks_dtypes()) == ("h200,dtypes", "h200", True)
-        with cpu_checks("h200"):
-            assert not cpu_target.checks_dtypes()
+    before = cpu_target.active_name(), cpu_target.checks_dtypes()
+    with cpu_checks("h200"):
+        assert cpu_target.checks_dtypes()
+        with cpu_checks(" H200, Any-dtype ") as text:
+            assert (text, cpu_target.active_name(), cpu_target.checks_dtypes()) == ("h200,any-dtype", "h200", False)
         assert cpu_target.checks_dtypes()
         with cpu_checks(None):
             assert not cpu_target.checks_dtypes()
-    assert not cpu_target.checks_dtypes()
-    assert cpu_target.active_name() == "h200"
+        assert cpu_target.checks_dtypes()
+    assert (cpu_target.active_name(), cpu_target.checks_dtypes()) == before
     with cpu_checks("B200") as name:
         assert name == cpu_target.active_name() == "b200"
         with cpu_checks(None) as nothing:
@@ -322,8 +322,8 @@ def test_the_setting():
         assert cpu_target.active_name() == "b200"
     cpu_checks("a100")
     assert cpu_target.active_name() == "a100"
-    cpu_checks("h200")
-    for wrong in ("h900", 90, "", True, "none,dtypes", "h200,", "h200,values", "h200,dtypes,", ",dtypes"):
+    cpu_checks("h200,any-dtype")
+    for wrong in ("h900", 90, "", True, "none,any-dtype", "h200,", "h200,values", "h200,any-dtype,", ",any-dtype"):
         with pytest.raises(OptionError, match=r"'a100', .*'h200', .*or none"):
             cpu_checks(wrong)
     assert cpu_target.active_name() == "h200"
@@ -333,18 +333,19 @@ def test_the_setting():
 def unset(monkeypatch):
     """As in a process that has not read the setting yet."""
     monkeypatch.setattr(cpu_target._Setting, "name", "")
-    monkeypatch.setattr(cpu_target._Setting, "has_dtypes", False)
+    monkeypatch.setattr(cpu_target._Setting, "has_dtypes", True)
 
 
 @pytest.mark.usefixtures("unset")
 @pytest.mark.parametrize(
     ("value", "expected"),
-    [(None, "h200"), ("", None), ("none", None), ("OFF", None), ("A100", "a100"), ("b200,dtypes", "b200")],
+    [(None, "h200"), ("", None), ("none", None), ("OFF", None), ("A100", "a100"), ("b200,any-dtype", "b200")],
 )
 def test_the_environment_variable_names_the_gpu(value, expected, monkeypatch):
+    monkeypatch.delenv("CUDNN_SDPA_CPU_CHECKS")
     if value is not None:
         monkeypatch.setenv("CUDNN_SDPA_CPU_CHECKS", value)
-    assert cpu_target.checks_dtypes() == ("dtypes" in str(value))
+    assert cpu_target.checks_dtypes() == (expected is not None and "any-dtype" not in str(value))
     assert cpu_target.active_name() == expected
 
 
