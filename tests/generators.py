@@ -2837,7 +2837,7 @@ def settings_of(r: random.Random, case: Case, device: str) -> dict[str, Any]:
     """Settings besides the shape policy, mostly none."""
     how = r.random()
     if how < 0.1 and device == "cpu":
-        return {"cpu_checks": r.choice([None, None, "a100", "b200", "none"])}
+        return {"cpu_checks": r.choice([None, None, "a100,any-dtype", "b200,any-dtype", "none"])}
     if (
         0.1 <= how < 0.14 and not {"dropout_p", "dropout"} & case.options.keys()
     ):  # PyTorch's dropout draws other random numbers

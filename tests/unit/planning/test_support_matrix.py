@@ -199,7 +199,7 @@ def test_support_agrees_with_calls(operation, options, sm):
         scales = cudnn_sdpa.Fp8Scales(*[torch.ones(1)] * 6)
         return cudnn_sdpa.sdpa_fp8(*(x.to(torch.float8_e4m3fn) for x in (q, k, v)), scales, **options)
 
-    with cudnn_sdpa.cpu_checks({80: "a100", 90: "h200", 100: "b200"}[sm]):
+    with cudnn_sdpa.cpu_checks({80: "a100", 90: "h200", 100: "b200"}[sm] + ",any-dtype"):
         refused = UnsupportedError.of(call)
     assert bool(answer) == (refused is None)
     assert [reason.partition(" has compute")[2] or reason for reason in answer.reasons] == [
