@@ -197,6 +197,18 @@ def _has_only_causal_mask(key: PlanKey) -> bool:
     return key.option_values.get("band") in ((None, 0, False), (None, 0, True)) and not any(_has(key, x) for x in masks)
 
 
+def _passes_the_last_key(key: PlanKey) -> bool:
+    """Whether a bottom-right window without a right bound may have more queries than keys and the left bound."""
+    band = key.option_values.get("band")
+    if not isinstance(band, tuple):
+        return False
+    left, right, bottom_right = band
+    if left is None or right is not None or not bottom_right:
+        return False
+    lengths = (_find(key, "seq_len_q"), _find(key, "seq_len_kv"))
+    return _shape(key, "q")[2] > left + 1 and any(x is not None and x.role is Role.TENSOR for x in lengths)
+
+
 def _has_dense_rows(key: PlanKey, name: str) -> bool:
     """Whether the rows of a packed tensor have no gaps, token-major or head-major."""
     operand = _find(key, name)
@@ -284,6 +296,14 @@ ATTENTION_ISSUES = (
         treatment="their rows are zero-filled and amax_o is taken from the output; amax_s may be too large, at most 1",
         concerns=lambda key: _is_forward(key) and _is_fp8(key) and _has(key, "seq_len_q") and key.target.sm // 10 == 9,
         avoids=lambda _: True,
+    ),
+    KnownIssue(
+        bug="FP8 forward attends to keys past a length: bottom-right windows without right bound, Sq over Skv",
+        source="seen on 9.19 with an H200",
+        treatment="refused",
+        concerns=lambda key: (
+            _is_forward(key) and _is_fp8(key) and key.target.sm // 10 == 9 and _passes_the_last_key(key)
+        ),
     ),
     KnownIssue(
         bug="CUDA graph replay makes an illegal memory access with over 1024 keys and a mask other than plain causal",

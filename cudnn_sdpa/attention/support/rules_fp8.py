@@ -28,6 +28,12 @@ def _lacks_half_output(config: Configuration) -> bool:
     return config.half_output and (not config.is_data_center_blackwell or config.cudnn < FIRST_HALF_OUTPUT)
 
 
+def _passes_the_last_key(config: Configuration) -> bool:
+    left, right, bottom_right = config.band or (None, None, False)
+    is_left_window = left is not None and right is None and bottom_right and config.sq > left + 1
+    return config.is_hopper and config.lengths and is_left_window
+
+
 RULES = (
     Rule(
         lambda config: config.sm < MIN_SM,
@@ -88,6 +94,13 @@ RULES = (
         "on SM {sm} there is no FP8 kernel for a bottom-right mask with a right bound, unless it can be counted from "
         "the top left, which actual sequence lengths and a window narrower than Skv - Sq do not allow",
         "calls without seq_lens_q and seq_lens_kv, or causal_alignment='top_left'",
+    ),
+    Rule(
+        _passes_the_last_key,
+        "on SM {sm} cuDNN's FP8 kernel attends to keys past a length if a bottom-right window has no right bound, and "
+        "a sequence more queries than keys and the left bound (seen on 9.19 with an H200)",
+        "calls without seq_lens_q and seq_lens_kv, causal_alignment='top_left', or a left bound of at least Sq - 1",
+        wrong=True,
     ),
     Rule(
         lambda config: (

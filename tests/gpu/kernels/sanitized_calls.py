@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import random
 import sys
+import time
 from typing import NamedTuple
 
 import torch
@@ -83,4 +84,5 @@ if __name__ == "__main__":
         for number, one in enumerate(calls()):
             if number % parts == part:
                 run(one, random.Random(number), "cuda")
+        time.sleep(1)  # an autograd thread that still frees what it holds as the interpreter ends may abort the process
         print("all calls were made")

@@ -262,6 +262,18 @@ def test_a_single_query_is_refused_before_blackwell():
         assert (found[:, :, 1:].float() == 0).all()
 
 
+def test_bottom_right_windows_with_lengths_are_right_or_refused():
+    """With more queries than keys and the left bound, Hopper's kernel attends to keys past a length."""
+    of, lengths = problem(sizes=(130, 333)), {"seq_lens_q": lens(130, 100), "seq_lens_kv": lens(64, 150)}
+    for left in (3, 100, 129, 200):
+        options = {"window_size": (left, -1), **BOTTOM_RIGHT, **lengths}
+        if left < 129 and torch.cuda.get_device_capability()[0] == 9:
+            with pytest.raises(UnsupportedError, match="more queries than keys and the left bound"):
+                sdpa_fp8(*of, **options)
+        else:
+            check(of, **options)
+
+
 def test_bottom_right_with_lengths_is_refused_on_hopper():
     of = problem()
     options = {"is_causal": True, **BOTTOM_RIGHT, "seq_lens_kv": lens(300, 200)}

@@ -86,6 +86,7 @@ def test_hopper_has_no_single_query_and_no_bottom_right():
     for of_q, options, reason in (
         (q[:, :, :1], {}, "single query"),
         (q, {"is_causal": True, "causal_alignment": "bottom_right"}, "bottom-right"),
+        (q, {"window_size": (3, -1), "causal_alignment": "bottom_right"}, "more queries than keys and the left bound"),
     ):
         with pytest.raises(UnsupportedError, match=reason):
             describe_sdpa_fp8(of_q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids, **options).key(TARGET, None)
