@@ -83,6 +83,7 @@ def test_a_crash_is_an_answer_that_names_the_signal(helper, request_for_a_plan, 
     assert helper._process.pid != pid
 
 
+@pytest.mark.slow
 def test_a_death_between_two_requests_goes_unnoticed(helper, request_for_a_plan):
     helper.ask(request_for_a_plan)
     pid = helper._process.pid

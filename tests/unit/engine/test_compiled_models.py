@@ -256,6 +256,7 @@ def test_functional_gradients_allow_undifferentiated_calls():
     torch.testing.assert_close(found, sdpa(q, q, q).sum())
 
 
+@pytest.mark.slow
 def test_data_parallel_training_on_two_processes():
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")

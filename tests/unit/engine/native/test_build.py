@@ -360,6 +360,7 @@ def started(program: str, recipe: ModuleSources) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_processes_that_need_the_same_module_compile_it_once(held, folder, wait_until):
     processes = [started(COMPILE, held.recipe) for _ in range(2)]
     wait_until(held.is_compiling)

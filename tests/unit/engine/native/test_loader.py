@@ -189,6 +189,7 @@ ENDS = {
 }
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("end", ENDS)
 def test_the_compiler_ends_with_the_program(run_python, held, folder, wait_until, end):
     program = (

@@ -79,6 +79,7 @@ def launches_in_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
+@pytest.mark.sample(24)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_known_calls_are_launched_without_python(name, launches_in_python):
     call = OPERATIONS[name]
