@@ -22,6 +22,7 @@ from cudnn_sdpa.bench.tools.parts import (
     KernelsPart,
     LlamaPart,
     NormPart,
+    ProviderPart,
     ShapesPart,
     SiluPart,
 )
@@ -130,6 +131,7 @@ def test_the_pages_name_existing_parts(tables):
         "conv": ConvPart,
         "llama": LlamaPart,
         "kernels": KernelsPart,
+        "provider": ProviderPart,
     }
     parts = {file: {part.value for part in enum} for file, enum in enums.items()}
     parts["views"] = {SiluPart.VIEWS.value}  # measured on another day than the other parts of silu

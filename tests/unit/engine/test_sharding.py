@@ -459,7 +459,7 @@ def check_case(name, compiled=False):
     agrees(of, mesh, placements, [[where] for where in of.results], gradients, compiled)
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", CASES)
 def test_calls_on_dtensors_are_those_on_all(ranks, name):
     """Forward and gradients, placed as they should be, without communication."""

@@ -205,6 +205,7 @@ def test_the_compiler_ends_with_the_program(run_python, held, folder, wait_until
         assert list((folder / "locks").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_the_terminal_does_not_reach_the_compiler(held, wait_until):
     program = (
         HEAD

@@ -79,7 +79,7 @@ def launches_in_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return found
 
 
-@pytest.mark.sample(24)
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_known_calls_are_launched_without_python(name, launches_in_python):
     call = OPERATIONS[name]
@@ -171,6 +171,7 @@ def test_observers_of_operators_see_them(tmp_path, is_native):
     assert "cudnn_sdpa::sdpa_forward" in file.read_text()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TRAINING)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_compiled_autograd_calls_back(name):
