@@ -97,8 +97,8 @@ RULES = (
     ),
     Rule(
         _passes_the_last_key,
-        "on SM {sm} cuDNN's FP8 kernel attends to keys past a length if a bottom-right window has no right bound, and "
-        "a sequence more queries than keys and the left bound (seen on 9.19 with an H200)",
+        "on SM {sm} cuDNN's FP8 kernel attends to keys past a length if a bottom-right window has no right bound "
+        "and a sequence has more queries than keys plus the left bound (seen on 9.19 with an H200)",
         "calls without seq_lens_q and seq_lens_kv, causal_alignment='top_left', or a left bound of at least Sq - 1",
         wrong=True,
     ),

@@ -86,10 +86,22 @@ def test_hopper_has_no_single_query_and_no_bottom_right():
     for of_q, options, reason in (
         (q[:, :, :1], {}, "single query"),
         (q, {"is_causal": True, "causal_alignment": "bottom_right"}, "bottom-right"),
-        (q, {"window_size": (3, -1), "causal_alignment": "bottom_right"}, "more queries than keys and the left bound"),
+        (q, {"window_size": (18, -1), "causal_alignment": "bottom_right"}, "keys plus the left bound"),
     ):
         with pytest.raises(UnsupportedError, match=reason):
             describe_sdpa_fp8(of_q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids, **options).key(TARGET, None)
+
+
+def test_left_windows_that_no_query_passes_have_plans():
+    q, k, v, ids, _, lengths = problem(dims=(128, 128))
+    for options in (
+        {"window_size": (3, -1)},
+        {"window_size": (19, -1), "causal_alignment": "bottom_right"},  # of 20 queries
+    ):
+        key = describe_sdpa_fp8(q, k, v, scales_of(), seq_lens_kv=lengths, page_table=ids, **options).key(TARGET, None)
+        left, right, bottom_right = key.option_values["band"]
+        assert (left, right) == (options["window_size"][0], None)
+        assert bottom_right is ("causal_alignment" in options)
 
 
 def test_launches_get_the_right_addresses(gpu, monkeypatch):  # noqa: F811
