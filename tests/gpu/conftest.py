@@ -29,6 +29,18 @@ WARNINGS = (
 )
 
 
+def _share_gpus() -> None:
+    """Of several GPUs, every worker of pytest-xdist has another one as its first, and sees all."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    gpus = torch.cuda.device_count()
+    if gpus > 1 and worker.isdigit() and "CUDA_VISIBLE_DEVICES" not in os.environ:
+        first = int(worker) % gpus
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + index) % gpus) for index in range(gpus))
+
+
+_share_gpus()  # before anything initializes CUDA
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
     """Calls take the native way; with CUDNN_SDPA_TEST_NATIVE=off Python's."""
