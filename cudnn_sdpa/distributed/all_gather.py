@@ -88,7 +88,7 @@ class _AllGather(torch.autograd.Function):
         dim, groups = options.dim, head_groups(k, v, options)
         parts = parts_of_gathered(options, k.shape[dim] * options.place.ranks)
         out, lse = new_results(q, v)
-        coming: Pending | None = _gather(options, k, v, groups[0])
+        coming: Pending[Tensor] | None = _gather(options, k, v, groups[0])
         for number, heads in enumerate(groups):
             assert coming is not None
             keys, values = _arrived(options, coming, k)
@@ -118,8 +118,8 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tu
     parts = parts_of_gathered(options, k.shape[dim] * options.place.ranks)
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
-    coming: Pending | None = _gather(options, k, v, groups[0])
-    leaving: tuple[slice, Pending] | None = None
+    coming: Pending[Tensor] | None = _gather(options, k, v, groups[0])
+    leaving: tuple[slice, Pending[Tensor]] | None = None
     for number, heads in enumerate(groups):
         assert coming is not None
         keys, values = _arrived(options, coming, k)
@@ -148,13 +148,13 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tu
     return grad_q, grad_k, grad_v, grad_sinks
 
 
-def _gather(options: Options, k: Tensor, v: Tensor, heads: slice) -> Pending:
+def _gather(options: Options, k: Tensor, v: Tensor, heads: slice) -> Pending[Tensor]:
     """Starts to gather some heads of keys and values, in one message."""
     both = torch.cat([k[:, heads], v[:, heads]], -1).movedim(options.dim, 0)
     return collectives.all_gather(both, options.place)
 
 
-def _arrived(options: Options, coming: Pending, k: Tensor) -> tuple[Tensor, Tensor]:
+def _arrived(options: Options, coming: Pending[Tensor], k: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole sequence, in its order: views of one tensor."""
     both = in_sequence_order(coming.wait(), options.place.ranks).movedim(0, options.dim)
     return apart(both, k.shape[-1])
@@ -169,7 +169,7 @@ def _some(x: Tensor, options: Options, heads: slice, rows: slice) -> Tensor:
     return narrowed(x[:, heads], options.dim, rows)
 
 
-def _keep(options: Options, leaving: tuple[slice, Pending], grad_k: Tensor, grad_v: Tensor) -> None:
+def _keep(options: Options, leaving: tuple[slice, Pending[Tensor]], grad_k: Tensor, grad_v: Tensor) -> None:
     """Writes the gradients of this rank's keys and values, of some heads."""
     heads, pending = leaving
     sum_k, sum_v = apart(pending.wait().movedim(0, options.dim), grad_k.shape[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,31 +18,40 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 #: Tags of messages between two ranks, which gloo tells apart by them.
-KEYS, GRADIENTS = 1, 2
+KEYS, GRADIENTS, HEADS = 1, 2, 3
+
+T = TypeVar("T")
+
+
+class Message(NamedTuple):
+    """A contiguous tensor that goes to a rank of the group, or comes from it."""
+
+    tensor: Tensor
+    rank: int
 
 
 class _Started(threading.local):
     """What this thread has started within `settled`, and whether communication has failed there."""
 
     def __init__(self) -> None:
-        self.pending: list[Pending] = []
+        self.pending: list[Pending[Any]] = []
         self.has_failed = False
 
 
 _started = _Started()
 
 
-class Pending:
-    """A tensor on its way. It holds what is sent, which must not be freed before."""
+class Pending(Generic[T]):
+    """A tensor, or several, on their way. It holds what is sent, which must not be freed before."""
 
     __slots__ = ("_received", "_sent", "_works")
 
-    def __init__(self, received: Tensor, sent: Tensor, works: list[Any]) -> None:
+    def __init__(self, received: T, sent: object, works: list[Any]) -> None:
         self._received, self._sent, self._works = received, sent, works
         _started.pending.append(self)
 
-    def wait(self) -> Tensor:
-        """The tensor, once it is there: on a GPU the stream waits, and the host does not."""
+    def wait(self) -> T:
+        """What comes, once it is there: on a GPU the stream waits, and the host does not."""
         if self in _started.pending:
             _started.pending.remove(self)
         works, self._works = self._works, []
@@ -74,29 +83,21 @@ def settled() -> Iterator[None]:
         _started.pending, _started.has_failed = outside
 
 
-def all_gather(x: Tensor, place: Place) -> Pending:
+def all_gather(x: Tensor, place: Place) -> Pending[Tensor]:
     """Starts to gather the tensors of all ranks, one after the other along the first dimension."""
     x = plain(x).contiguous()
     received = x.new_empty(x.shape[0] * place.ranks, *x.shape[1:])
     return Pending(received, x, [_gather(received, x, group=place.group, async_op=True)])
 
 
-def reduce_scatter(x: Tensor, place: Place) -> Pending:
+def reduce_scatter(x: Tensor, place: Place) -> Pending[Tensor]:
     """Starts to sum the tensors of all ranks, each of which gets its part of the sum along the first dimension."""
     x = plain(x).contiguous()
     received = x.new_empty(x.shape[0] // place.ranks, *x.shape[1:])
     return Pending(received, x, [_reduce(received, x, group=place.group, async_op=True)])
 
 
-def all_to_all(x: Tensor, place: Place) -> Tensor:
-    """Sends each rank its part along the first dimension, and gives what the ranks sent."""
-    x = plain(x).contiguous()
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=place.group)
-    return received
-
-
-def pass_on(x: Tensor, place: Place, tag: int) -> Pending:
+def pass_on(x: Tensor, place: Place, tag: int) -> Pending[Tensor]:
     """Starts to send a tensor to the next rank, and to receive that of the previous one."""
     x = plain(x).contiguous()
     received = torch.empty_like(x)
@@ -107,3 +108,23 @@ def pass_on(x: Tensor, place: Place, tag: int) -> Pending:
         ]
     )
     return Pending(received, x, works)
+
+
+def exchange(sent: list[Message], coming: list[Message], received: T, place: Place) -> Pending[T]:
+    """Starts to send tensors to other ranks and to receive theirs, in the same order between any two.
+
+    Args:
+        sent: What goes.
+        coming: The memory of what comes.
+        received: What the messages make, once they are there.
+        place: The group, and this rank in it.
+    """
+    global_ranks = [place.neighbor(rank - place.rank) for rank in range(place.ranks)]
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(operation, message.tensor, global_ranks[message.rank], place.group, HEADS)
+            for operation, messages in ((dist.isend, sent), (dist.irecv, coming))
+            for message in messages
+        ]
+    )
+    return Pending(received, [message.tensor for message in sent], works)

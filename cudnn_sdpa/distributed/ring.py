@@ -49,17 +49,22 @@ class _Ring(torch.autograd.Function):
         sinks: Tensor | None,
     ) -> State:
         dim, place = options.dim, options.place
-        exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-        total = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=exact, device=q.device)
-        lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
+        exact = _sum_dtype(options, q) if sinks is None else torch.promote_types(q.dtype, torch.float32)
+        total = lse = q.new_empty(0)
+        if options.is_packed:
+            total = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=exact, device=q.device)
+            lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
         both = torch.cat([k, v], -1)
         for step in range(place.ranks):
-            coming: Pending | None = collectives.pass_on(both, place, KEYS) if step + 1 < place.ranks else None
+            coming = collectives.pass_on(both, place, KEYS) if step + 1 < place.ranks else None
             keys, values = apart(both, k.shape[-1])
             for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
                 own, of_k, of_v = narrowed(q, dim, part.rows), *_columns(options, part, keys, values)
                 found = attend(options, part, q=own, k=of_k, v=of_v, sinks=None, cu_seqlens=cu_seqlens)
-                _merge(narrowed(total, dim, part.rows), narrowed(lse, dim, part.rows), *found)
+                if step == 0 and not options.is_packed:  # of all rows
+                    total, lse = found[0].to(exact), found[1]
+                else:
+                    _merge(narrowed(total, dim, part.rows), narrowed(lse, dim, part.rows), *found)
             if coming is not None:
                 both = coming.wait()
         if sinks is not None:
@@ -67,8 +72,7 @@ class _Ring(torch.autograd.Function):
             with_sinks = torch.logaddexp(lse, of_heads)
             total.mul_(_share(lse, with_sinks).unsqueeze(-1))
             lse = with_sinks
-        out, _ = new_results(q, v)
-        out.copy_(total)
+        out = total if total.dtype == q.dtype and not options.is_packed else new_results(q, v)[0].copy_(total)
         ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, lse)
         ctx.options, ctx.settings = options, saved_settings()
         ctx.set_materialize_grads(False)
@@ -83,29 +87,34 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tu
     """The gradients of q, k, v and the sinks."""
     q, k, v, sinks, cu_seqlens, out, lse = saved
     dim, place = options.dim, options.place
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    grad_q = torch.zeros(q.shape, dtype=exact, device=q.device)
+    exact = _sum_dtype(options, q)
+    grad_q = q.new_empty(0)
     both = torch.cat([k, v], -1)
-    sums = torch.zeros(both.shape, dtype=exact, device=k.device)
-    following: Pending | None = None
+    following: Pending[Tensor] | None = None
     for step in range(place.ranks):
-        coming = collectives.pass_on(both, place, KEYS) if step + 1 < place.ranks else None
+        is_last = step + 1 == place.ranks
+        coming = None if is_last else collectives.pass_on(both, place, KEYS)
         keys, values = apart(both, k.shape[-1])
         found = []
         for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
             grad_rows, out_rows, lse_rows = (narrowed(x, dim, part.rows) for x in (grad_out, out, lse))
             given, own = (grad_rows, out_rows, lse_rows), narrowed(q, dim, part.rows)
             of_k, of_v = _columns(options, part, keys, values)
-            one = attend_backward(options, part, given, q=own, k=of_k, v=of_v, cu_seqlens=cu_seqlens)
-            narrowed(grad_q, dim, part.rows).add_(one[0])
-            found.append((part, one))
-        if following is not None:
-            sums = following.wait()
+            found.append((part, attend_backward(options, part, given, q=own, k=of_k, v=of_v, cu_seqlens=cu_seqlens)))
+        if step == 0 and not options.is_packed:  # of all rows and columns
+            (_, (dq, dk, dv)), *found = found
+            grad_q, sums = dq.to(exact), torch.cat([dk, dv], -1)  # rounded as they are, they are sent without a loss
+        elif following is None:
+            grad_q = torch.zeros(q.shape, dtype=exact, device=q.device)
+            sums = torch.zeros(both.shape, dtype=exact, device=k.device)
+        else:
+            sums = following.wait().to(exact)
         sum_k, sum_v = apart(sums, k.shape[-1])
-        for part, one in found:
-            narrowed(sum_k, dim, part.columns).add_(one[1])
-            narrowed(sum_v, dim, part.columns).add_(one[2])
-        following = collectives.pass_on(sums, place, GRADIENTS)
+        for part, (dq, dk, dv) in found:
+            narrowed(grad_q, dim, part.rows).add_(dq)
+            narrowed(sum_k, dim, part.columns).add_(dk)
+            narrowed(sum_v, dim, part.columns).add_(dv)
+        following = collectives.pass_on(sums.to(k.dtype) if is_last else sums, place, GRADIENTS)
         if coming is not None:
             both = coming.wait()
     assert following is not None
@@ -121,10 +130,22 @@ def _columns(options: Options, part: Part, keys: Tensor, values: Tensor) -> tupl
     return narrowed(keys, options.dim, part.columns), narrowed(values, options.dim, part.columns)
 
 
+def _sum_dtype(options: Options, q: Tensor) -> torch.dtype:
+    """The dtype of what is summed over the steps.
+
+    It is that of the results where a sum has two terms, whose results are rounded already: it is rounded once, as a sum
+    in float32 would be at its end, and half as much memory is read and written.
+    """
+    if q.dtype == torch.float64 or (options.place.ranks == 2 and not options.is_packed):
+        return q.dtype
+    return torch.float32
+
+
 def _merge(total: Tensor, lse: Tensor, out: Tensor, lse_of_part: Tensor) -> None:
     """Adds the result for some keys in place, both weighted by their share: `merge_states` for two, in float32."""
     merged = torch.logaddexp(lse, lse_of_part)
-    total.mul_(_share(lse, merged).unsqueeze(-1)).add_(_share(lse_of_part, merged).unsqueeze(-1) * out)
+    scaled = total * _share(lse, merged).unsqueeze(-1)
+    torch.addcmul(scaled, out, _share(lse_of_part, merged).unsqueeze(-1), out=total)
     lse.copy_(merged)
 
 

@@ -1,22 +1,36 @@
 """Context parallelism by exchange of heads: each rank computes some heads of the whole sequence.
 
-An all-to-all before attention gives each rank all tokens of its heads, one after it gives the tokens back. ("DeepSpeed
-Ulysses", Jacobs et al., 2023.)
+An exchange before attention gives each rank all tokens of its heads, one after it gives the tokens back. ("DeepSpeed
+Ulysses", Jacobs et al., 2023.) While a kernel computes with some of a rank's heads, the next ones are on their way, and
+so are the results of the last ones.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.autograd import refusing_gradients
+from cudnn_sdpa.distributed.autograd import refusing_gradients, resumed, saved_settings
+from cudnn_sdpa.distributed.collectives import Message, Pending
 from cudnn_sdpa.distributed.groups import Place
-from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend
-from cudnn_sdpa.distributed.zigzag import in_rank_order, in_sequence_order
+from cudnn_sdpa.distributed.local_attention import (
+    Options,
+    Part,
+    State,
+    attend,
+    attend_backward,
+    gradient_of_sinks,
+)
+from cudnn_sdpa.distributed.zigzag import chunks_of
+from cudnn_sdpa.engine.dispatch_state import plain
+
+#: Most groups of a rank's heads, and the fewest bytes of a group's queries: below, launches cost more than
+#: communication.
+MAX_GROUPS, MIN_BYTES = 4, 16 << 20
 
 
 def repeats(heads_q: int, heads_kv: int, ranks: int) -> int | None:
@@ -25,40 +39,138 @@ def repeats(heads_q: int, heads_kv: int, ranks: int) -> int | None:
     return None if heads_q % number else number // heads_kv
 
 
+class _Heads(NamedTuple):
+    """Of the heads that each rank computes, one of several equal groups.
+
+    Attributes:
+        number: Which.
+        groups: How many there are.
+    """
+
+    number: int
+    groups: int
+
+    def of(self, rank: int, heads: int, ranks: int) -> slice:
+        """These heads of a rank, among all heads."""
+        size = heads // ranks // self.groups
+        begin = (rank * self.groups + self.number) * size
+        return slice(begin, begin + size)
+
+
+class _Piece(NamedTuple):
+    """Some heads of some of this rank's tokens.
+
+    Attributes:
+        rank: The rank that computes these heads.
+        rows: The tokens.
+        tensor: The values, tokens first and heads last but one.
+    """
+
+    rank: int
+    rows: slice
+    tensor: Tensor
+
+
+ALL = _Heads(0, 1)
+
+
 def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
     """The output and the LSE of this rank's queries. Differentiable."""
-    place, dim = options.place, options.dim
-    times = repeats(q.shape[1], k.shape[1], place.ranks)
+    times = repeats(q.shape[1], k.shape[1], options.place.ranks)
     assert times is not None
     if times > 1:
         k, v = (x.repeat_interleave(times, 1) for x in (k, v))
+    if options.dropout_p:
+        return _run_by_autograd(options, q, k, v, sinks=sinks, cu_seqlens=cu_seqlens)
+    out, lse = _Ulysses.apply(options, cu_seqlens, q, k, v, sinks)  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _Ulysses(torch.autograd.Function):
+    """The attention of this rank's queries, and its gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        options: Options,
+        cu_seqlens: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+    ) -> State:
+        dim, place = options.dim, options.place
+        part = _whole(options, q)
+        rows = [x.movedim(dim, 0) for x in (q, k, v)]
+        groups = _groups(rows[0], heads_kv=k.shape[1], place=place)
+        coming = [_send_heads(rows, heads, place) for heads in groups]
+        leaving, saved = [], []
+        for heads, pending in zip(groups, coming, strict=True):
+            own = [x.movedim(0, dim) for x in pending.wait()]
+            some = None if sinks is None else sinks[heads.of(place.rank, q.shape[1], place.ranks)]
+            found = attend(options, part, q=own[0], k=own[1], v=own[2], sinks=some, cu_seqlens=cu_seqlens)
+            saved += [*own, *found]
+            leaving.append(_send_tokens([found[0].movedim(dim, 0), _lse_rows(found[1], dim)], place))
+        out = q.new_empty(*rows[0].shape[:-1], v.shape[-1])
+        lse = torch.empty(*rows[0].shape[:-1], 1, dtype=torch.float32, device=q.device)
+        for heads, results in zip(groups, leaving, strict=True):
+            _put(results.wait(), [out, lse], heads, place)
+        out, lse = out.movedim(0, dim), lse.squeeze(-1).movedim(0, dim)
+        own_results = (None, None) if sinks is None else (out, lse)
+        ctx.save_for_backward(*saved, sinks, cu_seqlens, *own_results)
+        ctx.options, ctx.settings = options, saved_settings()
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        return resumed("ulysses", ctx, grad_out, grad_lse, gradients=_gradients)
+
+
+def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v and the sinks."""
+    *of_groups, sinks, cu_seqlens, out, lse = saved
+    dim, place = options.dim, options.place
+    calls = [of_groups[at : at + 5] for at in range(0, len(of_groups), 5)]
+    groups = [_Heads(index, len(calls)) for index in range(len(calls))]
+    part = _whole(options, grad_out)
+    rows = grad_out.movedim(dim, 0)
+    coming = [_send_heads([rows], heads, place) for heads in groups]
+    leaving = []
+    for pending, (q, k, v, *results) in zip(coming, calls, strict=True):
+        given = (pending.wait()[0].movedim(0, dim), *results)
+        found = attend_backward(options, part, given, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+        leaving.append(_send_tokens([x.movedim(dim, 0) for x in found], place))
+    shares = len(groups) * place.ranks
+    grads = [x.new_empty(*rows.shape[:-2], x.shape[1] * shares, x.shape[-1]) for x in calls[0][:3]]
+    for heads, received in zip(groups, leaving, strict=True):
+        _put(received.wait(), grads, heads, place)
+    grad_sinks = (
+        None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
+    )
+    return *(x.movedim(0, dim) for x in grads), grad_sinks
+
+
+def _run_by_autograd(
+    options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
+) -> State:
+    """The same by differentiable calls alone, which keep their random numbers."""
+    place, dim = options.place, options.dim
+    part = _whole(options, q)
     q, k, v = (_HeadsForTokens.apply(x.movedim(dim, 0), place).movedim(0, dim) for x in (q, k, v))  # type: ignore[no-untyped-call]
     own = None if sinks is None else sinks.chunk(place.ranks)[place.rank]
-    part = Part.whole(q.shape[dim], is_causal=options.is_causal, window=options.window)
     out, lse = attend(options, part, q=q, k=k, v=v, sinks=own, cu_seqlens=cu_seqlens)
     out = _TokensForHeads.apply(out.movedim(dim, 0), place).movedim(0, dim)  # type: ignore[no-untyped-call]
     with torch.no_grad():
-        lse = _tokens_for_heads(lse.unsqueeze(-1).movedim(dim, 0), place).movedim(0, dim).squeeze(-1)
+        lse = _tokens_for_heads(_lse_rows(lse, dim), place).squeeze(-1).movedim(0, dim)
     return out, refusing_gradients(lse, out)
-
-
-def _heads_for_tokens(x: Tensor, place: Place) -> Tensor:
-    """From (tokens of this rank, …, heads, D) to (all tokens, …, heads / P, D)."""
-    parts = x.unflatten(-2, (place.ranks, -1)).movedim(-3, 0)  # type: ignore[no-untyped-call]
-    return in_sequence_order(collectives.all_to_all(parts, place).flatten(0, 1), place.ranks)
-
-
-def _tokens_for_heads(x: Tensor, place: Place) -> Tensor:
-    """The opposite."""
-    parts = in_rank_order(x, place.ranks).unflatten(0, (place.ranks, -1))  # type: ignore[no-untyped-call]
-    return collectives.all_to_all(parts, place).movedim(0, -3).flatten(-3, -2)
 
 
 class _HeadsForTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
         ctx.place = place
-        return _heads_for_tokens(x, place)
+        return _send_heads([x], ALL, place).wait()[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -74,3 +186,84 @@ class _TokensForHeads(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _HeadsForTokens.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
+
+
+def _tokens_for_heads(x: Tensor, place: Place) -> Tensor:
+    """From (all tokens, …, heads / P, D) to (tokens of this rank, …, heads, D)."""
+    whole = x.new_empty(x.shape[0] // place.ranks, *x.shape[1:-2], x.shape[-2] * place.ranks, x.shape[-1])
+    _put(_send_tokens([x], place).wait(), [whole], ALL, place)
+    return whole
+
+
+def _whole(options: Options, mine: Tensor) -> Part:
+    """Attention to the whole sequence, of which this rank has `mine`."""
+    tokens = mine.shape[options.dim] * options.place.ranks
+    return Part.whole(tokens, is_causal=options.is_causal, window=options.window)
+
+
+def _lse_rows(lse: Tensor, dim: int) -> Tensor:
+    return lse.movedim(dim, 0).unsqueeze(-1)
+
+
+def _groups(rows: Tensor, heads_kv: int, place: Place) -> list[_Heads]:
+    """The heads that are exchanged at a time: whole heads of keys, with all queries that share them."""
+    heads = heads_kv // place.ranks
+    in_bytes = rows.numel() * rows.element_size()
+    wanted = max(1, min(MAX_GROUPS, heads, in_bytes // MIN_BYTES))
+    number = max(n for n in range(1, wanted + 1) if heads % n == 0)
+    return [_Heads(index, number) for index in range(number)]
+
+
+def _send_heads(xs: list[Tensor], heads: _Heads, place: Place) -> Pending[list[Tensor]]:
+    """Starts to exchange (tokens of this rank, …, heads, D) for (all tokens, …, some of this rank's heads, D)."""
+    sent: list[Message] = []
+    coming: list[Message] = []
+    wholes: list[Tensor] = []
+    for x in map(plain, xs):
+        some = heads.of(place.rank, x.shape[-2], place.ranks)
+        whole = x.new_empty(x.shape[0] * place.ranks, *x.shape[1:-2], some.stop - some.start, x.shape[-1])
+        for rank in range(place.ranks):
+            of_rank = x[..., heads.of(rank, x.shape[-2], place.ranks), :]
+            own_chunks = _chunks(whole, rank, place)
+            if rank == place.rank:
+                for to, tokens in zip(own_chunks, of_rank.chunk(2), strict=True):
+                    to.copy_(tokens)
+            else:
+                sent += [Message(tokens, rank) for tokens in of_rank.contiguous().chunk(2)]
+                coming += [Message(to, rank) for to in own_chunks]
+        wholes.append(whole)
+    return collectives.exchange(sent, coming, wholes, place)
+
+
+def _send_tokens(xs: list[Tensor], place: Place) -> Pending[list[list[_Piece]]]:
+    """Starts the opposite exchange; what comes is to be put together by `_put`."""
+    sent: list[Message] = []
+    coming: list[Message] = []
+    found: list[list[_Piece]] = []
+    for x in (plain(given).contiguous() for given in xs):
+        chunk = x.shape[0] // (2 * place.ranks)
+        pieces: list[_Piece] = []
+        for rank in range(place.ranks):
+            chunks = _chunks(x, rank, place)
+            if rank == place.rank:
+                pieces += [_Piece(rank, slice(at * chunk, (at + 1) * chunk), own) for at, own in enumerate(chunks)]
+            else:
+                received = x.new_empty(2 * chunk, *x.shape[1:])
+                sent += [Message(tokens, rank) for tokens in chunks]
+                coming += [Message(tokens, rank) for tokens in received.chunk(2)]
+                pieces.append(_Piece(rank, slice(0, 2 * chunk), received))
+        found.append(pieces)
+    return collectives.exchange(sent, coming, found, place)
+
+
+def _put(found: list[list[_Piece]], to: list[Tensor], heads: _Heads, place: Place) -> None:
+    """Writes what has come into tensors of all heads of this rank's tokens."""
+    for pieces, whole in zip(found, to, strict=True):
+        for piece in pieces:
+            whole[piece.rows][..., heads.of(piece.rank, whole.shape[-2], place.ranks), :].copy_(piece.tensor)
+
+
+def _chunks(whole: Tensor, rank: int, place: Place) -> list[Tensor]:
+    """The two chunks of a whole sequence that a rank holds."""
+    size = whole.shape[0] // (2 * place.ranks)
+    return [whole.narrow(0, number * size, size) for number in chunks_of(place._replace(rank=rank))]

@@ -82,8 +82,8 @@ def _rank_with_options(rank, port, method):
 
     made = possible([*cases.dense_cases(method), *cases.packed_cases(method, ranks=2)])
     cases.check([cases.worst_of(made, device="cuda")], len(made), of_halves=3e-2)
-    if method == "all_gather":
-        made = possible(cases.cases_in_groups_of_heads())
+    if method != "ring":
+        made = possible(cases.cases_in_groups_of_heads(method))
         cases.check([cases.worst_in_groups_of_heads(made, device="cuda")], len(made), of_halves=3e-2)
     if method != "ring" and is_full:
         assert max(cases.errors_of_dropout(method, torch.bfloat16, device="cuda")) < 5e-2

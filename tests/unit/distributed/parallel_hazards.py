@@ -19,10 +19,11 @@ from torch.utils.checkpoint import checkpoint
 import cudnn_sdpa
 import cudnn_sdpa.distributed.all_gather as by_gathering
 import cudnn_sdpa.distributed.ring as by_passing_on
+import cudnn_sdpa.distributed.ulysses as by_exchange
 from cudnn_sdpa import ArgumentError, UnsupportedError, nn
 from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, parallel_attention, shard, unshard
 
-BY_METHOD = {"all_gather": by_gathering, "ring": by_passing_on}
+BY_METHOD = {"all_gather": by_gathering, "ring": by_passing_on, "ulysses": by_exchange}
 
 
 def parts(tokens: int = 8, heads: tuple[int, int] = (4, 2), *, grad: bool = False) -> list[torch.Tensor]:
@@ -94,7 +95,7 @@ def kernels_refuse(method: str) -> list[str]:
     q, k, v = parts(tokens=16, heads=(4, 4), grad=True)
     wanted = torch.autograd.grad(context_parallel(q, k, v, method=method, is_causal=True).square().sum(), (q, k, v))
     for name in ("attend", "attend_backward"):
-        whole, least = getattr(BY_METHOD[method], name), by_gathering.MIN_BYTES
+        whole = getattr(BY_METHOD[method], name)
         calls = iter(range(100))
 
         def refusing(*arguments: Any, whole: Any = whole, calls: Any = calls, **tensors: Any) -> Any:
@@ -104,10 +105,10 @@ def kernels_refuse(method: str) -> list[str]:
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(BY_METHOD[method], name, refusing)
-            patch.setattr(by_gathering, "MIN_BYTES", 1)
+            for groups in (by_gathering, by_exchange):
+                patch.setattr(groups, "MIN_BYTES", 1)
             with pytest.raises(UnsupportedError, match="no kernel has it") as refused:
                 context_parallel(q, k, v, method=method, is_causal=True).sum().backward()
-        assert least == by_gathering.MIN_BYTES
         found.append(str(refused.value))
         for _ in range(3):
             out = context_parallel(q, k, v, method=method, is_causal=True)

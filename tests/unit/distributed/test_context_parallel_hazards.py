@@ -45,7 +45,7 @@ def test_a_refusal_is_told_to_the_others(ranks):
     assert own in told
 
 
-@pytest.mark.parametrize("method", ["all_gather", "ring"])
+@pytest.mark.parametrize("method", ["all_gather", "ring", "ulysses"])
 def test_refusals_between_messages_leave_none_behind(ranks, method):
     """Before, the next calls waited for each other until the group's timeout."""
     forward, backward = ranks(hazards.kernels_refuse, method)[0]
