@@ -20,7 +20,9 @@ from pages import ROOT
 
 from cudnn_sdpa.bench.tools.report import columns_of, upright
 
-PAGES = tuple(ROOT / "docs" / name for name in ("benchmarks.md", "kernels.md", "pytorch_backend.md"))
+PAGES = tuple(
+    ROOT / "docs" / name for name in ("benchmarks.md", "context_parallel.md", "kernels.md", "pytorch_backend.md")
+)
 MARKS = re.compile(r"(<!-- bench:(?:(?P<file>\w+)/)?(?P<part>\w+) -->\n).*?<!-- /bench -->", re.DOTALL)
 
 
