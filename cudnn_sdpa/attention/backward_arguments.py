@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import check_is_dense, dtype_name, shape_of
-from cudnn_sdpa.engine.operation import GradientCall
+from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 

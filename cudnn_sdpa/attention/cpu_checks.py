@@ -17,10 +17,10 @@ from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.engine import cpu_target, fallback
 from cudnn_sdpa.engine.autograd_checks import CallT
+from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.fast_path import layout_signature
 from cudnn_sdpa.engine.memory import refuse_address
-from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.target import Target

@@ -22,6 +22,8 @@ from cudnn_sdpa.plans.plan import Plan, allocate, current_device, current_raw_st
 
 #: Shape, stride and dtype of a new tensor.
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+#: Gives the result of a call, or the needed gradients of a backward call.
+Run = Callable[[Any], Any]
 
 
 def check_one_device(names: Sequence[str], given: Sequence[object]) -> None:
@@ -402,6 +404,20 @@ class PlainCall:
         out = None if self._is_backward else getattr(call, "out", None)
         outputs = self.bound(self.tensors_of(call), out)
         return outputs[0] if self.is_single else tuple([outputs[place] for place in self.returned])
+
+
+class Prepared(NamedTuple):
+    """A call bound to its plan.
+
+    Attributes:
+        run: Runs a call with the same signature.
+        plan: The plan; None if the binding is not to be remembered, as for empty tensors, which need no plan.
+        is_current: Whether the binding may be remembered, asked once others see it; None if it always may.
+    """
+
+    run: Run
+    plan: Plan | None
+    is_current: Callable[[], bool] | None = None
 
 
 def items_by_name(names: Sequence[str]) -> Callable[[object], tuple[Any, ...]]:

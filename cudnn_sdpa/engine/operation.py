@@ -21,10 +21,9 @@ from __future__ import annotations
 
 import functools
 import typing
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,8 +33,16 @@ from cudnn_sdpa.engine import autograd_checks, fallback, sharding
 from cudnn_sdpa.engine.autocast import could_cast, is_deterministic
 from cudnn_sdpa.engine.autograd import Differentiable, Result
 from cudnn_sdpa.engine.autograd_checks import CallT
+from cudnn_sdpa.engine.backward_pass import (
+    BackwardCall,
+    BackwardPass,
+    Entry,
+    LastGradient,
+    NativelySaved,
+    SavedCall,
+)
+from cudnn_sdpa.engine.backward_pass import GradientCall as GradientCall  # noqa: PLC0414 - imported from here, too
 from cudnn_sdpa.engine.dispatch_state import (
-    Guard,
     can_bypass_dispatcher,
     has_subclass,
     is_autocasting,
@@ -43,11 +50,9 @@ from cudnn_sdpa.engine.dispatch_state import (
     needs_gradient,
     needs_operator,
     plain,
-    tensor_guard,
 )
-from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, layout_signature
-from cudnn_sdpa.engine.launch import Layout, PlainCall, check_one_device
-from cudnn_sdpa.engine.memory import MISALIGNED, like_in_memory
+from cudnn_sdpa.engine.fast_path import KnownCalls, layout_signature
+from cudnn_sdpa.engine.launch import Layout, PlainCall, Prepared, check_one_device
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.torch_ops import define, library, new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
@@ -57,7 +62,6 @@ from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.plan import Plan
 
 KindT = TypeVar("KindT")
-Run = Callable[[Any], Any]  #: gives the result of a call, or for a backward call the needed gradients
 
 #: Maximum number of kinds of calls remembered as differentiable.
 MAX_REMEMBERED = 8192
@@ -74,96 +78,6 @@ _SCHEMA_TYPES: dict[object, str] = {
 }
 
 
-class BackwardCall(Protocol):
-    """A backward call of an operation, a NamedTuple.
-
-    Its fields are the gradients of all results that are always given, then the results that are saved, then `call` and
-    `needs`.
-
-    Attributes:
-        call: The forward call, with the tensors as they were saved.
-        needs: Which of the operation's differentiable inputs need a gradient.
-    """
-
-    @property
-    def call(self) -> Any: ...
-
-    @property
-    def needs(self) -> tuple[bool, ...]: ...
-
-    @property
-    def _fields(self) -> tuple[str, ...]: ...
-
-    @property
-    def _replace(self) -> Callable[..., BackwardCall]: ...
-
-    def __getitem__(self, tensors: slice, /) -> tuple[Any, ...]: ...
-
-
-class GradientCall(NamedTuple):
-    """A backward call of attention; see `BackwardCall`.
-
-    Attributes:
-        grad_out: The gradient of the output.
-        out: The output.
-        lse: The LSE.
-        call: The forward call, with the tensors as they were saved.
-        needs: Which of the operation's differentiable inputs need a gradient.
-    """
-
-    grad_out: Tensor
-    out: Tensor
-    lse: Tensor
-    call: Any
-    needs: tuple[bool, ...]
-
-
-class Prepared(NamedTuple):
-    """A call bound to its plan.
-
-    Attributes:
-        run: Runs a call with the same signature.
-        plan: The plan; None if the binding is not to be remembered, as for empty tensors, which need no plan.
-        is_current: Whether the binding may be remembered, asked once others see it; None if it always may.
-    """
-
-    run: Run
-    plan: Plan | None
-    is_current: Callable[[], bool] | None = None
-
-
-class _LastGradient:
-    """Holds what recognizes the last backward call; autograd's graph holds this and no plan.
-
-    Attributes:
-        cached: The last backward call.
-    """
-
-    __slots__ = ("cached",)
-
-    def __init__(self) -> None:
-        self.cached: _CachedGradient | None = None
-
-
-class _Entry:
-    """A prepared call in a `CallTable`.
-
-    Attributes:
-        run: See `Prepared`.
-        plan: Its plan.
-        last_gradient: What recognizes the last backward call of this call.
-        last: The last such call, to recognize another; reset by the table.
-    """
-
-    __slots__ = ("__weakref__", "last", "last_gradient", "plan", "run")
-
-    def __init__(self, run: Run, plan: Plan) -> None:
-        self.run = run
-        self.plan = plan
-        self.last_gradient = _LastGradient()
-        self.last: KnownCall | None = None
-
-
 class _Tracked(NamedTuple):
     """A call that autograd follows.
 
@@ -177,7 +91,7 @@ class _Tracked(NamedTuple):
 
     operation: Operation[Any]
     call: object
-    entry: _Entry | None
+    entry: Entry | None
     returns_all: bool
     by_reference: bool = False
 
@@ -197,7 +111,7 @@ class _TrackedGradient(NamedTuple):
     """What autograd's graph holds of such a call, besides tensors and options."""
 
     operation: Operation[Any]
-    last: _LastGradient | None
+    last: LastGradient | None
     by_reference: bool
 
     def gradients(
@@ -219,39 +133,12 @@ class Asked(NamedTuple):
     arguments: tuple[object, ...]
 
 
-class SavedCall(Protocol):
-    """What was saved of a call for its gradients: autograd's `ctx`, or what the native module gives.
-
-    Attributes:
-        saved_tensors: The tensors of the call, then the results that are saved.
-        options: Its options.
-        may_fall_back: Whether a fallback was in force.
-    """
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor | None, ...]: ...
-
-    @property
-    def options(self) -> tuple[object, ...]: ...
-
-    @property
-    def may_fall_back(self) -> bool: ...
-
-
-class _NativeContext(NamedTuple):
-    """What the native module has saved of a call."""
-
-    saved_tensors: tuple[Tensor | None, ...]
-    options: tuple[object, ...]
-    may_fall_back: bool
-
-
 class _NativeGradient:
     """Computes gradients of calls that the native module has launched; autograd's graph holds it, and so no plan."""
 
     __slots__ = ("last", "operation")
 
-    def __init__(self, operation: Operation[Any], last: _LastGradient) -> None:
+    def __init__(self, operation: Operation[Any], last: LastGradient) -> None:
         self.operation, self.last = operation, last
 
     def __call__(
@@ -266,7 +153,7 @@ class _NativeGradient:
         can_learn: bool,
     ) -> tuple[list[Tensor | None], RepeatableCall | None]:
         """See `Differentiation`."""
-        context = _NativeContext(saved, options, may_fall_back)
+        context = NativelySaved(saved, options, may_fall_back)
         found = self.operation.gradients(context, grads, needs, self.last)
         return found, self.operation.repeatable_gradient(context, grads, needs, self.last) if can_learn else None
 
@@ -287,24 +174,6 @@ class Checked(NamedTuple):
     trains: bool
 
 
-class _CachedGradient(NamedTuple):
-    """The last backward call of a call, and what recognizes another like it.
-
-    Attributes:
-        is_like: Guard for its tensors: hooks on saved tensors may change layouts.
-        needs: Which gradients were needed.
-        entry: The prepared call; a weak reference, as autograd's graph must keep no plan.
-    """
-
-    is_like: Guard
-    needs: tuple[bool, ...]
-    entry: weakref.ref[_Entry]
-
-
-def _no_gradients(*_: object) -> NoReturn:
-    raise AssertionError("an operation without differentiable inputs has no backward call")
-
-
 @dataclass(eq=False)
 class Operation(Generic[CallT]):
     """One operation, described once.
@@ -315,7 +184,6 @@ class Operation(Generic[CallT]):
         function: Name of the public function, for messages.
         call: The NamedTuple of a call.
         reference_call: The same for calls that only the reference runs, without cuDNN's limits; None without fallback.
-        differentiable: The inputs that can have gradients; they are the first fields.
         autocast: The inputs as autocast casts them, if it is on, by name.
         is_cacheable: Whether calls like this one may be recognized: no random numbers, no checks of values.
         kind: What the fallback logs once for each reason.
@@ -333,15 +201,10 @@ class Operation(Generic[CallT]):
         prepare: Binds a forward call to its plan.
         keys: The keys of the plans of a forward call, on a target.
         flops: Floating-point operations of a forward call, and of its backward call.
-        reference_gradients: The needed gradients in plain PyTorch. This and the next three are for operations with
-            differentiable inputs.
-        readable: A backward call as kernels can read it: copies what they cannot.
-        prepare_gradients: Binds a backward call that kernels can read to its plan.
-        gradient_keys: The keys of the plans of a backward call, on a target.
+        backward: The backward pass; None if no input can have a gradient.
         mark: What decides how a call is bound, besides layouts and options; None for nothing.
         gives: The results that are always given, by name. `out` is written into the first.
         auxiliary: Those that are given if they are wanted, and saved for the backward pass.
-        gradient_call: The NamedTuple of a backward call.
         forward: Name of the forward operator, if not `NAME_forward`.
         names: What messages call the inputs, if not by the names of their fields.
         loops: Whether `torch.vmap` may run it once for each entry of a batch.
@@ -349,18 +212,13 @@ class Operation(Generic[CallT]):
         pytorchs: What PyTorch's own function gives for a call that cuDNN declines, None where that lacks an option;
             None if PyTorch has no such function.
         kernels: The same by kernels of the library's own; set by these, which are above operations.
-        new_gradient: A new tensor for the gradient of an input, given its name and the input.
         ways: How a call on DTensors may be divided among ranks.
-        check_backward_types: `check_types` for what a public backward function is given besides the forward call.
-        check_backward: `check` for the same.
-        check_backward_for_gpu: `check_for_gpu` for a backward call that kernels can read.
     """
 
     name: str
     function: str
     call: type[CallT]
     reference_call: type[CallT] | None
-    differentiable: tuple[str, ...]
     autocast: Callable[[CallT], dict[str, object]]
     is_cacheable: Callable[[CallT], bool]
     kind: Callable[[CallT], Hashable]
@@ -378,25 +236,17 @@ class Operation(Generic[CallT]):
     prepare: Callable[[CallT], Prepared]
     keys: Callable[[CallT, Target, int | None], Iterator[PlanKey]]
     flops: Callable[[CallT], tuple[int, int]]
-    reference_gradients: Callable[[Any], list[Tensor]] = _no_gradients
-    readable: Callable[[Any], BackwardCall] = _no_gradients
-    prepare_gradients: Callable[[Any], Prepared] = _no_gradients
-    gradient_keys: Callable[[Any, Target, int | None], Iterator[PlanKey]] = _no_gradients
+    backward: BackwardPass[Any] | None = None
     mark: Callable[[CallT], Hashable] | None = None
     gives: tuple[str, ...] = ("out",)
     auxiliary: tuple[str, ...] = ("lse",)
-    gradient_call: type[Any] = GradientCall
     forward: str | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     loops: bool = True
     forward_mode: str = "torch.nn.functional.scaled_dot_product_attention"
     pytorchs: Callable[[CallT], Tensor | None] | None = None
     kernels: Callable[[CallT], Tensor | None] | None = None
-    new_gradient: Callable[[str, Tensor], Tensor] = lambda _name, tensor: like_in_memory(tensor)
     ways: sharding.Ways | None = None
-    check_backward_types: Callable[[Any], None] = lambda _: None
-    check_backward: Callable[[Any], None] = lambda _: None
-    check_backward_for_gpu: Callable[[Any], None] = lambda _: None
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(self.call)
@@ -407,6 +257,8 @@ class Operation(Generic[CallT]):
         self._types = {name: _SCHEMA_TYPES[hints[name]] for name in self.fields if name not in wanted}
         self._tensors = sum(kind.startswith("Tensor") for kind in self._types.values())
         self._inputs = len(self._types)
+        #: The inputs that can have gradients.
+        self.differentiable = () if self.backward is None else self.backward.inputs
         self._gradients = len(self.differentiable)
         self._options = slice(self._tensors, self._inputs + len(flags))  #: in a call, with the flag
         if self.fields[: self._gradients] != self.differentiable or self.fields[self._inputs :] != wanted:
@@ -424,25 +276,17 @@ class Operation(Generic[CallT]):
             self.operators["forward_all"] = forward + self._flag.removeprefix("with")
         if self.takes_out:
             self.operators["forward_out"] = f"{forward}_out"
-        if self.differentiable:
+        if self.backward is not None:
             self.operators["backward"] = f"{self.name}_backward"
-            self._describe_gradients()
-        self.known: KnownCalls[_Entry] = KnownCalls(self._look_up, self._runs, could_cast)
+            self._pass = self.backward  #: of operations that have one
+            self._given, self._saved = len(self.gives), self.backward.saved(self.name, self.gives, self.auxiliary)
+        self.known: KnownCalls[Entry] = KnownCalls(self._look_up, self._runs, could_cast)
         self.table = self.known.table
         self._known_to_be_differentiable: set[Hashable] = set()
         self._register_operators()
-        if self.differentiable:
-            self._register_gradients()
+        if self.backward is not None:
+            self._register_gradients(self.backward)
         OPERATIONS[self.name] = self
-
-    def _describe_gradients(self) -> None:
-        fields, results = self.gradient_call._fields, (*self.gives, *self.auxiliary)
-        gradients = tuple(f"grad_{name}" for name in self.gives)
-        saved = fields[len(gradients) : -2]
-        first = results.index(saved[0]) if saved else 0
-        self._given, self._saved = len(gradients), slice(first, first + len(saved))
-        if fields != (*gradients, *results[self._saved], "call", "needs"):
-            raise ValueError(f"{self.name}: a backward call of other fields than {(*gradients, '…', 'call', 'needs')}")
 
     # The way of a call.
 
@@ -723,17 +567,17 @@ class Operation(Generic[CallT]):
             return None
         return self.known.find(call[: self._tensors], options)
 
-    def _look_up(self, operands: tuple[object, ...], options: tuple[object, ...], trains: bool) -> _Entry | None:
+    def _look_up(self, operands: tuple[object, ...], options: tuple[object, ...], trains: bool) -> Entry | None:
         """The entry of a known call; if autograd follows it, of one whose gradients are known to be supported."""
         call = self._call_of(operands, options)
         if self._flag and type(call[self._inputs]) is not bool:
             return None
         name = self.signature(self.complete(call) if trains else call)
-        entry: _Entry | None = self.table.get(name)
+        entry: Entry | None = self.table.get(name)
         return None if trains and not self._is_known_to_be_differentiable(name, call) else entry
 
     def _runs(
-        self, entry: _Entry, _operands: tuple[object, ...], _options: tuple[object, ...], trains: bool
+        self, entry: Entry, _operands: tuple[object, ...], _options: tuple[object, ...], trains: bool
     ) -> Callable[[CallT], Result]:
         return functools.partial(self._differentiate, entry=entry) if trains else entry.run
 
@@ -748,10 +592,10 @@ class Operation(Generic[CallT]):
         tensors = [x for x in (*call[: self._tensors], call[-1]) if x is not None]
         if any(x.is_nested for x in tensors) or needs_gradient(*tensors) or not can_bypass_dispatcher(*tensors):
             return None
-        entry: _Entry | None = self.table.get(self.signature(call))
+        entry: Entry | None = self.table.get(self.signature(call))
         return None if entry is None else functools.partial(self._into_out, entry=entry)
 
-    def _into_out(self, call: CallT, entry: _Entry) -> Result:
+    def _into_out(self, call: CallT, entry: Entry) -> Result:
         """A known call whose result goes into a given tensor, which may overlap others in this call alone."""
         self.check_memory(call)
         if not call.out.is_inference():
@@ -769,9 +613,9 @@ class Operation(Generic[CallT]):
         out = self._out_of(call)
         return (*layouts, *options, *map(type, options), None if out is None else layout_signature(out), mark)
 
-    def _entry(self, name: Hashable, call: KindT, prepare: Callable[[KindT], Prepared]) -> _Entry | Prepared:
+    def _entry(self, name: Hashable, call: KindT, prepare: Callable[[KindT], Prepared]) -> Entry | Prepared:
         """The prepared call of this signature, prepared now if there is none."""
-        entry: _Entry | None = self.table.get(name)
+        entry: Entry | None = self.table.get(name)
         if entry is not None:
             return entry
         prepared = prepare(call)
@@ -783,7 +627,7 @@ class Operation(Generic[CallT]):
         """Teaches the native module calls like one that is known, if a launch is all there is to it."""
         tensors = call[: self._tensors]
         trains = needs_gradient(*tensors)
-        entry: _Entry | None = self.table.get(self.signature(self.complete(call) if trains else call))
+        entry: Entry | None = self.table.get(self.signature(self.complete(call) if trains else call))
         if entry is None or not isinstance(entry.run, PlainCall) or self._out_of(call) is not None:
             return
         plain = entry.run
@@ -797,7 +641,7 @@ class Operation(Generic[CallT]):
         elif not any(x is not None and x.is_inference() for x in tensors):
             asked.calls.learn(asked.arguments, {}, native, self._differentiation(call, entry))
 
-    def _differentiation(self, call: CallT, entry: _Entry) -> Differentiation:
+    def _differentiation(self, call: CallT, entry: Entry) -> Differentiation:
         return Differentiation(
             name=f"cudnn_sdpa::{self.name}",
             gradients=_NativeGradient(self, entry.last_gradient),
@@ -808,8 +652,8 @@ class Operation(Generic[CallT]):
             asks_for_fallback=self.reference_call is not None,
         )
 
-    def _add(self, name: Hashable, prepared: Prepared, plan: Plan) -> _Entry:
-        entry = _Entry(prepared.run, plan)
+    def _add(self, name: Hashable, prepared: Prepared, plan: Plan) -> Entry:
+        entry = Entry(prepared.run, plan)
         self.table.add(name, entry)
         if prepared.is_current is not None and not prepared.is_current():
             self.table.forget(lambda other: other is entry)
@@ -822,7 +666,7 @@ class Operation(Generic[CallT]):
 
     def runs(self, kind: type[KindT]) -> list[KindT]:
         """What runs the known calls, where it is of this kind."""
-        return [entry.run for entry in self.table.each(_Entry) if isinstance(entry.run, kind)]
+        return [entry.run for entry in self.table.each(Entry) if isinstance(entry.run, kind)]
 
     def forget(self, kind: type) -> None:
         """Forgets the calls that something of this kind runs; they are prepared again."""
@@ -850,7 +694,7 @@ class Operation(Generic[CallT]):
     def _which_require_grad(self, call: CallT) -> tuple[bool, ...]:
         return tuple([x is not None and x.requires_grad for x in call[: self._gradients]])
 
-    def _differentiate(self, call: CallT, entry: _Entry | None, *, by_operator: bool = False) -> Result:
+    def _differentiate(self, call: CallT, entry: Entry | None, *, by_operator: bool = False) -> Result:
         """The results of a call, differentiable by autograd."""
         try:
             if by_operator:
@@ -875,7 +719,7 @@ class Operation(Generic[CallT]):
         ctx: SavedCall,
         grads: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
-        last: _LastGradient | None = None,
+        last: LastGradient | None = None,
         *,
         by_reference: bool = False,
     ) -> list[Tensor | None]:
@@ -901,29 +745,30 @@ class Operation(Generic[CallT]):
             return [None] * len(needs)
         saved = ctx.saved_tensors  # once: checkpoints let nothing be read twice
         call = self.call._make((*saved[: self._tensors], *ctx.options, *self._wants_all))
-        backward = self.gradient_call(*grads, *saved[self._tensors :], call, needs)
+        backward_pass = self._pass
+        backward = backward_pass.call(*grads, *saved[self._tensors :], call, needs)
         if len(given) < len(grads):  # a guard does not see which are None
             last = None
         if by_reference:
-            found = self.reference_gradients(backward)
+            found = backward_pass.reference(backward)
         elif is_intercepted:
             found = self.operator("backward")(*backward[:-2], *call[: self._inputs], list(needs))
-        elif last is not None and (entry := self._find_gradient(backward, last)) is not None:
+        elif last is not None and (entry := last.find(backward, self._tensors)) is not None:
             found = entry.run(backward)
         elif not given[0].is_cuda:
-            found = (self.fake_gradients if given[0].is_meta else self.reference_gradients)(backward)
+            found = (backward_pass.fake_gradients if given[0].is_meta else backward_pass.reference)(backward)
         elif not ctx.may_fall_back:  # as in the forward pass: this may be another thread, of autograd
             found = self._gradients_on_gpu(backward, last)
         else:
             found = fallback.or_else(
                 lambda: self._gradients_on_gpu(backward, last),
-                lambda: self.reference_gradients(backward),
+                lambda: backward_pass.reference(backward),
                 lambda: self.kind(call),
             )
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
 
-    def backward(self, backward: BackwardCall) -> list[Tensor]:
+    def explicit_gradients(self, backward: BackwardCall) -> list[Tensor]:
         """The needed gradients of a backward call that a caller made, which nothing has checked. Autograd stays out.
 
         Raises:
@@ -937,7 +782,7 @@ class Operation(Generic[CallT]):
             tensors = {name: getattr(backward, name) for name in given}
             backward = backward._replace(**{name: plain(x) for name, x in tensors.items() if isinstance(x, Tensor)})
         self.check_types(call)
-        self.check_backward_types(backward)
+        self._pass.check_types(backward)
         call = call._replace(deterministic=is_deterministic(call.deterministic))
         backward = backward._replace(call=call)
         names = (*(self.names.get(name, name) for name in self.fields[: self._tensors]), *given)
@@ -962,7 +807,7 @@ class Operation(Generic[CallT]):
             )
             return self._run_backward(backward, bypasses)
 
-        return fallback.or_else(run, lambda: self.reference_gradients(without_limits), lambda: self.kind(call))
+        return fallback.or_else(run, lambda: self._pass.reference(without_limits), lambda: self.kind(call))
 
     def _backward_by_operator(self, backward: BackwardCall) -> list[Tensor]:
         inputs = backward.call[: self._inputs]
@@ -971,7 +816,7 @@ class Operation(Generic[CallT]):
 
     def _check_backward(self, backward: BackwardCall) -> None:
         self.check(backward.call)
-        self.check_backward(backward)
+        self._pass.check(backward)
 
     def _run_backward(self, backward: BackwardCall, bypasses: bool) -> list[Tensor]:
         """A checked backward call that a caller made, where its tensors are."""
@@ -985,72 +830,56 @@ class Operation(Generic[CallT]):
         elif not call[0].is_meta:
             if bypasses:
                 self.check_values(call)
-            self.check_backward_for_gpu(backward)
+            self._pass.check_for_gpu(backward)
             self.check_memory(call)
         if not bypasses:
             return self._backward_by_operator(backward)
         if call[0].is_cuda:
             return self._gradients_on_gpu(backward)
-        return (self.fake_gradients if call[0].is_meta else self.reference_gradients)(backward)
+        return (self._pass.fake_gradients if call[0].is_meta else self._pass.reference)(backward)
 
     def _checked_fake_gradients(self, backward: BackwardCall) -> list[Tensor]:
-        """The same as `fake_gradients`, of a call in compiled code, which nothing has checked."""
+        """What the needed gradients of a call in compiled code look like, which nothing has checked."""
         if self.reference_call is not None:  # whose limits are those of the forward pass
             without_limits = backward._replace(call=self.reference_call._make(backward.call))
             self.check_options(without_limits.call)
             self._check_backward(without_limits)
-        return self.fake_gradients(backward)
+        return self._pass.fake_gradients(backward)
 
     def repeatable_gradient(
-        self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...], last: _LastGradient
+        self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...], last: LastGradient
     ) -> RepeatableCall | None:
         """A backward call that has just run, if the native module can repeat it."""
         entry = None if last.cached is None else last.cached.entry()
         if entry is None or not isinstance(entry.run, PlainCall) or None in grads[: self._given]:
             return None
         call = self.call._make((*ctx.saved_tensors[: self._tensors], *ctx.options, *self._wants_all))
-        backward = self.gradient_call(*grads[: self._given], *ctx.saved_tensors[self._tensors :], call, needs)
-        if self._find_gradient(backward, last) is not entry:
+        backward = self._pass.call(*grads[: self._given], *ctx.saved_tensors[self._tensors :], call, needs)
+        if last.find(backward, self._tensors) is not entry:
             return None
         plain = entry.run
         return RepeatableCall(plain.bound, plain.tensors_of(backward), plain.returned)
 
-    def _gradients_on_gpu(self, backward: BackwardCall, last: _LastGradient | None = None) -> list[Tensor]:
+    def _gradients_on_gpu(self, backward: BackwardCall, last: LastGradient | None = None) -> list[Tensor]:
         """The needed gradients of a backward call on the GPU, which `last` remembers."""
-        readable = self.readable(backward)
+        readable = self._pass.readable(backward)
         prepared = self._entry(self._signature_of_gradient(readable), readable, self._prepare_gradients)
-        if last is not None and readable is backward and isinstance(prepared, _Entry):
-            tensors = self._tensors_of_gradient(backward)
-            if len(set(map(id, tensors))) == len(tensors):  # a guard takes no tensor twice
-                last.cached = _CachedGradient(tensor_guard(*tensors), backward.needs, weakref.ref(prepared))
+        if last is not None and readable is backward and isinstance(prepared, Entry):
+            last.remember(backward, self._tensors, prepared)
         return list(prepared.run(readable))
 
     def _prepare_gradients(self, backward: BackwardCall) -> Prepared:
-        names = (*backward.call._fields[: self._tensors], *backward._fields[:-2])
+        names = (*self.fields[: self._tensors], *self._pass.tensors)
         tensors = (*backward.call[: self._tensors], *backward[:-2])
         check_one_device(names, tensors)  # a saved-tensor hook may have moved them
-        return self.prepare_gradients(backward)
-
-    def _find_gradient(self, backward: BackwardCall, last: _LastGradient) -> _Entry | None:
-        """The backward call before this one, if it was like this one and `readable` would copy nothing."""
-        known = last.cached
-        if known is None or known.needs != backward.needs or not known.is_like(*self._tensors_of_gradient(backward)):
-            return None
-        addresses = 0  # which no guard sees; those of the inputs were checked in the forward pass, or raise
-        for tensor in backward[:-2]:
-            addresses |= tensor.data_ptr()
-        return None if addresses & MISALIGNED else known.entry()
-
-    def _tensors_of_gradient(self, backward: BackwardCall) -> list[Tensor]:
-        return [x for x in (*backward.call[: self._tensors], *backward[:-2]) if x is not None]
+        return self._pass.prepare(backward)
 
     def _signature_of_gradient(self, backward: BackwardCall) -> Hashable:
         return "backward", *map(layout_signature, backward[:-2]), backward.needs, self.signature(backward.call)
 
-    def fake_gradients(self, backward: BackwardCall) -> list[Tensor]:
-        """What the needed gradients look like, without memory."""
-        tensors = zip(self.differentiable, backward.call[: self._gradients], backward.needs, strict=True)
-        return [self.new_gradient(name, x) for name, x, need in tensors if need and x is not None]
+    def gradient_keys(self, backward: BackwardCall, target: Target, device: int | None) -> Iterator[PlanKey]:
+        """The keys of the plans of a backward call, on a target."""
+        return self._pass.keys(self._pass.readable(backward), target, device)
 
     # PyTorch's operators.
 
@@ -1086,12 +915,12 @@ class Operation(Generic[CallT]):
         self, run: Callable[[BackwardCall], Sequence[Tensor]]
     ) -> Callable[..., Sequence[Tensor]]:
         """The backward operator as `run` implements it."""
-        given = len(self.gradient_call._fields) - 2
+        given = len(self._pass.tensors)
 
         def implementation(*arguments: Any) -> Sequence[Tensor]:
             *others, needs = arguments
             call = self.call_of(others[given:], is_complete=True)
-            return run(self.gradient_call(*others[:given], call, tuple(needs)))
+            return run(self._pass.call(*others[:given], call, tuple(needs)))
 
         return implementation
 
@@ -1129,10 +958,10 @@ class Operation(Generic[CallT]):
         return self.flops(self.call_of(inputs[: self._inputs]))[0]
 
     def _count_backward(self, *inputs: object, **_: object) -> int:
-        given = len(self.gradient_call._fields) - 2
+        given = len(self._pass.tensors)
         return self.flops(self.call_of(inputs[given : given + self._inputs]))[1]
 
-    def _register_gradients(self) -> None:
+    def _register_gradients(self, backward_pass: BackwardPass[Any]) -> None:
         def save_inputs(ctx: Any, inputs: tuple[object, ...], output: Result) -> None:
             self.save(ctx, self.call_of(inputs, is_complete=True), _as_tuple(output))
 
@@ -1141,10 +970,10 @@ class Operation(Generic[CallT]):
             others = (None,) * (self._inputs - self._gradients)
             return (*self.gradients(ctx, grads, needs), *others)
 
-        hints = typing.get_type_hints(self.gradient_call)
-        given = {name: _SCHEMA_TYPES[hints[name]] for name in self.gradient_call._fields[:-2]}
+        hints = typing.get_type_hints(backward_pass.call)
+        given = {name: _SCHEMA_TYPES[hints[name]] for name in backward_pass.tensors}
         inputs = ", ".join(f"{kind} {name}" for name, kind in (given | self._types).items())
-        runs = self._gradients_on_gpu, self.reference_gradients, self._checked_fake_gradients
+        runs = self._gradients_on_gpu, backward_pass.reference, self._checked_fake_gradients
         implementations = map(self.backward_implementation, runs)
         define(self.operators["backward"], f"{inputs}, bool[] needs", "Tensor[]", *implementations)
         register_flop_formula(self.operator("backward"), get_raw=True)(self._count_backward)

@@ -11,6 +11,7 @@ from cudnn_sdpa.attention.arguments import as_float
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
+from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
 from cudnn_sdpa.errors import OptionError
@@ -159,7 +160,6 @@ ATTENTION = Operation(
     function="kernels.attention",
     call=KernelArguments,
     reference_call=None,
-    differentiable=("q", "k", "v", "mask"),
     autocast=casts("q", "k", "v", "mask"),
     is_cacheable=lambda _: True,
     kind=lambda call: (call.q.dtype, call.mode),
@@ -174,15 +174,18 @@ ATTENTION = Operation(
     check_gradient=_nothing,
     results=plans.results,
     reference=reference.attention,
-    reference_gradients=reference.gradients,
     prepare=launch.prepare,
-    readable=launch.readable,
-    prepare_gradients=launch.prepare_gradients,
     keys=plans.keys,
-    gradient_keys=plans.gradient_keys,
     flops=reference.flops,
+    backward=BackwardPass(
+        call=Gradient,
+        inputs=("q", "k", "v", "mask"),
+        reference=reference.gradients,
+        readable=launch.readable,
+        prepare=launch.prepare_gradients,
+        keys=plans.gradient_keys,
+        new_gradient=lambda name, tensor: new_gradient("attn_mask" if name == "mask" else name, tensor),
+    ),
     auxiliary=("statistics",),
-    gradient_call=Gradient,
     ways=sharding.kernels,
-    new_gradient=lambda name, tensor: new_gradient("attn_mask" if name == "mask" else name, tensor),
 )

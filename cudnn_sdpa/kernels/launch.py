@@ -11,8 +11,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.engine.dispatch_state import is_lazy
-from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall
-from cudnn_sdpa.engine.operation import Prepared
+from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall, Prepared
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments, Needs, check, check_memory

@@ -13,7 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cudnn_sdpa.engine.operation import OPERATIONS, GradientCall, Operation
+from cudnn_sdpa.engine.backward_pass import BackwardCall
+from cudnn_sdpa.engine.operation import OPERATIONS, Operation
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops as fused_torch_ops
 from cudnn_sdpa.fused.graph_op import GraphFunction
@@ -148,8 +149,8 @@ def _keys_of_operation(operation: Operation[object]) -> dict[str, KeysOfOperator
     def forward_keys(target: Target, call: object) -> Keys:
         return operation.keys(call, target, None)
 
-    def gradient_keys(target: Target, backward: GradientCall) -> Keys:
-        return operation.gradient_keys(operation.readable(backward), target, None)
+    def gradient_keys(target: Target, backward: BackwardCall) -> Keys:
+        return operation.gradient_keys(backward, target, None)
 
     def with_and_without_auxiliary(target: Target, call: object) -> Keys:
         """Both plans: the operator always returns all results, and the arguments do not show whether they are used."""
@@ -162,7 +163,7 @@ def _keys_of_operation(operation: Operation[object]) -> dict[str, KeysOfOperator
     kinds = {"forward": forward_keys, "forward_all": forward_keys, "forward_out": with_and_without_auxiliary}
     found: dict[str, KeysOfOperator]
     found = {name: (adapt(which), kinds[which]) for which, name in operation.operators.items() if which in kinds}
-    if operation.differentiable:
+    if operation.backward is not None:
         found[operation.operators["backward"]] = (operation.backward_implementation, gradient_keys)
     return found
 

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import check_is_dense
 from cudnn_sdpa.engine.autocast import casts
+from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.dispatch_state import is_lazy, plain
-from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall
+from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall, Prepared
 from cudnn_sdpa.engine.memory import check_present
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation, Prepared
+from cudnn_sdpa.engine.operation import Asked, Operation
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph import target as targets
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, Role
@@ -213,8 +214,6 @@ ROW_SOFTMAX = Operation(
     function="row_softmax",
     call=Call,
     reference_call=None,  # there is no fallback: what the kernels lack, the checks refuse
-    differentiable=("x",),
-    gradient_call=GradientCall,
     auxiliary=(),  # no result is for the backward pass alone
     autocast=casts(),  # autocast leaves softmaxes in the dtype that they get
     is_cacheable=lambda _: True,
@@ -230,14 +229,18 @@ ROW_SOFTMAX = Operation(
     check_gradient=nothing,
     results=lambda call: (dense(call.x),),
     reference=reference,
-    reference_gradients=reference_gradients,
     prepare=prepare,
-    readable=readable,
-    prepare_gradients=prepare_gradients,
     keys=keys,
-    gradient_keys=gradient_keys,
-    new_gradient=lambda _, x: x.new_empty(x.shape),
     flops=lambda call: (5 * call.x.numel(), 4 * call.x.numel()),
+    backward=BackwardPass(
+        call=GradientCall,
+        inputs=("x",),
+        reference=reference_gradients,
+        readable=readable,
+        prepare=prepare_gradients,
+        keys=gradient_keys,
+        new_gradient=lambda _, x: x.new_empty(x.shape),
+    ),
     forward_mode="torch.softmax",
 )
 

@@ -21,8 +21,8 @@ from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa
 from cudnn_sdpa.attention.dense.sdpa_backward import backward_call_of, sdpa_backward
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.autocast import is_deterministic
+from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.explain import Description, describes
-from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import ALIGNMENT

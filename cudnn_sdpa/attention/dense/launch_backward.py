@@ -13,9 +13,9 @@ from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.attention.dense import graphs, large_backward, plans, reference
 from cudnn_sdpa.attention.dense.launch import SMALLEST, bind_plan
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, Needs
-from cudnn_sdpa.engine.launch import BoundPlan, Layout, PlainCall, items_by_name
+from cudnn_sdpa.engine.backward_pass import GradientCall
+from cudnn_sdpa.engine.launch import BoundPlan, Layout, PlainCall, Prepared, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
-from cudnn_sdpa.engine.operation import GradientCall, Prepared
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan

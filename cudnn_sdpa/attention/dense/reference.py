@@ -11,8 +11,8 @@ from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense import plans
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.mask import TOP_LEFT
+from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.operation import GradientCall
 
 
 def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,9 @@ from cudnn_sdpa.attention.dense import large_backward, launch_backward, plans, r
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
+from cudnn_sdpa.engine.backward_pass import BackwardPass, GradientCall
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, GradientCall, Operation
+from cudnn_sdpa.engine.operation import Asked, Operation
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
@@ -291,7 +292,6 @@ SDPA = Operation(
     function="sdpa",
     call=ForwardArguments,
     reference_call=ReferenceArguments,
-    differentiable=("q", "k", "v", "attn_mask", "sinks"),
     autocast=casts("q", "k", "v", "attn_mask"),
     is_cacheable=_is_cacheable,
     kind=kind_of,
@@ -306,17 +306,21 @@ SDPA = Operation(
     check_gradient=_check_gradient,
     results=plans.results,
     reference=reference.attention,
-    reference_gradients=reference.gradients,
     prepare=tiers.prepare,
-    readable=launch_backward.readable,
-    prepare_gradients=launch_backward.prepare_gradients,
     keys=plans.keys,
-    gradient_keys=large_backward.gradient_keys,
     flops=reference.flops,
+    backward=BackwardPass(
+        call=GradientCall,
+        inputs=("q", "k", "v", "attn_mask", "sinks"),
+        reference=reference.gradients,
+        readable=launch_backward.readable,
+        prepare=launch_backward.prepare_gradients,
+        keys=large_backward.gradient_keys,
+        new_gradient=new_gradient,
+        check_types=backward_arguments.check_types,
+        check=backward_arguments.check,
+        check_for_gpu=lambda of: check_backward_call(of, check_strides_of_dense, _check_backward_keys),
+    ),
     pytorchs=reference.pytorchs,
-    new_gradient=new_gradient,
     ways=sharding.dense,
-    check_backward_types=backward_arguments.check_types,
-    check_backward=backward_arguments.check,
-    check_backward_for_gpu=lambda of: check_backward_call(of, check_strides_of_dense, _check_backward_keys),
 )

@@ -11,7 +11,7 @@ from torch.nn import functional
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
 from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of
 from cudnn_sdpa.engine import autograd_checks
-from cudnn_sdpa.engine.operation import GradientCall
+from cudnn_sdpa.engine.backward_pass import GradientCall
 
 
 def sdpa_backward(
@@ -118,7 +118,7 @@ def sdpa_backward(
         deterministic=deterministic,
         wanted=wanted,
     )
-    return gradients_of(SDPA.backward(of), SDPA.differentiable, of.needs, sinks)
+    return gradients_of(SDPA.explicit_gradients(of), SDPA.differentiable, of.needs, sinks)
 
 
 def backward_call_of(

@@ -15,8 +15,9 @@ from cudnn_sdpa.attention.dense import graphs, plans, reference
 from cudnn_sdpa.attention.dense.buckets import Bucket, BucketRun
 from cudnn_sdpa.attention.dense.launch import Run, bind
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
+from cudnn_sdpa.engine.launch import Prepared
 from cudnn_sdpa.engine.memory import check_address, multiplied
-from cudnn_sdpa.engine.operation import OPERATIONS, Prepared
+from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import live_properties, live_target

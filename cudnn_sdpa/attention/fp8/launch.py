@@ -13,9 +13,8 @@ from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import graphs, plans, workarounds
 from cudnn_sdpa.attention.fp8.arguments import SCALES, Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.attention.fp8.plans import AMAX, BackwardSpec, ForwardSpec
-from cudnn_sdpa.engine.launch import Additions, BoundPlan, Layout, PlainCall
+from cudnn_sdpa.engine.launch import Additions, BoundPlan, Layout, PlainCall, Prepared
 from cudnn_sdpa.engine.memory import check_address
-from cudnn_sdpa.engine.operation import Prepared
 from cudnn_sdpa.graph.key import PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target

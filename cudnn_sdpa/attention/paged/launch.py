@@ -17,9 +17,9 @@ from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import DecodeSpec
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, items_by_name
+from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, Prepared, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
-from cudnn_sdpa.engine.operation import OPERATIONS, Prepared
+from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import live_target

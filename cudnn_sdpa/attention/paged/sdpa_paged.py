@@ -291,7 +291,6 @@ PAGED = Operation(
     function="sdpa_paged",
     call=PagedArguments,
     reference_call=ReferencePagedArguments,
-    differentiable=(),
     autocast=_cast_for_autocast,
     is_cacheable=lambda _: not value_checks.enabled,
     kind=kind_of,

@@ -17,9 +17,9 @@ from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, items_by_name
+from cudnn_sdpa.engine.backward_pass import GradientCall
+from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, Prepared, items_by_name
 from cudnn_sdpa.engine.memory import check_address, like_in_memory, multiplied
-from cudnn_sdpa.engine.operation import GradientCall, Prepared
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like

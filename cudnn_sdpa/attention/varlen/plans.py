@@ -20,8 +20,8 @@ from cudnn_sdpa.attention.dense.plans import GRAD_OUT_COPY
 from cudnn_sdpa.attention.mask import TOP_LEFT, Mask, normalize_mask
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.launch import Layout
-from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.determinism import has_only_repeatable
 from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role

@@ -17,8 +17,9 @@ from cudnn_sdpa.attention.varlen import launch, plans, reference
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
+from cudnn_sdpa.engine.backward_pass import BackwardPass, GradientCall
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, GradientCall, Operation
+from cudnn_sdpa.engine.operation import Asked, Operation
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
@@ -303,7 +304,6 @@ VARLEN = Operation(
     function="sdpa_varlen",
     call=VarlenArguments,
     reference_call=ReferenceVarlenArguments,
-    differentiable=("q", "k", "v", "sinks"),
     autocast=casts("q", "k", "v"),
     is_cacheable=_is_cacheable,
     kind=kind_of,
@@ -318,15 +318,19 @@ VARLEN = Operation(
     check_gradient=_check_gradient,
     results=plans.results,
     reference=reference.attention,
-    reference_gradients=reference.gradients,
     prepare=launch.prepare,
-    readable=launch.readable,
-    prepare_gradients=launch.prepare_gradients,
     keys=plans.keys,
-    gradient_keys=plans.gradient_keys,
     flops=reference.flops,
+    backward=BackwardPass(
+        call=GradientCall,
+        inputs=("q", "k", "v", "sinks"),
+        reference=reference.gradients,
+        readable=launch.readable,
+        prepare=launch.prepare_gradients,
+        keys=plans.gradient_keys,
+        check_types=backward_arguments.check_types,
+        check=backward_arguments.check,
+        check_for_gpu=lambda of: check_backward_call(of, _check_strides_for_gpu, _check_backward_keys),
+    ),
     ways=sharding.varlen,
-    check_backward_types=backward_arguments.check_types,
-    check_backward=backward_arguments.check,
-    check_backward_for_gpu=lambda of: check_backward_call(of, _check_strides_for_gpu, _check_backward_keys),
 )

@@ -11,7 +11,7 @@ from torch.nn import functional
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of
 from cudnn_sdpa.engine import autograd_checks
-from cudnn_sdpa.engine.operation import GradientCall
+from cudnn_sdpa.engine.backward_pass import GradientCall
 
 
 def sdpa_varlen_backward(
@@ -102,7 +102,7 @@ def sdpa_varlen_backward(
         deterministic=deterministic,
         wanted=wanted,
     )
-    return gradients_of(VARLEN.backward(of), VARLEN.differentiable, of.needs, sinks)
+    return gradients_of(VARLEN.explicit_gradients(of), VARLEN.differentiable, of.needs, sinks)
 
 
 def backward_call_of(

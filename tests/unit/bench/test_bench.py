@@ -182,7 +182,7 @@ def test_memory_counts_the_step_only(on_cpu, monkeypatch):  # noqa: ARG001
 
 
 def test_a_training_step_and_its_parts(on_cpu, monkeypatch):  # noqa: ARG001
-    monkeypatch.setattr(training.SDPA, "_gradients_on_gpu", training.SDPA.reference_gradients)
+    monkeypatch.setattr(training.SDPA, "_gradients_on_gpu", training.SDPA.backward.reference)
     monkeypatch.setattr(training, "_launches", lambda *_: training.Launches(lambda: None, lambda: None))  # no plans
     rows = training.training()
     assert same_columns(rows)

@@ -200,7 +200,7 @@ def test_gradients_of_expanded_head_vectors_have_the_layout_that_compiled_code_e
     q, k, v = (torch.randn(1, 5, 2, 1).transpose(1, 2).expand(1, 2, 5, 8).requires_grad_() for _ in range(3))
     with gpu_on_the_cpu():
         found = torch.autograd.grad(kernels.attention(q, k, v).sum(), (q, k, v))
-    assert {x.stride() for x in found} == {ATTENTION.new_gradient("q", q).stride()} == {(80, 40, 8, 1)}
+    assert {x.stride() for x in found} == {ATTENTION.backward.new_gradient("q", q).stride()} == {(80, 40, 8, 1)}
 
 
 @pytest.mark.sample(1)

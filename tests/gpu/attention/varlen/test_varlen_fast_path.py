@@ -36,7 +36,7 @@ def general(monkeypatch):
         return run
 
     monkeypatch.setattr(Operation, "on_gpu", counted("forward", Operation.on_gpu))
-    monkeypatch.setattr(VARLEN, "readable", counted("backward", VARLEN.readable))
+    monkeypatch.setattr(VARLEN.backward, "readable", counted("backward", VARLEN.backward.readable))
     plan_cache.clear()
     return taken
 

@@ -23,8 +23,8 @@ from cudnn_sdpa.attention.varlen import launch
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
+from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.explain import describer_of
-from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.planning.support import target_of
 from cudnn_sdpa.plans.cache import PlanCache

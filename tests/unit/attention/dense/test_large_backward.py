@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen import reference as varlen_reference
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.engine.operation import GradientCall
+from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.graph.layouts import TensorLayout
 
 # B, Hq, Hkv, Sq, Skv, D, Dv

@@ -1,0 +1,232 @@
+"""The backward pass of an operation, described once; what a backward call is, and what recognizes another like it.
+
+A backward call is a NamedTuple: the gradients of the results, the results that were saved, the forward call, and which
+gradients are needed. In which order it is checked and what runs it is in `operation`, as for forward calls.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+from torch import Tensor
+
+from cudnn_sdpa.engine.dispatch_state import Guard, tensor_guard
+from cudnn_sdpa.engine.fast_path import KnownCall
+from cudnn_sdpa.engine.launch import Prepared, Run
+from cudnn_sdpa.engine.memory import MISALIGNED, like_in_memory
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans.plan import Plan
+
+
+class BackwardCall(Protocol):
+    """A backward call of an operation, a NamedTuple.
+
+    Its fields are the gradients of all results that are always given, then the results that are saved, then `call` and
+    `needs`.
+
+    Attributes:
+        call: The forward call, with the tensors as they were saved.
+        needs: Which of the operation's differentiable inputs need a gradient.
+    """
+
+    @property
+    def call(self) -> Any: ...
+
+    @property
+    def needs(self) -> tuple[bool, ...]: ...
+
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+
+    @property
+    def _replace(self) -> Callable[..., BackwardCall]: ...
+
+    def __getitem__(self, tensors: slice, /) -> tuple[Any, ...]: ...
+
+
+BackwardT = TypeVar("BackwardT", bound=BackwardCall)
+
+
+class GradientCall(NamedTuple):
+    """A backward call of attention; see `BackwardCall`.
+
+    Attributes:
+        grad_out: The gradient of the output.
+        out: The output.
+        lse: The LSE.
+        call: The forward call, with the tensors as they were saved.
+        needs: Which of the operation's differentiable inputs need a gradient.
+    """
+
+    grad_out: Tensor
+    out: Tensor
+    lse: Tensor
+    call: Any
+    needs: tuple[bool, ...]
+
+
+def _nothing(_: object) -> None:
+    """There is nothing more to check."""
+
+
+@dataclass(eq=False)
+class BackwardPass(Generic[BackwardT]):
+    """The backward pass of an operation, described once.
+
+    Attributes:
+        call: The NamedTuple of a backward call.
+        inputs: The inputs that can have gradients; they are the first fields of a forward call.
+        reference: The needed gradients in plain PyTorch.
+        readable: A backward call as kernels can read it: copies what they cannot.
+        prepare: Binds a backward call that kernels can read to its plan.
+        keys: The keys of the plans of a backward call that kernels can read, on a target.
+        new_gradient: A new tensor for the gradient of an input, given its name and the input.
+        check_types: Checks the types of what a public backward function is given besides the forward call.
+        check: Checks its tensors.
+        check_for_gpu: Refuses a backward call on the CPU that a GPU would refuse.
+    """
+
+    call: type[BackwardT]
+    inputs: tuple[str, ...]
+    reference: Callable[[BackwardT], list[Tensor]]
+    readable: Callable[[BackwardT], BackwardT]
+    prepare: Callable[[BackwardT], Prepared]
+    keys: Callable[[BackwardT, Target, int | None], Iterator[PlanKey]]
+    new_gradient: Callable[[str, Tensor], Tensor] = lambda _name, tensor: like_in_memory(tensor)
+    check_types: Callable[[BackwardT], None] = _nothing
+    check: Callable[[BackwardT], None] = _nothing
+    check_for_gpu: Callable[[BackwardT], None] = _nothing
+
+    def __post_init__(self) -> None:
+        call: type[Any] = self.call  # a protocol says nothing of the class itself
+        self.fields: tuple[str, ...] = call._fields
+        #: The tensors of a backward call besides those of the forward call.
+        self.tensors = self.fields[:-2]
+
+    def saved(self, operation: str, gives: tuple[str, ...], auxiliary: tuple[str, ...]) -> slice:
+        """Which results of an operation are saved: those that a backward call has.
+
+        Raises:
+            ValueError: A backward call has other fields than the results say.
+        """
+        gradients, results = tuple(f"grad_{name}" for name in gives), (*gives, *auxiliary)
+        saved = self.tensors[len(gradients) :]
+        first = results.index(saved[0]) if saved else 0
+        found = slice(first, first + len(saved))
+        if self.fields != (*gradients, *results[found], "call", "needs"):
+            raise ValueError(f"{operation}: a backward call of other fields than {(*gradients, '…', 'call', 'needs')}")
+        return found
+
+    def fake_gradients(self, backward: BackwardT) -> list[Tensor]:
+        """What the needed gradients look like, without memory."""
+        tensors = zip(self.inputs, backward.call[: len(self.inputs)], backward.needs, strict=True)
+        return [self.new_gradient(name, x) for name, x, need in tensors if need and x is not None]
+
+
+# What recognizes a backward call.
+
+
+class LastGradient:
+    """Recognizes a backward call like the last one of the same forward call; autograd's graph holds this and no plan.
+
+    Attributes:
+        cached: The last backward call.
+    """
+
+    __slots__ = ("cached",)
+
+    def __init__(self) -> None:
+        self.cached: CachedGradient | None = None
+
+    def find(self, backward: BackwardCall, tensors: int) -> Entry | None:
+        """The backward call before this one, if it was like this one and `readable` would copy nothing.
+
+        Args:
+            backward: This one.
+            tensors: The number of tensors of its forward call.
+        """
+        known = self.cached
+        if known is None or known.needs != backward.needs or not known.is_like(*tensors_of(backward, tensors)):
+            return None
+        addresses = 0  # which no guard sees; those of the inputs were checked in the forward pass, or raise
+        for tensor in backward[:-2]:
+            addresses |= tensor.data_ptr()
+        return None if addresses & MISALIGNED else known.entry()
+
+    def remember(self, backward: BackwardCall, tensors: int, entry: Entry) -> None:
+        """Remembers a backward call in which `readable` has copied nothing."""
+        given = tensors_of(backward, tensors)
+        if len(set(map(id, given))) == len(given):  # a guard takes no tensor twice
+            self.cached = CachedGradient(tensor_guard(*given), backward.needs, weakref.ref(entry))
+
+
+class CachedGradient(NamedTuple):
+    """The last backward call of a call, and what recognizes another like it.
+
+    Attributes:
+        is_like: Guard for its tensors: hooks on saved tensors may change layouts.
+        needs: Which gradients were needed.
+        entry: The prepared call; a weak reference, as autograd's graph must keep no plan.
+    """
+
+    is_like: Guard
+    needs: tuple[bool, ...]
+    entry: weakref.ref[Entry]
+
+
+class Entry:
+    """A prepared call in a `CallTable`, forward or backward.
+
+    Attributes:
+        run: See `Prepared`.
+        plan: Its plan.
+        last_gradient: What recognizes the last backward call of this call.
+        last: The last such call, to recognize another; reset by the table.
+    """
+
+    __slots__ = ("__weakref__", "last", "last_gradient", "plan", "run")
+
+    def __init__(self, run: Run, plan: Plan) -> None:
+        self.run = run
+        self.plan = plan
+        self.last_gradient = LastGradient()
+        self.last: KnownCall | None = None
+
+
+def tensors_of(backward: BackwardCall, tensors: int) -> list[Tensor]:
+    """The tensors of a backward call whose forward call has that many, as far as they are given."""
+    return [x for x in (*backward.call[:tensors], *backward[:-2]) if x is not None]
+
+
+# What was saved for it.
+
+
+class SavedCall(Protocol):
+    """What was saved of a call for its gradients: autograd's `ctx`, or what the native module gives.
+
+    Attributes:
+        saved_tensors: The tensors of the call, then the results that are saved.
+        options: Its options.
+        may_fall_back: Whether a fallback was in force.
+    """
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]: ...
+
+    @property
+    def options(self) -> tuple[object, ...]: ...
+
+    @property
+    def may_fall_back(self) -> bool: ...
+
+
+class NativelySaved(NamedTuple):
+    """What the native module has saved of a call."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+    options: tuple[object, ...]
+    may_fall_back: bool
