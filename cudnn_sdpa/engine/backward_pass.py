@@ -1,4 +1,4 @@
-"""The backward pass of an operation, described once; what a backward call is, and what recognizes another like it.
+"""The backward pass of an operation, described once: what a backward call is, how it becomes a plan, and what is saved.
 
 A backward call is a NamedTuple: the gradients of the results, the results that were saved, the forward call, and which
 gradients are needed. In which order it is checked and what runs it is in `operation`, as for forward calls.
@@ -6,20 +6,16 @@ gradients are needed. In which order it is checked and what runs it is in `opera
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor
 
-from cudnn_sdpa.engine.dispatch_state import Guard, tensor_guard
-from cudnn_sdpa.engine.fast_path import KnownCall
-from cudnn_sdpa.engine.launch import Prepared, Run
-from cudnn_sdpa.engine.memory import MISALIGNED, like_in_memory
+from cudnn_sdpa.engine.launch import Prepared
+from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans.plan import Plan
 
 
 class BackwardCall(Protocol):
@@ -125,84 +121,6 @@ class BackwardPass(Generic[BackwardT]):
         """What the needed gradients look like, without memory."""
         tensors = zip(self.inputs, backward.call[: len(self.inputs)], backward.needs, strict=True)
         return [self.new_gradient(name, x) for name, x, need in tensors if need and x is not None]
-
-
-# What recognizes a backward call.
-
-
-class LastGradient:
-    """Recognizes a backward call like the last one of the same forward call; autograd's graph holds this and no plan.
-
-    Attributes:
-        cached: The last backward call.
-    """
-
-    __slots__ = ("cached",)
-
-    def __init__(self) -> None:
-        self.cached: CachedGradient | None = None
-
-    def find(self, backward: BackwardCall, tensors: int) -> Entry | None:
-        """The backward call before this one, if it was like this one and `readable` would copy nothing.
-
-        Args:
-            backward: This one.
-            tensors: The number of tensors of its forward call.
-        """
-        known = self.cached
-        if known is None or known.needs != backward.needs or not known.is_like(*tensors_of(backward, tensors)):
-            return None
-        addresses = 0  # which no guard sees; those of the inputs were checked in the forward pass, or raise
-        for tensor in backward[:-2]:
-            addresses |= tensor.data_ptr()
-        return None if addresses & MISALIGNED else known.entry()
-
-    def remember(self, backward: BackwardCall, tensors: int, entry: Entry) -> None:
-        """Remembers a backward call in which `readable` has copied nothing."""
-        given = tensors_of(backward, tensors)
-        if len(set(map(id, given))) == len(given):  # a guard takes no tensor twice
-            self.cached = CachedGradient(tensor_guard(*given), backward.needs, weakref.ref(entry))
-
-
-class CachedGradient(NamedTuple):
-    """The last backward call of a call, and what recognizes another like it.
-
-    Attributes:
-        is_like: Guard for its tensors: hooks on saved tensors may change layouts.
-        needs: Which gradients were needed.
-        entry: The prepared call; a weak reference, as autograd's graph must keep no plan.
-    """
-
-    is_like: Guard
-    needs: tuple[bool, ...]
-    entry: weakref.ref[Entry]
-
-
-class Entry:
-    """A prepared call in a `CallTable`, forward or backward.
-
-    Attributes:
-        run: See `Prepared`.
-        plan: Its plan.
-        last_gradient: What recognizes the last backward call of this call.
-        last: The last such call, to recognize another; reset by the table.
-    """
-
-    __slots__ = ("__weakref__", "last", "last_gradient", "plan", "run")
-
-    def __init__(self, run: Run, plan: Plan) -> None:
-        self.run = run
-        self.plan = plan
-        self.last_gradient = LastGradient()
-        self.last: KnownCall | None = None
-
-
-def tensors_of(backward: BackwardCall, tensors: int) -> list[Tensor]:
-    """The tensors of a backward call whose forward call has that many, as far as they are given."""
-    return [x for x in (*backward.call[:tensors], *backward[:-2]) if x is not None]
-
-
-# What was saved for it.
 
 
 class SavedCall(Protocol):

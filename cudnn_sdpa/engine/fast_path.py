@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import is_, itemgetter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
@@ -20,6 +21,8 @@ from cudnn_sdpa.engine.dispatch_state import (
     needs_gradient,
     tensor_guard,
 )
+from cudnn_sdpa.engine.launch import Run
+from cudnn_sdpa.engine.memory import MISALIGNED
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.plan import Plan
 
@@ -269,6 +272,80 @@ class KnownCalls(Generic[KindT]):
         recent = (known, *[other for other in self.table.last if other is not known][: MAX_RECENT - 1])
         self.table.remember_last(recent, *(each.plan for each in recent))
         return known.run
+
+
+class Entry:
+    """A prepared call of an operation in a `CallTable`, forward or backward.
+
+    Attributes:
+        run: See `Prepared`.
+        plan: Its plan.
+        last_gradient: What recognizes the last backward call of this call.
+        last: The last such call, to recognize another; reset by the table.
+    """
+
+    __slots__ = ("__weakref__", "last", "last_gradient", "plan", "run")
+
+    def __init__(self, run: Run, plan: Plan) -> None:
+        self.run = run
+        self.plan = plan
+        self.last_gradient = LastGradient()
+        self.last: KnownCall | None = None
+
+
+class LastGradient:
+    """Recognizes a backward call like the last one of the same forward call; autograd's graph holds this and no plan.
+
+    Attributes:
+        cached: The last backward call.
+    """
+
+    __slots__ = ("cached",)
+
+    def __init__(self) -> None:
+        self.cached: CachedGradient | None = None
+
+    def find(self, needs: tuple[bool, ...], inputs: Sequence[Tensor | None], given: Sequence[Tensor]) -> Entry | None:
+        """The prepared call of the last backward call, if this one is like it and kernels can read it.
+
+        Args:
+            needs: Which gradients are needed.
+            inputs: The tensors of the forward call.
+            given: The gradients of results, and the saved results.
+        """
+        known = self.cached
+        if known is None or known.needs != needs or not known.is_like(*_present(inputs, given)):
+            return None
+        addresses = 0  # which no guard sees; those of the inputs were checked in the forward pass, or raise
+        for tensor in given:
+            addresses |= tensor.data_ptr()
+        return None if addresses & MISALIGNED else known.entry()
+
+    def remember(
+        self, needs: tuple[bool, ...], inputs: Sequence[Tensor | None], given: Sequence[Tensor], entry: Entry
+    ) -> None:
+        """Remembers a backward call of which nothing was copied for kernels to read it."""
+        tensors = _present(inputs, given)
+        if len(set(map(id, tensors))) == len(tensors):  # a guard takes no tensor twice
+            self.cached = CachedGradient(tensor_guard(*tensors), needs, weakref.ref(entry))
+
+
+class CachedGradient(NamedTuple):
+    """The last backward call of a call, and what recognizes another like it.
+
+    Attributes:
+        is_like: Guard for its tensors: hooks on saved tensors may change layouts.
+        needs: Which gradients were needed.
+        entry: The prepared call; a weak reference, as autograd's graph must keep no plan.
+    """
+
+    is_like: Guard
+    needs: tuple[bool, ...]
+    entry: weakref.ref[Entry]
+
+
+def _present(inputs: Sequence[Tensor | None], given: Sequence[Tensor]) -> list[Tensor]:
+    return [x for x in (*inputs, *given) if x is not None]
 
 
 def items_of(places: Sequence[int]) -> Callable[[tuple[object, ...]], tuple[Any, ...]]:

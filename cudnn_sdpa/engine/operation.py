@@ -36,8 +36,6 @@ from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.backward_pass import (
     BackwardCall,
     BackwardPass,
-    Entry,
-    LastGradient,
     NativelySaved,
     SavedCall,
 )
@@ -51,7 +49,7 @@ from cudnn_sdpa.engine.dispatch_state import (
     needs_operator,
     plain,
 )
-from cudnn_sdpa.engine.fast_path import KnownCalls, layout_signature
+from cudnn_sdpa.engine.fast_path import Entry, KnownCalls, LastGradient, layout_signature
 from cudnn_sdpa.engine.launch import Layout, PlainCall, Prepared, check_one_device
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.torch_ops import define, library, new_seed
@@ -753,7 +751,7 @@ class Operation(Generic[CallT]):
             found = backward_pass.reference(backward)
         elif is_intercepted:
             found = self.operator("backward")(*backward[:-2], *call[: self._inputs], list(needs))
-        elif last is not None and (entry := last.find(backward, self._tensors)) is not None:
+        elif last is not None and (entry := last.find(needs, call[: self._tensors], backward[:-2])) is not None:
             found = entry.run(backward)
         elif not given[0].is_cuda:
             found = (backward_pass.fake_gradients if given[0].is_meta else backward_pass.reference)(backward)
@@ -855,7 +853,7 @@ class Operation(Generic[CallT]):
             return None
         call = self.call._make((*ctx.saved_tensors[: self._tensors], *ctx.options, *self._wants_all))
         backward = self._pass.call(*grads[: self._given], *ctx.saved_tensors[self._tensors :], call, needs)
-        if last.find(backward, self._tensors) is not entry:
+        if last.find(needs, call[: self._tensors], backward[:-2]) is not entry:
             return None
         plain = entry.run
         return RepeatableCall(plain.bound, plain.tensors_of(backward), plain.returned)
@@ -865,7 +863,7 @@ class Operation(Generic[CallT]):
         readable = self._pass.readable(backward)
         prepared = self._entry(self._signature_of_gradient(readable), readable, self._prepare_gradients)
         if last is not None and readable is backward and isinstance(prepared, Entry):
-            last.remember(backward, self._tensors, prepared)
+            last.remember(backward.needs, backward.call[: self._tensors], backward[:-2], prepared)
         return list(prepared.run(readable))
 
     def _prepare_gradients(self, backward: BackwardCall) -> Prepared:
