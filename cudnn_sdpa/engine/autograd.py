@@ -17,7 +17,7 @@ Result = Tensor | tuple[Tensor, ...]  #: the results of a call: alone if it is o
 class Tracked(Protocol):
     """A call that autograd follows."""
 
-    def forward(self, ctx: Any, inputs: tuple[Any, ...], /) -> Result:
+    def forward(self, ctx: Any, inputs: tuple[object, ...], /) -> Result:
         """Runs the call. Saves what its gradients need, and sets `ctx.tracked` to what computes them.
 
         Autograd's graph holds that, so it must hold no plan.

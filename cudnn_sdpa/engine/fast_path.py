@@ -30,12 +30,13 @@ from cudnn_sdpa.plans.plan import Plan
 class PreparedCall(Protocol):
     """An entry of a `CallTable`: a plan bound to everything that a raw signature determines."""
 
-    last: Any
+    last: KnownCall | None
 
     @property
     def plan(self) -> Plan: ...
 
 
+EntryT = TypeVar("EntryT", bound=PreparedCall)
 LastT = TypeVar("LastT")
 KindT = TypeVar("KindT")
 
@@ -107,7 +108,7 @@ def layout_signature(tensor: Tensor | None) -> Hashable:
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
-def type_of(option: Any) -> Any:
+def type_of(option: Any) -> object:
     """The type of an option: 1, 1.0 and True differ, and so do 0.0 and -0.0; in tuples too."""
     kind = type(option)
     if kind is tuple:
@@ -173,7 +174,7 @@ class KnownCall:
         return self.kinds == kinds_of([options[name] for name in self.options])
 
 
-class KnownCalls(Generic[KindT]):
+class KnownCalls(Generic[EntryT]):
     """The calls of one function whose plans are bound, by operands and options as the caller passes them.
 
     The last few are recognized by a guard each, one C call; any other is found by its signature.
@@ -184,8 +185,8 @@ class KnownCalls(Generic[KindT]):
 
     def __init__(
         self,
-        look_up: Callable[[tuple[Any, ...], Any, bool], KindT | None],
-        runs: Callable[[KindT, tuple[Any, ...], Any, bool], Callable[..., object]],
+        look_up: Callable[[tuple[Any, ...], Any, bool], EntryT | None],
+        runs: Callable[[EntryT, tuple[Any, ...], Any, bool], Callable[..., object]],
         could_cast: Callable[[Sequence[Tensor]], bool],
     ) -> None:
         """Makes a table without calls.
@@ -237,7 +238,7 @@ class KnownCalls(Generic[KindT]):
         if not can_bypass_dispatcher(*tensors, may_cast=autocasts and self._could_cast(tensors)):
             return None
         trains = needs_gradient(*tensors)
-        entry: Any = self._look_up(operands, options, trains)
+        entry = self._look_up(operands, options, trains)
         if entry is None:
             return None
         if autocasts:  # to a dtype that no guard sees

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,11 +17,15 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 library: Any = torch.library.Library("cudnn_sdpa", "DEF")  # type: ignore[no-untyped-call]
 
 
+Implementation = Callable[..., object]
+
 #: The implementation for CUDA of every operator, by name.
-implementations: dict[str, Any] = {}
+implementations: dict[str, Implementation] = {}
 
 
-def define(name: str, inputs: str, returns: str, cuda: Any, cpu: Any, fake: Any) -> None:
+def define(
+    name: str, inputs: str, returns: str, cuda: Implementation, cpu: Implementation, fake: Implementation
+) -> None:
     """Registers the operator ``cudnn_sdpa::name`` with its three implementations."""
     library.define(f"{name}({inputs}) -> {returns}", tags=(torch.Tag.pt2_compliant_tag,))
     implementations[name] = cuda

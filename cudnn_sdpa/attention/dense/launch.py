@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -80,19 +80,24 @@ def bind_plan(
         seed = {"seed": Address("rng"), "offset": Address("rng", call.rng.element_size())}
         more += Additions(operands=("rng",), anywhere=("rng",), addresses=seed)
     if spec.has_lengths:
-        made = RowLimitsKernel if spec.softcap else LengthsKernel
         given = [name for name in LENGTHS if getattr(call, name) is not None]
-        sizes: dict[str, Any] = {"sq": spec.sq, "has_kv": spec.lengths_kv, "decode": decode, "skv": spec.skv}
+        made: RowLimitsKernel | LengthsKernel
         if spec.softcap:
-            sizes = {"rows": spec.sq, "band": spec.mask.band, "max_q": spec.sq, "max_kv": spec.skv}
-        more += made(batch=batch, device=device, **sizes).additions(given)
-    common: dict[str, Any] = {"plan": plan, "operands": operands, "results": results, "numbers": numbers}
+            made = RowLimitsKernel(
+                batch=batch, device=device, rows=spec.sq, band=spec.mask.band, max_q=spec.sq, max_kv=spec.skv
+            )
+        else:
+            made = LengthsKernel(
+                batch=batch, device=device, sq=spec.sq, has_kv=spec.lengths_kv, decode=decode, skv=spec.skv
+            )
+        more += made.additions(given)
+    bound_plan = partial(BoundPlan, plan, operands, results=results, numbers=numbers)
     if call.attn_mask is None:
-        return BoundPlan(**common, additions=more)
+        return bound_plan(additions=more)
     bias = BiasKernel(call.attn_mask, call.q, spec.skv, rows)
-    bound = BoundPlan(**common, additions=more + bias.additions(reads_mask=False))
+    bound = bound_plan(additions=more + bias.additions(reads_mask=False))
     if bias.reads_mask_at is not None:
-        bound = BoundPlan(**common, additions=more + bias.additions(reads_mask=True), otherwise=bound)
+        bound = bound_plan(additions=more + bias.additions(reads_mask=True), otherwise=bound)
     return bound
 
 

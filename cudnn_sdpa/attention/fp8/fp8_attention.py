@@ -339,7 +339,7 @@ def check(of: ForwardArguments) -> None:
     check_lengths("seq_lens_kv", of.seq_lens_kv, q)
 
 
-def check_scaling(scaling: object, grad_dtype: Any, q: Tensor) -> torch.dtype:
+def check_scaling(scaling: object, grad_dtype: torch.dtype | None, q: Tensor) -> torch.dtype:
     """Checks that the state fits the call; returns the dtype of gradients."""
     if scaling is not None and not isinstance(scaling, Fp8Scaling):
         raise OptionError("scaling", type(scaling).__name__, "cudnn_sdpa.Fp8Scaling or None")
@@ -355,7 +355,7 @@ def check_scaling(scaling: object, grad_dtype: Any, q: Tensor) -> torch.dtype:
     if scaling is not None and grad_dtype != known:
         expected = f"{dtype_name(known)}, which its scales are for, or None"
         raise OptionError("grad_dtype", dtype_name(grad_dtype), expected)
-    return grad_dtype  # type: ignore[no-any-return]
+    return grad_dtype
 
 
 def _run(of: ForwardArguments, call: Call) -> Tensor:

@@ -7,7 +7,6 @@ quantized with a scale from the amax values of earlier steps, so that it is read
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -227,7 +226,7 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def _update(layers: Sequence[Fp8Scaling]) -> None:
     """Ends a step of each layer."""
-    shared: dict[Any, list[Tensor]] = {}
+    shared: dict[tuple[dist.ProcessGroup | str, torch.device], list[Tensor]] = {}
     for layer in layers:
         layer.check()
         if layer.process_group is not None:

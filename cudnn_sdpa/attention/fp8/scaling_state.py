@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -99,13 +99,13 @@ class Fp8State(nn.Module):
     amax_history: Tensor
     limits: Tensor
 
-    def __init__(self, history: int, limits: tuple[float, float], device: object) -> None:
+    def __init__(self, history: int, limits: tuple[float, float], device: torch.device | str | None) -> None:
         super().__init__()
         self._limits = limits  # of the tensors of the forward pass, and of gradients
         for name, tensor in self._initial(history, device).items():
             self.register_buffer(name, tensor, persistent=name != "limits")
 
-    def _initial(self, history: int, device: Any) -> dict[str, Tensor]:
+    def _initial(self, history: int, device: torch.device | str | None) -> dict[str, Tensor]:
         """The state before the first step."""
         forward, backward = self._limits
         limits = [forward] * DO + [backward] * (len(NAMES) - DO)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,7 +82,16 @@ class PagedArguments(NamedTuple):
         """The factor applied to the scores."""
         return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
-    def as_dense(self, q: Tensor, k: Tensor, v: Tensor, **more: Any) -> ForwardArguments:
+    def as_dense(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        seq_lens_q: Tensor | None = None,
+        seq_lens_kv: Tensor | None = None,
+        with_lse: bool = False,
+    ) -> ForwardArguments:
         """A dense call with the same options: for checks that both have, and for the reference."""
         kind = ForwardArguments if self.is_for_cudnn else ReferenceArguments
         return kind(
@@ -97,7 +106,9 @@ class PagedArguments(NamedTuple):
             scale=self.scale,
             softcap=self.softcap,
             deterministic=self.deterministic,
-            **more,
+            seq_lens_q=seq_lens_q,
+            seq_lens_kv=seq_lens_kv,
+            with_lse=with_lse,
         )
 
     @property

@@ -208,7 +208,7 @@ class PagedKVCache:
             raise OptionError(name, type(step).__name__, "a PagedStep that this cache has made")
         return step
 
-    def _current(self, step: Any) -> None:
+    def _current(self, step: PagedStep) -> None:
         """Refuses a step whose pages may belong to other sequences by now."""
         self._own(step)
         if step.invalidations != self._pool.invalidations and not is_compiling():

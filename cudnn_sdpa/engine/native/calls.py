@@ -37,9 +37,9 @@ class Gradients(Protocol):
 
     def __call__(
         self,
-        options: Any,
+        options: tuple[Any, ...],
         grads: tuple[Tensor | None, ...],
-        saved: Any,
+        saved: tuple[Tensor, ...],
         needs: tuple[bool, ...],
         *,
         may_fall_back: bool,
@@ -66,7 +66,7 @@ class Differentiation(NamedTuple):
 
     name: str
     gradients: Gradients
-    options: Any
+    options: tuple[Any, ...]
     inputs: Sequence[Tensor | None]
     saved: Sequence[Tensor | None]
     results: range
@@ -242,9 +242,9 @@ class _Gradients:
 
     def __call__(
         self,
-        options: object,
+        options: tuple[object, ...],
         grads: tuple[Tensor | None, ...],
-        saved: tuple[Tensor | None, ...],
+        saved: tuple[Tensor, ...],
         needs: tuple[bool, ...],
         *,
         may_fall_back: bool,
@@ -265,7 +265,7 @@ class _Gradients:
         return _Computed(found, recipe_of(call, module), operands, call.returned)
 
 
-def recipe_of(call: RepeatableCall, module: ModuleType) -> Any:
+def recipe_of(call: RepeatableCall, module: ModuleType) -> object:
     """The native form of a call's bound plan, which the bound plan keeps; None if the module cannot launch it."""
     recipes = call.bound.recipes
     if call.layouts not in recipes:
