@@ -21,7 +21,7 @@ from cudnn_sdpa.bench.tools.cases import Shape
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, host_times
 from cudnn_sdpa.bench.tools.ways import in_python, wait_for_native_calls
-from cudnn_sdpa.engine.operation import GradientCall
+from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.fused.activation import silu_mul
 from cudnn_sdpa.fused.norm import rms_norm
 from cudnn_sdpa.graph.key import PlanKey

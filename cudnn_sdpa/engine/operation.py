@@ -36,10 +36,10 @@ from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.backward_pass import (
     BackwardCall,
     BackwardPass,
+    BackwardT,
     NativelySaved,
     SavedCall,
 )
-from cudnn_sdpa.engine.backward_pass import GradientCall as GradientCall  # noqa: PLC0414 - imported from here, too
 from cudnn_sdpa.engine.dispatch_state import (
     can_bypass_dispatcher,
     has_subclass,
@@ -63,6 +63,9 @@ KindT = TypeVar("KindT")
 
 #: Maximum number of kinds of calls remembered as differentiable.
 MAX_REMEMBERED = 8192
+
+#: Maximum number of kinds of backward calls whose last one is remembered for PyTorch's dispatcher.
+MAX_KINDS = 256
 
 _SCHEMA_TYPES: dict[object, str] = {
     Tensor: "Tensor",
@@ -865,6 +868,33 @@ class Operation(Generic[CallT]):
         if last is not None and readable is backward and isinstance(prepared, Entry):
             last.remember(backward.needs, backward.call[: self._tensors], backward[:-2], prepared)
         return list(prepared.run(readable))
+
+    def gradients_from_dispatcher(
+        self, backward: BackwardT, known: dict[Hashable, LastGradient], check: Callable[[BackwardT], None]
+    ) -> list[Tensor]:
+        """The needed gradients of a backward call that PyTorch's dispatcher has brought, past all that intercepts it.
+
+        Args:
+            backward: The call, which nothing has checked.
+            known: What recognizes the last one of each kind, which was checked; it remembers this one.
+            check: Checks what the forward call does not say.
+        """
+        inputs = backward.call[: self._tensors]
+        kind = tuple([x is None for x in inputs]), backward.call[self._tensors : self._inputs]
+        last = known.get(kind)
+        if last is not None and not self.checks_values():
+            given = [x for x in (*inputs, *backward[:-2]) if x is not None]  # all addresses are looked at
+            if (entry := last.find(backward.needs, (), given)) is not None:
+                return list(entry.run(backward))
+        self.check(backward.call)
+        check(backward)
+        if not backward.call[0].is_cuda:
+            return self._backward_by_operator(backward)
+        if last is None:
+            if len(known) >= MAX_KINDS:
+                known.clear()
+            last = known[kind] = LastGradient()
+        return self._gradients_on_gpu(backward, last)
 
     def _prepare_gradients(self, backward: BackwardCall) -> Prepared:
         names = (*self.fields[: self._tensors], *self._pass.tensors)

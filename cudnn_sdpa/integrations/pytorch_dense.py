@@ -9,14 +9,16 @@ from cudnn_sdpa.attention import backward_arguments, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
-from cudnn_sdpa.integrations.pytorch_kernels import launch
+from cudnn_sdpa.integrations.pytorch_kernels import Gradients, launch
 
 _calls = NativeCalls()
+
+_gradients = Gradients(SDPA, backward_arguments.check)
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "attn_mask": "attn_bias", "rng": "philox_seed", "lse": "logsumexp"}
 
@@ -153,12 +155,9 @@ def gradients(
         rng = torch.stack([philox_seed.reshape(()), philox_offset.reshape(())])
     call = _call(query, key, value, attn_bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale, rng=rng)
     try:
-        SDPA.check(call)
         lse = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
         of = GradientCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=_NEEDS)
-        backward_arguments.check(of)
-        with torch.no_grad():
-            grad_q, grad_k, grad_v = SDPA.operator("backward")(*of[:-2], *call[:-2], list(_NEEDS))
+        grad_q, grad_k, grad_v = _gradients(of)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     return grad_q, grad_k, grad_v

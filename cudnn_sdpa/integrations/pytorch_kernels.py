@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine import fallback
+from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.dispatch_state import is_autocasting
+from cudnn_sdpa.engine.fast_path import LastGradient
 from cudnn_sdpa.engine.native.calls import NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
 from cudnn_sdpa.errors import LibraryError, UnsupportedError
@@ -125,6 +127,27 @@ def launch(operation: Operation[Any], call: Any, calls: NativeCalls, given: tupl
     """
     with undisturbed(call[0]):
         return operation(call, Asked(calls, given))
+
+
+class Gradients:
+    """The backward calls of an operation that PyTorch's dispatcher brings.
+
+    A call like the last one with the same options is not checked again.
+    """
+
+    def __init__(self, operation: Operation[Any], check: Callable[[GradientCall], None]) -> None:
+        self._operation = operation
+        self._check = check
+        self._last: dict[Hashable, LastGradient] = {}
+
+    def __call__(self, of: GradientCall) -> Sequence[Tensor]:
+        """The needed gradients.
+
+        Raises:
+            ArgumentError: An argument is wrong.
+        """
+        with torch.no_grad():
+            return self._operation.gradients_from_dispatcher(of, self._last, self._check)
 
 
 @contextlib.contextmanager

@@ -13,14 +13,26 @@ from cudnn_sdpa.attention.arguments import shape_of
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
+from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import GradientCall
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.integrations import pytorch_pages
-from cudnn_sdpa.integrations.pytorch_kernels import launch
+from cudnn_sdpa.integrations.pytorch_kernels import Gradients, launch
 
 _calls = NativeCalls()
+
+
+def _check_gradient(of: GradientCall) -> None:
+    tokens, heads = of.call.q.shape[:2]
+    if of.lse.shape != (tokens, heads):
+        raise ShapeError("lse", shape_of(of.lse.transpose(0, 1)), f"shape {(heads, tokens)}: (heads, tokens)")
+    backward_arguments.check(of)
+
+
+_gradients = Gradients(VARLEN, _check_gradient)
+
+_NEEDS = (True, True, True, False)  #: PyTorch asks for the gradients of query, key and value
 
 _NAMES = {
     "q": "query",
@@ -282,13 +294,10 @@ def gradients(
             deterministic=torch.are_deterministic_algorithms_enabled(),
             with_lse=True,
         )
-        VARLEN.check(call)
-        if lse.shape != (query.shape[1], query.shape[0]):
+        if lse.dim() != 2:
             raise ShapeError("lse", shape_of(lse), f"shape {(query.shape[1], query.shape[0])}: (heads, tokens)")
-        with torch.no_grad():
-            of = GradientCall(grad_out, out, lse.transpose(0, 1).contiguous(), call, needs=(True, True, True, False))
-            backward_arguments.check(of)
-            grad_q, grad_k, grad_v = VARLEN.operator("backward")(*of[:-2], *call[:-2], list(of.needs))
+        of = GradientCall(grad_out, out, lse.detach().transpose(0, 1).contiguous(), call, needs=_NEEDS)
+        grad_q, grad_k, grad_v = _gradients(of)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     return grad_q, grad_k, grad_v

@@ -80,6 +80,7 @@ MODULES = [name for name in SOURCES if name != "cudnn_sdpa"]
 CALLS_BY_POSITION = {
     ("cudnn_sdpa.distributed.all_gather", "_AllGather.apply"): "autograd functions take no names",
     ("cudnn_sdpa.distributed.ring", "_Ring.apply"): "autograd functions take no names",
+    ("cudnn_sdpa.distributed.ulysses", "_Ulysses.apply"): "autograd functions take no names",
 }
 
 

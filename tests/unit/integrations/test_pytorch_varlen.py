@@ -9,7 +9,7 @@ import pytest
 import torch
 from fake_gpu import paged_attention
 
-from cudnn_sdpa import ArgumentError, DtypeError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa import ArgumentError, DtypeError, OptionError, ShapeError, UnsupportedError, plan_cache
 from cudnn_sdpa.integrations import pytorch_pages, pytorch_varlen
 from tests.unit.pytorch_operators import WAYS, as_compiled_code_sees, assert_agrees, operators_registered
 
@@ -162,6 +162,43 @@ def test_gradients_of_a_part_of_the_keys(way):
     assert_agrees(parts[0][0] + parts[1][0], grad_q)
     for row, (_, part, _) in zip(rows, parts, strict=True):
         assert_agrees(part, grad_k[row])
+
+
+def test_gradients_of_one_step_after_another(way):
+    """What recognizes the last backward call sees other options, lengths and layouts, and plans that are gone."""
+    lengths = [4, 6]
+    cu = offsets(lengths)
+    for step in range(8):
+        window = (-1, 0) if step in (2, 5) else (-1, -1)
+        q, k, v = tensors(10, 10, heads_kv=4 if step == 3 else 2, dtype=way)
+        if step == 4:  # other strides
+            q, k, v = (torch.cat([x.detach(), x.detach()], 1)[:, : x.shape[1]].requires_grad_() for x in (q, k, v))
+        if step == 6:
+            plan_cache.clear()
+        out, lse = attend(q, k, v, cu, cu, 6, 6, window)
+        grad_out = torch.randn_like(out)
+        want, want_lse, grads = packed(q, k, v, lengths, lengths, grad_out, **options_of(window))
+        assert_agrees(out, want)
+        assert_agrees(lse, want_lse)
+        for found, exactly in zip(torch.autograd.grad(out, (q, k, v), grad_out), grads, strict=True):
+            assert_agrees(found, exactly)
+
+
+def test_a_wrong_call_after_a_right_one_is_refused(way):
+    q, k, v = (x.detach() for x in tensors(10, 10, dtype=way))
+    cu, state = offsets([4, 6]), torch.zeros(2, dtype=torch.uint64)
+    out, lse = attend(q, k, v, cu, cu, 6, 6)
+    grad_out = torch.randn_like(out)
+
+    def gradients(q=q, lse=lse, grad_out=grad_out):
+        return operators._varlen_attn_backward(grad_out, q, k, v, out, lse, cu, cu, 6, 6, False, state)
+
+    for _ in range(2):
+        gradients()
+    for wrong in ({"lse": lse[:, :9]}, {"lse": lse[:1]}, {"lse": lse[0]}, {"grad_out": grad_out[:9]}, {"q": q[:9]}):
+        with pytest.raises(ArgumentError):
+            gradients(**wrong)
+    gradients()
 
 
 def test_values_of_another_head_dim_are_right_or_refused(registered):  # noqa: ARG001
