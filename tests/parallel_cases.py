@@ -176,12 +176,13 @@ def worst_of(cases: list[tuple[Any, ...]], device: str = "cpu") -> list[tuple[fl
 
 def worst_in_groups_of_heads(cases: list[tuple[Any, ...]], device: str = "cpu") -> list[tuple[float, str, Any]]:
     """The same with small messages of some heads."""
-    least = by_gathering.MIN_BYTES, by_exchange.MIN_BYTES
+    before = by_gathering.MIN_BYTES, by_exchange.MIN_BYTES, by_exchange.MAX_GROUPS, by_exchange.MAX_DENSE_GROUPS
     by_gathering.MIN_BYTES = by_exchange.MIN_BYTES = 1
+    by_exchange.MAX_GROUPS = by_exchange.MAX_DENSE_GROUPS = 4
     try:
         return worst_of(cases, device)
     finally:
-        by_gathering.MIN_BYTES, by_exchange.MIN_BYTES = least
+        by_gathering.MIN_BYTES, by_exchange.MIN_BYTES, by_exchange.MAX_GROUPS, by_exchange.MAX_DENSE_GROUPS = before
 
 
 def check(found: list[list[tuple[float, str, Any]]], number: int, of_halves: float = 2e-2) -> None:

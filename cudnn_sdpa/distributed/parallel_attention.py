@@ -69,8 +69,8 @@ def context_parallel(
     | "ulysses" | q, k, v, output of all tokens, 1/P of the heads | q, k, v, output | heads that P divides |
     | "ring" | k, v of one other rank, the output in float32 | as "all_gather", in P steps | no window, no dropout |
 
-    All overlap communication with kernels, but "ulysses" with one key head on a rank, or with dropout. "all_gather" is
-    the default, as it takes any number of heads. With dropout it keeps the gathered k and v for the backward pass.
+    All overlap communication with kernels, but "ulysses", which does so for packed sequences. "all_gather" is the
+    default, as it takes any number of heads. With dropout it keeps the gathered k and v for the backward pass.
 
     Gradients of `sinks` are those of this rank's part of the work, as those of all parameters under data parallelism:
     their sum over the group is the gradient. Every rank must run the backward pass if one does. What ranks must agree

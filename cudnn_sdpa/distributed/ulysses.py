@@ -1,8 +1,8 @@
 """Context parallelism by exchange of heads: each rank computes some heads of the whole sequence.
 
 An exchange before attention gives each rank all tokens of its heads, one after it gives the tokens back. ("DeepSpeed
-Ulysses", Jacobs et al., 2023.) While a kernel computes with some of a rank's heads, the next ones are on their way, and
-so are the results of the last ones.
+Ulysses", Jacobs et al., 2023.) While a kernel computes with some heads of packed sequences, the next ones are on their
+way, and so are the results of the last ones.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from cudnn_sdpa.distributed.local_attention import (
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine.dispatch_state import plain
 
-#: Most groups of a rank's heads, and the fewest bytes of a group's queries: more and smaller calls cost more than the
-#: communication beside them, as measured on two H200s.
-MAX_GROUPS, MIN_BYTES = 2, 16 << 20
+#: Most groups of a rank's heads, packed and dense, and the fewest bytes of a group's queries. On two H200s a kernel loses
+#: more to communication beside it, and to being two, than dense attention of long sequences would wait for it.
+MAX_GROUPS, MAX_DENSE_GROUPS, MIN_BYTES = 2, 1, 16 << 20
 
 #: What copies of some heads move at a time: with elements of two bytes they reach a third of the memory's bandwidth.
 WIDEST = torch.complex128
@@ -105,7 +105,7 @@ class _Ulysses(torch.autograd.Function):
         dim, place = options.dim, options.place
         part = _whole(options, q)
         rows = [x.movedim(dim, 0) for x in (q, k, v)]
-        groups = _groups(rows[0], heads_kv=k.shape[1], place=place)
+        groups = _groups(options, rows[0], heads_kv=k.shape[1])
         coming = [_send_heads(rows, heads, place) for heads in groups]
         leaving, saved = [], []
         for heads, pending in zip(groups, coming, strict=True):
@@ -208,11 +208,11 @@ def _lse_rows(lse: Tensor, dim: int) -> Tensor:
     return lse.movedim(dim, 0).unsqueeze(-1)
 
 
-def _groups(rows: Tensor, heads_kv: int, place: Place) -> list[_Heads]:
+def _groups(options: Options, rows: Tensor, heads_kv: int) -> list[_Heads]:
     """The heads that are exchanged at a time: whole heads of keys, with all queries that share them."""
-    heads = heads_kv // place.ranks
+    heads = heads_kv // options.place.ranks
     in_bytes = rows.numel() * rows.element_size()
-    wanted = max(1, min(MAX_GROUPS, heads, in_bytes // MIN_BYTES))
+    wanted = max(1, min(MAX_GROUPS if options.is_packed else MAX_DENSE_GROUPS, heads, in_bytes // MIN_BYTES))
     number = max(n for n in range(1, wanted + 1) if heads % n == 0)
     return [_Heads(index, number) for index in range(number)]
 

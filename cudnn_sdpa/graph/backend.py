@@ -5,14 +5,16 @@ Nothing is loaded until the first call that needs it.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import importlib
 import json
 import logging
+import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -372,8 +374,39 @@ def _public_executor(graph: PyGraph, uids: list[int]) -> Execute:
     return execute
 
 
+@functools.cache
+def _cuda_runtime() -> ctypes.CDLL | None:
+    """CUDA's runtime if PyTorch has loaded it; the frontend uses the same one."""
+    import torch
+
+    if torch.version.cuda is None:
+        return None
+    try:
+        return ctypes.CDLL(f"libcudart.so.{torch.version.cuda.split('.')[0]}", mode=os.RTLD_NOLOAD)
+    except OSError:
+        return None
+
+
+@contextlib.contextmanager
+def no_error_left() -> Iterator[None]:
+    """While active, the frontend leaves CUDA's last error as it was.
+
+    Where the frontend's call of CUDA's runtime fails, as for lack of memory, it raises, but the runtime remembers the
+    error, and PyTorch would report it after its next kernel, which has done nothing wrong.
+    """
+    runtime = _cuda_runtime()
+    was_there = runtime is None or runtime.cudaPeekAtLastError() != 0
+    try:
+        yield
+    finally:
+        if runtime is not None and not was_there:
+            runtime.cudaGetLastError()
+
+
 def execution_error(error: Exception, plan: str) -> ExecutionError:
-    """The `ExecutionError` for an error raised by a launch of `plan`."""
+    """The `ExecutionError` for an error raised by a launch of `plan`, which CUDA's runtime then forgets."""
+    if (runtime := _cuda_runtime()) is not None:
+        runtime.cudaGetLastError()  # PyTorch has looked at it after each of its own kernels
     return ExecutionError(f"cuDNN {version_string(cudnn_version())} could not launch {plan}: {error}")
 
 

@@ -68,7 +68,7 @@ def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
     """
     assert key.device is not None
     start = time.perf_counter()
-    with torch.cuda.device(key.device), relaxed_capture():
+    with torch.cuda.device(key.device), relaxed_capture(), backend.no_error_left():
         handle = _handle_for(key)
         try:
             built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
@@ -109,7 +109,7 @@ def build_plan(operation: GraphDefinition, key: PlanKey) -> Plan:
 def _compile(operation: GraphDefinition, key: PlanKey) -> Plan:
     assert key.device is not None
     start = time.perf_counter()
-    with torch.cuda.device(key.device), relaxed_capture():
+    with torch.cuda.device(key.device), relaxed_capture(), backend.no_error_left():
         handle = _handle_for(key)
         plan = Plan(key, operation.compile(key, backend.GraphBuilder(handle=handle)), constants_of(key))
         if autotune.in_force:

@@ -35,7 +35,9 @@ class Sizes(NamedTuple):
         tokens: Tokens of all packed sequences.
         heads: Heads of queries and of keys.
         head_dim: The head dim.
-        repeats: Timed calls of each candidate.
+        repeats: Timed runs of each candidate.
+        seconds: What a run takes at least, of several steps in a row: as in a model of many layers, the host is ahead
+            of the GPU.
     """
 
     lengths: tuple[int, ...]
@@ -43,14 +45,14 @@ class Sizes(NamedTuple):
     heads: tuple[int, int]
     head_dim: int
     repeats: int
+    seconds: float
 
 
-FULL = Sizes(lengths=(65536, 131072), tokens=65536, heads=(32, 8), head_dim=128, repeats=10)
-SMALL = Sizes(lengths=(256,), tokens=256, heads=(4, 2), head_dim=16, repeats=2)
+FULL = Sizes(lengths=(65536, 131072), tokens=65536, heads=(32, 8), head_dim=128, repeats=7, seconds=0.4)
+SMALL = Sizes(lengths=(256,), tokens=256, heads=(4, 2), head_dim=16, repeats=2, seconds=0.0)
 
-#: Seconds that a timed run of steps takes at least, and the most steps in it: as in a model of many layers, the host is
-#: ahead of the GPU.
-LEAST_SECONDS, MOST_STEPS = 0.2, 8
+#: The most steps of a timed run.
+MOST_STEPS = 20
 
 #: What is raised by a candidate that cannot run.
 ERRORS = (RuntimeError, NotImplementedError, ValueError)
@@ -159,7 +161,7 @@ def _pytorchs(tensors: list[Tensor], device: torch.device) -> dict[str, Candidat
     parts = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
     with pytorchs(mesh, buffers=parts, buffer_seq_dims=[2] * 4, no_restore_buffers=set(parts)):
         pass
-    q, k, v, grad = parts
+    q, k, v, grad = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in parts)  # in memory as those of the others
 
     @contextlib.contextmanager
     def within() -> Iterator[None]:
@@ -217,7 +219,8 @@ def _compared(label: str, sizes: Sizes, candidates: dict[str, Candidate], device
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         peaks[name] = _peak(candidate, device)
-        steps[name] = min(MOST_STEPS, math.ceil(LEAST_SECONDS / _seconds(candidate, device, steps=1)))
+        alone = _seconds(candidate, device, steps=1)
+        steps[name] = max(1, min(MOST_STEPS, math.ceil(sizes.seconds / alone)))
     for _ in range(sizes.repeats):
         for name in (name for name in times if name not in failed):
             times[name].append(_seconds(candidates[name], device, steps[name]))

@@ -107,6 +107,7 @@ def kernels_refuse(method: str) -> list[str]:
             patch.setattr(BY_METHOD[method], name, refusing)
             for groups in (by_gathering, by_exchange):
                 patch.setattr(groups, "MIN_BYTES", 1)
+            patch.setattr(by_exchange, "MAX_DENSE_GROUPS", 2)
             with pytest.raises(UnsupportedError, match="no kernel has it") as refused:
                 context_parallel(q, k, v, method=method, is_causal=True).sum().backward()
         found.append(str(refused.value))

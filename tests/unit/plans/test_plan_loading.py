@@ -72,6 +72,47 @@ def test_gpu_errors_raise_and_keep_the_stored_plan(store, monkeypatch, caplog, t
     assert store.load(key()) == plan(key())
 
 
+class Runtime:
+    """A fake CUDA runtime, which remembers its last error."""
+
+    def __init__(self):
+        self.last = 0
+
+    def cudaPeekAtLastError(self):  # noqa: N802 - the runtime's own names
+        return self.last
+
+    def cudaGetLastError(self):  # noqa: N802
+        last, self.last = self.last, 0
+        return last
+
+
+@pytest.mark.parametrize("before", [0, 700])
+@pytest.mark.parametrize("trouble", [*IN_TROUBLE[:3], *REFUSED[:3]], ids=str)
+def test_pytorch_does_not_report_the_frontends_errors_after_its_own_kernels(store, monkeypatch, trouble, before):
+    """Before, the frontend's failure to make a stream on a full GPU was the error of the next `fill_`."""
+    runtime = Runtime()
+    runtime.last = before
+    monkeypatch.setattr(backend, "_cuda_runtime", lambda: runtime)
+
+    def load(*_):
+        runtime.last = runtime.last or 2
+        raise trouble
+
+    monkeypatch.setattr(backend, "load_graph", load)
+    with contextlib.suppress(ExecutionError, MemoryError, torch.OutOfMemoryError):
+        build.load_plan(key())
+    assert runtime.last == before
+    assert store.info().plans == 1
+
+
+def test_a_launch_that_fails_leaves_no_error_behind(monkeypatch):
+    runtime = Runtime()
+    runtime.last = 2
+    monkeypatch.setattr(backend, "_cuda_runtime", lambda: runtime)
+    assert isinstance(backend.execution_error(RuntimeError("out of memory"), "a plan"), ExecutionError)
+    assert runtime.last == 0
+
+
 @pytest.mark.parametrize("refusal", REFUSED, ids=str)
 def test_a_plan_rejected_by_cudnn_is_rebuilt_once_and_replaced(store, monkeypatch, caplog, refusal):
     fail_with(monkeypatch, refusal)
