@@ -28,8 +28,8 @@ from cudnn_sdpa.distributed.local_attention import (
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine.dispatch_state import plain
 
-#: Most groups of a rank's heads, packed and dense, and the fewest bytes of a group's queries. On two H200s a kernel loses
-#: more to communication beside it, and to being two, than dense attention of long sequences would wait for it.
+#: Most groups of a rank's heads, packed and dense, and the fewest bytes of a group's queries. On two H200s a kernel
+#: loses more to communication beside it, and to being two, than dense attention of long sequences would wait for it.
 MAX_GROUPS, MAX_DENSE_GROUPS, MIN_BYTES = 2, 1, 16 << 20
 
 #: What copies of some heads move at a time: with elements of two bytes they reach a third of the memory's bandwidth.

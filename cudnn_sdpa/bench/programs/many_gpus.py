@@ -219,8 +219,8 @@ def _compared(label: str, sizes: Sizes, candidates: dict[str, Candidate], device
             failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
             continue
         peaks[name] = _peak(candidate, device)
-        alone = _seconds(candidate, device, steps=1)
-        steps[name] = max(1, min(MOST_STEPS, math.ceil(sizes.seconds / alone)))
+        wanted = math.ceil(sizes.seconds / _seconds(candidate, device, steps=1))
+        steps[name] = max(1, min(MOST_STEPS, wanted))
     for _ in range(sizes.repeats):
         for name in (name for name in times if name not in failed):
             times[name].append(_seconds(candidates[name], device, steps[name]))
