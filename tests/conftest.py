@@ -17,6 +17,7 @@ import torch
 from processes import Ranks
 
 ROOT = Path(__file__).parent.parent
+GPU = ROOT / "tests" / "gpu"
 SEARCH_PATH = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
@@ -31,39 +32,65 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--tests", choices=["quick", "rest", "all"], default="quick", help=help_)
 
 
+def _chosen(config: pytest.Config) -> str:
+    """Which tests run; all that are named on the command line."""
+    return "all" if any("::" in argument for argument in config.args) else config.getoption("--tests")
+
+
+def _sampled(number: int, of: int) -> set[int]:
+    """That many numbers below another, spread evenly, the first and the last among them."""
+    step = (of - 1) / max(number - 1, 1)
+    return {round(place * step) for place in range(number)} if of > number else set(range(of))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost, after all others
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, None, None]:
+    """Of a test marked `sample(n)` all but n parametrizations are left out.
+
+    They are taken out here, before they are made into tests, which takes longer than to run many of them.
+    """
+    yield
+    chosen, calls = _chosen(metafunc.config), metafunc._calls
+    marker = metafunc.definition.get_closest_marker("sample")
+    if chosen == "all" or not calls or GPU in metafunc.definition.path.parents:
+        return
+    if metafunc.definition.get_closest_marker("slow"):
+        del calls[1 if chosen == "quick" else len(calls) :]  # the one is left out below
+    elif marker:
+        quick = [call for call in calls if all(mark.name != "slow" for mark in call.marks)]
+        kept = {id(quick[number]) for number in _sampled(marker.args[0], len(quick))}
+        runs = [call for call in calls if (id(call) in kept) is (chosen == "quick")]
+        calls[:] = runs or calls[:1]  # none at all would be a test without arguments
+        for call in calls:
+            call.marks.append(pytest.mark.sampled(bool(runs)).mark)
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests marked `slow`, and of a test marked `sample(n)` all but n of its parametrizations.
-
-    The n are spread evenly over the parametrizations, the first and the last among them. A test that is named on the
-    command line, or that needs a GPU, always runs.
-    """
-    chosen = config.getoption("--tests")
-    if chosen == "all" or any("::" in argument for argument in config.args):
+    """Leaves out tests marked `slow`, and all notebooks but some. What needs a GPU always runs."""
+    chosen = _chosen(config)
+    if chosen == "all":
         return
-    families: dict[str, list[pytest.Item]] = {}
-    left_out: set[str] = set()
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            continue
+    notebooks = [item for item in items if item.path.suffix == ".ipynb"]
+    kept = _sampled(NOTEBOOKS, len(notebooks))
+    quick_notebooks = {item.nodeid for number, item in enumerate(notebooks) if number in kept}
+
+    def is_quick(item: pytest.Item) -> bool:
         if item.path.suffix == ".ipynb":
-            item.add_marker(pytest.mark.sample(NOTEBOOKS))
-            families.setdefault("notebooks", []).append(item)
-        elif item.get_closest_marker("slow"):
-            left_out.add(item.nodeid)
-        elif item.get_closest_marker("sample"):
-            families.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for family in families.values():
-        count, last = family[0].get_closest_marker("sample").args[0], len(family) - 1
-        step = last / max(count - 1, 1)
-        kept = {round(number * step) for number in range(count)} if last >= count else set(range(last + 1))
-        left_out |= {item.nodeid for number, item in enumerate(family) if number not in kept}
-    runs: list[pytest.Item] = []
-    passed_over: list[pytest.Item] = []
-    for item in items:
-        (runs if (item.nodeid in left_out) is (chosen == "rest") else passed_over).append(item)
-    config.hook.pytest_deselected(items=passed_over)
-    items[:] = runs
+            return item.nodeid in quick_notebooks
+        return item.get_closest_marker("slow") is None
+
+    def runs(item: pytest.Item) -> bool:
+        if item.get_closest_marker("gpu"):
+            return True
+        if sampled := item.get_closest_marker("sampled"):
+            return bool(sampled.args[0])
+        return is_quick(item) is (chosen == "quick")
+
+    passed_over = [item for item in items if not runs(item)]
+    if passed_over:
+        config.hook.pytest_deselected(items=passed_over)
+        items[:] = [item for item in items if runs(item)]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator, Mapping
 
 import pytest
 from fake_gpu import gpu_on_the_cpu
@@ -44,23 +44,24 @@ def attention(call: Example) -> Example:
     return call
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`make test` runs a few operations of each hazard, `make test-all` the others."""
-    others = []
-    for item in items:
-        if "contract" not in item.path.parts:
-            continue
-        if "example" not in item.fixturenames:
-            continue
-        item.add_marker(pytest.mark.sample(OF_EACH_HAZARD))
-        given = OPERATIONS[item.callspec.params["example"]]
-        is_of_attention, differentiates = "attention" in item.fixturenames, item.get_closest_marker("differentiates")
-        is_never_native = item.callspec.params["way"] == "native" and item.callspec.params.get("call") == "cold"
-        if (
-            (is_of_attention and not given.is_attention)
-            or (differentiates and not given.differentiable)
+@pytest.hookimpl(wrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, None, None]:
+    """Each hazard runs with the operations that it concerns, of which `make test` takes a few."""
+    yield
+    if "example" not in metafunc.fixturenames:
+        return
+    test = metafunc.definition
+    if test.get_closest_marker("sample") is None:
+        test.add_marker(pytest.mark.sample(OF_EACH_HAZARD))
+    is_of_attention, differentiates = "attention" in metafunc.fixturenames, test.get_closest_marker("differentiates")
+
+    def is_concerned(given: Mapping[str, object]) -> bool:
+        example = OPERATIONS[str(given["example"])]
+        is_never_native = given["way"] == "native" and given.get("call") == "cold"
+        return not (
+            (is_of_attention and not example.is_attention)
+            or (differentiates and not example.differentiable)
             or is_never_native
-        ):
-            others.append(item)
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in others]
+        )
+
+    metafunc._calls[:] = [call for call in metafunc._calls if is_concerned(call.params)]

@@ -52,7 +52,7 @@ def check(kernel, sm, *, spills=0):
     assert spilled <= spills, log
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sm", [80, 86, 90, 100, 120])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dim", [64, 128])

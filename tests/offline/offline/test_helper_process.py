@@ -48,6 +48,7 @@ def wait_until_gone(pid: int) -> bool:
     return False
 
 
+@pytest.mark.slow
 def test_one_process_answers_many_requests(helper, request_for_a_plan):
     first = helper.ask(request_for_a_plan)
     pid = helper._process.pid

@@ -42,6 +42,7 @@ def test_odd_head_dims_run_on_kernels_with_gradients(function, caplog):
     assert [record.message.startswith("running on the library's own kernels") for record in caplog.records] == [True]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("function", [sdpa, scaled_dot_product_attention])
 def test_float32_runs_on_kernels_with_gradients(function):
     """On a GPU, where cuDNN has none; the CPU takes it without a fallback."""

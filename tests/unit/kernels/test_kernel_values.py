@@ -138,7 +138,7 @@ def test_lazily_negated_tensors(name):
     check(*(x.requires_grad_() for x in given.values()))
 
 
-@pytest.mark.sample(5)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("on_gpu", [True, False])
 @pytest.mark.parametrize("mode", ["fused", "tiled", "naive"])
 @pytest.mark.parametrize(

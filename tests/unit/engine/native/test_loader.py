@@ -102,7 +102,7 @@ def test_on_waits(run, recipe):
     assert run(program, recipe(), "on")[1:] == ["42", "loaded"]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mode", ["on", "auto"])
 @pytest.mark.parametrize(
     ("answer", "environment", "said"),
