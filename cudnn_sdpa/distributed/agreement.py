@@ -19,6 +19,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from cudnn_sdpa.distributed.groups import Place
 from cudnn_sdpa.errors import OptionError
@@ -78,7 +79,7 @@ class _Note(NamedTuple):
 
 
 _generations: Counter[str] = Counter()
-_calls: weakref.WeakKeyDictionary[Any, _Calls] = weakref.WeakKeyDictionary()
+_calls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Calls] = weakref.WeakKeyDictionary()
 
 
 def in_agreement(place: Place, function: str, summarize: Callable[[], tuple[str, ResultT]]) -> ResultT:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.autograd import resumed, saved_settings
+from cudnn_sdpa.distributed.autograd import Gradients, resumed, saved_settings
 from cudnn_sdpa.distributed.collectives import Pending
 from cudnn_sdpa.distributed.local_attention import (
     Options,
@@ -107,11 +107,11 @@ class _AllGather(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Gradients:
         return resumed("all_gather", ctx, grad_out, grad_lse, gradients=_gradients)
 
 
-def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gradients:
     """The gradients of q, k, v and the sinks."""
     q, k, v, sinks, cu_seqlens, out, lse = saved
     dim, groups = options.dim, head_groups(k, v, options)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
+from cudnn_sdpa.distributed.local_attention import Options
 from cudnn_sdpa.engine import autograd_checks, fallback
 
 Gradients = tuple[Tensor | None, ...]
@@ -34,8 +35,8 @@ def resumed(
     ctx: Any,
     grad_out: Tensor | None,
     grad_lse: Tensor | None,
-    gradients: Callable[[Any, Tensor, tuple[Any, ...]], Gradients],
-) -> tuple[Any, ...]:
+    gradients: Callable[[Options, Tensor, tuple[Any, ...]], Gradients],
+) -> Gradients:
     """The results of a backward pass: None for options and offsets, then the gradients.
 
     Every rank runs all of it, whatever gradients it needs, because the others wait for its part.

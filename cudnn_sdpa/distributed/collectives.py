@@ -21,6 +21,7 @@ _reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 KEYS, GRADIENTS, HEADS = 1, 2, 3
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 
 
 class Message(NamedTuple):
@@ -34,23 +35,23 @@ class _Started(threading.local):
     """What this thread has started within `settled`, and whether communication has failed there."""
 
     def __init__(self) -> None:
-        self.pending: list[Pending[Any]] = []
+        self.pending: list[Pending[object]] = []
         self.has_failed = False
 
 
 _started = _Started()
 
 
-class Pending(Generic[T]):
+class Pending(Generic[T_co]):
     """A tensor, or several, on their way. It holds what is sent, which must not be freed before."""
 
     __slots__ = ("_received", "_sent", "_works")
 
-    def __init__(self, received: T, sent: object, works: list[Any]) -> None:
+    def __init__(self, received: T_co, sent: object, works: list[dist.Work]) -> None:
         self._received, self._sent, self._works = received, sent, works
         _started.pending.append(self)
 
-    def wait(self) -> T:
+    def wait(self) -> T_co:
         """What comes, once it is there: on a GPU the stream waits, and the host does not."""
         if self in _started.pending:
             _started.pending.remove(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -19,7 +19,7 @@ class Place(NamedTuple):
         ranks: The number of processes.
     """
 
-    group: Any
+    group: dist.ProcessGroup
     rank: int
     ranks: int
 
@@ -28,7 +28,7 @@ class Place(NamedTuple):
         return int(dist.get_global_rank(self.group, (self.rank + distance) % self.ranks))
 
 
-def place_in(group: Any) -> Place:
+def place_in(group: object) -> Place:
     """This process's place in a process group, a one-dimensional device mesh, or (None) among all processes.
 
     Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -185,7 +185,7 @@ def attend(
     """The output and the LSE of a part. Differentiable."""
     common = {"sinks": sinks, "dropout_p": options.dropout_p, "return_lse": True}
     arguments = _arguments(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
-    function: Any = sdpa_varlen if options.is_packed else sdpa
+    function: Callable[..., State] = sdpa_varlen if options.is_packed else sdpa
     out, lse = function(**arguments, **common)
     return out, lse
 
@@ -209,8 +209,8 @@ def attend_backward(
 
 def _arguments(
     options: Options, part: Part, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None
-) -> dict[str, Any]:
-    found: dict[str, Any] = {
+) -> dict[str, object]:
+    found: dict[str, object] = {
         "q": q,
         "k": k,
         "v": v,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +30,10 @@ from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError, UnsupportedError
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 class Method(Protocol):
     """A way of context parallelism: the output and the LSE of this rank's queries."""
@@ -42,12 +47,69 @@ class Method(Protocol):
 METHODS: dict[str, Method] = {"all_gather": all_gather.run, "ulysses": ulysses.run, "ring": ring.run}
 
 
+@overload
 def context_parallel(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    group: Any = None,
+    group: ProcessGroup | DeviceMesh | None = ...,
+    method: str = ...,
+    is_causal: bool = ...,
+    window_size: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def context_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = ...,
+    method: str = ...,
+    is_causal: bool = ...,
+    window_size: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def context_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = ...,
+    method: str = ...,
+    is_causal: bool = ...,
+    window_size: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    return_lse: bool,
+    deterministic: bool | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def context_parallel(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
     method: str = "all_gather",
     is_causal: bool = False,
     window_size: tuple[int, int] | None = None,
@@ -57,7 +119,7 @@ def context_parallel(
     dropout_p: float = 0.0,
     return_lse: bool = False,
     deterministic: bool | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention of a sequence whose tokens are spread over the GPUs of a group. Differentiable.
 
     Each rank calls it with its part of the sequence, as `shard` gives it, and gets its part of the output: the same
@@ -132,6 +194,7 @@ def context_parallel(
     )
 
 
+@overload
 def context_parallel_varlen(
     q: Tensor,
     k: Tensor,
@@ -139,7 +202,69 @@ def context_parallel_varlen(
     cu_seqlens: Tensor,
     max_seqlen: int,
     *,
-    group: Any = None,
+    group: ProcessGroup | DeviceMesh | None = ...,
+    method: str = ...,
+    is_causal: bool = ...,
+    window_size: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    return_lse: Literal[False] = ...,
+    deterministic: bool | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def context_parallel_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    group: ProcessGroup | DeviceMesh | None = ...,
+    method: str = ...,
+    is_causal: bool = ...,
+    window_size: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    return_lse: Literal[True],
+    deterministic: bool | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def context_parallel_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    group: ProcessGroup | DeviceMesh | None = ...,
+    method: str = ...,
+    is_causal: bool = ...,
+    window_size: tuple[int, int] | None = ...,
+    scale: float | None = ...,
+    softcap: float | None = ...,
+    sinks: Tensor | None = ...,
+    dropout_p: float = ...,
+    return_lse: bool,
+    deterministic: bool | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def context_parallel_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    *,
+    group: ProcessGroup | DeviceMesh | None = None,
     method: str = "all_gather",
     is_causal: bool = False,
     window_size: tuple[int, int] | None = None,
@@ -149,7 +274,7 @@ def context_parallel_varlen(
     dropout_p: float = 0.0,
     return_lse: bool = False,
     deterministic: bool | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over packed sequences whose tokens are spread over the GPUs of a group. Differentiable.
 
     `context_parallel` for packed sequences, which may begin and end anywhere: only the number of all tokens is a
@@ -218,7 +343,7 @@ def _run_eagerly(
     qkv: tuple[Tensor, Tensor, Tensor],
     packing: tuple[Tensor, int] | None,
     *,
-    group: Any,
+    group: ProcessGroup | DeviceMesh | None,
     method: str,
     is_causal: bool,
     window_size: tuple[int, int] | None,
@@ -228,7 +353,7 @@ def _run_eagerly(
     dropout_p: float,
     return_lse: bool,
     deterministic: bool | None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     place = place_in(group)
 
     def summarize() -> tuple[str, tuple[Options, tuple[Tensor, Tensor, Tensor], Tensor | None]]:
@@ -263,8 +388,8 @@ def _run_eagerly(
     return (out, lse) if return_lse else out
 
 
-_disable: Any = torch.compiler.disable
-_run: Any = _disable(_run_eagerly)  # a graph break: stores and messages are no operators
+_disable: Any = torch.compiler.disable  # a graph break: stores and messages are no operators
+_run: Callable[..., Tensor | tuple[Tensor, Tensor]] = _disable(_run_eagerly)
 
 
 def check_method(method: object) -> None:
@@ -294,10 +419,10 @@ def _checked(
         if type(x).__name__ == "DTensor":
             raise OptionError(name, "a DTensor", "this rank's part as a plain tensor", f"Use {name}.to_local().")
     scores = as_sinks(sinks)
-    call: Any = ForwardArguments(*qkv, sinks=scores, is_causal=options.is_causal, scale=options.scale)
+    call = ForwardArguments(*qkv, sinks=scores, is_causal=options.is_causal, scale=options.scale)
     arguments.check_types(call)
-    named: dict[str, Any] = dict(zip(("q", "k", "v", "sinks"), (*qkv, sinks), strict=True))
-    autograd_checks.check(function, None, loops=False, **named)
+    q, k, v = qkv
+    autograd_checks.check(function, None, loops=False, q=q, k=k, v=v, sinks=sinks)
     q, k, v = (cast_tensor(x, qkv[0]) for x in qkv)
     common: dict[str, Any] = {
         "sinks": scores,
@@ -315,7 +440,7 @@ def _checked(
         dense = ForwardArguments if has_limits else ReferenceArguments
         arguments.check(dense(q, k, v, rng=rng, **common))
     else:
-        cu_seqlens: Any = packing[0]
+        cu_seqlens: object = packing[0]
         if not isinstance(cu_seqlens, Tensor):
             raise OptionError("cu_seqlens", type(cu_seqlens).__name__, "a torch.Tensor of B + 1 int32")
         max_seqlen: Any = options.max_seqlen

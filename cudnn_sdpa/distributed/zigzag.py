@@ -5,7 +5,7 @@ Under a causal mask a later chunk sees more keys, so an early and a late one tog
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from cudnn_sdpa.distributed.groups import Place, check_device, place_in
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.errors import OptionError, ShapeError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def chunks_of(place: Place) -> tuple[int, int]:
@@ -35,7 +39,7 @@ def in_rank_order(whole: Tensor, ranks: int) -> Tensor:
     return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
 
 
-def shard(x: Tensor, dim: int, group: Any = None) -> Tensor:
+def shard(x: Tensor, dim: int, group: ProcessGroup | DeviceMesh | None = None) -> Tensor:
     """This rank's part of a whole sequence: of 2·P chunks those of numbers r and 2P−1−r.
 
     Tokens, labels and positions are all sharded like this before a model whose attention is `context_parallel`. All
@@ -69,7 +73,7 @@ def shard(x: Tensor, dim: int, group: Any = None) -> Tensor:
     return torch.cat([parts[number] for number in chunks_of(place)], dim)
 
 
-def unshard(x: Tensor, dim: int, group: Any = None) -> Tensor:
+def unshard(x: Tensor, dim: int, group: ProcessGroup | DeviceMesh | None = None) -> Tensor:
     """The whole sequence of the parts that `shard` gives the ranks, on each rank.
 
     Differentiable: the gradient of a part is the sum of what all ranks' results ask of it. If each rank computes the

@@ -20,6 +20,8 @@ from cudnn_sdpa.nn.kv_cache import KVStep
 from cudnn_sdpa.nn.rotary import RotaryEmbedding, Rotations
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
 KeysAndValues = tuple[Tensor, Tensor]
@@ -109,7 +111,7 @@ class Attention(nn.Module):
         rope: RotaryEmbedding | None = None,
         dropout: float = 0.0,
         packed: bool = True,
-        cp_group: Any = None,
+        cp_group: ProcessGroup | DeviceMesh | None = None,
         cp_method: str = "all_gather",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
@@ -292,7 +294,7 @@ class Attention(nn.Module):
         projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
         return projected
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         """A copy of the parameters, with the same process group, which is no data."""
         if self.cp_group is not None:
             memo[id(self.cp_group)] = self.cp_group

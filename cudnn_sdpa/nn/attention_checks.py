@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,10 @@ from cudnn_sdpa.nn.checks import check_counts, check_tokens
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, refuse
 from cudnn_sdpa.nn.kv_cache import KVStep
 from cudnn_sdpa.nn.rotary import RotaryEmbedding, check_positions
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class AttentionModule(Protocol):
@@ -29,7 +33,7 @@ class AttentionModule(Protocol):
     rope: RotaryEmbedding | None
     training: bool
     dropout: float
-    cp_group: Any
+    cp_group: ProcessGroup | DeviceMesh | None
 
 
 def head_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
@@ -124,7 +128,7 @@ def check_call(
     module: AttentionModule,
     x: Tensor,
     *,
-    context: object,
+    context: Tensor | tuple[Tensor, Tensor] | None,
     attn_mask: object,
     seq_lens: Tensor | None,
     context_lens: Tensor | None,
@@ -141,9 +145,9 @@ def check_call(
         _check_context(module, x, context)
     check_lengths("seq_lens", seq_lens, x, "x")
     check_lengths("context_lens", context_lens, x, "x")
-    for name, value in (("position_ids", position_ids), ("rotations", rotations)):
-        if value is not None and module.rope is None:
-            raise OptionError(name, type(value).__name__, "None: this module has no rope")
+    for name, given in (("position_ids", position_ids), ("rotations", rotations)):
+        if given is not None and module.rope is None:
+            raise OptionError(name, type(given).__name__, "None: this module has no rope")
     if position_ids is not None:
         check_positions(position_ids)
         batch, tokens, _ = x.shape
@@ -157,7 +161,7 @@ def check_call(
         _check_step(module, x, step, attn_mask=attn_mask, seq_lens=seq_lens)
 
 
-def check_parallel(cp_group: Any, cp_method: object, context_dim: int | None) -> None:
+def check_parallel(cp_group: object, cp_method: object, context_dim: int | None) -> None:
     """Checks the group over which sequences are spread, and the method.
 
     Raises:
@@ -176,7 +180,7 @@ def check_parallel(cp_group: Any, cp_method: object, context_dim: int | None) ->
     groups.place_in(cp_group)
 
 
-def positions_of(x: Tensor, cp_group: Any) -> Tensor:
+def positions_of(x: Tensor, cp_group: ProcessGroup | DeviceMesh | None) -> Tensor:
     """The positions of tokens (B, S, features): 0 to S - 1, or those of this rank's part of the sequence."""
     if cp_group is None:
         return torch.arange(x.shape[1], device=x.device)
@@ -197,7 +201,7 @@ def refuse_beside_group(**given: object) -> None:
         raise UnsupportedError("Attention with cp_group", reasons, "cudnn_sdpa.distributed.context_parallel_varlen")
 
 
-def _check_context(module: AttentionModule, x: Tensor, context: Any) -> None:
+def _check_context(module: AttentionModule, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None) -> None:
     if isinstance(context, tuple):
         if len(context) != 2 or not all(isinstance(part, Tensor) for part in context):
             raise OptionError("context", "a tuple", "the two tensors that project_context returns")
