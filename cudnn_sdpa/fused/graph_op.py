@@ -496,8 +496,7 @@ class GraphFunction(GraphDefinition):
             return None
         (function, operands, options), *others = recorded.calls
         notes = [f"{other.__name__}, a separate plan" for other, *_ in others]
-        found: Description = function._describe(operands, options, forward.device)
-        return replace(found, extra_kernels=notes)
+        return replace(function._describe(operands, options, forward.device), extra_kernels=notes)
 
 
 class Pattern:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -167,7 +167,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         check_eps(eps)
     if weight is None or bias is None:  # cuDNN needs both
         check(x, {"weight": weight, "bias": bias}, eps)
-        like: Any = next((tensor for tensor in (weight, bias) if tensor is not None), x)
+        like = next((tensor for tensor in (weight, bias) if tensor is not None), x)
         weight = torch.ones(x.shape[-1], dtype=like.dtype, device=x.device) if weight is None else weight
         bias = torch.zeros(x.shape[-1], dtype=like.dtype, device=x.device) if bias is None else bias
     out: Tensor = layer_norm_rows.run((x, weight, bias, eps), {})

@@ -145,7 +145,7 @@ def rms_norm_gradients(
 
 def _rms_backward(
     grads: Sequence[Tensor | None],
-    operands: Sequence[Value],
+    operands: tuple[Tensor, Value, Value, Value, Value],
     results: Sequence[Tensor],
     *,
     needs: tuple[bool, ...],
@@ -157,7 +157,7 @@ def _rms_backward(
     x, weight, _, shift, _ = operands
     *totals, scale = results
     grad_out, *grads_total = grads
-    total: Any = totals[0] if totals else x
+    total = totals[0] if totals else x
     grad_out = torch.zeros_like(total) if grad_out is None else grad_out
     gradients = rms_norm_gradients.run((grad_out, total, weight, scale, shift), {})
     grad_x, grad_weight = (gradients, None) if weight is None else gradients

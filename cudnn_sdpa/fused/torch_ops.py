@@ -7,7 +7,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from cudnn_sdpa.engine.torch_ops import define, library
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph.definition import find_operation
 
+if TYPE_CHECKING:
+    from cudnn_sdpa.engine.explain import Description
+
 #: An operand of a graph function: a tensor, a number that cuDNN reads at launch, or None for an optional one.
 Value: TypeAlias = Tensor | float | None
 
@@ -27,8 +30,20 @@ Options: TypeAlias = dict[str, Any]
 Outputs: TypeAlias = tuple[Tensor, ...]
 
 
+class Prepared(Protocol):
+    """A call that is bound to its plan."""
+
+    def run(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> Sequence[Tensor]: ...
+
+
+class Saved(Protocol):
+    """What the backward pass of a call needs."""
+
+    def save(self, ctx: Any, values: tuple[Value, ...], results: Sequence[Tensor]) -> None: ...
+
+
 class Function(Protocol):
-    """The part of `GraphFunction`, whose module imports this one, that the operator uses."""
+    """The part of `GraphFunction`, whose module imports this one, that the operator and `Recorder` use."""
 
     __name__: str
     name: str
@@ -43,9 +58,11 @@ class Function(Protocol):
 
     def outputs(self, values: Sequence[Value], static: Options) -> Outputs: ...
 
-    def prepared(self, values: tuple[Value, ...], static: Options) -> Any: ...
+    def _describe(self, values: tuple[Value, ...], static: Options, device: int | None) -> Description: ...
 
-    def saved(self, values: Sequence[Value], static: Options) -> Any: ...
+    def prepared(self, values: tuple[Value, ...], static: Options) -> Prepared: ...
+
+    def saved(self, values: Sequence[Value], static: Options) -> Saved: ...
 
 
 _INFINITY = float("inf")
@@ -210,8 +227,7 @@ def run_gpu(function: Function, values: Sequence[Value], static: Options) -> Seq
     values = function.as_readable(values, static)
     tensors = [x for x in values if isinstance(x, Tensor)]
     numbers = tuple([x for x in values if isinstance(x, (int, float))])
-    found: Sequence[Tensor] = function.prepared(values, static).run(tensors, numbers)
-    return found
+    return function.prepared(values, static).run(tensors, numbers)
 
 
 def run_reference(function: Function, values: Sequence[Value], static: Options) -> Outputs:
@@ -260,7 +276,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[tuple[Any, tuple[Value, ...], Options]] = []
+        self.calls: list[tuple[Function, tuple[Value, ...], Options]] = []
 
     def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if function is torch.ops.cudnn_sdpa.graph_function.default:
