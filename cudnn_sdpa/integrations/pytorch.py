@@ -24,7 +24,7 @@ NAME = "cudnn_sdpa"
 _DEVICES = {"cuda": "CUDA", "cpu": "CPU"}  #: dispatch keys
 
 #: What implements each operator, and its number of results. `torch_attn` is behind `torch.nn.attention.varlen`.
-_FUNCTIONS: dict[str, dict[str, tuple[Callable[..., Any], int]]] = {
+_FUNCTIONS: dict[str, dict[str, tuple[Callable[..., object], int]]] = {
     "aten": {
         "_scaled_dot_product_cudnn_attention": (pytorch_dense.attention, 9),
         "_scaled_dot_product_cudnn_attention_backward": (pytorch_dense.gradients, 3),

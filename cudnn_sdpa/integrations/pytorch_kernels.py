@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine import fallback
+from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.dispatch_state import is_autocasting
 from cudnn_sdpa.engine.fast_path import LastGradient
@@ -43,7 +44,7 @@ class Kernel:
     Where the function raises `UnsupportedError` and a fallback is in force, what was there before runs instead.
     """
 
-    def __init__(self, function: Callable[..., Any], results: int, schema: Any, before: Any) -> None:
+    def __init__(self, function: Callable[..., object], results: int, schema: Any, before: Any) -> None:
         """Makes the kernel of an operator.
 
         Args:
@@ -70,7 +71,7 @@ class Kernel:
         self._places = [self._names.index(name) for name in ("query", "key", "value")]
         self._is_gradient = "grad_out" in self._names
 
-    def __call__(self, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, keys: Any, *args: Any, **kwargs: object) -> object:
         """The operator's results; `keys` are the dispatcher's."""
         in_force = fallback.is_in_force()
         if not (in_force or (self._is_gradient and _allowed)):
@@ -90,11 +91,11 @@ class Kernel:
             lambda: (self._name, args[self._places[0]].dtype),
         )
 
-    def _named(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _named(self, args: Sequence[object], kwargs: dict[str, object]) -> dict[str, object]:
         """The arguments by name; the dispatcher leaves the last ones out where they are the defaults."""
         return dict(zip(self._names, args, strict=False)) | kwargs
 
-    def _run(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run(self, args: Sequence[object], kwargs: dict[str, object]) -> object:
         if self._is_in_order:
             return self._function(*args, **kwargs)
         named = self._named(args, kwargs)
@@ -108,7 +109,7 @@ class Kernel:
                 )
         return self._function(**named)
 
-    def _run_without_fallback(self, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    def _run_without_fallback(self, args: Sequence[object], kwargs: dict[str, object]) -> object:
         try:
             return self._run(args, kwargs)
         except UnsupportedError as error:
@@ -116,7 +117,7 @@ class Kernel:
             raise UnsupportedError(error.what, [*error.reasons, why], error.suggestion) from None
 
 
-def launch(operation: Operation[Any], call: Any, calls: NativeCalls, given: tuple[Any, ...]) -> Any:
+def launch(operation: Operation[CallT], call: CallT, calls: NativeCalls, given: tuple[object, ...]) -> Any:
     """The results of a call that PyTorch's dispatcher has brought, past autograd and autocast: neither acts again.
 
     Args:
