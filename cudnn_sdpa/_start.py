@@ -24,7 +24,7 @@ def import_lazily(package: str) -> None:
     """
     module: Any = sys.modules[package]
 
-    def import_all(name: str) -> Any:
+    def import_all(name: str) -> object:
         if name not in getattr(module, "__all__", ()):
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         del module.__getattr__

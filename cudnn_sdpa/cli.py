@@ -103,10 +103,10 @@ def support(
     """Show what cuDNN attention supports on a GPU architecture, from rules or, with --target, from cuDNN itself."""
     import cudnn_sdpa._pytorch  # noqa: F401
 
-    _show_support({"sm": sm, "cudnn": cudnn, "target": target}, output)
+    _show_support(sm, cudnn, target, output)
 
 
-def _show_support(target: dict[str, Any], output: Path | None) -> None:
+def _show_support(sm: int | None, cudnn: str | None, target: str | None, output: Path | None) -> None:
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table
@@ -114,10 +114,11 @@ def _show_support(target: dict[str, Any], output: Path | None) -> None:
 
     from cudnn_sdpa.planning import support
 
-    environment = support.environment(**target)
+    environment = support.environment(sm, cudnn, target)
     number = len(support.ROWS) * len(support.OPERATIONS)
-    by_rules = target["target"] is None
-    cells = list(track(support.cells(**target), "planning", number, transient=True, disable=by_rules))
+    by_rules = target is None
+    found = support.cells(sm=sm, cudnn=cudnn, target=target)
+    cells = list(track(found, "planning", number, transient=True, disable=by_rules))
     rows = support.table(cells)
     title = f"cuDNN {environment['cudnn']} on {environment['gpu']}, head dims 128"
     table = Table(*rows[0], title=title, title_justify="left")
@@ -126,7 +127,7 @@ def _show_support(target: dict[str, Any], output: Path | None) -> None:
     Console().print(table)
     for reason in dict.fromkeys(reason for cell in cells for reason in cell.reasons):
         typer.echo(f"not supported: {reason}")
-    if target["sm"] is None and by_rules and not is_available():
+    if sm is None and by_rules and not is_available():
         typer.echo("PyTorch sees no GPU: this is for SM 90 (Hopper); --sm names another.")
     if output is not None:
         output.write_text(support.to_json(environment, cells))

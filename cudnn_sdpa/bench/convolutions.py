@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +17,14 @@ from cudnn_sdpa.bench.tools.timing import Call, device_times
 from cudnn_sdpa.fused.conv import conv2d
 from cudnn_sdpa.fused.conv_graphs import channels_last
 from cudnn_sdpa.plans.cache import plan_cache
+
+
+class Sizes(TypedDict):
+    """Options of a convolution, ours and PyTorch's."""
+
+    stride: int
+    padding: int
+    groups: int
 
 
 class Case(NamedTuple):
@@ -38,6 +46,11 @@ class Case(NamedTuple):
         groups = f", {self.groups} groups" if self.groups > 1 else ""
         image = f"{self.batch}×{self.channels}×{self.size}×{self.size}"
         return f"{image}, {self.filters} of {self.extent}×{self.extent}{stride}{groups}"
+
+    @property
+    def sizes(self) -> Sizes:
+        """The options of its calls."""
+        return {"stride": self.stride, "padding": self.padding, "groups": self.groups}
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Random x, weight and bias, channels last."""
@@ -80,7 +93,7 @@ def pytorch_benchmark() -> Iterator[None]:
 
 def _forward(case: Case) -> Row:
     x, weight, bias = case.inputs()
-    sizes: dict[str, Any] = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
+    sizes = case.sizes
 
     def plain(x: Tensor) -> Tensor:
         return conv2d(x, weight, **sizes)
@@ -119,7 +132,7 @@ def _backward(case: Case) -> Row:
     x, weight, bias = inputs = case.inputs()
     for tensor in inputs:
         tensor.requires_grad_()
-    sizes: dict[str, Any] = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
+    sizes = case.sizes
     with pytorch_benchmark():
         outs = {"ours": conv2d(x, weight, bias, **sizes), "torch": F.conv2d(x, weight, bias, **sizes)}
         grad = torch.randn_like(outs["torch"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from rich.progress import track
@@ -324,5 +323,6 @@ def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, dense_kv: tuple[Tens
 
 
 def _dense_call(q: Tensor, k: Tensor, v: Tensor, seq_lens_kv: Tensor | None = None) -> Callable[[], Tensor]:
-    mask: dict[str, Any] = {"is_causal": True, "causal_alignment": "bottom_right"}
-    return lambda: sdpa(q, k, v, **mask, seq_lens_kv=seq_lens_kv, deterministic=True)
+    return lambda: sdpa(
+        q, k, v, is_causal=True, causal_alignment="bottom_right", seq_lens_kv=seq_lens_kv, deterministic=True
+    )

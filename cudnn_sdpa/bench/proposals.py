@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.nn.functional as F
 from rich.progress import track
 from torch import Tensor
@@ -82,7 +80,7 @@ def convolutions() -> list[Row]:
 
 def _convolution(case: Case) -> Row:
     x, weight, bias = case.inputs()
-    sizes: dict[str, Any] = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
+    sizes = case.sizes
 
     def ours() -> Tensor:
         return conv2d(x, weight, bias, **sizes, activation="silu")

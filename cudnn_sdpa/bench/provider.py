@@ -12,6 +12,7 @@ import torch
 from rich.progress import track
 from torch import Tensor
 
+from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.bench.programs.many_lengths import COUNT, MAX_LENGTH
 from cudnn_sdpa.bench.tools import cases, peers, providers
 from cudnn_sdpa.bench.tools.cases import Shape
@@ -91,7 +92,7 @@ def new_shapes(repeats: int = 3) -> list[Row]:
     return rows
 
 
-def _median(results: list[Any], name: str) -> float:
+def _median(results: list[JsonObject], name: str) -> float:
     return statistics.median(float(result[name]) for result in results)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 from rich.progress import track
 from torch import Tensor
@@ -19,6 +18,7 @@ from cudnn_sdpa.bench.tools import cases
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.processes import run_module
 from cudnn_sdpa.bench.tools.timing import device_times
+from cudnn_sdpa.engine.fast_path import Entry
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.default_store import OFF
 from cudnn_sdpa.plans.shape_policy import BUCKETED, EXACT, TIERED, shape_policy
@@ -90,8 +90,7 @@ def _bucket_row(length_q: int, length_kv: int) -> Row:
         for policy in (BUCKETED, EXACT):
             with shape_policy(policy):
                 outs[policy] = sdpa(q, k, v, is_causal=causal)
-                entries: list[Any] = SDPA.table.each(object)
-                (run,) = [x.run for x in entries if isinstance(x.run, BucketRun) == (policy == BUCKETED)]
+                (run,) = [x.run for x in SDPA.table.each(Entry) if isinstance(x.run, BucketRun) == (policy == BUCKETED)]
                 runs[policy] = functools.partial(run, ForwardArguments(q, k, v))
         cases.check_agreement(["out"], [outs[BUCKETED]], [outs[EXACT]], "that of its own plan")
         times = device_times(runs)

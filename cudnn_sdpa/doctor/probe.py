@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -85,6 +85,14 @@ class Facts:
     mapped: tuple[str, ...] = ()  # NVIDIA's libraries in the probing process
 
 
+class StoreFacts(TypedDict, total=False):
+    """The facts about the plan store."""
+
+    plan_store: str
+    plan_store_problem: str
+    plan_store_is_readable: bool
+
+
 def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
     """The facts of this machine and this environment.
 
@@ -151,9 +159,9 @@ def gpu_nodes() -> int:
     return sum(re.fullmatch(r"nvidia\d+|dxg", path.name) is not None for path in Path("/dev").iterdir())
 
 
-def store() -> dict[str, Any]:
+def store() -> StoreFacts:
     """The plan store as a process would open it; nothing is created."""
-    facts: dict[str, Any] = {}
+    facts: StoreFacts = {}
     try:
         folder = default_store.folder_of_environment()
         if folder is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -52,7 +52,7 @@ def parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict
     from cudnn_sdpa.nn.norms import LayerNorm, RMSNorm
 
     outside = Shard(1) if sequence_parallel else Replicate()
-    plan: dict[str, Any] = {}
+    plan: dict[str, ParallelStyle] = {}
     packed = []
     for name, part in module.named_modules():
         prefix = f"{name}." if name else ""

@@ -100,14 +100,14 @@ class TransformerLayer(nn.Module):
             raise OptionError("context_dim", repr(attention["context_dim"]), "None: the layer has self-attention only")
         self.norm_first, self.dropout = norm_first, dropout
         factory: Factory = {"device": device, "dtype": dtype}
-        norm_options: dict[str, Any] = {"bias": bias} if norm == "layer_norm" else {}
+        norm_options: dict[str, bool] = {"bias": bias} if norm == "layer_norm" else {}
         default_eps = 1e-6 if norm == "rms_norm" else 1e-5
-        norm_options["eps"] = default_eps if norm_eps is None else norm_eps
-        self.norm1 = NORMS[norm](embed_dim, **norm_options, **factory)
+        eps = default_eps if norm_eps is None else norm_eps
+        self.norm1 = NORMS[norm](embed_dim, eps, **norm_options, **factory)
         self.self_attn = Attention(
             embed_dim, num_heads, bias=bias, dropout=dropout, packed=packed, **factory, **attention
         )
-        self.norm2 = NORMS[norm](embed_dim, **norm_options, **factory)
+        self.norm2 = NORMS[norm](embed_dim, eps, **norm_options, **factory)
         if activation == "swiglu":
             self.mlp = SwiGLU(embed_dim, ffn_dim, bias=bias, packed=packed, **factory)
         else:

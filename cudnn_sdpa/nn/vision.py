@@ -217,7 +217,7 @@ class VisionEncoder(nn.Module):
             TransformerLayer(embed_dim, num_heads, ffn_dim, dropout=dropout, **options, **factory, **attention)
             for _ in range(num_layers)
         )
-        norm_options: dict[str, Any] = {"bias": bias} if norm == "layer_norm" else {}
+        norm_options: dict[str, bool] = {"bias": bias} if norm == "layer_norm" else {}
         self.norm = NORMS[norm](embed_dim, norm_eps, **norm_options, **factory)
         self._reset_tokens()
 
