@@ -46,7 +46,10 @@ demo: $(READY) ## Run samples/quickstart.py: prefill and decode, checked against
 
 .PHONY: test
 test: $(READY) ## What needs no GPU: lint, types, documentation, tests; about 6 minutes on two cores
-	$(MAKE) --no-print-directory -j 2 lint typecheck docs
+	$(MAKE) --no-print-directory -j 3 typecheck tests
+
+.PHONY: tests
+tests: lint docs
 	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not gpu" --ignore=tests/gpu --nbmake tests samples $(PYTEST_ARGS)
 
 .PHONY: test-all

@@ -20,15 +20,12 @@ def drawn(seed: int) -> generators.Case:
     return replace(case, dtype=dtype, tensors=tensors, facts=facts, mode="eager", settings={})
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("first", range(0, 240, 3))
-def test_kernels_compute_generated_calls(first):
-    found = []
-    for seed in range(first, first + 3):
-        case = drawn(seed)
-        with gpu_on_the_cpu():
-            outcome = generators.run(case)
-        allowed = ("right", "declined") if case.refusable else ("right",)
-        if outcome.kind not in allowed:
-            found.append("\n    ".join([f"{case.line()} on the kernels", *outcome.problems, *outcome.reasons]))
-    assert not found, "\n".join(found)
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("number", range(240))
+def test_kernels_compute_generated_calls(number):
+    case = drawn(number)
+    with gpu_on_the_cpu():
+        outcome = generators.run(case)
+    allowed = ("right", "declined") if case.refusable else ("right",)
+    found = "\n    ".join([f"{case.line()} on the kernels", *outcome.problems, *outcome.reasons])
+    assert outcome.kind in allowed, found
