@@ -48,7 +48,8 @@ class Pending(Generic[T_co]):
     __slots__ = ("_received", "_sent", "_works")
 
     def __init__(self, received: T_co, sent: object, works: list[dist.Work]) -> None:
-        self._received, self._sent, self._works = received, sent, works
+        self._received, self._works = received, works
+        self._sent: object = sent
         _started.pending.append(self)
 
     def wait(self) -> T_co:
@@ -62,6 +63,7 @@ class Pending(Generic[T_co]):
         except RuntimeError:
             _started.has_failed = True
             raise
+        self._sent = None
         return self._received
 
 

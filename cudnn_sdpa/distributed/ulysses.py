@@ -24,6 +24,7 @@ from cudnn_sdpa.distributed.local_attention import (
     attend,
     attend_backward,
     gradient_of_sinks,
+    new_results,
 )
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine.dispatch_state import plain
@@ -114,13 +115,11 @@ class _Ulysses(torch.autograd.Function):
             found = attend(options, part, q=own[0], k=own[1], v=own[2], sinks=some, cu_seqlens=cu_seqlens)
             saved += [*own, *found]
             leaving.append(_send_tokens([found[0].movedim(dim, 0), _lse_rows(found[1], dim)], place))
-        out = q.new_empty(*rows[0].shape[:-1], v.shape[-1])
-        lse = torch.empty(*rows[0].shape[:-1], 1, dtype=torch.float32, device=q.device)
+        out, lse = new_results(q, v)  # no views, which autograd lets nobody change in place
         for heads, results in zip(groups, leaving, strict=True):
-            _put(results.wait(), [out, lse], heads, place)
-        out, lse = out.movedim(0, dim), lse.squeeze(-1).movedim(0, dim)
-        own_results = (None, None) if sinks is None else (out, lse)
-        ctx.save_for_backward(*saved, sinks, cu_seqlens, *own_results)
+            _put(results.wait(), [out.movedim(dim, 0), _lse_rows(lse, dim)], heads, place)
+        offsets = None if cu_seqlens is None else cu_seqlens.clone()  # the caller may refill them
+        ctx.save_for_backward(*saved, sinks, offsets, out, lse)
         ctx.options, ctx.settings = options, saved_settings()
         ctx.set_materialize_grads(False)
         return out, lse

@@ -295,7 +295,7 @@ def gradients(
             with_lse=True,
         )
         if lse.dim() != 2:
-            raise ShapeError("lse", shape_of(lse), f"shape {(query.shape[1], query.shape[0])}: (heads, tokens)")
+            raise ShapeError("lse", shape_of(lse), "two dimensions: (heads, tokens)")
         of = GradientCall(grad_out, out, lse.detach().transpose(0, 1).contiguous(), call, needs=_NEEDS)
         grad_q, grad_k, grad_v = _gradients(of)
     except (ArgumentError, UnsupportedError) as error:

@@ -273,12 +273,37 @@ def second_gradients(method: str) -> None:
     """First gradients may have a graph, which raises."""
     q, k, v = parts(grad=True)
     out = context_parallel(q, k, v, method=method, is_causal=True)
-    (plain,) = torch.autograd.grad(out.square().sum(), q, retain_graph=True)
-    (gradient,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    torch.testing.assert_close(gradient, plain)
-    assert gradient.requires_grad
-    with pytest.raises(UnsupportedError, match="double backward"):
-        torch.autograd.grad(gradient.sum(), q)
+    for loss in (out.square().sum(), out.sum()):  # whose gradient of the output requires grad, or does not
+        (plain,) = torch.autograd.grad(loss, q, retain_graph=True)
+        (gradient,) = torch.autograd.grad(loss, q, create_graph=True)
+        torch.testing.assert_close(gradient, plain)
+        assert gradient.requires_grad
+        with pytest.raises(UnsupportedError, match="double backward"):
+            torch.autograd.grad(gradient.sum(), q, retain_graph=True)
+
+
+class Cut(torch.autograd.Function):
+    """The identity, without a gradient on the second rank."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor | None:
+        return None if dist.get_rank() == 1 else grad
+
+
+def results_are_as_of_one_process(method: str) -> None:
+    """They are no views, and a rank whose output has no gradient sends zeros' gradients."""
+    q, k, v = parts(grad=True)
+    out, lse = context_parallel(q, k, v, method=method, is_causal=True, return_lse=True)
+    assert lse.is_contiguous()
+    assert all(x.isfinite().all() for x in torch.autograd.grad(Cut.apply(out).sum(), (q, k, v), retain_graph=True))
+    with torch.no_grad():
+        wanted = out + 1
+    out += 1
+    torch.testing.assert_close(out, wanted)
 
 
 def gradients_of_lse(method: str) -> None:

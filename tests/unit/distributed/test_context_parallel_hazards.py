@@ -59,7 +59,13 @@ def test_layouts_are_refused_before_anything_is_sent(ranks):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_settings_and_transforms(ranks, method):
-    for run in (hazards.second_gradients, hazards.gradients_of_lse, hazards.checkpoints, hazards.autocast):
+    for run in (
+        hazards.results_are_as_of_one_process,
+        hazards.second_gradients,
+        hazards.gradients_of_lse,
+        hazards.checkpoints,
+        hazards.autocast,
+    ):
         ranks(run, method)
     ranks(hazards.falls_back, method)
     if method != "ring":
