@@ -61,7 +61,7 @@ class _Heads(NamedTuple):
         return slice(begin, begin + size)
 
 
-class _Piece(NamedTuple):
+class _Received(NamedTuple):
     """Some heads of some of this rank's tokens.
 
     Attributes:
@@ -238,32 +238,32 @@ def _send_heads(xs: list[Tensor], heads: _Heads, place: Place) -> Pending[list[T
     return collectives.exchange(sent, coming, wholes, place)
 
 
-def _send_tokens(xs: list[Tensor], place: Place) -> Pending[list[list[_Piece]]]:
+def _send_tokens(xs: list[Tensor], place: Place) -> Pending[list[list[_Received]]]:
     """Starts the opposite exchange; what comes is to be put together by `_put`."""
     sent: list[Message] = []
     coming: list[Message] = []
-    found: list[list[_Piece]] = []
+    found: list[list[_Received]] = []
     for x in (plain(given).contiguous() for given in xs):
         chunk = x.shape[0] // (2 * place.ranks)
-        pieces: list[_Piece] = []
+        parts: list[_Received] = []
         for rank in range(place.ranks):
             chunks = _chunks(x, rank, place)
             if rank == place.rank:
-                pieces += [_Piece(rank, slice(at * chunk, (at + 1) * chunk), own) for at, own in enumerate(chunks)]
+                parts += [_Received(rank, slice(at * chunk, (at + 1) * chunk), own) for at, own in enumerate(chunks)]
             else:
                 received = x.new_empty(2 * chunk, *x.shape[1:])
                 sent += [Message(tokens, rank) for tokens in chunks]
                 coming += [Message(tokens, rank) for tokens in received.chunk(2)]
-                pieces.append(_Piece(rank, slice(0, 2 * chunk), received))
-        found.append(pieces)
+                parts.append(_Received(rank, slice(0, 2 * chunk), received))
+        found.append(parts)
     return collectives.exchange(sent, coming, found, place)
 
 
-def _put(found: list[list[_Piece]], to: list[Tensor], heads: _Heads, place: Place) -> None:
+def _put(found: list[list[_Received]], to: list[Tensor], heads: _Heads, place: Place) -> None:
     """Writes what has come into tensors of all heads of this rank's tokens."""
-    for pieces, whole in zip(found, to, strict=True):
-        for piece in pieces:
-            _copy(whole[piece.rows][..., heads.of(piece.rank, whole.shape[-2], place.ranks), :], piece.tensor)
+    for parts, whole in zip(found, to, strict=True):
+        for part in parts:
+            _copy(whole[part.rows][..., heads.of(part.rank, whole.shape[-2], place.ranks), :], part.tensor)
 
 
 def _copy(to: Tensor, x: Tensor) -> Tensor:

@@ -14,11 +14,11 @@ from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
-from cudnn_sdpa.integrations.pytorch_kernels import Gradients, launch
+from cudnn_sdpa.integrations.pytorch_kernels import BackwardCalls, launch
 
 _calls = NativeCalls()
 
-_gradients = Gradients(SDPA, backward_arguments.check)
+_gradients = BackwardCalls(SDPA, backward_arguments.check)
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "attn_mask": "attn_bias", "rng": "philox_seed", "lse": "logsumexp"}
 

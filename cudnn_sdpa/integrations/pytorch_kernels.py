@@ -130,7 +130,7 @@ def launch(operation: Operation[CallT], call: CallT, calls: NativeCalls, given: 
         return operation(call, Asked(calls, given))
 
 
-class Gradients:
+class BackwardCalls:
     """The backward calls of an operation that PyTorch's dispatcher brings.
 
     A call like the last one with the same options is not checked again.

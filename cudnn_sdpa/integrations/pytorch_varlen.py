@@ -18,7 +18,7 @@ from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.integrations import pytorch_pages
-from cudnn_sdpa.integrations.pytorch_kernels import Gradients, launch
+from cudnn_sdpa.integrations.pytorch_kernels import BackwardCalls, launch
 
 _calls = NativeCalls()
 
@@ -30,7 +30,7 @@ def _check_gradient(of: GradientCall) -> None:
     backward_arguments.check(of)
 
 
-_gradients = Gradients(VARLEN, _check_gradient)
+_gradients = BackwardCalls(VARLEN, _check_gradient)
 
 _NEEDS = (True, True, True, False)  #: PyTorch asks for the gradients of query, key and value
 

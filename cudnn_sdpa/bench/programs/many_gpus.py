@@ -51,8 +51,8 @@ class Sizes(NamedTuple):
 FULL = Sizes(lengths=(65536, 131072), tokens=65536, heads=(32, 8), head_dim=128, repeats=7, seconds=0.4)
 SMALL = Sizes(lengths=(256,), tokens=256, heads=(4, 2), head_dim=16, repeats=2, seconds=0.0)
 
-#: The most steps of a timed run.
-MOST_STEPS = 20
+#: Maximum number of steps of a timed run.
+MAX_STEPS = 20
 
 #: What is raised by a candidate that cannot run.
 ERRORS = (RuntimeError, NotImplementedError, ValueError)
@@ -220,7 +220,7 @@ def _compared(label: str, sizes: Sizes, candidates: dict[str, Candidate], device
             continue
         peaks[name] = _peak(candidate, device)
         wanted = math.ceil(sizes.seconds / _seconds(candidate, device, steps=1))
-        steps[name] = max(1, min(MOST_STEPS, wanted))
+        steps[name] = max(1, min(MAX_STEPS, wanted))
     for _ in range(sizes.repeats):
         for name in (name for name in times if name not in failed):
             times[name].append(_seconds(candidates[name], device, steps[name]))
