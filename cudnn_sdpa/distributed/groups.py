@@ -23,6 +23,11 @@ class Place(NamedTuple):
     rank: int
     ranks: int
 
+    @property
+    def others(self) -> list[int]:
+        """The other ranks."""
+        return [rank for rank in range(self.ranks) if rank != self.rank]
+
     def neighbor(self, distance: int) -> int:
         """The global rank of the process that many ranks on."""
         return int(dist.get_global_rank(self.group, (self.rank + distance) % self.ranks))

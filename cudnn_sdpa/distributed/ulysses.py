@@ -33,9 +33,6 @@ from cudnn_sdpa.engine.dispatch_state import plain
 #: loses more to communication beside it, and to being two, than dense attention of long sequences would wait for it.
 MAX_GROUPS, MAX_DENSE_GROUPS, MIN_BYTES = 2, 1, 16 << 20
 
-#: What copies of some heads move at a time: with elements of two bytes they reach a third of the memory's bandwidth.
-WIDEST = torch.complex128
-
 
 def repeats(heads_q: int, heads_kv: int, ranks: int) -> int | None:
     """How often each head of keys is repeated, so that each rank has some of its own; None if heads do not divide."""
@@ -62,20 +59,21 @@ class _Heads(NamedTuple):
 
 
 class _Received(NamedTuple):
-    """Some heads of some of this rank's tokens.
+    """Some heads of this rank's tokens, from the rank that computes them.
 
     Attributes:
-        rank: The rank that computes these heads.
-        rows: The tokens.
         tensor: The values, tokens first and heads last but one.
+        to: Where they belong.
     """
 
-    rank: int
-    rows: slice
     tensor: Tensor
+    to: Tensor
 
 
 ALL = _Heads(0, 1)
+
+#: What copies of some heads move at a time: with elements of two bytes they reach a third of the memory's bandwidth.
+WIDEST = torch.complex128
 
 
 def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
@@ -108,16 +106,17 @@ class _Ulysses(torch.autograd.Function):
         rows = [x.movedim(dim, 0) for x in (q, k, v)]
         groups = _groups(options, rows[0], heads_kv=k.shape[1])
         coming = [_send_heads(rows, heads, place) for heads in groups]
+        out, lse = new_results(q, v)  # no views, which autograd lets nobody change in place
+        results = [out.movedim(dim, 0), _lse_rows(lse, dim)]
         leaving, saved = [], []
         for heads, pending in zip(groups, coming, strict=True):
             own = [x.movedim(0, dim) for x in pending.wait()]
             some = None if sinks is None else sinks[heads.of(place.rank, q.shape[1], place.ranks)]
             found = attend(options, part, q=own[0], k=own[1], v=own[2], sinks=some, cu_seqlens=cu_seqlens)
             saved += [*own, *found]
-            leaving.append(_send_tokens([found[0].movedim(dim, 0), _lse_rows(found[1], dim)], place))
-        out, lse = new_results(q, v)  # no views, which autograd lets nobody change in place
-        for heads, results in zip(groups, leaving, strict=True):
-            _put(results.wait(), [out.movedim(dim, 0), _lse_rows(lse, dim)], heads, place)
+            leaving.append(_send_tokens([found[0].movedim(dim, 0), _lse_rows(found[1], dim)], results, heads, place))
+        for pending_results in leaving:
+            _put(pending_results.wait())
         offsets = None if cu_seqlens is None else cu_seqlens.clone()  # the caller may refill them
         ctx.save_for_backward(*saved, sinks, offsets, out, lse)
         ctx.options, ctx.settings = options, saved_settings()
@@ -138,15 +137,15 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tu
     part = _whole(options, grad_out)
     rows = grad_out.movedim(dim, 0)
     coming = [_send_heads([rows], heads, place) for heads in groups]
-    leaving = []
-    for pending, (q, k, v, *results) in zip(coming, calls, strict=True):
-        given = (pending.wait()[0].movedim(0, dim), *results)
-        found = attend_backward(options, part, given, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
-        leaving.append(_send_tokens([x.movedim(dim, 0) for x in found], place))
     shares = len(groups) * place.ranks
     grads = [x.new_empty(*rows.shape[:-2], x.shape[1] * shares, x.shape[-1]) for x in calls[0][:3]]
-    for heads, received in zip(groups, leaving, strict=True):
-        _put(received.wait(), grads, heads, place)
+    leaving = []
+    for heads, pending, (q, k, v, *results) in zip(groups, coming, calls, strict=True):
+        given = (pending.wait()[0].movedim(0, dim), *results)
+        found = attend_backward(options, part, given, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+        leaving.append(_send_tokens([x.movedim(dim, 0) for x in found], grads, heads, place))
+    for received in leaving:
+        _put(received.wait())
     grad_sinks = (
         None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
     )
@@ -193,7 +192,7 @@ class _TokensForHeads(torch.autograd.Function):
 def _tokens_for_heads(x: Tensor, place: Place) -> Tensor:
     """From (all tokens, …, heads / P, D) to (tokens of this rank, …, heads, D)."""
     whole = x.new_empty(x.shape[0] // place.ranks, *x.shape[1:-2], x.shape[-2] * place.ranks, x.shape[-1])
-    _put(_send_tokens([x], place).wait(), [whole], ALL, place)
+    _put(_send_tokens([x], [whole], ALL, place).wait())
     return whole
 
 
@@ -221,49 +220,51 @@ def _send_heads(xs: list[Tensor], heads: _Heads, place: Place) -> Pending[list[T
     sent: list[Message] = []
     coming: list[Message] = []
     wholes: list[Tensor] = []
-    for x in map(plain, xs):
-        some = heads.of(place.rank, x.shape[-2], place.ranks)
-        whole = x.new_empty(x.shape[0] * place.ranks, *x.shape[1:-2], some.stop - some.start, x.shape[-1])
-        for rank in range(place.ranks):
+    xs = [plain(x) for x in xs]
+    for x in xs:
+        number = x.shape[-2] // place.ranks // heads.groups
+        whole = x.new_empty(x.shape[0] * place.ranks, *x.shape[1:-2], number, x.shape[-1])
+        for rank in place.others:
             of_rank = x[..., heads.of(rank, x.shape[-2], place.ranks), :]
-            own_chunks = _chunks(whole, rank, place)
-            if rank == place.rank:
-                for to, tokens in zip(own_chunks, of_rank.chunk(2), strict=True):
-                    _copy(to, tokens)
-            else:
-                leaving = _copy(of_rank.new_empty(of_rank.shape), of_rank)
-                sent += [Message(tokens, rank) for tokens in leaving.chunk(2)]
-                coming += [Message(to, rank) for to in own_chunks]
+            leaving = _copy(of_rank.new_empty(of_rank.shape), of_rank)
+            sent += [Message(chunk, rank) for chunk in leaving.chunk(2)]
+            coming += [Message(chunk, rank) for chunk in _chunks(whole, rank, place)]
         wholes.append(whole)
-    return collectives.exchange(sent, coming, wholes, place)
+    pending = collectives.exchange(sent, coming, wholes, place)
+    for x, whole in zip(xs, wholes, strict=True):  # while messages are on their way
+        own = x[..., heads.of(place.rank, x.shape[-2], place.ranks), :].chunk(2)
+        for chunk, tokens in zip(_chunks(whole, place.rank, place), own, strict=True):
+            _copy(chunk, tokens)
+    return pending
 
 
-def _send_tokens(xs: list[Tensor], place: Place) -> Pending[list[list[_Received]]]:
-    """Starts the opposite exchange; what comes is to be put together by `_put`."""
+def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, place: Place) -> Pending[list[_Received]]:
+    """Starts the opposite exchange, into tensors of all heads of this rank's tokens.
+
+    This rank's own part is put there at once, what comes by `_put`.
+    """
     sent: list[Message] = []
     coming: list[Message] = []
-    found: list[list[_Received]] = []
-    for x in (plain(given).contiguous() for given in xs):
-        chunk = x.shape[0] // (2 * place.ranks)
-        parts: list[_Received] = []
-        for rank in range(place.ranks):
-            chunks = _chunks(x, rank, place)
-            if rank == place.rank:
-                parts += [_Received(rank, slice(at * chunk, (at + 1) * chunk), own) for at, own in enumerate(chunks)]
-            else:
-                received = x.new_empty(2 * chunk, *x.shape[1:])
-                sent += [Message(tokens, rank) for tokens in chunks]
-                coming += [Message(tokens, rank) for tokens in received.chunk(2)]
-                parts.append(_Received(rank, slice(0, 2 * chunk), received))
-        found.append(parts)
-    return collectives.exchange(sent, coming, found, place)
+    found: list[_Received] = []
+    xs = [plain(x).contiguous() for x in xs]
+    for x, whole in zip(xs, to, strict=True):
+        for rank in place.others:
+            received = x.new_empty(x.shape[0] // place.ranks, *x.shape[1:])
+            sent += [Message(chunk, rank) for chunk in _chunks(x, rank, place)]
+            coming += [Message(chunk, rank) for chunk in received.chunk(2)]
+            found.append(_Received(received, whole[..., heads.of(rank, whole.shape[-2], place.ranks), :]))
+    pending = collectives.exchange(sent, coming, found, place)
+    for x, whole in zip(xs, to, strict=True):
+        own = whole[..., heads.of(place.rank, whole.shape[-2], place.ranks), :].chunk(2)
+        for part, chunk in zip(own, _chunks(x, place.rank, place), strict=True):
+            _copy(part, chunk)
+    return pending
 
 
-def _put(found: list[list[_Received]], to: list[Tensor], heads: _Heads, place: Place) -> None:
-    """Writes what has come into tensors of all heads of this rank's tokens."""
-    for parts, whole in zip(found, to, strict=True):
-        for part in parts:
-            _copy(whole[part.rows][..., heads.of(part.rank, whole.shape[-2], place.ranks), :], part.tensor)
+def _put(found: list[_Received]) -> None:
+    """Writes what has come to where it belongs."""
+    for received in found:
+        _copy(received.to, received.tensor)
 
 
 def _copy(to: Tensor, x: Tensor) -> Tensor:
