@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
 from numbers import Real
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -15,11 +15,14 @@ from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.engine.autograd_checks import CallT
+from cudnn_sdpa.engine.call import Fields
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.memory import LOWEST, check_has_values, check_present, like_in_memory
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -167,6 +170,24 @@ class ForwardArguments(NamedTuple):
             name in known or value is defaults[name] or (not isinstance(value, Tensor) and value == defaults[name])
             for name, value in zip(self._fields, self, strict=True)
         )
+
+
+class GradientCall(NamedTuple):
+    """A backward call of dense attention; see `BackwardCall`.
+
+    Attributes:
+        grad_out: The gradient of the output.
+        out: The output.
+        lse: The LSE.
+        call: The forward call, with the tensors as they were saved.
+        needs: Which of the differentiable inputs need a gradient.
+    """
+
+    grad_out: Tensor
+    out: Tensor
+    lse: Tensor
+    call: ForwardArguments
+    needs: tuple[bool, ...]
 
 
 class ReferenceArguments(ForwardArguments):
@@ -345,7 +366,7 @@ def check_options(call: ForwardArguments) -> None:
 _WINDOW = "None or two integers (left, right): keys before and after the diagonal, -1 for no bound"
 
 
-def window_bounds(window_size: Any) -> tuple[int, int]:
+def window_bounds(window_size: Iterable[object] | None) -> tuple[int, int]:
     """The two bounds of `window_size`, as integers that the operators take."""
     if window_size is None:
         return UNBOUNDED, UNBOUNDED
@@ -363,12 +384,20 @@ def window_bounds(window_size: Any) -> tuple[int, int]:
 LARGEST = 2**31 - 1
 
 
-def is_integer(number: object) -> bool:
+def is_integer(number: object) -> TypeGuard[int]:
     """Whether the operators accept a value as an integer; in compiled code it may be a symbol."""
     return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
-def as_int(number: object) -> Any:
+@overload
+def as_int(number: int) -> int: ...
+
+
+@overload
+def as_int(number: object) -> object: ...
+
+
+def as_int(number: object) -> object:
     """A length or bound as an int of at most `LARGEST`, also from numpy; other types are returned unchanged."""
     if type(number) is int:  # nearly always
         return min(number, LARGEST)
@@ -379,16 +408,28 @@ def as_int(number: object) -> Any:
     return number if is_compiling() else _index_of(number)
 
 
-def _index_of(number: Any) -> Any:
+def _index_of(number: object) -> object:
     if "bool" in type(number).__name__:  # numpy's is not a Python bool and has an index
         return number
     try:
-        return min(operator.index(number), LARGEST)
+        return min(operator.index(number), LARGEST)  # type: ignore[arg-type]
     except TypeError:
         return number
 
 
-def as_float(number: object) -> Any:
+@overload
+def as_float(number: float) -> float: ...
+
+
+@overload
+def as_float(number: float | None) -> float | None: ...
+
+
+@overload
+def as_float(number: object) -> object: ...
+
+
+def as_float(number: object) -> object:
     """A real number, such as 1 or numpy's, as a float; other types are returned unchanged."""
     if number is None or type(number) in (float, bool):
         return number
@@ -438,7 +479,54 @@ def check_out(out: Tensor, q: Tensor, v: Tensor, *, for_cudnn: bool) -> None:
         memory.check_strides_of_out(out, for_cudnn=for_cudnn)
 
 
-def kind_of(call: Any) -> Hashable:
+class AttentionCall(Protocol):
+    """A call of some kind of attention, a NamedTuple."""
+
+    @property
+    def q(self) -> Tensor: ...
+    @property
+    def v(self) -> Tensor: ...
+    @property
+    def _replace(self) -> Callable[..., Self]: ...
+    def _asdict(self) -> dict[str, object]: ...
+    def __iter__(self) -> Iterator[object]: ...
+
+
+AttentionT = TypeVar("AttentionT", bound=AttentionCall)
+
+
+class AttentionGradientCall(Fields, Protocol):
+    """A backward call of some kind of attention; see `BackwardCall`."""
+
+    @property
+    def grad_out(self) -> Tensor: ...
+    @property
+    def out(self) -> Tensor: ...
+    @property
+    def lse(self) -> Tensor: ...
+    @property
+    def call(self) -> AttentionCall: ...
+    @property
+    def needs(self) -> tuple[bool, ...]: ...
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+    @property
+    def _replace(self) -> Callable[..., Self]: ...
+
+
+GradientT = TypeVar("GradientT", bound=AttentionGradientCall)
+
+
+class Windowed(AttentionCall, Protocol):
+    """A call with a window."""
+
+    @property
+    def window_left(self) -> int: ...
+    @property
+    def window_right(self) -> int: ...
+
+
+def kind_of(call: Windowed) -> Hashable:
     """The options of a call, dense or packed, without its sizes and values."""
     values = [getattr(call, name, None) for name in _OPTION_NAMES]
     is_banded = (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED)
@@ -471,19 +559,21 @@ def sign_of_scale(call: Scaled) -> float | None:
     return 0.0 if call.scale_value > -MIN_SCALE else -1.0
 
 
-def with_positive_scale(call: CallT) -> CallT:
+class _ScaledCall(AttentionCall, Scaled, Protocol): ...
+
+
+ScaledT = TypeVar("ScaledT", bound=_ScaledCall)
+
+
+def with_positive_scale(call: ScaledT) -> ScaledT:
     """The call that is launched: where `sign_of_scale` says so, with the layout of a multiplied copy of q."""
     if sign_of_scale(call) is None:
         return call
     q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
-    launched: CallT = call._replace(q=q, scale=max(-call.scale_value, MIN_SCALE))
-    return launched
-
-
-Result = Tensor | tuple[Tensor, Tensor]
+    return call._replace(q=q, scale=max(-call.scale_value, MIN_SCALE))
 
 
 def cast_for_autocast(call: ForwardArguments) -> ForwardArguments:
     """The call with its floating-point tensors cast as autocast casts them for PyTorch's own attention."""
-    q, k, v, mask = (cast_tensor(tensor, call.q) for tensor in (call.q, call.k, call.v, call.attn_mask))
-    return call._replace(q=q, k=k, v=v, attn_mask=mask)
+    q, k, v = (cast_tensor(tensor, call.q) for tensor in call.qkv)
+    return call._replace(q=q, k=k, v=v, attn_mask=cast_tensor(call.attn_mask, call.q))

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import check_is_dense, dtype_name, shape_of
-from cudnn_sdpa.engine.backward_pass import GradientCall
+from cudnn_sdpa.attention.arguments import AttentionGradientCall, check_is_dense, dtype_name, shape_of
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 
@@ -76,7 +75,7 @@ def gradients_of(
     return result._replace(dsinks=result.dsinks.to(sinks.dtype))
 
 
-def check_types(of: GradientCall) -> None:
+def check_types(of: AttentionGradientCall) -> None:
     """What the operators' schemas would refuse as well, but without naming the argument."""
     for name, tensor in zip(of._fields[:-2], of[:-2], strict=True):
         if not isinstance(tensor, Tensor):
@@ -86,7 +85,7 @@ def check_types(of: GradientCall) -> None:
         check_is_dense(name, tensor)
 
 
-def check(of: GradientCall) -> None:
+def check(of: AttentionGradientCall) -> None:
     """What the forward pass gave, and the gradient: shapes, dtypes and devices. Fake tensors pass."""
     q, v = of.call.q, of.call.v
     shape = (*q.shape[:-1], v.shape[-1])

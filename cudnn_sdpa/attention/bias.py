@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from cudnn_sdpa.engine.memory import is_causal_bias, like_in_memory
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.plans.nvrtc import Kernel, slots
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 kernel = Kernel(Path(__file__).with_name("bias.cu"), "make_bias")
 
@@ -181,7 +184,7 @@ def refuse_two_masks(mask: str, option: str) -> NoReturn:
     raise OptionError(option, f"one in addition to a CausalBias as {mask}", "one of the two")
 
 
-def alignment_of_causal_bias(name: str, mask: Any, q: Tensor, k: Tensor) -> str:
+def alignment_of_causal_bias(name: str, mask: CausalBias, q: Tensor, k: Tensor) -> str:
     """The alignment of the causal mask that PyTorch's `CausalBias` stands for, given as the argument `name`.
 
     Raises:

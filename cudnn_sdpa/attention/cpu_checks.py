@@ -8,16 +8,13 @@ float32 and float64, which only the reference takes, count as bfloat16.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import AttentionT, ForwardArguments, GradientT
 from cudnn_sdpa.engine import cpu_target, fallback
-from cudnn_sdpa.engine.autograd_checks import CallT
-from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.fast_path import layout_signature
 from cudnn_sdpa.engine.memory import refuse_address
@@ -36,9 +33,9 @@ _passed: set[Hashable] = set()
 
 
 def check_call(
-    call: CallT,
-    strides: Callable[[CallT], None],
-    rules: Callable[[CallT, Target], None],
+    call: AttentionT,
+    strides: Callable[[AttentionT], None],
+    rules: Callable[[AttentionT, Target], None],
     *,
     name: Hashable = None,
 ) -> None:
@@ -71,18 +68,20 @@ def check_call(
 
 
 def check_backward_call(
-    of: GradientCall, strides: Callable[[Any], None], rules: Callable[[GradientCall, Target], None]
+    of: GradientT,
+    call: AttentionT,
+    strides: Callable[[AttentionT], None],
+    rules: Callable[[GradientT, Target], None],
 ) -> None:
     """The same for a backward call; the gradient, output and LSE are copied where kernels cannot read them."""
-    needs = of.needs
 
-    def rules_of_call(call: Any, target: Target) -> None:
+    def rules_of_call(call: AttentionT, target: Target) -> None:
         shape = (*call.q.shape[:-1], call.v.shape[-1])
         out = torch.empty(shape, dtype=call.q.dtype, device="meta")
         lse = torch.empty(shape[:-1], dtype=torch.float32, device="meta")
-        rules(GradientCall(grad_out=out, out=out, lse=lse, call=call, needs=needs), target)
+        rules(of._replace(grad_out=out, out=out, lse=lse, call=call), target)
 
-    check_call(of.call, strides, rules_of_call, name=(rules, needs))
+    check_call(call, strides, rules_of_call, name=(rules, of.needs))
 
 
 def _signature(field: object) -> Hashable:
@@ -92,7 +91,7 @@ def _signature(field: object) -> Hashable:
     return layout_signature(field), field.storage_offset() % ALIGNMENT, field.requires_grad
 
 
-def _without_data(call: CallT) -> CallT:
+def _without_data(call: AttentionT) -> AttentionT:
     """The call with meta tensors of the same layouts, in dtypes that GPUs take."""
     dtypes = {call.q.dtype: _GPU_DTYPE} if call.q.dtype in _REFERENCE_DTYPES else {}
     changes: dict[str, object] = {}
@@ -102,8 +101,7 @@ def _without_data(call: CallT) -> CallT:
             dtype = dtypes.get(field.dtype, field.dtype) if is_cast else field.dtype
             meta = torch.empty(0, dtype=dtype, device="meta", requires_grad=field.requires_grad)
             changes[name] = meta.as_strided(field.shape, field.stride(), field.storage_offset())
-    result: CallT = call._replace(**changes)
-    return result
+    return call._replace(**changes)
 
 
 def check_offsets(**tensors: Tensor | None) -> None:

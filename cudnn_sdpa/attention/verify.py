@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.autograd_checks import CallT
+from cudnn_sdpa.attention.arguments import AttentionCall, AttentionT
+from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.errors import OptionError
 
 DENSE = ("q", "k", "v", "attn_mask", "sinks")
@@ -29,8 +30,18 @@ class Results(NamedTuple):
     gradients: dict[str, Tensor]
 
 
+class _TrainableCall(AttentionCall, Protocol):
+    @property
+    def dropout_p(self) -> float: ...
+    @property
+    def out(self) -> Tensor | None: ...
+
+
+TrainableT = TypeVar("TrainableT", bound=_TrainableCall)
+
+
 def run_detached(
-    call: CallT, names: tuple[str, ...], run: Callable[[CallT], Any], *, differentiate: bool
+    call: TrainableT, names: tuple[str, ...], run: Callable[[TrainableT], Result], *, differentiate: bool
 ) -> tuple[Results, Tensor]:
     """Runs a call and differentiates it; returns the results and the random gradient of the output.
 
@@ -43,7 +54,7 @@ def run_detached(
     inputs = {name: x.detach().requires_grad_(differentiate and x.requires_grad) for name, x in originals.items()}
     out = call.out if call.out is None else empty_like(call.out)
     result = run(call._replace(**inputs, out=out))
-    out, lse = result if call.with_lse else (result, None)
+    out, lse = result if isinstance(result, tuple) else (result, None)
     grad_out, wanted = torch.randn_like(out), {name: x for name, x in inputs.items() if x.requires_grad}
     gradients = torch.autograd.grad(out, list(wanted.values()), grad_out) if wanted else ()
     return Results(out, lse, dict(zip(wanted, gradients, strict=True))), grad_out
@@ -54,11 +65,10 @@ def empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def exact_inputs(call: CallT, names: tuple[str, ...]) -> CallT:
+def exact_inputs(call: AttentionT, names: tuple[str, ...]) -> AttentionT:
     """The call with its inputs in float64."""
     tensors = {name: x for name in names if (x := getattr(call, name)) is not None and x.dtype != torch.bool}
-    exact: CallT = call._replace(**{name: x.detach().double() for name, x in tensors.items()})
-    return exact
+    return call._replace(**{name: x.detach().double() for name, x in tensors.items()})
 
 
 def compare(actual: Results, exact: Results) -> dict[str, float]:

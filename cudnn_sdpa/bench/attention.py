@@ -8,7 +8,6 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from rich.progress import track
@@ -116,10 +115,10 @@ def _options(shape: Shape) -> dict[str, dict[str, object]]:
     }
 
 
-def _attend(qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, Any]) -> Tensor:
-    result = sdpa(*qkv, is_causal=True, **options)
-    out: Tensor = result[0] if isinstance(result, tuple) else result
-    return out
+def _attend(qkv: tuple[Tensor, Tensor, Tensor], options: dict[str, object]) -> Tensor:
+    function: Callable[..., Tensor | tuple[Tensor, Tensor]] = sdpa
+    result = function(*qkv, is_causal=True, **options)
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _without_graph(attend: Callable[[], Tensor]) -> None:

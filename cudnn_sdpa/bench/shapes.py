@@ -85,7 +85,7 @@ def _bucket_row(length_q: int, length_kv: int) -> Row:
         )
         causal = length_q == length_kv
         plan_cache.clear()
-        runs: dict[str, Callable[[], Tensor]] = {}
+        runs: dict[str, Callable[[], object]] = {}
         outs = {}
         for policy in (BUCKETED, EXACT):
             with shape_policy(policy):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
 from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
@@ -21,7 +21,6 @@ from cudnn_sdpa.bench.tools.cases import Shape
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, host_times
 from cudnn_sdpa.bench.tools.ways import in_python, wait_for_native_calls
-from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.fused.activation import silu_mul
 from cudnn_sdpa.fused.norm import rms_norm
 from cudnn_sdpa.graph.key import PlanKey

@@ -16,13 +16,16 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from cudnn_sdpa.distributed.groups import Place
 from cudnn_sdpa.errors import OptionError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 ResultT = TypeVar("ResultT")
 
@@ -114,7 +117,7 @@ def in_agreement(place: Place, function: str, summarize: Callable[[], tuple[str,
     return result
 
 
-def _store(place: Place) -> Any:
+def _store(place: Place) -> Store | None:
     """The group's store; None if it has none, as groups of a fake backend, or if no other rank would read it."""
     found = getattr(place.group, "get_group_store", None)
     try:
@@ -127,14 +130,14 @@ def _is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _compare(store: Any, place: Place, calls: _Calls, own: _Note, function: str) -> None:
+def _compare(store: Store, place: Place, calls: _Calls, own: _Note, function: str) -> None:
     """Waits for the notes of all other ranks about a call.
 
     Raises:
         OptionError: A note says otherwise than this rank's, or has not come within the store's timeout.
     """
     missing = {calls.name(rank, own.number): rank for rank in range(place.ranks) if rank != place.rank}
-    end, pause = time.monotonic() + store.timeout.total_seconds(), POLLS[0]
+    end, pause = time.monotonic() + store.timeout.total_seconds(), POLLS[0]  # type: ignore[attr-defined]
     while True:
         try:
             notes = _notes(store, calls, list(missing))
@@ -153,7 +156,7 @@ def _compare(store: Any, place: Place, calls: _Calls, own: _Note, function: str)
         pause = min(2 * pause, POLLS[1])
 
 
-def _notes(store: Any, calls: _Calls, names: list[str]) -> dict[str, _Note]:
+def _notes(store: Store, calls: _Calls, names: list[str]) -> dict[str, _Note]:
     """The notes of these names that there are, perhaps about an earlier call."""
     calls.written.update(name for name in names if name not in calls.written and store.check([name]))
     present = [name for name in names if name in calls.written]

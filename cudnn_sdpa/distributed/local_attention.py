@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention.backward_arguments import SdpaGradients
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.dense.sdpa_backward import sdpa_backward
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
@@ -202,8 +203,11 @@ def attend_backward(
     """The gradients of q, k and v of a part, given the gradient, the output and the LSE of its queries for all keys."""
     grad_out, out, lse = given
     arguments = _arguments(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
-    function: Any = sdpa_varlen_backward if options.is_packed else sdpa_backward
+    function: Callable[..., SdpaGradients] = sdpa_varlen_backward if options.is_packed else sdpa_backward
     found = function(grad_out=grad_out, out=out, lse=lse, **arguments)
+    assert found.dq is not None
+    assert found.dk is not None
+    assert found.dv is not None
     return found.dq, found.dk, found.dv
 
 

@@ -424,27 +424,30 @@ def _checked(
     q, k, v = qkv
     autograd_checks.check(function, None, loops=False, q=q, k=k, v=v, sinks=sinks)
     q, k, v = (cast_tensor(x, qkv[0]) for x in qkv)
-    common: dict[str, Any] = {
-        "sinks": scores,
-        "is_causal": options.is_causal,
-        "window_left": options.window[0],
-        "window_right": options.window[1],
-        "scale": options.scale,
-        "dropout_p": options.dropout_p,
-        "softcap": options.softcap,
-    }
-    arguments.check_options(ForwardArguments(q, k, v, **common))
+    asked = ForwardArguments(
+        q=q,
+        k=k,
+        v=v,
+        sinks=scores,
+        is_causal=options.is_causal,
+        window_left=options.window[0],
+        window_right=options.window[1],
+        scale=options.scale,
+        dropout_p=options.dropout_p,
+        softcap=options.softcap,
+    )
+    arguments.check_options(asked)
     rng = torch.empty(2, dtype=torch.int64, device=q.device) if options.dropout_p else None
     has_limits = not fallback.is_in_force()
     if packing is None:
         dense = ForwardArguments if has_limits else ReferenceArguments
-        arguments.check(dense(q, k, v, rng=rng, **common))
+        arguments.check(dense(*asked)._replace(rng=rng))
     else:
         cu_seqlens: object = packing[0]
         if not isinstance(cu_seqlens, Tensor):
             raise OptionError("cu_seqlens", type(cu_seqlens).__name__, "a torch.Tensor of B + 1 int32")
-        max_seqlen: Any = options.max_seqlen
-        if not arguments.is_integer(max_seqlen) or max_seqlen < 0:
+        max_seqlen = options.max_seqlen
+        if max_seqlen is None or not arguments.is_integer(max_seqlen) or max_seqlen < 0:
             raise OptionError("max_seqlen", repr(max_seqlen), "the length of the longest sequence, an int")
         varlen_arguments.check_cumulative("cu_seqlens", cu_seqlens, q)
         packed = VarlenArguments if has_limits else ReferenceVarlenArguments
@@ -458,7 +461,13 @@ def _checked(
                 rng=rng,
                 max_seqlen_q=max_seqlen,
                 max_seqlen_kv=max_seqlen,
-                **common,
+                sinks=scores,
+                is_causal=asked.is_causal,
+                window_left=asked.window_left,
+                window_right=asked.window_right,
+                scale=asked.scale,
+                dropout_p=asked.dropout_p,
+                softcap=asked.softcap,
             )
         )
     check_device("q", q, options.place)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.autograd import refusing_gradients, resumed, saved_settings
+from cudnn_sdpa.distributed.autograd import Gradients, refusing_gradients, resumed, saved_settings
 from cudnn_sdpa.distributed.collectives import Message, Pending
 from cudnn_sdpa.distributed.groups import Place
 from cudnn_sdpa.distributed.local_attention import (
@@ -124,11 +124,11 @@ class _Ulysses(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Gradients:
         return resumed("ulysses", ctx, grad_out, grad_lse, gradients=_gradients)
 
 
-def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> tuple[Tensor | None, ...]:
+def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gradients:
     """The gradients of q, k, v and the sinks."""
     *of_groups, sinks, cu_seqlens, out, lse = saved
     dim, place = options.dim, options.place

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import OptionError
 
+TensorT = TypeVar("TensorT", Tensor, "Tensor | None")
 
-def cast_tensor(tensor: Any, q: Tensor) -> Any:
+
+def cast_tensor(tensor: TensorT, q: Tensor) -> TensorT:
     """A tensor cast as autocast, if enabled for the device of `q`, casts inputs of lower-precision operations."""
     kind = q.device.type
     if tensor is None or kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
@@ -30,9 +32,14 @@ def could_cast(tensors: Iterable[Tensor]) -> bool:
     return False
 
 
-def casts(*names: str) -> Callable[[Any], dict[str, object]]:
-    """What casts these tensors of a call, whose first field is q, as autocast does."""
-    return lambda call: {name: cast_tensor(getattr(call, name), call[0]) for name in names}
+class _WithQueries(Protocol):
+    @property
+    def q(self) -> Tensor: ...
+
+
+def casts(*names: str) -> Callable[[_WithQueries], dict[str, object]]:
+    """What casts these tensors of a call as autocast does."""
+    return lambda call: {name: cast_tensor(getattr(call, name), call.q) for name in names}
 
 
 def is_deterministic(deterministic: object) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from cudnn_sdpa.engine.call import CallT
 from cudnn_sdpa.engine.dispatch_state import is_batch, needs_gradient
 from cudnn_sdpa.errors import LayoutError, UnsupportedError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -79,8 +80,6 @@ def check(
         )
 
 
-CallT = TypeVar("CallT", bound=Any)  #: the arguments of a call, a named tuple
-
 #: PyTorch's own `torch.nn.functional.scaled_dot_product_attention`, to detect a replacement.
 PYTORCHS = torch._C._nn.scaled_dot_product_attention
 
@@ -121,8 +120,7 @@ def resolved(call: CallT) -> CallT:
             except NotImplementedError:  # booleans and FP8
                 hint = f"PyTorch negates no {tensor.dtype}."
                 raise LayoutError(name, "a negated view", "a tensor of its own", hint) from None
-    result: CallT = call._replace(**negative) if negative else call
-    return result
+    return call._replace(**negative) if negative else call
 
 
 def refuse_gradient_through(function: str, tensors: Mapping[str, Tensor | None]) -> None:

@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar, get_type_hints
 
 from torch import Tensor
 
+from cudnn_sdpa.engine.call import Call, CallT_co, Fields
 from cudnn_sdpa.engine.launch import Prepared
 from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
-class BackwardCall(Protocol):
+
+class BackwardCall(Fields, Protocol[CallT_co]):
     """A backward call of an operation, a NamedTuple.
 
     Its fields are the gradients of all results that are always given, then the results that are saved, then `call` and
@@ -29,8 +33,10 @@ class BackwardCall(Protocol):
         needs: Which of the operation's differentiable inputs need a gradient.
     """
 
+    def __init__(self, *values: object) -> None: ...
+
     @property
-    def call(self) -> Any: ...
+    def call(self) -> CallT_co: ...
 
     @property
     def needs(self) -> tuple[bool, ...]: ...
@@ -39,30 +45,10 @@ class BackwardCall(Protocol):
     def _fields(self) -> tuple[str, ...]: ...
 
     @property
-    def _replace(self) -> Callable[..., BackwardCall]: ...
-
-    def __getitem__(self, tensors: slice, /) -> tuple[Any, ...]: ...
+    def _replace(self) -> Callable[..., Self]: ...
 
 
-BackwardT = TypeVar("BackwardT", bound=BackwardCall)
-
-
-class GradientCall(NamedTuple):
-    """A backward call of attention; see `BackwardCall`.
-
-    Attributes:
-        grad_out: The gradient of the output.
-        out: The output.
-        lse: The LSE.
-        call: The forward call, with the tensors as they were saved.
-        needs: Which of the operation's differentiable inputs need a gradient.
-    """
-
-    grad_out: Tensor
-    out: Tensor
-    lse: Tensor
-    call: Any
-    needs: tuple[bool, ...]
+BackwardT = TypeVar("BackwardT", bound=BackwardCall[Call])
 
 
 def _nothing(_: object) -> None:
@@ -98,8 +84,7 @@ class BackwardPass(Generic[BackwardT]):
     check_for_gpu: Callable[[BackwardT], None] = _nothing
 
     def __post_init__(self) -> None:
-        call: type[Any] = self.call  # a protocol says nothing of the class itself
-        self.fields: tuple[str, ...] = call._fields
+        self.fields = tuple(get_type_hints(self.call))
         #: The tensors of a backward call besides those of the forward call.
         self.tensors = self.fields[:-2]
 
@@ -119,8 +104,8 @@ class BackwardPass(Generic[BackwardT]):
 
     def fake_gradients(self, backward: BackwardT) -> list[Tensor]:
         """What the needed gradients look like, without memory."""
-        tensors = zip(self.inputs, backward.call[: len(self.inputs)], backward.needs, strict=True)
-        return [self.new_gradient(name, x) for name, x, need in tensors if need and x is not None]
+        tensors = zip(self.inputs, backward.call, backward.needs, strict=False)
+        return [self.new_gradient(name, x) for name, x, need in tensors if need and isinstance(x, Tensor)]
 
 
 class SavedCall(Protocol):

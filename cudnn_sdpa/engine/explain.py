@@ -9,10 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.native import loader
@@ -178,7 +178,7 @@ class Explanation:
         """Records why there is no plan."""
         self.supported, self.reasons, self.suggestion = False, error.reasons, error.suggestion
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> JsonObject:
         """The fields as plain values, JSON-ready."""
         return asdict(self)
 

@@ -6,11 +6,12 @@ from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.memory import LOWEST, MISALIGNED, check_address, check_present, refuse_address
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import DeviceError
@@ -22,8 +23,8 @@ from cudnn_sdpa.plans.plan import Plan, allocate, current_device, current_raw_st
 
 #: Shape, stride and dtype of a new tensor.
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
-#: Gives the result of a call, or the needed gradients of a backward call.
-Run = Callable[[Any], Any]
+#: Gives the results of a call of some kind, or the needed gradients of a backward call, in a tuple.
+Run = Callable[..., Result]
 
 
 def check_one_device(names: Sequence[str], given: Sequence[object]) -> None:
@@ -399,7 +400,7 @@ class PlainCall:
         self.is_single = returned is None and len(self.returned) == 1
         self.tensors_of = items_by_name(self.operands)
 
-    def __call__(self, call: object) -> Any:
+    def __call__(self, call: object) -> Result:
         """The results of a call; of a forward call into its `out`, if it has one."""
         out = None if self._is_backward else getattr(call, "out", None)
         outputs = self.bound(self.tensors_of(call), out)
@@ -420,7 +421,7 @@ class Prepared(NamedTuple):
     is_current: Callable[[], bool] | None = None
 
 
-def items_by_name(names: Sequence[str]) -> Callable[[object], tuple[Any, ...]]:
+def items_by_name(names: Sequence[str]) -> Callable[[object], tuple[Tensor, ...]]:
     """What gives the attributes of these names, as a tuple."""
     if not names:
         return lambda _: ()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 
 from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 #: Bits that no aligned address has.
 MISALIGNED = ALIGNMENT - 1
@@ -27,7 +30,7 @@ def check_address(name: str, tensor: Tensor) -> None:
         refuse_address(name, address % ALIGNMENT)
 
 
-def is_causal_bias(tensor: object) -> bool:
+def is_causal_bias(tensor: object) -> TypeGuard[CausalBias]:
     """Whether this is a `CausalBias` of PyTorch's: a tensor whose memory was never written."""
     kind = type(tensor)
     return kind.__name__ == "CausalBias" and kind.__module__.startswith("torch.")

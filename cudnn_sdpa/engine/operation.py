@@ -23,7 +23,7 @@ import functools
 import typing
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -31,15 +31,13 @@ from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_sdpa.engine import autograd_checks, fallback, sharding
 from cudnn_sdpa.engine.autocast import could_cast, is_deterministic
-from cudnn_sdpa.engine.autograd import Differentiable, Result
-from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.backward_pass import (
     BackwardCall,
     BackwardPass,
-    BackwardT,
     NativelySaved,
     SavedCall,
 )
+from cudnn_sdpa.engine.call import CallT, Differentiable, Fields, Result
 from cudnn_sdpa.engine.dispatch_state import (
     can_bypass_dispatcher,
     has_subclass,
@@ -60,6 +58,10 @@ from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.plan import Plan
 
 KindT = TypeVar("KindT")
+FieldT = TypeVar("FieldT")
+
+#: Some fields of a call.
+_Fields: TypeAlias = Callable[[CallT], tuple[FieldT, ...]]
 
 #: Maximum number of kinds of calls remembered as differentiable.
 MAX_REMEMBERED = 8192
@@ -159,7 +161,8 @@ class _NativeGradient:
         return found, self.operation.repeatable_gradient(context, grads, needs, self.last) if can_learn else None
 
 
-class Checked(NamedTuple):
+@dataclass(frozen=True)
+class Checked(Generic[CallT]):
     """A call that is only described.
 
     Attributes:
@@ -169,8 +172,8 @@ class Checked(NamedTuple):
         trains: Whether autograd follows it.
     """
 
-    call: Any
-    cast: Any
+    call: CallT
+    cast: CallT
     refused: UnsupportedError | None
     trains: bool
 
@@ -251,7 +254,7 @@ class Operation(Generic[CallT]):
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(self.call)
-        self.fields: tuple[str, ...] = self.call._fields
+        self.fields = tuple(hints)
         flags = tuple(name for name in self.fields if name.startswith("with_"))
         self.takes_out = self.fields[-1] == "out"
         wanted = (*flags, "out") if self.takes_out else flags
@@ -261,7 +264,13 @@ class Operation(Generic[CallT]):
         #: The inputs that can have gradients.
         self.differentiable = () if self.backward is None else self.backward.inputs
         self._gradients = len(self.differentiable)
-        self._options = slice(self._tensors, self._inputs + len(flags))  #: in a call, with the flag
+        # Of a call: its tensors and those that can have gradients, its options and both, and what else there is.
+        self._tensors_of: _Fields[CallT, Tensor | None] = _fields(slice(self._tensors))
+        self._differentiable_of: _Fields[CallT, Tensor | None] = _fields(slice(self._gradients))
+        self._options_of: _Fields[CallT, object] = _fields(slice(self._tensors, self._inputs))
+        self._inputs_of: _Fields[CallT, object] = _fields(slice(self._inputs))
+        self._others_of: _Fields[CallT, object] = _fields(slice(self._tensors, None))
+        self._recognized_of: _Fields[CallT, object] = _fields(slice(self._tensors, self._inputs + len(flags)))
         if self.fields[: self._gradients] != self.differentiable or self.fields[self._inputs :] != wanted:
             raise ValueError(f"{self.name}: fields in another order than {(*self.differentiable, '…', *wanted)}")
         if any(kind.startswith("Tensor") for kind in list(self._types.values())[self._tensors :]):
@@ -280,8 +289,10 @@ class Operation(Generic[CallT]):
         if self.backward is not None:
             self.operators["backward"] = f"{self.name}_backward"
             self._pass = self.backward  #: of operations that have one
+            #: The tensors of a backward call besides those of the forward call.
+            self._given_of: Callable[[BackwardCall[CallT]], tuple[Tensor, ...]] = _fields(slice(-2))
             self._given, self._saved = len(self.gives), self.backward.saved(self.name, self.gives, self.auxiliary)
-        self.known: KnownCalls[Entry] = KnownCalls(self._look_up, self._runs, could_cast)
+        self.known: KnownCalls[Entry, object, tuple[object, ...]] = KnownCalls(self._look_up, self._runs, could_cast)
         self.table = self.known.table
         self._known_to_be_differentiable: set[Hashable] = set()
         self._register_operators()
@@ -304,7 +315,7 @@ class Operation(Generic[CallT]):
                 if asked is not None and asked.calls.is_used:
                     self._teach(asked, call)
                 return run(call)
-        tensors = (*call[: self._tensors], self._out_of(call))
+        tensors = (*self._tensors_of(call), self._out_of(call))
         if has_subclass(*tensors) and sharding.has_dtensor(*tensors):
             return self._on_dtensors(call)
         self.check_types(call)
@@ -312,11 +323,11 @@ class Operation(Generic[CallT]):
             self.check_options(call)
         call = self.cast(call)
         self.check_differentiation(call)
-        if "rng" in self._types and call.dropout_p and call.rng is None:
-            call = call._replace(rng=new_seed(call[0]))
+        if self._draws(call) and getattr(call, "rng", None) is None:
+            call = call._replace(rng=new_seed(self.first_of(call)))
         if is_compiling():
             return self._traced(call)
-        if any(isinstance(x, Tensor) and x.is_neg() for x in call[: self._tensors]):
+        if any(isinstance(x, Tensor) and x.is_neg() for x in self._tensors_of(call)):
             call = autograd_checks.resolved(call)
         instead = None if self.reference_call is None else fallback.chosen.get()
         if self.reference_call is not None and instead == fallback.TORCH:
@@ -337,14 +348,14 @@ class Operation(Generic[CallT]):
         self.check_types(call)
         if not is_compiling():
             self.check_options(call)
-        layouts = [None if x is None else _without_memory(x) for x in call[: self._tensors]]
-        whole: CallT = (self.reference_call or self.call)._make((*layouts, *call[self._tensors :]))
-        if "rng" in self._types and call.dropout_p:
+        layouts = [None if x is None else _without_memory(x) for x in self._tensors_of(call)]
+        whole = (self.reference_call or self.call)(*layouts, *self._others_of(call))
+        if self._draws(call):
             whole = whole._replace(rng=torch.empty(2, dtype=torch.int64, device="meta"))
         try:
             self.check(whole)
         except (ArgumentError, UnsupportedError) as error:
-            raise error.renamed({"meta": call[0].device.type}) from None
+            raise error.renamed({"meta": self.first_of(call).device.type}) from None
         arguments = dict(zip(self.fields, call, strict=True))
         ways = None if self.ways is None else self.ways(arguments)
         try:
@@ -357,8 +368,8 @@ class Operation(Generic[CallT]):
 
         Each part draws its own random numbers for dropout, also where all ranks have the same seed.
         """
-        call = self.call._make([arguments[name] for name in self.fields])
-        if "rng" in self._types and call.dropout_p:
+        call = self.call(**{name: arguments[name] for name in self.fields})
+        if self._draws(call):
             reasons = []
             if division.is_replicated:
                 reasons.append("ranks that compute the same would draw different random numbers")
@@ -367,18 +378,17 @@ class Operation(Generic[CallT]):
             if reasons:
                 suggestion = "tensors sharded over all mesh dimensions and no fallback, or dropout_p=0.0"
                 raise UnsupportedError(f"{self.function} with dropout_p on DTensors like these", reasons, suggestion)
-            call = call._replace(rng=new_seed(call[0]) + division.part())
+            call = call._replace(rng=new_seed(self.first_of(call)) + division.part())
         result: Result = self(call)
         return result
 
     def cast(self, call: CallT) -> CallT:
         """The call as autocast casts it, with the setting of deterministic algorithms that it follows."""
         changed = self.autocast(call) if is_compiling() or is_autocasting() else {}
-        if "deterministic" in self._types and type(call.deterministic) is not bool:
-            changed["deterministic"] = is_deterministic(call.deterministic)
+        if "deterministic" in self._types and type(getattr(call, "deterministic", None)) is not bool:
+            changed["deterministic"] = is_deterministic(getattr(call, "deterministic", None))
         # Not by _replace: PyTorch 2.9 cannot compile a function that returns what that gives.
-        found: CallT = type(call)(**(dict(zip(self.fields, call, strict=True)) | changed))
-        return found
+        return type(call)(**(dict(zip(self.fields, call, strict=True)) | changed))
 
     def check_differentiation(self, call: CallT) -> None:
         """Refuses calls whose results would be silently detached from their inputs.
@@ -387,14 +397,14 @@ class Operation(Generic[CallT]):
             UnsupportedError: Such differentiation is asked for.
         """
         if is_compiling() or is_transformed() or self._out_of(call) is not None:
-            tensors = {self.names.get(name, name): x for name, x in zip(self.fields, call[: self._tensors])}  # noqa: B905
+            tensors = {self.names.get(name, name): x for name, x in zip(self.fields, self._tensors_of(call))}  # noqa: B905
             autograd_checks.check(
                 self.function, self._out_of(call), loops=self.loops, forward_mode=self.forward_mode, **tensors
             )
-        if not self.differentiable and needs_gradient(*call[: self._tensors]):
+        if not self.differentiable and needs_gradient(*self._tensors_of(call)):
             self.check_gradient(call)
 
-    def checked(self, call: CallT, cast: Callable[[CallT], CallT]) -> Checked:
+    def checked(self, call: CallT, cast: Callable[[CallT], CallT]) -> Checked[CallT]:
         """A call that is only described, checked in full, as it is before its launch.
 
         Args:
@@ -407,16 +417,16 @@ class Operation(Generic[CallT]):
         """
         self.check_types(call)
         if "deterministic" in self._types:
-            call = call._replace(deterministic=is_deterministic(call.deterministic))
+            call = call._replace(deterministic=is_deterministic(getattr(call, "deterministic", None)))
         as_cast = cast(call)
         self.check_options(as_cast)
-        if "rng" in self._types and call.dropout_p:
-            as_cast = as_cast._replace(rng=torch.empty(2, dtype=torch.int64, device=call[0].device))
+        if self._draws(call):
+            as_cast = as_cast._replace(rng=torch.empty(2, dtype=torch.int64, device=self.first_of(call).device))
         self.check(as_cast)
         self.check_strides(as_cast)
         self.check_memory(as_cast)
         refused = UnsupportedError.of(self.check_differentiation, call)
-        return Checked(call, as_cast, refused, needs_gradient(*call[: self._gradients]))
+        return Checked(call, as_cast, refused, needs_gradient(*self._differentiable_of(call)))
 
     def check_all(self, call: CallT) -> None:
         """All checks that read no address and no value, of a call that autocast has cast."""
@@ -427,7 +437,7 @@ class Operation(Generic[CallT]):
 
     def _run(self, call: CallT) -> Result:
         """Runs a checked call through autograd, through PyTorch's dispatcher, or at once."""
-        tensors = (*call[: self._tensors], self._out_of(call))
+        tensors = (*self._tensors_of(call), self._out_of(call))
         bypasses = can_bypass_dispatcher(*tensors)
         if needs_gradient(*tensors):
             self._check_gradient(call)
@@ -455,20 +465,20 @@ class Operation(Generic[CallT]):
         return fallback.or_by_kernels(run, lambda: kernels(call), lambda: self.kind(call))
 
     def _run_or_decline(self, call: CallT, reference_call: type[CallT]) -> Result:
-        without_limits = reference_call._make(call)
+        without_limits = reference_call(*call)
         fallback.check_or_decline(self.function, lambda: self.check(call), lambda: self.check(without_limits))
         return self._run(call)
 
     def _traced(self, call: CallT) -> Result:
         """The call in compiled code, which differentiates all that a graph returns."""
-        if not needs_gradient(*call[: self._tensors], self._out_of(call)):
+        if not needs_gradient(*self._tensors_of(call), self._out_of(call)):
             return self._by_operator(call)
         given, auxiliary = self._split(_as_tuple(self._by_operator(self.complete(call))))
         return self._wanted(call, (*given, *(x.detach() for x in auxiliary)))
 
     def _by_operator(self, call: CallT) -> Result:
         """The call through PyTorch's dispatcher."""
-        inputs, out = call[: self._inputs], self._out_of(call)
+        inputs, out = self._inputs_of(call), self._out_of(call)
         if out is not None:
             return self._wanted(call, (out, *_as_tuple(self.operator("forward_out")(*inputs, out))))
         found: Result = self.operator("forward_all" if self._flag and self._is_complete(call) else "forward")(*inputs)
@@ -476,7 +486,8 @@ class Operation(Generic[CallT]):
 
     def runner(self, call: CallT) -> Callable[[CallT], Result]:
         """What runs a checked forward call where its tensors are."""
-        return self.on_gpu if call[0].is_cuda else self.fake_results if call[0].is_meta else self._on_cpu
+        first = self.first_of(call)
+        return self.on_gpu if first.is_cuda else self.fake_results if first.is_meta else self._on_cpu
 
     def on_gpu(self, call: CallT) -> Result:
         """A checked forward call on the GPU: its plan is found or prepared, and launched."""
@@ -501,14 +512,14 @@ class Operation(Generic[CallT]):
     def fake_results(self, call: CallT) -> Result:
         """What the results of a call look like, without memory."""
         self._check_operator(call)
-        found = tuple(_new(call[0], layout) for layout in self.results(call))
+        found = tuple(_new(self.first_of(call), layout) for layout in self.results(call))
         out = self._out_of(call)
         return self._wanted(call, found if out is None else (out, *found[1:]))
 
     def _run_on_pytorch(self, call: CallT) -> Result:
         """A checked call by PyTorch's own function or by the reference, on any device: what the fallback runs."""
         assert self.reference_call is not None
-        call = self.reference_call._make(call)
+        call = self.reference_call(*call)
         complete = self.complete(call)
         if self._out_of(call) is not None:
             self.check_memory(call)
@@ -517,23 +528,30 @@ class Operation(Generic[CallT]):
         if result is not None:
             return self._into_out_of(call, (result,))[0]
         tracked = _Tracked(self, complete, None, returns_all=True, by_reference=True)
-        found = _as_tuple(Differentiable.apply(tracked, *call[: self._gradients]))  # type: ignore[no-untyped-call]
+        found = _as_tuple(Differentiable.apply(tracked, *self._differentiable_of(call)))  # type: ignore[no-untyped-call]
         return self._wanted(call, self._into_out_of(call, found))
 
     # What a call wants.
 
     def complete(self, call: CallT, *, is_complete: bool = True) -> CallT:
         """The call with all results, or with those alone that are always given."""
-        found: CallT = call._replace(**{self._flag: is_complete}) if self._flag else call
-        return found
+        return call._replace(**{self._flag: is_complete}) if self._flag else call
 
     def _is_complete(self, call: CallT) -> bool:
         """Whether a call wants all results."""
         return not self._flag or bool(call[self._inputs])
 
+    def first_of(self, call: CallT) -> Tensor:
+        """The first tensor of a call, which says where it runs."""
+        return call[0]  # type: ignore[return-value]
+
+    def _draws(self, call: CallT) -> bool:
+        """Whether a call needs random numbers."""
+        return "rng" in self._types and bool(getattr(call, "dropout_p", 0.0))
+
     def _out_of(self, call: CallT) -> Tensor | None:
         """Where the first result goes, if not into new memory."""
-        return call[-1] if self.takes_out else None
+        return call[-1] if self.takes_out else None  # type: ignore[return-value]
 
     def _is_for_cudnn(self, call: CallT) -> bool:
         """Whether cuDNN's limits apply to a call."""
@@ -557,16 +575,16 @@ class Operation(Generic[CallT]):
     def _find(self, call: CallT) -> Callable[[CallT], Result] | None:
         """What runs a call at once, if calls like it are known and nothing must intercept it."""
         try:
+            out, options = self._out_of(call), self._recognized_of(call)
             if not self.is_cacheable(call):
                 return None
-            if self.takes_out and call[-1] is not None:
+            if out is not None:
                 return self._find_into_out(call)
-            options = call[self._options]
             if self.mark is not None:
                 options = (*options, self.mark(call))
         except (AttributeError, IndexError, TypeError, RuntimeError):  # not tensors, not hashable: the checks say so
             return None
-        return self.known.find(call[: self._tensors], options)
+        return self.known.find(self._tensors_of(call), options)
 
     def _look_up(self, operands: tuple[object, ...], options: tuple[object, ...], trains: bool) -> Entry | None:
         """The entry of a known call; if autograd follows it, of one whose gradients are known to be supported."""
@@ -584,13 +602,12 @@ class Operation(Generic[CallT]):
 
     def _call_of(self, operands: tuple[object, ...], options: tuple[object, ...]) -> CallT:
         """The call with these tensors and options, whose result is new."""
-        flags = self._options.stop - self._tensors
-        found: CallT = self.call._make((*operands, *options[:flags], *([None] if self.takes_out else [])))
-        return found
+        options = options if self.mark is None else options[:-1]
+        return self.call(*operands, *options, *([None] if self.takes_out else []))
 
     def _find_into_out(self, call: CallT) -> Callable[[CallT], Result] | None:
         """The same for a call whose result goes into a given tensor, which is not remembered as the last one."""
-        tensors = [x for x in (*call[: self._tensors], call[-1]) if x is not None]
+        tensors = [x for x in (*self._tensors_of(call), self._out_of(call)) if x is not None]
         if any(x.is_nested for x in tensors) or needs_gradient(*tensors) or not can_bypass_dispatcher(*tensors):
             return None
         entry: Entry | None = self.table.get(self.signature(call))
@@ -599,17 +616,18 @@ class Operation(Generic[CallT]):
     def _into_out(self, call: CallT, entry: Entry) -> Result:
         """A known call whose result goes into a given tensor, which may overlap others in this call alone."""
         self.check_memory(call)
-        if not call.out.is_inference():
-            torch.autograd.graph.increment_version(call.out)
+        out = self._out_of(call)
+        if out is not None and not out.is_inference():
+            torch.autograd.graph.increment_version(out)
         result: Result = entry.run(call)
         return result
 
     def signature(self, call: CallT) -> Hashable:
         """Everything that decides a call's plan and how it is bound."""
         layouts = [  # `layout_signature` without its calls
-            None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call[: self._tensors]
+            None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in self._tensors_of(call)
         ]
-        options = call[self._options]
+        options = self._recognized_of(call)
         mark = None if self.mark is None else self.mark(call)
         out = self._out_of(call)
         return (*layouts, *options, *map(type, options), None if out is None else layout_signature(out), mark)
@@ -626,7 +644,7 @@ class Operation(Generic[CallT]):
 
     def _teach(self, asked: Asked, call: CallT) -> None:
         """Teaches the native module calls like one that is known, if a launch is all there is to it."""
-        tensors = call[: self._tensors]
+        tensors = self._tensors_of(call)
         trains = needs_gradient(*tensors)
         entry: Entry | None = self.table.get(self.signature(self.complete(call) if trains else call))
         if entry is None or not isinstance(entry.run, PlainCall) or self._out_of(call) is not None:
@@ -642,13 +660,13 @@ class Operation(Generic[CallT]):
         elif not any(x is not None and x.is_inference() for x in tensors):
             asked.calls.learn(asked.arguments, {}, native, self._differentiation(call, entry))
 
-    def _differentiation(self, call: CallT, entry: Entry) -> Differentiation:
+    def _differentiation(self, call: CallT, entry: Entry) -> Differentiation[tuple[object, ...]]:
         return Differentiation(
             name=f"cudnn_sdpa::{self.name}",
             gradients=_NativeGradient(self, entry.last_gradient),
-            options=call[self._tensors : self._inputs],
-            inputs=call[: self._gradients],
-            saved=call[: self._tensors],
+            options=self._options_of(call),
+            inputs=self._differentiable_of(call),
+            saved=self._tensors_of(call),
             results=range(self._saved.start, self._saved.stop),
             asks_for_fallback=self.reference_call is not None,
         )
@@ -677,7 +695,7 @@ class Operation(Generic[CallT]):
 
     def _check_gradient(self, call: CallT) -> None:
         """Refuses a call whose gradients are known to be unsupported: now, and not when the loss is differentiated."""
-        if not call[0].is_cuda:
+        if not self.first_of(call).is_cuda:
             if self._is_for_cudnn(call):
                 self.check_gradient(call)
             return
@@ -693,16 +711,16 @@ class Operation(Generic[CallT]):
         return (name, self._which_require_grad(call)) in self._known_to_be_differentiable
 
     def _which_require_grad(self, call: CallT) -> tuple[bool, ...]:
-        return tuple([x is not None and x.requires_grad for x in call[: self._gradients]])
+        return tuple([x is not None and x.requires_grad for x in self._differentiable_of(call)])
 
     def _differentiate(self, call: CallT, entry: Entry | None, *, by_operator: bool = False) -> Result:
         """The results of a call, differentiable by autograd."""
         try:
             if by_operator:
                 return self._wanted(call, _as_tuple(self._by_operator(self.complete(call))))
-            complete = self.call._make((*call[: self._inputs], *self._wants_all))
+            complete = self.call(*self._inputs_of(call), *self._wants_all)
             tracked = _Tracked(self, complete, entry, self._is_complete(call))
-            result: Result = Differentiable.apply(tracked, *call[: self._gradients])  # type: ignore[no-untyped-call]
+            result: Result = Differentiable.apply(tracked, *self._differentiable_of(call))  # type: ignore[no-untyped-call]
         except RuntimeError:
             autograd_checks.refuse_inference_tensors(call)
             raise
@@ -710,8 +728,8 @@ class Operation(Generic[CallT]):
 
     def save(self, ctx: Any, call: CallT, found: tuple[Tensor, ...]) -> None:
         """Saves what the backward pass needs, given all results."""
-        ctx.save_for_backward(*call[: self._tensors], *found[self._saved])
-        ctx.options = call[self._tensors : self._inputs]
+        ctx.save_for_backward(*self._tensors_of(call), *found[self._saved])
+        ctx.options = self._options_of(call)
         ctx.may_fall_back = self.reference_call is not None and fallback.is_in_force()
         ctx.set_materialize_grads(False)
 
@@ -745,17 +763,19 @@ class Operation(Generic[CallT]):
         if not given or not any(needs):
             return [None] * len(needs)
         saved = ctx.saved_tensors  # once: checkpoints let nothing be read twice
-        call = self.call._make((*saved[: self._tensors], *ctx.options, *self._wants_all))
+        call = self.call(*saved[: self._tensors], *ctx.options, *self._wants_all)
         backward_pass = self._pass
         backward = backward_pass.call(*grads, *saved[self._tensors :], call, needs)
+        tensors = self._given_of(backward)
         if len(given) < len(grads):  # a guard does not see which are None
             last = None
+        found: Sequence[Tensor]
         if by_reference:
             found = backward_pass.reference(backward)
         elif is_intercepted:
-            found = self.operator("backward")(*backward[:-2], *call[: self._inputs], list(needs))
-        elif last is not None and (entry := last.find(needs, call[: self._tensors], backward[:-2])) is not None:
-            found = entry.run(backward)
+            found = self.operator("backward")(*tensors, *self._inputs_of(call), list(needs))
+        elif last is not None and (entry := last.find(needs, self._tensors_of(call), tensors)) is not None:
+            found = _as_tuple(entry.run(backward))
         elif not given[0].is_cuda:
             found = (backward_pass.fake_gradients if given[0].is_meta else backward_pass.reference)(backward)
         elif not ctx.may_fall_back:  # as in the forward pass: this may be another thread, of autograd
@@ -769,25 +789,25 @@ class Operation(Generic[CallT]):
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
 
-    def explicit_gradients(self, backward: BackwardCall) -> list[Tensor]:
+    def explicit_gradients(self, backward: BackwardCall[CallT]) -> list[Tensor]:
         """The needed gradients of a backward call that a caller made, which nothing has checked. Autograd stays out.
 
         Raises:
             ArgumentError: An argument is wrong.
             UnsupportedError: cuDNN has no kernel for it, or it is to be differentiated itself.
         """
-        call, given = backward.call, backward._fields[:-2]
-        if sharding.has_dtensor(*call[: self._tensors], *backward[:-2]):
+        call, given = backward.call, self._pass.tensors
+        if sharding.has_dtensor(*self._tensors_of(call), *self._given_of(backward)):
             sharding.refuse(f"{self.function}_backward", "autograd differentiates calls on DTensors by itself")
         if not is_compiling():
             tensors = {name: getattr(backward, name) for name in given}
             backward = backward._replace(**{name: plain(x) for name, x in tensors.items() if isinstance(x, Tensor)})
         self.check_types(call)
         self._pass.check_types(backward)
-        call = call._replace(deterministic=is_deterministic(call.deterministic))
+        call = call._replace(deterministic=is_deterministic(getattr(call, "deterministic", None)))
         backward = backward._replace(call=call)
         names = (*(self.names.get(name, name) for name in self.fields[: self._tensors]), *given)
-        tensors = dict(zip(names, (*call[: self._tensors], *backward[:-2]), strict=True))
+        tensors = dict(zip(names, (*self._tensors_of(call), *self._given_of(backward)), strict=True))
         function = f"{self.function}_backward"
         autograd_checks.check(function, None, loops=False, forward_mode=self.forward_mode, **tensors)
         autograd_checks.refuse_gradient_through(function, tensors)
@@ -800,7 +820,7 @@ class Operation(Generic[CallT]):
         if self.reference_call is None or not fallback.is_in_force():
             self._check_backward(backward)
             return self._run_backward(backward, bypasses)
-        without_limits = backward._replace(call=self.reference_call._make(call))
+        without_limits = backward._replace(call=self.reference_call(*call))
 
         def run() -> list[Tensor]:
             fallback.check_or_decline(
@@ -810,39 +830,39 @@ class Operation(Generic[CallT]):
 
         return fallback.or_else(run, lambda: self._pass.reference(without_limits), lambda: self.kind(call))
 
-    def _backward_by_operator(self, backward: BackwardCall) -> list[Tensor]:
-        inputs = backward.call[: self._inputs]
-        found: list[Tensor] = self.operator("backward")(*backward[:-2], *inputs, list(backward.needs))
+    def _backward_by_operator(self, backward: BackwardCall[CallT]) -> list[Tensor]:
+        tensors, inputs = self._given_of(backward), self._inputs_of(backward.call)
+        found: list[Tensor] = self.operator("backward")(*tensors, *inputs, list(backward.needs))
         return found
 
-    def _check_backward(self, backward: BackwardCall) -> None:
+    def _check_backward(self, backward: BackwardCall[CallT]) -> None:
         self.check(backward.call)
         self._pass.check(backward)
 
-    def _run_backward(self, backward: BackwardCall, bypasses: bool) -> list[Tensor]:
+    def _run_backward(self, backward: BackwardCall[CallT], bypasses: bool) -> list[Tensor]:
         """A checked backward call that a caller made, where its tensors are."""
-        call = backward.call
-        if call[0].is_cuda:
+        call, first = backward.call, self.first_of(backward.call)
+        if first.is_cuda:
             if self.checks_values():
                 self.check_values(call)
             self.check_strides(call)
             if bypasses:  # otherwise they may hold their memory elsewhere
                 self.check_memory(call)
-        elif not call[0].is_meta:
+        elif not first.is_meta:
             if bypasses:
                 self.check_values(call)
             self._pass.check_for_gpu(backward)
             self.check_memory(call)
         if not bypasses:
             return self._backward_by_operator(backward)
-        if call[0].is_cuda:
+        if first.is_cuda:
             return self._gradients_on_gpu(backward)
-        return (self._pass.fake_gradients if call[0].is_meta else self._pass.reference)(backward)
+        return (self._pass.fake_gradients if first.is_meta else self._pass.reference)(backward)
 
-    def _checked_fake_gradients(self, backward: BackwardCall) -> list[Tensor]:
+    def _checked_fake_gradients(self, backward: BackwardCall[CallT]) -> list[Tensor]:
         """What the needed gradients of a call in compiled code look like, which nothing has checked."""
         if self.reference_call is not None:  # whose limits are those of the forward pass
-            without_limits = backward._replace(call=self.reference_call._make(backward.call))
+            without_limits = backward._replace(call=self.reference_call(*backward.call))
             self.check_options(without_limits.call)
             self._check_backward(without_limits)
         return self._pass.fake_gradients(backward)
@@ -854,23 +874,24 @@ class Operation(Generic[CallT]):
         entry = None if last.cached is None else last.cached.entry()
         if entry is None or not isinstance(entry.run, PlainCall) or None in grads[: self._given]:
             return None
-        call = self.call._make((*ctx.saved_tensors[: self._tensors], *ctx.options, *self._wants_all))
+        call = self.call(*ctx.saved_tensors[: self._tensors], *ctx.options, *self._wants_all)
         backward = self._pass.call(*grads[: self._given], *ctx.saved_tensors[self._tensors :], call, needs)
-        if last.find(needs, call[: self._tensors], backward[:-2]) is not entry:
+        if last.find(needs, self._tensors_of(call), self._given_of(backward)) is not entry:
             return None
         plain = entry.run
         return RepeatableCall(plain.bound, plain.tensors_of(backward), plain.returned)
 
-    def _gradients_on_gpu(self, backward: BackwardCall, last: LastGradient | None = None) -> list[Tensor]:
+    def _gradients_on_gpu(self, backward: BackwardCall[CallT], last: LastGradient | None = None) -> list[Tensor]:
         """The needed gradients of a backward call on the GPU, which `last` remembers."""
         readable = self._pass.readable(backward)
         prepared = self._entry(self._signature_of_gradient(readable), readable, self._prepare_gradients)
         if last is not None and readable is backward and isinstance(prepared, Entry):
-            last.remember(backward.needs, backward.call[: self._tensors], backward[:-2], prepared)
+            inputs, given = self._tensors_of(backward.call), self._given_of(backward)
+            last.remember(backward.needs, inputs, given, prepared)
         return list(prepared.run(readable))
 
     def gradients_from_dispatcher(
-        self, backward: BackwardT, known: dict[Hashable, LastGradient], check: Callable[[BackwardT], None]
+        self, backward: BackwardCall[CallT], known: dict[Hashable, LastGradient], check: Callable[[], None]
     ) -> list[Tensor]:
         """The needed gradients of a backward call that PyTorch's dispatcher has brought, past all that intercepts it.
 
@@ -879,16 +900,16 @@ class Operation(Generic[CallT]):
             known: What recognizes the last one of each kind, which was checked; it remembers this one.
             check: Checks what the forward call does not say.
         """
-        inputs = backward.call[: self._tensors]
-        kind = tuple([x is None for x in inputs]), backward.call[self._tensors : self._inputs]
+        inputs, others = self._tensors_of(backward.call), self._given_of(backward)
+        kind = tuple([x is None for x in inputs]), self._options_of(backward.call)
         last = known.get(kind)
         if last is not None and not self.checks_values():
-            given = [x for x in (*inputs, *backward[:-2]) if x is not None]  # all addresses are looked at
+            given = [x for x in (*inputs, *others) if x is not None]  # all addresses are looked at
             if (entry := last.find(backward.needs, (), given)) is not None:
                 return list(entry.run(backward))
         self.check(backward.call)
-        check(backward)
-        if not backward.call[0].is_cuda:
+        check()
+        if not self.first_of(backward.call).is_cuda:
             return self._backward_by_operator(backward)
         if last is None:
             if len(known) >= MAX_KINDS:
@@ -896,16 +917,17 @@ class Operation(Generic[CallT]):
             last = known[kind] = LastGradient()
         return self._gradients_on_gpu(backward, last)
 
-    def _prepare_gradients(self, backward: BackwardCall) -> Prepared:
+    def _prepare_gradients(self, backward: BackwardCall[CallT]) -> Prepared:
         names = (*self.fields[: self._tensors], *self._pass.tensors)
-        tensors = (*backward.call[: self._tensors], *backward[:-2])
+        tensors = (*self._tensors_of(backward.call), *self._given_of(backward))
         check_one_device(names, tensors)  # a saved-tensor hook may have moved them
         return self._pass.prepare(backward)
 
-    def _signature_of_gradient(self, backward: BackwardCall) -> Hashable:
-        return "backward", *map(layout_signature, backward[:-2]), backward.needs, self.signature(backward.call)
+    def _signature_of_gradient(self, backward: BackwardCall[CallT]) -> Hashable:
+        layouts = map(layout_signature, self._given_of(backward))
+        return "backward", *layouts, backward.needs, self.signature(backward.call)
 
-    def gradient_keys(self, backward: BackwardCall, target: Target, device: int | None) -> Iterator[PlanKey]:
+    def gradient_keys(self, backward: BackwardCall[CallT], target: Target, device: int | None) -> Iterator[PlanKey]:
         """The keys of the plans of a backward call, on a target."""
         return self._pass.keys(self._pass.readable(backward), target, device)
 
@@ -917,10 +939,9 @@ class Operation(Generic[CallT]):
 
     def call_of(self, inputs: Sequence[object], *, is_complete: bool = False, out: Tensor | None = None) -> CallT:
         """The call with an operator's inputs."""
-        found: CallT = self.call._make((*inputs, *self._wants_all))
+        found = self.call(*inputs, *self._wants_all)
         found = found if is_complete else self.complete(found, is_complete=False)
-        result: CallT = found if out is None else found._replace(out=out)
-        return result
+        return found if out is None else found._replace(out=out)
 
     def forward_implementations(self, run: Callable[[CallT], Result]) -> dict[str, Callable[..., Result | None]]:
         """The forward operators as `run` implements them, by what they do."""
@@ -940,7 +961,7 @@ class Operation(Generic[CallT]):
         return {which: run for which, run in found.items() if which in self.operators}
 
     def backward_implementation(
-        self, run: Callable[[BackwardCall], Sequence[Tensor]]
+        self, run: Callable[[BackwardCall[CallT]], Sequence[Tensor]]
     ) -> Callable[..., Sequence[Tensor]]:
         """The backward operator as `run` implements it."""
         given = len(self._pass.tensors)
@@ -1015,6 +1036,11 @@ class Operation(Generic[CallT]):
 
 #: All operations, by name.
 OPERATIONS: dict[str, Operation[Any]] = {}
+
+
+def _fields(places: slice) -> Callable[[Fields], tuple[FieldT, ...]]:
+    """What gives the fields of a call at these places, as `operator.itemgetter` does, which Dynamo cannot trace."""
+    return lambda call: call[places]  # type: ignore[return-value]
 
 
 def _new(like: Tensor, layout: Layout) -> Tensor:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.autograd import Result
+from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.errors import DeviceError, OptionError, UnsupportedError
 
 if TYPE_CHECKING:

@@ -190,7 +190,7 @@ def _convolve(
     groups: int,
     activation: str | None,
 ) -> Tensor:
-    options: Options = sizes_of(rank, stride, padding, dilation)
+    strides, zeros, spacing = sizes_of(rank, stride, padding, dilation)
     if isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_cuda and not _may_be_tf32():  # in each call
         reasons = ["cuDNN multiplies float32 in TF32 here, and torch.backends.cudnn.allow_tf32 is False"]
         raise UnsupportedError("a convolution of float32", reasons, "bfloat16 or float16, or PyTorch's own functions")
@@ -199,11 +199,11 @@ def _convolve(
         if activation is None or _is_separate(x, weight, bias, groups=groups, activation=activation)
         else activation
     )
-    options["groups"], options["activation"] = groups, fused
+    options: Options = {"stride": strides, "padding": zeros, "dilation": spacing, "groups": groups, "activation": fused}
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    if rank == 2 and options["stride"] != (1, 1) and type(groups) is int and _has_size(weight, options["stride"]):
+    if rank == 2 and strides != (1, 1) and type(groups) is int and _has_size(weight, strides):
         cast: Any = convolution.arguments(tensors, options)[0]
-        if groups == 1 and is_patch_embedding(x, weight, **options):
+        if groups == 1 and is_patch_embedding(x, weight, stride=strides, padding=zeros, dilation=spacing):
             if sharding.has_dtensor(*tensors):
                 return ACTIVATIONS[activation](_patches_of_dtensors(*cast))
             return ACTIVATIONS[activation](_patch_embedding(*cast))
@@ -252,9 +252,7 @@ def has_separate_activation(
     return groups > 1 and (groups == x.shape[1] or channels % _CHANNELS_PER_LOAD != 0)
 
 
-def is_patch_embedding(
-    x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes, **_: object
-) -> bool:
+def is_patch_embedding(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:
     """Whether every element of x is in exactly one patch."""
     size = tuple(weight.shape[2:])
     if stride != size or size == (1, 1) or any(padding) or dilation != (1, 1):

@@ -60,9 +60,8 @@ def check(rank: int, *, x: Tensor, weight: Tensor, bias: Tensor | None, groups: 
     autograd_checks.refuse_transforms(f"conv{rank}d", x, weight, bias, loops=False)
 
 
-def check_extent(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> None:
+def check_extent(x: Tensor, weight: Tensor, *, padding: Sizes, dilation: Sizes) -> None:
     """Checks that the filter is not larger than the padded x."""
-    del stride
     for length, size, zeros, spacing in zip(x.shape[2:], weight.shape[2:], padding, dilation, strict=True):
         if is_true(length + 2 * zeros > MAX_SIZE):
             raise OptionError("padding", str(zeros), f"no more than {MAX_SIZE} elements including padding")
@@ -72,13 +71,13 @@ def check_extent(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, di
             raise LayoutError("x", got, f"at least {extent}, the extent of the filter", "Pad x.")
 
 
-def sizes_of(rank: int, stride: object, padding: object, dilation: object) -> dict[str, Sizes]:
+def sizes_of(rank: int, stride: object, padding: object, dilation: object) -> tuple[Sizes, Sizes, Sizes]:
     """Stride, padding and dilation, one value per dimension."""
-    return {
-        "stride": _sizes("stride", stride, rank, 1),
-        "padding": _sizes("padding", padding, rank, 0),
-        "dilation": _sizes("dilation", dilation, rank, 1),
-    }
+    return (
+        _sizes("stride", stride, rank, 1),
+        _sizes("padding", padding, rank, 0),
+        _sizes("dilation", dilation, rank, 1),
+    )
 
 
 #: Small sizes, repeated for each dimension: made once, since the types of the same objects need no comparison, which
@@ -119,7 +118,8 @@ def check_call(
     rank = len(stride) if isinstance(stride, tuple) else x.dim() - 2
     check(rank, x=x, weight=weight, bias=bias, groups=groups)
     check_activation(activation)
-    check_extent(x, weight, **sizes_of(rank, stride, padding, dilation))
+    _, zeros, spacing = sizes_of(rank, stride, padding, dilation)
+    check_extent(x, weight, padding=zeros, dilation=spacing)
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -146,9 +146,13 @@ def _as_2d(operands: Sequence[Value], results: Sequence[Tensor], options: Option
 
     if rank == 1:
         before = {"stride": 1, "padding": 0, "dilation": 1}
-        options = {name: (before[name], *value) if name in before else value for name, value in options.items()}
-        if "shape" in options:
-            batch, channels, length = options["shape"]
+        options = {
+            name: (before[name], *value) if name in before and isinstance(value, tuple) else value
+            for name, value in options.items()
+        }
+        shape = options.get("shape")
+        if isinstance(shape, tuple):
+            batch, channels, length = shape
             options["shape"] = batch, channels, 1, length
     return [viewed(x) for x in operands], [x.unsqueeze(2) if rank == 1 else x for x in results], options
 

@@ -92,7 +92,7 @@ def _convolution(
     groups: int,
     activation: str | None,
 ) -> Description:
-    sizes = sizes_of(rank, *geometry)
+    sizes = dict(zip(("stride", "padding", "dilation"), sizes_of(rank, *geometry), strict=True))
     check_call(x, weight, bias, **sizes, groups=groups, activation=activation)
     if rank == 2 and groups == 1 and conv.is_patch_embedding(x, weight, **sizes):
         reasons = ["the stride equals the filter size: the patches are gathered, and PyTorch multiplies them"]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol, overload
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, overload
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from cudnn_sdpa.engine import autograd_checks, cpu_target, sharding
 from cudnn_sdpa.engine.autocast import cast_tensor, could_cast
-from cudnn_sdpa.engine.autograd import Differentiable, Result
+from cudnn_sdpa.engine.call import Differentiable, Result
 from cudnn_sdpa.engine.dispatch_state import (
     can_bypass_dispatcher,
     is_batch,
@@ -32,7 +32,7 @@ from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls,
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
 from cudnn_sdpa.fused.checks import check_offsets, check_savable, check_strided, shown
-from cudnn_sdpa.fused.torch_ops import Options, Outputs, Value, as_tuple
+from cudnn_sdpa.fused.torch_ops import Gradients, Options, Outputs, Results, Value, as_tuple
 from cudnn_sdpa.graph.definition import GraphDefinition, function_digest
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES, TensorLayout, is_expanded, layouts_of
@@ -105,9 +105,9 @@ class GraphFunction(GraphDefinition):
         self,
         builder: Callable[..., object],
         *,
-        reference: Callable[..., object] | None = None,
-        outputs: Callable[..., object] | None = None,
-        backward: Callable[..., object] | None = None,
+        reference: Callable[..., Results] | None = None,
+        outputs: Callable[..., Results] | None = None,
+        backward: Callable[..., Gradients] | None = None,
         keeps_results: bool | slice = True,
         auxiliary: int = 0,
         check: Callable[..., None] | None = None,
@@ -146,7 +146,7 @@ class GraphFunction(GraphDefinition):
         self.ways = sharding.along(shard) if isinstance(shard, Mapping) else shard
         functions = (builder, backward, reference, outputs, readable, views, reads)
         self.token = torch_ops.register(self, function_digest(*functions))
-        self.known: KnownCalls[_Entry] = KnownCalls(
+        self.known: KnownCalls[_Entry, Value, Mapping[str, object]] = KnownCalls(
             self._look_up, self._runs, could_cast if autocast else lambda _: False
         )
         self._find = self.known.find
@@ -514,7 +514,8 @@ class Pattern:
     def __init__(self, values: Sequence[object]) -> None:
         self.tensors = [place for place, x in enumerate(values) if isinstance(x, Tensor)]
         self.numbers = [place for place, x in enumerate(values) if isinstance(x, (int, float))]
-        self.tensors_of, self.numbers_of = items_of(self.tensors), items_of(self.numbers)
+        self.tensors_of: Callable[[Sequence[object]], tuple[Tensor, ...]] = items_of(self.tensors)
+        self.numbers_of: Callable[[Sequence[object]], tuple[float, ...]] = items_of(self.numbers)
         if any(isinstance(x, int) for x in values):  # which float32 may not represent
             self.numbers_of = _numbers
 
@@ -597,7 +598,7 @@ class Saved:
             found = torch_ops.gradients(self.function, given, values, results=results, static=self._static, needs=needs)
         return [x if need else None for x, need in zip(found, needs, strict=True)]
 
-    def differentiation(self, values: tuple[Value, ...], results: Sequence[Layout]) -> Differentiation:
+    def differentiation(self, values: tuple[Value, ...], results: Sequence[Layout]) -> Differentiation[_Given]:
         """What the native module needs to have this compute the gradients of such calls."""
         returned = results[: len(results) - self.function.auxiliary]
         device = next(x for x in values if isinstance(x, Tensor)).device
@@ -626,8 +627,12 @@ class _NativeContext(NamedTuple):
     like: _Like
 
 
+#: What they need besides.
+_Given: TypeAlias = "tuple[Saved, _Like, _Attempts]"
+
+
 def _native_gradients(
-    options: tuple[Saved, _Like, _Attempts],
+    options: _Given,
     grads: tuple[Tensor | None, ...],
     saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
@@ -846,9 +851,9 @@ def graph_op(builder: Callable[..., object], /) -> GraphFunction: ...
 @overload
 def graph_op(
     *,
-    reference: Callable[..., object] | None = ...,
-    outputs: Callable[..., object] | None = ...,
-    backward: Callable[..., object] | None = ...,
+    reference: Callable[..., Results] | None = ...,
+    outputs: Callable[..., Results] | None = ...,
+    backward: Callable[..., Gradients] | None = ...,
     keeps_results: bool | slice = ...,
     auxiliary: int = ...,
     check: Callable[..., None] | None = ...,
@@ -866,9 +871,9 @@ def graph_op(
     builder: Callable[..., object] | None = None,
     /,
     *,
-    reference: Callable[..., object] | None = None,
-    outputs: Callable[..., object] | None = None,
-    backward: Callable[..., object] | None = None,
+    reference: Callable[..., Results] | None = None,
+    outputs: Callable[..., Results] | None = None,
+    backward: Callable[..., Gradients] | None = None,
     keeps_results: bool | slice = True,
     auxiliary: int = 0,
     check: Callable[..., None] | None = None,

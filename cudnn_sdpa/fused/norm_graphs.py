@@ -5,8 +5,8 @@ Callers pass x as (..., n), weight and bias as (n,). The graphs read and write t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -28,24 +28,27 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, 
 MAX_EPS = torch.finfo(torch.float32).max
 
 
-def check(x: Tensor, weights: dict[str, Any], eps: object) -> None:
+def check(x: Tensor, weights: Mapping[str, object], eps: object) -> None:
     """Checks x, eps, and the weight and bias."""
     check_dtype("x", x)
     if x.dim() == 0:
         raise ShapeError("x", "no dimension", "one dimension or more")
     check_eps(eps)
+    tensors = {"x": x}
     for name, weight in weights.items():
         if weight is None:
             continue
-        if isinstance(weight, (int, tuple, list)):
-            hint = "There is no normalized_shape here: rows are the last dimension of x."
+        if not isinstance(weight, Tensor):
+            is_shape = isinstance(weight, (int, tuple, list))
+            hint = "There is no normalized_shape here: rows are the last dimension of x." if is_shape else ""
             raise OptionError(name, type(weight).__name__, "a torch.Tensor", hint)
         check_same_device(name, weight, "x", x)
         if tuple(weight.shape) != (x.shape[-1],):
             raise ShapeError(name, f"shape {tuple(weight.shape)}", f"shape ({x.shape[-1]},), the last dimension of x")
         if weight.dtype not in (x.dtype, torch.float32):
             raise DtypeError(name, str(weight.dtype), f"{x.dtype}, the dtype of x, or float32")
-    check_savable(x=x, **weights)
+        tensors[name] = weight
+    check_savable(**tensors)
 
 
 def check_eps(eps: object) -> None:

@@ -7,7 +7,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,9 +25,15 @@ if TYPE_CHECKING:
 Value: TypeAlias = Tensor | float | None
 
 #: The static options of a call, by name.
-Options: TypeAlias = dict[str, Any]
+Options: TypeAlias = dict[str, object]
 
 Outputs: TypeAlias = tuple[Tensor, ...]
+
+#: What a reference returns, and what a backward does.
+Results: TypeAlias = Tensor | tuple[Tensor, ...] | list[Tensor]
+Gradients: TypeAlias = Tensor | tuple[Tensor | None, ...] | list[Tensor | None] | None
+
+ResultT = TypeVar("ResultT", Tensor, Tensor | None)
 
 
 class Prepared(Protocol):
@@ -50,8 +56,8 @@ class Function(Protocol):
     token: str
     operands: tuple[str, ...]
     options: Options
-    reference: Callable[..., object] | None
-    backward: Callable[..., object] | None
+    reference: Callable[..., Results] | None
+    backward: Callable[..., Gradients] | None
     takes_needs: bool
 
     def as_readable(self, values: Sequence[Value], static: Options) -> tuple[Value, ...]: ...
@@ -122,7 +128,7 @@ def run(function: Function, values: Sequence[Value], static: Options) -> Sequenc
     return results
 
 
-def as_tuple(results: Any) -> Outputs:
+def as_tuple(results: ResultT | tuple[ResultT, ...] | list[ResultT]) -> tuple[ResultT, ...]:
     """A function's results, one tensor or several, as a tuple."""
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypedDict
 
 from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.errors import ExecutionError, LibraryError, UnsupportedError
@@ -160,6 +160,13 @@ def set_stream(handle: Handle, stream: int) -> None:
     cudnn().set_stream(handle, stream)
 
 
+class DeviceOptions(TypedDict, total=False):
+    """The GPU that a `GraphBuilder` plans for: its handle, or the properties of one that is not here."""
+
+    handle: Handle | None
+    properties: DeviceProperties | None
+
+
 class GraphBuilder:
     """What a builder function receives as `g`: cuDNN's graph, with every operation as a method.
 
@@ -181,7 +188,7 @@ class GraphBuilder:
 
     def __init__(self, *, handle: Handle | None = None, properties: DeviceProperties | None = None) -> None:
         self.types = cudnn()
-        self.device_options = {"handle": handle, "properties": properties}
+        self.device_options: DeviceOptions = {"handle": handle, "properties": properties}
         options: dict[str, object] = {"handle": handle}
         if properties is not None:
             options = {

@@ -14,18 +14,21 @@ import traceback
 import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.backend import BuiltGraph, GraphBuilder, Results, Symbol
+from cudnn_sdpa.graph.backend import BuiltGraph, DeviceOptions, GraphBuilder, Results, Symbol
 from cudnn_sdpa.graph.diagnostics import locations_in_file
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES
 from cudnn_sdpa.graph.target import Target
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: Modules whose attributes do not change; other modules' attributes would be in no key.
 _MODULES = {*sys.stdlib_module_names, "torch", "numpy"}
@@ -178,7 +181,7 @@ class InferringBuilder(GraphBuilder):
     of bounds if it is larger than their operands.
     """
 
-    def __init__(self, **device_options: Any) -> None:
+    def __init__(self, **device_options: Unpack[DeviceOptions]) -> None:
         self._made_by: dict[int, str] = {}
         super().__init__(**device_options)
 

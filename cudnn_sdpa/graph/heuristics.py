@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.graph.backend import BuiltGraph, DeviceProperties, EngineConfiguration, GraphBuilder, Handle
+from cudnn_sdpa.graph.backend import (
+    BuiltGraph,
+    DeviceOptions,
+    DeviceProperties,
+    EngineConfiguration,
+    GraphBuilder,
+    Handle,
+)
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import PlanKey
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class HeuristicsBuilder(GraphBuilder):
@@ -64,7 +74,11 @@ class ConfigurationBuilder(GraphBuilder):
 
 
 def build_others(
-    operation: GraphDefinition, key: PlanKey, first: EngineConfiguration, max_count: int, **device_options: Any
+    operation: GraphDefinition,
+    key: PlanKey,
+    first: EngineConfiguration,
+    max_count: int,
+    **device_options: Unpack[DeviceOptions],
 ) -> list[BuiltGraph]:
     """cuDNN's proposals after `first`, compiled, in order, without those that cannot be compiled.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -15,8 +15,18 @@ from cudnn_sdpa.errors import DtypeError, UnsupportedError
 from cudnn_sdpa.integrations import mask_encoding
 from cudnn_sdpa.integrations.documents import SUGGESTION, Documents, documents
 
-#: Keyword arguments: those of transformers, and options of `sdpa`.
+#: Keyword arguments of transformers.
 Arguments: TypeAlias = dict[str, Any]
+
+
+class Options(TypedDict):
+    """Options of `sdpa` and `sdpa_varlen`."""
+
+    scale: float | None
+    dropout_p: float
+    softcap: float | None
+    sinks: Tensor | None
+
 
 #: Arguments that this attention does not support, each with the reason.
 REFUSED = {
@@ -60,7 +70,7 @@ def attention(
     """
     if others:
         _refuse(others)
-    options: Arguments = {
+    options: Options = {
         "scale": scaling,
         "dropout_p": dropout,
         "softcap": softcap,
@@ -106,7 +116,7 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: mask_encoding.Band, options: Arguments) -> Tensor:
+def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: mask_encoding.Band, options: Options) -> Tensor:
     """Attention with a band aligned bottom-right."""
     query, key, value = qkv
     queries, keys = query.shape[2], key.shape[2]
@@ -118,13 +128,21 @@ def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: mask_encodin
         return sdpa(query, key, value, attn_mask=mask_encoding.drawn(mask, query, keys), **options)
     is_full = left == mask_encoding.UNBOUNDED or (queries == 1 and keys <= left + 1)
     needs_no_mask = is_full and queries == 1 and right == 0  # a single query at the last key attends to all keys
-    options = {**options, "seq_lens_kv": lengths, "window_size": None if is_full else (left, right)}
-    if not needs_no_mask:
-        options |= {"is_causal": right == 0, "causal_alignment": TOP_LEFT if is_square else BOTTOM_RIGHT}
-    return sdpa(query, key, value, **options)
+    if needs_no_mask:
+        return sdpa(query, key, value, seq_lens_kv=lengths, **options)
+    return sdpa(
+        query,
+        key,
+        value,
+        is_causal=right == 0,
+        causal_alignment=TOP_LEFT if is_square else BOTTOM_RIGHT,
+        window_size=None if is_full else (left, right),
+        seq_lens_kv=lengths,
+        **options,
+    )
 
 
-def _packed(qkv: tuple[Tensor, Tensor, Tensor], packed: mask_encoding.Packed, options: Arguments) -> Tensor:
+def _packed(qkv: tuple[Tensor, Tensor, Tensor], packed: mask_encoding.Packed, options: Options) -> Tensor:
     """Causal attention among the tokens that are not padding, packed; padding rows are zeros."""
     query, _, value = qkv
     batch, heads, length, _ = query.shape
@@ -165,7 +183,7 @@ class _Call(NamedTuple):
     is_causal: bool
 
 
-def _by_arguments(call: _Call, others: Arguments, options: Arguments, *, inspect: bool) -> Tensor | None:
+def _by_arguments(call: _Call, others: Arguments, options: Options, *, inspect: bool) -> Tensor | None:
     """Attention within packed sequences that offsets or positions separate; None if they do not."""
     if others.get("cu_seq_lens_q") is not None:
         return _by_offsets(call, others, options)
@@ -176,7 +194,7 @@ def _by_arguments(call: _Call, others: Arguments, options: Arguments, *, inspect
     return None if packed is None else _by_positions(call, packed, options)
 
 
-def _by_offsets(call: _Call, others: Arguments, options: Arguments) -> Tensor:
+def _by_offsets(call: _Call, others: Arguments, options: Options) -> Tensor:
     """Attention within the packed sequences of a batch of one, described by FlashAttention's arguments."""
     is_complete = all(others.get(name) is not None for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"))
     reasons = {
@@ -201,7 +219,7 @@ def _by_offsets(call: _Call, others: Arguments, options: Arguments) -> Tensor:
     return out.unsqueeze(0)
 
 
-def _by_positions(call: _Call, packed: Documents, options: Arguments) -> Tensor:
+def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
     """Attention within each document."""
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, length, _ = query.shape
@@ -215,9 +233,7 @@ def _by_positions(call: _Call, packed: Documents, options: Arguments) -> Tensor:
     }
     _refuse_packed(reasons, SUGGESTION)
     q, k, v = (_token_major(x, length) for x in (query, key, value))
-    causal = call.is_causal
-    if band is not None:
-        options, causal = {**options, "window_size": (band.left, band.right)}, band.right == 0
+    causal, window = (call.is_causal, None) if band is None else (band.right == 0, (band.left, band.right))
     out: Tensor = sdpa_varlen(
         q,
         k,
@@ -227,6 +243,7 @@ def _by_positions(call: _Call, packed: Documents, options: Arguments) -> Tensor:
         max_seqlen_q=packed.max_length,
         max_seqlen_kv=packed.max_length,
         is_causal=causal,
+        window_size=window,
         **options,
     )
     return out.view(batch, length, heads, value.shape[3])

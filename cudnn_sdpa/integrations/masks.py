@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from types import FunctionType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,11 +109,13 @@ def _is_causal(request: Request, causal: Pattern) -> bool:
     return pattern is causal or (request.local_size is not None and _is_local_causal(pattern, causal))
 
 
-def _is_local_causal(pattern: Any, causal: Pattern) -> bool:
+def _is_local_causal(pattern: object, causal: Pattern) -> bool:
     """Whether a pattern is transformers' conjunction of a window or chunks with the causal pattern."""
-    if torch.compiler.is_compiling() or getattr(pattern, "__qualname__", "") != "and_masks.<locals>.and_mask":
+    if torch.compiler.is_compiling() or not isinstance(pattern, FunctionType):
         return False
-    parts = [cell.cell_contents for cell in pattern.__closure__]
+    if pattern.__qualname__ != "and_masks.<locals>.and_mask":
+        return False
+    parts = [cell.cell_contents for cell in pattern.__closure__ or ()]
     return len(parts) == 1 and len(parts[0]) == 2 and parts[0][1] is causal
 
 

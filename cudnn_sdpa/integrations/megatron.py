@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,6 +17,17 @@ __all__ = ["CoreAttention"]
 
 _CAUSAL = ("causal", "causal_bottom_right", "padding_causal")
 _SOFTMAXES = ("vanilla", "off-by-one", "learnable")
+
+
+class _Options(TypedDict):
+    """Options of `sdpa` and `sdpa_varlen`."""
+
+    scale: float | None
+    dropout_p: float
+    sinks: Tensor | None
+    window_size: tuple[int, int] | None
+    causal_alignment: str
+    is_causal: bool
 
 
 class CoreAttention(torch.nn.Module):
@@ -122,7 +133,7 @@ class CoreAttention(torch.nn.Module):
             ArgumentError: An argument is wrong.
         """
         kind = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
-        options: dict[str, Any] = {
+        options: _Options = {
             "scale": self.scale,
             "dropout_p": self.dropout if self.training else 0.0,
             "sinks": self.softmax_offset,
@@ -150,7 +161,7 @@ class CoreAttention(torch.nn.Module):
         value: Tensor,
         dense: dict[str, Tensor | None],
         packed: Any,
-        options: dict[str, Any],
+        options: _Options,
     ) -> Tensor:
         """Attention within packed sequences; `dense` are arguments that have no meaning there."""
         offsets, lengths = (packed.cu_seqlens_q, packed.cu_seqlens_kv), (packed.max_seqlen_q, packed.max_seqlen_kv)
@@ -190,7 +201,7 @@ class CoreAttention(torch.nn.Module):
         return forked
 
     def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
+        self, prefix: str = "", sharded_offsets: tuple[object, ...] = (), metadata: dict[str, object] | None = None
     ) -> Any:
         """The state for Megatron's distributed checkpoints: the sinks, if they are learned, divided as heads are."""
         make = importlib.import_module("megatron.core.transformer.utils").make_sharded_tensors_for_checkpoint

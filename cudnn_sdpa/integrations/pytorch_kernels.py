@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention.arguments import GradientT
 from cudnn_sdpa.engine import fallback
-from cudnn_sdpa.engine.autograd_checks import CallT
-from cudnn_sdpa.engine.backward_pass import GradientCall
+from cudnn_sdpa.engine.call import CallT
 from cudnn_sdpa.engine.dispatch_state import is_autocasting
 from cudnn_sdpa.engine.fast_path import LastGradient
 from cudnn_sdpa.engine.native.calls import NativeCalls
@@ -126,29 +126,29 @@ def launch(operation: Operation[CallT], call: CallT, calls: NativeCalls, given: 
         calls: The calls that are launched natively.
         given: What decides the call: all its tensors and options.
     """
-    with undisturbed(call[0]):
+    with undisturbed(operation.first_of(call)):
         return operation(call, Asked(calls, given))
 
 
-class BackwardCalls:
+class BackwardCalls(Generic[GradientT]):
     """The backward calls of an operation that PyTorch's dispatcher brings.
 
     A call like the last one with the same options is not checked again.
     """
 
-    def __init__(self, operation: Operation[Any], check: Callable[[GradientCall], None]) -> None:
+    def __init__(self, operation: Operation[Any], check: Callable[[GradientT], None]) -> None:
         self._operation = operation
         self._check = check
         self._last: dict[Hashable, LastGradient] = {}
 
-    def __call__(self, of: GradientCall) -> Sequence[Tensor]:
+    def __call__(self, of: GradientT) -> Sequence[Tensor]:
         """The needed gradients.
 
         Raises:
             ArgumentError: An argument is wrong.
         """
         with torch.no_grad():
-            return self._operation.gradients_from_dispatcher(of, self._last, self._check)
+            return self._operation.gradients_from_dispatcher(of, self._last, lambda: self._check(of))
 
 
 @contextlib.contextmanager

@@ -11,9 +11,8 @@ from torch.nn.attention import SDPBackend
 from cudnn_sdpa.attention import backward_arguments, value_checks
 from cudnn_sdpa.attention.arguments import shape_of
 from cudnn_sdpa.attention.mask import UNBOUNDED
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
-from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
@@ -23,7 +22,7 @@ from cudnn_sdpa.integrations.pytorch_kernels import BackwardCalls, launch
 _calls = NativeCalls()
 
 
-def _check_gradient(of: GradientCall) -> None:
+def _check_gradient(of: VarlenGradientCall) -> None:
     tokens, heads = of.call.q.shape[:2]
     if of.lse.shape != (tokens, heads):
         raise ShapeError("lse", shape_of(of.lse.transpose(0, 1)), f"shape {(heads, tokens)}: (heads, tokens)")
@@ -296,7 +295,7 @@ def gradients(
         )
         if lse.dim() != 2:
             raise ShapeError("lse", shape_of(lse), "two dimensions: (heads, tokens)")
-        of = GradientCall(grad_out, out, lse.detach().transpose(0, 1).contiguous(), call, needs=_NEEDS)
+        of = VarlenGradientCall(grad_out, out, lse.detach().transpose(0, 1).contiguous(), call, needs=_NEEDS)
         grad_q, grad_k, grad_v = _gradients(of)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None

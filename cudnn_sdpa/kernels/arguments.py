@@ -104,7 +104,7 @@ def without_causal_bias(call: KernelArguments) -> KernelArguments:
         return call
     if call.is_causal:
         refuse_two_masks("mask", "is_causal")
-    rows, columns = call.mask.seq_len_q, call.mask.seq_len_kv  # type: ignore[union-attr]
+    rows, columns = call.mask.seq_len_q, call.mask.seq_len_kv
     if alignment_of_causal_bias("mask", call.mask, call.q, call.k) == TOP_LEFT or rows == columns:
         return call._replace(mask=None, is_causal=True)
     device = call.q.device if isinstance(call.q, Tensor) else None

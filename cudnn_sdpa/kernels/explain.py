@@ -37,9 +37,10 @@ def describe_attention(
         is_causal=is_causal,
         scale=None if scale is None else as_float(scale),
     )
-    _, call, refused, trains = ATTENTION.checked(without_causal_bias(call), _as_cast)
-    if refused is not None:
-        return Description(attention_forward, partial(refuse, refused), device_of(q))
+    checked = ATTENTION.checked(without_causal_bias(call), _as_cast)
+    if checked.refused is not None:
+        return Description(attention_forward, partial(refuse, checked.refused), device_of(q))
+    call, trains = checked.cast, checked.trains
     needs = tuple(x is not None and x.requires_grad for x in call.differentiable)
     spec = Spec.of(without_data(call._replace(with_statistics=trains)))
     notes = [] if spec.mode == FUSED else ["all scores are kept in float32, in the workspace"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,10 +76,16 @@ class _ByElement:
     def __init__(self, spec: Spec, device: int, scale: float) -> None:
         self._bind = spec, device, scale
 
-    def __call__(self, *launch: Any) -> list[Tensor]:
+    def __call__(
+        self,
+        tensors: Sequence[Tensor],
+        out: Tensor | None,
+        into: Sequence[Tensor] | None,
+        numbers: tuple[float, ...] | None,
+    ) -> list[Tensor]:
         """See `BoundPlan`."""
         bound, _ = bind(*self._bind)
-        return bound(*launch)
+        return bound(tensors, out, into, numbers)
 
 
 def _fields(bound: BoundPlan) -> dict[str, str]:
@@ -97,11 +102,11 @@ class _WithMask:
         self._run = PlainCall(bound, range(len(bound.results)), of=_fields(bound))
         self._wanted = list(wanted)
 
-    def __call__(self, of: Gradient) -> list[Tensor]:
+    def __call__(self, of: Gradient) -> tuple[Tensor, ...]:
         """The needed gradients."""
         assert of.call.mask is not None
         found = self._run(of)
-        return [*(found[place] for place in self._wanted), mask_gradient(found[-1], of.call.mask, 0)]
+        return *(found[place] for place in self._wanted), mask_gradient(found[-1], of.call.mask, 0)
 
 
 def readable(of: Gradient) -> Gradient:
@@ -128,7 +133,7 @@ def without_keys(call: KernelArguments) -> Tensor | tuple[Tensor, Tensor]:
     return (out, statistics) if call.with_statistics else out
 
 
-def zero_gradients(of: Gradient) -> list[Tensor]:
+def zero_gradients(of: Gradient) -> tuple[Tensor, ...]:
     """The gradients there."""
     inputs = zip(("q", "k", "v", "attn_mask"), of.call.differentiable, of.needs, strict=True)
-    return [new_gradient(name, x).zero_() for name, x, need in inputs if need and x is not None]
+    return tuple(new_gradient(name, x).zero_() for name, x, need in inputs if need and x is not None)

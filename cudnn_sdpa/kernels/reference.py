@@ -58,7 +58,8 @@ def reference_attention(
         given = without_causal_bias(given)
     check_types(given)
     is_causal = given.is_causal
-    q, k, v, mask = (cast_tensor(x, q) for x in given.differentiable)
+    k, v, mask = cast_tensor(given.k, q), cast_tensor(given.v, q), cast_tensor(given.mask, q)
+    q = cast_tensor(q, q)
     call = given._replace(q=q, k=k, v=v, mask=mask)
     check_operands(call)
     exact = torch.promote_types(q.dtype, torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,40 @@ from cudnn_sdpa.nn.rotary import RotaryEmbedding, Rotations
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-    from typing_extensions import Self
+    from typing_extensions import Self, Unpack
 
 KeysAndValues = tuple[Tensor, Tensor]
+
+
+class _ScoreOptions(TypedDict, total=False):
+    """Options of `sdpa` and `context_parallel` that a module holds."""
+
+    is_causal: bool
+    window_size: tuple[int, int] | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+class ConversionOptions(TypedDict, total=False):
+    """Options of `Attention` that PyTorch's module does not have."""
+
+    is_causal: bool
+    window_size: tuple[int, int] | None
+    scale: float | None
+    softcap: float | None
+    rope: RotaryEmbedding | None
+
+
+class AttentionOptions(ConversionOptions, total=False):
+    """Options of `Attention` that layers of self-attention pass on."""
+
+    num_kv_heads: int | None
+    head_dim: int | None
+    qkv_bias: bool | None
+    sinks: bool
+    cp_group: ProcessGroup | DeviceMesh | None
+    cp_method: str
 
 
 class Attention(nn.Module):
@@ -124,8 +155,8 @@ class Attention(nn.Module):
         self.context_dim, self.packed = context_dim, packed
         check_number("dropout", dropout, below=1)
         bounds = window_bounds(window_size)
-        no_tensor: Any = None
-        options = ForwardArguments(no_tensor, no_tensor, no_tensor, is_causal=is_causal, scale=scale, softcap=softcap)
+        nothing = torch.empty(0, device="meta")
+        options = ForwardArguments(nothing, nothing, nothing, is_causal=is_causal, scale=scale, softcap=softcap)
         check_options(options._replace(window_left=bounds[0], window_right=bounds[1]))
         attention_checks.check_cross_attention(
             context_dim=context_dim,
@@ -167,7 +198,9 @@ class Attention(nn.Module):
             nn.init.zeros_(self.sinks)
 
     @classmethod
-    def from_torch(cls, module: nn.MultiheadAttention, *, cross: bool = False, **options: Any) -> Attention:
+    def from_torch(
+        cls, module: nn.MultiheadAttention, *, cross: bool = False, **options: Unpack[ConversionOptions]
+    ) -> Attention:
         """The equivalent of PyTorch's attention, with copies of its weights.
 
         PyTorch's boolean masks mean the opposite: True in its `attn_mask` and `key_padding_mask` is False in ours.
@@ -260,8 +293,8 @@ class Attention(nn.Module):
             rotations=rotations,
             step=step,
         )
-        options: dict[str, Any] = {"is_causal": self.is_causal, "window_size": self.window_size, "scale": self.scale}
-        options |= {"softcap": self.softcap}
+        options: _ScoreOptions = {"is_causal": self.is_causal, "window_size": self.window_size, "scale": self.scale}
+        options["softcap"] = self.softcap
         if step is None:
             if self.packed or position_ids is not None:
                 rotations = self._rotations(x, position_ids, rotations)
@@ -271,21 +304,23 @@ class Attention(nn.Module):
                 return self._of_all_ranks(q, k, v, options)
             lengths = context_lens if self.context_dim is not None else seq_lens
             dropout = self.dropout if self.training else 0.0
-            options |= {"attn_mask": attn_mask, "seq_lens_q": seq_lens, "seq_lens_kv": lengths, "dropout_p": dropout}
-            out = sdpa(q, k, v, **options)
+            out = sdpa(
+                q, k, v, attn_mask=attn_mask, seq_lens_q=seq_lens, seq_lens_kv=lengths, dropout_p=dropout, **options
+            )
         else:
             positions = step.positions if position_ids is None else position_ids
             q, k, v = self._heads(x, None, self._rotations(x, positions, rotations))
             options["sinks"] = self._sinks(q)
-            if attn_mask is not None:
-                options["attn_mask"] = attn_mask
             cache: Any = step.cache()
             cache.append(step, k, v, layer)
-            out = cache.attend(step, q, layer, **options)
+            if attn_mask is None:
+                out = cache.attend(step, q, layer, **options)
+            else:
+                out = cache.attend(step, q, layer, attn_mask=attn_mask, **options)
         projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
         return projected
 
-    def _of_all_ranks(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
+    def _of_all_ranks(self, q: Tensor, k: Tensor, v: Tensor, options: _ScoreOptions) -> Tensor:
         """Attention of this rank's tokens to those of all ranks, projected."""
         from cudnn_sdpa.distributed import context_parallel
 

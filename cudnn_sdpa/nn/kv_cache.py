@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 from torch import Tensor
@@ -16,6 +16,27 @@ from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.nn.checks import check_counts
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class AttendOptions(TypedDict, total=False):
+    """Options of `sdpa` that `KVCache.attend` takes."""
+
+    is_causal: bool
+    causal_alignment: str
+    window_size: tuple[int, int] | None
+    scale: float | None
+    attn_mask: Tensor | None
+    dropout_p: float
+    softcap: float | None
+    alibi: bool
+    sinks: Tensor | None
+    seq_lens_q: Tensor | None
+    seq_lens_kv: Tensor | None
+    deterministic: bool | None
+    out: Tensor | None
 
 
 @dataclass(eq=False)
@@ -288,7 +309,7 @@ class KVCache:
         for rows, cached in zip((k, v), pair, strict=True):
             cached[self._rows, :, step.slots] = rows.transpose(1, 2)
 
-    def attend(self, step: KVStep, q: Tensor, layer: int = 0, **options: Any) -> Tensor:
+    def attend(self, step: KVStep, q: Tensor, layer: int = 0, **options: Unpack[AttendOptions]) -> Tensor:
         """Attention of a step's new tokens on all tokens of their sequences.
 
         Args:
@@ -305,9 +326,14 @@ class KVCache:
             The output (B, Hq, tokens, D).
         """
         self._check_owner(step)
-        lengths = {"seq_lens_q": step.seq_lens_q, "seq_lens_kv": step.seq_lens_kv}
-        options = {"is_causal": True, "causal_alignment": "bottom_right", **lengths, **options}
-        out: Tensor = sdpa(q, self.k(layer), self.v(layer), **options)
+        given: AttendOptions = {
+            "is_causal": True,
+            "causal_alignment": "bottom_right",
+            "seq_lens_q": step.seq_lens_q,
+            "seq_lens_kv": step.seq_lens_kv,
+            **options,
+        }
+        out = sdpa(q, self.k(layer), self.v(layer), **given)
         fill = out.masked_fill if out.requires_grad else out.masked_fill_  # backward needs the unmodified output
         return fill(step.is_over, float("nan"))
 

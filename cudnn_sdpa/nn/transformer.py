@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.nn.attention import Attention
+from cudnn_sdpa.nn.attention import Attention, AttentionOptions, ConversionOptions
 from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_flags, check_number
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, refuse, rename
 from cudnn_sdpa.nn.feed_forward import ACTIVATIONS, FeedForward, SwiGLU, drop
 from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: Names in Hugging Face's LLaMA and in PyTorch's layer, and ours.
 OTHER_NAMES = {
@@ -88,7 +91,7 @@ class TransformerLayer(nn.Module):
         packed: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **attention: Any,
+        **attention: Unpack[AttentionOptions],
     ) -> None:
         super().__init__()
         check_choice("norm", norm, tuple(NORMS))
@@ -96,8 +99,9 @@ class TransformerLayer(nn.Module):
         check_flags(norm_first=norm_first, bias=bias)
         check_counts(ffn_dim=ffn_dim)
         check_number("dropout", dropout, below=1)
-        if attention.get("context_dim") is not None:
-            raise OptionError("context_dim", repr(attention["context_dim"]), "None: the layer has self-attention only")
+        context_dim: object = attention.get("context_dim")
+        if context_dim is not None:
+            raise OptionError("context_dim", repr(context_dim), "None: the layer has self-attention only")
         self.norm_first, self.dropout = norm_first, dropout
         factory: Factory = {"device": device, "dtype": dtype}
         norm_options: dict[str, bool] = {"bias": bias} if norm == "layer_norm" else {}
@@ -119,7 +123,7 @@ class TransformerLayer(nn.Module):
             module.reset_parameters()
 
     @classmethod
-    def from_torch(cls, module: nn.TransformerEncoderLayer, **attention: Any) -> TransformerLayer:
+    def from_torch(cls, module: nn.TransformerEncoderLayer, **attention: Unpack[ConversionOptions]) -> TransformerLayer:
         """The equivalent of PyTorch's layer, with copies of its weights.
 
         Args:

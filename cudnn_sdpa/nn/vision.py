@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -10,11 +10,22 @@ from torch import Tensor, nn
 from cudnn_sdpa.attention.arguments import shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.fused.conv import conv2d
+from cudnn_sdpa.nn.attention import AttentionOptions
 from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_flags
 from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
 from cudnn_sdpa.nn.feed_forward import drop
 from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch
 from cudnn_sdpa.nn.transformer import TransformerLayer
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class LayerOptions(AttentionOptions, total=False):
+    """Options of `TransformerLayer` that `VisionEncoder` passes on."""
+
+    norm_first: bool
+    packed: bool
 
 
 class PatchEmbed(nn.Module):
@@ -194,7 +205,7 @@ class VisionEncoder(nn.Module):
         dropout: float = 0.0,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
-        **attention: Any,
+        **attention: Unpack[LayerOptions],
     ) -> None:
         super().__init__()
         self.image_size = pair("image_size", image_size)
@@ -211,10 +222,20 @@ class VisionEncoder(nn.Module):
         self.register_parameter("class_token", class_parameter)
         self.position_embedding = nn.Parameter(torch.empty(1, tokens, embed_dim, **factory))
         self.dropout = dropout
-        options: dict[str, Any] = {"norm": norm, "norm_eps": norm_eps, "activation": activation, "bias": bias}
         ffn_dim = 4 * embed_dim if ffn_dim is None else ffn_dim
         self.layers = nn.ModuleList(
-            TransformerLayer(embed_dim, num_heads, ffn_dim, dropout=dropout, **options, **factory, **attention)
+            TransformerLayer(
+                embed_dim,
+                num_heads,
+                ffn_dim,
+                norm=norm,
+                norm_eps=norm_eps,
+                activation=activation,
+                bias=bias,
+                dropout=dropout,
+                **factory,
+                **attention,
+            )
             for _ in range(num_layers)
         )
         norm_options: dict[str, bool] = {"bias": bias} if norm == "layer_norm" else {}

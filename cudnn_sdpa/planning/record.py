@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cudnn_sdpa.engine.backward_pass import BackwardCall
+from cudnn_sdpa.engine.call import CallT
 from cudnn_sdpa.engine.operation import OPERATIONS, Operation
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops as fused_torch_ops
@@ -27,8 +28,10 @@ from cudnn_sdpa.plans.manifest import PlanManifest
 _log = logging.getLogger("cudnn_sdpa")
 
 Keys = Iterator[PlanKey]
+#: What gets a call in place of what runs it.
+Recording = Callable[..., tuple[Tensor, ...]]
 #: What makes a call from an operator's arguments and passes it on, and what gives the keys of the call.
-KeysOfOperator = tuple[Callable[[Any], Callable[..., object]], Callable[..., Keys]]
+KeysOfOperator = tuple[Callable[[Recording], Callable[..., object]], Callable[..., Keys]]
 
 
 def record_plans(target: str | None = None) -> AbstractContextManager[PlanManifest]:
@@ -107,10 +110,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 adapt(self._recording(keys_of))(*tree_map_only(Tensor, _without_memory, args))
         return function(*args, **(kwargs or {}))
 
-    def _recording(self, keys_of: Callable[..., Keys]) -> Callable[..., tuple[None, None]]:
-        def record(*call: object) -> tuple[None, None]:
+    def _recording(self, keys_of: Callable[..., Keys]) -> Recording:
+        def record(*call: object) -> tuple[Tensor, ...]:
             self.keys += keys_of(self.target, *call)
-            return None, None  # in place of the results, which are unused
+            return ()  # in place of the results, which are unused
 
         return record
 
@@ -143,21 +146,21 @@ _KEYS: dict[str, KeysOfOperator] = {
 }
 
 
-def _keys_of_operation(operation: Operation[object]) -> dict[str, KeysOfOperator]:
+def _keys_of_operation(operation: Operation[CallT]) -> dict[str, KeysOfOperator]:
     """The entries of `_KEYS` for the operators of an operation."""
 
-    def forward_keys(target: Target, call: object) -> Keys:
+    def forward_keys(target: Target, call: CallT) -> Keys:
         return operation.keys(call, target, None)
 
-    def gradient_keys(target: Target, backward: BackwardCall) -> Keys:
+    def gradient_keys(target: Target, backward: BackwardCall[CallT]) -> Keys:
         return operation.gradient_keys(backward, target, None)
 
-    def with_and_without_auxiliary(target: Target, call: object) -> Keys:
+    def with_and_without_auxiliary(target: Target, call: CallT) -> Keys:
         """Both plans: the operator always returns all results, and the arguments do not show whether they are used."""
         for is_complete in (False, True):
             yield from forward_keys(target, operation.complete(call, is_complete=is_complete))
 
-    def adapt(which: str) -> Callable[[Any], Callable[..., object]]:
+    def adapt(which: str) -> Callable[[Recording], Callable[..., object]]:
         return lambda run: operation.forward_implementations(run)[which]
 
     kinds = {"forward": forward_keys, "forward_all": forward_keys, "forward_out": with_and_without_auxiliary}

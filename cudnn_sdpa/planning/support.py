@@ -9,7 +9,6 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -371,8 +370,8 @@ def cell(operation: str, option: str, **target: object) -> Cell:
     options = {**SIZES, **ROWS[option]}
     if not {*SIZES, "head_dim_v", *parameters(operation)}.issuperset(options):
         return Cell(option, operation, ())
-    given: dict[str, Any] = {**options, **target}
-    answers = (support(operation, direction=direction, **given) for direction in DIRECTIONS)
+    ask: Callable[..., Support] = support
+    answers = (ask(operation, direction=direction, **{**options, **target}) for direction in DIRECTIONS)
     return Cell(option, operation, tuple(answers))
 
 

@@ -15,11 +15,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ForwardArguments, Result
+from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.launch import Run
 from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.mask import Mask
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec, length_bucket, sequence_bucket
+from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey

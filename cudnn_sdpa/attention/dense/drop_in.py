@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from typing import Any
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -21,6 +21,14 @@ from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeErro
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 _calls = NativeCalls()
+
+
+class SdpaOptions(TypedDict):
+    """The options of the equivalent `sdpa` call."""
+
+    is_causal: bool
+    scale: float | None
+    attn_mask: Tensor | None
 
 
 def scaled_dot_product_attention(
@@ -119,7 +127,7 @@ def drop_in_arguments(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+) -> tuple[Tensor, Tensor, Tensor, SdpaOptions]:
     """The tensors and options of the equivalent `sdpa` call."""
     try:
         return _reshaped(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
@@ -139,7 +147,7 @@ def _reshaped(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+) -> tuple[Tensor, Tensor, Tensor, SdpaOptions]:
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
         if not isinstance(tensor, Tensor):

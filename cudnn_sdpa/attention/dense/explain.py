@@ -6,27 +6,37 @@ Nothing is computed: checked calls take their real path with meta tensors.
 from __future__ import annotations
 
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, backward_arguments, memory, reference, sharding
-from cudnn_sdpa.attention.arguments import ForwardArguments, Scaled, cast_for_autocast, sign_of_scale
+from cudnn_sdpa.attention.arguments import (
+    AttentionGradientCall,
+    ForwardArguments,
+    GradientCall,
+    Scaled,
+    cast_for_autocast,
+    sign_of_scale,
+)
 from cudnn_sdpa.attention.dense import graphs, large_backward
 from cudnn_sdpa.attention.dense.buckets import Bucket
 from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries
-from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa
+from cudnn_sdpa.attention.dense.sdpa import SDPA, Keywords, call_of, sdpa
+from cudnn_sdpa.attention.dense.sdpa_backward import Keywords as BackwardKeywords
 from cudnn_sdpa.attention.dense.sdpa_backward import backward_call_of, sdpa_backward
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
-from cudnn_sdpa.engine.autocast import is_deterministic
-from cudnn_sdpa.engine.backward_pass import GradientCall
+from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.target import Target
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: The arguments of one call of any kind of attention: a NamedTuple with `q`.
 Call = TypeVar("Call", bound=NamedTuple)
@@ -36,9 +46,10 @@ TO_CAST = ("q", "k", "v", "attn_mask")
 
 
 @describes(sdpa, sharding.dense)
-def describe_sdpa(**given: Any) -> Description:
+def describe_sdpa(**given: Unpack[Keywords]) -> Description:
     """What `sdpa` runs on a GPU with these arguments; tensors may also be on the CPU."""
-    original, call, refused, trains = SDPA.checked(call_of(**given), as_cast)
+    checked = SDPA.checked(call_of(**given), as_cast)
+    original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     sinks, device = given["sinks"], device_of(original.q)
     if refused is not None:
         return Description(graphs.sdpa_forward, partial(refuse, refused), device)
@@ -64,7 +75,7 @@ def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> 
 
 
 @describes(sdpa_backward)
-def describe_backward(**given: Any) -> Description:
+def describe_backward(**given: Unpack[BackwardKeywords]) -> Description:
     """What `sdpa_backward` runs on a GPU with these arguments."""
     of, sinks = backward_call_of(**given), given["sinks"]
     arguments.check_types(of.call)
@@ -97,7 +108,7 @@ def is_readable_layout(tensor: Tensor, dims: int) -> bool:
     return (tensor.stride(-1) == 1 or tensor.shape[-1] == 1) and all(x % alignment == 0 and x for x in strides)
 
 
-def notes_on_copies(of: GradientCall, dims: int) -> list[str]:
+def notes_on_copies(of: AttentionGradientCall, dims: int) -> list[str]:
     """The copies of what a caller gave to a backward function and cuDNN cannot read."""
     copied = [name for name in ("grad_out", "out") if not is_readable_layout(getattr(of, name), dims)]
     copied += [] if of.lse.is_contiguous() else ["lse"]
@@ -147,9 +158,20 @@ def _notes_on_factor(of: GradientCall) -> list[str]:
 
 
 @describes(scaled_dot_product_attention)
-def describe_drop_in(query: Tensor, key: Tensor, value: Tensor, *, dropout_p: float, **options: Any) -> Description:
+def describe_drop_in(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+) -> Description:
     """The same for `scaled_dot_product_attention`."""
-    q, k, v, options = drop_in_arguments(query, key, value, **options)
+    q, k, v, options = drop_in_arguments(
+        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
+    )
     try:
         return describe_sdpa(q, k, v, dropout_p=dropout_p, **options)
     except ArgumentError as error:
@@ -174,9 +196,9 @@ def _like(tensor: Tensor, device: torch.device | str) -> Tensor:
 def as_cast(call: Call) -> Call:
     """The call as autocast casts it; the cast tensors have undefined values."""
     fields = call._asdict()
-    tensors: dict[str, Any] = {name: x for name in TO_CAST if (x := fields.get(name)) is not None}
-    probes = cast_for_autocast(ForwardArguments(**{name: x.new_empty(0) for name, x in tensors.items()}))
-    dtypes = {name: getattr(probes, name).dtype for name in tensors}
+    tensors: dict[str, Tensor] = {name: x for name in TO_CAST if (x := fields.get(name)) is not None}
+    probes = {name: x.new_empty(0) for name, x in tensors.items()}
+    dtypes = {name: cast_tensor(x, probes["q"]).dtype for name, x in probes.items()}
     layouts = {name: _like(x, "meta").to(dtypes[name]) for name, x in tensors.items() if x.dtype != dtypes[name]}
     cast: dict[str, object] = {name: _like(x, tensors["q"].device) for name, x in layouts.items()}
     return call._replace(**cast)

@@ -8,10 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ForwardArguments, Result
+from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.bias import BiasKernel
 from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.lengths import LENGTHS, LengthsKernel, RowLimitsKernel
+from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, items_by_name
 from cudnn_sdpa.engine.memory import check_present
 from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride

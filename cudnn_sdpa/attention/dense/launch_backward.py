@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, memory
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
 from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.attention.dense import graphs, large_backward, plans, reference
 from cudnn_sdpa.attention.dense.launch import SMALLEST, bind_plan
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, Needs
-from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.launch import BoundPlan, Layout, PlainCall, Prepared, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_like, dense_stride_like
@@ -46,10 +45,10 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     if spec.is_empty:
         return Prepared(_zero_gradients, None)
     if spec.is_single or spec.has_no_plan:
-        return Prepared(reference.gradients, None)
+        return Prepared(lambda of: tuple(reference.gradients(of)), None)
     if large_backward.is_too_large(*call.qkv, of.out, of.grad_out):
         large_backward.check(call, mask_gradient=Needs(*of.needs).attn_mask)
-        return Prepared(lambda of: large_backward.gradients(of, gradients), None)
+        return Prepared(lambda of: tuple(large_backward.gradients(of, gradients)), None)
     arguments.check_options(call)
     arguments.check(call)
     memory.check_strides(call.q, call.k, call.v)
@@ -81,8 +80,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
 def gradients(of: GradientCall) -> list[Tensor]:
     """The needed gradients of a backward call; its binding is not remembered."""
     of = readable(of)
-    found: list[Tensor] = prepare_gradients(of).run(of)
-    return found
+    return list(prepare_gradients(of).run(of))
 
 
 class _Gradients:
@@ -97,7 +95,7 @@ class _Gradients:
         self._others_of = items_by_name(bound.operands[len(OPERANDS) :])
         self._masks_lse = backward.dense.bias is not None or backward.dense.softcap
 
-    def __call__(self, of: GradientCall) -> list[Tensor]:
+    def __call__(self, of: GradientCall) -> tuple[Tensor, ...]:
         """The needed gradients."""
         call, lse, factor = of.call, of.lse, self._factor
         masked_rows = self._backward.dense.mask.masked_rows
@@ -121,7 +119,7 @@ class _Gradients:
             found.append(mask_gradient(grad_bias[0], call.attn_mask, masked_rows))
         if needs.sinks and call.sinks is not None:
             found.append(sink_gradient(of.grad_out, of.out, of.lse, call.sinks))
-        return found
+        return tuple(found)
 
 
 def _multiplied(q: Tensor, factor: float) -> Tensor:
@@ -129,9 +127,9 @@ def _multiplied(q: Tensor, factor: float) -> Tensor:
     return multiplied(q, factor)
 
 
-def _zero_gradients(of: GradientCall) -> list[Tensor]:
+def _zero_gradients(of: GradientCall) -> tuple[Tensor, ...]:
     inputs = zip(Needs._fields, of.call.differentiable, of.needs, strict=True)
-    return [new_gradient(name, x).zero_() for name, x, need in inputs if need and x is not None]
+    return tuple(new_gradient(name, x).zero_() for name, x, need in inputs if need and x is not None)
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, queries: Tensor | None = None) -> Tensor:

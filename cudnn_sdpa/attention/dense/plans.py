@@ -11,12 +11,11 @@ from typing import NamedTuple
 
 import torch
 
-from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments, with_positive_scale
+from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments, GradientCall, with_positive_scale
 from cudnn_sdpa.attention.bias import bias_layout, repeated_row
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import Mask, normalize_mask
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
-from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.errors import UnsupportedError

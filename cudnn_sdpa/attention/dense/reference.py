@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import reference
-from cudnn_sdpa.attention.arguments import ForwardArguments, Result
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense import plans
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.mask import TOP_LEFT
-from cudnn_sdpa.engine.backward_pass import GradientCall
+from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 
 

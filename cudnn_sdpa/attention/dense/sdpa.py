@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, backward_arguments, memory, sharding, value_checks
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, as_float, as_sinks, kind_of
+from cudnn_sdpa.attention.arguments import (
+    ForwardArguments,
+    GradientCall,
+    ReferenceArguments,
+    as_float,
+    as_sinks,
+    kind_of,
+)
 from cudnn_sdpa.attention.bias import new_gradient, without_causal_bias
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.dense import large_backward, launch_backward, plans, reference, tiers
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
-from cudnn_sdpa.engine.backward_pass import BackwardPass, GradientCall
+from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
 from cudnn_sdpa.graph import known_issues
@@ -208,6 +215,33 @@ def sdpa(
     return result
 
 
+class SharedKeywords(TypedDict):
+    """The arguments that `sdpa` and `sdpa_backward` share."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    is_causal: bool
+    causal_alignment: str
+    window_size: tuple[int, int] | None
+    scale: float | None
+    attn_mask: Tensor | None
+    softcap: float | None
+    alibi: bool
+    sinks: Tensor | None
+    seq_lens_q: Tensor | None
+    seq_lens_kv: Tensor | None
+    deterministic: bool | None
+
+
+class Keywords(SharedKeywords):
+    """All arguments of `sdpa`."""
+
+    dropout_p: float
+    return_lse: bool
+    out: Tensor | None
+
+
 def call_of(
     q: Tensor,
     k: Tensor,
@@ -319,7 +353,7 @@ SDPA = Operation(
         new_gradient=new_gradient,
         check_types=backward_arguments.check_types,
         check=backward_arguments.check,
-        check_for_gpu=lambda of: check_backward_call(of, check_strides_of_dense, _check_backward_keys),
+        check_for_gpu=lambda of: check_backward_call(of, of.call, check_strides_of_dense, _check_backward_keys),
     ),
     pytorchs=reference.pytorchs,
     ways=sharding.dense,

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn import functional
 
+from cudnn_sdpa.attention.arguments import GradientCall
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
-from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of
+from cudnn_sdpa.attention.dense.sdpa import SDPA, SharedKeywords, call_of
 from cudnn_sdpa.engine import autograd_checks
-from cudnn_sdpa.engine.backward_pass import GradientCall
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def sdpa_backward(
@@ -121,8 +124,17 @@ def sdpa_backward(
     return gradients_of(SDPA.explicit_gradients(of), SDPA.differentiable, of.needs, sinks)
 
 
+class Keywords(SharedKeywords):
+    """All arguments of `sdpa_backward`."""
+
+    grad_out: Tensor
+    out: Tensor
+    lse: Tensor
+    wanted: Sequence[str] | None
+
+
 def backward_call_of(
-    grad_out: Tensor, out: Tensor, lse: Tensor, *, wanted: Sequence[str] | None, **forward: Any
+    grad_out: Tensor, out: Tensor, lse: Tensor, *, wanted: Sequence[str] | None, **forward: Unpack[SharedKeywords]
 ) -> GradientCall:
     """The call that arguments of `sdpa_backward` make; they have not been checked."""
     call = call_of(**forward, dropout_p=0.0, return_lse=True, out=None)

@@ -10,11 +10,12 @@ from functools import partial
 import torch
 
 from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.arguments import ForwardArguments, Result, sign_of_scale, with_positive_scale
+from cudnn_sdpa.attention.arguments import ForwardArguments, sign_of_scale, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs, plans, reference
 from cudnn_sdpa.attention.dense.buckets import Bucket, BucketRun
 from cudnn_sdpa.attention.dense.launch import Run, bind
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
+from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Prepared
 from cudnn_sdpa.engine.memory import check_address, multiplied
 from cudnn_sdpa.engine.operation import OPERATIONS
@@ -165,8 +166,7 @@ def prepare(call: ForwardArguments) -> Prepared:
 
     def run_multiplied(call: ForwardArguments) -> Result:
         check_address("q", call.q)  # PyTorch's kernel would read a null pointer
-        result: Result = run(call._replace(q=multiplied(call.q, sign)))
-        return result
+        return run(call._replace(q=multiplied(call.q, sign)))
 
     return prepared._replace(run=run_multiplied)
 

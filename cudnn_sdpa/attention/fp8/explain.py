@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.engine.autocast import is_deterministic
-from cudnn_sdpa.engine.autograd_checks import CallT
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.engine.operation import Operation
@@ -76,7 +76,10 @@ def describe_sdpa_fp8(
     return Description(graphs.sdpa_fp8_forward, forward.key, device_of(q), is_empty=is_empty, extra_kernels=notes)
 
 
-def _checked(operation: Operation[CallT], call: CallT) -> Description | None:
+Fp8T = TypeVar("Fp8T", Fp8Arguments, Fp8BackwardArguments)
+
+
+def _checked(operation: Operation[Fp8T], call: Fp8T) -> Description | None:
     """Checks a call as it is checked before its launch; describes one that is refused for its differentiation."""
     refused = operation.checked(call, lambda call: call).refused
     if refused is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -59,6 +59,17 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
 
 
+class Options(TypedDict):
+    """Keyword arguments that `sdpa_fp8` and `sdpa_fp8_backward` have, too."""
+
+    is_causal: bool
+    causal_alignment: str
+    window_size: tuple[int, int] | None
+    scale: float | None
+    seq_lens_q: Tensor | None
+    seq_lens_kv: Tensor | None
+
+
 class Call(NamedTuple):
     """A call without its queries, keys and values.
 
@@ -69,7 +80,7 @@ class Call(NamedTuple):
         deterministic: Whether gradients must be bit-exact.
     """
 
-    options: dict[str, Any]
+    options: Options
     scaling: Fp8Scaling | None
     grad_dtype: torch.dtype
     deterministic: bool
@@ -260,7 +271,7 @@ def fp8_attention(
         >>> bool(error < 0.06)
         True
     """
-    options = {
+    options: Options = {
         "is_causal": is_causal,
         "causal_alignment": causal_alignment,
         "window_size": window_size,
@@ -271,11 +282,11 @@ def fp8_attention(
     if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
         autograd_checks.refuse_context_parallel("fp8_attention")
     if is_compiling():
-        return _eager(q, k, v, scaling=scaling, grad_dtype=grad_dtype, **options)  # type: ignore[no-any-return]
+        return _eager(q, k, v, scaling=scaling, grad_dtype=grad_dtype, **options)
     tensors = {"q": q, "k": k, "v": v, "seq_lens_q": seq_lens_q, "seq_lens_kv": seq_lens_kv}
     fp8_arguments.check_tensors(tensors)
     if has_dtensor(*tensors.values()):
-        return _on_dtensors({**tensors, **options}, scaling=scaling, grad_dtype=grad_dtype)
+        return _on_dtensors({**tensors, **options}, scaling, grad_dtype)
     cast = cast_for_autocast(ForwardArguments(q, k, v))
     q, k, v = cast.q, cast.k, cast.v
     left, right = arguments.window_bounds(window_size)
@@ -296,18 +307,18 @@ def fp8_attention(
     return _run(of, Call(options, scaling, made, is_deterministic(None)))
 
 
-def _on_dtensors(given: dict[str, Any], **others: Any) -> Tensor:
+def _on_dtensors(given: dict[str, object], scaling: Fp8Scaling | None, grad_dtype: torch.dtype | None) -> Tensor:
     """The same on DTensors: each rank runs its part, with its own scales."""
 
     def on_local_tensors(local: dict[str, Any], _: object) -> Tensor:
-        return fp8_attention(**local, **others)
+        return fp8_attention(**local, scaling=scaling, grad_dtype=grad_dtype)
 
     ways = sharding.fp8_attention(given)
     return run_on_dtensors("fp8_attention", ways, given, on_local_tensors)
 
 
 #: For torch.compile, which cannot trace our kernels and the histories.
-_eager: Any = _disable_dynamo(fp8_attention)
+_eager = _disable_dynamo(fp8_attention)
 
 
 def check(of: ForwardArguments) -> None:

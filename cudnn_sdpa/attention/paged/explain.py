@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from cudnn_sdpa.attention import reference as dense_reference
 from cudnn_sdpa.attention import sharding
@@ -13,17 +13,21 @@ from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.paged import plans, reference
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import MAX_DECODED, DecodeSpec, is_decode
-from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, call_of, sdpa_paged
+from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, Keywords, call_of, sdpa_paged
 from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inputs
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.target import live_target
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @describes(sdpa_paged, sharding.paged)
-def describe_paged(**given: Any) -> Description:
+def describe_paged(**given: Unpack[Keywords]) -> Description:
     """What `sdpa_paged` with these arguments runs on a GPU."""
-    original, call, refused, _ = PAGED.checked(call_of(**given), PAGED.cast)
+    checked = PAGED.checked(call_of(**given), PAGED.cast)
+    original, call, refused = checked.call, checked.cast, checked.refused
     if refused is not None:
         return Description(graphs.paged_decode, partial(explain.refuse, refused), explain.device_of(call.q))
     launched, device = with_positive_scale(call), explain.device_of(call.q)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import Result
 from cudnn_sdpa.attention.paged import kv_cache_checks, paging
 from cudnn_sdpa.attention.paged.arguments import HND, LAYOUTS, in_heads_order
+from cudnn_sdpa.attention.paged.kv_cache_checks import AttendOptions, Options, PlanOptions
 from cudnn_sdpa.attention.paged.page_pool import CacheUse, PagePool
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged.step import PagedStep
@@ -22,6 +22,9 @@ from cudnn_sdpa.errors import ArgumentError, DeviceError, ExecutionError, Option
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.manifest import PlanManifest
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 #: Maximum number of layouts of appended tensors whose kernels are kept.
 MAX_APPENDERS = 4096
@@ -263,20 +266,43 @@ class PagedKVCache:
 
     @overload
     def attend(
-        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: Literal[False] = ..., **options: object
+        self,
+        step: PagedStep,
+        q: Tensor,
+        layer: int = ...,
+        *,
+        return_lse: Literal[False] = ...,
+        out: Tensor | None = ...,
+        **options: Unpack[Options],
     ) -> Tensor: ...
 
     @overload
     def attend(
-        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: Literal[True], **options: object
+        self,
+        step: PagedStep,
+        q: Tensor,
+        layer: int = ...,
+        *,
+        return_lse: Literal[True],
+        out: Tensor | None = ...,
+        **options: Unpack[Options],
     ) -> tuple[Tensor, Tensor]: ...
 
     @overload
     def attend(
-        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: bool, **options: object
+        self,
+        step: PagedStep,
+        q: Tensor,
+        layer: int = ...,
+        *,
+        return_lse: bool,
+        out: Tensor | None = ...,
+        **options: Unpack[Options],
     ) -> Tensor | tuple[Tensor, Tensor]: ...
 
-    def attend(self, step: PagedStep, q: Tensor, layer: int = 0, **options: Any) -> Tensor | tuple[Tensor, Tensor]:
+    def attend(
+        self, step: PagedStep, q: Tensor, layer: int = 0, **options: Unpack[AttendOptions]
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attention of a step's new tokens on all tokens of their sequences: `sdpa_paged` on this cache.
 
         Rows without a new token are zeros, but undefined in a CUDA graph of single tokens.
@@ -302,7 +328,7 @@ class PagedKVCache:
             kv_cache_checks.refuse_options(options)
         # A step of several tokens in a graph may have absent ones in a later replay.
         present = step.seq_lens_q if step.tokens > 1 or step.has_absent else None
-        result: Result = sdpa_paged(
+        return sdpa_paged(
             q,
             k_pages,
             v_pages,
@@ -312,9 +338,10 @@ class PagedKVCache:
             page_layout=self.page_layout,
             **options,
         )
-        return result
 
-    def plans(self, q: Tensor, batches: Iterable[int], tokens: Iterable[int] = (1,), **options: object) -> PlanManifest:
+    def plans(
+        self, q: Tensor, batches: Iterable[int], tokens: Iterable[int] = (1,), **options: Unpack[PlanOptions]
+    ) -> PlanManifest:
         """The plans of all steps with these batch sizes and numbers of new tokens, to warm up.
 
         Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import NoReturn, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,17 +21,40 @@ def check_count(name: str, count: object, least: int = 0) -> None:
         raise OptionError(name, repr(count), f"an int of at least {least}")
 
 
-#: The options of `sdpa_paged` that `PagedKVCache.attend` takes.
-OPTIONS = frozenset({"is_causal", "causal_alignment", "window_size", "scale", "softcap", "sinks", "return_lse", "out"})
+class Options(TypedDict, total=False):
+    """The options of `sdpa_paged` that a step can have, without those of its results."""
+
+    is_causal: bool
+    causal_alignment: str
+    window_size: tuple[int, int] | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
 
 
-def refuse_options(options: dict[str, object]) -> NoReturn:
+class PlanOptions(Options, total=False):
+    """The options of `PagedKVCache.plans`."""
+
+    return_lse: bool
+
+
+class AttendOptions(PlanOptions, total=False):
+    """The options of `PagedKVCache.attend`."""
+
+    out: Tensor | None
+
+
+#: Their names.
+OPTIONS = AttendOptions.__optional_keys__
+
+
+def refuse_options(options: AttendOptions) -> NoReturn:
     """Raises the error of an option that `attend` does not take."""
     name = min(options.keys() - OPTIONS)
     raise OptionError(name, "an argument", f"one of {', '.join(sorted(OPTIONS))}")
 
 
-def check_sizes(sizes: dict[str, Any], max_length: object) -> None:
+def check_sizes(sizes: dict[str, int], max_length: int | None) -> None:
     """Checks the sizes of a `PagedKVCache`.
 
     Raises:
@@ -46,7 +69,7 @@ def check_sizes(sizes: dict[str, Any], max_length: object) -> None:
         raise OptionError("page_size", repr(page_size), "a power of two, such as 16 or 64")
 
 
-def checked_device(device: Any) -> torch.device:
+def checked_device(device: torch.device | str | int | None) -> torch.device:
     """The device of a cache; by default the current GPU, or the CPU without one.
 
     Raises:
@@ -89,7 +112,7 @@ def refuse_gradient(what: str) -> NoReturn:
 
 
 def checked_growth(
-    sequences: Any, tokens: Any, length: Callable[[int], int], max_length: int
+    sequences: Iterable[int], tokens: int | Iterable[int], length: Callable[[int], int], max_length: int
 ) -> tuple[list[int], list[int]]:
     """The sequences and token counts of `PagedKVCache.reserve`, as lists.
 
@@ -109,7 +132,7 @@ def checked_growth(
     if isinstance(tokens, Iterable) and not isinstance(tokens, (str, Tensor)):
         added = [as_int(more) for more in tokens]
     else:
-        added = [as_int(tokens)] * len(numbers)
+        added = [as_int(tokens)] * len(numbers)  # type: ignore[list-item]  # it is checked below
     if len(added) != len(numbers):
         raise OptionError("tokens", f"{len(added)} counts", f"{len(numbers)}, one for each sequence")
     for more in added:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.arguments import MIN_SCALE, Result, sign_of_scale
+from cudnn_sdpa.attention.arguments import MIN_SCALE, sign_of_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.launch import apply_sinks
 from cudnn_sdpa.attention.paged import paging, plans
@@ -17,6 +17,7 @@ from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import DecodeSpec
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, Prepared, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
 from cudnn_sdpa.engine.operation import OPERATIONS
@@ -210,13 +211,13 @@ class _Prefill:
             _refuse(name, call)
         batch, heads, queries, _ = call.q.shape
         result = self._run_varlen(plans.as_packed(call, self._gather(call)))
-        packed_out, packed_lse = result if isinstance(result, tuple) else (result, None)
+        packed_out, *packed_lse = result if isinstance(result, tuple) else (result,)
         out = packed_out.view(batch, queries, heads, -1).transpose(1, 2)
         if not self._is_as_requested:
             out = as_requested(call, out)
-        if packed_lse is None:
+        if not packed_lse:
             return out
-        return out, packed_lse.view(batch, queries, heads).transpose(1, 2).contiguous()
+        return out, packed_lse[0].view(batch, queries, heads).transpose(1, 2).contiguous()
 
 
 def _prepare_prefill(call: PagedArguments) -> Prepared:

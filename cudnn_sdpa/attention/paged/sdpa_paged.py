@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NoReturn, overload
+from typing import Literal, NoReturn, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -193,6 +193,27 @@ def sdpa_paged(
             return known  # type: ignore[no-any-return]
     result: Tensor | tuple[Tensor, Tensor] = PAGED(call_of(*given), Asked(_calls, given))
     return result
+
+
+class Keywords(TypedDict):
+    """All arguments of `sdpa_paged`."""
+
+    q: Tensor
+    k_pages: Tensor
+    v_pages: Tensor
+    page_table: Tensor
+    seq_lens_kv: Tensor
+    page_table_v: Tensor | None
+    seq_lens_q: Tensor | None
+    page_layout: str
+    is_causal: bool
+    causal_alignment: str
+    window_size: tuple[int, int] | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    return_lse: bool
+    out: Tensor | None
 
 
 def call_of(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.paged import plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.kv_cache_checks import check_count
+from cudnn_sdpa.attention.paged.kv_cache_checks import PlanOptions, check_count
 from cudnn_sdpa.attention.paged.plans import row_bucket
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
 from cudnn_sdpa.attention.paged.step import PagedStep
@@ -25,6 +25,20 @@ _META = torch.device("meta")
 
 #: Options whose names differ between `sdpa_paged` and `PagedArguments`.
 _NAMES = {"return_lse": "with_lse"}
+
+
+class _CallOptions(TypedDict, total=False):
+    """The options of a step as fields of `PagedArguments`."""
+
+    page_layout: str
+    is_causal: bool
+    causal_alignment: str
+    window_left: int
+    window_right: int
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    with_lse: bool
 
 
 class Cache(Protocol):
@@ -41,14 +55,14 @@ class Cache(Protocol):
 
 
 def plans_of_steps(
-    cache: Cache, q: object, batches: object, tokens: object, options: dict[str, object], target: Target
+    cache: Cache, q: object, batches: object, tokens: object, options: PlanOptions, target: Target
 ) -> PlanManifest:
     """`PagedKVCache.plans` for any target."""
     if not isinstance(q, Tensor) or q.dim() != 4 or 0 in q.shape:
         got = f"shape {tuple(q.shape)}" if isinstance(q, Tensor) else type(q).__name__
         raise ShapeError("q", got, "queries of a step, (B, Hq, tokens, D), no size 0")
     counts = _counts("batches", batches), _counts("tokens", tokens)
-    call_options = _options(options) | {"page_layout": cache.page_layout}
+    call_options = _options(options, cache.page_layout)
     pages = [torch.empty_like(x, device=_META) for x in (cache.k_pages(), cache.v_pages())]
     keys: dict[Hashable, list[PlanKey]] = {}
     for batch in counts[0]:
@@ -97,7 +111,7 @@ def _forms(batch: int, tokens: int) -> Iterator[_Form]:
         )
 
 
-def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: dict[str, Any], *, present: bool) -> PagedArguments:
+def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: _CallOptions, *, present: bool) -> PagedArguments:
     call = PagedArguments(
         q=queries_like(q, step.batch, step.tokens),
         k_pages=pages[0],
@@ -114,15 +128,16 @@ def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: dict[str, An
     return call
 
 
-def _options(options: dict[str, object]) -> dict[str, object]:
+def _options(options: PlanOptions, page_layout: str) -> _CallOptions:
     """The options of `attend` as fields of `PagedArguments`, without data."""
     left, right = arguments.window_bounds(options.get("window_size"))
-    known = {"is_causal", "causal_alignment", "window_size", "scale", "softcap", "sinks", "return_lse"}
+    known = PlanOptions.__optional_keys__
     for name in options.keys() - known:
         raise OptionError(name, "an argument", f"one of {', '.join(sorted(known))}", "It does not affect a plan.")
     others = {name: value for name, value in options.items() if name != "window_size"}
     data = {name: torch.empty_like(x, device=_META) if isinstance(x, Tensor) else x for name, x in others.items()}
-    return {"window_left": left, "window_right": right} | {_NAMES.get(name, name): x for name, x in data.items()}
+    fields = {"page_layout": page_layout, "window_left": left, "window_right": right}
+    return cast("_CallOptions", fields | {_NAMES.get(name, name): x for name, x in data.items()})
 
 
 def _counts(name: str, counts: object) -> list[int]:

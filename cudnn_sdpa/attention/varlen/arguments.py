@@ -90,6 +90,24 @@ class VarlenArguments(NamedTuple):
         return True
 
 
+class VarlenGradientCall(NamedTuple):
+    """A backward call of packed attention; see `BackwardCall`.
+
+    Attributes:
+        grad_out: The gradient of the output.
+        out: The output.
+        lse: The LSE.
+        call: The forward call, with the tensors as they were saved.
+        needs: Which of the differentiable inputs need a gradient.
+    """
+
+    grad_out: Tensor
+    out: Tensor
+    lse: Tensor
+    call: VarlenArguments
+    needs: tuple[bool, ...]
+
+
 class ReferenceVarlenArguments(VarlenArguments):
     """A call that the PyTorch reference runs, on any device, without cuDNN's limits of dtypes and head dims."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from cudnn_sdpa.attention.dense import explain, graphs, large_backward
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.reference import sequences
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, Keywords, call_of, sdpa_varlen
+from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import Keywords as BackwardKeywords
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import backward_call_of, sdpa_varlen_backward
 from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.autocast import is_deterministic
@@ -23,11 +24,15 @@ from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @describes(sdpa_varlen, sharding.varlen)
-def describe_varlen(**given: Any) -> Description:
+def describe_varlen(**given: Unpack[Keywords]) -> Description:
     """What `sdpa_varlen` runs on a GPU with these arguments."""
-    original, call, refused, trains = VARLEN.checked(call_of(**given), explain.as_cast)
+    checked = VARLEN.checked(call_of(**given), explain.as_cast)
+    original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     sinks, device = given["sinks"], explain.device_of(original.q)
     if refused is not None:
         return Description(graphs.sdpa_forward, partial(explain.refuse, refused), device)
@@ -50,7 +55,7 @@ def describe_varlen(**given: Any) -> Description:
 
 
 @describes(sdpa_varlen_backward)
-def describe_varlen_backward(**given: Any) -> Description:
+def describe_varlen_backward(**given: Unpack[BackwardKeywords]) -> Description:
     """What `sdpa_varlen_backward` runs on a GPU with these arguments."""
     of, sinks = backward_call_of(**given), given["sinks"]
     VARLEN.check_types(of.call)

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.arguments import Result, sign_of_scale, with_positive_scale
+from cudnn_sdpa.attention.arguments import sign_of_scale, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs, large_backward
 from cudnn_sdpa.attention.dense import launch_backward as dense_backward
 from cudnn_sdpa.attention.dense.launch_backward import sink_gradient
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.varlen import plans
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
-from cudnn_sdpa.engine.backward_pass import GradientCall
+from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, Prepared, items_by_name
 from cudnn_sdpa.engine.memory import check_address, like_in_memory, multiplied
 from cudnn_sdpa.graph.definition import GraphDefinition
@@ -62,7 +62,7 @@ def _fill_empty(call: VarlenArguments) -> Result:
     return memory.fill_without_keys(call, plans.results(call), call.sinks)
 
 
-def readable(of: GradientCall) -> GradientCall:
+def readable(of: VarlenGradientCall) -> VarlenGradientCall:
     """The backward call with copies of what cuDNN cannot read."""
     call: VarlenArguments = of.call
     if call.is_empty or large_backward.is_too_large(*call.qkv, of.out, of.grad_out):
@@ -82,7 +82,7 @@ def readable(of: GradientCall) -> GradientCall:
     return of._replace(grad_out=grad_out, out=out, lse=lse, call=call)
 
 
-def prepare_gradients(of: GradientCall) -> Prepared:
+def prepare_gradients(of: VarlenGradientCall) -> Prepared:
     """A backward call that cuDNN can read, bound to its plan."""
     call: VarlenArguments = of.call
     if call.is_empty:
@@ -109,7 +109,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
         return Prepared(PlainCall(bound, [place for place in range(3) if of.needs[place]], of=fields), bound.plan)
     others_of = items_by_name(bound.operands[len(dense_backward.OPERANDS) :])
 
-    def run(of: GradientCall) -> list[Tensor]:
+    def run(of: VarlenGradientCall) -> tuple[Tensor, ...]:
         call, lse = of.call, of.lse
         if spec.softcap:  # a row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
@@ -127,22 +127,22 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     return Prepared(run, bound.plan)
 
 
-def _needed(of: GradientCall, found: list[Tensor]) -> list[Tensor]:
+def _needed(of: VarlenGradientCall, found: list[Tensor]) -> tuple[Tensor, ...]:
     """The needed gradients, given those of q, k and v; those of the sinks are computed here."""
     *needs_qkv, needs_sinks = of.needs
     needed = [x for x, need in zip(found, needs_qkv, strict=True) if need]
     if needs_sinks and of.call.sinks is not None:
         grad_out, out, lse = (x.transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
         needed.append(sink_gradient(grad_out, out, lse, of.call.sinks, queries=of.call.cu_seqlens_q[-1]))
-    return needed
+    return tuple(needed)
 
 
-def _zero_gradients(of: GradientCall) -> list[Tensor]:
+def _zero_gradients(of: VarlenGradientCall) -> tuple[Tensor, ...]:
     inputs = (*of.call.qkv, of.call.sinks)
-    return [like_in_memory(x).zero_() for x, need in zip(inputs, of.needs, strict=True) if need and x is not None]
+    return tuple(like_in_memory(x).zero_() for x, need in zip(inputs, of.needs, strict=True) if need and x is not None)
 
 
-def _gradients_in_parts(of: GradientCall) -> list[Tensor]:
+def _gradients_in_parts(of: VarlenGradientCall) -> tuple[Tensor, ...]:
     """The needed gradients of a call that is too large for one plan: some heads at a time."""
     call: VarlenArguments = of.call
     dense, sinks = call.as_dense(), call.sinks is not None
@@ -156,14 +156,13 @@ def _gradients_in_parts(of: GradientCall) -> list[Tensor]:
 
     grad_q, grad_k, grad_v, *grad_sinks = large_backward.merge(dense.qkv, run, sinks=sinks)
     merged = [*(x[0].transpose(0, 1) for x in (grad_q, grad_k, grad_v)), *grad_sinks]
-    return [x for x, need in zip(merged, of.needs, strict=False) if need]
+    return tuple(x for x, need in zip(merged, of.needs, strict=False) if need)
 
 
-def gradients(of: GradientCall) -> list[Tensor]:
+def gradients(of: VarlenGradientCall) -> list[Tensor]:
     """The needed gradients of a backward call; its binding is not remembered."""
     of = readable(of)
-    found: list[Tensor] = prepare_gradients(of).run(of)
-    return found
+    return list(prepare_gradients(of).run(of))
 
 
 def _bind(

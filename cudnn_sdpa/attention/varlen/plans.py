@@ -19,8 +19,7 @@ from cudnn_sdpa.attention.dense import graphs, large_backward
 from cudnn_sdpa.attention.dense.plans import GRAD_OUT_COPY
 from cudnn_sdpa.attention.mask import TOP_LEFT, Mask, normalize_mask
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.engine.backward_pass import GradientCall
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.determinism import has_only_repeatable
@@ -313,7 +312,7 @@ def forward_key(call: VarlenArguments, target: Target, device: int | None) -> Pl
     return spec_of(with_positive_scale(call)).forward_key(output_layout(call), call.with_lse, target, device)
 
 
-def backward_key(of: GradientCall, target: Target, device: int | None) -> PlanKey:
+def backward_key(of: VarlenGradientCall, target: Target, device: int | None) -> PlanKey:
     """The key of a backward call that is not empty, with tensors that kernels can read.
 
     Raises:
@@ -329,7 +328,7 @@ def keys(call: VarlenArguments, target: Target, device: int | None) -> Iterator[
         yield forward_key(call, target, device)
 
 
-def gradient_keys(of: GradientCall, target: Target, device: int | None) -> Iterator[PlanKey]:
+def gradient_keys(of: VarlenGradientCall, target: Target, device: int | None) -> Iterator[PlanKey]:
     """The keys of the plans of a backward call."""
     if of.call.is_empty:
         return
@@ -340,7 +339,7 @@ def gradient_keys(of: GradientCall, target: Target, device: int | None) -> Itera
         yield backward_key(part_of(of, part), target, device)
 
 
-def part_of(of: GradientCall, part: large_backward.Part) -> GradientCall:
+def part_of(of: VarlenGradientCall, part: large_backward.Part) -> VarlenGradientCall:
     """Some heads of a backward call that is too large for one plan."""
     call: VarlenArguments = of.call
     rows = {"q": call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}

@@ -12,8 +12,7 @@ from cudnn_sdpa.attention import reference
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.reference import flops_of_backward, flops_of_forward
 from cudnn_sdpa.attention.varlen import plans
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.engine.backward_pass import GradientCall
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.engine.memory import like_in_memory
 
 
@@ -40,7 +39,7 @@ def attention(call: VarlenArguments) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-def gradients(of: GradientCall) -> list[Tensor]:
+def gradients(of: VarlenGradientCall) -> list[Tensor]:
     """The needed gradients of q, k, v and the sinks."""
     call: VarlenArguments = of.call
     found = [like_in_memory(tensor).zero_() for tensor in call.qkv]

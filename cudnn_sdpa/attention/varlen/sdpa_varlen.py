@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -14,10 +14,10 @@ from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, che
 from cudnn_sdpa.attention.dense import large_backward
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen import launch, plans, reference
-from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
+from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
-from cudnn_sdpa.engine.backward_pass import BackwardPass, GradientCall
+from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
 from cudnn_sdpa.graph import known_issues
@@ -192,6 +192,33 @@ def sdpa_varlen(
     return result
 
 
+class SharedKeywords(TypedDict):
+    """The arguments that `sdpa_varlen` and `sdpa_varlen_backward` share."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    is_causal: bool
+    causal_alignment: str
+    window_size: tuple[int, int] | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    deterministic: bool | None
+
+
+class Keywords(SharedKeywords):
+    """All arguments of `sdpa_varlen`."""
+
+    dropout_p: float
+    return_lse: bool
+    out: Tensor | None
+
+
 def call_of(
     q: Tensor,
     k: Tensor,
@@ -279,7 +306,7 @@ def _check_gradient_keys(call: VarlenArguments, target: Target) -> None:
     )
 
 
-def _check_backward_keys(of: GradientCall, target: Target) -> None:
+def _check_backward_keys(of: VarlenGradientCall, target: Target) -> None:
     if of.call.is_empty:
         return
     if large_backward.is_too_large(*of.call.qkv, of.out, of.grad_out):
@@ -322,7 +349,7 @@ VARLEN = Operation(
     keys=plans.keys,
     flops=reference.flops,
     backward=BackwardPass(
-        call=GradientCall,
+        call=VarlenGradientCall,
         inputs=("q", "k", "v", "sinks"),
         reference=reference.gradients,
         readable=launch.readable,
@@ -330,7 +357,7 @@ VARLEN = Operation(
         keys=plans.gradient_keys,
         check_types=backward_arguments.check_types,
         check=backward_arguments.check,
-        check_for_gpu=lambda of: check_backward_call(of, _check_strides_for_gpu, _check_backward_keys),
+        check_for_gpu=lambda of: check_backward_call(of, of.call, _check_strides_for_gpu, _check_backward_keys),
     ),
     ways=sharding.varlen,
 )

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from torch.nn import functional
 
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of
+from cudnn_sdpa.attention.varlen.arguments import VarlenGradientCall
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, SharedKeywords, call_of
 from cudnn_sdpa.engine import autograd_checks
-from cudnn_sdpa.engine.backward_pass import GradientCall
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def sdpa_varlen_backward(
@@ -105,11 +108,20 @@ def sdpa_varlen_backward(
     return gradients_of(VARLEN.explicit_gradients(of), VARLEN.differentiable, of.needs, sinks)
 
 
+class Keywords(SharedKeywords):
+    """All arguments of `sdpa_varlen_backward`."""
+
+    grad_out: Tensor
+    out: Tensor
+    lse: Tensor
+    wanted: Sequence[str] | None
+
+
 def backward_call_of(
-    grad_out: Tensor, out: Tensor, lse: Tensor, *, wanted: Sequence[str] | None, **forward: Any
-) -> GradientCall:
+    grad_out: Tensor, out: Tensor, lse: Tensor, *, wanted: Sequence[str] | None, **forward: Unpack[SharedKeywords]
+) -> VarlenGradientCall:
     """The call that arguments of `sdpa_varlen_backward` make; they have not been checked."""
     call = call_of(**forward, dropout_p=0.0, return_lse=True, out=None)
     q, k, v = call.qkv
     needs = needs_of(wanted, {"q": q, "k": k, "v": v, "sinks": call.sinks})
-    return GradientCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)
+    return VarlenGradientCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -177,7 +177,7 @@ def _pytorchs(tensors: list[Tensor], device: torch.device) -> dict[str, Candidat
         leaves = [x.detach().requires_grad_() for x in (q, k, v)]
 
         def step() -> None:
-            attention: Any = torch.nn.functional.scaled_dot_product_attention
+            attention: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
             torch.autograd.grad(attention(*leaves, is_causal=True, enable_gqa=enable_gqa), leaves, grad)
 
         return Candidate(step, within)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from rich.progress import track
 from torch import Tensor
@@ -13,18 +11,18 @@ from cudnn_sdpa.bench.tools import cases
 from cudnn_sdpa.bench.tools.cases import Sizes
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call
-from cudnn_sdpa.plans.autotune import AutotuneEntry, autotune
+from cudnn_sdpa.plans.autotune import DEFAULT_CANDIDATES, AutotuneEntry, autotune
 from cudnn_sdpa.plans.cache import plan_cache
 
 
-def settle(call: Call, *, keep: bool = False, **how: Any) -> list[AutotuneEntry]:
+def settle(call: Call, *, keep: bool = False, candidates: int = DEFAULT_CANDIDATES) -> list[AutotuneEntry]:
     """Autotunes a call: the measurements of each of its plans.
 
     The plan cache holds the winners afterwards; its earlier plans are dropped unless `keep` is set.
     """
     if not keep:
         plan_cache.clear()
-    with autotune(**how) as report:
+    with autotune(candidates=candidates) as report:
         call()
     return report.entries
 

@@ -10,8 +10,9 @@ import logging
 import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,12 +33,17 @@ MISSED = object()
 _ALLOCATORS = (plans.allocate,)  #: PyTorch's own; tests put others in its place wherever a module has it
 
 
-class Gradients(Protocol):
+#: What gradients need besides tensors.
+OptionsT = TypeVar("OptionsT", bound=tuple[object, ...])
+_OptionsT_contra = TypeVar("_OptionsT_contra", bound=tuple[object, ...], contravariant=True)
+
+
+class Gradients(Protocol[_OptionsT_contra]):
     """See `Differentiation.gradients`."""
 
     def __call__(
         self,
-        options: tuple[Any, ...],
+        options: _OptionsT_contra,
         grads: tuple[Tensor | None, ...],
         saved: tuple[Tensor, ...],
         needs: tuple[bool, ...],
@@ -48,7 +54,8 @@ class Gradients(Protocol):
     ) -> tuple[Sequence[Tensor | None], RepeatableCall | None]: ...
 
 
-class Differentiation(NamedTuple):
+@dataclass(frozen=True)
+class Differentiation(Generic[OptionsT]):
     """What the gradients of a kind of calls need.
 
     Attributes:
@@ -65,8 +72,8 @@ class Differentiation(NamedTuple):
     """
 
     name: str
-    gradients: Gradients
-    options: tuple[Any, ...]
+    gradients: Gradients[OptionsT]
+    options: OptionsT
     inputs: Sequence[Tensor | None]
     saved: Sequence[Tensor | None]
     results: range
@@ -127,7 +134,7 @@ class NativeCalls:
         arguments: Sequence[object],
         options: Mapping[str, object],
         call: RepeatableCall,
-        differentiation: Differentiation | None = None,
+        differentiation: Differentiation[OptionsT] | None = None,
     ) -> bool:
         """Teaches the module calls like this one, given its arguments as the function got them."""
         module, table = _module(), self.find
@@ -232,17 +239,17 @@ class _Computed(NamedTuple):
     returned: Sequence[int] = ()
 
 
-class _Gradients:
+class _Gradients(Generic[OptionsT]):
     """Calls Python's gradients as the module does, and gives it what it can learn."""
 
     __slots__ = ("_gradients",)
 
-    def __init__(self, gradients: Gradients) -> None:
+    def __init__(self, gradients: Gradients[OptionsT]) -> None:
         self._gradients = gradients
 
     def __call__(
         self,
-        options: tuple[object, ...],
+        options: OptionsT,
         grads: tuple[Tensor | None, ...],
         saved: tuple[Tensor, ...],
         needs: tuple[bool, ...],

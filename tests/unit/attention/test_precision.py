@@ -7,10 +7,9 @@ import torch
 from float64_reference import attend, gradients
 
 import cudnn_sdpa
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
 from cudnn_sdpa.attention.dense import reference as dense_reference
 from cudnn_sdpa.attention.dense.plans import Needs
-from cudnn_sdpa.engine.backward_pass import GradientCall
 
 LOWEST = torch.finfo(torch.float32).min
 

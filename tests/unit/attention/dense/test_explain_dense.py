@@ -15,7 +15,7 @@ import cudnn_sdpa
 import cudnn_sdpa.engine.explain
 from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa, sdpa_varlen
 from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
 from cudnn_sdpa.attention.dense import launch_backward, tiers
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA
@@ -23,7 +23,6 @@ from cudnn_sdpa.attention.varlen import launch
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
-from cudnn_sdpa.engine.backward_pass import GradientCall
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.planning.support import target_of

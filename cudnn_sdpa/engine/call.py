@@ -1,17 +1,49 @@
-"""The autograd function of all calls in Python: what it runs, saves and differentiates is their own.
+"""What the engine knows of a call, and how autograd follows one in Python.
 
-Calls that the native module launches have a node of its own in autograd's graph.
+A call is a NamedTuple: its tensors, its options, and what is wanted of it. Calls that the native module launches have a
+node of its own in autograd's graph.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, overload
 
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 Result = Tensor | tuple[Tensor, ...]  #: the results of a call: alone if it is one
+
+
+class Fields(Protocol):
+    """What a tuple has, whatever its fields are."""
+
+    @overload
+    def __getitem__(self, place: SupportsIndex, /) -> object: ...
+
+    @overload
+    def __getitem__(self, places: slice, /) -> tuple[object, ...]: ...
+
+
+class Call(Fields, Protocol):
+    """A call of some operation. Which fields it has, its operation knows."""
+
+    def __init__(self, *values: object, **fields: object) -> None: ...
+
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+
+    @property
+    def _replace(self) -> Callable[..., Self]: ...
+
+    def __iter__(self) -> Iterator[object]: ...
+
+
+CallT = TypeVar("CallT", bound=Call)
+CallT_co = TypeVar("CallT_co", bound=Call, covariant=True)
 
 
 class Tracked(Protocol):
@@ -32,7 +64,7 @@ class TrackedGradient(Protocol):
 
 
 class Differentiable(torch.autograd.Function):
-    """A call that autograd follows, in eager mode. It saves the two passes through PyTorch's dispatcher."""
+    """The autograd function of all calls in eager mode. It saves the two passes through PyTorch's dispatcher."""
 
     @staticmethod
     def forward(ctx: Any, tracked: Tracked, *inputs: object) -> Result:
