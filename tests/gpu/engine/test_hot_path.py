@@ -81,16 +81,18 @@ def test_device_memory_does_not_grow():
         cudnn_sdpa.sdpa(q, k, v)
     torch.cuda.synchronize()
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
-    grown = []
-    for _ in range(4):  # other processes may allocate meanwhile; a leak grows in every round
+    for _ in range(20):  # other processes may allocate meanwhile; a leak grows in every round
         free = torch.cuda.mem_get_info()[0]
         for _ in range(5_000):
             cudnn_sdpa.sdpa(q, k, v)
         torch.cuda.synchronize()
         assert torch.cuda.memory_allocated() == allocated
         assert torch.cuda.memory_reserved() == reserved
-        grown.append(free - torch.cuda.mem_get_info()[0])
-    assert min(grown) < 4 << 20
+        grown = free - torch.cuda.mem_get_info()[0]
+        if grown < 4 << 20:
+            break
+    else:
+        pytest.fail(f"{grown} bytes more in the last round")
 
 
 def test_values_in_every_grad_mode():
