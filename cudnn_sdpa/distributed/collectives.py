@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -100,17 +100,13 @@ def reduce_scatter(x: Tensor, place: Place) -> Pending[Tensor]:
     return Pending(received, x, [_reduce(received, x, group=place.group, async_op=True)])
 
 
-def pass_on(x: Tensor, place: Place, tag: int) -> Pending[Tensor]:
-    """Starts to send a tensor to the next rank, and to receive that of the previous one."""
-    x = plain(x).contiguous()
-    received = torch.empty_like(x)
-    works = dist.batch_isend_irecv(
-        [
-            dist.P2POp(dist.isend, x, place.neighbor(1), place.group, tag),
-            dist.P2POp(dist.irecv, received, place.neighbor(-1), place.group, tag),
-        ]
-    )
-    return Pending(received, x, works)
+def pass_on(xs: Sequence[Tensor], place: Place, tag: int) -> Pending[list[Tensor]]:
+    """Starts to send tensors to the next rank, and to receive those of the previous one."""
+    xs = [plain(x).contiguous() for x in xs]
+    received = [torch.empty_like(x) for x in xs]
+    sends = [dist.P2POp(dist.isend, x, place.neighbor(1), place.group, tag) for x in xs]
+    receives = [dist.P2POp(dist.irecv, x, place.neighbor(-1), place.group, tag) for x in received]
+    return Pending(received, xs, dist.batch_isend_irecv([*sends, *receives]))
 
 
 def exchange(sent: list[Message], coming: list[Message], received: T, place: Place) -> Pending[T]:

@@ -19,7 +19,6 @@ from cudnn_sdpa.distributed.local_attention import (
     Options,
     Part,
     State,
-    apart,
     attend,
     attend_backward,
     gradient_of_sinks,
@@ -54,19 +53,18 @@ class _Ring(torch.autograd.Function):
         if options.is_packed:
             total = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=exact, device=q.device)
             lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
-        both = torch.cat([k, v], -1)
+        columns = [x.movedim(dim, 0) for x in (k, v)]
         for step in range(place.ranks):
-            coming = collectives.pass_on(both, place, KEYS) if step + 1 < place.ranks else None
-            keys, values = apart(both, k.shape[-1])
+            coming = collectives.pass_on(columns, place, KEYS) if step + 1 < place.ranks else None
             for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
-                own, of_k, of_v = narrowed(q, dim, part.rows), *_columns(options, part, keys, values)
+                own, (of_k, of_v) = narrowed(q, dim, part.rows), _some(options, part, columns)
                 found = attend(options, part, q=own, k=of_k, v=of_v, sinks=None, cu_seqlens=cu_seqlens)
                 if step == 0 and not options.is_packed:  # of all rows
                     total, lse = found[0].to(exact), found[1]
                 else:
                     _merge(narrowed(total, dim, part.rows), narrowed(lse, dim, part.rows), *found)
             if coming is not None:
-                both = coming.wait()
+                columns = coming.wait()
         if sinks is not None:
             of_heads = sinks.float().view([-1 if at == 1 else 1 for at in range(lse.dim())])
             with_sinks = torch.logaddexp(lse, of_heads)
@@ -89,45 +87,44 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
     dim, place = options.dim, options.place
     exact = _sum_dtype(options, q)
     grad_q = q.new_empty(0)
-    both = torch.cat([k, v], -1)
-    following: Pending[Tensor] | None = None
+    columns = [x.movedim(dim, 0) for x in (k, v)]
+    following: Pending[list[Tensor]] | None = None
     for step in range(place.ranks):
         is_last = step + 1 == place.ranks
-        coming = None if is_last else collectives.pass_on(both, place, KEYS)
-        keys, values = apart(both, k.shape[-1])
+        coming = None if is_last else collectives.pass_on(columns, place, KEYS)
         found = []
         for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
             grad_rows, out_rows, lse_rows = (narrowed(x, dim, part.rows) for x in (grad_out, out, lse))
             given, own = (grad_rows, out_rows, lse_rows), narrowed(q, dim, part.rows)
-            of_k, of_v = _columns(options, part, keys, values)
+            of_k, of_v = _some(options, part, columns)
             found.append((part, attend_backward(options, part, given, q=own, k=of_k, v=of_v, cu_seqlens=cu_seqlens)))
         if step == 0 and not options.is_packed:  # of all rows and columns
             (_, (dq, dk, dv)), *found = found
-            grad_q, sums = dq.to(exact), torch.cat([dk, dv], -1)  # rounded as they are, they are sent without a loss
+            grad_q, sums = dq.to(exact), [x.movedim(dim, 0) for x in (dk, dv)]  # rounded: they are sent without a loss
         elif following is None:
             grad_q = torch.zeros(q.shape, dtype=exact, device=q.device)
-            sums = torch.zeros(both.shape, dtype=exact, device=k.device)
+            sums = [torch.zeros(x.shape, dtype=exact, device=x.device) for x in columns]
         else:
-            sums = following.wait().to(exact)
-        sum_k, sum_v = apart(sums, k.shape[-1])
+            sums = [x.to(exact) for x in following.wait()]
         for part, (dq, dk, dv) in found:
             narrowed(grad_q, dim, part.rows).add_(dq)
-            narrowed(sum_k, dim, part.columns).add_(dk)
-            narrowed(sum_v, dim, part.columns).add_(dv)
-        following = collectives.pass_on(sums.to(k.dtype) if is_last else sums, place, GRADIENTS)
+            for total, grad in zip(sums, (dk, dv), strict=True):
+                narrowed(total, 0, part.columns).add_(grad.movedim(dim, 0))
+        following = collectives.pass_on([x.to(k.dtype) for x in sums] if is_last else sums, place, GRADIENTS)
         if coming is not None:
-            both = coming.wait()
+            columns = coming.wait()
     assert following is not None
-    sum_k, sum_v = apart(following.wait(), k.shape[-1])
-    grads = (torch.empty_like(x).copy_(total) for x, total in ((q, grad_q), (k, sum_k), (v, sum_v)))
+    grads = grad_q.to(q.dtype), *(x.movedim(0, dim) for x in following.wait())
     grad_sinks = (
         None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
     )
     return *grads, grad_sinks
 
 
-def _columns(options: Options, part: Part, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-    return narrowed(keys, options.dim, part.columns), narrowed(values, options.dim, part.columns)
+def _some(options: Options, part: Part, columns: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """The keys and values of a part."""
+    of_k, of_v = (narrowed(x, 0, part.columns).movedim(0, options.dim) for x in columns)
+    return of_k, of_v
 
 
 def _sum_dtype(options: Options, q: Tensor) -> torch.dtype:
