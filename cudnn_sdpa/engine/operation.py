@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -349,7 +349,7 @@ class Operation(Generic[CallT]):
         if not is_compiling():
             self.check_options(call)
         layouts = [None if x is None else _without_memory(x) for x in self._tensors_of(call)]
-        whole = (self.reference_call or self.call)(*layouts, *self._others_of(call))
+        whole = _made(self.reference_call or self.call, (*layouts, *self._others_of(call)))
         if self._draws(call):
             whole = whole._replace(rng=torch.empty(2, dtype=torch.int64, device="meta"))
         try:
@@ -368,7 +368,7 @@ class Operation(Generic[CallT]):
 
         Each part draws its own random numbers for dropout, also where all ranks have the same seed.
         """
-        call = self.call(**{name: arguments[name] for name in self.fields})
+        call = _made(self.call, [arguments[name] for name in self.fields])
         if self._draws(call):
             reasons = []
             if division.is_replicated:
@@ -465,7 +465,7 @@ class Operation(Generic[CallT]):
         return fallback.or_by_kernels(run, lambda: kernels(call), lambda: self.kind(call))
 
     def _run_or_decline(self, call: CallT, reference_call: type[CallT]) -> Result:
-        without_limits = reference_call(*call)
+        without_limits = _made(reference_call, call)
         fallback.check_or_decline(self.function, lambda: self.check(call), lambda: self.check(without_limits))
         return self._run(call)
 
@@ -519,7 +519,7 @@ class Operation(Generic[CallT]):
     def _run_on_pytorch(self, call: CallT) -> Result:
         """A checked call by PyTorch's own function or by the reference, on any device: what the fallback runs."""
         assert self.reference_call is not None
-        call = self.reference_call(*call)
+        call = _made(self.reference_call, call)
         complete = self.complete(call)
         if self._out_of(call) is not None:
             self.check_memory(call)
@@ -820,7 +820,7 @@ class Operation(Generic[CallT]):
         if self.reference_call is None or not fallback.is_in_force():
             self._check_backward(backward)
             return self._run_backward(backward, bypasses)
-        without_limits = backward._replace(call=self.reference_call(*call))
+        without_limits = backward._replace(call=_made(self.reference_call, call))
 
         def run() -> list[Tensor]:
             fallback.check_or_decline(
@@ -862,7 +862,7 @@ class Operation(Generic[CallT]):
     def _checked_fake_gradients(self, backward: BackwardCall[CallT]) -> list[Tensor]:
         """What the needed gradients of a call in compiled code look like, which nothing has checked."""
         if self.reference_call is not None:  # whose limits are those of the forward pass
-            without_limits = backward._replace(call=self.reference_call(*backward.call))
+            without_limits = backward._replace(call=_made(self.reference_call, backward.call))
             self.check_options(without_limits.call)
             self._check_backward(without_limits)
         return self._pass.fake_gradients(backward)
@@ -1041,6 +1041,11 @@ OPERATIONS: dict[str, Operation[Any]] = {}
 def _fields(places: slice) -> Callable[[Fields], tuple[FieldT, ...]]:
     """What gives the fields of a call at these places, as `operator.itemgetter` does, which Dynamo cannot trace."""
     return lambda call: call[places]  # type: ignore[return-value]
+
+
+def _made(kind: type[CallT], values: Iterable[object]) -> CallT:
+    """A call with these fields. In compiled code, PyTorch 2.9 knows the properties of what `_make` gives alone."""
+    return kind._make(values)  # type: ignore[attr-defined,no-any-return]
 
 
 def _new(like: Tensor, layout: Layout) -> Tensor:
