@@ -33,6 +33,9 @@ from cudnn_sdpa.engine.dispatch_state import plain
 #: loses more to communication beside it, and to being two, than dense attention of long sequences would wait for it.
 MAX_GROUPS, MAX_DENSE_GROUPS, MIN_BYTES = 2, 1, 16 << 20
 
+#: What copies of some heads move at a time: with elements of two bytes they reach a third of the memory's bandwidth.
+WIDEST = torch.complex128
+
 
 def repeats(heads_q: int, heads_kv: int, ranks: int) -> int | None:
     """How often each head of keys is repeated, so that each rank has some of its own; None if heads do not divide."""
@@ -71,9 +74,6 @@ class _Received(NamedTuple):
 
 
 ALL = _Heads(0, 1)
-
-#: What copies of some heads move at a time: with elements of two bytes they reach a third of the memory's bandwidth.
-WIDEST = torch.complex128
 
 
 def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
@@ -137,12 +137,14 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
     part = _whole(options, grad_out)
     rows = grad_out.movedim(dim, 0)
     coming = [_send_heads([rows], heads, place) for heads in groups]
-    shares = len(groups) * place.ranks
-    grads = [x.new_empty(*rows.shape[:-2], x.shape[1] * shares, x.shape[-1]) for x in calls[0][:3]]
+    grads: list[Tensor] = []
     leaving = []
     for heads, pending, (q, k, v, *results) in zip(groups, coming, calls, strict=True):
         given = (pending.wait()[0].movedim(0, dim), *results)
         found = attend_backward(options, part, given, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+        if not grads:  # after the first kernel, whose workspace is free again
+            shares = len(groups) * place.ranks
+            grads = [x.new_empty(*rows.shape[:-2], x.shape[1] * shares, x.shape[-1]) for x in (q, k, v)]
         leaving.append(_send_tokens([x.movedim(dim, 0) for x in found], grads, heads, place))
     for received in leaving:
         _put(received.wait())

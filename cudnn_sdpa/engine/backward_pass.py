@@ -104,8 +104,9 @@ class BackwardPass(Generic[BackwardT]):
 
     def fake_gradients(self, backward: BackwardT) -> list[Tensor]:
         """What the needed gradients look like, without memory."""
-        tensors = zip(self.inputs, backward.call, backward.needs, strict=False)
-        return [self.new_gradient(name, x) for name, x, need in tensors if need and isinstance(x, Tensor)]
+        needs = zip(self.inputs, backward.needs, strict=True)
+        tensors = zip(needs, backward.call, strict=False)  # what has a gradient comes first
+        return [self.new_gradient(name, x) for (name, need), x in tensors if need and isinstance(x, Tensor)]
 
 
 class SavedCall(Protocol):

@@ -209,7 +209,9 @@ class KnownCalls(Generic[EntryT, OperandT, OptionsT]):
                     continue
                 if known.others and not known.has_others(operands):
                     continue
-                tensors = known.tensors_of(operands)
+                tensors: Sequence[Tensor] = operands  # type: ignore[assignment]
+                if known.others:  # saves 0.1 µs for all other calls
+                    tensors = known.tensors_of(operands)
                 try:
                     for tensor in tensors:
                         if tensor.is_nested:  # a guard would end the process

@@ -888,7 +888,7 @@ class Operation(Generic[CallT]):
         if last is not None and readable is backward and isinstance(prepared, Entry):
             inputs, given = self._tensors_of(backward.call), self._given_of(backward)
             last.remember(backward.needs, inputs, given, prepared)
-        return list(prepared.run(readable))
+        return list(_as_tuple(prepared.run(readable)))
 
     def gradients_from_dispatcher(
         self, backward: BackwardCall[CallT], known: dict[Hashable, LastGradient], check: Callable[[], None]
@@ -906,7 +906,7 @@ class Operation(Generic[CallT]):
         if last is not None and not self.checks_values():
             given = [x for x in (*inputs, *others) if x is not None]  # all addresses are looked at
             if (entry := last.find(backward.needs, (), given)) is not None:
-                return list(entry.run(backward))
+                return list(_as_tuple(entry.run(backward)))
         self.check(backward.call)
         check()
         if not self.first_of(backward.call).is_cuda:
@@ -1059,7 +1059,7 @@ def _without_memory(tensor: Tensor) -> Tensor:
 
 def _as_tuple(found: Result | None) -> tuple[Tensor, ...]:
     """What an operator or a plan gives: one tensor alone, several, or none."""
-    return found if isinstance(found, tuple) else () if found is None else (found,)
+    return (found,) if isinstance(found, Tensor) else () if found is None else tuple(found)
 
 
 def _alone(found: tuple[Tensor, ...]) -> Result:

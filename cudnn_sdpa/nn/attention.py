@@ -293,8 +293,12 @@ class Attention(nn.Module):
             rotations=rotations,
             step=step,
         )
-        options: _ScoreOptions = {"is_causal": self.is_causal, "window_size": self.window_size, "scale": self.scale}
-        options["softcap"] = self.softcap
+        options: _ScoreOptions = {
+            "is_causal": self.is_causal,
+            "window_size": self.window_size,
+            "scale": self.scale,
+            "softcap": self.softcap,
+        }
         if step is None:
             if self.packed or position_ids is not None:
                 rotations = self._rotations(x, position_ids, rotations)

@@ -150,7 +150,7 @@ def prepare_gradients(of):
     """A backward call bound to its plan."""
     check(of.call)  # a hook on saved tensors may have changed them
     if not of.out.numel():
-        return Prepared(lambda of: [torch.empty_like(of.out)], None)
+        return Prepared(lambda of: (torch.empty_like(of.out),), None)
     device = of.out.get_device()
     key = backward_key(of, targets.live_target(device), device)
     bound, plan = bind(softmax_backward, key, ["out", "grad_out"], dense(of.out), of.call.scale)

@@ -111,7 +111,7 @@ def parts(of: GradientCall) -> list[GradientCall]:
     Raises:
         UnsupportedError: It is too large and cannot be split.
     """
-    call: ForwardArguments = of.call
+    call = of.call
     spec = DenseSpec.of(call)
     if spec.is_empty or spec.is_single or spec.has_no_plan:
         return []
@@ -186,7 +186,7 @@ def gradients(of: GradientCall, run: Callable[[GradientCall], list[Tensor]]) -> 
 
 def part_of(of: GradientCall, part: Part) -> GradientCall:
     """One part of a backward call, which needs the gradients of q, k and v."""
-    call: ForwardArguments = of.call
+    call = of.call
     entries, heads, heads_kv = part
     lengths_q, lengths_kv = (None if x is None else x[entries] for x in (call.seq_lens_q, call.seq_lens_kv))
     part_call = call._replace(

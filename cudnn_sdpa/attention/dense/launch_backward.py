@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, memory
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
+from cudnn_sdpa.attention.arguments import GradientCall
 from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.attention.dense import graphs, large_backward, plans, reference
 from cudnn_sdpa.attention.dense.launch import SMALLEST, bind_plan
@@ -40,7 +40,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
         UnsupportedError: cuDNN has no plan for it.
         PlanBuildError: The plan is missing and may not be built now.
     """
-    call: ForwardArguments = of.call
+    call = of.call
     spec = DenseSpec.of(call)
     if spec.is_empty:
         return Prepared(_zero_gradients, None)

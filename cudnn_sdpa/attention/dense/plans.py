@@ -500,7 +500,7 @@ def factor_of_queries(of: GradientCall) -> float | None:
 
 def launched_backward(of: GradientCall) -> ForwardArguments:
     """The forward call whose gradients a plan computes: where `factor_of_queries` says so, with a copy of q."""
-    call: ForwardArguments = of.call
+    call = of.call
     factor = factor_of_queries(of)
     if factor is None:
         return call

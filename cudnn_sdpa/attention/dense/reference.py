@@ -32,7 +32,7 @@ def run(call: ForwardArguments) -> Result:
 
 def gradients(of: GradientCall) -> list[Tensor]:
     """The needed gradients of q, k, v, attn_mask and sinks."""
-    call: ForwardArguments = of.call
+    call = of.call
     exact = reference.gradients(of.grad_out, of.out, call, of.lse)
     found = []
     for name, tensor, gradient, need in zip(Needs._fields, call.differentiable, exact, of.needs, strict=True):

@@ -64,7 +64,7 @@ def _fill_empty(call: VarlenArguments) -> Result:
 
 def readable(of: VarlenGradientCall) -> VarlenGradientCall:
     """The backward call with copies of what cuDNN cannot read."""
-    call: VarlenArguments = of.call
+    call = of.call
     if call.is_empty or large_backward.is_too_large(*call.qkv, of.out, of.grad_out):
         return of
     grad_out, lse, layout = of.grad_out, memory.aligned("lse", of.lse), TensorLayout.of(call.q)
@@ -84,7 +84,7 @@ def readable(of: VarlenGradientCall) -> VarlenGradientCall:
 
 def prepare_gradients(of: VarlenGradientCall) -> Prepared:
     """A backward call that cuDNN can read, bound to its plan."""
-    call: VarlenArguments = of.call
+    call = of.call
     if call.is_empty:
         return Prepared(_zero_gradients, None)
     if large_backward.is_too_large(*call.qkv, of.out, of.grad_out):
@@ -144,7 +144,7 @@ def _zero_gradients(of: VarlenGradientCall) -> tuple[Tensor, ...]:
 
 def _gradients_in_parts(of: VarlenGradientCall) -> tuple[Tensor, ...]:
     """The needed gradients of a call that is too large for one plan: some heads at a time."""
-    call: VarlenArguments = of.call
+    call = of.call
     dense, sinks = call.as_dense(), call.sinks is not None
     large_backward.check(dense, mask_gradient=False)
 

@@ -341,7 +341,7 @@ def gradient_keys(of: VarlenGradientCall, target: Target, device: int | None) ->
 
 def part_of(of: VarlenGradientCall, part: large_backward.Part) -> VarlenGradientCall:
     """Some heads of a backward call that is too large for one plan."""
-    call: VarlenArguments = of.call
+    call = of.call
     rows = {"q": call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}
     q, grad_out, out, lse = (memory.aligned(name, x[:, part.heads]) for name, x in rows.items())
     k, v = (large_backward.compact(x[:, part.heads_kv]) for x in (call.k, call.v))

@@ -41,7 +41,7 @@ def attention(call: VarlenArguments) -> tuple[Tensor, Tensor]:
 
 def gradients(of: VarlenGradientCall) -> list[Tensor]:
     """The needed gradients of q, k, v and the sinks."""
-    call: VarlenArguments = of.call
+    call = of.call
     found = [like_in_memory(tensor).zero_() for tensor in call.qkv]
     grad_sinks = torch.zeros(call.q.shape[1], dtype=torch.float64, device=call.q.device)
     for rows, columns, one in sequences(call):
