@@ -4,8 +4,9 @@
     python scripts/bench_tables.py --check    # exit with 1 if a page is out of date
 
 A page names its table in a pair of comments: <!-- bench:attention/kernels --> and <!-- /bench --> is the part
-"kernels" of attention-h200.json, or of attention.json; without a file's name it is a part of host's. What stands
-between them stays as it is while that file, or the part in it, is missing.
+"kernels" of attention-h200.json, or of attention.json; attention-h100/kernels is that of attention-h100.json. Without a
+file's name it is a part of host's. What stands between them stays as it is while that file, or the part in it, is
+missing.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from cudnn_sdpa.bench.tools.report import columns_of, upright
 PAGES = tuple(
     ROOT / "docs" / name for name in ("benchmarks.md", "context_parallel.md", "kernels.md", "pytorch_backend.md")
 )
-MARKS = re.compile(r"(<!-- bench:(?:(?P<file>\w+)/)?(?P<part>\w+) -->\n).*?<!-- /bench -->", re.DOTALL)
+MARKS = re.compile(r"(<!-- bench:(?:(?P<file>[\w-]+)/)?(?P<part>\w+) -->\n).*?<!-- /bench -->", re.DOTALL)
 
 
 def measured(file: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import gc
 import itertools
 import json
@@ -17,7 +18,9 @@ import os
 import platform
 import random
 import sys
+import tempfile
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -40,6 +43,9 @@ ROUNDS = 5
 MAX_GROWTH = 512 << 10
 #: Largest relative error, where an example names none.
 PRECISION = 3e-2
+
+#: Seconds after which threads that have not ended count as a fault.
+PATIENCE = 60.0
 #: Calls before the first reading.
 WARM_UP = 500
 
@@ -197,15 +203,21 @@ class Soak:
 
     def run(self, calls: list[Call], threads: int, seconds: float) -> None:
         """Runs all threads for a while."""
-        every = [threading.Thread(target=self.work, args=(calls, seed)) for seed in range(threads)]
-        every.append(threading.Thread(target=self.evict, args=(threads,)))
+        every = [threading.Thread(target=self.work, args=(calls, seed), daemon=True) for seed in range(threads)]
+        every.append(threading.Thread(target=self.evict, args=(threads,), daemon=True))
         self.over.clear()
         for thread in every:
             thread.start()
         self.over.wait(seconds)
         self.over.set()
+        end = time.monotonic() + PATIENCE
         for thread in every:
-            thread.join()
+            thread.join(max(0.0, end - time.monotonic()))
+        if any(thread.is_alive() for thread in every):
+            faulthandler.dump_traceback()
+            self.faults.append(
+                f"{sum(thread.is_alive() for thread in every)} threads have not ended after {PATIENCE} s"
+            )
 
 
 def soak(names: list[str], threads: int, seconds: float, device: str) -> dict[str, Any]:
@@ -213,8 +225,10 @@ def soak(names: list[str], threads: int, seconds: float, device: str) -> dict[st
     found, builds = Soak(device), plan_cache.info().builds
     if device == "cuda":
         torch.cuda.synchronize()
+        start = time.monotonic()
         calls = [call for name in names for call in calls_of(name, device)]
         torch.cuda.synchronize()
+        print(f"{len(calls)} kinds of calls prepared in {time.monotonic() - start:.0f} s", flush=True)
         found.run(calls, threads, seconds)
     else:
         for name in names:
@@ -264,7 +278,8 @@ def main(arguments: list[str]) -> int:
         if given.seconds:
             # A GPU draws other numbers for dropout than the exact results of the example have.
             compared = [name for name in names if not OPERATIONS[name].options.get("dropout_p")]
-            report["threads"] = soak(compared, given.threads, given.seconds, given.device)
+            with tempfile.TemporaryDirectory() as folder, cudnn_sdpa.use_plan_store(folder):  # evicted plans come back
+                report["threads"] = soak(compared, given.threads, given.seconds, given.device)
     grown = [name for name, of in report.get("memory", {}).items() if of["grows"]]
     faults = [*(f"{name}: memory grows" for name in grown), *report.get("threads", {}).get("faults", [])]
     report["faults"] = faults
