@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from cudnn_sdpa.attention.arguments import ForwardArguments, check_options, window_bounds
 from cudnn_sdpa.attention.dense.sdpa import sdpa
@@ -22,7 +23,7 @@ from cudnn_sdpa.nn.rotary import RotaryEmbedding, Rotations
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
-    from typing_extensions import Self, Unpack
+    from typing_extensions import Self
 
 KeysAndValues = tuple[Tensor, Tensor]
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypedDict
+from typing import TypedDict
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from cudnn_sdpa.attention import value_checks
 from cudnn_sdpa.attention.arguments import check_lengths, dtype_name, shape_of
@@ -16,9 +17,6 @@ from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.nn.checks import check_counts
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class AttendOptions(TypedDict, total=False):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from typing_extensions import Unpack
 
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.nn.attention import Attention, AttentionOptions, ConversionOptions
@@ -14,9 +13,6 @@ from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_flag
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, refuse, rename
 from cudnn_sdpa.nn.feed_forward import ACTIVATIONS, FeedForward, SwiGLU, drop
 from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 #: Names in Hugging Face's LLaMA and in PyTorch's layer, and ours.
 OTHER_NAMES = {

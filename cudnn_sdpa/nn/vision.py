@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from cudnn_sdpa.attention.arguments import shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError
@@ -16,9 +15,6 @@ from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
 from cudnn_sdpa.nn.feed_forward import drop
 from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch
 from cudnn_sdpa.nn.transformer import TransformerLayer
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class LayerOptions(AttentionOptions, total=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,16 @@ def test_results_have_public_types(tmp_path: Path) -> None:
     assert_type(manifest, cudnn_sdpa.PlanManifest)
     with cudnn_sdpa.autotune() as report:
         assert_type(report, cudnn_sdpa.AutotuneReport)
+
+
+def test_tools_can_read_types_of_options() -> None:
+    for function in (
+        cudnn_sdpa.nn.TransformerLayer.__init__,
+        cudnn_sdpa.nn.VisionEncoder.__init__,
+        cudnn_sdpa.nn.KVCache.attend,
+        cudnn_sdpa.PagedKVCache.attend,
+    ):
+        assert "return" in typing.get_type_hints(function)
 
 
 def explained_and_warmed(q: Tensor) -> None:  # needs a compiler and a GPU

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import Unpack
 
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.paged import kv_cache_checks, paging
@@ -22,9 +23,6 @@ from cudnn_sdpa.errors import ArgumentError, DeviceError, ExecutionError, Option
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.manifest import PlanManifest
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 #: Maximum number of layouts of appended tensors whose kernels are kept.
 MAX_APPENDERS = 4096
