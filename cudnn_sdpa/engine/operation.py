@@ -264,7 +264,8 @@ class Operation(Generic[CallT]):
         #: The inputs that can have gradients.
         self.differentiable = () if self.backward is None else self.backward.inputs
         self._gradients = len(self.differentiable)
-        # Of a call: its tensors and those that can have gradients, its options and both, and what else there is.
+        # Of a call: its tensors, those that can have gradients, its options, both, all but the tensors, and what
+        # recognizes it besides tensors.
         self._tensors_of: _Fields[CallT, Tensor | None] = _fields(slice(self._tensors))
         self._differentiable_of: _Fields[CallT, Tensor | None] = _fields(slice(self._gradients))
         self._options_of: _Fields[CallT, object] = _fields(slice(self._tensors, self._inputs))
