@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from numbers import Real
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard, TypeVar, overload
+from typing import NamedTuple, Protocol, TypeGuard, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -15,14 +15,12 @@ from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.engine.call import Fields
+from cudnn_sdpa.engine.backward_pass import BackwardCall
+from cudnn_sdpa.engine.call import Call
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.memory import LOWEST, check_has_values, check_present, like_in_memory
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -479,24 +477,21 @@ def check_out(out: Tensor, q: Tensor, v: Tensor, *, for_cudnn: bool) -> None:
         memory.check_strides_of_out(out, for_cudnn=for_cudnn)
 
 
-class AttentionCall(Protocol):
-    """A call of some kind of attention, a NamedTuple."""
+class AttentionCall(Call, Protocol):
+    """A call of some kind of attention."""
 
     @property
     def q(self) -> Tensor: ...
     @property
     def v(self) -> Tensor: ...
-    @property
-    def _replace(self) -> Callable[..., Self]: ...
     def _asdict(self) -> dict[str, object]: ...
-    def __iter__(self) -> Iterator[object]: ...
 
 
 AttentionT = TypeVar("AttentionT", bound=AttentionCall)
 
 
-class AttentionGradientCall(Fields, Protocol):
-    """A backward call of some kind of attention; see `BackwardCall`."""
+class AttentionGradientCall(BackwardCall[AttentionCall], Protocol):
+    """A backward call of some kind of attention."""
 
     @property
     def grad_out(self) -> Tensor: ...
@@ -504,14 +499,6 @@ class AttentionGradientCall(Fields, Protocol):
     def out(self) -> Tensor: ...
     @property
     def lse(self) -> Tensor: ...
-    @property
-    def call(self) -> AttentionCall: ...
-    @property
-    def needs(self) -> tuple[bool, ...]: ...
-    @property
-    def _fields(self) -> tuple[str, ...]: ...
-    @property
-    def _replace(self) -> Callable[..., Self]: ...
 
 
 GradientT = TypeVar("GradientT", bound=AttentionGradientCall)

@@ -57,7 +57,7 @@ class _Ring(torch.autograd.Function):
         for step in range(place.ranks):
             coming = collectives.pass_on(columns, place, KEYS) if step + 1 < place.ranks else None
             for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
-                own, (of_k, of_v) = narrowed(q, dim, part.rows), _some(options, part, columns)
+                own, (of_k, of_v) = narrowed(q, dim, part.rows), _keys_and_values(options, part, columns)
                 found = attend(options, part, q=own, k=of_k, v=of_v, sinks=None, cu_seqlens=cu_seqlens)
                 if step == 0 and not options.is_packed:  # of all rows
                     total, lse = found[0].to(exact), found[1]
@@ -96,11 +96,11 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
         for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
             grad_rows, out_rows, lse_rows = (narrowed(x, dim, part.rows) for x in (grad_out, out, lse))
             given, own = (grad_rows, out_rows, lse_rows), narrowed(q, dim, part.rows)
-            of_k, of_v = _some(options, part, columns)
+            of_k, of_v = _keys_and_values(options, part, columns)
             found.append((part, attend_backward(options, part, given, q=own, k=of_k, v=of_v, cu_seqlens=cu_seqlens)))
         if step == 0 and not options.is_packed:  # of all rows and columns
             (_, (dq, dk, dv)), *found = found
-            grad_q, sums = dq.to(exact), [x.movedim(dim, 0) for x in (dk, dv)]  # rounded: they are sent without a loss
+            grad_q, sums = dq.to(exact), [x.movedim(dim, 0) for x in (dk, dv)]  # rounded already
         elif following is None:
             grad_q = torch.zeros(q.shape, dtype=exact, device=q.device)
             sums = [torch.zeros(x.shape, dtype=exact, device=x.device) for x in columns]
@@ -121,7 +121,7 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
     return *grads, grad_sinks
 
 
-def _some(options: Options, part: Part, columns: list[Tensor]) -> tuple[Tensor, Tensor]:
+def _keys_and_values(options: Options, part: Part, columns: list[Tensor]) -> tuple[Tensor, Tensor]:
     """The keys and values of a part."""
     of_k, of_v = (narrowed(x, 0, part.columns).movedim(0, options.dim) for x in columns)
     return of_k, of_v

@@ -224,8 +224,8 @@ def _send_heads(xs: list[Tensor], heads: _Heads, place: Place) -> Pending[list[T
     wholes: list[Tensor] = []
     xs = [plain(x) for x in xs]
     for x in xs:
-        number = x.shape[-2] // place.ranks // heads.groups
-        whole = x.new_empty(x.shape[0] * place.ranks, *x.shape[1:-2], number, x.shape[-1])
+        heads_of_rank = x.shape[-2] // place.ranks // heads.groups
+        whole = x.new_empty(x.shape[0] * place.ranks, *x.shape[1:-2], heads_of_rank, x.shape[-1])
         for rank in place.others:
             of_rank = x[..., heads.of(rank, x.shape[-2], place.ranks), :]
             leaving = _copy(of_rank.new_empty(of_rank.shape), of_rank)

@@ -150,7 +150,7 @@ def _packed(sizes: Sizes, device: torch.device) -> dict[str, Candidate]:
 
 
 def _pytorchs(tensors: list[Tensor], device: torch.device) -> dict[str, Candidate]:
-    """PyTorch's own context parallelism, with its load balance, within its context, which cuts the tensors before.
+    """PyTorch's own context parallelism, with its load balance, within its context, which shards the tensors before.
 
     Keys are repeated for all heads of queries only if PyTorch refuses grouped ones.
     """
@@ -166,7 +166,7 @@ def _pytorchs(tensors: list[Tensor], device: torch.device) -> dict[str, Candidat
     @contextlib.contextmanager
     def within() -> Iterator[None]:
         attention = torch.nn.functional.scaled_dot_product_attention
-        positions = torch.arange(tensors[0].shape[2], device=device)  # the context needs a tensor that it cuts
+        positions = torch.arange(tensors[0].shape[2], device=device)  # the context needs a tensor to shard
         try:
             with pytorchs(mesh, buffers=[positions], buffer_seq_dims=[0]), _kernels(device):
                 yield
