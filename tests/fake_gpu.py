@@ -301,6 +301,7 @@ def gpu_on_the_cpu(
         patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(handles, "build_handle", lambda _: None)
+        patch.setattr(handles, "loading_handle", lambda _: contextlib.nullcontext())
         patch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
         patch.setattr(torch.cuda, "set_rng_state", torch.set_rng_state)
         patch.setattr(
@@ -559,6 +560,7 @@ class Machine:
         for module in (plan, autotune):
             self.patch(module, "current_raw_stream", lambda _: self.stream)
         self.patch(build, "_handle_for", lambda _: "handle")
+        self.patch(handles, "loading_handle", lambda _: contextlib.nullcontext("handle"))
         self.patch(plan, "allocate", lambda shape, _, dtype: torch.empty(shape, dtype=dtype))
         self.patch(plan.backend, "GraphBuilder", lambda **_: "builder")
         self.patch(plan.backend, "execution_error", lambda error, _: error)

@@ -173,6 +173,11 @@ class Soak:
     faults: list[str] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
 
+    def note(self, fault: str) -> None:
+        """Keeps a fault, and prints it at once: what follows may never end."""
+        print(fault, file=sys.stderr, flush=True)
+        self.faults.append(fault)
+
     def work(self, calls: list[Call], seed: int) -> None:
         """Makes random calls, each on one of the thread's two streams."""
         r, is_gpu = random.Random(seed), self.device == "cuda"
@@ -183,11 +188,11 @@ class Soak:
                 with torch.cuda.stream(r.choice([*streams, None])) if is_gpu else contextlib.nullcontext():
                     is_right = call.is_right()
             except Exception as error:  # noqa: BLE001 - each is a fault
-                self.faults.append(f"{call.name}: {type(error).__name__}: {error}")
+                self.note(f"{call.name}: {type(error).__name__}: {error}")
                 continue
             self.counts[call.name] += 1
             if not is_right:
-                self.faults.append(f"{call.name}: wrong")
+                self.note(f"{call.name}: wrong")
 
     def evict(self, seed: int) -> None:
         """Makes the plan cache smaller and larger, and empties it."""
@@ -215,9 +220,7 @@ class Soak:
             thread.join(max(0.0, end - time.monotonic()))
         if any(thread.is_alive() for thread in every):
             faulthandler.dump_traceback()
-            self.faults.append(
-                f"{sum(thread.is_alive() for thread in every)} threads have not ended after {PATIENCE} s"
-            )
+            self.note(f"{sum(thread.is_alive() for thread in every)} threads have not ended after {PATIENCE} s")
 
 
 def soak(names: list[str], threads: int, seconds: float, device: str) -> dict[str, Any]:

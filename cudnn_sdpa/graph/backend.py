@@ -394,6 +394,37 @@ def _cuda_runtime() -> ctypes.CDLL | None:
         return None
 
 
+#: `cudaStreamNonBlocking`: the default stream does not wait for it, nor it for the default stream.
+_NON_BLOCKING = 1
+
+
+def new_stream() -> int:
+    """A stream of the current device that PyTorch does not know of; it is never destroyed.
+
+    Raises:
+        ExecutionError: CUDA makes none.
+    """
+    stream = ctypes.c_void_p()
+    if (runtime := _cuda_runtime()) is None:
+        raise ExecutionError("a stream cannot be made: CUDA's runtime, which PyTorch loads, was not found")
+    if error := runtime.cudaStreamCreateWithFlags(ctypes.byref(stream), _NON_BLOCKING):
+        runtime.cudaGetLastError()
+        raise ExecutionError(f"a stream cannot be made: CUDA reports error {error}")
+    return stream.value or 0
+
+
+def end_capture(stream: int) -> None:
+    """Ends a capture of `stream`, if there is one, and drops what it captured."""
+    runtime = _cuda_runtime()
+    status, graph = ctypes.c_int(), ctypes.c_void_p()
+    if runtime is None or runtime.cudaStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status)):
+        return
+    if status.value:
+        runtime.cudaStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph))
+        if graph.value:
+            runtime.cudaGraphDestroy(graph)
+
+
 @contextlib.contextmanager
 def no_error_left() -> Iterator[None]:
     """While active, the frontend leaves CUDA's last error as it was.

@@ -6,15 +6,19 @@ thread. It is never destroyed: `cudnnDestroy` synchronizes and would break a CUD
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from array import array
 from collections import deque
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
 from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.backend import Handle
+from cudnn_sdpa.settings import renewed_in_children
 
 #: Size of a slot's scratch memory: launches on the default stream that need no more allocate no workspace. Most forward
 #: plans need 256 bytes; those of single queries up to half of this.
@@ -129,6 +133,40 @@ thread = _Local()
 def build_handle(device: int) -> Handle:
     """The calling thread's handle object for `device`, for building plans."""
     return thread.slots[device].handle
+
+
+class _Loader(NamedTuple):
+    """A handle that loads plans, and the stream that it is bound to, on which nothing else runs."""
+
+    handle: Handle
+    stream: int
+
+
+_loaders: dict[int, _Loader] = {}
+_loading_lock = renewed_in_children(threading.RLock())
+
+
+@contextlib.contextmanager
+def loading_handle(device: int) -> Iterator[Handle]:
+    """The handle of `device` that loads plans, for one thread at a time.
+
+    The frontend launches a plan that it loads once, while it captures the handle's stream, and drops the graph. What
+    another thread enqueued on that stream would be captured too, and never run. If the handle is on the default stream,
+    the frontend captures a stream that the default stream waits for: until that ends, CUDA refuses every launch on the
+    default stream. So this handle has a stream of its own, which the default stream does not wait for.
+    """
+    with _loading_lock:
+        if device not in _loaders:
+            with torch.cuda.device(device):
+                loader = _Loader(backend.create_handle(), backend.new_stream())
+                backend.set_stream(loader.handle, loader.stream)
+            _loaders[device] = loader
+        loader = _loaders[device]
+        try:
+            yield loader.handle
+        except BaseException:
+            backend.end_capture(loader.stream)  # which the frontend leaves open where it has no memory
+            raise
 
 
 def created_handles() -> int:

@@ -69,9 +69,10 @@ def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
     assert key.device is not None
     start = time.perf_counter()
     with torch.cuda.device(key.device), relaxed_capture(), backend.no_error_left():
-        handle = _handle_for(key)
+        _refuse_while_capturing(key)
         try:
-            built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
+            with handles.loading_handle(key.device) as handle:
+                built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
             if built.workspace != stored.workspace:
                 raise ValueError(f"it needs {built.workspace} bytes of workspace, not {stored.workspace}")
         except (MemoryError, torch.OutOfMemoryError):
@@ -129,7 +130,7 @@ def _with_candidates(plan: Plan, operation: GraphDefinition, handle: Handle) -> 
 
 
 def _handle_for(key: PlanKey) -> Handle:
-    """The handle for building or loading a plan on the current device."""
+    """The handle for building a plan on the current device."""
     assert key.device is not None
     _refuse_while_capturing(key)
     return handles.build_handle(key.device)

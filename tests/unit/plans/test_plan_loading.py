@@ -12,7 +12,7 @@ import torch
 
 import cudnn_sdpa
 from cudnn_sdpa import ExecutionError, OutOfPagesError
-from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph import backend, handles
 from cudnn_sdpa.plans import build, nvrtc
 from cudnn_sdpa.plans.file_format import StoredPlan
 from cudnn_sdpa.plans.nvrtc import Kernel
@@ -46,8 +46,9 @@ REFUSED = [
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """A store with a valid plan, and a fake GPU."""
-    monkeypatch.setattr(build, "_handle_for", lambda _: None)
+    monkeypatch.setattr(handles, "loading_handle", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with cudnn_sdpa.use_plan_store(tmp_path / "plans") as store:
         store.save(key(), plan(key()))
         yield store
@@ -103,6 +104,62 @@ def test_pytorch_does_not_report_the_frontends_errors_after_its_own_kernels(stor
         build.load_plan(key())
     assert runtime.last == before
     assert store.info().plans == 1
+
+
+class Streams:
+    """A fake CUDA runtime with streams, some of which are captured."""
+
+    def __init__(self, capturing=(), error=0):
+        self.capturing, self.error, self.dropped = set(capturing), error, []
+
+    def cudaStreamCreateWithFlags(self, stream, flags):  # noqa: N802
+        stream._obj.value = 0 if self.error else 77
+        return self.error or flags - 1
+
+    def cudaGetLastError(self):  # noqa: N802
+        return 0
+
+    def cudaStreamIsCapturing(self, stream, status):  # noqa: N802
+        status._obj.value = int(stream.value in self.capturing)
+        return 0
+
+    def cudaStreamEndCapture(self, stream, graph):  # noqa: N802
+        self.capturing.remove(stream.value)
+        graph._obj.value = 5
+        return 0
+
+    def cudaGraphDestroy(self, graph):  # noqa: N802
+        self.dropped.append(graph.value)
+        return 0
+
+
+def test_plans_are_loaded_on_a_stream_of_their_own_whose_capture_ends(monkeypatch):
+    """The frontend captures the stream, and does not end that where it finds no memory."""
+    runtime, bound = Streams(), []
+    monkeypatch.setattr(backend, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(backend, "create_handle", lambda: "handle")
+    monkeypatch.setattr(backend, "set_stream", lambda *to: bound.append(to))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(handles, "_loaders", {})
+    for _ in range(2):
+        with contextlib.suppress(MemoryError), handles.loading_handle(3) as handle:
+            assert handle == "handle"
+            runtime.capturing.add(77)
+            raise MemoryError
+        assert not runtime.capturing
+    assert runtime.dropped == [5, 5]
+    assert bound == [("handle", 77)]
+
+
+@pytest.mark.parametrize(("runtime", "why"), [(None, "was not found"), (Streams(error=2), "error 2")])
+def test_without_a_stream_nothing_is_loaded(monkeypatch, runtime, why):
+    monkeypatch.setattr(backend, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(backend, "create_handle", lambda: "handle")
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(handles, "_loaders", {})
+    with pytest.raises(ExecutionError, match=why), handles.loading_handle(0):
+        raise AssertionError
+    assert not handles._loaders
 
 
 def test_a_launch_that_fails_leaves_no_error_behind(monkeypatch):
