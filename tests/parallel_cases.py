@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from float64_reference import attend
@@ -176,13 +177,16 @@ def worst_of(cases: list[tuple[Any, ...]], device: str = "cpu") -> list[tuple[fl
 
 def worst_in_groups_of_heads(cases: list[tuple[Any, ...]], device: str = "cpu") -> list[tuple[float, str, Any]]:
     """The same with small messages of some heads."""
-    before = by_gathering.MIN_BYTES, by_exchange.MIN_BYTES, by_exchange.MAX_GROUPS, by_exchange.MAX_DENSE_GROUPS
-    by_gathering.MIN_BYTES = by_exchange.MIN_BYTES = 1
-    by_exchange.MAX_GROUPS = by_exchange.MAX_DENSE_GROUPS = 4
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        for module, name, value in (
+            (by_gathering, "MIN_BYTES", 1),
+            (by_gathering, "MAX_PACKED_GROUPS", 4),
+            (by_exchange, "MIN_BYTES", 1),
+            (by_exchange, "MAX_GROUPS", 4),
+            (by_exchange, "MAX_DENSE_GROUPS", 4),
+        ):
+            patch.setattr(module, name, value)
         return worst_of(cases, device)
-    finally:
-        by_gathering.MIN_BYTES, by_exchange.MIN_BYTES, by_exchange.MAX_GROUPS, by_exchange.MAX_DENSE_GROUPS = before
 
 
 def check(found: list[list[tuple[float, str, Any]]], number: int, of_halves: float = 2e-2) -> None:

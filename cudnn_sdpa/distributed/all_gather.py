@@ -20,6 +20,7 @@ from cudnn_sdpa.distributed.local_attention import (
     Part,
     State,
     apart,
+    apart_at_the_diagonal,
     attend,
     attend_backward,
     gradient_of_sinks,
@@ -29,16 +30,16 @@ from cudnn_sdpa.distributed.local_attention import (
 )
 from cudnn_sdpa.distributed.zigzag import gathered, in_rank_order, in_sequence_order
 
-#: Most groups of heads, and the fewest bytes of gathered keys and values of a group: below, launches cost more than
-#: communication.
-MAX_GROUPS, MIN_BYTES = 4, 4 << 20
+#: Most groups of heads, dense and packed, and the fewest bytes of gathered keys and values of a group: below, launches
+#: cost more than communication. Kernels of packed sequences lose more by being several than communication takes.
+MAX_GROUPS, MAX_PACKED_GROUPS, MIN_BYTES = 4, 1, 4 << 20
 
 
 def head_groups(k: Tensor, v: Tensor, options: Options) -> list[slice]:
     """The heads of keys that are gathered at a time."""
     heads = k.shape[1]
     in_bytes = (k.numel() + v.numel()) * k.element_size() * options.place.ranks
-    wanted = max(1, min(MAX_GROUPS, heads, in_bytes // MIN_BYTES))
+    wanted = max(1, min(MAX_PACKED_GROUPS if options.is_packed else MAX_GROUPS, heads, in_bytes // MIN_BYTES))
     number = max(n for n in range(1, wanted + 1) if heads % n == 0)
     size = heads // number
     return [slice(first, first + size) for first in range(0, heads, size)]
@@ -130,13 +131,16 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
             *(tokens, *batch, heads.stop - heads.start, k.shape[-1] + v.shape[-1]), dtype=exact, device=k.device
         )
         sum_k, sum_v = apart(sums.movedim(0, dim), k.shape[-1])
-        for part in parts:
-            of_q, of_grad, of_out, of_lse = (_some(x, options, heads_q, part.rows) for x in (q, grad_out, out, lse))
-            given, (of_k, of_v) = (of_grad, of_out, of_lse), _columns(options, part, keys, values)
-            dq, dk, dv = attend_backward(options, part, given, q=of_q, k=of_k, v=of_v, cu_seqlens=cu_seqlens)
-            _some(grad_q, options, heads_q, part.rows).copy_(dq)
-            narrowed(sum_k, dim, part.columns).add_(dk)
-            narrowed(sum_v, dim, part.columns).add_(dv)
+        for whole in parts:
+            of_q, of_grad, of_out, of_lse, to = (
+                _some(x, options, heads_q, whole.rows) for x in (q, grad_out, out, lse, grad_q)
+            )
+            for number_of_part, part in enumerate(apart_at_the_diagonal(whole)):
+                given, (of_k, of_v) = (of_grad, of_out, of_lse), _columns(options, part, keys, values)
+                dq, dk, dv = attend_backward(options, part, given, q=of_q, k=of_k, v=of_v, cu_seqlens=cu_seqlens)
+                to.add_(dq) if number_of_part else to.copy_(dq)
+                narrowed(sum_k, dim, part.columns).add_(dk)
+                narrowed(sum_v, dim, part.columns).add_(dv)
         if leaving is not None:
             _keep(options, leaving, grad_k, grad_v)
         leaving = heads, collectives.reduce_scatter(in_rank_order(sums, options.place.ranks), options.place)

@@ -92,13 +92,18 @@ def _drawn(sizes: Sizes, shape: tuple[int, ...], device: torch.device) -> list[T
 
 def _trained(attention: Callable[..., Tensor], tensors: list[Tensor], dim: int | None) -> Candidate:
     """A forward and a backward pass with these tensors, or with this rank's parts of them."""
-    *inputs, grad = tensors if dim is None else [shard(x, dim) for x in tensors]
+    *inputs, grad = tensors if dim is None else [_part(x, dim) for x in tensors]
     leaves = [x.detach().requires_grad_() for x in inputs]
 
     def step() -> None:
         torch.autograd.grad(attention(*leaves), leaves, grad)
 
     return Candidate(step)
+
+
+def _part(x: Tensor, dim: int) -> Tensor:
+    """This rank's part, in memory as a model's projections make it: (B, S, H, D), or (T, H, D) of packed sequences."""
+    return shard(x.transpose(1, dim), 1).transpose(1, dim) if dim > 1 else shard(x, dim)
 
 
 def _dense(sizes: Sizes, length: int, device: torch.device) -> dict[str, Candidate]:
