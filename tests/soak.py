@@ -44,8 +44,10 @@ MAX_GROWTH = 512 << 10
 #: Largest relative error, where an example names none.
 PRECISION = 3e-2
 
-#: Seconds after which threads that have not ended count as a fault.
+#: Seconds after which a call that has not ended is a fault.
 PATIENCE = 60.0
+#: Faults after which threads end.
+MAX_FAULTS = 20
 #: Calls before the first reading.
 WARM_UP = 500
 
@@ -172,6 +174,7 @@ class Soak:
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
     over: threading.Event = field(default_factory=threading.Event)
+    under_way: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def note(self, fault: str) -> None:
         """Keeps a fault, and prints it at once: what follows may never end."""
@@ -182,8 +185,9 @@ class Soak:
         """Makes random calls, each on one of the thread's two streams."""
         r, is_gpu = random.Random(seed), self.device == "cuda"
         streams = [torch.cuda.Stream() for _ in range(2)] if is_gpu else []
-        while not self.over.is_set() and len(self.faults) < 20:
+        while not self.over.is_set() and len(self.faults) < MAX_FAULTS:
             call = r.choice(calls)
+            self.under_way[seed] = call.name, time.monotonic()
             try:
                 with torch.cuda.stream(r.choice([*streams, None])) if is_gpu else contextlib.nullcontext():
                     is_right = call.is_right()
@@ -193,6 +197,17 @@ class Soak:
             self.counts[call.name] += 1
             if not is_right:
                 self.note(f"{call.name}: wrong")
+        self.under_way.pop(seed, None)
+
+    def has_stalled(self) -> bool:
+        """Whether a call does not end: a fault, with what all threads are doing."""
+        now = time.monotonic()
+        for name, since in list(self.under_way.values()):
+            if now - since > PATIENCE:
+                self.note(f"{name}: has not ended after {PATIENCE} s; under way: {sorted(self.under_way.values())}")
+                faulthandler.dump_traceback()
+                return True
+        return False
 
     def evict(self, seed: int) -> None:
         """Makes the plan cache smaller and larger, and empties it."""
@@ -213,14 +228,15 @@ class Soak:
         self.over.clear()
         for thread in every:
             thread.start()
-        self.over.wait(seconds)
-        self.over.set()
-        end = time.monotonic() + PATIENCE
-        for thread in every:
-            thread.join(max(0.0, end - time.monotonic()))
-        if any(thread.is_alive() for thread in every):
-            faulthandler.dump_traceback()
-            self.note(f"{sum(thread.is_alive() for thread in every)} threads have not ended after {PATIENCE} s")
+        end, has_stalled = time.monotonic() + seconds, False
+        while not has_stalled and any(thread.is_alive() for thread in every):
+            # Not even this loop runs if a call stalls that holds Python's lock: then this ends the process.
+            faulthandler.dump_traceback_later(2 * PATIENCE, exit=True)
+            if time.monotonic() > end or len(self.faults) >= MAX_FAULTS:
+                self.over.set()
+            time.sleep(0.1)
+            has_stalled = self.has_stalled()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def soak(names: list[str], threads: int, seconds: float, device: str) -> dict[str, Any]:
@@ -296,4 +312,6 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(code)  # a thread that has stalled would keep the interpreter

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import threading
 
 import pytest
 import soak
@@ -50,3 +51,13 @@ def test_wrong_results_and_errors_are_noticed():
         found.run([wrong, nan, raises], 2, 0.3)
     assert {fault.partition(":")[0] for fault in found.faults} == {"wrong", "nan", "raises"}
     assert not found.counts["raises"]
+
+
+def test_a_call_that_does_not_end_is_noticed(monkeypatch, capfd):
+    monkeypatch.setattr(soak, "PATIENCE", 0.3)
+    over, found = threading.Event(), soak.Soak("cpu")
+    found.run([soak.Call("endless", lambda: [over.wait() and None], [], 0.0)], 2, 60.0)
+    over.set()
+    assert len(found.faults) == 1
+    assert found.faults[0].startswith("endless: has not ended")
+    assert "in work" in capfd.readouterr().err  # where the threads are

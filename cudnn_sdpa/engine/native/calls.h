@@ -51,6 +51,21 @@ inline PyObject* results_of(const KnownCall& known, const Results& results) {
   return tuple.release().ptr();
 }
 
+// Where the gradients of a call's inputs go.
+//
+// A leaf's edge needs the leaf's mutex. PyTorch's operators, which hold no lock of Python, take that one while they hold
+// the mutex, where the leaf's count of references rises to two. So a thread that waits for the mutex must not hold it.
+inline torch::autograd::edge_list edges_of(const std::vector<int>& differentiable, PyObject* const* arguments) {
+  const py::gil_scoped_release without_lock;
+  torch::autograd::edge_list edges;
+  edges.reserve(differentiable.size());
+  for (const int place : differentiable) {
+    edges.push_back(
+        place < 0 ? torch::autograd::Edge() : torch::autograd::impl::gradient_edge(THPVariable_Unpack(arguments[place])));
+  }
+  return edges;
+}
+
 // Has autograd follow a call.
 inline void differentiate(
     const std::shared_ptr<const Differentiation>& of,
@@ -58,13 +73,7 @@ inline void differentiate(
     std::vector<double> numbers,
     const Results& results) {
   auto node = Nodes<NodePointer>::make<Gradient>(of, of->is_in_force(), std::move(numbers));
-  torch::autograd::edge_list edges;
-  edges.reserve(of->differentiable.size());
-  for (const int place : of->differentiable) {
-    edges.push_back(
-        place < 0 ? torch::autograd::Edge() : torch::autograd::impl::gradient_edge(THPVariable_Unpack(arguments[place])));
-  }
-  node->set_next_edges(std::move(edges));
+  node->set_next_edges(edges_of(of->differentiable, arguments));
   for (size_t place = 0; place < of->returned; ++place) {  // integers have no gradient, but a place among the results
     const bool has_gradient = torch::autograd::isDifferentiableType(results[place].scalar_type());
     torch::autograd::set_history(has_gradient ? results[place] : at::Tensor(), node);
