@@ -557,6 +557,7 @@ class Machine:
         self.patch(handles.thread, "slots", self.slots)
         self.patch(torch.cuda, "device", lambda _: contextlib.nullcontext())
         self.patch(torch._C, "_cuda_isCurrentStreamCapturing", lambda: self.capturing)
+        self.patch(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         for module in (plan, autotune):
             self.patch(module, "current_raw_stream", lambda _: self.stream)
         self.patch(build, "_handle_for", lambda _: "handle")

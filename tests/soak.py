@@ -237,6 +237,7 @@ class Soak:
             time.sleep(0.1)
             has_stalled = self.has_stalled()
         faulthandler.cancel_dump_traceback_later()
+        self.over.set()
 
 
 def soak(names: list[str], threads: int, seconds: float, device: str) -> dict[str, Any]:
