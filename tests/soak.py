@@ -46,6 +46,8 @@ PRECISION = 3e-2
 
 #: Seconds after which a call that has not ended is a fault.
 PATIENCE = 60.0
+#: Seconds after which the process ends if nothing in it goes on.
+LAST_RESORT = 120.0
 #: Faults after which threads end.
 MAX_FAULTS = 20
 #: Calls before the first reading.
@@ -213,12 +215,14 @@ class Soak:
         """Makes the plan cache smaller and larger, and empties it."""
         r, size = random.Random(seed), plan_cache.info().capacity
         while not self.over.wait(0.02 if self.device == "cpu" else 0.2):
+            self.under_way[seed] = "eviction", time.monotonic()
             plan_cache.resize(r.choice([1, 2, 4, 8, 64]))
             if r.random() < 0.2:
                 plan_cache.clear()
             if r.random() < 0.2:
                 gc.collect()
             FakePlan.launched.clear()
+            self.under_way.pop(seed)
         plan_cache.resize(size)
 
     def run(self, calls: list[Call], threads: int, seconds: float) -> None:
@@ -231,7 +235,7 @@ class Soak:
         end, has_stalled = time.monotonic() + seconds, False
         while not has_stalled and any(thread.is_alive() for thread in every):
             # Not even this loop runs if a call stalls that holds Python's lock: then this ends the process.
-            faulthandler.dump_traceback_later(2 * PATIENCE, exit=True)
+            faulthandler.dump_traceback_later(LAST_RESORT, exit=True)
             if time.monotonic() > end or len(self.faults) >= MAX_FAULTS:
                 self.over.set()
             time.sleep(0.1)
@@ -315,4 +319,6 @@ def main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stdout.flush()
-    os._exit(code)  # a thread that has stalled would keep the interpreter
+    if threading.active_count() > 1:  # one has stalled, and would keep the interpreter
+        os._exit(code)
+    sys.exit(code)

@@ -138,10 +138,13 @@ def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
 def apart_at_the_diagonal(part: Part) -> list[Part]:
     """Two parts that are the same, where that is quicker in the backward pass: keys before all queries, and the others.
 
-    cuDNN's backward kernels compute a square causal part without what is masked, any other one with it.
+    cuDNN's backward kernels compute a square causal part without what is masked, any other one with it. The gradient of
+    the queries is then the sum of two that are rounded. Windows with a right bound leave few keys before the first
+    chunk; such parts stay whole.
     """
-    before = part.columns.stop - part.columns.start - (part.rows.stop - part.rows.start)
-    if not part.is_causal or before <= 0 or part.window[0] != UNBOUNDED:
+    rows = part.rows.stop - part.rows.start
+    before = part.columns.stop - part.columns.start - rows
+    if not part.is_causal or before < rows or part.window[0] != UNBOUNDED:
         return [part]
     middle = part.columns.start + before
     begin = part.keys.begin + before

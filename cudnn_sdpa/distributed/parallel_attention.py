@@ -127,12 +127,13 @@ def context_parallel(
 
     | method | each rank holds, besides its part | communicates, for each layer | limits |
     |---|---|---|---|
-    | "all_gather" | k, v of all tokens, some heads at a time | k, v, again for gradients, and theirs | none |
+    | "all_gather" | k, v of all tokens, dense of some heads | k, v, again for gradients, and theirs | none |
     | "ulysses" | q, k, v, output of all tokens, 1/P of the heads | q, k, v, output | heads that P divides |
     | "ring" | k, v of one other rank, the output in float32 | as "all_gather", in P steps | no window, no dropout |
 
-    All overlap communication with kernels, but "ulysses", which does so for packed sequences. "all_gather" is the
-    default, as it takes any number of heads. With dropout it keeps the gathered k and v for the backward pass.
+    All overlap communication with kernels, but "all_gather" of packed sequences and "ulysses" of dense ones.
+    "all_gather" is the default, as it takes any number of heads. With dropout it keeps the gathered k and v for the
+    backward pass.
 
     Gradients of `sinks` are those of this rank's part of the work, as those of all parameters under data parallelism:
     their sum over the group is the gradient. Every rank must run the backward pass if one does. What ranks must agree

@@ -398,19 +398,21 @@ def _cuda_runtime() -> ctypes.CDLL | None:
 _NON_BLOCKING = 1
 
 
-def new_stream() -> int:
+def new_stream() -> int | None:
     """A stream of the current device that PyTorch does not know of; it is never destroyed.
+
+    None if CUDA's runtime is not found, as in a PyTorch that is linked to it statically.
 
     Raises:
         ExecutionError: CUDA makes none.
     """
     stream = ctypes.c_void_p()
     if (runtime := _cuda_runtime()) is None:
-        raise ExecutionError("a stream cannot be made: CUDA's runtime, which PyTorch loads, was not found")
+        return None
     if error := runtime.cudaStreamCreateWithFlags(ctypes.byref(stream), _NON_BLOCKING):
         runtime.cudaGetLastError()
         raise ExecutionError(f"a stream cannot be made: CUDA reports error {error}")
-    return stream.value or 0
+    return stream.value
 
 
 def end_capture(stream: int) -> None:

@@ -158,8 +158,11 @@ def loading_handle(device: int) -> Iterator[Handle]:
     with _loading_lock:
         if device not in _loaders:
             with torch.cuda.device(device):
-                loader = _Loader(backend.create_handle(), backend.new_stream())
-                backend.set_stream(loader.handle, loader.stream)
+                stream = backend.new_stream()
+                if stream is None:  # one of the 32 that PyTorch hands out in turn
+                    stream = int(torch.cuda.Stream(device).cuda_stream)  # type: ignore[no-untyped-call]
+                loader = _Loader(backend.create_handle(), stream)
+                backend.set_stream(loader.handle, stream)
             _loaders[device] = loader
         loader = _loaders[device]
         try:
@@ -170,5 +173,5 @@ def loading_handle(device: int) -> Iterator[Handle]:
 
 
 def created_handles() -> int:
-    """Number of handles made in this process: per device, at most its peak number of threads."""
+    """Number of threads' handles made in this process: per device, at most its peak number of threads."""
     return len(_created)

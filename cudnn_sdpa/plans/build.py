@@ -69,21 +69,27 @@ def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
     assert key.device is not None
     start = time.perf_counter()
     with torch.cuda.device(key.device), relaxed_capture(), backend.no_error_left():
-        _refuse_while_capturing(key)
-        try:
-            with handles.loading_handle(key.device) as handle:
-                built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
-            if built.workspace != stored.workspace:
-                raise ValueError(f"it needs {built.workspace} bytes of workspace, not {stored.workspace}")
-        except (MemoryError, torch.OutOfMemoryError):
-            raise
-        except Exception as error:
-            if isinstance(error, RuntimeError) and _GPU_FAILURE.search(str(error)):
-                raise ExecutionError(f"the stored plan of {key.name} could not be loaded: {error}") from error
-            raise BadPlanFileError(f"cuDNN rejects it ({shortened(str(error))})") from error
+        _handle_for(key)  # with which this thread launches: it may capture a CUDA graph next
+        with handles.loading_handle(key.device) as handle:
+            built = _loaded(handle, key, stored)
         plan = Plan(key, built, constants_of(key))
     plan.build_seconds, plan.loaded, plan.tuned = time.perf_counter() - start, True, stored.tuned
     return plan
+
+
+def _loaded(handle: Handle, key: PlanKey, stored: StoredPlan) -> backend.BuiltGraph:
+    """The graph of a stored plan; raises what `plan_of` does."""
+    try:
+        built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
+        if built.workspace != stored.workspace:
+            raise ValueError(f"it needs {built.workspace} bytes of workspace, not {stored.workspace}")
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and _GPU_FAILURE.search(str(error)):
+            raise ExecutionError(f"the stored plan of {key.name} could not be loaded: {error}") from error
+        raise BadPlanFileError(f"cuDNN rejects it ({shortened(str(error))})") from error
+    return built
 
 
 def build_plan(operation: GraphDefinition, key: PlanKey) -> Plan:
@@ -130,7 +136,7 @@ def _with_candidates(plan: Plan, operation: GraphDefinition, handle: Handle) -> 
 
 
 def _handle_for(key: PlanKey) -> Handle:
-    """The handle for building a plan on the current device."""
+    """This thread's handle for the current device, made if need be."""
     assert key.device is not None
     _refuse_while_capturing(key)
     return handles.build_handle(key.device)

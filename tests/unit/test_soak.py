@@ -56,8 +56,13 @@ def test_wrong_results_and_errors_are_noticed():
 def test_a_call_that_does_not_end_is_noticed(monkeypatch, capfd):
     monkeypatch.setattr(soak, "PATIENCE", 0.3)
     over, found = threading.Event(), soak.Soak("cpu")
-    found.run([soak.Call("endless", lambda: [] if over.wait() else [], [], 0.0)], 2, 60.0)
+
+    def wait():
+        over.wait()
+        return []
+
+    found.run([soak.Call("endless", wait, [], 0.0)], 2, 60.0)
     over.set()
     assert len(found.faults) == 1
     assert found.faults[0].startswith("endless: has not ended")
-    assert "in work" in capfd.readouterr().err  # where the threads are
+    assert "in wait" in capfd.readouterr().err  # where the threads are

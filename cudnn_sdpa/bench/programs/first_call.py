@@ -48,9 +48,11 @@ def start_cuda() -> None:
 
 
 def start_library() -> None:
-    """Loads cuDNN, creates this thread's handle, and detects the plans' target."""
+    """Loads cuDNN, creates this thread's handle and the one that loads plans, and detects the plans' target."""
     device = torch.cuda.current_device()
     handles.build_handle(device)
+    with handles.loading_handle(device):
+        pass
     target.live_target(device)
 
 

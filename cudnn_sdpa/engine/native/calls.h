@@ -78,7 +78,7 @@ inline void differentiate(
     const bool has_gradient = torch::autograd::isDifferentiableType(results[place].scalar_type());
     torch::autograd::set_history(has_gradient ? results[place] : at::Tensor(), node);
   }
-  for (const int place : of->saved) {
+  for (const int place : of->saved) {  // after the edges, which keep a leaf's count of references above one
     if (place >= 0) node->save(THPVariable_Unpack(arguments[place]), false);
   }
   for (size_t place = of->first_result; place < of->last_result; ++place) {

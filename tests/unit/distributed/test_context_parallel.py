@@ -6,6 +6,8 @@ import parallel_cases as cases
 import pytest
 import torch
 
+from cudnn_sdpa.distributed.local_attention import Part, Span, apart_at_the_diagonal
+
 METHODS = ("all_gather", "ulysses", "ring")
 
 
@@ -49,3 +51,25 @@ def test_gradients_have_the_random_numbers_of_the_output(ranks, method):
 
 def test_parts_are_put_together(ranks):
     assert all(all(found) for found in ranks(cases.round_trip))
+
+
+def chunk(begin, end, *, first=0, is_causal=True, window=(-1, -1)):
+    """A chunk's attention to keys from the first one to its end."""
+    span = Span(first, end)
+    return Part(slice(0, end - begin), slice(*span), Span(begin, end), span, is_causal=is_causal, window=window)
+
+
+def test_keys_before_a_chunk_are_apart_from_its_own():
+    before, own = apart_at_the_diagonal(chunk(12, 16))
+    assert (before.columns, before.keys, before.is_causal) == (slice(0, 12), (0, 12), False)
+    assert (own.columns, own.keys, own.queries, own.is_causal) == (slice(12, 16), (12, 16), (12, 16), True)
+    assert before.rows == own.rows == slice(0, 4)
+
+
+@pytest.mark.parametrize(
+    "part",
+    [chunk(0, 4), chunk(2, 6), chunk(12, 16, is_causal=False), chunk(12, 16, first=4, window=(8, -1))],
+    ids=["first", "few keys before", "without a mask", "window"],
+)
+def test_other_parts_stay_whole(part):
+    assert apart_at_the_diagonal(part) == [part]

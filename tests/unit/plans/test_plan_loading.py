@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -43,10 +44,14 @@ REFUSED = [
 ]
 
 
+LOADING_HANDLE, BUILD_HANDLE = handles.loading_handle, handles.build_handle
+
+
 @pytest.fixture
 def store(tmp_path, monkeypatch):
     """A store with a valid plan, and a fake GPU."""
     monkeypatch.setattr(handles, "loading_handle", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(handles, "build_handle", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     with cudnn_sdpa.use_plan_store(tmp_path / "plans") as store:
@@ -116,6 +121,9 @@ class Streams:
         stream._obj.value = 0 if self.error else 77
         return self.error or flags - 1
 
+    def cudaPeekAtLastError(self):  # noqa: N802
+        return 0
+
     def cudaGetLastError(self):  # noqa: N802
         return 0
 
@@ -151,15 +159,51 @@ def test_plans_are_loaded_on_a_stream_of_their_own_whose_capture_ends(monkeypatc
     assert bound == [("handle", 77)]
 
 
-@pytest.mark.parametrize(("runtime", "why"), [(None, "was not found"), (Streams(error=2), "error 2")])
-def test_without_a_stream_nothing_is_loaded(monkeypatch, runtime, why):
-    monkeypatch.setattr(backend, "_cuda_runtime", lambda: runtime)
-    monkeypatch.setattr(backend, "create_handle", lambda: "handle")
-    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+@pytest.fixture
+def handles_of_a_gpu(store, monkeypatch):
+    """A thread without a handle, and the streams that handles are bound to from then on."""
+    assert store
+    bound = []
+    monkeypatch.setattr(handles, "loading_handle", LOADING_HANDLE)
+    monkeypatch.setattr(handles, "build_handle", BUILD_HANDLE)
     monkeypatch.setattr(handles, "_loaders", {})
-    with pytest.raises(ExecutionError, match=why), handles.loading_handle(0):
-        raise AssertionError
-    assert not handles._loaders
+    monkeypatch.setattr(handles.thread, "slots", handles._ThreadSlots())
+    monkeypatch.setattr(handles, "_created", [])
+    monkeypatch.setattr(backend, "create_handle", lambda: SimpleNamespace(backend_handle=len(bound)))
+    monkeypatch.setattr(backend, "set_stream", lambda _, stream: bound.append(stream))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    yield bound
+    handles.thread.slots.clear()  # or they would return to the pool
+
+
+def test_a_thread_that_has_loaded_a_plan_has_a_handle_to_launch_it_with(handles_of_a_gpu, monkeypatch):
+    """It may capture a CUDA graph next, where none can be created."""
+    monkeypatch.setattr(backend, "_cuda_runtime", Streams)
+    monkeypatch.setattr(backend, "load_graph", lambda handle, *_: SimpleNamespace(workspace=256, handle=handle))
+    monkeypatch.setattr(build, "Plan", lambda _, built, __: built)
+    monkeypatch.setattr(build, "constants_of", lambda _: {})
+    loaded = build.load_plan(key())
+    assert list(handles.thread.slots) == [0]
+    assert loaded.handle is not handles.thread.slots[0].handle
+    assert handles_of_a_gpu == [77]
+
+
+def test_without_a_stream_no_plan_is_blamed(store, handles_of_a_gpu, monkeypatch):
+    monkeypatch.setattr(backend, "_cuda_runtime", lambda: Streams(error=2))
+    for _ in range(2):
+        with pytest.raises(ExecutionError, match="error 2"):
+            build.load_plan(key())
+    assert not handles_of_a_gpu
+    assert (store.info().plans, store.info().rejected) == (1, 0)
+
+
+def test_without_cudas_runtime_a_stream_of_pytorch_serves(handles_of_a_gpu, monkeypatch):
+    monkeypatch.setattr(backend, "_cuda_runtime", lambda: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: SimpleNamespace(cuda_stream=99))
+    with contextlib.suppress(MemoryError), handles.loading_handle(0):
+        raise MemoryError
+    assert handles_of_a_gpu == [99]
 
 
 def test_a_launch_that_fails_leaves_no_error_behind(monkeypatch):
