@@ -234,7 +234,7 @@ class Soak:
             thread.start()
         end, has_stalled = time.monotonic() + seconds, False
         while not has_stalled and any(thread.is_alive() for thread in every):
-            # Not even this loop runs if a call stalls that holds Python's lock: then this ends the process.
+            # Not even this loop runs if a call stalls with the GIL: then this ends the process.
             faulthandler.dump_traceback_later(LAST_RESORT, exit=True)
             if time.monotonic() > end or len(self.faults) >= MAX_FAULTS:
                 self.over.set()

@@ -20,13 +20,13 @@ from cudnn_sdpa.distributed.local_attention import (
     Part,
     State,
     apart,
-    apart_at_the_diagonal,
     attend,
     attend_backward,
     gradient_of_sinks,
     narrowed,
     new_results,
     parts_of_gathered,
+    split_at_diagonal,
 )
 from cudnn_sdpa.distributed.zigzag import gathered, in_rank_order, in_sequence_order
 
@@ -117,9 +117,10 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
     """The gradients of q, k, v and the sinks."""
     q, k, v, sinks, cu_seqlens, out, lse = saved
     dim, groups = options.dim, head_groups(k, v, options)
-    parts = parts_of_gathered(options, k.shape[dim] * options.place.ranks)
+    whole = parts_of_gathered(options, k.shape[dim] * options.place.ranks)
+    parts = [part for chunk in whole for part in split_at_diagonal(chunk)]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    grad_q, grad_k, grad_v = (torch.empty_like(x) for x in (q, k, v))
+    grad_q, grad_k, grad_v = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
     coming: Pending[Tensor] | None = _gather(options, k, v, groups[0])
     leaving: tuple[slice, Pending[Tensor]] | None = None
     for number, heads in enumerate(groups):
@@ -132,16 +133,13 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
             *(tokens, *batch, heads.stop - heads.start, k.shape[-1] + v.shape[-1]), dtype=exact, device=k.device
         )
         sum_k, sum_v = apart(sums.movedim(0, dim), k.shape[-1])
-        for whole in parts:
-            of_q, of_grad, of_out, of_lse, to = (
-                _some(x, options, heads_q, whole.rows) for x in (q, grad_out, out, lse, grad_q)
-            )
-            for number_of_part, part in enumerate(apart_at_the_diagonal(whole)):
-                given, (of_k, of_v) = (of_grad, of_out, of_lse), _columns(options, part, keys, values)
-                dq, dk, dv = attend_backward(options, part, given, q=of_q, k=of_k, v=of_v, cu_seqlens=cu_seqlens)
-                to.add_(dq) if number_of_part else to.copy_(dq)
-                narrowed(sum_k, dim, part.columns).add_(dk)
-                narrowed(sum_v, dim, part.columns).add_(dv)
+        for part in parts:
+            of_q, of_grad, of_out, of_lse = (_some(x, options, heads_q, part.rows) for x in (q, grad_out, out, lse))
+            given, (of_k, of_v) = (of_grad, of_out, of_lse), _columns(options, part, keys, values)
+            dq, dk, dv = attend_backward(options, part, given, q=of_q, k=of_k, v=of_v, cu_seqlens=cu_seqlens)
+            _some(grad_q, options, heads_q, part.rows).add_(dq)
+            narrowed(sum_k, dim, part.columns).add_(dk)
+            narrowed(sum_v, dim, part.columns).add_(dv)
         if leaving is not None:
             _keep(options, leaving, grad_k, grad_v)
         leaving = heads, collectives.reduce_scatter(in_rank_order(sums, options.place.ranks), options.place)

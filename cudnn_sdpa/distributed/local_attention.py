@@ -135,12 +135,12 @@ def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
     return found
 
 
-def apart_at_the_diagonal(part: Part) -> list[Part]:
-    """Two parts that are the same, where that is quicker in the backward pass: keys before all queries, and the others.
+def split_at_diagonal(part: Part) -> list[Part]:
+    """The same attention in two parts, if its backward pass is quicker so: to keys before all queries, and to the rest.
 
-    cuDNN's backward kernels compute a square causal part without what is masked, any other one with it. The gradient of
-    the queries is then the sum of two that are rounded. Windows with a right bound leave few keys before the first
-    chunk; such parts stay whole.
+    cuDNN's backward kernels skip what a causal mask hides only where a part is square. The gradient of the queries is
+    then the sum of two that are rounded. A window with a right bound leaves few keys before the first chunk, which
+    stays whole.
     """
     rows = part.rows.stop - part.rows.start
     before = part.columns.stop - part.columns.start - rows

@@ -36,7 +36,7 @@ class Sizes(NamedTuple):
         heads: Heads of queries and of keys.
         head_dim: The head dim.
         repeats: Timed runs of each candidate.
-        seconds: What a run takes at least, of several steps in a row: as in a model of many layers, the host is ahead
+        seconds: What a run takes at least, of several steps back to back: as in a deep model, the host is ahead
             of the GPU.
     """
 
@@ -248,7 +248,7 @@ def _compared(label: str, sizes: Sizes, candidates: dict[str, Candidate], device
 
 
 def _seconds(candidate: Candidate, device: torch.device, steps: int) -> float:
-    """The time of a step, of several in a row, on the slowest rank, which all begin together."""
+    """The time of a step, of several back to back, on the slowest rank, which all begin together."""
     with candidate.within():
         _synchronize(device)
         dist.barrier()

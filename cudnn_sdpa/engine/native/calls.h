@@ -53,10 +53,10 @@ inline PyObject* results_of(const KnownCall& known, const Results& results) {
 
 // Where the gradients of a call's inputs go.
 //
-// A leaf's edge needs the leaf's mutex. PyTorch's operators, which hold no lock of Python, take that one while they hold
-// the mutex, where the leaf's count of references rises to two. So a thread that waits for the mutex must not hold it.
+// A leaf's edge needs the leaf's mutex. An operator of PyTorch releases the GIL, and acquires it while it holds the mutex,
+// where the leaf's reference count rises to two. So a thread that waits for the mutex with the GIL would deadlock.
 inline torch::autograd::edge_list edges_of(const std::vector<int>& differentiable, PyObject* const* arguments) {
-  const py::gil_scoped_release without_lock;
+  const py::gil_scoped_release without_gil;
   torch::autograd::edge_list edges;
   edges.reserve(differentiable.size());
   for (const int place : differentiable) {
@@ -78,7 +78,7 @@ inline void differentiate(
     const bool has_gradient = torch::autograd::isDifferentiableType(results[place].scalar_type());
     torch::autograd::set_history(has_gradient ? results[place] : at::Tensor(), node);
   }
-  for (const int place : of->saved) {  // after the edges, which keep a leaf's count of references above one
+  for (const int place : of->saved) {  // after the edges, which keep a leaf's reference count above one
     if (place >= 0) node->save(THPVariable_Unpack(arguments[place]), false);
   }
   for (size_t place = of->first_result; place < of->last_result; ++place) {

@@ -1,7 +1,7 @@
 """Plans are loaded from the store while other threads work: on the default stream, and on a stream that they share.
 
-The frontend captures a launch of each plan that it loads. Before the capture had a stream of its own, CUDA refused
-launches on the default stream meanwhile, and what another thread launched on a shared stream was never run.
+The frontend captures a launch of each plan that it loads. Before the capture had a stream of its own, either work made
+the load fail, and what a thread launched during a capture of its stream would not have run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def problem():
 
 
 def counters():
-    """Tensors of two dtypes, so that PyTorch adds to one after the other, and holds no lock of Python meanwhile."""
+    """Tensors of two dtypes, so that PyTorch adds to one after the other, and does not hold the GIL meanwhile."""
     return [torch.zeros(8, device="cuda", dtype=dtype) for _ in range(500) for dtype in (torch.float32, torch.float64)]
 
 

@@ -6,7 +6,7 @@ import parallel_cases as cases
 import pytest
 import torch
 
-from cudnn_sdpa.distributed.local_attention import Part, Span, apart_at_the_diagonal
+from cudnn_sdpa.distributed.local_attention import Part, Span, split_at_diagonal
 
 METHODS = ("all_gather", "ulysses", "ring")
 
@@ -60,7 +60,7 @@ def chunk(begin, end, *, first=0, is_causal=True, window=(-1, -1)):
 
 
 def test_keys_before_a_chunk_are_apart_from_its_own():
-    before, own = apart_at_the_diagonal(chunk(12, 16))
+    before, own = split_at_diagonal(chunk(12, 16))
     assert (before.columns, before.keys, before.is_causal) == (slice(0, 12), (0, 12), False)
     assert (own.columns, own.keys, own.queries, own.is_causal) == (slice(12, 16), (12, 16), (12, 16), True)
     assert before.rows == own.rows == slice(0, 4)
@@ -72,4 +72,4 @@ def test_keys_before_a_chunk_are_apart_from_its_own():
     ids=["first", "few keys before", "without a mask", "window"],
 )
 def test_other_parts_stay_whole(part):
-    assert apart_at_the_diagonal(part) == [part]
+    assert split_at_diagonal(part) == [part]

@@ -1,7 +1,7 @@
-"""Threads share the leaves that they differentiate, as a model's weights, and do not wait for each other for good.
+"""Threads that share the leaves which they differentiate, as a model's weights, do not deadlock.
 
-A leaf has a mutex that PyTorch takes where a call becomes part of an autograd graph. Its operators then hold no lock of
-Python, and may need it while they hold the mutex: so who holds Python's lock must not wait for the mutex.
+A leaf has a mutex that PyTorch takes where a call becomes part of an autograd graph. Its operators have released the
+GIL then, and may acquire it while they hold the mutex: so whoever holds the GIL must not wait for the mutex.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ with native_way(), gpu_on_the_cpu(example.compute), cudnn_sdpa.cpu_checks(None):
                 leaf.unsqueeze(0)
             calls[1] += 1
 
-    def hold_pythons_lock():
+    def hold_the_gil():
         while not over.is_set():
             sum(range(1000))
 
-    work = [known_calls, operators_of_pytorch, hold_pythons_lock, known_calls, operators_of_pytorch]
+    work = [known_calls, operators_of_pytorch, hold_the_gil, known_calls, operators_of_pytorch]
     threads = [threading.Thread(target=one, daemon=True) for one in work]
     for thread in threads:
         thread.start()
@@ -65,7 +65,7 @@ def folder() -> Path | None:
     return None
 
 
-def test_known_calls_do_not_wait_for_a_leaf_with_pythons_lock(monkeypatch):
+def test_known_calls_do_not_wait_for_a_leaf_with_the_gil(monkeypatch):
     with native_way():  # or skipped
         monkeypatch.setenv("PYTHONPATH", str(TESTS))
     found = forked_python.run(["-c", PROGRAM], timeout=120)
