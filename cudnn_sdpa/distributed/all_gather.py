@@ -29,6 +29,7 @@ from cudnn_sdpa.distributed.local_attention import (
     split_at_diagonal,
 )
 from cudnn_sdpa.distributed.zigzag import gathered, in_rank_order, in_sequence_order
+from cudnn_sdpa.engine.call import Function
 
 #: Most groups of heads, dense and packed, and the fewest bytes of gathered keys and values of a group: below, launches
 #: cost more than communication. On two H100s with NVLink, kernels of packed sequences lose more by being four than
@@ -56,7 +57,7 @@ def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
     """The output and the LSE of this rank's queries. Differentiable."""
     if options.dropout_p:
         return _run_by_autograd(options, q, k, v, sinks=sinks, cu_seqlens=cu_seqlens)
-    out, lse = _AllGather.apply(options, cu_seqlens, q, k, v, sinks)  # type: ignore[no-untyped-call]
+    out, lse = _AllGather.apply(options, cu_seqlens, q, k, v, sinks)
     return out, lse
 
 
@@ -74,7 +75,7 @@ def _run_by_autograd(
     return torch.cat(outs, dim), torch.cat(lses, dim)
 
 
-class _AllGather(torch.autograd.Function):
+class _AllGather(Function):
     """The attention of this rank's queries, and its gradients."""
 
     @staticmethod

@@ -11,6 +11,7 @@ from torch import Tensor
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.local_attention import Options
 from cudnn_sdpa.engine import autograd_checks, fallback
+from cudnn_sdpa.engine.call import Function
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -54,12 +55,12 @@ def resumed(
     if torch.is_grad_enabled():  # create_graph: what depends on these must not seem constant
         present = [x for x in found if x is not None]
         depended_on = [x for x in (grad_out, *saved) if x is not None and x.requires_grad]
-        tied = iter(_NoSecondGradient.apply(method, len(present), *present, *depended_on))  # type: ignore[no-untyped-call]
+        tied = iter(_NoSecondGradient.apply(method, len(present), *present, *depended_on))
         found = tuple(None if x is None else next(tied) for x in found)
     return None, None, *found
 
 
-class _NoSecondGradient(torch.autograd.Function):
+class _NoSecondGradient(Function):
     """The identity, whose gradient is refused."""
 
     @staticmethod
@@ -74,10 +75,10 @@ class _NoSecondGradient(torch.autograd.Function):
 
 def refusing_gradients(lse: Tensor, out: Tensor) -> Tensor:
     """A copy of an LSE that depends on what the output depends on; its gradient is refused."""
-    return _NoGradientOfLSE.apply(lse, out)  # type: ignore[no-any-return, no-untyped-call]
+    return _NoGradientOfLSE.apply(lse, out)  # type: ignore[no-any-return]
 
 
-class _NoGradientOfLSE(torch.autograd.Function):
+class _NoGradientOfLSE(Function):
     """The LSE, given the output."""
 
     @staticmethod

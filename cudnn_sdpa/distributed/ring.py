@@ -26,15 +26,16 @@ from cudnn_sdpa.distributed.local_attention import (
     new_results,
     parts_of_ring,
 )
+from cudnn_sdpa.engine.call import Function
 
 
 def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
     """The output and the LSE of this rank's queries. Differentiable."""
-    out, lse = _Ring.apply(options, cu_seqlens, q, k, v, sinks)  # type: ignore[no-untyped-call]
+    out, lse = _Ring.apply(options, cu_seqlens, q, k, v, sinks)
     return out, lse
 
 
-class _Ring(torch.autograd.Function):
+class _Ring(Function):
     """The attention of this rank's queries, and its gradients."""
 
     @staticmethod

@@ -27,6 +27,7 @@ from cudnn_sdpa.distributed.local_attention import (
     new_results,
 )
 from cudnn_sdpa.distributed.zigzag import chunks_of
+from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.dispatch_state import plain
 
 #: Most groups of a rank's heads, packed and dense, and the fewest bytes of a group's queries. On two H200s a kernel
@@ -84,11 +85,11 @@ def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
         k, v = (x.repeat_interleave(times, 1) for x in (k, v))
     if options.dropout_p:
         return _run_by_autograd(options, q, k, v, sinks=sinks, cu_seqlens=cu_seqlens)
-    out, lse = _Ulysses.apply(options, cu_seqlens, q, k, v, sinks)  # type: ignore[no-untyped-call]
+    out, lse = _Ulysses.apply(options, cu_seqlens, q, k, v, sinks)
     return out, lse
 
 
-class _Ulysses(torch.autograd.Function):
+class _Ulysses(Function):
     """The attention of this rank's queries, and its gradients."""
 
     @staticmethod
@@ -160,16 +161,16 @@ def _run_by_autograd(
     """The same by differentiable calls alone, which keep their random numbers."""
     place, dim = options.place, options.dim
     part = _whole(options, q)
-    q, k, v = (_HeadsForTokens.apply(x.movedim(dim, 0), place).movedim(0, dim) for x in (q, k, v))  # type: ignore[no-untyped-call]
+    q, k, v = (_HeadsForTokens.apply(x.movedim(dim, 0), place).movedim(0, dim) for x in (q, k, v))
     own = None if sinks is None else sinks.chunk(place.ranks)[place.rank]
     out, lse = attend(options, part, q=q, k=k, v=v, sinks=own, cu_seqlens=cu_seqlens)
-    out = _TokensForHeads.apply(out.movedim(dim, 0), place).movedim(0, dim)  # type: ignore[no-untyped-call]
+    out = _TokensForHeads.apply(out.movedim(dim, 0), place).movedim(0, dim)
     with torch.no_grad():
         lse = _tokens_for_heads(_lse_rows(lse, dim), place).squeeze(-1).movedim(0, dim)
     return out, refusing_gradients(lse, out)
 
 
-class _HeadsForTokens(torch.autograd.Function):
+class _HeadsForTokens(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
         ctx.place = place
@@ -177,10 +178,10 @@ class _HeadsForTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _TokensForHeads.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
+        return _TokensForHeads.apply(grad, ctx.place), None
 
 
-class _TokensForHeads(torch.autograd.Function):
+class _TokensForHeads(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
         ctx.place = place
@@ -188,7 +189,7 @@ class _TokensForHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _HeadsForTokens.apply(grad, ctx.place), None  # type: ignore[no-untyped-call]
+        return _HeadsForTokens.apply(grad, ctx.place), None
 
 
 def _tokens_for_heads(x: Tensor, place: Place) -> Tensor:

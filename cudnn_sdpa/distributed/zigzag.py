@@ -14,6 +14,7 @@ from cudnn_sdpa.attention.arguments import shape_of
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.groups import Place, check_device, place_in
 from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.errors import OptionError, ShapeError
 
@@ -108,10 +109,10 @@ def unshard(x: Tensor, dim: int, group: ProcessGroup | DeviceMesh | None = None)
 
 def gathered(x: Tensor, place: Place) -> Tensor:
     """The whole sequence, along the first dimension; differentiable."""
-    return _Gathered.apply(x, place)  # type: ignore[no-any-return, no-untyped-call]
+    return _Gathered.apply(x, place)  # type: ignore[no-any-return]
 
 
-class _Gathered(torch.autograd.Function):
+class _Gathered(Function):
     """Gathers parts; their gradients are summed in float32 and scattered."""
 
     @staticmethod

@@ -63,7 +63,22 @@ class TrackedGradient(Protocol):
         """The gradient of each input, given those of the results, and which are needed."""
 
 
-class Differentiable(torch.autograd.Function):
+class Function(torch.autograd.Function):
+    """An autograd function for threads that share leaves."""
+
+    @classmethod
+    def apply(cls, *inputs: object) -> Any:
+        """The results of `forward`, which autograd follows.
+
+        PyTorch's `apply` waits for the mutex of each leaf with the GIL, and an operator may wait for the GIL with that
+        mutex, while it makes the node that accumulates the leaf's gradient. So an operator makes those nodes first, and
+        views hold them until the graph does.
+        """
+        _views = [x.view_as(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
+        return super().apply(*inputs)  # type: ignore[no-untyped-call]
+
+
+class Differentiable(Function):
     """The autograd function of all calls in eager mode. It saves the two passes through PyTorch's dispatcher."""
 
     @staticmethod

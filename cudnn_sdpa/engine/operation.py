@@ -529,7 +529,7 @@ class Operation(Generic[CallT]):
         if result is not None:
             return self._into_out_of(call, (result,))[0]
         tracked = _Tracked(self, complete, None, returns_all=True, by_reference=True)
-        found = _as_tuple(Differentiable.apply(tracked, *self._differentiable_of(call)))  # type: ignore[no-untyped-call]
+        found = _as_tuple(Differentiable.apply(tracked, *self._differentiable_of(call)))
         return self._wanted(call, self._into_out_of(call, found))
 
     # What a call wants.
@@ -721,7 +721,7 @@ class Operation(Generic[CallT]):
                 return self._wanted(call, _as_tuple(self._by_operator(self.complete(call))))
             complete = self.call(*self._inputs_of(call), *self._wants_all)
             tracked = _Tracked(self, complete, entry, self._is_complete(call))
-            result: Result = Differentiable.apply(tracked, *self._differentiable_of(call))  # type: ignore[no-untyped-call]
+            result: Result = Differentiable.apply(tracked, *self._differentiable_of(call))
         except RuntimeError:
             autograd_checks.refuse_inference_tensors(call)
             raise

@@ -207,7 +207,7 @@ class GraphFunction(GraphDefinition):
             run = entry.run
         if trains:
             tracked = self._tracked(values, static, run)
-            found: Result = Differentiable.apply(tracked, *values)  # type: ignore[no-untyped-call]
+            found: Result = Differentiable.apply(tracked, *values)
             return found
         return self._returned(run(tensors, _numbers(values)), trains=False)
 

@@ -50,6 +50,7 @@ from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.autograd_checks import refuse_batch, refuse_second_gradient
+from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory, needs_gradient
 from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.engine.sharding import run as run_on_dtensors
@@ -129,7 +130,7 @@ def forward(
     return Forward(out=out, q=q8, k=k8, v=v8, out_fp8=found.out, lse=found.lse, table=table)
 
 
-class Attention(torch.autograd.Function):
+class Attention(Function):
     """Attention in FP8 under autograd."""
 
     @staticmethod
@@ -374,7 +375,7 @@ def _run(of: ForwardArguments, call: Call) -> Tensor:
     trains = needs_gradient(q, k, v)
     half_output = check_support(of, trains=trains, deterministic=call.deterministic)
     if trains:
-        return Attention.apply(q, k, v, call)  # type: ignore[no-any-return,no-untyped-call]
+        return Attention.apply(q, k, v, call)  # type: ignore[no-any-return]
     with torch.no_grad(), without_autocast(q):
         return forward(q, k, v, call, half_output=half_output).out
 
