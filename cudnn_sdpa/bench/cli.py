@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.bench.tools.output import Output, Row, folder
 from cudnn_sdpa.bench.tools.parts import (
     AttentionPart,
     ColdPart,
     ConvPart,
     DecodePart,
+    DistributedPart,
     Fp8Part,
     HostPart,
     KernelsPart,
@@ -304,26 +306,41 @@ def bench_kernels(
 
 @bench_app.command("distributed")
 def bench_distributed(
+    part: Annotated[
+        list[DistributedPart] | None, typer.Option(help="Only these parts; may be given several times.")
+    ] = None,
     output: Output = None,
-    ranks: Annotated[int, typer.Option(min=0, help="Processes; 0 is one for each GPU.")] = 0,
+    ranks: Annotated[int, typer.Option(min=0, help="Most processes; 0 is one for each GPU.")] = 0,
     small: Annotated[bool, typer.Option(help="Small sizes, also without GPUs: to test that it runs.")] = False,
 ) -> None:
-    """Time context parallelism on this machine's GPUs, by each method and by PyTorch, and what scaling is linear."""
+    """Time context parallelism and parallel models on 2, 4, 8, … GPUs of this machine, and what scaling is linear."""
     if not small:
         require_gpu()
     import torch
 
     from cudnn_sdpa.bench.tools.processes import run_ranks
 
-    count = ranks or max(1, torch.cuda.device_count())
+    most = ranks or max(1, torch.cuda.device_count())
+    counts = [2**n for n in range(1, most.bit_length()) if 2**n <= most] or [1]
+    chosen = part or list(DistributedPart)
 
-    def run() -> list[Row]:
-        found = run_ranks("cudnn_sdpa.bench.programs.many_gpus", count, *(["small"] if small else []))
-        rows: list[Row] = found["rows"]
+    @cache
+    def found(count: int) -> JsonObject:
+        """All parts on so many ranks, which start once."""
+        names = [each.value for each in chosen]
+        return run_ranks("cudnn_sdpa.bench.programs.many_gpus", count, *names, *(["small"] if small else []))
+
+    def run(name: str) -> list[Row]:
+        rows: list[Row] = [row for count in counts for row in found(count)[name]]
         return rows
 
-    title = f"A forward and a backward pass on {count} ranks: 32 and 8 heads of 128, bfloat16"
-    _measure("distributed", {"training": (title, run)}, output)
+    titles = {
+        DistributedPart.WEAK: "Context parallelism, forward and backward: as many tokens for each rank",
+        DistributedPart.STRONG: "Context parallelism, forward and backward: as many tokens in all",
+        DistributedPart.TENSOR: "Tensor parallelism of a layer, forward and backward",
+        DistributedPart.MODEL: "FSDP2, context and tensor parallelism of two layers, forward and backward",
+    }
+    _measure("distributed", {each.value: (titles[each], partial(run, each.value)) for each in chosen}, output)
 
 
 def require_gpu(command: str = "bench") -> None:

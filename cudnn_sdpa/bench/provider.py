@@ -72,7 +72,7 @@ def kernels() -> list[Row]:
     ]
 
 
-def new_shapes(repeats: int = 3) -> list[Row]:
+def new_shapes(repeats: int = 1) -> list[Row]:
     """Calls of many lengths that a process has not seen, without stored plans; each provider in its own processes."""
     rows: list[Row] = []
     for name in PROVIDERS:

@@ -111,3 +111,12 @@ class KernelsPart(str, Enum):
     HALF = "half"
     MEMORY = "memory"
     ERRORS = "errors"
+
+
+class DistributedPart(str, Enum):
+    """Parts of `bench distributed`."""
+
+    WEAK = "weak"
+    STRONG = "strong"
+    TENSOR = "tensor"
+    MODEL = "model"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import parallel_cases as cases
 import pytest
 import torch
@@ -34,6 +36,7 @@ def _agrees(function, whole, grad_out, dim, one):
 
 
 def _joined(rank, port):
+    os.environ.setdefault("NCCL_DEBUG", "WARN")  # says which of CUDA's functions has failed
     torch.cuda.set_device(rank)
     dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 

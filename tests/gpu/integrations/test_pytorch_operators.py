@@ -181,3 +181,36 @@ def test_taken_away_pytorchs_own_kernels_run():
         out = scaled_dot_product_attention(q, k, v)
     assert plan_cache.info().builds == builds
     assert_agrees(out, exact.attend(q, k, v)[0])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what PyTorch's tests import
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_samples_of_pytorchs_own_tests(dtype):
+    pytest.importorskip("expecttest", reason="PyTorch's tests need it")
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    (operator,) = [of for of in op_db if of.name == "nn.functional.scaled_dot_product_attention"]
+    served = 0
+    for sample in operator.sample_inputs("cuda", dtype, requires_grad=True):
+        leaves = [sample.input, *sample.args]
+        try:
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                out = operator(*leaves, **sample.kwargs)
+        except RuntimeError as error:  # PyTorch's cuDNN backend does not serve it, whoever implements the operator
+            assert "No available kernel" in str(error)
+            continue
+        served += 1
+        grad_out = torch.randn_like(out)
+        gradients = torch.autograd.grad(out, leaves, grad_out)
+        if sample.kwargs["dropout_p"] > 0:
+            assert all(x.isfinite().all() for x in (out, *gradients))
+            continue
+        exact_leaves = [x.detach().double().requires_grad_() for x in leaves]
+        options = {name: x.double() if isinstance(x, torch.Tensor) else x for name, x in sample.kwargs.items()}
+        want = operator(*exact_leaves, **options)
+        assert_agrees(out, want)
+        for gradient, exact_one in zip(
+            gradients, torch.autograd.grad(want, exact_leaves, grad_out.double()), strict=True
+        ):
+            assert_agrees(gradient, exact_one)
+    assert served > 0

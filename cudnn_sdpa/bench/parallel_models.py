@@ -1,0 +1,135 @@
+"""`bench distributed`, models: tensor parallelism of a layer; FSDP2, tensor and context parallelism of two layers."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from cudnn_sdpa.bench.tools import rank_times
+from cudnn_sdpa.bench.tools.output import Row
+from cudnn_sdpa.bench.tools.rank_times import ALONE, Candidate, Timing, compared
+from cudnn_sdpa.distributed import shard
+from cudnn_sdpa.nn import RotaryEmbedding, TransformerLayer, parallel_plan
+from cudnn_sdpa.nn.attention import AttentionOptions
+
+METHOD = "ring"  #: of context parallelism
+
+
+class Sizes(NamedTuple):
+    """What is measured.
+
+    Attributes:
+        embed_dim: Features of a token.
+        ffn_dim: Hidden features.
+        heads: Heads of queries and of keys.
+        layer_tokens: Tokens of the sequence of a layer alone.
+        model_tokens: Tokens of each sequence of a model.
+        timing: How.
+    """
+
+    embed_dim: int
+    ffn_dim: int
+    heads: tuple[int, int]
+    layer_tokens: int
+    model_tokens: int
+    timing: Timing
+
+
+FULL = Sizes(4096, 14336, heads=(32, 8), layer_tokens=8192, model_tokens=32768, timing=rank_times.FULL)
+SMALL = Sizes(64, 128, heads=(8, 4), layer_tokens=64, model_tokens=128, timing=rank_times.SMALL)
+
+
+def tensor(sizes: Sizes) -> list[Row]:
+    """A layer of one sequence: heads and hidden features on all ranks, between projections all tokens or a part."""
+    ranks = dist.get_world_size()
+    mesh = init_device_mesh(rank_times.device().type, (ranks,))
+    found = {ALONE: _trained(_layers(sizes, 1), _drawn(sizes, sizes.layer_tokens))}
+    for name, is_sharded in (("tensor", False), ("tensor, sequence", True)):
+        model, x = _layers(sizes, 1), _drawn(sizes, sizes.layer_tokens)
+        parallelize_module(model, mesh, parallel_plan(model, sequence_parallel=is_sharded))
+        found[name] = _trained(model, x.chunk(ranks, dim=1)[dist.get_rank()] if is_sharded else x)
+    return compared(f"a layer, S={sizes.layer_tokens}", sizes.timing, found)
+
+
+def model(sizes: Sizes) -> list[Row]:
+    """Two layers on meshes of all shapes: data, context and tensor parallelism, each of a power of two."""
+    found = {ALONE: _trained(_layers(sizes, 2), _drawn(sizes, sizes.model_tokens))}
+    for shape in meshes(dist.get_world_size(), max_tensor=sizes.heads[1]):
+        name = " × ".join(f"{way} {ranks}" for way, ranks in zip(("FSDP", "CP", "TP"), shape, strict=True))
+        found[name] = _on_mesh(sizes, shape)
+    return compared(f"two layers, S={sizes.model_tokens}", sizes.timing, found)
+
+
+def meshes(ranks: int, *, max_tensor: int) -> list[tuple[int, int, int]]:
+    """The shapes of meshes of so many ranks: replicas, ranks of a sequence, ranks of a head; all powers of two or 1."""
+    sizes = [size for size in range(1, ranks + 1) if ranks % size == 0 and size & (size - 1) == 0]
+    return [(ranks // (cp * tp), cp, tp) for tp in sizes for cp in sizes if ranks % (cp * tp) == 0 and tp <= max_tensor]
+
+
+def _on_mesh(sizes: Sizes, shape: tuple[int, int, int]) -> Candidate:
+    """A step on a mesh: each replica has a sequence, and parameters are spread over all who have other tokens."""
+    replicas, cp, tp = shape
+    mesh = init_device_mesh(rank_times.device().type, shape, mesh_dim_names=("dp", "cp", "tp"))
+    stack = _layers(sizes, 2, mesh["cp"] if cp > 1 else None)
+    if tp > 1:
+        parallelize_module(stack, mesh["tp"], parallel_plan(stack))
+    if replicas * cp > 1:
+        over = mesh["dp", "cp"]._flatten("dp_cp")
+        for layer in stack:
+            fully_shard(layer, mesh=over)
+        fully_shard(stack, mesh=over)
+    x = _drawn(sizes, sizes.model_tokens)
+    return _trained(stack, shard(x, 1, mesh["cp"]) if cp > 1 else x)._replace(sequences=replicas)
+
+
+def _layers(sizes: Sizes, count: int, cp_group: DeviceMesh | None = None) -> nn.Sequential:
+    """Layers with the same weights on all ranks."""
+    torch.manual_seed(5)
+    options: AttentionOptions = {
+        "num_kv_heads": sizes.heads[1],
+        "is_causal": True,
+        "rope": RotaryEmbedding(sizes.embed_dim // sizes.heads[0]),
+    }
+    if cp_group is not None:
+        options |= {"cp_group": cp_group, "cp_method": METHOD}
+    made = [
+        TransformerLayer(
+            sizes.embed_dim,
+            sizes.heads[0],
+            sizes.ffn_dim,
+            packed=False,
+            device=rank_times.device(),
+            dtype=torch.bfloat16,
+            **options,
+        )
+        for _ in range(count)
+    ]
+    return nn.Sequential(*made)
+
+
+def _drawn(sizes: Sizes, tokens: int) -> Tensor:
+    """The same tokens on all ranks."""
+    generator = torch.Generator(rank_times.device()).manual_seed(7)
+    shape = (1, tokens, sizes.embed_dim)
+    return torch.randn(shape, device=rank_times.device(), dtype=torch.bfloat16, generator=generator)
+
+
+def _trained(module: nn.Module, x: Tensor) -> Candidate:
+    """A forward and a backward pass, to the gradients of parameters and tokens."""
+    x = x.detach().clone().requires_grad_()
+    grad = torch.ones_like(x)
+
+    def step() -> None:
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(module.zero_grad)
+            module(x).backward(grad)
+            x.grad = None
+
+    return Candidate(step)
