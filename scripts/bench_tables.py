@@ -22,7 +22,8 @@ from pages import ROOT
 from cudnn_sdpa.bench.tools.report import columns_of, upright
 
 PAGES = tuple(
-    ROOT / "docs" / name for name in ("benchmarks.md", "context_parallel.md", "kernels.md", "pytorch_backend.md")
+    ROOT / "docs" / name
+    for name in ("benchmarks.md", "context_parallel.md", "kernels.md", "many_gpus.md", "pytorch_backend.md")
 )
 MARKS = re.compile(r"(<!-- bench:(?:(?P<file>[\w-]+)/)?(?P<part>\w+) -->\n).*?<!-- /bench -->", re.DOTALL)
 

@@ -1,10 +1,13 @@
-"""Draws the chart of README.md and of the site's home, in light and dark, out of the JSON in docs/benchmarks.
+"""Draws charts, in light and dark, out of the JSON in docs/benchmarks.
 
-    python scripts/charts.py            # draw it
+    python scripts/charts.py            # draw them
     python scripts/charts.py --check    # exit with 1 if the pictures show other numbers than the JSON files
 
-A panel shows one problem of a LLaMA-like layer: forward and training (both passes) in TFLOP/s, and decoding on
-a KV cache in TB/s, which memory bandwidth bounds. Higher is better in all three.
+"attention" is for README.md and the site's home. A panel shows one problem of a LLaMA-like layer: forward and training
+(both passes) in TFLOP/s, and decoding on a KV cache in TB/s, which memory bandwidth bounds. Higher is better in all.
+
+"scaling" is for the page "Context parallelism". A panel shows what each method reaches of linear scaling, by the number
+of GPUs: dense and packed, with as many tokens for each GPU or as many in all.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +33,24 @@ THEMES = {
 }
 
 
-def read(name: str) -> dict[str, Any]:
-    return json.loads((BENCHMARKS / f"{name}-h200.json").read_text())
+METHODS = {"all_gather": "#0969da", "ulysses": "#76b900", "ring": "#bf5b00", "pytorch": "#8b949e"}
+
+#: What a chart shows: panels of named values.
+Panels = dict[str, dict[str, Any]]
 
 
-def panels() -> dict[str, dict[str, float]]:
+def read(name: str, gpu: str = "h200") -> dict[str, Any]:
+    return json.loads((BENCHMARKS / f"{name}-{gpu}.json").read_text())
+
+
+def attention() -> Panels:
     """The bars of each panel: forward and training in TFLOP/s, decoding in TB/s."""
-    attention, fp8, decode = read("attention"), read("fp8"), read("decode")
+    dense, fp8, decode = read("attention"), read("fp8"), read("decode")
 
     def of_problem(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [each for each in rows if each["B, Hq, Hkv, S, D"] == PROBLEM]
 
-    passes = {each["pass"]: each for each in of_problem(attention["kernels"])}
+    passes = {each["pass"]: each for each in of_problem(dense["kernels"])}
     forward, backward = passes["forward"], passes["backward"]
     names = {FLASH: "pytorch flash", CUDNN: "pytorch cudnn", OURS: "sdpa"}
 
@@ -63,24 +73,34 @@ def panels() -> dict[str, dict[str, float]]:
     }
 
 
-def numbers() -> str:
-    """What the chart shows, as text that the picture carries."""
-    return json.dumps(
-        {panel: {name: round(value, 2) for name, value in bars.items()} for panel, bars in panels().items()}
-    )
+def scaling() -> Panels:
+    """The lines of each panel: what a method reaches of linear scaling, by the number of GPUs."""
+    measured = read("distributed", "h100")
+    found: Panels = {}
+    for kind, label in (("causal", "Dense"), ("packed", "Packed")):
+        for part, tokens in (("weak", "32k tokens for each GPU"), ("strong", "128k tokens in all")):
+            lines: dict[str, dict[str, float]] = {method: {"1": 1.0} for method in METHODS}
+            for row in measured[part]:
+                method = row["call"].rpartition(": ")[2].split(",")[0]
+                if row["call"].startswith(kind) and method in lines and "of linear scaling" in row:
+                    lines[method][str(row["GPUs"])] = row["of linear scaling"]
+            found[f"{label}, {tokens}"] = {method: line for method, line in lines.items() if len(line) > 1}
+    return found
 
 
-def draw(theme: str, path: Path) -> None:
-    import matplotlib as mpl  # not needed to check
+def numbers(panels: Panels) -> str:
+    """What a chart shows, as text that the picture carries."""
 
-    mpl.use("svg")
-    import matplotlib.pyplot as plt
+    def short(value: Any) -> Any:
+        return {name: short(each) for name, each in value.items()} if isinstance(value, dict) else round(value, 2)
 
+    return json.dumps(short(panels))
+
+
+def draw_attention(figure: Any, shown: Panels, theme: str) -> None:
     colors = THEMES[theme]
-    mpl.rcParams.update({"svg.hashsalt": "charts", "font.size": 10, "text.color": colors["text"]})
-    shown = panels()
-    figure, axes = plt.subplots(1, len(shown), figsize=(9, 2.3), width_ratios=[1, 1, 1], layout="constrained")
-    for axis, (title, bars) in zip(axes, shown.items(), strict=True):
+    figure.set_size_inches(9, 2.3)
+    for axis, (title, bars) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
         lines = [name for name in (FLASH, CUDNN, OURS, FP8) if name in bars]
         for number, name in enumerate(lines):
             value = bars[name]
@@ -93,7 +113,46 @@ def draw(theme: str, path: Path) -> None:
         axis.set_xticks([])
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
-    metadata = {"Date": None, "Creator": None, "Description": numbers()}
+
+
+def draw_scaling(figure: Any, shown: Panels, theme: str) -> None:
+    text = THEMES[theme]["text"]
+    figure.set_size_inches(9, 4.6)
+    for axis, (title, lines) in zip(figure.subplots(2, 2).flat, shown.items(), strict=True):
+        counts = sorted({int(count) for line in lines.values() for count in line})
+        for method, line in lines.items():
+            places = [counts.index(int(count)) for count in line]
+            axis.plot(places, list(line.values()), color=METHODS[method], marker="o", label=method)
+        axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=text)
+        axis.set_xticks(range(len(counts)), [f"{count} GPU" + "s" * (count > 1) for count in counts], color=text)
+        axis.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "linear"], color=text)
+        axis.set_ylim(0, 1.1)
+        axis.set_xlim(-0.2, len(counts) - 0.8)
+        axis.grid(axis="y", alpha=0.25)
+        axis.tick_params(length=0)
+        axis.spines[:].set_visible(False)
+    figure.axes[0].legend(loc="lower left", frameon=False, labelcolor=text, ncols=2)
+
+
+Draw = Callable[[Any, Panels, str], None]
+CHARTS: dict[str, tuple[Callable[[], Panels], Draw]] = {
+    "attention": (attention, draw_attention),
+    "scaling": (scaling, draw_scaling),
+}
+
+
+def draw(name: str, theme: str, path: Path) -> None:
+    import matplotlib as mpl  # not needed to check
+
+    mpl.use("svg")
+    import matplotlib.pyplot as plt
+
+    panels, onto = CHARTS[name]
+    shown = panels()
+    mpl.rcParams.update({"svg.hashsalt": "charts", "font.size": 10, "text.color": THEMES[theme]["text"]})
+    figure = plt.figure(layout="constrained")
+    onto(figure, shown, theme)
+    metadata = {"Date": None, "Creator": None, "Description": numbers(shown)}
     figure.savefig(path, format="svg", transparent=True, metadata=metadata)
     plt.close(figure)
     path.write_text("".join(f"{line.rstrip()}\n" for line in path.read_text().splitlines()))
@@ -106,14 +165,15 @@ def shown_in(path: Path) -> str:
 
 
 def main() -> int:
-    pictures = {theme: IMAGES / f"attention-{theme}.svg" for theme in THEMES}
+    pictures = {(name, theme): IMAGES / f"{name}-{theme}.svg" for name in CHARTS for theme in THEMES}
     if "--check" in sys.argv[1:]:
-        old = [path.name for path in pictures.values() if shown_in(path) != numbers()]
+        wanted = {name: numbers(panels()) for name, (panels, _) in CHARTS.items()}
+        old = [path.name for (name, _), path in pictures.items() if shown_in(path) != wanted[name]]
         print("".join(f"docs/images/{name} is out of date: run scripts/charts.py\n" for name in old), end="")
         return 1 if old else 0
     IMAGES.mkdir(exist_ok=True)
-    for theme, path in pictures.items():
-        draw(theme, path)
+    for (name, theme), path in pictures.items():
+        draw(name, theme, path)
     return 0
 
 

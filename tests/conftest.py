@@ -167,6 +167,12 @@ def four_ranks() -> Iterator[Ranks]:
     yield from _ranks(4)
 
 
+@pytest.fixture(scope="module")
+def eight_ranks() -> Iterator[Ranks]:
+    """Eight of them, which end with the module: they take 3 GB."""
+    yield from _ranks(8)
+
+
 def _ranks(count: int) -> Iterator[Ranks]:
     if not torch.distributed.is_available():
         pytest.skip("this PyTorch has no torch.distributed")

@@ -104,6 +104,11 @@ def packed_cases(method: str, ranks: int) -> list[tuple[Any, ...]]:
     return found
 
 
+def exchangeable(made: list[tuple[Any, ...]], ranks: int) -> list[tuple[Any, ...]]:
+    """The cases whose heads so many ranks can exchange: "ulysses" gives each rank as many heads of queries."""
+    return [case for case in made if case[0] != "ulysses" or case[2][0] % ranks == 0]
+
+
 def cases_in_groups_of_heads(method: str) -> list[tuple[Any, ...]]:
     """Of 4, 6 and 5 heads of keys: 4, 3 and 1 groups that are gathered; exchanged by two ranks 2, 3 and 1."""
     found: list[tuple[Any, ...]] = [(method, options, (8, 4), torch.float32) for options in DENSE.values()]

@@ -1,4 +1,4 @@
-"""Context parallelism over NCCL on two GPUs, against one."""
+"""Context parallelism over NCCL on two, four and eight GPUs, against one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ import torch.multiprocessing as mp
 import cudnn_sdpa
 from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, shard
 
-needs_two = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+GPUS = torch.cuda.device_count()
+RANKS = [
+    pytest.param(count, marks=pytest.mark.skipif(count > GPUS, reason=f"needs {count} GPUs")) for count in (2, 4, 8)
+]
 TOKENS = 2048
 METHODS = ("all_gather", "ulysses", "ring")
 
@@ -35,10 +38,10 @@ def _agrees(function, whole, grad_out, dim, one):
         assert _error(x, shard(like, dim)) < 2e-2
 
 
-def _joined(rank, port):
+def _joined(rank, ranks, port):
     os.environ.setdefault("NCCL_DEBUG", "WARN")  # says which of CUDA's functions has failed
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
 
 
 def _left():
@@ -46,8 +49,8 @@ def _left():
     dist.destroy_process_group()
 
 
-def _rank(rank, port, method):
-    _joined(rank, port)
+def _rank(rank, ranks, port, method):
+    _joined(rank, ranks, port)
     torch.manual_seed(3)
     q, grad = (torch.randn(1, TOKENS, 8, 128, device="cuda").bfloat16().transpose(1, 2) for _ in range(2))
     k, v = (torch.randn(1, TOKENS, 2, 128, device="cuda").bfloat16().transpose(1, 2) for _ in range(2))
@@ -75,17 +78,18 @@ def _rank(rank, port, method):
     _left()
 
 
-def _rank_with_options(rank, port, method):
+def _rank_with_options(rank, ranks, port, method):
     """The code that tests/unit runs with gloo: all options, the LSE, groups of heads, and dropout."""
-    _joined(rank, port)
+    _joined(rank, ranks, port)
     is_full = torch.cuda.get_device_capability()[0] in (9, 10)  # others lack gradients of packed sequences and softcap
 
     def possible(made):
-        return cases.on_gpus([case for case in made if is_full or (len(case) == 4 and "softcap" not in case[1])])
+        made = [case for case in made if is_full or (len(case) == 4 and "softcap" not in case[1])]
+        return cases.on_gpus(cases.exchangeable(made, ranks))
 
-    made = possible([*cases.dense_cases(method), *cases.packed_cases(method, ranks=2)])
+    made = possible([*cases.dense_cases(method), *cases.packed_cases(method, ranks=ranks)])
     cases.check([cases.worst_of(made, device="cuda")], len(made), of_halves=3e-2)
-    if method != "ring":
+    if method != "ring" and ranks == 2:
         made = possible(cases.cases_in_groups_of_heads(method))
         cases.check([cases.worst_in_groups_of_heads(made, device="cuda")], len(made), of_halves=3e-2)
     if method != "ring" and is_full:
@@ -93,18 +97,18 @@ def _rank_with_options(rank, port, method):
     _left()
 
 
-def _run(function, method, port):
-    port += METHODS.index(method)
-    mp.start_processes(function, args=(port, method), nprocs=2, start_method="spawn")
+def _run(function, ranks, method, port):
+    port += 10 * ranks + METHODS.index(method)
+    mp.start_processes(function, args=(ranks, port, method), nprocs=ranks, start_method="spawn")
 
 
-@needs_two
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("method", METHODS)
-def test_two_gpus_compute_what_one_does(method):
-    _run(_rank, method, 29600)
+def test_many_gpus_compute_what_one_does(method, ranks):
+    _run(_rank, ranks, method, 29600)
 
 
-@needs_two
+@pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_option_on_two_gpus(method):
-    _run(_rank_with_options, method, 29610)
+def test_every_option_on_many_gpus(method, ranks):
+    _run(_rank_with_options, ranks, method, 29700)

@@ -197,7 +197,8 @@ def test_the_samples_of_pytorchs_own_tests(dtype):
             with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
                 out = operator(*leaves, **sample.kwargs)
         except RuntimeError as error:  # PyTorch's cuDNN backend does not serve it, whoever implements the operator
-            assert "No available kernel" in str(error)
+            if "No available kernel" not in str(error):
+                raise
             continue
         served += 1
         grad_out = torch.randn_like(out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from unittest import mock
 
 import pytest
@@ -11,35 +12,77 @@ import torch
 from torch.nn import functional
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import cli
+from cudnn_sdpa.bench import cli, context_parallel, parallel_models
 from cudnn_sdpa.bench.programs import many_gpus
-from cudnn_sdpa.bench.tools import processes, report
+from cudnn_sdpa.bench.tools import processes, rank_times, report
+from cudnn_sdpa.bench.tools.parts import DistributedPart
+from cudnn_sdpa.bench.tools.rank_times import Candidate
 from cudnn_sdpa.integrations.pytorch import register, unregister
 
-SMALL = many_gpus.SMALL
+SMALL = context_parallel.SMALL
 
 
-def measured():
-    return many_gpus.measure(many_gpus.SMALL)
+def measured(*parts):
+    return {part: many_gpus.measure(part, small=True) for part in parts}
 
 
-def check(rows):
+def check(rows, tokens):
+    """Those of context parallelism on two ranks."""
     names = ["one GPU", "all_gather", "ulysses", "ring"]
     found = {row["call"]: row for row in rows}
-    for label in (f"causal, S={SMALL.lengths[0]}", f"packed, {SMALL.tokens} tokens"):
+    for label in (f"causal, S={tokens}", f"packed, {tokens} tokens"):
         for name in names:
-            row = found[f"{label}: {name}"]
-            assert row["ms"] > 0
-            assert row["GPUs"] == (1 if name == "one GPU" else 2)
-            assert 0 < row["of linear scaling"] < 50
-    assert math.isclose(found[f"packed, {SMALL.tokens} tokens: one GPU"]["of linear scaling"], 1.0)
+            check_row(found[f"{label}: {name}"])
+    assert math.isclose(found[f"packed, {tokens} tokens: one GPU"]["of linear scaling"], 1.0)
+
+
+def check_row(row):
+    assert row["ms"] > 0
+    assert row["GPUs"] == (1 if "one GPU" in row["call"] else 2)
+    assert 0 < row["of linear scaling"] < 50
 
 
 def test_each_method_has_a_row(ranks):
-    first, second = ranks(measured)
-    check(first)
+    first, second = ranks(measured, DistributedPart.WEAK)
+    check(first[DistributedPart.WEAK], 2 * SMALL.tokens_each)
     json.dumps(first, allow_nan=False)
-    assert [row["call"] for row in first] == [row["call"] for row in second]
+    names = [[row["call"] for row in found[DistributedPart.WEAK]] for found in (first, second)]
+    assert names[0] == names[1]
+
+
+def test_models_have_a_row_for_each_way_to_spread_them(ranks):
+    (found, _) = ranks(measured, DistributedPart.TENSOR, DistributedPart.MODEL)
+    ways = {
+        DistributedPart.TENSOR: ["one GPU", "tensor", "tensor, sequence"],
+        DistributedPart.MODEL: ["one GPU", "FSDP 2 × CP 1 × TP 1", "FSDP 1 × CP 2 × TP 1", "FSDP 1 × CP 1 × TP 2"],
+    }
+    for part, names in ways.items():
+        assert [row["call"].partition(": ")[2] for row in found[part]] == names
+        for row in found[part]:
+            check_row(row)
+
+
+def test_meshes_have_all_ranks_and_no_more_tensor_parallelism_than_key_heads():
+    assert parallel_models.meshes(1, max_tensor=8) == [(1, 1, 1)]
+    assert len(parallel_models.meshes(4, max_tensor=8)) == 6
+    assert len(parallel_models.meshes(8, max_tensor=8)) == 10
+    assert len(parallel_models.meshes(8, max_tensor=2)) == 7
+    for shape in parallel_models.meshes(8, max_tensor=4):
+        assert math.prod(shape) == 8
+        assert shape[2] <= 4
+
+
+def scaling_of_sequences():
+    step = lambda: time.sleep(0.02)  # noqa: E731
+    candidates = {"one GPU": Candidate(step), "both": Candidate(step, sequences=8)}
+    return rank_times.compared("a step", rank_times.SMALL, candidates)
+
+
+def test_sequences_of_replicas_count(ranks):
+    """Two ranks that take as long for eight sequences as one GPU for one: four times linear scaling, uncounted half."""
+    for alone, both in ranks(scaling_of_sequences):
+        assert alone["of linear scaling"] == 1.0
+        assert 1 < both["of linear scaling"] < 16
 
 
 def measured_beside_pytorch(takes_groups):
@@ -55,7 +98,7 @@ def measured_beside_pytorch(takes_groups):
     register(device="cpu")
     try:
         with mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention):
-            return many_gpus.measure(many_gpus.SMALL)
+            return many_gpus.measure(DistributedPart.STRONG, small=True)
     finally:
         unregister()
 
@@ -69,9 +112,9 @@ def test_pytorchs_context_has_a_row(ranks, takes_groups, name):
     )
     for rows in ranks(measured_beside_pytorch, takes_groups):
         (row,) = [row for row in rows if "pytorch" in row["call"]]
-        assert row["call"] == f"causal, S={SMALL.lengths[0]}: {name}"
+        assert row["call"] == f"causal, S={SMALL.tokens}: {name}"
         assert row["ms"] > 0
-        check(rows)
+        check(rows, SMALL.tokens)
 
 
 def strict(constant):
@@ -82,14 +125,26 @@ def test_rows_and_the_machine_are_written_without_a_gpu(monkeypatch, tmp_path):
     """A number that was not measured is absent, and a candidate that did not run says why."""
     ours = {"call": "causal: one GPU", "GPUs": 1, "ms": 1.5, "of linear scaling": 1.0}
     theirs = {"call": "causal: pytorch", "GPUs": 2, "not run": "NotImplementedError: no rule"}
-    monkeypatch.setattr(processes, "run_ranks", lambda *_: {"rows": [ours, theirs]})
+    started = []
+
+    def run_ranks(_, count, *arguments):
+        started.append((count, arguments))
+        return {"weak": [ours, theirs], "tensor": [ours]}
+
+    monkeypatch.setattr(processes, "run_ranks", run_ranks)
     path = tmp_path / "distributed.json"
-    done = CliRunner().invoke(cli.bench_app, ["distributed", "--small", "--ranks", "2", "--json", str(path)])
+    arguments = ["distributed", "--small", "--ranks", "5", "--part", "weak", "--part", "tensor", "--json", str(path)]
+    done = CliRunner().invoke(cli.bench_app, arguments)
     assert done.exit_code == 0, done.output
+    assert started == [
+        (2, ("weak", "tensor", "small")),
+        (4, ("weak", "tensor", "small")),
+    ]  # once for each number of ranks
     data = json.loads(path.read_text(), parse_constant=strict)
-    assert data["training"] == [ours, theirs]
+    assert data["weak"] == [ours, theirs] * 2
+    assert data["tensor"] == [ours] * 2
     assert data["environment"]["gpu"] == (torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
-    (line,) = (line for line in done.output.splitlines() if "causal: pytorch" in line)
+    (line, _) = (line for line in done.output.splitlines() if "causal: pytorch" in line)
     cells = [cell.strip() for cell in line.split("│")[1:-1]]
     assert cells[2:4] == ["–", "–"]
     assert cells[4].startswith("NotImpl")
@@ -99,11 +154,12 @@ def test_rows_and_the_machine_are_written_without_a_gpu(monkeypatch, tmp_path):
 def test_the_command_starts_its_ranks(monkeypatch, tmp_path):
     shown = []
     monkeypatch.setattr(report, "show", lambda title, rows: shown.append((title, rows)))
-    done = CliRunner().invoke(
-        cli.bench_app, ["distributed", "--small", "--ranks", "2", "--json", str(tmp_path / "d.json")]
-    )
+    path = tmp_path / "d.json"
+    done = CliRunner().invoke(cli.bench_app, ["distributed", "--small", "--ranks", "2", "--json", str(path)])
     assert done.exit_code == 0, done.output
-    ((title, rows),) = shown
-    assert "2 ranks" in title
-    check(rows)
-    check(json.loads((tmp_path / "d.json").read_text(), parse_constant=strict)["training"])
+    data = json.loads(path.read_text(), parse_constant=strict)
+    assert [rows for _, rows in shown] == [data[part.value] for part in DistributedPart]
+    check(data["weak"], 2 * SMALL.tokens_each)
+    check(data["strong"], SMALL.tokens)
+    for row in data["tensor"] + data["model"]:
+        check_row(row)

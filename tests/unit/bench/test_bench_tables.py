@@ -17,6 +17,7 @@ from cudnn_sdpa.bench.tools.parts import (
     ColdPart,
     ConvPart,
     DecodePart,
+    DistributedPart,
     Fp8Part,
     HostPart,
     KernelsPart,
@@ -132,14 +133,16 @@ def test_the_pages_name_existing_parts(tables):
         "llama": LlamaPart,
         "kernels": KernelsPart,
         "provider": ProviderPart,
+        "distributed": DistributedPart,
     }
     parts = {file: {part.value for part in enum} for file, enum in enums.items()}
     parts["views"] = {SiluPart.VIEWS.value}  # measured on another day than the other parts of silu
     parts["silu"] -= parts["views"]
-    parts["distributed"] = {"training"}
+    parts["provider-shapes"] = {ProviderPart.SHAPES.value}  # as these
+    parts["provider"] -= parts["provider-shapes"]
     named = [found for page in tables.PAGES for found in tables.MARKS.finditer(page.read_text())]
     assert len(named) == sum(len(re.findall("<!-- bench:", page.read_text())) for page in tables.PAGES)
     for found in named:
         assert found["part"] in parts[(found["file"] or "host").removesuffix("-h100")]
     for file in set(parts) - {"host"}:
-        assert {found["part"] for found in named if found["file"] == file} == parts[file]
+        assert {each["part"] for each in named if (each["file"] or "").removesuffix("-h100") == file} == parts[file]

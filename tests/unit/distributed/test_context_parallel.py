@@ -1,4 +1,4 @@
-"""Context parallelism: every method and option against float64 in one process, on two ranks and on four."""
+"""Context parallelism: every method and option against float64 in one process, on two ranks, four and eight."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ def test_the_same_with_four_ranks(four_ranks, method):
     """Two heads of keys are repeated for four ranks by "ulysses"."""
     for made in (cases.dense_cases(method), cases.packed_cases(method, ranks=4)):
         cases.check(four_ranks(cases.worst_of, made), len(made))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_the_same_with_eight_ranks(eight_ranks, method):
+    made = cases.exchangeable([*cases.dense_cases(method), *cases.packed_cases(method, ranks=8)], 8)
+    cases.check(eight_ranks(cases.worst_of, made), len(made))
 
 
 @pytest.mark.parametrize("method", ["all_gather", "ulysses"])
