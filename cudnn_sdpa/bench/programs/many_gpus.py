@@ -12,22 +12,22 @@ import sys
 import torch
 import torch.distributed as dist
 
-from cudnn_sdpa.bench import context_parallel, parallel_models
+from cudnn_sdpa.bench.distributed import attention, models
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.parts import DistributedPart
 
 
 def measure(part: DistributedPart, *, small: bool = False) -> list[Row]:
     """The rows of a part, by all ranks of the default process group."""
-    attention = context_parallel.SMALL if small else context_parallel.FULL
-    models = parallel_models.SMALL if small else parallel_models.FULL
+    of_attention = attention.SMALL if small else attention.FULL
+    of_models = models.SMALL if small else models.FULL
     if part is DistributedPart.WEAK:
-        return context_parallel.weak(attention)
+        return attention.weak(of_attention)
     if part is DistributedPart.STRONG:
-        return context_parallel.strong(attention)
+        return attention.strong(of_attention)
     if part is DistributedPart.TENSOR:
-        return parallel_models.tensor(models)
-    return parallel_models.model(models)
+        return models.tensor(of_models)
+    return models.model(of_models)
 
 
 def main(arguments: list[str]) -> None:

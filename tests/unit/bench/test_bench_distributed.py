@@ -12,14 +12,15 @@ import torch
 from torch.nn import functional
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import cli, context_parallel, parallel_models
+from cudnn_sdpa.bench import cli
+from cudnn_sdpa.bench.distributed import attention, models, times
+from cudnn_sdpa.bench.distributed.times import Candidate
 from cudnn_sdpa.bench.programs import many_gpus
-from cudnn_sdpa.bench.tools import processes, rank_times, report
+from cudnn_sdpa.bench.tools import processes, report
 from cudnn_sdpa.bench.tools.parts import DistributedPart
-from cudnn_sdpa.bench.tools.rank_times import Candidate
 from cudnn_sdpa.integrations.pytorch import register, unregister
 
-SMALL = context_parallel.SMALL
+SMALL = attention.SMALL
 
 
 def measured(*parts):
@@ -63,11 +64,11 @@ def test_models_have_a_row_for_each_way_to_spread_them(ranks):
 
 
 def test_meshes_have_all_ranks_and_no_more_tensor_parallelism_than_key_heads():
-    assert parallel_models.meshes(1, max_tensor=8) == [(1, 1, 1)]
-    assert len(parallel_models.meshes(4, max_tensor=8)) == 6
-    assert len(parallel_models.meshes(8, max_tensor=8)) == 10
-    assert len(parallel_models.meshes(8, max_tensor=2)) == 7
-    for shape in parallel_models.meshes(8, max_tensor=4):
+    assert models.meshes(1, max_tensor=8) == [(1, 1, 1)]
+    assert len(models.meshes(4, max_tensor=8)) == 6
+    assert len(models.meshes(8, max_tensor=8)) == 10
+    assert len(models.meshes(8, max_tensor=2)) == 7
+    for shape in models.meshes(8, max_tensor=4):
         assert math.prod(shape) == 8
         assert shape[2] <= 4
 
@@ -75,7 +76,7 @@ def test_meshes_have_all_ranks_and_no_more_tensor_parallelism_than_key_heads():
 def scaling_of_sequences():
     step = lambda: time.sleep(0.02)  # noqa: E731
     candidates = {"one GPU": Candidate(step), "both": Candidate(step, sequences=8)}
-    return rank_times.compared("a step", rank_times.SMALL, candidates)
+    return times.compared("a step", times.SMALL, candidates)
 
 
 def test_sequences_of_replicas_count(ranks):

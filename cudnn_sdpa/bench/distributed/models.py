@@ -1,4 +1,4 @@
-"""`bench distributed`, models: tensor parallelism of a layer; FSDP2, tensor and context parallelism of two layers."""
+"""Tensor parallelism of a layer; FSDP2, tensor and context parallelism of two layers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
-from cudnn_sdpa.bench.tools import rank_times
+from cudnn_sdpa.bench.distributed import times
+from cudnn_sdpa.bench.distributed.times import ALONE, Candidate, Timing, compared
 from cudnn_sdpa.bench.tools.output import Row
-from cudnn_sdpa.bench.tools.rank_times import ALONE, Candidate, Timing, compared
 from cudnn_sdpa.distributed import shard
 from cudnn_sdpa.nn import RotaryEmbedding, TransformerLayer, parallel_plan
 from cudnn_sdpa.nn.attention import AttentionOptions
@@ -42,14 +42,14 @@ class Sizes(NamedTuple):
     timing: Timing
 
 
-FULL = Sizes(4096, 14336, heads=(32, 8), layer_tokens=8192, model_tokens=32768, timing=rank_times.FULL)
-SMALL = Sizes(64, 128, heads=(8, 4), layer_tokens=64, model_tokens=128, timing=rank_times.SMALL)
+FULL = Sizes(4096, 14336, heads=(32, 8), layer_tokens=8192, model_tokens=32768, timing=times.FULL)
+SMALL = Sizes(64, 128, heads=(8, 4), layer_tokens=64, model_tokens=128, timing=times.SMALL)
 
 
 def tensor(sizes: Sizes) -> list[Row]:
     """A layer of one sequence: heads and hidden features on all ranks, between projections all tokens or a part."""
     ranks = dist.get_world_size()
-    mesh = init_device_mesh(rank_times.device().type, (ranks,))
+    mesh = init_device_mesh(times.device().type, (ranks,))
     found = {ALONE: _trained(_layers(sizes, 1), _drawn(sizes, sizes.layer_tokens))}
     for name, is_sharded in (("tensor", False), ("tensor, sequence", True)):
         model, x = _layers(sizes, 1), _drawn(sizes, sizes.layer_tokens)
@@ -76,7 +76,7 @@ def meshes(ranks: int, *, max_tensor: int) -> list[tuple[int, int, int]]:
 def _on_mesh(sizes: Sizes, shape: tuple[int, int, int]) -> Candidate:
     """A step on a mesh: each replica has a sequence, and parameters are spread over all who have other tokens."""
     replicas, cp, tp = shape
-    mesh = init_device_mesh(rank_times.device().type, shape, mesh_dim_names=("dp", "cp", "tp"))
+    mesh = init_device_mesh(times.device().type, shape, mesh_dim_names=("dp", "cp", "tp"))
     stack = _layers(sizes, 2, mesh["cp"] if cp > 1 else None)
     if tp > 1:
         parallelize_module(stack, mesh["tp"], parallel_plan(stack))
@@ -105,7 +105,7 @@ def _layers(sizes: Sizes, count: int, cp_group: DeviceMesh | None = None) -> nn.
             sizes.heads[0],
             sizes.ffn_dim,
             packed=False,
-            device=rank_times.device(),
+            device=times.device(),
             dtype=torch.bfloat16,
             **options,
         )
@@ -116,9 +116,9 @@ def _layers(sizes: Sizes, count: int, cp_group: DeviceMesh | None = None) -> nn.
 
 def _drawn(sizes: Sizes, tokens: int) -> Tensor:
     """The same tokens on all ranks."""
-    generator = torch.Generator(rank_times.device()).manual_seed(7)
+    generator = torch.Generator(times.device()).manual_seed(7)
     shape = (1, tokens, sizes.embed_dim)
-    return torch.randn(shape, device=rank_times.device(), dtype=torch.bfloat16, generator=generator)
+    return torch.randn(shape, device=times.device(), dtype=torch.bfloat16, generator=generator)
 
 
 def _trained(module: nn.Module, x: Tensor) -> Candidate:

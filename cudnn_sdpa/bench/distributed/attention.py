@@ -1,4 +1,4 @@
-"""`bench distributed`, attention: context parallelism by each method and by PyTorch, beside one GPU with all tokens."""
+"""Context parallelism by each method and by PyTorch, beside one GPU with all tokens."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-from cudnn_sdpa.bench.tools import rank_times
+from cudnn_sdpa.bench.distributed import times
+from cudnn_sdpa.bench.distributed.times import ALONE, ERRORS, Candidate, Timing, compared
 from cudnn_sdpa.bench.tools.output import Row
-from cudnn_sdpa.bench.tools.rank_times import ALONE, ERRORS, Candidate, Timing, compared
 from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, shard
 
 METHODS = ("all_gather", "ulysses", "ring")
@@ -38,8 +38,8 @@ class Sizes(NamedTuple):
     timing: Timing
 
 
-FULL = Sizes(tokens_each=32768, tokens=131072, heads=(32, 8), head_dim=128, timing=rank_times.FULL)
-SMALL = Sizes(tokens_each=128, tokens=512, heads=(4, 2), head_dim=16, timing=rank_times.SMALL)
+FULL = Sizes(tokens_each=32768, tokens=131072, heads=(32, 8), head_dim=128, timing=times.FULL)
+SMALL = Sizes(tokens_each=64, tokens=256, heads=(4, 2), head_dim=16, timing=times.SMALL)
 
 
 def weak(sizes: Sizes) -> list[Row]:
@@ -60,7 +60,7 @@ def _measured(sizes: Sizes, tokens: int) -> list[Row]:
 
 def _drawn(sizes: Sizes, *shape: int) -> list[Tensor]:
     """Equal queries, keys, values and output gradients on all ranks."""
-    device = rank_times.device()
+    device = times.device()
     generator = torch.Generator(device).manual_seed(7)
     heads = (sizes.heads[0], sizes.heads[1], sizes.heads[1], sizes.heads[0])
     made = [
@@ -106,7 +106,7 @@ def _packed(sizes: Sizes, tokens: int) -> dict[str, Candidate]:
     generator = torch.Generator().manual_seed(11)
     bounds = torch.randperm(tokens - 1, generator=generator)[: max(2, tokens // 4096)].add(1).sort().values
     ends = torch.cat([torch.tensor([0]), bounds, torch.tensor([tokens])])
-    offsets, max_seqlen = ends.int().to(rank_times.device()), int(ends.diff().max())
+    offsets, max_seqlen = ends.int().to(times.device()), int(ends.diff().max())
 
     def on_one(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return sdpa_varlen(
@@ -141,7 +141,7 @@ def _pytorchs(tensors: list[Tensor]) -> dict[str, Candidate]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel as pytorchs
 
-    device = rank_times.device()
+    device = times.device()
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     parts = [x.clone(memory_format=torch.contiguous_format) for x in tensors]
     with pytorchs(mesh, buffers=parts, buffer_seq_dims=[2] * 4, no_restore_buffers=set(parts)):
@@ -172,8 +172,8 @@ def _pytorchs(tensors: list[Tensor]) -> dict[str, Candidate]:
         with grouped.within():
             grouped.step()
     except ERRORS:
-        times = q.shape[1] // k.shape[1]
-        k, v = (x.repeat_interleave(times, 1) for x in (k, v))
+        group = q.shape[1] // k.shape[1]
+        k, v = (x.repeat_interleave(group, 1) for x in (k, v))
         return {"pytorch, repeated keys": candidate(k, v, enable_gqa=False)}
     return {"pytorch": grouped}
 
