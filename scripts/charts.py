@@ -81,7 +81,7 @@ def scaling() -> Panels:
         for part, tokens in (("weak", "32k tokens for each GPU"), ("strong", "128k tokens in all")):
             lines: dict[str, dict[str, float]] = {method: {"1": 1.0} for method in METHODS}
             for row in measured[part]:
-                method = row["call"].rpartition(": ")[2].split(",")[0]
+                method = row["call"].rpartition(": ")[2]
                 if row["call"].startswith(kind) and method in lines and "of linear scaling" in row:
                     lines[method][str(row["GPUs"])] = row["of linear scaling"]
             found[f"{label}, {tokens}"] = {method: line for method, line in lines.items() if len(line) > 1}
@@ -126,7 +126,7 @@ def draw_scaling(figure: Any, shown: Panels, theme: str) -> None:
         axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=text)
         axis.set_xticks(range(len(counts)), [f"{count} GPU" + "s" * (count > 1) for count in counts], color=text)
         axis.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "linear"], color=text)
-        axis.set_ylim(0, 1.1)
+        axis.set_ylim(0, 1.15)
         axis.set_xlim(-0.2, len(counts) - 0.8)
         axis.grid(axis="y", alpha=0.25)
         axis.tick_params(length=0)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.bench.tools.output import Output, Row, folder
 from cudnn_sdpa.bench.tools.parts import (
     AttentionPart,
@@ -321,25 +320,21 @@ def bench_distributed(
     from cudnn_sdpa.bench.tools.processes import run_ranks
 
     most = ranks or max(1, torch.cuda.device_count())
-    counts = [2**n for n in range(1, most.bit_length()) if 2**n <= most] or [1]
-    chosen = part or list(DistributedPart)
-
-    @cache
-    def found(count: int) -> JsonObject:
-        """All parts on so many ranks, which start once."""
-        names = [each.value for each in chosen]
-        return run_ranks("cudnn_sdpa.bench.programs.many_gpus", count, *names, *(["small"] if small else []))
+    counts = [2**power for power in range(1, most.bit_length())] or [1]
 
     def run(name: str) -> list[Row]:
-        rows: list[Row] = [row for count in counts for row in found(count)[name]]
+        arguments, rows = (name, *(["small"] if small else [])), []
+        for count in counts:
+            rows += run_ranks("cudnn_sdpa.bench.programs.many_gpus", count, *arguments)[name]
         return rows
 
     titles = {
-        DistributedPart.WEAK: "Context parallelism, forward and backward: as many tokens for each rank",
-        DistributedPart.STRONG: "Context parallelism, forward and backward: as many tokens in all",
+        DistributedPart.WEAK: "Context parallelism, forward and backward: 32k tokens for each GPU",
+        DistributedPart.STRONG: "Context parallelism, forward and backward: 128k tokens in all",
         DistributedPart.TENSOR: "Tensor parallelism of a layer, forward and backward",
         DistributedPart.MODEL: "FSDP2, context and tensor parallelism of two layers, forward and backward",
     }
+    chosen = part or list(DistributedPart)
     _measure("distributed", {each.value: (titles[each], partial(run, each.value)) for each in chosen}, output)
 
 

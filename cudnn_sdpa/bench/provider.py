@@ -85,6 +85,7 @@ def new_shapes(repeats: int = 1) -> list[Row]:
                 {
                     "provider": f"{name}, {policy}" if policy else name,
                     f"{COUNT} lengths up to {MAX_LENGTH}, s": _median(results, "seconds") if is_there else "–",
+                    "first call, ms": _median(results, "first_ms") if is_there else "–",
                     "longest wait, ms": _median(results, "longest_wait_ms") if is_there else "–",
                     "why not": "–" if is_there else str(results[0]["why"]),
                 }

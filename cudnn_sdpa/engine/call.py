@@ -63,18 +63,26 @@ class TrackedGradient(Protocol):
         """The gradient of each input, given those of the results, and which are needed."""
 
 
+def views_of_leaves(*values: object) -> list[Tensor]:
+    """Views that hold the nodes which accumulate the gradients of leaves, while something applies an autograd function.
+
+    PyTorch's `Function.apply` waits for the mutex of each leaf with the GIL, and an operator may wait for the GIL with
+    that mutex, while it makes the leaf's node: then both threads wait forever. A view is made by an operator, which
+    waits without the GIL, and as long as it lives no other makes that node. PyTorch's `get_gradient_edge` makes one,
+    too.
+    """
+    if not torch.is_grad_enabled():
+        return []
+    return [x.view_as(x) for x in values if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
+
+
 class Function(torch.autograd.Function):
     """An autograd function for threads that share leaves."""
 
     @classmethod
     def apply(cls, *inputs: object) -> Any:
-        """The results of `forward`, which autograd follows.
-
-        PyTorch's `apply` waits for the mutex of each leaf with the GIL, and an operator may wait for the GIL with that
-        mutex, while it makes the node that accumulates the leaf's gradient. So an operator makes those nodes first, and
-        views hold them until the graph does.
-        """
-        _views = [x.view_as(x) for x in inputs if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
+        """The results of `forward`, which autograd follows."""
+        _views = views_of_leaves(*inputs)
         return super().apply(*inputs)  # type: ignore[no-untyped-call]
 
 

@@ -37,7 +37,7 @@ from cudnn_sdpa.engine.backward_pass import (
     NativelySaved,
     SavedCall,
 )
-from cudnn_sdpa.engine.call import CallT, Differentiable, Fields, Result
+from cudnn_sdpa.engine.call import CallT, Differentiable, Fields, Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import (
     can_bypass_dispatcher,
     has_subclass,
@@ -717,7 +717,8 @@ class Operation(Generic[CallT]):
     def _differentiate(self, call: CallT, entry: Entry | None, *, by_operator: bool = False) -> Result:
         """The results of a call, differentiable by autograd."""
         try:
-            if by_operator:
+            if by_operator:  # the operator applies a function of PyTorch's
+                _views = views_of_leaves(*self._differentiable_of(call))
                 return self._wanted(call, _as_tuple(self._by_operator(self.complete(call))))
             complete = self.call(*self._inputs_of(call), *self._wants_all)
             tracked = _Tracked(self, complete, entry, self._is_complete(call))

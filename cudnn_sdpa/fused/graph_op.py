@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from cudnn_sdpa.engine import autograd_checks, cpu_target, sharding
 from cudnn_sdpa.engine.autocast import cast_tensor, could_cast
-from cudnn_sdpa.engine.call import Differentiable, Result
+from cudnn_sdpa.engine.call import Differentiable, Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import (
     can_bypass_dispatcher,
     is_batch,
@@ -197,6 +197,7 @@ class GraphFunction(GraphDefinition):
         # What autocast casts has been cast; references on the CPU run below it as they do in the dispatcher.
         bypasses = can_bypass_dispatcher(*tensors, may_cast=not tensors[0].is_cuda)
         if not bypasses or any(map(is_batch, tensors)) or not _has_runner(tensors[0]):
+            _views = views_of_leaves(*tensors) if trains else []  # the operator applies a function of PyTorch's
             return self._returned(torch_ops.run(self, values, static), trains=trains)
         run: Run = partial(self._run_elsewhere, values, static)
         if tensors[0].is_cuda and not any(x.numel() == 0 for x in tensors):

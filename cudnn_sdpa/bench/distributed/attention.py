@@ -43,12 +43,12 @@ SMALL = Sizes(tokens_each=64, tokens=256, heads=(4, 2), head_dim=16, timing=time
 
 
 def weak(sizes: Sizes) -> list[Row]:
-    """As many tokens for each rank, whatever their number."""
+    """Weak scaling: each rank has as many tokens, whatever the number of ranks."""
     return _measured(sizes, sizes.tokens_each * dist.get_world_size())
 
 
 def strong(sizes: Sizes) -> list[Row]:
-    """As many tokens in all, whatever the number of ranks."""
+    """Strong scaling: all ranks together have as many tokens, whatever their number."""
     return _measured(sizes, sizes.tokens)
 
 

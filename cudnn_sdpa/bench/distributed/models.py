@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import NamedTuple
 
 import torch
@@ -52,7 +51,7 @@ def tensor(sizes: Sizes) -> list[Row]:
     mesh = init_device_mesh(times.device().type, (ranks,))
     found = {ALONE: _trained(_layers(sizes, 1), _drawn(sizes, sizes.layer_tokens))}
     for name, is_sharded in (("tensor", False), ("tensor, sequence", True)):
-        model, x = _layers(sizes, 1), _drawn(sizes, sizes.layer_tokens)
+        model, x = _layers(sizes, 1, packed=False), _drawn(sizes, sizes.layer_tokens)
         parallelize_module(model, mesh, parallel_plan(model, sequence_parallel=is_sharded))
         found[name] = _trained(model, x.chunk(ranks, dim=1)[dist.get_rank()] if is_sharded else x)
     return compared(f"a layer, S={sizes.layer_tokens}", sizes.timing, found)
@@ -62,13 +61,13 @@ def model(sizes: Sizes) -> list[Row]:
     """Two layers on meshes of all shapes: data, context and tensor parallelism, each of a power of two."""
     found = {ALONE: _trained(_layers(sizes, 2), _drawn(sizes, sizes.model_tokens))}
     for shape in meshes(dist.get_world_size(), max_tensor=sizes.heads[1]):
-        name = " × ".join(f"{way} {ranks}" for way, ranks in zip(("FSDP", "CP", "TP"), shape, strict=True))
+        name = " × ".join(f"{way} {ranks}" for way, ranks in zip(("DP", "CP", "TP"), shape, strict=True))
         found[name] = _on_mesh(sizes, shape)
     return compared(f"two layers, S={sizes.model_tokens}", sizes.timing, found)
 
 
 def meshes(ranks: int, *, max_tensor: int) -> list[tuple[int, int, int]]:
-    """The shapes of meshes of so many ranks: replicas, ranks of a sequence, ranks of a head; all powers of two or 1."""
+    """The shapes of meshes of so many ranks: data, context and tensor parallelism, all powers of two."""
     sizes = [size for size in range(1, ranks + 1) if ranks % size == 0 and size & (size - 1) == 0]
     return [(ranks // (cp * tp), cp, tp) for tp in sizes for cp in sizes if ranks % (cp * tp) == 0 and tp <= max_tensor]
 
@@ -77,7 +76,7 @@ def _on_mesh(sizes: Sizes, shape: tuple[int, int, int]) -> Candidate:
     """A step on a mesh: each replica has a sequence, and parameters are spread over all who have other tokens."""
     replicas, cp, tp = shape
     mesh = init_device_mesh(times.device().type, shape, mesh_dim_names=("dp", "cp", "tp"))
-    stack = _layers(sizes, 2, mesh["cp"] if cp > 1 else None)
+    stack = _layers(sizes, 2, mesh["cp"] if cp > 1 else None, packed=tp == 1)
     if tp > 1:
         parallelize_module(stack, mesh["tp"], parallel_plan(stack))
     if replicas * cp > 1:
@@ -89,8 +88,8 @@ def _on_mesh(sizes: Sizes, shape: tuple[int, int, int]) -> Candidate:
     return _trained(stack, shard(x, 1, mesh["cp"]) if cp > 1 else x)._replace(sequences=replicas)
 
 
-def _layers(sizes: Sizes, count: int, cp_group: DeviceMesh | None = None) -> nn.Sequential:
-    """Layers with the same weights on all ranks."""
+def _layers(sizes: Sizes, count: int, cp_group: DeviceMesh | None = None, *, packed: bool = True) -> nn.Sequential:
+    """Layers with the same weights on all ranks; tensor parallelism needs separate projections."""
     torch.manual_seed(5)
     options: AttentionOptions = {
         "num_kv_heads": sizes.heads[1],
@@ -104,7 +103,7 @@ def _layers(sizes: Sizes, count: int, cp_group: DeviceMesh | None = None) -> nn.
             sizes.embed_dim,
             sizes.heads[0],
             sizes.ffn_dim,
-            packed=False,
+            packed=packed,
             device=times.device(),
             dtype=torch.bfloat16,
             **options,
@@ -127,9 +126,8 @@ def _trained(module: nn.Module, x: Tensor) -> Candidate:
     grad = torch.ones_like(x)
 
     def step() -> None:
-        with contextlib.ExitStack() as at_end:
-            at_end.callback(module.zero_grad)
-            module(x).backward(grad)
-            x.grad = None
+        module(x).backward(grad)
+        module.zero_grad()
+        x.grad = None
 
     return Candidate(step)

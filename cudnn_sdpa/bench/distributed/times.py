@@ -17,9 +17,6 @@ from cudnn_sdpa.bench.tools.output import Row
 
 #: The name of the candidate that has everything on one GPU.
 ALONE = "one GPU"
-#: Maximum number of steps of a timed run.
-MAX_STEPS = 20
-
 #: What is raised by a candidate that cannot run.
 ERRORS = (RuntimeError, NotImplementedError, ValueError)
 
@@ -29,16 +26,18 @@ class Timing(NamedTuple):
 
     Attributes:
         repeats: Timed runs of each.
-        seconds: What a run takes at least, of several steps back to back: as in a deep model, the host is ahead
-            of the GPU.
+        seconds: What a run should take, of several steps back to back: as in a deep model, the host is ahead of the
+            GPU.
+        steps: Minimum and maximum number of steps of a run.
     """
 
     repeats: int
     seconds: float
+    steps: tuple[int, int]
 
 
-FULL = Timing(repeats=7, seconds=0.4)
-SMALL = Timing(repeats=2, seconds=0.0)
+FULL = Timing(repeats=7, seconds=0.4, steps=(3, 20))
+SMALL = Timing(repeats=2, seconds=0.0, steps=(1, 1))
 
 
 class Candidate(NamedTuple):
@@ -63,7 +62,8 @@ def device() -> torch.device:
 def compared(label: str, timing: Timing, candidates: dict[str, Candidate]) -> list[Row]:
     """A row for each candidate, which has no number that was not measured; they run in turns.
 
-    "Of linear scaling" is the time of one GPU for a sequence, over that of a sequence by all ranks, over their number.
+    "Of linear scaling" is the time of one GPU for a sequence, divided by that of all ranks times their number. All GPUs
+    compute what one does alone, and the quickest of them counts; of what they compute together, the slowest.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     peaks: dict[str, float | None] = {}
@@ -74,14 +74,15 @@ def compared(label: str, timing: Timing, candidates: dict[str, Candidate]) -> li
             with candidate.within():
                 candidate.step()
         except ERRORS as error:
-            failed[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+            failed[name] = " ".join(f"{type(error).__name__}: {error}".split())
             continue
         peaks[name] = _peak(candidate)
+        least, most = timing.steps
         wanted = math.ceil(timing.seconds / _seconds(candidate, steps=1))
-        steps[name] = max(1, min(MAX_STEPS, wanted))
+        steps[name] = max(least, min(most, wanted))
     for _ in range(timing.repeats):
         for name in (name for name in times if name not in failed):
-            times[name].append(_seconds(candidates[name], steps[name]))
+            times[name].append(_seconds(candidates[name], steps[name], is_alone=name == ALONE))
     alone = statistics.median(times[ALONE]) if times[ALONE] else None
     rows: list[Row] = []
     for name, found in times.items():
@@ -100,8 +101,8 @@ def compared(label: str, timing: Timing, candidates: dict[str, Candidate]) -> li
     return rows
 
 
-def _seconds(candidate: Candidate, steps: int) -> float:
-    """The time of a step, of several back to back, on the slowest rank, which all begin together."""
+def _seconds(candidate: Candidate, steps: int, *, is_alone: bool = False) -> float:
+    """The time of a step, of several that all ranks begin together: the longest; if alone, the shortest."""
     with candidate.within():
         _synchronize()
         dist.barrier()
@@ -110,9 +111,9 @@ def _seconds(candidate: Candidate, steps: int) -> float:
             candidate.step()
         _synchronize()
         seconds = (time.perf_counter() - start) / steps
-    slowest = torch.tensor([seconds], dtype=torch.float64, device=device())
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+    of_ranks = torch.tensor([seconds], dtype=torch.float64, device=device())
+    dist.all_reduce(of_ranks, dist.ReduceOp.MIN if is_alone else dist.ReduceOp.MAX)
+    return float(of_ranks)
 
 
 def _peak(candidate: Candidate) -> float | None:

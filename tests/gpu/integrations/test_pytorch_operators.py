@@ -215,3 +215,4 @@ def test_the_samples_of_pytorchs_own_tests(dtype):
         ):
             assert_agrees(gradient, exact_one)
     assert served > 0
+    assert plan_cache.info().builds > 0

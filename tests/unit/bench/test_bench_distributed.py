@@ -55,7 +55,7 @@ def test_models_have_a_row_for_each_way_to_spread_them(ranks):
     (found, _) = ranks(measured, DistributedPart.TENSOR, DistributedPart.MODEL)
     ways = {
         DistributedPart.TENSOR: ["one GPU", "tensor", "tensor, sequence"],
-        DistributedPart.MODEL: ["one GPU", "FSDP 2 × CP 1 × TP 1", "FSDP 1 × CP 2 × TP 1", "FSDP 1 × CP 1 × TP 2"],
+        DistributedPart.MODEL: ["one GPU", "DP 2 × CP 1 × TP 1", "DP 1 × CP 2 × TP 1", "DP 1 × CP 1 × TP 2"],
     }
     for part, names in ways.items():
         assert [row["call"].partition(": ")[2] for row in found[part]] == names
@@ -137,10 +137,7 @@ def test_rows_and_the_machine_are_written_without_a_gpu(monkeypatch, tmp_path):
     arguments = ["distributed", "--small", "--ranks", "5", "--part", "weak", "--part", "tensor", "--json", str(path)]
     done = CliRunner().invoke(cli.bench_app, arguments)
     assert done.exit_code == 0, done.output
-    assert started == [
-        (2, ("weak", "tensor", "small")),
-        (4, ("weak", "tensor", "small")),
-    ]  # once for each number of ranks
+    assert started == [(count, (part, "small")) for part in ("weak", "tensor") for count in (2, 4)]
     data = json.loads(path.read_text(), parse_constant=strict)
     assert data["weak"] == [ours, theirs] * 2
     assert data["tensor"] == [ours] * 2

@@ -78,7 +78,7 @@ def test_every_provider_has_processes_for_new_shapes(monkeypatch):
         started.append(arguments)
         if arguments[0] == "cudnn-frontend":
             return {"why": "it is not there"}
-        return {"seconds": float(len(started)), "longest_wait_ms": 5.0, "why": None}
+        return {"seconds": float(len(started)), "first_ms": 9.0, "longest_wait_ms": 5.0, "why": None}
 
     monkeypatch.setattr(provider, "run_module", run_module)
     rows = provider.new_shapes(repeats=3)
@@ -95,6 +95,7 @@ def test_every_provider_has_processes_for_new_shapes(monkeypatch):
         "pytorch",
     ]
     assert rows[0]["200 lengths up to 8192, s"] == 2.0
+    assert rows[0]["first call, ms"] == 9.0
     assert rows[2]["longest wait, ms"] == "–"
     assert rows[2]["why not"] == "it is not there"
 

@@ -97,6 +97,7 @@ def test_a_pass_takes_the_longest_waits_and_counts_builds(monkeypatch):
     attend = lambda q, k, _: seen.append((q.shape, k.shape))  # noqa: E731
     assert many_lengths.one_pass(attend, many_lengths.Inputs(), [5, 7, 9]) == {
         "seconds": 4.0,
+        "first_ms": 250.0,
         "longest_wait_ms": 500.0,
         "builds": 5,
     }

@@ -22,7 +22,7 @@ import torch
 """
 
 SHARE = """
-def share(call, seconds=3):
+def share(call, threads=2, seconds=3):
     over, counts = threading.Event(), [0, 0]
 
     def calls():
@@ -36,13 +36,13 @@ def share(call, seconds=3):
                 leaf.unsqueeze(0)
             counts[1] += 1
 
-    work = [calls, operators_of_pytorch, calls, operators_of_pytorch, operators_of_pytorch]
-    threads = [threading.Thread(target=one, daemon=True) for one in work]
-    for thread in threads:
+    work = [calls, operators_of_pytorch] * threads
+    started = [threading.Thread(target=one, daemon=True) for one in work]
+    for thread in started:
         thread.start()
     time.sleep(seconds)
     over.set()
-    for thread in threads:
+    for thread in started:
         thread.join()
     assert min(counts) > 0
 """
@@ -63,6 +63,29 @@ with native_way(), gpu_on_the_cpu(example.compute), cudnn_sdpa.cpu_checks(None):
 print("ended")
 """
 
+CALLS_BY_OPERATORS = """
+import cudnn_sdpa
+
+x = torch.randn(4, 16, dtype=torch.bfloat16)
+leaves = {name: torch.randn(1, 2, 4, 16, dtype=torch.bfloat16, requires_grad=True) for name in "qkv"}
+weight = leaves["weight"] = torch.ones(16, dtype=torch.bfloat16, requires_grad=True)
+
+def attend_and_normalize():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        cudnn_sdpa.sdpa(leaves["q"], leaves["k"], leaves["v"])
+        cudnn_sdpa.rms_norm(x, weight)
+    with Passes():
+        cudnn_sdpa.rms_norm(x, weight)
+
+class Passes(torch.utils._python_dispatch.TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+attend_and_normalize()
+share(attend_and_normalize, threads=1)
+print("ended")
+"""
+
 CALLS_IN_PYTHON = """
 from cudnn_sdpa.engine.call import Function
 
@@ -72,7 +95,7 @@ class Double(Function):
         return 2 * x.detach()
 
 leaves = {"x": torch.randn(8, requires_grad=True)}
-share(lambda: Double.apply(leaves["x"]))
+share(lambda: Double.apply(leaves["x"]), threads=1)
 print("ended")
 """
 
@@ -89,8 +112,9 @@ def test_known_calls_do_not_wait_for_a_leaf_with_the_gil(monkeypatch):
     assert_ends(KNOWN_CALLS)
 
 
-def test_calls_in_python_do_not_wait_for_a_leaf_with_the_gil():
-    assert_ends(CALLS_IN_PYTHON)
+@pytest.mark.parametrize("program", [CALLS_IN_PYTHON, CALLS_BY_OPERATORS], ids=["function", "operators"])
+def test_calls_in_python_do_not_wait_for_a_leaf_with_the_gil(program):
+    assert_ends(program)
 
 
 def assert_ends(program: str) -> None:
