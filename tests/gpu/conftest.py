@@ -43,8 +43,9 @@ _share_gpus()  # before anything initializes CUDA
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure() -> None:
-    """Calls take the native way; with CUDNN_SDPA_TEST_NATIVE=off Python's."""
-    os.environ["CUDNN_SDPA_NATIVE"] = os.environ.get("CUDNN_SDPA_TEST_NATIVE", "on")
+    """Calls take the native way; with CUDNN_SDPA_TEST_NATIVE=off Python's. Without a GPU, tests beside these choose."""
+    if torch.cuda.is_available():
+        os.environ["CUDNN_SDPA_NATIVE"] = os.environ.get("CUDNN_SDPA_TEST_NATIVE", "on")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
