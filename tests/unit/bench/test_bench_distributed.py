@@ -80,7 +80,7 @@ def scaling_of_sequences():
 
 
 def test_sequences_of_replicas_count(ranks):
-    """Two ranks that take as long for eight sequences as one GPU for one: four times linear scaling, uncounted half."""
+    """Two ranks take as long for eight sequences as one GPU for one: four times linear. Uncounted, it is half."""
     for alone, both in ranks(scaling_of_sequences):
         assert alone["of linear scaling"] == 1.0
         assert 1 < both["of linear scaling"] < 16

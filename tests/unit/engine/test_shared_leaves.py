@@ -12,7 +12,7 @@ import forked_python
 import pytest
 from native_way import native_way
 
-TESTS = Path(__file__).parents[3]
+TESTS = Path(__file__).parents[2]
 
 START = """
 import faulthandler, sys, threading, time
@@ -22,7 +22,7 @@ import torch
 """
 
 SHARE = """
-def share(call, threads=2, seconds=3):
+def share(call, threads=2, seconds=2):
     over, counts = threading.Event(), [0, 0]
 
     def calls():
@@ -98,12 +98,6 @@ leaves = {"x": torch.randn(8, requires_grad=True)}
 share(lambda: Double.apply(leaves["x"]), threads=1)
 print("ended")
 """
-
-
-@pytest.fixture
-def folder() -> Path | None:
-    """The user's folder of modules, in which the real one is."""
-    return None
 
 
 def test_known_calls_do_not_wait_for_a_leaf_with_the_gil(monkeypatch):
