@@ -58,8 +58,9 @@ class Overrides(Generic[T]):
         with self._lock:
             if not self._entries:
                 self._base = self._get()
-            elif self._entries[-1].is_permanent:  # the next value replaces it
-                self._entries.pop()
+            # Of two permanent values, the first never comes into force again: whatever ends the second ends both.
+            while len(self._entries) > 1 and all(each.is_permanent for each in self._entries[-2:]):
+                del self._entries[-2]
             self._entries.append(entry)
             self._put(entry.value)
 

@@ -16,6 +16,8 @@ import pytest
 import torch
 from processes import Ranks
 
+import cudnn_sdpa
+
 ROOT = Path(__file__).parent.parent
 GPU = ROOT / "tests" / "gpu"
 SEARCH_PATH = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
@@ -123,7 +125,9 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["CUDNN_SDPA_PLAN_DIR"] = "off"  # not the user's plans; a test that needs a store creates its own
     # No compiler in the background; tests of the native module start it.
     os.environ["CUDNN_SDPA_NATIVE"] = os.environ.get("CUDNN_SDPA_TEST_NATIVE", "off")
-    os.environ["CUDNN_SDPA_CPU_CHECKS"] = "h200,any-dtype"  # many compare with PyTorch in float32
+    # Many compare with PyTorch in float32, here and in processes that they start.
+    os.environ["CUDNN_SDPA_CPU_CHECKS"] = "h200,any-dtype"
+    cudnn_sdpa.cpu_checks("h200,any-dtype")
     if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores; one thread each is the fastest
         torch.set_num_threads(1)
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # the same for processes that tests start, and for notebooks

@@ -3217,7 +3217,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--json", help="where to write the report")
     given = parser.parse_args(arguments)
     os.environ.setdefault("CUDNN_SDPA_PLAN_DIR", "off")  # these plans are useless later
-    os.environ.setdefault("CUDNN_SDPA_CPU_CHECKS", "h200,any-dtype")
+    if os.environ.setdefault("CUDNN_SDPA_CPU_CHECKS", "h200,any-dtype") == "h200,any-dtype":
+        cudnn_sdpa.cpu_checks("h200,any-dtype")  # here, too
     if given.operation != "all" and given.count == 1:
         return one(given.operation, given.seed, given.device)
     import campaign

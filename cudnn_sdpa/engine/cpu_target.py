@@ -43,7 +43,7 @@ class CpuChecksUse(Override["str | None"]):
 
 
 class _Setting:
-    """The GPU of this process; an empty name means that the environment has not been read yet.
+    """The GPU of this process; an empty name means that the environment names none that is known.
 
     Attributes:
         name: The name of the GPU; None for no checks.
@@ -101,9 +101,7 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
 def active_name() -> str | None:
     """The name of the GPU that CPU tensors are checked for; None for no checks."""
     if _Setting.name == "":
-        with _lock:
-            if _Setting.name == "":
-                _put(_checked(VARIABLE, os.environ.get(VARIABLE, DEFAULT) or None))
+        _of_environment()  # raises
     return _Setting.name
 
 
@@ -121,6 +119,18 @@ def _value() -> str | None:
 def _put(value: str | None) -> None:
     name, _, any_dtype = (value or "").partition(",")
     _Setting.has_dtypes, _Setting.name = not any_dtype, name or None
+
+
+def _of_environment() -> str | None:
+    return _checked(VARIABLE, os.environ.get(VARIABLE, DEFAULT) or None)
+
+
+def _read_environment() -> None:
+    """Sets what the environment names: at import, as Dynamo could trace neither a lock nor the environment later."""
+    try:
+        _put(_of_environment())
+    except OptionError:  # raised by the first call, as an import should not fail for a setting
+        _Setting.name = ""
 
 
 def _set(value: str | None) -> None:
@@ -184,3 +194,6 @@ def for_gpu(error: ArgumentError | UnsupportedError) -> ArgumentError | Unsuppor
     if isinstance(error, UnsupportedError):
         return type(error)(f"{error.what} {note()}", error.reasons, error.suggestion)
     return type(error)(error.argument, error.got, error.expected, f"{error.hint} {note()}".lstrip())
+
+
+_read_environment()

@@ -360,7 +360,7 @@ def pages_of_tokens() -> dict[str, Tensor]:
 def paged_with_sinks() -> dict[str, Tensor]:
     """Three sequences, for which the plan has four rows, with several queries each, and tables of their own."""
     found = {name: x[:3] if x.shape[0] == 4 else x for name, x in paged().items()}
-    found |= {"q": heads(3, 4, 3, 16), "seq_lens_kv": torch.tensor([9, 0, 12], dtype=torch.int32)}
+    found |= {"q": heads(3, 4, 3, 16), "seq_lens_kv": torch.tensor([9, 0, 7], dtype=torch.int32)}
     return {**found, "page_table_v": found["page_table"].flip(1) % 11, "sinks": torch.randn(4)}
 
 

@@ -53,6 +53,16 @@ def test_every_setting_is_tested():
     assert found == {"Override", "ShapePolicyUse", "PlanStoreUse", "CpuChecksUse"}, "not in SETTINGS"
 
 
+def test_a_permanent_value_outlives_statements_that_follow(setting):
+    set_to, values, in_force = setting
+    with set_to(values[0]):
+        set_to(values[1])
+        for _ in range(3):
+            with set_to(values[2]):
+                assert in_force() == values[2]
+            assert in_force() == values[1]
+
+
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_overlapping_settings_restore_the_previous_one(setting, order):
     set_to, values, in_force = setting
@@ -73,6 +83,9 @@ def test_random_changes_match_a_model(setting):
     set_to, values, in_force = setting
     r, open_uses = random.Random(5), []
     before = in_force()
+    with (use := set_to(values[0])):
+        entries = use._overrides._entries
+    at_start = list(entries)
     for _ in range(1000):
         if open_uses and r.random() < 0.5:
             open_uses.pop(r.randrange(len(open_uses)))[0].__exit__(None, None, None)
@@ -83,9 +96,8 @@ def test_random_changes_match_a_model(setting):
         assert in_force() == (open_uses[-1][1] if open_uses else before)
     for use, _ in open_uses:
         use.__exit__(None, None, None)
-        overrides = use._overrides
     assert in_force() == before
-    assert overrides._entries == []
+    assert entries == at_start
 
 
 def test_a_policy_set_inside_a_context_ends_with_it():

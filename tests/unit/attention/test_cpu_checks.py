@@ -330,28 +330,29 @@ def test_the_setting():
 
 
 @pytest.fixture
-def unset(monkeypatch):
-    """As in a process that has not read the setting yet."""
-    monkeypatch.setattr(cpu_target._Setting, "name", "")
-    monkeypatch.setattr(cpu_target._Setting, "has_dtypes", True)
+def read(monkeypatch):
+    """Reads the environment as the import does."""
+    monkeypatch.setattr(cpu_target._Setting, "name", cpu_target._Setting.name)
+    monkeypatch.setattr(cpu_target._Setting, "has_dtypes", cpu_target._Setting.has_dtypes)
+    return cpu_target._read_environment
 
 
-@pytest.mark.usefixtures("unset")
 @pytest.mark.parametrize(
     ("value", "expected"),
     [(None, "h200"), ("", None), ("none", None), ("OFF", None), ("A100", "a100"), ("b200,any-dtype", "b200")],
 )
-def test_the_environment_variable_names_the_gpu(value, expected, monkeypatch):
+def test_the_environment_variable_names_the_gpu(value, expected, read, monkeypatch):
     monkeypatch.delenv("CUDNN_SDPA_CPU_CHECKS")
     if value is not None:
         monkeypatch.setenv("CUDNN_SDPA_CPU_CHECKS", value)
+    read()
     assert cpu_target.checks_dtypes() == (expected is not None and "any-dtype" not in str(value))
     assert cpu_target.active_name() == expected
 
 
-@pytest.mark.usefixtures("unset")
-def test_a_wrong_variable_is_named(monkeypatch):
+def test_a_wrong_variable_is_named(read, monkeypatch):
     monkeypatch.setenv("CUDNN_SDPA_CPU_CHECKS", "h900")
+    read()
     with pytest.raises(OptionError, match="CUDNN_SDPA_CPU_CHECKS: got 'h900'; expected one of 'a100'"):
         sdpa(*qkv())
 
