@@ -27,6 +27,9 @@ ifeq ($(PYTHON),$(VENV)/bin/python)
 READY := $(STAMP)
 endif
 
+# Hundreds of processes of the tests import the package: they compile it once, whatever the environment wants.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 
 .PHONY: help
