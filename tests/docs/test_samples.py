@@ -48,7 +48,8 @@ def test_the_serving_sample_matches_dense_attention():
         assert "100.00%" in result.stdout
 
 
-@pytest.mark.parametrize("ways", [("--cp", "2"), pytest.param(("--cp", "1", "--tp", "2"), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ways", [("--cp", "2"), ("--cp", "1", "--tp", "2")])
 def test_the_parallel_sample_trains_as_one_process(ways):
     launched = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     result = subprocess.run(

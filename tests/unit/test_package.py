@@ -49,10 +49,15 @@ SOURCES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
 @cache
+def tree_of(name: str) -> ast.Module:
+    return ast.parse(SOURCES[name].read_text())
+
+
+@cache
 def imported_modules(name: str) -> set[str]:
     """Full names of all imports of a module, also within functions."""
     found = set()
-    for node in ast.walk(ast.parse(SOURCES[name].read_text())):
+    for node in ast.walk(tree_of(name)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -88,8 +93,8 @@ CALLS_BY_POSITION = {
 def positional_parameters() -> dict[str, int]:
     """The number of named parameters of each function and class, by its name; the largest of those of one name."""
     found: dict[str, int] = {}
-    for path in SOURCES.values():
-        for node in ast.walk(ast.parse(path.read_text())):
+    for name in SOURCES:
+        for node in ast.walk(tree_of(name)):
             if isinstance(node, ast.FunctionDef):
                 has_any_number = node.args.vararg is not None
                 count = len(node.args.args) if has_any_number else 99
@@ -107,7 +112,7 @@ def values_by_position(call: ast.Call) -> int:
 
 def own_calls(name: str) -> Iterator[ast.Call]:
     """The calls of functions and classes of the package in a module, as far as their names say so."""
-    tree = ast.parse(SOURCES[name].read_text())
+    tree = tree_of(name)
     here, modules = set(), set()
     for node in ast.walk(tree):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
@@ -152,6 +157,7 @@ assert not torch.cuda.is_initialized()
     assert result.stdout == ""
 
 
+@pytest.mark.slow
 def test_importing_leaves_nothing_open(run_python):
     result = run_python("import torch, cudnn_sdpa", PYTHONWARNINGS="error::ResourceWarning")
     assert result.stderr == ""
@@ -348,8 +354,7 @@ def test_calls_of_more_than_four_values_name_them():
 
 @pytest.mark.parametrize("name", SOURCES)
 def test_modules_have_docstrings(name):
-    source = SOURCES[name].read_text()
-    assert ast.get_docstring(ast.parse(source)) or not source.strip()
+    assert ast.get_docstring(tree_of(name)) or not tree_of(name).body
 
 
 @pytest.mark.parametrize("name", [name for name in SOURCES if re.search(r"\.attention\.\w+\.graphs$", name)])

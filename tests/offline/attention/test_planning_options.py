@@ -114,7 +114,7 @@ def test_every_option_backward(plan_backward, shapes, case):
     assert "sink" not in names(key.inputs)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["bshd", "sbhd", "packed", "sliced"])
 def test_layouts_of_both_passes(plan, plan_backward, shapes, layout):
     q, k, v = shapes(layout=layout)
@@ -127,7 +127,7 @@ def test_layouts_of_both_passes(plan, plan_backward, shapes, layout):
     assert_usable(plan(q, k, v, is_causal=True, window_size=(40, 0), sinks=SINKS)[1])
 
 
-@pytest.mark.sample(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128), (256, 256)])
 def test_deterministic_gradients_and_head_dims(plan_backward, shapes, deterministic, dims):
@@ -153,7 +153,7 @@ def test_gradients_of_a_single_query_with_a_sink(plan_backward, shapes):
     assert names(key.outputs) == ["grad_q", "grad_k", "grad_v"]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("window_size", [(40, 0), (40, -1), (40, 20)])
 def test_windows_over_more_queries_than_keys(plan, plan_backward, shapes, alignment, window_size):

@@ -142,6 +142,7 @@ def test_an_unsupported_dtype(dtype):
     assert result.reasons[0] in text
 
 
+@pytest.mark.slow
 def test_the_suggestion_for_a_bottom_right_mask_with_a_bias_works():
     q, k, v = qkv(sq=80, skv=48)
     lengths, bias = torch.tensor([48, 31], dtype=torch.int32), torch.randn(80, 48)
@@ -282,6 +283,7 @@ def packed():
     return torch.randn(256, 3, 8, 64).bfloat16().requires_grad_(), (ends, ends, 156, 156)
 
 
+@pytest.mark.slow
 def test_gradients_of_strided_packed_queries_are_planned_for_their_copy():
     whole, ends = packed()
     result = explain(sdpa_varlen, *whole.unbind(1), *ends, is_causal=True)
@@ -410,6 +412,7 @@ def assert_in_one_line(found):
     assert len(reason) < 400
 
 
+@pytest.mark.slow
 def test_the_default_dtype_does_not_affect_gradients():
     x, weight = torch.randn(64, 1024).bfloat16().requires_grad_(), torch.randn(1024).bfloat16()
     torch.set_default_dtype(torch.float64)

@@ -40,7 +40,7 @@ def deterministic_algorithms():
     torch.use_deterministic_algorithms(before)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("can_plan")
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize("name", CASES)
@@ -68,7 +68,7 @@ def test_pages(gpu, can_plan):  # noqa: ARG001
 PAGED = (((500, 8, 64, 128), torch.bfloat16), ((4, 64), torch.int32))
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.usefixtures("can_plan")
 @pytest.mark.parametrize("gpu", GPUS)
 @pytest.mark.parametrize(("queries", "keys"), [(128, 8192), (300, 4096), (4096, 4096)])

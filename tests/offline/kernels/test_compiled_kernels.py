@@ -61,7 +61,7 @@ def test_fused_kernels(sm, dtype, dim):
         check(kernel, sm, spills=96)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("mask", [torch.bool, *DTYPES])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_masks_and_reading_by_element(dtype, mask):
@@ -89,7 +89,7 @@ def test_gradients_of_large_head_dims(sm, dtype):
         check(kernel, sm, spills=128)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(0, 60, 2))
 def test_generated_calls(first):
     """The plans that `explain` names of random calls, for the oldest and the newest GPUs."""

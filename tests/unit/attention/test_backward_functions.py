@@ -167,6 +167,7 @@ def test_it_compiles(backend):
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 def test_explain_shows_the_plan_and_the_copies():
     q, k, v, out = (torch.empty(1, 4, 128, 64, dtype=torch.bfloat16) for _ in range(4))
     lse = torch.empty(1, 128, 4).transpose(1, 2)

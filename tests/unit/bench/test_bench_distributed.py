@@ -51,6 +51,7 @@ def test_each_method_has_a_row(ranks):
     assert names[0] == names[1]
 
 
+@pytest.mark.slow
 def test_models_have_a_row_for_each_way_to_spread_them(ranks):
     (found, _) = ranks(measured, DistributedPart.TENSOR, DistributedPart.MODEL)
     ways = {

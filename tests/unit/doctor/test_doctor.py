@@ -404,6 +404,7 @@ def test_this_machine_with_a_printing_sitecustomize(tmp_path):
         assert facts["engine"].startswith("eng")
 
 
+@pytest.mark.slow
 @needs_cudnn
 def test_what_was_found_before_a_crash_is_kept(monkeypatch):
     crash = "import os\nfrom cudnn_sdpa.doctor import probe\nprobe.PARTS['call'] = os.abort\nprobe.main()"

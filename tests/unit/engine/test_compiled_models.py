@@ -86,7 +86,7 @@ def test_autocast_around_and_inside_a_compiled_model(inside):
     torch.testing.assert_close(found, call(theirs), rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.sample(2)
+@pytest.mark.slow
 @quiet
 @pytest.mark.parametrize("compiles", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -21,7 +21,7 @@ call.assert_out(torch.compile(call.__call__, fullgraph=not call.is_composed, bac
 """
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [name for name, call in OPERATIONS.items() if not call.is_random])
 def test_the_first_call_of_a_process_is_compiled(name, run_python):
     run_python(CODE, str(TESTS), name, CUDNN_SDPA_CPU_CHECKS=None)  # as by default

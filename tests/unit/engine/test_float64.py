@@ -47,7 +47,7 @@ CALLS = {
 }
 
 
-@pytest.mark.sample(7)
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CALLS)
 def test_gradients_match_finite_differences(name):
     call, make = CALLS[name]

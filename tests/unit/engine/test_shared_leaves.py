@@ -106,6 +106,7 @@ def test_known_calls_do_not_wait_for_a_leaf_with_the_gil(monkeypatch):
     assert_ends(KNOWN_CALLS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("program", [CALLS_IN_PYTHON, CALLS_BY_OPERATORS], ids=["function", "operators"])
 def test_calls_in_python_do_not_wait_for_a_leaf_with_the_gil(program):
     assert_ends(program)

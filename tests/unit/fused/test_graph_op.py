@@ -111,6 +111,7 @@ def test_opcheck(bias):
     opcheck(torch.ops.cudnn_sdpa.graph_function.default, arguments)
 
 
+@pytest.mark.slow
 def test_a_float_among_the_options_may_vary_in_a_compiled_function():
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, slope: leaky(x, slope=slope) * 2, fullgraph=True, backend="aot_eager")

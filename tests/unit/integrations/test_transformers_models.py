@@ -228,6 +228,7 @@ def test_padded_prompts_with_windows_are_exported_for_all_lengths(name):
         assert_near(program(ids, mask)[seen], model(ids, attention_mask=mask).logits[seen])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_padded_prompts_with_windows_compile_once():
     ours, theirs = both(DECODERS["mistral"])

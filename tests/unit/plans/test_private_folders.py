@@ -121,6 +121,7 @@ def test_a_trusted_mount_may_have_another_owner_but_its_plans_may_not(base, monk
     assert "belongs to another user" in try_to_open(base / "plans")
 
 
+@pytest.mark.slow
 @NEEDS_ROOT
 def test_system_folders_are_trusted_in_single_user_containers(tmp_path):
     """Apptainer, bubblewrap: files of root outside, and `/`, belong to nobody inside."""

@@ -150,7 +150,7 @@ def test_rules_agree_with_the_heuristics(gpu, sampled):
     assert not found, f"{len(found)} of {GRID}:\n" + "\n".join(found)
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("gpu", GPUS, indirect=True, ids="SM {}".format)
 def test_calls_that_no_rule_rejects_compile(gpu):
     draw = random.Random(3 + gpu["deviceVer"])

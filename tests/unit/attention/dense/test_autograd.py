@@ -243,6 +243,7 @@ def test_the_lse_does_not_depend_on_dropout():
     assert torch.equal(sdpa(q, k, v, dropout_p=0.5, return_lse=True)[1], sdpa(q, k, v, return_lse=True)[1])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("reference_alone")
 def test_gradcheck():
     tensors = {name: x.requires_grad_() for name, x in inputs(torch.float64).items()}

@@ -59,7 +59,7 @@ def assert_right(tensors, rng, dtype, **options):
             assert gradient.stride() == torch.empty_like(mask).stride()
 
 
-@pytest.mark.sample(12)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("skv", SKV)
 @pytest.mark.parametrize("sq", SQ)
 def test_every_operand_has_the_address_and_layout_that_the_plan_reads(sq, skv):

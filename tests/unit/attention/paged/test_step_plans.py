@@ -76,6 +76,7 @@ def test_known_wrong_decode_kernels_are_replaced(cache):
     assert set(names(plans_of_steps(cache, queries(), [1, 4], [1], {}, blackwell))) == {"sdpa_forward"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["tokens first", "heads first"])
 def test_a_serving_loop_needs_a_few_dozen_plans(order):
     """Steps whose batch, lengths and chunks change all the time, on any tables."""

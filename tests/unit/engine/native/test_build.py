@@ -44,6 +44,7 @@ def test_a_module_is_compiled_once_and_then_found_without_a_compiler(recipe, fol
         assert (again.path, again.compiler, again.seconds) == (built.path, built.compiler, None)
 
 
+@pytest.mark.slow
 def test_changed_sources_are_another_module(recipe, folder):
     first = build.build(recipe(1))
     second = build.build(recipe(2))
@@ -285,6 +286,7 @@ def test_a_compile_error_is_one_line_and_leaves_nothing_but_a_note(recipe, folde
     assert note.endswith(".refused")
 
 
+@pytest.mark.slow
 def test_what_a_compiler_refuses_is_not_tried_again_in_the_background(recipe, folder, monkeypatch):
     broken = recipe("UNKNOWN")
     with pytest.raises(CompileError, match=r"UNKNOWN' was not declared|undeclared identifier"):
@@ -331,6 +333,7 @@ def test_only_the_initialization_function_is_visible(recipe):
     assert [line.split()[-1] for line in symbols.splitlines()] == ["PyInit__native"]
 
 
+@pytest.mark.slow
 def test_the_folder_does_not_grow_without_end(recipe, folder):
     built = build.build(recipe())
     for number in range(30):

@@ -149,6 +149,7 @@ def test_a_module_that_cannot_be_loaded_is_a_line_of_the_log(run, recipe):
     assert state == "failed"
 
 
+@pytest.mark.slow
 def test_a_callback_that_fails_does_not_stop_the_others(run, recipe):
     build.build(recipe())
     program = """
@@ -266,6 +267,7 @@ assert os.waitpid(second, 0)[1] == 0
     assert sorted(lines) == ["7 compiled before", "False 7", "True 7"]
 
 
+@pytest.mark.slow
 def test_a_forked_child_that_ends_leaves_the_compiler_alone(run, held):
     program = """
 loader.start()
@@ -282,6 +284,7 @@ print(loader.module().answer)
     assert run(program, held.recipe)[-1] == "7"
 
 
+@pytest.mark.slow
 def test_a_forked_child_does_not_keep_a_dead_parents_compiler_alive(run_python, held, wait_until):
     program = (
         HEAD
@@ -303,6 +306,7 @@ os.kill(os.getpid(), 9)
     os.kill(int(result.stdout), 9)
 
 
+@pytest.mark.slow
 def test_a_child_forked_while_a_thread_loads_can_load(run, recipe):
     program = """
 held, go = threading.Event(), threading.Event()
