@@ -105,7 +105,7 @@ def measured_beside_pytorch(takes_groups):
         unregister()
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("takes_groups", "name"), [(True, "pytorch"), (False, "pytorch, repeated keys")])
 def test_pytorchs_context_has_a_row(ranks, takes_groups, name):
     pytest.importorskip(

@@ -42,7 +42,7 @@ def test_odd_head_dims_run_on_kernels_with_gradients(function, caplog):
     assert [record.message.startswith("running on the library's own kernels") for record in caplog.records] == [True]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [sdpa, scaled_dot_product_attention])
 def test_float32_runs_on_kernels_with_gradients(function):
     """On a GPU, where cuDNN has none; the CPU takes it without a fallback."""
@@ -59,6 +59,7 @@ def test_float32_runs_on_kernels_with_gradients(function):
     torch.testing.assert_close(out, kernels.reference_attention(q, k, v, is_causal=True), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_masks_for_which_cudnn_has_no_kernel():
     """Deterministic ones on SM 100; head dims and strides are cuDNN's."""
     q, k, v = qkv(64)
