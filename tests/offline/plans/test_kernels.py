@@ -29,14 +29,14 @@ KERNELS = [
 FP8_KERNELS = [quantize.quantize_kernel, quantize.dequantize_kernel, quantize.update_kernel]
 
 
-@pytest.mark.sample(8)
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("sm", [80, 86, 89, 90, 100, 120])
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
 def test_every_kernel_compiles_for_every_gpu(kernel, sm):
     assert kernel.compile(sm)[:4] == b"\x7fELF"
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("sm", [89, 90, 100, 120])
 @pytest.mark.parametrize("kernel", FP8_KERNELS, ids=lambda kernel: kernel.name)
 def test_every_fp8_kernel_compiles_for_every_fp8_gpu(kernel, sm):

@@ -53,6 +53,7 @@ def test_the_plans_result_is_copied_into_that_order(kind, masked_rows):
     torch.testing.assert_close(found, whole.sum_to_size(shape).reshape(mask.shape))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_a_learned_table_trains_when_compiled(backend):
     q, k, v = inputs()

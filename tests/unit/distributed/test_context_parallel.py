@@ -32,6 +32,7 @@ def test_the_same_with_eight_ranks(eight_ranks, method):
     cases.check(eight_ranks(cases.worst_of, made), len(made))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("method", ["all_gather", "ulysses"])
 def test_some_heads_at_a_time(ranks, method):
     made = cases.cases_in_groups_of_heads(method)

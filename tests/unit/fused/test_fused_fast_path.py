@@ -18,7 +18,7 @@ SCENARIOS = (
 )
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_fast_path(scenario):
     environment = {

@@ -44,6 +44,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("compiles", [False, True], ids=["", "compiled"])
 @pytest.mark.parametrize("wanted", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (1, 1, 1)], ids=str)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["", "bias"])

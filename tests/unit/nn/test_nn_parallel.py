@@ -335,6 +335,7 @@ def check_fsdp(data, tensor, sequence_parallel):
         assert_close(packed(x), wanted, "checkpoint")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fsdp_with_tensor_parallelism(ranks, sequence_parallel):
     ranks(check_fsdp, 1, 2, sequence_parallel)

@@ -134,7 +134,7 @@ def as_pipe(path: Path) -> str:
 WAYS = [as_empty, as_truncated, as_changed, as_of_another_pytorch, as_open, as_link, as_pipe]
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("damage", [*WAYS, pytest.param(as_foreign, marks=NEEDS_ROOT)])
 def test_a_file_that_cannot_be_trusted_is_refused_with_a_line_and_compiled_again(recipe, caplog, damage):
     small = recipe()

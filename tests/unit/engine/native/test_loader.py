@@ -164,6 +164,7 @@ loader.start()
     assert lines == [warning, "called 42", warning]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("value", ["yes", "1", "cpp"])
 def test_an_unknown_mode_is_an_error_that_names_the_others(run, recipe, folder, value):
     program = """
@@ -190,7 +191,7 @@ ENDS = {
 }
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("end", ENDS)
 def test_the_compiler_ends_with_the_program(run_python, held, folder, wait_until, end):
     program = (

@@ -97,6 +97,7 @@ def test_known_calls_are_launched_without_python(name, launches_in_python):
 TRAINING = ["sdpa, causal, scale", "sdpa_varlen", "rms_norm", "silu_mul"]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", TRAINING)
 def test_kinds_of_backward_calls_in_turn(name, launches_in_python):
     """Gradients that lie otherwise, which fused operations copy, and those of some inputs; also after evictions."""
