@@ -5,11 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import os
-import threading
 
 from cudnn_sdpa.errors import ArgumentError, OptionError, UnsupportedError
 from cudnn_sdpa.graph.target import Target, bundled_capabilities
-from cudnn_sdpa.settings import Override, Overrides, renewed_in_children
+from cudnn_sdpa.settings import Override, Overrides
 
 #: Environment variable that names the GPU.
 VARIABLE = "CUDNN_SDPA_CPU_CHECKS"
@@ -21,8 +20,6 @@ ANY_DTYPE = "any-dtype"
 
 #: The cuDNN version assumed if none is installed: the one with documented GPU results.
 ASSUMED_CUDNN = 91900
-
-_lock = renewed_in_children(threading.Lock())
 
 
 class CpuChecksUse(Override["str | None"]):
@@ -69,7 +66,8 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
     graphs have none but for addresses, which must be multiples of 16 bytes: missing kernels show when a plan is built.
 
     The setting is process-wide, and ends with the `with` statement if it is used in one. Without a call, the
-    environment variable `CUDNN_SDPA_CPU_CHECKS` names the GPU; "none", "off" or an empty value is None.
+    environment variable `CUDNN_SDPA_CPU_CHECKS` names the GPU, which is read when the package is imported; "none",
+    "off" or an empty value is None.
 
     Args:
         target: The name of a GPU, such as "h200", "a100" or "b200", or for any dtype "h200,any-dtype"; None to accept
@@ -101,7 +99,7 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
 def active_name() -> str | None:
     """The name of the GPU that CPU tensors are checked for; None for no checks."""
     if _Setting.name == "":
-        _of_environment()  # raises
+        _put(_of_environment())  # raises as long as it names none
     return _Setting.name
 
 
@@ -111,14 +109,13 @@ def checks_dtypes() -> bool:
 
 
 def _value() -> str | None:
-    """The setting, as `cpu_checks` takes it."""
-    name = active_name()
-    return name if name is None or checks_dtypes() else f"{name},{ANY_DTYPE}"
+    """The setting, as `cpu_checks` takes it; empty as `_Setting.name`."""
+    return _Setting.name if not _Setting.name or _Setting.has_dtypes else f"{_Setting.name},{ANY_DTYPE}"
 
 
 def _put(value: str | None) -> None:
     name, _, any_dtype = (value or "").partition(",")
-    _Setting.has_dtypes, _Setting.name = not any_dtype, name or None
+    _Setting.has_dtypes, _Setting.name = not any_dtype, None if value is None else name
 
 
 def _of_environment() -> str | None:
@@ -130,15 +127,10 @@ def _read_environment() -> None:
     try:
         _put(_of_environment())
     except OptionError:  # raised by the first call, as an import should not fail for a setting
-        _Setting.name = ""
+        _put("")
 
 
-def _set(value: str | None) -> None:
-    with _lock:
-        _put(value)
-
-
-_overrides = Overrides(_value, _set)
+_overrides = Overrides(_value, _put)
 
 
 def active() -> Target | None:

@@ -42,7 +42,7 @@ class Setting:
     is_resolved = False
 
 
-_setting_lock = renewed_in_children(threading.Lock())
+_setting_lock = renewed_in_children(threading.RLock())
 
 
 def _put(setting: tuple[PlanStore | None, bool]) -> None:

@@ -19,7 +19,7 @@ VARIABLE = "CUDNN_SDPA_SHAPE_POLICY"
 DEFAULT = TIERED
 
 _listeners: list[Callable[[], None]] = []
-_lock = renewed_in_children(threading.Lock())
+_lock = renewed_in_children(threading.RLock())
 
 
 class ShapePolicyUse(Override[str]):
@@ -48,8 +48,9 @@ def active() -> str:
     """The policy in force."""
     policy = Setting.policy
     if not policy:
+        named = _from_environment()
         with _lock:
-            policy = Setting.policy = Setting.policy or _from_environment()
+            policy = Setting.policy = Setting.policy or named
     return policy
 
 
@@ -113,4 +114,4 @@ def _set(policy: str) -> None:
         listener()
 
 
-_overrides = Overrides(active, _set)
+_overrides = Overrides(lambda: Setting.policy, _set)

@@ -79,25 +79,96 @@ def test_overlapping_settings_restore_the_previous_one(setting, order):
 
 
 def test_random_changes_match_a_model(setting):
-    """Entered and exited at random, and set permanently outside of all statements."""
+    """Entered at once or later and exited at random, and set for good in between."""
     set_to, values, in_force = setting
-    r, open_uses = random.Random(5), []
     before = in_force()
     with (use := set_to(values[0])):
         entries = use._overrides._entries
-    at_start = list(entries)
-    for _ in range(1000):
-        if open_uses and r.random() < 0.5:
-            open_uses.pop(r.randrange(len(open_uses)))[0].__exit__(None, None, None)
-        else:
-            use = set_to(value := r.choice(values))
-            use.__enter__()
-            open_uses.append((use, value))
-        assert in_force() == (open_uses[-1][1] if open_uses else before)
-    for use, _ in open_uses:
-        use.__exit__(None, None, None)
-    assert in_force() == before
-    assert entries == at_start
+    at_start, r = list(entries), random.Random(5)
+    for _ in range(100):
+        model, created, entered, outer = [], [], [], set_to(values[0])
+        with outer:  # all that is set for good ends with it
+            for number in range(12):
+                what, value = r.choice(["create", "enter", "enter", "exit", "set"]), r.choice(values)
+                if what in ("create", "set"):
+                    use = set_to(value)
+                    model.append((number, value, False))
+                    if what == "create":
+                        created.append((number, value, use))
+                    del use
+                elif what == "enter":
+                    if not created or r.random() < 0.5:
+                        created.append((number, value, set_to(value)))
+                        model.append((number, value, False))
+                    made = created.pop(r.randrange(len(created)))
+                    made[2].__enter__()
+                    entered.append(made)
+                    model = [each for each in model if each[0] != made[0]]
+                    model.append((*made[:2], True))
+                elif entered:
+                    made = entered.pop(r.randrange(len(entered)))
+                    made[2].__exit__(None, None, None)
+                    start = next(place for place, each in enumerate(model) if each[0] == made[0])
+                    holds = [each[2] for each in model[start + 1 :]]
+                    del model[start : start + 1 + (holds.index(True) if True in holds else len(holds))]
+                assert in_force() == (model[-1][1] if model else values[0])
+            for made in entered:
+                made[2].__exit__(None, None, None)
+        assert in_force() == before
+        assert entries == at_start
+
+
+def test_an_override_may_be_entered_again_and_within_itself(setting):
+    set_to, values, in_force = setting
+    before, use = in_force(), set_to(values[0])
+    for _ in range(2):
+        with use:
+            with use:
+                assert in_force() == values[0]
+            assert in_force() == values[0]
+        assert in_force() == before
+
+
+def test_what_another_thread_ends_does_not_end_this_threads(setting):
+    """Also while this thread is between the call and its `with` statement."""
+    set_to, values, in_force = setting
+    use = set_to(values[0])
+    with use:
+        mine = set_to(values[1])
+        use.__exit__(None, None, None)  # as another thread does, which had entered before
+        with mine:
+            assert in_force() == values[1]
+        use.__enter__()
+
+
+def test_a_statement_that_the_garbage_collector_ends_does_not_deadlock(run_python):
+    run_python(ENDED_BY_THE_COLLECTOR)
+
+
+ENDED_BY_THE_COLLECTOR = """
+import faulthandler, gc
+import cudnn_sdpa
+from cudnn_sdpa.plans import shape_policy
+
+faulthandler.dump_traceback_later(60, exit=True)
+
+def holder(cycle):
+    with cudnn_sdpa.shape_policy("exact"):
+        yield cycle
+
+gc.set_threshold(1, 1, 1)  # anywhere
+before = shape_policy.active()
+with cudnn_sdpa.shape_policy("bucketed"):
+    for _ in range(300):
+        cycle = []
+        held = holder(cycle)
+        cycle.append(held)
+        next(held)
+        del cycle, held
+        cudnn_sdpa.shape_policy("tiered")
+    gc.collect()
+assert shape_policy.active() == before
+"""
 
 
 def test_a_policy_set_inside_a_context_ends_with_it():

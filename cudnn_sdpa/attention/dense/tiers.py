@@ -107,7 +107,7 @@ class RecurringShapes:
 
     def __init__(self) -> None:
         self._by_key: dict[PlanKey, ShapeUsage] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def of(self, key: PlanKey) -> ShapeUsage:
         """The usage of a shape."""

@@ -22,6 +22,7 @@ from cudnn_sdpa import (
 )
 from cudnn_sdpa.attention.support import rules
 from cudnn_sdpa.engine import cpu_target
+from cudnn_sdpa.settings import Overrides
 
 NOTE = r"\(CPU tensors are checked for h200; CUDNN_SDPA_CPU_CHECKS=none lifts this\)"
 
@@ -334,6 +335,7 @@ def read(monkeypatch):
     """Reads the environment as the import does."""
     monkeypatch.setattr(cpu_target._Setting, "name", cpu_target._Setting.name)
     monkeypatch.setattr(cpu_target._Setting, "has_dtypes", cpu_target._Setting.has_dtypes)
+    monkeypatch.setattr(cpu_target, "_overrides", Overrides(cpu_target._value, cpu_target._put))
     return cpu_target._read_environment
 
 
@@ -350,11 +352,16 @@ def test_the_environment_variable_names_the_gpu(value, expected, read, monkeypat
     assert cpu_target.active_name() == expected
 
 
-def test_a_wrong_variable_is_named(read, monkeypatch):
+def test_a_wrong_variable_is_named_until_it_is_right(read, monkeypatch):
     monkeypatch.setenv("CUDNN_SDPA_CPU_CHECKS", "h900")
     read()
-    with pytest.raises(OptionError, match="CUDNN_SDPA_CPU_CHECKS: got 'h900'; expected one of 'a100'"):
-        sdpa(*qkv())
+    for _ in range(2):
+        with pytest.raises(OptionError, match="CUDNN_SDPA_CPU_CHECKS: got 'h900'; expected one of 'a100'"):
+            sdpa(*qkv())
+        with cpu_checks("b200"):  # it can be overridden
+            assert cpu_target.active_name() == "b200"
+    monkeypatch.setenv("CUDNN_SDPA_CPU_CHECKS", "a100")
+    assert cpu_target.active_name() == "a100"
 
 
 def test_compiled_calls_are_checked_when_they_run():
