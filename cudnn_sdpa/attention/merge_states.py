@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import check_is_dense, dtype_name, shape_of
+from cudnn_sdpa.engine.autograd_checks import refuse_transforms
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.sharding import has_dtensor, refuse
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
@@ -67,6 +68,7 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
             if not isinstance(tensor, Tensor):
                 raise OptionError(f"{name}[{number}]", type(tensor).__name__, "a torch.Tensor")
             check_is_dense(f"{name}[{number}]", tensor)
+    refuse_transforms("merge_states", *outs, *lses, loops=False)
     if has_dtensor(*outs, *lses):
         refuse("merge_states", "it is a function of the parts that one rank has")
     if len(outs) != len(lses):

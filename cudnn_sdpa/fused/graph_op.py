@@ -123,7 +123,7 @@ class GraphFunction(GraphDefinition):
         if reference is None and outputs is None:
             expected = "reference=, the function in plain PyTorch, or outputs=, which returns empty results"
             raise OptionError(f"graph_op {builder.__name__}", "neither reference= nor outputs=", expected)
-        self.__name__ = builder.__name__
+        self.__name__, self.__qualname__, self.__module__ = builder.__name__, builder.__qualname__, builder.__module__
         self.reference, self._outputs, self.backward = reference, outputs or reference, backward
         self.kept = keeps_results if isinstance(keeps_results, slice) else slice(None if keeps_results else 0)
         self.auxiliary, self.check, self.readable, self.views, self.reads = auxiliary, check, readable, views, reads
@@ -151,6 +151,10 @@ class GraphFunction(GraphDefinition):
         )
         self._find = self.known.find
         self.calls = NativeCalls(numbers=len(self.operands))
+
+    def __reduce__(self) -> str:
+        """Pickled and copied by name, as functions are."""
+        return self.__qualname__
 
     def __call__(self, *operands: Value, **options: object) -> Any:
         """The results for these operands: tensors, numbers, or None for optional ones.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -49,6 +49,7 @@ class KVStep:
             row.
         is_over: Which sequences have become too long, (B, 1, 1, 1) booleans: their output is NaN.
         owner: The cache.
+        generation: How often the cache had lost tokens when it was reserved; None in compiled functions.
         is_used: Whether keys have been appended.
         written: The layers with appended keys; not updated in compiled functions.
     """
@@ -59,6 +60,7 @@ class KVStep:
     slots: Tensor = field(repr=False)
     is_over: Tensor = field(repr=False)
     owner: KVCache = field(repr=False)
+    generation: int | None = field(repr=False)
     is_used: bool = field(default=False, repr=False)
     written: set[int] = field(default_factory=set, repr=False)
 
@@ -142,7 +144,16 @@ class KVCache:
             self._rows = torch.arange(batch, device=device).unsqueeze(1)
         self.dtype, self.device = dtype, self._lengths.device
         self._newest: KVStep | None = None
+        self._generation = 0  # how often tokens were removed: steps from before are void
         self._version = self._lengths._version  # of the lengths past which all rows are zero
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restores a pickle or a copy, which may be made in inference mode."""
+        self.__dict__.update(state)
+        with torch.inference_mode(False):
+            self._pairs = [(_writable(k), _writable(v)) for k, v in self._pairs]
+            self._lengths, self._rows = _writable(self._lengths), _writable(self._rows)
+        self._version = -1  # the next step clears rows past the lengths, whatever was done to the original
 
     @property
     def lengths(self) -> Tensor:
@@ -178,8 +189,7 @@ class KVCache:
     def reset(self) -> None:
         """Removes all tokens."""
         self._lengths.zero_()
-        self._newest = None
-        self._clear()
+        self._clear_after_removal()
 
     def truncate(self, lengths: Tensor) -> None:
         """Shortens sequences, for instance after rejected draft tokens; does not synchronize.
@@ -194,7 +204,12 @@ class KVCache:
             raise OptionError("lengths", "None", "a torch.Tensor of B int32")
         check_lengths("lengths", lengths, self._rows, "the cache")
         torch.minimum(self.lengths, lengths.clamp_min(0), out=self._lengths)
+        self._clear_after_removal()
+
+    def _clear_after_removal(self) -> None:
         self._newest = None
+        if not is_compiling():
+            self._generation += 1
         self._clear()
 
     def _clear(self) -> None:
@@ -244,10 +259,11 @@ class KVCache:
         step = KVStep(
             positions=positions,
             seq_lens_kv=lengths,
-            seq_lens_q=seq_lens,
+            seq_lens_q=None if seq_lens is None else seq_lens.clone(),  # the caller may refill it
             slots=slots,
             is_over=is_over.view(-1, 1, 1, 1),
             owner=self,
+            generation=None if is_compiling() else self._generation,
         )
         if not is_compiling():
             self._newest = step
@@ -266,8 +282,7 @@ class KVCache:
         if step is not self._newest:
             raise OptionError("step", "another step", "the last one that this cache has reserved")
         self._lengths.sub_(step.tokens if step.seq_lens_q is None else step.seq_lens_q)
-        self._newest = None
-        self._clear()
+        self._clear_after_removal()
 
     def _check_room(self, tokens: int, seq_lens: Tensor | None) -> None:
         new = [tokens] * self.batch if seq_lens is None else seq_lens.tolist()
@@ -347,6 +362,13 @@ class KVCache:
     def _check_owner(self, step: object) -> None:
         if not isinstance(step, KVStep) or step.owner is not self:
             raise OptionError("step", type(step).__name__, "a KVStep of this cache")
+        if not is_compiling() and step.generation not in (None, self._generation):
+            expected = "one that was reserved after the last cancel, reset or truncate"
+            raise OptionError("step", "a step from before", expected, "Reserve another: step = cache.reserve(…).")
+
+
+def _writable(x: Tensor) -> Tensor:
+    return x.clone() if x.is_inference() else x
 
 
 def _is_capturing() -> bool:

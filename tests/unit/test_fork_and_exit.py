@@ -150,7 +150,7 @@ def test_a_forked_child_finds_every_lock_free(run_python, tmp_path):
     free, taken = (set(line.split()[1:]) for line in lines)
     assert taken <= TAKEN_IN_CHILDREN
     assert {
-        "cudnn_sdpa.engine.cpu_target._lock",
+        "cudnn_sdpa.plans.shape_policy._lock",
         "cudnn_sdpa.offline.background.BackgroundPlanner._lock",
         "cudnn_sdpa.offline.planner.Helper._lock",
         "cudnn_sdpa.plans.cache.PlanCache._lock",

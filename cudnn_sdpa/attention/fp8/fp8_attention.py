@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, memory, sharding
+from cudnn_sdpa.attention import arguments, memory, sharding, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, check_lengths, dtype_name, shape_of
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
@@ -349,6 +349,9 @@ def check(of: ForwardArguments) -> None:
         memory.check_addresses(q=q, k=k, v=v)
     check_lengths("seq_lens_q", of.seq_lens_q, q)
     check_lengths("seq_lens_kv", of.seq_lens_kv, q)
+    # Here already, and not by sdpa_fp8: a refused call records nothing.
+    value_checks.check_lengths("seq_lens_q", of.seq_lens_q, q.shape[2])
+    value_checks.check_lengths("seq_lens_kv", of.seq_lens_kv, k.shape[2])
 
 
 def check_scaling(scaling: object, grad_dtype: torch.dtype | None, q: Tensor) -> torch.dtype:

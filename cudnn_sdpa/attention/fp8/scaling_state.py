@@ -167,6 +167,13 @@ class Fp8State(nn.Module):
     def _after_load(self) -> None:
         """Derives the rest of the state from a loaded history."""
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        with torch.inference_mode(mode=False):
+            for name, loaded in self._buffers.items():
+                if loaded is not None and loaded.is_inference():
+                    self._buffers[name] = loaded.clone()
+
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         clone = type(self).__new__(type(self))
         memo[id(self)] = clone

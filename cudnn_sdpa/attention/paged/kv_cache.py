@@ -100,8 +100,19 @@ class PagedKVCache:
             torch.zeros((layers, pages, *page_shape, dim), dtype=dtype, device=device) for dim in (head_dim, head_dim_v)
         )
         self.device = self._k.device
+        self._set_up()
+
+    def _set_up(self) -> None:
+        """Makes what follows from the tensors of all layers."""
         self._layers = list(zip(self._k.unbind(), self._v.unbind(), strict=True))
         self._appenders: dict[Hashable, paging.AppendKernel] = {}
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name not in ("_layers", "_appenders")}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        self.__dict__.update(state)
+        self._set_up()  # a pickle holds no views, and pointers of another process are none here
 
     @property
     def page_size(self) -> int:

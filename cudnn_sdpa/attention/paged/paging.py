@@ -330,7 +330,7 @@ class AppendKernel:
 def copy_pages(layers: tuple[Tensor, Tensor], copies: list[tuple[int, int]]) -> None:
     """Copies pages (from, to) of keys and values (layers, pages, …) in all layers, on any device."""
     with torch.inference_mode():  # independent of the mode that the cache was created in
-        numbers = torch.tensor(copies).t()
+        numbers = torch.tensor(copies, device="cpu").t()
         if layers[0].is_cuda:
             numbers = numbers.pin_memory().to(layers[0].device, non_blocking=True)
         for pages in layers:

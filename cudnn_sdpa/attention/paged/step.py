@@ -174,7 +174,8 @@ class PagedStep:
     def write(self, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor]) -> None:
         """Writes new keys and values (B, Hkv, tokens, D) to their pages (P, Hkv, page size, D), in plain PyTorch."""
         with torch.inference_mode():
-            batch, tokens = torch.nonzero(torch.arange(self.tokens) < self.seq_lens_q.unsqueeze(1), as_tuple=True)
+            offsets = torch.arange(self.tokens, device=self.seq_lens_q.device)
+            batch, tokens = torch.nonzero(offsets < self.seq_lens_q.unsqueeze(1), as_tuple=True)
             positions = self.positions[batch, tokens]
             for rows, to in zip(new, pages, strict=True):
                 page = self.page_table[batch, positions // to.shape[2]].long()

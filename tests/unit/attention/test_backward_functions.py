@@ -8,7 +8,7 @@ from fake_gpu import dense_attention, gpu_on_the_cpu
 from float64_reference import attend, gradients
 
 import cudnn_sdpa
-from cudnn_sdpa import merge_states, sdpa, sdpa_backward, sdpa_varlen, sdpa_varlen_backward
+from cudnn_sdpa import UnsupportedError, merge_states, sdpa, sdpa_backward, sdpa_varlen, sdpa_varlen_backward
 
 PARTS = (slice(0, 5), slice(5, 6), slice(6, 17))  # of the keys
 
@@ -238,3 +238,9 @@ def test_merging_with_a_gradient_is_refused():
     with torch.no_grad():
         merged, _ = merge_states([out], [lse])
     torch.testing.assert_close(merged, out.detach())
+
+
+def test_merged_states_under_vmap_are_refused():
+    out, lse = torch.randn(3, 1, 2, 4, 16), torch.zeros(3, 1, 2, 4)
+    with pytest.raises(UnsupportedError, match=r"merge_states under torch\.vmap"):
+        torch.vmap(lambda x: merge_states([x, x], [lse[0], lse[0]])[0])(out)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import custom_graphs
 import pytest
 import torch
@@ -219,6 +222,12 @@ def test_broadcast_operands_that_cudnn_misreads_are_refused(x, shape, stride, is
     error = UnsupportedError.of(known_issues.check, key)
     assert (error is not None) is is_refused
     assert error is None or "seen on 9.19 with an H200" in str(error)
+
+
+def test_functions_are_pickled_by_name():
+    assert pickle.loads(pickle.dumps(leaky)) is leaky
+    assert copy.deepcopy(leaky) is leaky
+    assert (leaky.__name__, leaky.__module__) == ("leaky", "custom_graphs")
 
 
 def test_wrong_decorators():

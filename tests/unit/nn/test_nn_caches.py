@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import pytest
 import torch
 from module_values import evaluate, parameters_of, randomize
@@ -314,7 +317,7 @@ def test_a_failed_call_releases_its_reservation(layers_before):
             cache.reserve(6)
     cache.cancel(failed)
     assert cache.lengths.tolist() == [0, 0]
-    with pytest.raises(OptionError, match="step: got another step"):
+    with pytest.raises(OptionError, match="step: got a step from before"):
         cache.cancel(failed)
     found = [run(part, cache.reserve(part.shape[1])) for part in x.split((4, 2), dim=1)]
     assert_close(torch.cat(found, dim=1), expected())
@@ -447,3 +450,92 @@ def test_truncate_keeps_the_given_lengths():
     for wrong in (None, 4, [1, 2, 3], torch.tensor([1, 2, 3]), torch.tensor([1], dtype=torch.int32)):
         with pytest.raises(ArgumentError, match="lengths"):
             cache.truncate(wrong)
+
+
+def keys(tokens):
+    return torch.randn(2, 2, tokens, 16).bfloat16()
+
+
+@pytest.mark.parametrize("how", ["cancel", "reset", "truncate"])
+def test_steps_from_before_tokens_were_removed_are_refused(how):
+    cache = KVCache(batch=2, heads=2, head_dim=16, max_length=8, device="cpu")
+    old = cache.reserve(2)
+    if how == "truncate":
+        cache.append(old, keys(2), keys(2))
+    {
+        "cancel": lambda: cache.cancel(old),
+        "reset": cache.reset,
+        "truncate": lambda: cache.truncate(torch.zeros(2, dtype=torch.int32)),
+    }[how]()
+    new = cache.reserve(2)
+    cache.append(new, keys(2), keys(2))
+    before = cache.k().clone()
+    for wrong in (lambda: cache.append(old, keys(2), keys(2)), lambda: cache.attend(old, keys(2))):
+        with pytest.raises(OptionError, match=r"step: got a step from before; .*(?s:.*)Reserve another"):
+            wrong()
+    torch.testing.assert_close(cache.k(), before, rtol=0, atol=0)
+
+
+def test_the_callers_lengths_may_change_after_reserve():
+    cache = KVCache(batch=2, heads=2, head_dim=16, max_length=8, device="cpu")
+    lengths = torch.tensor([2, 1], dtype=torch.int32)
+    step = cache.reserve(2, lengths)
+    lengths.zero_()
+    assert step.seq_lens_q.tolist() == [2, 1]
+    cache.cancel(step)
+    assert cache.lengths.tolist() == [0, 0]
+
+
+def by_pickle(x):
+    return pickle.loads(pickle.dumps(x))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def test_a_copy_of_a_static_cache_goes_on_by_itself(copied, inference):
+    cache = KVCache(batch=2, heads=2, head_dim=16, max_length=8, device="cpu")
+    first, more, q = keys(3), keys(1), keys(1)
+    cache.append(cache.reserve(3), first, first)
+    with torch.inference_mode(inference):
+        twin = copied(cache)
+    results = []
+    for each in (cache, twin):  # the second one is not what the first one writes to
+        step = each.reserve()
+        each.append(step, more, more)
+        results.append(each.attend(step, q))
+    torch.testing.assert_close(results[0], results[1], rtol=0, atol=0)
+    twin.lengths.sub_(2)
+    twin.reserve()
+    assert twin.k()[:, :, 2:].count_nonzero() == 0, "rows past the lengths are cleared"
+    assert cache.lengths.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, by_pickle])
+def test_a_copy_of_pages_goes_on_by_itself(copied):
+    cache = PagedKVCache(pages=4, page_size=4, heads=2, head_dim=16, layers=2, device="cpu")
+    first, more = (x[:1] for x in (keys(3), keys(1)))
+    owner = cache.add()
+    step = cache.reserve([owner], 3)
+    for layer in range(2):
+        cache.append(step, first, first, layer)
+    twin = copied(cache)
+    results = []
+    for each in (cache, twin):
+        fork = each.fork(owner)
+        step = each.reserve([fork], 1)  # copies the page that both share
+        for layer in range(2):
+            each.append(step, more, more, layer)
+        results += [each.read(fork, layer)[0] for layer in range(2)]
+    torch.testing.assert_close(results[:2], results[2:], rtol=0, atol=0)
+    torch.testing.assert_close(results[0], torch.cat([first, more], 2)[0], rtol=0, atol=0)
+
+
+def test_pages_do_not_depend_on_the_default_device():
+    cache = PagedKVCache(pages=4, page_size=4, heads=2, head_dim=16, device="cpu")
+    k = keys(3)[:1]
+    with torch.device("meta"):
+        owner = cache.add()
+        cache.append(cache.reserve([owner], 3), k, k)
+        fork = cache.fork(owner)
+        cache.append(cache.reserve([fork], 1), k[:, :, :1], k[:, :, :1])
+    torch.testing.assert_close(cache.read(fork)[0].sum(), torch.cat([k, k[:, :, :1]], 2).sum(), rtol=2e-2, atol=2e-2)

@@ -179,3 +179,17 @@ def test_gradients_of_a_large_packed_call_are_recorded_in_parts():
     backward = [plan for plan in manifest.plans if plan["operation"].endswith(":sdpa_backward")]
     heads = sorted(x["layout"]["shape"][1] for plan in backward for x in plan["inputs"] if x["name"] == "q")
     assert heads == [2, 15]  # 15 + 15 + 2 heads; equal parts have one plan
+
+
+def test_what_was_recorded_before_an_error_is_kept():
+    q, manifests = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16), []
+
+    def serve():
+        with cudnn_sdpa.record_plans("h200") as manifest:
+            manifests.append(manifest)
+            cudnn_sdpa.sdpa(q, q, q)
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        serve()
+    assert len(manifests[0]) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import pickle
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from float64_reference import gradients
 from fp8_layers import E4M3, E5M2, GRADIENT, OUTPUT, assert_near, error, qkv, train
 from torch.utils.checkpoint import checkpoint
 
-from cudnn_sdpa import Fp8Attention, Fp8Scaling, OptionError, fp8_attention
+from cudnn_sdpa import Fp8Attention, Fp8Scaling, OptionError, ShapeError, fp8_attention
 from cudnn_sdpa.attention.fp8 import fp8_attention as fp8_attention_module
 from cudnn_sdpa.attention.fp8 import scaling_state
 from cudnn_sdpa.attention.fp8.quantize import scales_of, update_in_pytorch
@@ -349,3 +350,24 @@ def test_layers_made_moved_copied_and_loaded_in_inference_mode_can_be_trained():
         assert not any(x.is_inference() for x in attend.buffers())
         for _ in range(3):
             assert_near(train(attend))
+
+
+def test_a_refused_call_records_nothing():
+    layer, tensors = Fp8Attention(), qkv()
+    train(layer, tensors=tensors)
+    before = {name: x.clone() for name, x in layer.scaling.state_dict().items()}
+    wrong = torch.full((2,), 99, dtype=torch.int32)
+    with pytest.raises(ShapeError, match="seq_lens_kv: got 99 for batch entry 0"):
+        layer(1000 * tensors[0], *tensors[1:], seq_lens_kv=wrong)
+    for name, x in layer.scaling.state_dict().items():
+        torch.testing.assert_close(x, before[name], rtol=0, atol=0)
+
+
+def test_a_layer_that_is_unpickled_in_inference_mode_can_be_trained():
+    layer, tensors = Fp8Attention(), qkv()
+    train(layer, tensors=tensors)
+    with torch.inference_mode():
+        loaded = pickle.loads(pickle.dumps(layer))
+    (out, *_), (expected, *_) = train(loaded, tensors=tensors), train(layer, tensors=tensors)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+    assert not loaded.scaling.amax_history.is_inference()
