@@ -143,7 +143,9 @@ class Division(NamedTuple):
             tensor = DTensor.from_local(tensor, self.mesh, wanted, run_check=False)  # whole: its gradient is summed
         if tuple(tensor.placements) != tuple(wanted):
             tensor = tensor.redistribute(placements=wanted)  # each rank takes its part of what it has
-        return tensor.to_local(grad_placements=gradient)
+        found: Tensor = tensor.to_local(grad_placements=gradient)
+        # PyTorch leaves an uneven part as a view of its padding, and calls the DTensor contiguous.
+        return found.contiguous() if tensor.is_contiguous() else found
 
     def wrapped(self, found: FoundT) -> FoundT:
         """The results of the local call as DTensors."""
@@ -403,8 +405,13 @@ class _Search(NamedTuple):
             if at is None:
                 if any(dim is not None for dim in dims):
                     places = ", ".join(map(_text, dims))
-                    leading = next(iter(self.placed))
-                    changes.append(f"distribute_tensor({name}, {leading}.device_mesh, [{places}])")
+                    mesh = f"{next(iter(self.placed))}.device_mesh"
+                    if x.requires_grad:  # a tensor that is distributed is a new leaf
+                        whole = ", ".join(["Replicate()"] * len(dims))
+                        on_mesh = f"DTensor.from_local({name}, {mesh}, [{whole}])"
+                        changes.append(f"{on_mesh}.redistribute(placements=[{places}])")
+                    else:
+                        changes.append(f"distribute_tensor({name}, {mesh}, [{places}])")
                 continue
             wanted = [_text(None if old is None else dim) for old, dim in zip(at, dims, strict=True)]
             if wanted != [_text(old) for old in at]:

@@ -766,6 +766,45 @@ def test_plain_weights_are_replicated(ranks):
     ranks(check_plain_weights)
 
 
+def check_learned_tensors():
+    """What is suggested for a plain tensor that learns leaves it a leaf."""
+    mesh, tensors = mesh_of(), qkv()
+    learned = {"sinks": torch.randn(4), "attn_mask": torch.randn(1, 4, 8, 8)}
+    for name, values in learned.items():
+        given = placed(tensors, all_of([Shard(1)], *QKV), mesh)
+        plain, mine = (values.clone().requires_grad_() for _ in range(2))
+        with pytest.raises(UnsupportedError, match=f"{name} is a plain tensor") as refused:
+            sdpa(**given, **{name: mine})
+        scope = {**given, name: mine, "DTensor": DTensor, "Replicate": Replicate, "Shard": Shard}
+        distributed_one = eval(refused.value.suggestion, scope)  # noqa: S307 - as a user would copy it
+        sdpa(**given, **{name: distributed_one}).full_tensor().sum().backward()
+        sdpa(**tensors, **{name: plain}).sum().backward()
+        torch.testing.assert_close(mine.grad, plain.grad)
+
+
+def test_learned_tensors_stay_leaves(ranks):
+    ranks(check_learned_tensors)
+
+
+def check_uneven_parts():
+    """PyTorch leaves uneven parts as views of their padding."""
+    mesh, (gate, up) = mesh_of(), torch.randn(2, 4, 5, 16)
+    uneven = distribute_tensor(gate, mesh, [Shard(1)])
+    moved = uneven.redistribute(placements=[Shard(0)]), distribute_tensor(up, mesh, [Shard(0)])
+    given = [x.requires_grad_() for x in moved]
+    plain = [x.clone().requires_grad_() for x in (gate, up)]
+    found, exact = cudnn_sdpa.silu_mul(*given), cudnn_sdpa.silu_mul(*plain)
+    assert_equal(found.detach(), exact.detach(), "silu_mul")
+    grad = torch.randn_like(exact)
+    of_found = torch.autograd.grad(found, given, distribute_tensor(grad, mesh, [Shard(0)]))
+    for x, wanted in zip(of_found, torch.autograd.grad(exact, plain, grad), strict=True):
+        assert_equal(x, wanted, "gradient")
+
+
+def test_uneven_parts_are_read_as_they_should_lie(ranks):
+    ranks(check_uneven_parts)
+
+
 def check_dropout(compiled=False):
     """Every rank draws its own; the backward pass sees what the forward pass dropped."""
     mesh = mesh_of()

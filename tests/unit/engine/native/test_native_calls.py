@@ -172,7 +172,7 @@ def test_observers_of_operators_see_them(tmp_path, is_native):
     assert "cudnn_sdpa::sdpa_forward" in file.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", TRAINING)
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_compiled_autograd_calls_back(name):

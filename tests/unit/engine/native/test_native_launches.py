@@ -473,7 +473,7 @@ class Allocator:
         return sum(reference() is not None for reference in self.made)
 
 
-@pytest.mark.slow
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["sdpa", *WITH_KERNELS, "sdpa_fp8", "rms_norm", "silu_mul"])
 def test_a_failed_allocation_leaves_nothing_behind(name, way, in_python):
     """Of results, of what kernels fill, and of workspaces, in both passes."""
