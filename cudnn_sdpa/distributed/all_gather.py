@@ -7,6 +7,8 @@ layer keeps those of other ranks. ("The Llama 3 Herd of Models", 2024, section 3
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.autograd import Gradients, resumed, saved_settings
 from cudnn_sdpa.distributed.collectives import Pending
 from cudnn_sdpa.distributed.local_attention import (
+    Attention,
     Options,
     Part,
     State,
@@ -59,6 +62,24 @@ def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
         return _run_by_autograd(options, q, k, v, sinks=sinks, cu_seqlens=cu_seqlens)
     out, lse = _AllGather.apply(options, cu_seqlens, q, k, v, sinks)
     return out, lse
+
+
+def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attention]:
+    """The calls for some heads whose gradients are computed, given tensors without data.
+
+    They are this rank's and the first one's, which has the first chunk and the last: what others are refused for, it
+    nearly always is, too.
+    """
+    dim, place = options.dim, options.place
+    heads = slice(0, k.shape[1]) if options.dropout_p else head_groups(k, v, options)[0]
+    heads_q = of_queries(heads, q, k)
+    own = torch.cat([k[:, heads], v[:, heads]], -1).movedim(dim, 0)
+    both = own.new_empty(own.shape[0] * place.ranks, *own.shape[1:]).movedim(0, dim)
+    keys, values = apart(both, k.shape[-1])
+    for rank in dict.fromkeys((0, place.rank)):
+        for chunk in parts_of_gathered(replace(options, place=place._replace(rank=rank)), keys.shape[dim]):
+            for part in [chunk] if options.dropout_p else split_at_diagonal(chunk):
+                yield Attention(part, _some(q, options, heads_q, part.rows), *_columns(options, part, keys, values))
 
 
 def _run_by_autograd(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients
+from cudnn_sdpa.attention.cpu_checks import check_offsets
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.dense.sdpa_backward import sdpa_backward
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
@@ -17,6 +19,9 @@ from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import sdpa_varlen_backward
 from cudnn_sdpa.distributed.groups import Place
 from cudnn_sdpa.distributed.zigzag import chunks_of
+from cudnn_sdpa.engine import cpu_target
+from cudnn_sdpa.engine.dispatch_state import plain
+from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.layouts import dense_stride_like
 
 State = tuple[Tensor, Tensor]  #: an output and its LSE
@@ -100,6 +105,22 @@ class Part:
         span = Span(0, tokens)
         every = slice(*span)
         return cls(rows=every, columns=every, queries=span, keys=span, is_causal=is_causal, window=window)
+
+
+class Attention(NamedTuple):
+    """A call for a part.
+
+    Attributes:
+        part: The part.
+        q: Its queries.
+        k: Its keys.
+        v: Its values.
+    """
+
+    part: Part
+    q: Tensor
+    k: Tensor
+    v: Tensor
 
 
 def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
@@ -189,6 +210,41 @@ def narrowed(x: Tensor, dim: int, to: slice) -> Tensor:
     return x.narrow(dim, to.start, to.stop - to.start)
 
 
+def without_data(x: Tensor) -> Tensor:
+    """A tensor of the same layout without memory, in a dtype that GPUs take."""
+    dtype = torch.bfloat16 if x.dtype in (torch.float32, torch.float64) else x.dtype
+    return torch.empty(0, dtype=dtype, device="meta").as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def check_layout(name: str, x: Tensor, options: Options) -> None:
+    """Refuses a tensor that no kernel reads; on the CPU one that the GPU's would not.
+
+    Raises:
+        LayoutError: Its strides or its address are wrong.
+    """
+    if not (x.is_cuda or x.is_meta):
+        if cpu_target.active() is not None:
+            try:
+                check_layout(name, without_data(x), options)
+            except LayoutError as error:
+                raise cpu_target.for_gpu(error) from None
+        return
+    memory.check_strides_of(name, x.transpose(0, 1).unsqueeze(0) if options.is_packed else x)
+    if x.is_cuda:
+        memory.check_addresses("", **{name: x})
+    else:
+        check_offsets(**{name: x})
+
+
+def readable(x: Tensor, options: Options) -> Tensor:
+    """The tensor, or a dense copy if no kernel reads it. Differentiable."""
+    try:
+        check_layout("x", x, options)
+    except LayoutError:
+        return plain(x).clone(memory_format=torch.contiguous_format)
+    return x
+
+
 def apart(both: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Keys and values, or their gradients, of one tensor that has them side by side: views."""
     return both[..., :size], both[..., size:]
@@ -204,7 +260,7 @@ def attend(
 ) -> State:
     """The output and the LSE of a part. Differentiable."""
     common = {"sinks": sinks, "dropout_p": options.dropout_p, "return_lse": True}
-    arguments = _arguments(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    arguments = arguments_of(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     function: Callable[..., State] = sdpa_varlen if options.is_packed else sdpa
     out, lse = function(**arguments, **common)
     return out, lse
@@ -221,7 +277,7 @@ def attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v of a part, given the gradient, the output and the LSE of its queries for all keys."""
     grad_out, out, lse = given
-    arguments = _arguments(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    arguments = arguments_of(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     function: Callable[..., SdpaGradients] = sdpa_varlen_backward if options.is_packed else sdpa_backward
     found = function(grad_out=grad_out, out=out, lse=lse, **arguments)
     assert found.dq is not None
@@ -230,10 +286,11 @@ def attend_backward(
     return found.dq, found.dk, found.dv
 
 
-def _arguments(
+def arguments_of(
     options: Options, part: Part, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None
-) -> dict[str, object]:
-    found: dict[str, object] = {
+) -> dict[str, Any]:
+    """The arguments of a part's call that its backward pass has, too."""
+    found: dict[str, Any] = {
         "q": q,
         "k": k,
         "v": v,

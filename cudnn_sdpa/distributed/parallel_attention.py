@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, memory
+from cudnn_sdpa.attention import arguments, value_checks
 from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     ReferenceArguments,
@@ -21,14 +21,14 @@ from cudnn_sdpa.attention.arguments import (
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
-from cudnn_sdpa.distributed import all_gather, collectives, ring, ulysses
+from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement
 from cudnn_sdpa.distributed.groups import check_device, place_in
-from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend
+from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend, check_layout
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -373,9 +373,12 @@ def _run_eagerly(
         )
         tensors, scores = _checked(function, options, qkv, sinks=sinks, packing=packing)
         check_supported(function, method, options, *tensors[:2])
-        if method != "ulysses":
-            _check_layout(tensors[0], options)
+        if method != "ulysses":  # which copies queries, too
+            check_layout("q", tensors[0], options)
         summary = _summary(method, options, tensors, sinks=scores, packing=packing)
+        if needs_gradient(*tensors, scores):
+            offsets = None if packing is None else packing[0]
+            _check_gradients(function, method, options, tensors, sinks=scores, cu_seqlens=offsets, summary=summary)
         return summary, (options, tensors, scores)
 
     options, (q, k, v), scores = in_agreement(place, function, summarize)
@@ -410,7 +413,9 @@ def _checked(
     sinks: Tensor | None,
     packing: tuple[Tensor, int] | None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """The tensors as autocast casts them, and the sinks in float32, after all checks that read no value.
+    """The tensors as autocast casts them, and the sinks in float32, after all checks of them.
+
+    As elsewhere, values are read on the CPU, and under `CUDNN_SDPA_DEBUG`.
 
     Raises:
         ArgumentError: An argument is wrong.
@@ -481,24 +486,9 @@ def _checked(
             "an even, positive number of tokens: two chunks of the sequence, as cudnn_sdpa.distributed.shard gives"
         )
         raise ShapeError("q", shape_of(q), expected, f"Pad the sequence to a multiple of {2 * options.place.ranks}.")
+    if packing is not None:
+        value_checks.check_offsets("cu_seqlens", packing[0], tokens * options.place.ranks, as_int(packing[1]))
     return (q, k, v), scores
-
-
-def _check_layout(q: Tensor, options: Options) -> None:
-    """Refuses queries that no kernel reads, before the first message; keys and values are copied.
-
-    Raises:
-        ArgumentError: Their strides or their address are wrong.
-    """
-    dense = q.transpose(0, 1).unsqueeze(0) if options.is_packed else q
-    if q.is_cuda:
-        memory.check_strides_of("q", dense)
-        memory.check_addresses(q=q)
-    elif cpu_target.active() is not None:
-        try:
-            memory.check_strides_of("q", dense)
-        except LayoutError as error:
-            raise cpu_target.for_gpu(error) from None
 
 
 def check_supported(function: str, method: str, options: Options, q: Tensor, k: Tensor) -> None:
@@ -530,6 +520,43 @@ def check_supported(function: str, method: str, options: Options, q: Tensor, k: 
     least = " and ".join(dict.fromkeys(gathering.values()))
     suggestion = f'method="{others[0]}"' if others else f"a group with fewer ranks, or {least}"
     raise UnsupportedError(f'{function} by method="{method}"', reasons, suggestion)
+
+
+def _check_gradients(
+    function: str,
+    method: str,
+    options: Options,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    *,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    summary: str,
+) -> None:
+    """Refuses a call whose gradients a rank would refuse in the backward pass, where the others would wait for it.
+
+    Raises:
+        UnsupportedError: With every reason, and a method that can.
+    """
+    q, k, _ = qkv
+    if gradient_checks.is_known(summary, options, qkv):
+        return
+    tensors: Any = {"qkv": qkv, "sinks": sinks, "cu_seqlens": cu_seqlens}
+    refused = gradient_checks.refusal(method, options, **tensors)
+    if refused is None:
+        gradient_checks.remember(summary, options, qkv)
+        return
+    what, others = f"the gradient of {function}", []
+    if options.place.ranks > 1:
+        what += f' by method="{method}"'
+        others = [
+            other
+            for other in METHODS
+            if UnsupportedError.of(check_supported, function, other, options, q=q, k=k) is None
+            and gradient_checks.refusal(other, options, **tensors) is None
+        ]
+    suggestion = f'method="{others[0]}"' if others else gradient_checks.what_works(refused)
+    found = UnsupportedError(what, refused.reasons, suggestion)
+    raise found if q.is_cuda else cpu_target.for_gpu(found)
 
 
 def _reasons_against_gathering(options: Options, q: Tensor) -> dict[str, str]:

@@ -7,6 +7,8 @@ gradients of keys and values follow them one step behind. No rank ever holds mor
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.autograd import Gradients, resumed, saved_settings
 from cudnn_sdpa.distributed.collectives import GRADIENTS, KEYS, Pending
 from cudnn_sdpa.distributed.local_attention import (
+    Attention,
     Options,
     Part,
     State,
@@ -25,14 +28,29 @@ from cudnn_sdpa.distributed.local_attention import (
     narrowed,
     new_results,
     parts_of_ring,
+    readable,
 )
 from cudnn_sdpa.engine.call import Function
 
 
 def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
     """The output and the LSE of this rank's queries. Differentiable."""
+    k, v = (readable(x, options) for x in (k, v))  # the first step's, which no message copies
     out, lse = _Ring.apply(options, cu_seqlens, q, k, v, sinks)
     return out, lse
+
+
+def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attention]:
+    """The calls of all ranks whose gradients are computed, given tensors without data."""
+    dim, place = options.dim, options.place
+    own = [readable(x, options).movedim(dim, 0) for x in (k, v)]
+    received = [x.contiguous() for x in own]
+    for rank in (0, place.ranks - 1):  # which make all kinds of calls in two steps
+        of_rank = replace(options, place=place._replace(rank=rank))
+        for step in range(2):
+            for part in parts_of_ring(of_rank, k.shape[dim] * place.ranks, step):
+                of_k, of_v = _keys_and_values(options, part, received if step else own)
+                yield Attention(part, narrowed(q, dim, part.rows), of_k, of_v)
 
 
 class _Ring(Function):

@@ -8,6 +8,7 @@ way, and so are the results of the last ones.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from cudnn_sdpa.distributed.autograd import Gradients, refusing_gradients, resum
 from cudnn_sdpa.distributed.collectives import Message, Pending
 from cudnn_sdpa.distributed.groups import Place
 from cudnn_sdpa.distributed.local_attention import (
+    Attention,
     Options,
     Part,
     State,
@@ -87,6 +89,19 @@ def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
         return _run_by_autograd(options, q, k, v, sinks=sinks, cu_seqlens=cu_seqlens)
     out, lse = _Ulysses.apply(options, cu_seqlens, q, k, v, sinks)
     return out, lse
+
+
+def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attention]:
+    """The calls for some heads whose gradients are computed, given tensors without data: the same on all ranks."""
+    dim, ranks = options.dim, options.place.ranks
+    heads_kv = math.lcm(k.shape[1], ranks)
+    shares = ranks * (1 if options.dropout_p else len(_groups(options, q, heads_kv)))
+    found = []
+    for x, heads in ((q, q.shape[1]), (k, heads_kv), (v, heads_kv)):
+        rows = x.movedim(dim, 0)
+        whole = x.new_empty(rows.shape[0] * ranks, *rows.shape[1:-2], heads // shares, x.shape[-1])
+        found.append(whole.movedim(0, dim))
+    yield Attention(_whole(options, q), *found)
 
 
 class _Ulysses(Function):

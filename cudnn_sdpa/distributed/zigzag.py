@@ -113,7 +113,7 @@ def gathered(x: Tensor, place: Place) -> Tensor:
 
 
 class _Gathered(Function):
-    """Gathers parts; their gradients are summed in float32 and scattered."""
+    """Gathers parts; their gradients are summed, in float32 or better, and scattered."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
@@ -124,9 +124,10 @@ class _Gathered(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         if torch.is_grad_enabled() and grad.requires_grad:
             autograd_checks.refuse_second_gradient("unshard")
-        exact = grad if grad.dtype == torch.float64 else grad.float()
-        part = collectives.reduce_scatter(in_rank_order(exact, ctx.place.ranks), ctx.place).wait()
-        return part.to(ctx.dtype), None
+        exact = grad.to(torch.promote_types(grad.dtype, torch.float32)).resolve_conj()
+        numbers = torch.view_as_real(exact) if exact.is_complex() else exact  # which every backend sums
+        part = collectives.reduce_scatter(in_rank_order(numbers, ctx.place.ranks), ctx.place).wait()
+        return (torch.view_as_complex(part) if exact.is_complex() else part).to(ctx.dtype), None
 
 
 def _dimension(x: object, dim: object) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import itertools
 import os
 import re
 import time
@@ -21,7 +23,16 @@ import cudnn_sdpa.distributed.all_gather as by_gathering
 import cudnn_sdpa.distributed.ring as by_passing_on
 import cudnn_sdpa.distributed.ulysses as by_exchange
 from cudnn_sdpa import ArgumentError, UnsupportedError, nn
-from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, parallel_attention, shard, unshard
+from cudnn_sdpa.distributed import (
+    context_parallel,
+    context_parallel_varlen,
+    gradient_checks,
+    parallel_attention,
+    shard,
+    unshard,
+)
+from cudnn_sdpa.distributed.local_attention import without_data
+from cudnn_sdpa.engine import cpu_target
 
 BY_METHOD = {"all_gather": by_gathering, "ring": by_passing_on, "ulysses": by_exchange}
 
@@ -31,6 +42,12 @@ def parts(tokens: int = 8, heads: tuple[int, int] = (4, 2), *, grad: bool = Fals
     ranks = dist.get_world_size()
     drawn = [torch.randn(1, number, tokens * ranks, 16) for number in (heads[0], heads[1], heads[1])]
     return [shard(x, 2).requires_grad_(grad) for x in drawn]
+
+
+def parts_of_rows(heads: tuple[int, int] = (4, 2), *, grad: bool = False) -> list[torch.Tensor]:
+    """The same of packed sequences."""
+    rows = [x[0].transpose(0, 1).contiguous() for x in parts(heads=heads)]
+    return [x.requires_grad_(grad) for x in rows]
 
 
 def still_works() -> None:
@@ -117,6 +134,98 @@ def kernels_refuse(method: str) -> list[str]:
     return found
 
 
+def wrong_packings() -> None:
+    """Values of offsets that are wrong for all tokens, whatever a rank's part of them is."""
+    packed = parts_of_rows()
+    for offsets, max_seqlen, message in (
+        ([0, 5, 16], 4, "max_seqlen: got 4; expected at least 11"),
+        ([0, 6, 16], 8, "max_seqlen: got 8; expected at least 10"),
+        ([0, 5, 20], 15, "cu_seqlens: got offsets from 0 to 20; expected from 0 to no more than 16"),
+        ([2, 9, 16], 9, "cu_seqlens: got offsets from 2 to 16"),
+        ([0, 9, 5, 16], 11, "cu_seqlens: got offsets that decrease, from 9 to 5"),
+        ([0, -3, 16], 16, "cu_seqlens: got offsets that decrease, from 0 to -3"),
+    ):
+        for method in BY_METHOD:
+            with pytest.raises(ArgumentError, match=message):
+                context_parallel_varlen(*packed, torch.tensor(offsets).int(), max_seqlen, method=method)
+    still_works()
+
+
+def gradients_without_kernels() -> list[str]:
+    """Gradients that one of the ranks has no kernel for: all refuse the forward call, and name a method that can."""
+    found = []
+    target = cpu_target.active()
+    assert target is not None
+    with pytest.MonkeyPatch.context() as patch:  # it crashes for one batch, head and query
+        patch.setattr(cpu_target, "active", lambda: dataclasses.replace(target, cudnn=92800))
+        patch.setattr(gradient_checks, "_known", set())
+        single = parts(tokens=2, heads=(1, 1), grad=True)
+        pair = parts(tokens=2, heads=(2, 2), grad=True)
+        patch.setattr(by_gathering, "MIN_BYTES", 1)  # one head at a time
+        for tensors, method in ((single, "ring"), (pair, "all_gather")):
+            with pytest.raises(UnsupportedError, match=r"gradient of context_parallel by.*method") as refused:
+                context_parallel(*tensors, method=method, is_causal=True)
+            assert "one batch, head and query" in refused.value.reasons[0]
+            found.append(refused.value.suggestion)
+            still_works()
+            with torch.no_grad():
+                context_parallel(*tensors, method=method, is_causal=True)
+        context_parallel(*pair, method=found[-1].split('"')[1], is_causal=True).sum().backward()
+    rows, offsets = parts_of_rows(grad=True), torch.tensor([0, 5, 16]).int()
+    with cudnn_sdpa.cpu_checks("a100,any-dtype"):
+        for method in BY_METHOD:
+            with pytest.raises(UnsupportedError, match=r"gradient of context_parallel_varlen by.*method") as refused:
+                context_parallel_varlen(*rows, offsets, 11, method=method, is_causal=True)
+            assert refused.value.reasons == ["on SM 80 there are no gradients of packed sequences"]
+            found.append(refused.value.suggestion)
+            context_parallel_varlen(*(x.detach() for x in rows), offsets, 11, method=method, is_causal=True)
+            with cudnn_sdpa.fallback("torch"):
+                out = context_parallel_varlen(*rows, offsets, 11, method=method, is_causal=True)
+            out.sum().backward()
+        with pytest.raises(UnsupportedError) as refused:
+            context_parallel(*parts(grad=True), softcap=3.0)
+        found.append(refused.value.suggestion)
+    still_works()
+    return found
+
+
+def calls_of_gradients(method: str) -> list[tuple[set[Any], set[Any]]]:
+    """The calls of this rank's backward pass, and those that its forward pass checks."""
+    dense, rows = parts(heads=(4, 4), grad=True), parts_of_rows((4, 4), grad=True)
+    dense[1] = torch.stack([dense[1].detach()] * 2, -1)[..., 0].requires_grad_()  # copied first
+    module, offsets, found = BY_METHOD[method], torch.tensor([0, 5, 16]).int(), []
+
+    def kind(part: Any, *tensors: torch.Tensor) -> Any:
+        return part.is_causal, part.window, part.queries == part.keys, *((x.shape, x.stride()) for x in tensors)
+
+    windows = [None] if method == "ring" else [None, (3, 0)]
+    for is_packed, is_causal, window in itertools.product((True, False), (True, False), windows):
+        made, checked, whole = set(), set(), module.attend_backward
+
+        def noting(options: Any, part: Any, given: Any, *, made: Any = made, whole: Any = whole, **tensors: Any) -> Any:
+            made.add(kind(part, tensors["q"], tensors["k"], tensors["v"]))
+            return whole(options, part, given, **tensors)
+
+        def checking(options: Any, *tensors: torch.Tensor, checked: Any = checked) -> Any:
+            checked.update(kind(*call) for call in module.calls(options, *map(without_data, tensors)))
+            return iter(())
+
+        common = {"method": method, "is_causal": is_causal, "window_size": window}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "attend_backward", noting)
+            patch.setitem(gradient_checks.CALLS, method, checking)
+            patch.setattr(gradient_checks, "_known", set())
+            for groups in (by_gathering, by_exchange):
+                patch.setattr(groups, "MIN_BYTES", 1)
+            patch.setattr(by_exchange, "MAX_DENSE_GROUPS", 2)
+            if is_packed:
+                context_parallel_varlen(*rows, offsets, 11, **common).sum().backward()
+            else:
+                context_parallel(*dense, **common).sum().backward()
+        found.append((made, checked))
+    return found
+
+
 def strides() -> int:
     """Queries that no kernel reads are refused before anything is sent; keys and values are copied anyway."""
     q, k, v = parts()
@@ -132,6 +241,37 @@ def strides() -> int:
     torch.testing.assert_close(context_parallel(q, *other, is_causal=True), wanted)
     torch.testing.assert_close(context_parallel(apart, *other, is_causal=True, method="ulysses"), wanted)
     return 2
+
+
+def keys_that_no_kernel_reads(method: str) -> None:
+    """On one rank keys have strides, on the other one values an address: as if both were contiguous."""
+    q, k, v = parts(grad=True)
+    wanted = context_parallel(q, k, v, is_causal=True, method=method)
+    if dist.get_rank() == 0:
+        k = k.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+    else:
+        v = torch.cat([torch.zeros(1), v.detach().flatten()])[1:].view_as(v).requires_grad_()
+    out = context_parallel(q, k, v, is_causal=True, method=method)
+    torch.testing.assert_close(out, wanted)
+    found = torch.autograd.grad(out.square().sum(), (q, k, v), create_graph=True)
+    assert all(x.requires_grad for x in found)
+    q, k, v = (x.detach().contiguous().clone().requires_grad_() for x in (q, k, v))
+    out = context_parallel(q, k, v, is_causal=True, method=method)
+    torch.testing.assert_close(found, torch.autograd.grad(out.square().sum(), (q, k, v)))
+
+
+def complex_parts() -> None:
+    """The gradient of the whole is that of its part, of any dtype."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    for dtype in (torch.complex64, torch.complex128, torch.float64, torch.bfloat16):
+        whole, weights = torch.randn(2, 8, dtype=dtype), torch.randn(2, 8, dtype=dtype)
+        part = shard(whole, 1).requires_grad_()
+        (unshard(part, 1) * weights * (rank + 1)).sum().abs().backward()
+        exact = whole.clone().requires_grad_()
+        sum((exact * weights * (other + 1)).sum().abs() for other in range(ranks)).backward()
+        assert part.grad.dtype == dtype
+        torch.testing.assert_close(part.grad, shard(exact.grad, 1))
+        assert torch.equal(unshard(part.detach().conj(), 1), whole.conj())
 
 
 def suggestions() -> int:

@@ -53,6 +53,35 @@ def test_refusals_between_messages_leave_none_behind(ranks, method):
     assert "no kernel has it" in backward
 
 
+def test_wrong_offsets_are_named_on_every_rank(ranks):
+    """Before, those of a part were checked: some ranks raised and the others waited, or none raised."""
+    ranks(hazards.wrong_packings)
+
+
+def test_gradients_without_kernels_are_refused_in_the_forward_pass(ranks):
+    """Before, the backward pass raised, of some ranks alone, where the others waited until the group's timeout."""
+    wanted = ["", 'method="ulysses"', "", "", "", "softcap=None, or no gradients"]
+    assert ranks(hazards.gradients_without_kernels) == [wanted, wanted]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_gradients_that_are_checked_are_those_that_are_computed(ranks, method):
+    for of_ranks in zip(*ranks(hazards.calls_of_gradients, method), strict=True):
+        made, checked = zip(*of_ranks, strict=True)
+        assert set().union(*made) == set().union(*checked)
+        assert all(of_rank <= known for of_rank, known in zip(made, checked, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_keys_that_no_kernel_reads_are_copied(ranks, method):
+    """Before, "ring" refused them in its first step, on one rank alone."""
+    ranks(hazards.keys_that_no_kernel_reads, method)
+
+
+def test_gradients_of_complex_parts(ranks):
+    ranks(hazards.complex_parts)
+
+
 def test_layouts_are_refused_before_anything_is_sent(ranks):
     assert ranks(hazards.strides) == [2, 2]
 

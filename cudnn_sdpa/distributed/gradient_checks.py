@@ -1,0 +1,134 @@
+"""Which calls have no gradients, found before the first message: in the backward pass the other ranks would wait.
+
+The calls that the backward pass will make are checked with tensors without data: those of this rank, and as far as
+they are few of the others, so that all ranks raise the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
+from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall, offsets_of_keys
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
+from cudnn_sdpa.distributed import all_gather, ring, ulysses
+from cudnn_sdpa.distributed.local_attention import Attention, Options, Part, arguments_of, new_results, without_data
+from cudnn_sdpa.engine import cpu_target, fallback
+from cudnn_sdpa.engine.dispatch_state import is_plain_memory
+from cudnn_sdpa.engine.fast_path import layout_signature
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target, live_target
+
+
+class Calls(Protocol):
+    """The calls of a method whose gradients are computed, at least those of this rank."""
+
+    def __call__(self, options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attention]:
+        """With tensors without data."""
+
+
+CALLS: dict[str, Calls] = {"all_gather": all_gather.calls, "ulysses": ulysses.calls, "ring": ring.calls}
+
+#: Arguments that suggestions name, and that context parallelism does not have.
+MISSING = ("attn_mask", "seq_lens")
+
+#: Maximum number of accepted calls that are remembered.
+MAX_REMEMBERED = 8192
+
+_known: set[Hashable] = set()
+
+
+def is_known(summary: str, options: Options, qkv: Iterable[Tensor]) -> bool:
+    """Whether a call like this one was accepted."""
+    return _kind(summary, options, qkv) in _known
+
+
+def remember(summary: str, options: Options, qkv: Iterable[Tensor]) -> None:
+    """Remembers a call that was accepted."""
+    if len(_known) >= MAX_REMEMBERED:
+        _known.clear()
+    _known.add(_kind(summary, options, qkv))
+
+
+def _kind(summary: str, options: Options, qkv: Iterable[Tensor]) -> Hashable:
+    return summary, options.place.ranks, *map(layout_signature, qkv), cpu_target.active_name(), fallback.is_in_force()
+
+
+def refusal(
+    method: str,
+    options: Options,
+    qkv: tuple[Tensor, Tensor, Tensor],
+    *,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+) -> UnsupportedError | None:
+    """Why a rank's backward pass would be refused; None if none would."""
+    device = qkv[0].get_device() if qkv[0].is_cuda else None
+    target = cpu_target.active() if device is None else live_target(device)
+    if target is None or fallback.is_in_force() or not is_plain_memory(*qkv):
+        return None
+    q, k, v = map(without_data, qkv)
+    offsets = None if cu_seqlens is None else torch.zeros_like(cu_seqlens, device="cpu")  # "meta" is slow in Python
+    is_alone = options.place.ranks == 1
+    if is_alone:
+        whole = Part.whole(q.shape[options.dim], is_causal=options.is_causal, window=options.window)
+        calls = iter([Attention(whole, q, k, v)])
+    else:
+        calls = CALLS[method](options, q, k, v)
+    if not (is_alone or options.dropout_p):  # their gradients are computed apart
+        sinks = None
+    seen: set[Hashable] = set()
+    for call in calls:
+        part = call.part
+        kind = part.is_causal, part.window, part.queries == part.keys, *map(layout_signature, call[1:])
+        if kind not in seen:
+            seen.add(kind)
+            try:
+                for key in _keys(options, call, sinks, offsets, target=target, device=device):
+                    known_issues.check(key)
+            except UnsupportedError as error:
+                return error
+    return None
+
+
+def what_works(refused: UnsupportedError) -> str:
+    """The suggestions of an error that can be followed here."""
+    return "; ".join(x for x in refused.suggestion.split("; ") if not any(name in x for name in MISSING))
+
+
+def _keys(
+    options: Options,
+    call: Attention,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor | None,
+    *,
+    target: Target,
+    device: int | None,
+) -> Iterator[PlanKey]:
+    """The keys of the plans of a call's backward pass.
+
+    Raises:
+        UnsupportedError: There is none.
+    """
+    part, q, k, v = call
+    fields = arguments_of(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    del fields["window_size"]
+    left, right = part.window
+    fields |= {"window_left": left, "window_right": right, "dropout_p": options.dropout_p, "sinks": sinks}
+    out, lse = new_results(q, v)
+    given = {"grad_out": out, "out": out, "lse": lse}
+    needs = True, True, True
+    if cu_seqlens is None:
+        dense = GradientCall(**given, call=ForwardArguments(**fields), needs=(*needs, False, sinks is not None))
+        return SDPA.gradient_keys(dense, target, device)
+    fields["cu_seqlens_kv"] = offsets_of_keys(fields["cu_seqlens_q"], fields["cu_seqlens_kv"])
+    packed = VarlenArguments(**fields, rng=None)
+    of = VarlenGradientCall(**given, call=packed, needs=(*needs, sinks is not None))
+    return VARLEN.gradient_keys(of, target, device)
