@@ -12,7 +12,13 @@ from typing_extensions import Unpack
 from cudnn_sdpa.attention import value_checks
 from cudnn_sdpa.attention.arguments import check_lengths, dtype_name, shape_of
 from cudnn_sdpa.attention.dense.sdpa import sdpa
-from cudnn_sdpa.attention.paged.kv_cache_checks import check_count, check_dtype, checked_device, refuse_gradient
+from cudnn_sdpa.attention.paged.kv_cache_checks import (
+    check_count,
+    check_dtype,
+    check_queries,
+    checked_device,
+    refuse_gradient,
+)
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -89,8 +95,9 @@ class KVCache:
     A sequence that exceeds `max_length` raises on the CPU, and under `CUDNN_SDPA_DEBUG=1`. On the GPU, where lengths
     are not read back, its output is NaN until `reset`.
 
-    `reserve` extends the lengths at once. If keys and values of the step are never appended, for instance because a
-    call failed, undo it with `cancel`. Otherwise the next `reserve` raises, except in compiled functions.
+    `reserve` extends the lengths at once. If keys and values of the step are never appended, or not in all layers, for
+    instance because a call failed, undo it with `cancel`. Otherwise the next `reserve` raises, except in compiled
+    functions.
 
     Args:
         batch: Number of sequences.
@@ -238,6 +245,11 @@ class KVCache:
         if not is_compiling() and self._newest is not None and not self._newest.is_used:
             hint = "Use it, or undo it: cache.cancel(step), or cache.reset()."
             raise OptionError("tokens", "a second step", "that the keys of the previous step are appended first", hint)
+        if not is_compiling() and self._newest is not None and 0 < len(self._newest.written) < len(self._pairs):
+            missing = ", ".join(str(number) for number in range(len(self._pairs)) if number not in self._newest.written)
+            expected = f"that the keys of the previous step are appended in all layers first; it lacks {missing}"
+            hint = "Append them, or undo the step, as after a failed call: cache.cancel(step)."
+            raise OptionError("tokens", "a second step", expected, hint)
         offsets = torch.arange(tokens, device=self.device)
         check_lengths("seq_lens", seq_lens, self._rows, "the cache")
         if not is_compiling() and (self.device.type == "cpu" or (value_checks.enabled and not _is_capturing())):
@@ -309,6 +321,8 @@ class KVCache:
         self._check_owner(step)
         expected = (self.batch, self.heads, step.tokens, self.head_dim)
         for name, rows in (("k", k), ("v", v)):
+            if not isinstance(rows, Tensor):
+                raise OptionError(name, type(rows).__name__, "a torch.Tensor")
             if tuple(rows.shape) != expected:
                 raise ShapeError(name, shape_of(rows), f"shape {expected}: (B, Hkv, tokens, head dim)")
             if rows.dtype != self.dtype:
@@ -337,8 +351,21 @@ class KVCache:
 
         Returns:
             The output (B, Hq, tokens, D).
+
+        Raises:
+            CudnnSdpaError: As by `sdpa`; or the step has no keys of this layer, or is from before tokens were removed.
         """
         self._check_owner(step)
+        keys, values = self.k(layer), self.v(layer)
+        if not is_compiling():
+            _check_is_written(step, layer)
+            if not options.keys() <= AttendOptions.__optional_keys__:
+                expected = f"one of {', '.join(sorted(AttendOptions.__optional_keys__))}"
+                hint = "sdpa takes others: sdpa(q, cache.k(layer), cache.v(layer), seq_lens_kv=step.seq_lens_kv, …)."
+                raise OptionError(
+                    "options", ", ".join(options.keys() - AttendOptions.__optional_keys__), expected, hint
+                )
+        check_queries(q, step.tokens)
         given: AttendOptions = {
             "is_causal": True,
             "causal_alignment": "bottom_right",
@@ -346,7 +373,7 @@ class KVCache:
             "seq_lens_kv": step.seq_lens_kv,
             **options,
         }
-        out = sdpa(q, self.k(layer), self.v(layer), **given)
+        out = sdpa(q, keys, values, **given)
         fill = out.masked_fill if out.requires_grad else out.masked_fill_  # backward needs the unmodified output
         return fill(step.is_over, float("nan"))
 
@@ -365,6 +392,13 @@ class KVCache:
         if not is_compiling() and step.generation not in (None, self._generation):
             expected = "one that was reserved after the last cancel, reset or truncate"
             raise OptionError("step", "a step from before", expected, "Reserve another: step = cache.reserve(…).")
+
+
+def _check_is_written(step: KVStep, layer: int) -> None:
+    """Refuses a step without keys of a layer; of compiled functions is not known which layers they have written."""
+    if not step.is_used or (step.written and layer not in step.written):
+        got, expected = f"a step without keys and values of layer {layer}", "a step after append(step, k, v, layer)"
+        raise OptionError("step", got, expected)
 
 
 def _writable(x: Tensor) -> Tensor:

@@ -71,11 +71,12 @@ def record_plans(target: str | None = None) -> AbstractContextManager[PlanManife
 @contextmanager
 def _record_used() -> Iterator[PlanManifest]:
     manifest = PlanManifest()
-    with plan_cache.watch_uses() as used:
-        try:
+    used: list[PlanKey] = []
+    try:
+        with plan_cache.watch_uses() as used:
             yield manifest
-        finally:  # what a server has recorded until it is stopped counts, too
-            _fill(manifest, used)
+    finally:  # what a server has recorded until it is stopped counts, too
+        _fill(manifest, used)
     if not used and not torch.cuda.is_available():
         _log.warning(
             "record_plans has recorded no plan: there is no GPU here, and calls on the CPU use none; "
@@ -86,11 +87,12 @@ def _record_used() -> Iterator[PlanManifest]:
 @contextmanager
 def _record_for(target: Target) -> Iterator[PlanManifest]:
     manifest, recorder = PlanManifest(), _Recorder(target)
-    with plan_cache.watch_uses() as used, recorder:
-        try:
+    used: list[PlanKey] = []
+    try:
+        with plan_cache.watch_uses() as used, recorder:
             yield manifest
-        finally:
-            _fill(manifest, [*used, *recorder.keys])
+    finally:
+        _fill(manifest, [*used, *recorder.keys])
 
 
 def _fill(manifest: PlanManifest, keys: list[PlanKey]) -> None:

@@ -114,4 +114,12 @@ def _set(policy: str) -> None:
         listener()
 
 
-_overrides = Overrides(lambda: Setting.policy, _set)
+def _value() -> str:
+    """The policy in force; empty as long as the environment names none that exists, which the next call raises."""
+    try:
+        return active()
+    except OptionError:
+        return ""
+
+
+_overrides = Overrides(_value, _set)

@@ -335,6 +335,7 @@ class PagedKVCache:
             step.check_written(layer)
         if options and not options.keys() <= kv_cache_checks.OPTIONS:
             kv_cache_checks.refuse_options(options)
+        kv_cache_checks.check_queries(q, step.tokens)
         # A step of several tokens in a graph may have absent ones in a later replay.
         present = step.seq_lens_q if step.tokens > 1 or step.has_absent else None
         return sdpa_paged(

@@ -160,3 +160,13 @@ def check_rows(name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
             memory.check_memory(rows, rows, rows, None)
         except LayoutError as error:
             raise error.renamed({"q": name}) from None
+
+
+def check_queries(q: object, tokens: int) -> None:
+    """Queries are those of a step's new tokens.
+
+    Raises:
+        ShapeError: They are more or fewer.
+    """
+    if isinstance(q, Tensor) and q.dim() == 4 and q.shape[2] != tokens:
+        raise ShapeError("q", shape_of(q), f"(B, Hq, {tokens}, D): as many queries as the step has tokens")

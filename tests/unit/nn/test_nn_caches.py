@@ -11,7 +11,7 @@ from module_values import evaluate, parameters_of, randomize
 from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
-from cudnn_sdpa import ArgumentError, DtypeError, OptionError, PagedKVCache, ShapeError, UnsupportedError
+from cudnn_sdpa import ArgumentError, DtypeError, OptionError, PagedKVCache, ShapeError, UnsupportedError, sdpa
 from cudnn_sdpa.attention import value_checks
 from cudnn_sdpa.nn import Attention, KVCache, RotaryEmbedding, TransformerLayer
 
@@ -539,3 +539,58 @@ def test_pages_do_not_depend_on_the_default_device():
         fork = cache.fork(owner)
         cache.append(cache.reserve([fork], 1), k[:, :, :1], k[:, :, :1])
     torch.testing.assert_close(cache.read(fork)[0].sum(), torch.cat([k, k[:, :, :1]], 2).sum(), rtol=2e-2, atol=2e-2)
+
+
+def two_layers():
+    return KVCache(batch=2, heads=2, head_dim=16, max_length=8, layers=2, device="cpu")
+
+
+def test_a_step_without_keys_of_a_layer_is_refused():
+    """Also where a call has failed between two layers."""
+    cache = two_layers()
+    step = cache.reserve(3)
+    for layer in range(2):
+        with pytest.raises(OptionError, match=f"step: got a step without keys and values of layer {layer}"):
+            cache.attend(step, keys(3), layer)
+        if layer == 0:
+            cache.append(step, keys(3), keys(3), layer)
+    with pytest.raises(OptionError, match=r"appended in all layers first; it lacks 1\. .*(?s:.*)cache\.cancel\(step\)"):
+        cache.reserve()
+    cache.append(step, keys(3), keys(3), 1)
+    assert cache.attend(step, keys(3), 1).isfinite().all()
+    assert cache.reserve().seq_lens_kv.tolist() == [4, 4]
+
+
+def test_a_step_that_a_compiled_function_has_written_can_be_read():
+    cache, x = two_layers(), keys(3)
+    step = cache.reserve(3)
+    torch.compile(lambda: [cache.append(step, x, x, layer) for layer in range(2)], backend="eager")()
+    torch.testing.assert_close(cache.attend(step, x, 1), sdpa(x, x, x, is_causal=True), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("number", [1, 2, 4])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_queries_are_those_of_the_step(number, tokens):
+    pages = PagedKVCache(pages=4, page_size=4, heads=2, head_dim=16, device="cpu")
+    static = KVCache(batch=2, heads=2, head_dim=16, max_length=8, device="cpu")
+    for cache, step in (
+        (static, static.reserve(tokens)),
+        (pages, pages.reserve([pages.add(), pages.add()], tokens)),
+    ):
+        cache.append(step, keys(tokens), keys(tokens))
+        if number == tokens:
+            assert cache.attend(step, keys(number)).shape == (2, 2, number, 16)
+            continue
+        with pytest.raises(ShapeError, match=rf"q: got shape \(2, 2, {number}, 16\); expected \(B, Hq, {tokens}, D\)"):
+            cache.attend(step, keys(number))
+
+
+def test_wrong_arguments_of_a_static_cache_are_named():
+    cache = KVCache(batch=2, heads=2, head_dim=16, max_length=8, device="cpu")
+    step = cache.reserve(3)
+    for wrong in (None, keys(3).float().numpy()):
+        with pytest.raises(OptionError, match=f"k: got {type(wrong).__name__}; expected a torch.Tensor"):
+            cache.append(step, wrong, keys(3))
+    cache.append(step, keys(3), keys(3))
+    with pytest.raises(OptionError, match=r"options: got return_lse; expected one of alibi, (?s:.*)sdpa\(q"):
+        cache.attend(step, keys(3), return_lse=True)

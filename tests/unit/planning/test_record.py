@@ -16,6 +16,7 @@ from cudnn_sdpa.planning import record
 from cudnn_sdpa.plans.manifest import PlanManifest
 from tests.unit import opcheck_calls
 from tests.unit.opcheck_calls import CALLS, OF_SAMPLES, Inputs, registered
+from tests.unit.plans.test_cache import use
 
 
 class HalfInputs(Inputs):
@@ -181,15 +182,21 @@ def test_gradients_of_a_large_packed_call_are_recorded_in_parts():
     assert heads == [2, 15]  # 15 + 15 + 2 heads; equal parts have one plan
 
 
-def test_what_was_recorded_before_an_error_is_kept():
+@pytest.mark.parametrize("target", ["h200", None])
+def test_what_was_recorded_before_an_error_is_kept(target):
     q, manifests = torch.empty(1, 2, 8, 64, dtype=torch.bfloat16), []
 
     def serve():
-        with cudnn_sdpa.record_plans("h200") as manifest:
+        with cudnn_sdpa.record_plans(target) as manifest:
             manifests.append(manifest)
-            cudnn_sdpa.sdpa(q, q, q)
+            if target:
+                cudnn_sdpa.sdpa(q, q, q)
+            else:
+                use(cudnn_sdpa.plan_cache, 1)
             raise KeyboardInterrupt
 
+    cudnn_sdpa.plan_cache.clear()
     with pytest.raises(KeyboardInterrupt):
         serve()
+    cudnn_sdpa.plan_cache.clear()
     assert len(manifests[0]) == 1
