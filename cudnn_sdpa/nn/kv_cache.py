@@ -58,6 +58,7 @@ class KVStep:
         generation: How often the cache had lost tokens when it was reserved; None in compiled functions.
         is_used: Whether keys have been appended.
         written: The layers with appended keys; not updated in compiled functions.
+        is_compiled: Whether a compiled function has appended keys, of layers that `written` lacks.
     """
 
     positions: Tensor
@@ -69,6 +70,11 @@ class KVStep:
     generation: int | None = field(repr=False)
     is_used: bool = field(default=False, repr=False)
     written: set[int] = field(default_factory=set, repr=False)
+    is_compiled: bool = field(default=False, repr=False)
+
+    def may_lack(self, layer: int) -> bool:
+        """Whether it has no keys of a layer, as far as that is known."""
+        return not self.is_used or (layer not in self.written and not self.is_compiled)
 
     @property
     def batch(self) -> int:
@@ -242,14 +248,12 @@ class KVCache:
                 where that is known.
         """
         check_count("tokens", tokens)
-        if not is_compiling() and self._newest is not None and not self._newest.is_used:
-            hint = "Use it, or undo it: cache.cancel(step), or cache.reset()."
-            raise OptionError("tokens", "a second step", "that the keys of the previous step are appended first", hint)
-        if not is_compiling() and self._newest is not None and 0 < len(self._newest.written) < len(self._pairs):
-            missing = ", ".join(str(number) for number in range(len(self._pairs)) if number not in self._newest.written)
-            expected = f"that the keys of the previous step are appended in all layers first; it lacks {missing}"
-            hint = "Append them, or undo the step, as after a failed call: cache.cancel(step)."
-            raise OptionError("tokens", "a second step", expected, hint)
+        if not is_compiling() and self._newest is not None:
+            missing = [layer for layer in range(len(self._pairs)) if self._newest.may_lack(layer)]
+            if missing:
+                expected = f"that the keys of the previous step are appended first; layers without: {missing}"
+                hint = "Append them, or undo the step, as after a failed call: cache.cancel(step), or cache.reset()."
+                raise OptionError("tokens", "a second step", expected, hint)
         offsets = torch.arange(tokens, device=self.device)
         check_lengths("seq_lens", seq_lens, self._rows, "the cache")
         if not is_compiling() and (self.device.type == "cpu" or (value_checks.enabled and not _is_capturing())):
@@ -358,7 +362,9 @@ class KVCache:
         self._check_owner(step)
         keys, values = self.k(layer), self.v(layer)
         if not is_compiling():
-            _check_is_written(step, layer)
+            if step.may_lack(layer):
+                got = f"a step without keys and values of layer {layer}"
+                raise OptionError("step", got, "a step after append(step, k, v, layer)")
             if not options.keys() <= AttendOptions.__optional_keys__:
                 expected = f"one of {', '.join(sorted(AttendOptions.__optional_keys__))}"
                 hint = "sdpa takes others: sdpa(q, cache.k(layer), cache.v(layer), seq_lens_kv=step.seq_lens_kv, …)."
@@ -384,6 +390,8 @@ class KVCache:
                 expected = "another layer: this one has the step's keys already"
                 raise OptionError("layer", repr(layer), expected, "Each layer of a model passes its own number.")
             step.written.add(layer)
+        else:
+            step.is_compiled = True
         step.is_used = True
 
     def _check_owner(self, step: object) -> None:
@@ -392,13 +400,6 @@ class KVCache:
         if not is_compiling() and step.generation not in (None, self._generation):
             expected = "one that was reserved after the last cancel, reset or truncate"
             raise OptionError("step", "a step from before", expected, "Reserve another: step = cache.reserve(…).")
-
-
-def _check_is_written(step: KVStep, layer: int) -> None:
-    """Refuses a step without keys of a layer; of compiled functions is not known which layers they have written."""
-    if not step.is_used or (step.written and layer not in step.written):
-        got, expected = f"a step without keys and values of layer {layer}", "a step after append(step, k, v, layer)"
-        raise OptionError("step", got, expected)
 
 
 def _writable(x: Tensor) -> Tensor:
