@@ -67,8 +67,8 @@ def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
 def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attention]:
     """The calls for some heads whose gradients are computed, given tensors without data.
 
-    They are this rank's and the first one's, which has the first chunk and the last: what others are refused for, it
-    nearly always is, too.
+    They are this rank's and the first one's. The first rank has the first chunk and the last: where another rank is
+    refused, it nearly always is, too.
     """
     dim, place = options.dim, options.place
     heads = slice(0, k.shape[1]) if options.dropout_p else head_groups(k, v, options)[0]

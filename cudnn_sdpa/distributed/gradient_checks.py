@@ -1,7 +1,7 @@
 """Which calls have no gradients, found before the first message: in the backward pass the other ranks would wait.
 
-The calls that the backward pass will make are checked with tensors without data: those of this rank, and as far as
-they are few of the others, so that all ranks raise the same.
+Tensors without data stand for those of the calls that the backward pass will make. This rank's calls are checked, and
+some of other ranks', so that all ranks raise the same error.
 """
 
 from __future__ import annotations

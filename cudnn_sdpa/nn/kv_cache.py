@@ -18,6 +18,7 @@ from cudnn_sdpa.attention.paged.kv_cache_checks import (
     check_queries,
     checked_device,
     refuse_gradient,
+    refuse_options,
 )
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
@@ -55,7 +56,7 @@ class KVStep:
             row.
         is_over: Which sequences have become too long, (B, 1, 1, 1) booleans: their output is NaN.
         owner: The cache.
-        generation: How often the cache had lost tokens when it was reserved; None in compiled functions.
+        generation: That of the cache when it was reserved; None in compiled functions.
         is_used: Whether keys have been appended.
         written: The layers with appended keys; not updated in compiled functions.
         is_compiled: Whether a compiled function has appended keys, of layers that `written` lacks.
@@ -157,7 +158,7 @@ class KVCache:
             self._rows = torch.arange(batch, device=device).unsqueeze(1)
         self.dtype, self.device = dtype, self._lengths.device
         self._newest: KVStep | None = None
-        self._generation = 0  # how often tokens were removed: steps from before are void
+        self._generation = 0  # how often tokens were removed: steps from before are stale
         self._version = self._lengths._version  # of the lengths past which all rows are zero
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -357,7 +358,7 @@ class KVCache:
             The output (B, Hq, tokens, D).
 
         Raises:
-            CudnnSdpaError: As by `sdpa`; or the step has no keys of this layer, or is from before tokens were removed.
+            CudnnSdpaError: As by `sdpa`; or the step has no keys of this layer, or is stale: tokens were removed since.
         """
         self._check_owner(step)
         keys, values = self.k(layer), self.v(layer)
@@ -366,11 +367,7 @@ class KVCache:
                 got = f"a step without keys and values of layer {layer}"
                 raise OptionError("step", got, "a step after append(step, k, v, layer)")
             if not options.keys() <= AttendOptions.__optional_keys__:
-                expected = f"one of {', '.join(sorted(AttendOptions.__optional_keys__))}"
-                hint = "sdpa takes others: sdpa(q, cache.k(layer), cache.v(layer), seq_lens_kv=step.seq_lens_kv, …)."
-                raise OptionError(
-                    "options", ", ".join(options.keys() - AttendOptions.__optional_keys__), expected, hint
-                )
+                refuse_options(options, AttendOptions.__optional_keys__)
         check_queries(q, step.tokens)
         given: AttendOptions = {
             "is_causal": True,
@@ -399,7 +396,7 @@ class KVCache:
             raise OptionError("step", type(step).__name__, "a KVStep of this cache")
         if not is_compiling() and step.generation not in (None, self._generation):
             expected = "one that was reserved after the last cancel, reset or truncate"
-            raise OptionError("step", "a step from before", expected, "Reserve another: step = cache.reserve(…).")
+            raise OptionError("step", "a stale step", expected, "Reserve another: step = cache.reserve(…).")
 
 
 def _writable(x: Tensor) -> Tensor:

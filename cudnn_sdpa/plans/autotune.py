@@ -284,7 +284,7 @@ def device_times(launches: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def differs(result: Tensor, expected: Tensor) -> bool:
-    """Whether two results differ by more than rounding error, in the norm or in a row of the last dimension.
+    """Whether two results differ by more than rounding error, in the norm or in one row of the last dimension.
 
     The row's norm has a typical row's added, so that a row of nearly zeros need not match in all digits.
     """

@@ -194,7 +194,7 @@ def exact_drop_in(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor |
     return out if query.dim() == 4 else out.squeeze(0)
 
 
-#: Of what number of weights in a row dropout drops one, in the example.
+#: Of how many consecutive weights dropout drops one, in the example.
 ONE_OF = 4
 
 #: Seed and offset of all its forward passes.

@@ -142,7 +142,7 @@ def test_what_another_thread_ends_does_not_end_this_threads(setting):
 
 
 def test_a_statement_that_the_garbage_collector_ends_does_not_deadlock(run_python):
-    run_python(ENDED_BY_THE_COLLECTOR)
+    assert run_python(ENDED_BY_THE_COLLECTOR).stdout == "as before\n"
 
 
 ENDED_BY_THE_COLLECTOR = """
@@ -168,6 +168,7 @@ with cudnn_sdpa.shape_policy("bucketed"):
         cudnn_sdpa.shape_policy("tiered")
     gc.collect()
 assert shape_policy.active() == before
+print("as before")
 """
 
 

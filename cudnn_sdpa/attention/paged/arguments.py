@@ -217,4 +217,6 @@ def check_table(name: str, table: Tensor, q: Tensor) -> None:
     if table.device != q.device:
         raise DeviceError(name, str(table.device), f"{q.device}, the device of q", f"Move it with {name}.to(q.device).")
     if is_true(table.shape[1] > 1) and table.stride(1) != 1:
-        raise LayoutError(name, f"stride {table.stride(1)} in a row", "1: each row dense", f"Use {name}.contiguous().")
+        raise LayoutError(
+            name, f"stride {table.stride(1)} within rows", "1: each row dense", f"Use {name}.contiguous()."
+        )

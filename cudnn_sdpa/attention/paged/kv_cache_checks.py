@@ -48,10 +48,9 @@ class AttendOptions(PlanOptions, total=False):
 OPTIONS = AttendOptions.__optional_keys__
 
 
-def refuse_options(options: AttendOptions) -> NoReturn:
-    """Raises the error of an option that `attend` does not take."""
-    name = min(options.keys() - OPTIONS)
-    raise OptionError(name, "an argument", f"one of {', '.join(sorted(OPTIONS))}")
+def refuse_options(options: Iterable[str], known: frozenset[str] = OPTIONS) -> NoReturn:
+    """Raises the error of an option that `attend` of a cache does not take."""
+    raise OptionError(min({*options} - known), "an argument", f"one of {', '.join(sorted(known))}")
 
 
 def check_sizes(sizes: dict[str, int], max_length: int | None) -> None:

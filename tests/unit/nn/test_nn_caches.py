@@ -317,7 +317,7 @@ def test_a_failed_call_releases_its_reservation(layers_before):
             cache.reserve(6)
     cache.cancel(failed)
     assert cache.lengths.tolist() == [0, 0]
-    with pytest.raises(OptionError, match="step: got a step from before"):
+    with pytest.raises(OptionError, match="step: got a stale step"):
         cache.cancel(failed)
     found = [run(part, cache.reserve(part.shape[1])) for part in x.split((4, 2), dim=1)]
     assert_close(torch.cat(found, dim=1), expected())
@@ -457,7 +457,7 @@ def keys(tokens):
 
 
 @pytest.mark.parametrize("how", ["cancel", "reset", "truncate"])
-def test_steps_from_before_tokens_were_removed_are_refused(how):
+def test_steps_are_stale_once_tokens_are_removed(how):
     cache = KVCache(batch=2, heads=2, head_dim=16, max_length=8, device="cpu")
     old = cache.reserve(2)
     if how == "truncate":
@@ -471,7 +471,7 @@ def test_steps_from_before_tokens_were_removed_are_refused(how):
     cache.append(new, keys(2), keys(2))
     before = cache.k().clone()
     for wrong in (lambda: cache.append(old, keys(2), keys(2)), lambda: cache.attend(old, keys(2))):
-        with pytest.raises(OptionError, match=r"step: got a step from before; .*(?s:.*)Reserve another"):
+        with pytest.raises(OptionError, match=r"step: got a stale step; .*(?s:.*)Reserve another"):
             wrong()
     torch.testing.assert_close(cache.k(), before, rtol=0, atol=0)
 
@@ -597,5 +597,5 @@ def test_wrong_arguments_of_a_static_cache_are_named():
         with pytest.raises(OptionError, match=f"k: got {type(wrong).__name__}; expected a torch.Tensor"):
             cache.append(step, wrong, keys(3))
     cache.append(step, keys(3), keys(3))
-    with pytest.raises(OptionError, match=r"options: got return_lse; expected one of alibi, (?s:.*)sdpa\(q"):
+    with pytest.raises(OptionError, match="return_lse: got an argument; expected one of alibi, "):
         cache.attend(step, keys(3), return_lse=True)
