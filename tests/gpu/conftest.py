@@ -31,11 +31,13 @@ WARNINGS = (
 
 def _share_gpus() -> None:
     """Of several GPUs, every worker of pytest-xdist has another one as its first, and sees all."""
-    worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-    gpus = torch.cuda.device_count()
-    if gpus > 1 and worker.isdigit() and "CUDA_VISIBLE_DEVICES" not in os.environ:
-        first = int(worker) % gpus
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str((first + index) % gpus) for index in range(gpus))
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None:  # the workers' parent, whose environment they inherit
+        return
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+    first = int(worker.removeprefix("gw")) % max(1, len(gpus))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[first:] + gpus[:first])
 
 
 _share_gpus()  # before anything initializes CUDA

@@ -38,10 +38,10 @@ def _agrees(function, whole, grad_out, dim, one):
         assert _error(x, shard(like, dim)) < 2e-2
 
 
-def _joined(rank, ranks, port):
+def _joined(rank, ranks, store):
     os.environ.setdefault("NCCL_DEBUG", "WARN")  # says which of CUDA's functions has failed
     torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
 
 
 def _left():
@@ -49,8 +49,8 @@ def _left():
     dist.destroy_process_group()
 
 
-def _rank(rank, ranks, port, method):
-    _joined(rank, ranks, port)
+def _rank(rank, ranks, store, method):
+    _joined(rank, ranks, store)
     torch.manual_seed(3)
     q, grad = (torch.randn(1, TOKENS, 8, 128, device="cuda").bfloat16().transpose(1, 2) for _ in range(2))
     k, v = (torch.randn(1, TOKENS, 2, 128, device="cuda").bfloat16().transpose(1, 2) for _ in range(2))
@@ -78,9 +78,9 @@ def _rank(rank, ranks, port, method):
     _left()
 
 
-def _rank_with_options(rank, ranks, port, method):
+def _rank_with_options(rank, ranks, store, method):
     """The code that tests/unit runs with gloo: all options, the LSE, groups of heads, and dropout."""
-    _joined(rank, ranks, port)
+    _joined(rank, ranks, store)
     is_full = torch.cuda.get_device_capability()[0] in (9, 10)  # others lack gradients of packed sequences and softcap
 
     def possible(made):
@@ -97,18 +97,17 @@ def _rank_with_options(rank, ranks, port, method):
     _left()
 
 
-def _run(function, ranks, method, port):
-    port += 10 * ranks + METHODS.index(method)
-    mp.start_processes(function, args=(ranks, port, method), nprocs=ranks, start_method="spawn")
+def _run(function, ranks, method, store):
+    mp.start_processes(function, args=(ranks, store, method), nprocs=ranks, start_method="spawn")
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("method", METHODS)
-def test_many_gpus_compute_what_one_does(method, ranks):
-    _run(_rank, ranks, method, 29600)
+def test_many_gpus_compute_what_one_does(method, ranks, tmp_path):
+    _run(_rank, ranks, method, tmp_path / "store")
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("method", METHODS)
-def test_every_option_on_many_gpus(method, ranks):
-    _run(_rank_with_options, ranks, method, 29700)
+def test_every_option_on_many_gpus(method, ranks, tmp_path):
+    _run(_rank_with_options, ranks, method, tmp_path / "store")
