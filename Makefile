@@ -64,7 +64,8 @@ test-rest: $(READY)
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## The tests that need an NVIDIA GPU; PYTHON=python3 uses that interpreter as it is
-	$(PYTHON) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -m "gpu and not whole_gpu" tests/gpu $(PYTEST_ARGS)
+	CUDNN_SDPA_GPU_REPORT=$(CUDNN_SDPA_GPU_REPORT:.json=-whole-gpu.json) $(PYTHON) -m pytest -m whole_gpu tests/gpu
 
 .PHONY: test-min
 test-min: $(STAMP_MIN) ## Unit tests with the oldest versions supported (downloads several GB of CUDA packages)

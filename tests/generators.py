@@ -2625,6 +2625,9 @@ class AttentionModule(Module):
             count = tokens.shape[1]
             step = paged.reserve(sequences, count) if facts["paged"] else cache.reserve(count)
             parts.append(module(tokens, step=step, layer=facts["layer"]))
+            if not facts["paged"]:  # whose next step requires keys of all layers
+                others = tokens.new_full((x.shape[0], sizes["heads"], count, sizes["head_dim"]), math.nan)
+                cache.append(step, others, others, 1 - facts["layer"])
         return torch.cat(parts, 1)
 
     def given(self, case: Case, options: dict[str, Any], leaves: Tensors, known: dict[str, Any]) -> dict[str, Any]:

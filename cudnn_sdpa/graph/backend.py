@@ -146,8 +146,16 @@ def device_properties(device: int) -> DeviceProperties:
 
 
 def create_handle() -> Handle:
-    """A new handle, bound to the current CUDA device."""
-    return cudnn().create_handle()
+    """A new handle, bound to the current CUDA device.
+
+    Raises:
+        ExecutionError: cuDNN makes none, as on a GPU without free memory.
+    """
+    try:
+        with no_error_left():
+            return cudnn().create_handle()
+    except RuntimeError as error:
+        raise ExecutionError(f"cuDNN could not create a handle, which takes some memory of the GPU: {error}") from error
 
 
 def raw_handle(handle: Handle) -> int:

@@ -143,6 +143,7 @@ class _Loader(NamedTuple):
 
 
 _loaders: dict[int, _Loader] = {}
+_streams: dict[int, int] = {}  # kept where no handle can be made, since they are never destroyed
 _loading_lock = renewed_in_children(threading.RLock())
 
 
@@ -158,11 +159,10 @@ def loading_handle(device: int) -> Iterator[Handle]:
     with _loading_lock:
         if device not in _loaders:
             with torch.cuda.device(device):
-                stream = backend.new_stream()
-                if stream is None:  # one of the 32 that PyTorch hands out in turn
-                    stream = int(torch.cuda.Stream(device).cuda_stream)  # type: ignore[no-untyped-call]
-                loader = _Loader(backend.create_handle(), stream)
-                backend.set_stream(loader.handle, stream)
+                if device not in _streams:
+                    _streams[device] = _new_stream(device)
+                loader = _Loader(backend.create_handle(), _streams[device])
+                backend.set_stream(loader.handle, loader.stream)
             _loaders[device] = loader
         loader = _loaders[device]
         try:
@@ -170,6 +170,13 @@ def loading_handle(device: int) -> Iterator[Handle]:
         except BaseException:
             backend.end_capture(loader.stream)  # which the frontend leaves open where it has no memory
             raise
+
+
+def _new_stream(device: int) -> int:
+    stream = backend.new_stream()
+    if stream is None:  # one of the 32 that PyTorch hands out in turn
+        stream = int(torch.cuda.Stream(device).cuda_stream)  # type: ignore[no-untyped-call]
+    return stream
 
 
 def created_handles() -> int:

@@ -30,6 +30,7 @@ class Sizes(NamedTuple):
         heads: Heads of queries and of keys.
         layer_tokens: Tokens of the sequence of a layer alone.
         model_tokens: Tokens of each sequence of a model.
+        compiler: The backend of `torch.compile`, which compiles the layer alone, too.
         timing: How.
     """
 
@@ -38,23 +39,36 @@ class Sizes(NamedTuple):
     heads: tuple[int, int]
     layer_tokens: int
     model_tokens: int
+    compiler: str
     timing: Timing
 
 
-FULL = Sizes(4096, 14336, heads=(32, 8), layer_tokens=8192, model_tokens=32768, timing=times.FULL)
-SMALL = Sizes(64, 128, heads=(8, 4), layer_tokens=64, model_tokens=128, timing=times.SMALL)
+FULL = Sizes(4096, 14336, heads=(32, 8), layer_tokens=8192, model_tokens=32768, compiler="inductor", timing=times.FULL)
+SMALL = Sizes(64, 128, heads=(8, 4), layer_tokens=64, model_tokens=128, compiler="aot_eager", timing=times.SMALL)
 
 
 def tensor(sizes: Sizes) -> list[Row]:
-    """A layer of one sequence: heads and hidden features on all ranks, between projections all tokens or a part."""
+    """A layer of one sequence: heads and hidden features on all ranks, between projections all tokens or a part.
+
+    Eagerly the host needs longer for `DTensor`s than GPUs do for few tokens, so the compiled layer is measured as well.
+    """
+    label = f"a layer, S={sizes.layer_tokens}"
+    eager = compared(label, sizes.timing, _tensor_parallel(sizes))
+    return eager + compared(f"{label}, compiled", sizes.timing, _tensor_parallel(sizes, is_compiled=True))
+
+
+def _tensor_parallel(sizes: Sizes, *, is_compiled: bool = False) -> dict[str, Candidate]:
     ranks = dist.get_world_size()
     mesh = init_device_mesh(times.device().type, (ranks,))
-    found = {ALONE: _trained(_layers(sizes, 1), _drawn(sizes, sizes.layer_tokens))}
+    layers, xs = {ALONE: _layers(sizes, 1)}, {ALONE: _drawn(sizes, sizes.layer_tokens)}
     for name, is_sharded in (("tensor", False), ("tensor, sequence", True)):
-        model, x = _layers(sizes, 1, packed=False), _drawn(sizes, sizes.layer_tokens)
-        parallelize_module(model, mesh, parallel_plan(model, sequence_parallel=is_sharded))
-        found[name] = _trained(model, x.chunk(ranks, dim=1)[dist.get_rank()] if is_sharded else x)
-    return compared(f"a layer, S={sizes.layer_tokens}", sizes.timing, found)
+        layers[name], x = _layers(sizes, 1, packed=False), _drawn(sizes, sizes.layer_tokens)
+        parallelize_module(layers[name], mesh, parallel_plan(layers[name], sequence_parallel=is_sharded))
+        xs[name] = x.chunk(ranks, dim=1)[dist.get_rank()] if is_sharded else x
+    if is_compiled:
+        for layer in layers.values():
+            layer.compile(backend=sizes.compiler, dynamic=False)
+    return {name: _trained(layer, xs[name]) for name, layer in layers.items()}
 
 
 def model(sizes: Sizes) -> list[Row]:

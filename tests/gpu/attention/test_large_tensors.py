@@ -12,6 +12,8 @@ import torch
 
 import cudnn_sdpa
 
+pytestmark = pytest.mark.whole_gpu
+
 DTYPE = torch.bfloat16
 MANY = 2**31
 ROWS = 1024  #: rows that are computed and compared at a time

@@ -226,6 +226,7 @@ def test_plans_compiled_on_a_machine_without_a_gpu():
         assert plan_cache.info().builds == 0
 
 
+@pytest.mark.whole_gpu
 def test_an_out_of_memory_error_keeps_the_stored_plan(run_python, tmp_path):
     """A process with a full GPU does not remove plans of others; with free memory it loads the plan.
 

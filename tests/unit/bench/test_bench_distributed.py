@@ -55,7 +55,7 @@ def test_each_method_has_a_row(ranks):
 def test_models_have_a_row_for_each_way_to_spread_them(ranks):
     (found, _) = ranks(measured, DistributedPart.TENSOR, DistributedPart.MODEL)
     ways = {
-        DistributedPart.TENSOR: ["one GPU", "tensor", "tensor, sequence"],
+        DistributedPart.TENSOR: ["one GPU", "tensor", "tensor, sequence"] * 2,  # eager, and compiled
         DistributedPart.MODEL: ["one GPU", "DP 2 × CP 1 × TP 1", "DP 1 × CP 2 × TP 1", "DP 1 × CP 1 × TP 2"],
     }
     for part, names in ways.items():

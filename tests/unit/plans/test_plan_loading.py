@@ -44,7 +44,7 @@ REFUSED = [
 ]
 
 
-LOADING_HANDLE, BUILD_HANDLE = handles.loading_handle, handles.build_handle
+LOADING_HANDLE, BUILD_HANDLE, CREATE_HANDLE = handles.loading_handle, handles.build_handle, backend.create_handle
 
 
 @pytest.fixture
@@ -149,6 +149,7 @@ def test_plans_are_loaded_on_a_stream_of_their_own_whose_capture_ends(monkeypatc
     monkeypatch.setattr(backend, "set_stream", lambda *to: bound.append(to))
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(handles, "_loaders", {})
+    monkeypatch.setattr(handles, "_streams", {})
     for _ in range(2):
         with contextlib.suppress(MemoryError), handles.loading_handle(3) as handle:
             assert handle == "handle"
@@ -167,6 +168,7 @@ def handles_of_a_gpu(store, monkeypatch):
     monkeypatch.setattr(handles, "loading_handle", LOADING_HANDLE)
     monkeypatch.setattr(handles, "build_handle", BUILD_HANDLE)
     monkeypatch.setattr(handles, "_loaders", {})
+    monkeypatch.setattr(handles, "_streams", {})
     monkeypatch.setattr(handles.thread, "slots", handles._ThreadSlots())
     monkeypatch.setattr(handles, "_created", [])
     monkeypatch.setattr(backend, "create_handle", lambda: SimpleNamespace(backend_handle=len(bound)))
@@ -195,6 +197,28 @@ def test_without_a_stream_no_plan_is_blamed(store, handles_of_a_gpu, monkeypatch
             build.load_plan(key())
     assert not handles_of_a_gpu
     assert (store.info().plans, store.info().rejected) == (1, 0)
+
+
+def test_without_memory_for_a_handle_no_plan_is_blamed(store, handles_of_a_gpu, monkeypatch):
+    """The stream of the first attempt serves the next one."""
+    runtime, made = Streams(), []
+    monkeypatch.setattr(backend, "_cuda_runtime", lambda: runtime)
+    monkeypatch.setattr(backend, "new_stream", lambda: made.append(77) or 77)
+    new_handle = backend.create_handle
+    assert handles.thread.slots[0].handle.backend_handle == 0  # of launches; only the one for loading is missing
+
+    def no_handle():
+        raise RuntimeError("cudnnHandle Create failed cudaStreamCreateWithFlags(…) != cudaSuccess")
+
+    monkeypatch.setattr(backend, "cudnn", lambda: SimpleNamespace(create_handle=no_handle))
+    monkeypatch.setattr(backend, "create_handle", CREATE_HANDLE)
+    for _ in range(2):
+        with pytest.raises(ExecutionError, match="memory of the GPU: cudnnHandle Create failed"):
+            build.load_plan(key())
+    assert (store.info().plans, store.info().rejected) == (1, 0)
+    monkeypatch.setattr(backend, "create_handle", new_handle)
+    with handles.loading_handle(0):
+        assert (made, handles_of_a_gpu) == ([77], [77])
 
 
 def test_without_cudas_runtime_a_stream_of_pytorch_serves(handles_of_a_gpu, monkeypatch):

@@ -622,16 +622,18 @@ def test_torch_compile():
 
 def test_plans_are_recorded_and_warmed_up():
     cache, numbers = filled(4, 37)
-    step = cache.reserve(numbers)
-    cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))
-    many = [torch.randn(4, 8, queries, 64, device="cuda", dtype=BF16) for queries in (1, 3, 20)]
+    calls = []
+    for queries in (1, 3, 20):
+        step = cache.reserve(numbers, queries)
+        cache.append(step, *(torch.randn(4, 2, queries, 64, device="cuda", dtype=BF16) for _ in range(2)))
+        calls.append((step, torch.randn(4, 8, queries, 64, device="cuda", dtype=BF16)))
     plan_cache.clear()
     with cudnn_sdpa.record_plans() as manifest:
-        for q in many:
+        for step, q in calls:
             attend(cache, step, q)
     assert len(manifest) == 3
     plan_cache.clear()
     cudnn_sdpa.warmup(manifest)
     with no_plan_builds():
-        for q in many:
+        for step, q in calls:
             attend(cache, step, q)
