@@ -75,7 +75,7 @@ def attention() -> Panels:
 
 def scaling() -> Panels:
     """The lines of each panel: what a method reaches of linear scaling, by the number of GPUs."""
-    measured = read("distributed", "h100")
+    measured = read("distributed")
     found: Panels = {}
     for kind, label in (("causal", "Dense"), ("packed", "Packed")):
         for part, tokens in (("weak", "32k tokens for each GPU"), ("strong", "128k tokens in all")):
