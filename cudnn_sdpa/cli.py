@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.bench.cli import bench_app, require_gpu, show_help
 from cudnn_sdpa.bench.tools.output import Output
-from cudnn_sdpa.errors import ArgumentError, CudnnSdpaError
+from cudnn_sdpa.errors import ArgumentError, CudnnSdpaError, DeviceError
 
 if TYPE_CHECKING:
     from cudnn_sdpa.offline.warmup import WarmupReport
@@ -50,6 +50,8 @@ class _Commands(TyperGroup):
 def _errors_as_lines() -> Iterator[None]:
     try:
         yield
+    except DeviceError as error:
+        _fail(str(error), PROBLEM)  # no GPU: nothing is wrong with the arguments
     except ArgumentError as error:
         name = _ARGUMENTS.get(error.argument, error.argument)
         _fail(str(type(error)(name, error.got, error.expected, error.hint)), USAGE)

@@ -49,6 +49,8 @@ def arguments_of(
             raise OptionError("ARGUMENT", repr(word), "NAME=VALUE, such as q=2,8,1024,64 or is_causal=true")
         if name not in parameters:
             raise OptionError("ARGUMENT", repr(word), "one of " + ", ".join(parameters))
+        if name in arguments:
+            raise OptionError("ARGUMENT", repr(word), f"{name} once")
         is_tensor = "Tensor" in str(parameters[name].annotation) and text.lower() != "none"
         arguments[name] = _tensor(name, text, dtype, requires_grad) if is_tensor else _value(text)
     missing = [name for name, each in parameters.items() if each.default is each.empty and name not in arguments]

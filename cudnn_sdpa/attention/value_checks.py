@@ -16,7 +16,7 @@ from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.errors import ShapeError
 
 #: Whether values are read back from a GPU and checked. Set by the environment variable when the package is imported.
-enabled = os.environ.get("CUDNN_SDPA_DEBUG", "") not in ("", "0")
+enabled = os.environ.get("CUDNN_SDPA_DEBUG", "").strip().lower() not in ("", "0", "off", "false", "no")
 
 
 def check_lengths(name: str, lengths: Tensor | None, size: int) -> None:

@@ -167,6 +167,15 @@ def call(facts: Facts) -> Iterator[Finding]:
         yield _error("sdpa gives wrong results on this GPU", found, cure)
 
 
+def settings(facts: Facts) -> Iterator[Finding]:
+    """Environment variables of this library exist, and have values that they can have."""
+    for problem in facts.settings_problems:
+        if "expected" in problem and "; using " not in problem:
+            yield _error("Calls raise because of an environment variable", problem, "Correct it, or unset it.")
+        else:
+            yield _warning("An environment variable has no effect", problem, "Correct it, or unset it.")
+
+
 def store(facts: Facts) -> Iterator[Finding]:
     """Plans are stored for later processes."""
     if not facts.plan_store_problem:
@@ -189,7 +198,7 @@ def native(facts: Facts) -> Iterator[Finding]:
 
 #: Causes before their effects.
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...]
-CHECKS = broken_off, torch, gpus, packages, cudnn, call, store, native
+CHECKS = settings, broken_off, torch, gpus, packages, cudnn, call, store, native
 
 
 def examine(facts: Facts) -> list[Finding]:

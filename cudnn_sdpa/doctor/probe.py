@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import re
@@ -21,11 +22,14 @@ from typing import TypedDict
 import torch
 
 from cudnn_sdpa._json import JsonObject
+from cudnn_sdpa.engine import cpu_target, explain
 from cudnn_sdpa.engine.native import loader
-from cudnn_sdpa.errors import OfflineError
+from cudnn_sdpa.errors import OfflineError, OptionError
 from cudnn_sdpa.graph import backend
-from cudnn_sdpa.offline import interpreter
-from cudnn_sdpa.plans import default_store, private_folders
+from cudnn_sdpa.graph.target import check_name
+from cudnn_sdpa.offline import interpreter, planner
+from cudnn_sdpa.plans import default_store, private_folders, shape_policy
+from cudnn_sdpa.plans.cache import capacity_from_environment
 from cudnn_sdpa.plans.private_folders import UnsafeFolderError
 
 #: A first plan takes a second, importing PyTorch a few, on a slow network disk a minute.
@@ -37,6 +41,28 @@ _PROGRAM = "from cudnn_sdpa.doctor.probe import main; main()"
 _PACKAGES = ("torch", "triton", "cudnn-sdpa")
 _VARIABLES = re.compile(
     r"CUDNN_\w+|CUDA_(VISIBLE_DEVICES|HOME|PATH)|NVIDIA_VISIBLE_DEVICES|LD_(LIBRARY_PATH|PRELOAD)|XDG_CACHE_HOME|CC|CXX"
+)
+#: What reads the variables of this library that not every value suits.
+_READ: dict[str, Callable[[], object]] = {
+    "CUDNN_SDPA_CACHE_SIZE": capacity_from_environment,
+    "CUDNN_SDPA_CPU_CHECKS": cpu_target.of_environment,
+    planner.TIMEOUT_VARIABLE: planner.timeout_seconds,
+    loader.VARIABLE: loader.mode,
+    shape_policy.VARIABLE: shape_policy.of_environment,
+    explain.TARGET_VARIABLE: lambda: check_name(
+        os.environ.get(explain.TARGET_VARIABLE) or "h200", explain.TARGET_VARIABLE
+    ),
+}
+#: The others, and those of this project's tests.
+_OTHERS = (
+    "DEBUG",
+    "NATIVE_DIR",
+    "NATIVE_SANITIZE",
+    "PLAN_DIR",
+    "TRUSTED_FOLDERS",
+    "IN_HELPER",
+    "GPU_REPORT",
+    "TEST_NATIVE",
 )
 _NVIDIA = re.compile(r"/lib(cudnn|cuda|cudart|nvrtc|cublas)\w*\.so[.\d]*$")
 
@@ -68,6 +94,7 @@ class Facts:
     hip: str | None
     plan_store: str | None = None  # None if it is off, or the user has no cache folder
     plan_store_problem: str = ""  # why plans cannot be saved
+    settings_problems: tuple[str, ...] = ()  # what is wrong with variables of this library
     plan_store_is_readable: bool = False  # although they cannot be saved
 
     broken_off: str = ""  # how the probing process ended, if it failed
@@ -111,6 +138,7 @@ def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
         driver=driver(),
         gpu_nodes=gpu_nodes(),
         native=loader.forecast(),
+        settings_problems=tuple(settings_problems()),
         torch=torch.__version__,
         cuda=torch.version.cuda,
         hip=torch.version.hip,
@@ -145,6 +173,25 @@ def probed(timeout: float) -> JsonObject:
         found["broken_off"] = how + (f"; it printed: {last}" if last else "")
         found["broken_in"] = list(PARTS)[min(len(parts), len(PARTS) - 1)]
     return found
+
+
+def settings_problems() -> list[str]:
+    """What is wrong with the variables of this library: values that none can have, and names that nothing reads."""
+    found: list[str] = []
+    handler, log = logging.Handler(), logging.getLogger("cudnn_sdpa")
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        for read in _READ.values():
+            try:
+                read()
+            except OptionError as error:  # noqa: PERF203 - a few, once
+                found.append(str(error))
+    finally:
+        log.removeHandler(handler)
+    known = {*_READ, *(f"CUDNN_SDPA_{name}" for name in _OTHERS)}
+    names = [name for name in sorted(os.environ) if name.startswith("CUDNN_SDPA_") and name not in known]
+    return found + [f"{name}: nothing reads it" for name in names]
 
 
 def driver() -> str:

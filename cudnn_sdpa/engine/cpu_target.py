@@ -99,7 +99,7 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
 def active_name() -> str | None:
     """The name of the GPU that CPU tensors are checked for; None for no checks."""
     if _Setting.name == "":
-        _put(_of_environment())  # raises as long as it names none
+        _put(of_environment())  # raises as long as it names none
     return _Setting.name
 
 
@@ -118,14 +118,19 @@ def _put(value: str | None) -> None:
     _Setting.has_dtypes, _Setting.name = not any_dtype, None if value is None else name
 
 
-def _of_environment() -> str | None:
+def of_environment() -> str | None:
+    """The name that the environment has for it.
+
+    Raises:
+        OptionError: There is no such GPU.
+    """
     return _checked(VARIABLE, os.environ.get(VARIABLE, DEFAULT) or None)
 
 
 def _read_environment() -> None:
     """Sets what the environment names: at import, as Dynamo could trace neither a lock nor the environment later."""
     try:
-        _put(_of_environment())
+        _put(of_environment())
     except OptionError:  # raised by the first call, as an import should not fail for a setting
         _put("")
 

@@ -27,6 +27,9 @@ from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.kernel_plan import ENGINE, KernelOp
 
+#: The environment variable that names the GPU of calls without one.
+TARGET_VARIABLE = "CUDNN_SDPA_TARGET"
+
 
 @dataclass(frozen=True)
 class Description:
@@ -268,7 +271,7 @@ def explained(
     """The same, with a `target` for tensors that are not on a GPU."""
     describer = describer_of(function)
     if describer is None:
-        name = getattr(function, "__name__", repr(function))
+        name = getattr(function, "__name__", type(function).__name__)
         raise OptionError("function", name, "one of " + ", ".join(described_functions()))
     description = describer(*args, **kwargs)
     result = _explain(function.__name__, description, target)
@@ -287,7 +290,7 @@ def _explain(name: str, description: Description, target: str | None) -> Explana
         return _explain_live(name, description, description.device)
     if target is not None:
         return _explain_offline(name, description, load_properties(target))
-    of_environment = load_properties(os.environ.get("CUDNN_SDPA_TARGET", "h200"), "CUDNN_SDPA_TARGET")
+    of_environment = load_properties(os.environ.get(TARGET_VARIABLE) or "h200", TARGET_VARIABLE)
     return _explain_offline(name, description, of_environment)
 
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.engine import sharding
+from cudnn_sdpa.engine.autocast import could_cast
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.conv_graphs import (
@@ -191,7 +192,8 @@ def _convolve(
     activation: str | None,
 ) -> Tensor:
     strides, zeros, spacing = sizes_of(rank, stride, padding, dilation)
-    if isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_cuda and not _may_be_tf32():  # in each call
+    is_float32 = isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_cuda  # seen in each call
+    if is_float32 and not _may_be_tf32() and not could_cast((x,)):
         reasons = ["cuDNN multiplies float32 in TF32 here, and torch.backends.cudnn.allow_tf32 is False"]
         raise UnsupportedError("a convolution of float32", reasons, "bfloat16 or float16, or PyTorch's own functions")
     fused = (

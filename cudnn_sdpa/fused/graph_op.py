@@ -130,6 +130,12 @@ class GraphFunction(GraphDefinition):
         self.autocast, self.materialize_grads = autocast, materialize_grads
         self.replays_backward = replays_backward
         self.takes_needs = backward is not None and "needs" in inspect.signature(backward).parameters
+        if type(auxiliary) is not int or auxiliary < 0:
+            expected = "the number of results that are for backward= alone"
+            raise OptionError(f"auxiliary of {builder.__name__}", shown(auxiliary), expected)
+        if type(keeps_results) not in (bool, slice):
+            expected = "a bool, or a slice of the results"
+            raise OptionError(f"keeps_results of {builder.__name__}", shown(keeps_results), expected)
         parameters = list(inspect.signature(builder).parameters.values())[1:]
         self.operands = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         self.options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -141,6 +147,9 @@ class GraphFunction(GraphDefinition):
         if len(self.operands) + len(self.options) != len(parameters):
             got = "a * parameter or a positional-only one"
             raise OptionError(f"the graph builder {builder.__name__}", got, "no * parameters, and names for all others")
+        if not self.operands:
+            expected = "a function of the graph and of one operand or more, such as (g, x)"
+            raise OptionError(f"the graph builder {builder.__name__}", "no operand", expected)
         if isinstance(shard, Mapping):
             _check_shard(shard, self.operands)
         self.ways = sharding.along(shard) if isinstance(shard, Mapping) else shard
@@ -357,11 +366,10 @@ class GraphFunction(GraphDefinition):
             values = tuple(cast_tensor(x, first) if isinstance(x, Tensor) else x for x in values)
         if self.check is not None:
             self.check(*values, **static)
-        for name, value in static.items():
-            torch_ops.check_option(name, value)
+        static = {name: torch_ops.checked_option(name, value) for name, value in static.items()}
         self._check_operands(values)
         autograd_checks.refuse_tangents(dict(zip(self.operands, values, strict=True)))
-        autograd_checks.refuse_transforms(self.__name__, *values, loops=False)
+        autograd_checks.refuse_transforms(self.__name__.removesuffix("_rows"), *values, loops=False)
         return values, static
 
     def _check_operands(self, values: Sequence[object]) -> None:
@@ -600,8 +608,23 @@ class Saved:
         given = tuple([self._given(ctx, place, grad) for place, grad in enumerate(grads)])
         results = saved[len(self._places) :]
         with nullcontext() if watch is None else watch.of_block():
-            found = torch_ops.gradients(self.function, given, values, results=results, static=self._static, needs=needs)
+            found = self._gradients(given, values, results, needs)
         return [x if need else None for x, need in zip(found, needs, strict=True)]
+
+    def _gradients(
+        self,
+        grads: tuple[Tensor | None, ...],
+        values: list[Value],
+        results: Sequence[Tensor],
+        needs: tuple[bool, ...],
+    ) -> tuple[Tensor | None, ...]:
+        """What `backward` returns. In plain PyTorch it may compute a batch of gradients, by cuDNN it cannot."""
+        try:
+            return torch_ops.gradients(self.function, grads, values, results=results, static=self._static, needs=needs)
+        except RuntimeError:
+            for grad in grads:
+                autograd_checks.refuse_batch(grad)
+            raise
 
     def differentiation(self, values: tuple[Value, ...], results: Sequence[Layout]) -> Differentiation[_Given]:
         """What the native module needs to have this compute the gradients of such calls."""

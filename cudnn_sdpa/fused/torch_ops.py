@@ -166,19 +166,21 @@ def gradients(
     return grad_inputs
 
 
-def check_option(name: str, value: object) -> None:
-    """Checks that an option is a plain value, which `_encoded` supports.
+def checked_option(name: str, value: object) -> object:
+    """An option as a plain value, which `_encoded` supports: `numpy.float64`, for one, is a float with another type.
 
     Raises:
-        OptionError: It is not.
+        OptionError: It is none.
     """
     if isinstance(value, tuple):
-        for item in value:
-            check_option(name, item)
-    elif value is not None and (not isinstance(value, _PLAIN) or isinstance(value, Enum)):
+        return tuple([checked_option(name, item) for item in value])
+    if value is not None and (not isinstance(value, _PLAIN) or isinstance(value, Enum)):
         raise OptionError(name, type(value).__name__, "None, a bool, a number, a string or a tuple of these")
-    elif isinstance(value, float) and not -_INFINITY < value < _INFINITY:
+    if isinstance(value, float) and not -_INFINITY < value < _INFINITY:
         raise OptionError(name, str(value), "a finite number")
+    if value is None or type(value) in _PLAIN:
+        return value
+    return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
 
 
 def _encoded(values: Iterable[object], symbols: list[torch.SymInt], numbers: list[float]) -> str:
@@ -243,6 +245,11 @@ def run_reference(function: Function, values: Sequence[Value], static: Options) 
         raise UnsupportedError(function.__name__, reasons, "tensors on a GPU")
     results = as_tuple(function.reference(*values, **static))
     like = function.outputs(values, static)
+    found, wanted = ([tuple(x.shape) if isinstance(x, Tensor) else x for x in each] for each in (results, like))
+    if found != wanted:
+        raise OptionError(
+            f"reference of {function.__name__}", f"results of shapes {found}", f"those of outputs=, {wanted}"
+        )
     return tuple(
         torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=y.device).copy_(y)
         for x, y in zip(like, results, strict=True)

@@ -157,19 +157,37 @@ def load_properties(name_or_path: str, argument: str = "target") -> DeviceProper
         OptionError: It is neither, or the file does not describe a GPU.
     """
     try:
-        if name_or_path in _MEASURED:
-            return _measured(name_or_path)
-        if name_or_path in _specifications()["gpus"]:
-            return _specified(name_or_path)
+        name = str(name_or_path).lower()
+        if name in _MEASURED:
+            return _measured(name)
+        if name in _specifications()["gpus"]:
+            return _specified(name)
         return _read(Path(name_or_path))
-    except (OSError, ValueError, RecursionError) as error:
-        known = ", ".join(map(repr, bundled_targets()))
-        why = getattr(error, "strerror", None) or error
-        raise OptionError(
-            argument,
-            f"{shortened(repr(name_or_path))} ({shortened(str(why))})",
-            f"{known}, or the path of a cuDNN device-properties JSON file",
-        ) from error
+    except (OSError, ValueError, RecursionError, TypeError) as error:
+        raise _no_gpu(name_or_path, argument, error) from error
+
+
+def check_name(name_or_path: str, argument: str) -> None:
+    """Checks that it is what `load_properties` takes, without cuDNN.
+
+    Raises:
+        OptionError: It is not.
+    """
+    if name_or_path.lower() not in bundled_targets():
+        try:
+            _read(Path(name_or_path))
+        except (OSError, ValueError, RecursionError) as error:
+            raise _no_gpu(name_or_path, argument, error) from error
+
+
+def _no_gpu(name_or_path: object, argument: str, error: Exception) -> OptionError:
+    known = ", ".join(map(repr, bundled_targets()))
+    why = getattr(error, "strerror", None) or error
+    return OptionError(
+        argument,
+        f"{shortened(repr(name_or_path))} ({shortened(str(why))})",
+        f"one of {known}, or the path of a cuDNN device-properties JSON file",
+    )
 
 
 @functools.cache

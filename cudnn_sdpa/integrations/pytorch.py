@@ -52,7 +52,8 @@ def register(*, device: str = "cuda") -> None:
     What this library does not support raises `UnsupportedError`. Under `fallback("torch")` what was there before runs
     instead, logged as other fallbacks are, except with dropout, whose random numbers two implementations do not share.
 
-    May be called again. `unregister` takes it away.
+    May be called again, which changes nothing as long as they are there. `unregister` takes them away: not between a
+    forward pass and its backward pass, which another implementation would then compute.
 
     Args:
         device: "cuda", or "cpu" to have the operators run this library's reference on CPU tensors, for tests on
@@ -74,8 +75,12 @@ def register(*, device: str = "cuda") -> None:
     if not isinstance(device, str) or device not in _DEVICES:
         raise OptionError("device", repr(device), "'cuda', or 'cpu' for tests without a GPU")
     with _lock:
-        unregister()
         activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
+        current = _Installation.current
+        is_active = activate is None or torch.nn.attention.current_flash_attention_impl() == NAME
+        if current is not None and current.key == _DEVICES[device] and is_active:
+            return  # other threads may be using them
+        unregister()
         if activate is not None:
             register_fn = functools.partial(_Installation.install, _DEVICES[device])
             torch.nn.attention.register_flash_attention_impl(NAME, register_fn=register_fn)
@@ -107,11 +112,13 @@ class _Installation:
 
     Attributes:
         current: The one that is there; None if there is none.
+        key: The dispatch key.
     """
 
     current: _Installation | None = None
 
-    def __init__(self) -> None:
+    def __init__(self, key: str) -> None:
+        self.key = key
         self._libraries: list[Any] = []
 
     @classmethod
@@ -121,7 +128,7 @@ class _Installation:
         Raises:
             LibraryError: An operator has other arguments than its kernel knows.
         """
-        installation = cls()
+        installation = cls(key)
         kernels = [
             (namespace, name, Kernel(*function, operator.default._schema, kernel_before(operator.default, key)))
             for namespace, functions in _FUNCTIONS.items()

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from cudnn_sdpa.errors import CudnnSdpaError, DeviceError
+from cudnn_sdpa.errors import CudnnSdpaError, DeviceError, OptionError
 from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, live_properties, live_target, load_properties
@@ -24,6 +24,7 @@ from cudnn_sdpa.plans.file_format import BadPlanFileError
 from cudnn_sdpa.plans.kernel_plan import KernelOp
 from cudnn_sdpa.plans.manifest import PlanManifest
 from cudnn_sdpa.plans.plan import Plan
+from cudnn_sdpa.plans.store import PlanStore
 
 _log = logging.getLogger("cudnn_sdpa")
 
@@ -38,8 +39,8 @@ class WarmupReport:
         held: Plans that were already in memory.
         loaded: Plans loaded from the plan store.
         built: Plans built.
-        failed: Plans that could not be built, as text, with the reason; for `compile_plans` also those that must be
-            built on the GPU, because cuDNN makes them much faster there.
+        failed: Plans that could not be built, as text, with the reason; for `compile_plans` also those that the folder
+            could not keep, and those that must be built on the GPU, because cuDNN makes them much faster there.
         seconds: Time taken.
     """
 
@@ -150,7 +151,7 @@ def compile_plans(
         workers: Number of helper processes; None is one per core, at most eight.
 
     Returns:
-        A report.
+        A report. Plans that the folder does not have in the end are among the failed ones.
 
     Raises:
         OptionError: The manifest or the target cannot be read, the manifest names a missing operation, the folder
@@ -160,25 +161,38 @@ def compile_plans(
     start, report = time.perf_counter(), WarmupReport()
     properties = load_properties(target)
     check_workers(workers, 1)
+    if folder is None:
+        raise OptionError("folder", "None", "the path of a folder")
     store = open_store(folder, "folder")
-    missing = []
+    missing, held, saved = [], [], []
     for key in _manifest(manifest).keys(Target.from_properties(properties), None):
         operation = find_operation(key.operation, only_imported=True)
         if isinstance(operation, KernelOp):
-            operation.compile_into(store, key)
-            report.built += 1
+            report.built += _is_kept(report, store, key, is_there=operation.compile_into(store, key))
         elif store.load(key) is not None:
-            report.held += 1
+            held.append(key)
         else:
             missing.append(key)
     for key, plan_or_error in _shown(plan_all(missing, properties, workers), len(missing), progress):
         if isinstance(plan_or_error, CudnnSdpaError):
             report.failed[str(key)] = str(plan_or_error)
-            continue
-        store.save(key, plan_or_error.stored_form(key))
-        report.built += 1
+        elif _is_kept(report, store, key, is_there=store.save(key, plan_or_error.stored_form(key))):
+            saved.append(key)
+    # In the end: a later plan may have taken the place of an earlier one.
+    report.held = sum(_is_kept(report, store, key, is_there=store.has(key)) for key in held)
+    report.built += sum(_is_kept(report, store, key, is_there=store.has(key)) for key in saved)
     report.seconds = time.perf_counter() - start
     return report
+
+
+def _is_kept(report: WarmupReport, store: PlanStore, key: PlanKey, *, is_there: bool) -> bool:
+    """Whether the folder has a plan; if not, it counts as failed."""
+    if not is_there:
+        room = f"it holds {store.capacity >> 20} MiB, as far as the disk has room"
+        report.failed[str(key)] = (
+            f"{store.folder} does not have it: {room}, and whoever runs this must be able to write"
+        )
+    return is_there
 
 
 def _manifest(manifest: PlanManifest | str | Path) -> PlanManifest:

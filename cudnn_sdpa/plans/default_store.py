@@ -157,7 +157,8 @@ def open_store(path: str | os.PathLike[str] | None, argument: str, capacity: int
     Raises:
         OptionError: It cannot be used or is open to others.
     """
-    if path is not None and not os.fspath(path):
+    is_path = isinstance(path, (str, os.PathLike)) and os.fspath(path) and "\0" not in os.fspath(path)
+    if not (path is None or is_path):
         raise OptionError(argument, repr(path), "the path of a folder")
     try:
         return PlanStore(_default_folder() if path is None else _absolute(path), capacity)

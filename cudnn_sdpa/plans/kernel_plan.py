@@ -98,10 +98,13 @@ class KernelOp(GraphDefinition):
         plan.build_seconds = time.perf_counter() - start
         return plan
 
-    def compile_into(self, store: PlanStore, key: PlanKey) -> None:
-        """Compiles the kernels of a plan for the GPU of its key, which need not be present, into a store."""
-        for call in self.program(key).calls:
-            call.kernel.compile_into(store, key.target.sm)
+    def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
+        """Compiles the kernels of a plan for the GPU of its key, which need not be present, into a store.
+
+        Returns whether the store has them.
+        """
+        kept = [call.kernel.compile_into(store, key.target.sm) for call in self.program(key).calls]
+        return all(kept)
 
 
 class KernelPlan(Plan):

@@ -60,7 +60,7 @@ class PlanManifest:
             for number, plan in enumerate(plans if isinstance(plans, list) else ()):
                 distinct.setdefault(json.dumps(plan, sort_keys=True), (number, plan))
             violation = _violation(data, list(distinct.values()))
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError, TypeError) as error:
             why = shortened(str(getattr(error, "strerror", None) or error))
             raise OptionError("manifest", f"{str(path)!r} ({why})", "a file written by PlanManifest.save") from error
         if violation is not None:
@@ -173,15 +173,18 @@ def _recorded_on(keys: list[PlanKey]) -> dict[str, str]:
 def _key_of(plan: JsonObject, target: Target) -> PlanKey:
     name = plan.get("operation") if isinstance(plan, dict) else plan
     try:
-        _check_numbers(plan)
         digest = find_operation(str(name), only_imported=True).digest
-        key = PlanKey.from_json({**plan, "digest": digest}, target)
-        hash(key)  # a manifest that was not read from a file may have dictionaries among the options
     except (ImportError, AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
         got = f"the operation {shortened(repr(name))} ({shortened(str(error))})"
-        raise OptionError(
-            "manifest", got, "an operation of this installation; import the module that defines it first"
-        ) from error
+        expected = "an operation of this installation; import the module that defines it first"
+        raise OptionError("manifest", got, expected) from error
+    try:
+        _check_numbers(plan)
+        key = PlanKey.from_json({**plan, "digest": digest}, target)
+        hash(key)  # a manifest that was not read from a file may have dictionaries among the options
+    except (AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
+        got = f"a plan of {shortened(repr(name))} ({shortened(str(error))})"
+        raise OptionError("manifest", got, "a plan as PlanManifest.save writes it") from error
     return key
 
 

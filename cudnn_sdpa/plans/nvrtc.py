@@ -168,13 +168,17 @@ class Kernel:
             store.save(key, _stored_form(key, cubin, time.perf_counter() - start))
         return self._in_memory(cubin, device)
 
-    def compile_into(self, store: PlanStore, sm: int) -> None:
-        """Compiles it for GPUs of compute capability `sm` and saves it in a store, unless that has it; needs no GPU."""
+    def compile_into(self, store: PlanStore, sm: int) -> bool:
+        """Compiles it for GPUs of compute capability `sm` and saves it in a store, unless that has it; needs no GPU.
+
+        Returns whether the store has it.
+        """
         key = self.identity(sm)
-        if store.load(key) is None:
-            start = time.perf_counter()
-            cubin = self.compile(sm)
-            store.save(key, _stored_form(key, cubin, time.perf_counter() - start))
+        if store.load(key) is not None:
+            return True
+        start = time.perf_counter()
+        cubin = self.compile(sm)
+        return store.save(key, _stored_form(key, cubin, time.perf_counter() - start))
 
     def _in_memory(self, cubin: bytes, device: int) -> LoadedKernel:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()

@@ -124,7 +124,8 @@ def _check(path: str, status: os.stat_result) -> None:
 
     In a sticky folder like /tmp, every user may add entries but replace only their own; the entry is checked next.
     """
-    if path in os.environ.get(TRUSTED_VARIABLE, "").split(os.pathsep):
+    trusted = [name.strip() for name in os.environ.get(TRUSTED_VARIABLE, "").split(os.pathsep)]
+    if path in [os.path.normpath(name) for name in trusted if name]:
         return
     if not _is_trustworthy(status.st_uid):
         raise OpenFolderError(

@@ -48,13 +48,18 @@ def active() -> str:
     """The policy in force."""
     policy = Setting.policy
     if not policy:
-        named = _from_environment()
+        named = of_environment()
         with _lock:
             policy = Setting.policy = Setting.policy or named
     return policy
 
 
-def _from_environment() -> str:
+def of_environment() -> str:
+    """The policy that the environment names.
+
+    Raises:
+        OptionError: It names none that exists.
+    """
     name = os.environ.get(VARIABLE) or DEFAULT
     if name not in POLICIES:
         raise OptionError(VARIABLE, repr(name), f"one of {', '.join(POLICIES)}")

@@ -159,8 +159,12 @@ class PlanStore:
         self._count("loads")
         return plan
 
-    def save(self, key: Identified, plan: StoredPlan) -> None:
-        """Saves a plan; a failure is logged once."""
+    def has(self, key: Identified) -> bool:
+        """Whether there is a file for `key`, which may be damaged."""
+        return self.path(key).is_file()
+
+    def save(self, key: Identified, plan: StoredPlan) -> bool:
+        """Saves a plan; returns whether it could. A failure is logged once."""
         name = self.path(key).name
         try:
             contents = plan.encode()
@@ -171,6 +175,8 @@ class PlanStore:
             self._ignored.pop(name, None)
         except (OSError, UnsafeFolderError) as error:
             self._warn("write", f"plans cannot be saved in {self.folder} ({error})")
+            return False
+        return True
 
     def reject(self, key: Identified, why: str) -> None:
         """Removes the file of `key`, which is damaged or holds another plan."""

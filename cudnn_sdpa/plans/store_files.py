@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -157,7 +158,12 @@ class File:
     @property
     def is_plan(self) -> bool:
         """Whether it is complete."""
-        return self.name.endswith(".plan")
+        return is_plan_name(self.name)
+
+
+def is_plan_name(name: str) -> bool:
+    """Whether `file_format.name_of` makes such names; a file with another one is somebody else's."""
+    return re.fullmatch(r"[0-9a-f]{64}\.plan", name) is not None
 
 
 class SharedSize:
@@ -202,7 +208,7 @@ def listed(folder: int) -> list[File]:
     files = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if entry.name.endswith(".plan") or entry.name.startswith(_TEMPORARY):
+            if is_plan_name(entry.name) or entry.name.startswith(_TEMPORARY):
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
                     files.append(File(entry.name, status.st_size, status.st_mtime))

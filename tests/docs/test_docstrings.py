@@ -73,6 +73,25 @@ def no_store_stays():
         yield
 
 
+def test_errors_in_the_readme_are_those_that_are_raised():
+    """Each block of a Python session ends with an error, as Python prints it."""
+    names = {"torch": torch, "cudnn_sdpa": cudnn_sdpa}
+    sessions = re.findall(r"^```pycon\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert len(sessions) == 2
+    for session in sessions:
+        lines = session.splitlines()
+        *before, call = [line.removeprefix(">>> ") for line in lines if line.startswith(">>> ")]
+        shown = "\n".join(line for line in lines if not line.startswith(">>> "))
+        exec("\n".join(before), names)  # noqa: S102
+        with pytest.raises(cudnn_sdpa.CudnnSdpaError) as raised:
+            eval(call, names)  # noqa: S307
+        kind = type(raised.value)
+        said = str(raised.value).replace(
+            " (CPU tensors are checked for h200; CUDNN_SDPA_CPU_CHECKS=none lifts this)", ""
+        )
+        assert f"{kind.__module__}.{kind.__name__}: {said}" == shown
+
+
 def blocks(page: Path) -> list[str]:
     """The Python code blocks of a page, also in tabs, where they are indented."""
     found = re.findall(r"^( *)```python[^\n]*\n(.*?)^\1```", page.read_text(), re.MULTILINE | re.DOTALL)

@@ -262,7 +262,7 @@ def test_every_command_has_a_wrong_argument_case():
     ("error", "status", "said"),
     [
         (OptionError("workers", "0", "at least 1"), 2, "--workers: got 0; expected at least 1."),
-        (DeviceError("device", "none", "a GPU"), 2, "device: got none; expected a GPU."),
+        (DeviceError("device", "none", "a GPU"), 1, "device: got none; expected a GPU."),
         (UnsupportedError("it", ["for the test"]), 1, "it is not supported here:\n  - for the test"),
         (OfflineError("no compiler"), 1, "no compiler"),
         (LibraryError("no cuDNN"), 1, "no cuDNN"),
@@ -289,7 +289,7 @@ def test_internal_errors_are_not_hidden(monkeypatch):
 
 def test_errors_use_the_names_of_the_command_line(places):
     target = invoke("compile", places / "plans.json", "--target", "h9000", "-o", places / "new")
-    assert target.stderr.startswith("--target: got 'h9000' (No such file or directory); expected 'a100', ")
+    assert target.stderr.startswith("--target: got 'h9000' (No such file or directory); expected one of 'a100', ")
     manifest = invoke("compile", places / "nothing", "--target", "h200", "-o", places / "new")
     assert manifest.stderr.startswith("MANIFEST: got ")
     empty = invoke("compile", places / "empty.json", "--target", "h200", "-o", places / "new")

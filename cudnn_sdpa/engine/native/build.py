@@ -159,6 +159,10 @@ def _split(contents: bytes, length: int) -> tuple[bytes, bytes]:
     return contents[:at], contents[at:]
 
 
+#: What `name_of` returns, and the names beside it of what a compiler has refused.
+_OWN_NAME = re.compile(r"torch-\S+-[0-9a-f]{32}\.(so|refused)")
+
+
 def name_of(identity: dict[str, object]) -> str:
     """The name of the file of the module with this identity; its beginning is for people."""
     version = re.sub(r"[^\w.+]", "-", str(torch.__version__))
@@ -339,7 +343,9 @@ class _Folder:
         store_files.sweep(self.descriptor)
         self._remove_scratch(f"{_SCRATCH}*", _ABANDONED_SECONDS)
         with contextlib.suppress(OSError):
-            files = [path for path in self.path.iterdir() if path.suffix in {".so", ".refused"}]
+            files = [
+                path for path in self.path.iterdir() if _OWN_NAME.fullmatch(path.name)
+            ]  # others are somebody else's
             for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)[_KEPT:]:
                 path.unlink(missing_ok=True)
 

@@ -256,7 +256,9 @@ def forecast() -> str:
         if built is not None:
             return f"C++: compiled before ({built.path})"
         return f"C++, when {compiler.check()[0]} has compiled it in the background; before that Python"
-    except (OptionError, CompileError) as error:
+    except OptionError as error:  # which calls raise
+        return f"none: {error}"
+    except CompileError as error:
         return f"Python: {' '.join(str(error).split())}"
 
 

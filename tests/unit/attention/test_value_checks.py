@@ -175,7 +175,9 @@ def test_meta_tensors_are_not_checked():
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize(("value", "expected"), [("1", "True"), ("0", "False"), ("", "False")])
+@pytest.mark.parametrize(
+    ("value", "expected"), [("1", "True"), ("0", "False"), ("off", "False"), ("False", "False"), ("", "False")]
+)
 def test_the_environment_variable_switches_it_on(value, expected, monkeypatch):
     monkeypatch.setenv("CUDNN_SDPA_DEBUG", value)
     program = "from cudnn_sdpa.attention import value_checks; print(value_checks.enabled)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from cudnn_sdpa.doctor import probe
 from cudnn_sdpa.doctor.checks import CHECKS, CURES, Level, cure_of, examine, is_well
 from cudnn_sdpa.doctor.probe import Facts, Gpu
 from cudnn_sdpa.doctor.report import as_json, as_text
+from cudnn_sdpa.engine.native import loader
 
 SITE = "/env/site-packages/nvidia/cudnn/lib"
 H200, V100, T4 = Gpu("NVIDIA H200", 9, 0), Gpu("Tesla V100", 7, 0), Gpu("Tesla T4", 7, 5)
@@ -81,6 +83,12 @@ def breaks(part: str, how: str, **facts: object) -> Facts:
 
 #: The problem, the machine, and one part each of the finding and of the remedy.
 ERRORS = {
+    "a wrong variable": (
+        replace(WELL, settings_problems=("CUDNN_SDPA_NATIVE: got 'junk'; expected one of off, auto, on.",)),
+        "settings",
+        "got 'junk'",
+        "Correct it",
+    ),
     "old torch": (
         replace(WELL, torch="2.8.1+cu129"),
         "torch",
@@ -234,6 +242,12 @@ ERRORS = {
     ),
 }
 WARNINGS = {
+    "a variable that nothing reads": (
+        replace(WELL, settings_problems=("CUDNN_SDPA_FOO: nothing reads it",)),
+        "settings",
+        "CUDNN_SDPA_FOO",
+        "unset it",
+    ),
     "an old gpu among others": (replace(WELL, gpus=(H200, T4)), "gpus", "Tesla T4", "Ampere"),
     "no compiler, no driver": (
         replace(CPU, engine="", call_error="OfflineError: … needs a C compiler"),
@@ -507,3 +521,41 @@ def test_an_unreadable_folder_is_reported_and_stops_nothing(tmp_path, monkeypatc
     hidden = tmp_path / ("x" * 300)  # unreadable like another user's folder, for every user
     monkeypatch.setenv("CUDNN_SDPA_PLAN_DIR", str(hidden / "plans"))
     assert str(hidden) in probe.store()["plan_store_problem"]
+
+
+VALUES = {
+    "CACHE_SIZE": "many",
+    "CPU_CHECKS": "h9000",
+    "HELPER_TIMEOUT": "-1",
+    "NATIVE": "junk",
+    "SHAPE_POLICY": "Exact",
+    "TARGET": "h9000",
+}
+
+
+def test_wrong_values_of_this_librarys_variables_are_found(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("CUDNN_SDPA_")]:
+        monkeypatch.delenv(name)
+    assert probe.settings_problems() == []
+    for name, value in VALUES.items():
+        monkeypatch.setenv(f"CUDNN_SDPA_{name}", value)
+    monkeypatch.setenv("CUDNN_SDPA_FOO", "1")
+    *found, unknown = probe.settings_problems()
+    assert [problem.partition(": ")[0] for problem in found] == [f"CUDNN_SDPA_{name}" for name in VALUES]
+    assert unknown == "CUDNN_SDPA_FOO: nothing reads it"
+    levels = {finding.found: finding.level for finding in examine(replace(WELL, settings_problems=tuple(found)))}
+    warned = [problem for problem, level in levels.items() if level is Level.WARNING]
+    assert [problem.partition(":")[0] for problem in warned] == ["CUDNN_SDPA_CACHE_SIZE", "CUDNN_SDPA_HELPER_TIMEOUT"]
+    assert loader.forecast().startswith("none: CUDNN_SDPA_NATIVE: got 'junk'")
+
+
+def test_empty_variables_are_those_that_are_not_set(monkeypatch):
+    for name in VALUES:
+        monkeypatch.setenv(f"CUDNN_SDPA_{name}", "")
+    assert probe.settings_problems() == []
+
+
+def test_all_documented_variables_are_known():
+    page = Path(probe.__file__).parents[2] / "docs" / "install.md"
+    for name in re.findall(r"^\| `(CUDNN_SDPA_\w+)`", page.read_text(), re.MULTILINE):
+        assert name in probe._READ or name.removeprefix("CUDNN_SDPA_") in probe._OTHERS

@@ -6,9 +6,20 @@ import forked_python
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_gpu import gpu_on_the_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cudnn_sdpa import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, conv1d, conv2d, conv3d
+from cudnn_sdpa import (
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    OptionError,
+    ShapeError,
+    UnsupportedError,
+    conv1d,
+    conv2d,
+    conv3d,
+)
 from cudnn_sdpa.fused import conv_graphs
 
 OURS = {1: conv1d, 2: conv2d, 3: conv3d}
@@ -410,3 +421,16 @@ def test_gradients_on_the_cpu_do_not_run_onednn(shape, dtype):
         conv_graphs.conv_dgrad.reference(grad_out, weight, shape=shape, **sizes)
         conv_graphs.conv_wgrad.reference(grad_out, x, shape=tuple(weight.shape), **sizes)
     assert dtypes.seen == {torch.float64}
+
+
+def test_float32_that_autocast_casts_is_no_tf32(monkeypatch):
+    x, weight = torch.randn(2, 8, 6, 6), torch.randn(16, 8, 3, 3)
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    with gpu_on_the_cpu():
+        with torch.autocast("cpu", torch.bfloat16):
+            found = conv2d(x, weight)
+        with pytest.raises(UnsupportedError, match="TF32"):
+            conv2d(x, weight)
+    assert found.dtype is torch.bfloat16
+    exact = torch.nn.functional.conv2d(x.double(), weight.double())
+    assert (found - exact).norm() < 1e-2 * exact.norm()

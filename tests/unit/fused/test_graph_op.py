@@ -6,11 +6,15 @@ import copy
 import pickle
 
 import custom_graphs
+import numpy as np
 import pytest
 import torch
 from custom_graphs import halves, leaky, nowhere, scaled
+from fake_gpu import TARGET, FakePlan, gpu_on_the_cpu
 from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
 
+import cudnn_sdpa
 from cudnn_sdpa import DeviceError, DtypeError, OptionError, UnsupportedError
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.fused.graph_op import GraphFunction, graph_op
@@ -244,3 +248,45 @@ def test_wrong_decorators():
         graph_op(reference=torch.relu)(of_any)
     assert isinstance(custom_graphs.scaled, GraphFunction)
     assert custom_graphs.scaled.__doc__ == "x to a power, times a number, plus a bias."
+
+
+def test_options_of_numpy_are_plain_values():
+    x = torch.randn(1, 4, 8)
+    with gpu_on_the_cpu():
+        with cudnn_sdpa.record_plans() as manifest:
+            scaled(x, None, 2.0, power=np.float64(2.0))
+        assert FakePlan.launched[-1] in manifest.keys(TARGET, 0)
+        assert FakePlan.launched[-1].option_values["power"] == 2.0
+        assert type(FakePlan.launched[-1].option_values["power"]) is float
+    with FlopCounterMode(display=False):
+        torch.testing.assert_close(scaled(x, None, 2.0, power=np.float64(2.0)), x**2 * 2)
+
+
+REFERENCES = {
+    "a shape": lambda x: x[:1],
+    "more results": lambda x: (x, x),
+    "none": lambda _: None,
+    "a number": lambda _: 1.5,
+}
+
+
+@pytest.mark.parametrize("name", REFERENCES)
+def test_a_reference_that_does_not_return_what_outputs_says_is_named(name):
+    def differs(g, x):
+        return g.relu(input=x)
+
+    operator = graph_op(reference=REFERENCES[name], outputs=lambda x: x.new_empty(x.shape))(differs)
+    with pytest.raises(OptionError, match=r"reference of differs: got results .*\(3, 4, 4\)"):
+        operator(torch.randn(3, 4, 4))
+
+
+def test_definitions_that_cannot_work_are_refused():
+    def fine(g, x):
+        return g.relu(input=x)
+
+    for name, value in (("auxiliary", -1), ("auxiliary", True), ("keeps_results", "no")):
+        with pytest.raises(OptionError, match=f"{name} of fine: got"):
+            graph_op(reference=torch.relu, **{name: value})(fine)
+    for builder in (lambda: None, lambda g: g):
+        with pytest.raises(OptionError, match="got no operand"):
+            graph_op(reference=torch.relu)(builder)

@@ -9,7 +9,7 @@ import pytest
 
 from cudnn_sdpa import OptionError
 from cudnn_sdpa.graph import backend
-from cudnn_sdpa.graph.target import PLANNING_PROPERTIES, Target, bundled_targets, load_properties
+from cudnn_sdpa.graph.target import PLANNING_PROPERTIES, Target, bundled_targets, check_name, load_properties
 
 FOLDER = Path(backend.__file__).parent.parent / "offline" / "devices"
 FILES = sorted(FOLDER.glob("h200-*.json"))
@@ -84,13 +84,20 @@ def test_a_binary_device_file_is_named(tmp_path):
         load_properties(str(path))
 
 
-@pytest.mark.parametrize("name", ["h999", "H200", "specifications"])
+@pytest.mark.parametrize("name", ["h999", "H9000", "specifications"])
 def test_an_unknown_name_lists_the_known_ones(name):
     names = ", ".join(map(repr, bundled_targets()))
     with pytest.raises(OptionError) as caught:
         load_properties(name)
     assert f"'{name}'" in str(caught.value)
     assert f"{names}, or the path of a cuDNN device-properties JSON file" in str(caught.value)
+
+
+def test_names_are_those_of_the_environment_in_any_case():
+    assert load_properties("H200") == load_properties("h200")
+    check_name("RTX4090", "it")
+    with pytest.raises(OptionError, match="it: got 'h999'"):
+        check_name("h999", "it")
 
 
 def test_names_show_which_gpus_were_measured():

@@ -370,3 +370,51 @@ def test_without_it_nothing_is_there():
     q = k = v = torch.randn(1, 1, 8, 8)
     with pytest.raises(NotImplementedError):
         forward(q, k, v, None, False)
+
+
+def of_aten(q, k, v, bias=None, **options):
+    """What `F.scaled_dot_product_attention` does on a GPU: it asks for an LSE if an input requires grad."""
+    with_lse = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
+    return forward(q, k, v, bias, with_lse, 0.0, True, **options)[0]
+
+
+def fill_free_memory():
+    """As in any program: what is allocated next is not zero."""
+    made = [torch.full((2, 4, 8), 7.0) for _ in range(50)]
+    del made
+
+
+DIFFERENTIATED = {
+    "a loop": lambda f, xs, w: torch.autograd.grad(sum(f(x, w) for x in xs), w)[0],
+    "vmap": lambda f, xs, w: torch.autograd.grad(torch.vmap(f, (0, None))(xs, w).sum(), w)[0],
+    "func.grad": lambda f, xs, w: torch.func.grad(lambda w: torch.vmap(f, (0, None))(xs, w).sum())(w.detach()),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_gradients_read_no_lse_that_nobody_wrote(way, name):
+    """PyTorch does not ask for an LSE where it sees no input that requires grad, and autograd saves it all the same."""
+    xs = torch.randn(3, 2, 4, 8, 16).to(way)
+    w = torch.ones(16, dtype=way, requires_grad=True)
+    doubles = xs.double(), w.detach().double().requires_grad_()
+
+    def loss(x, w):
+        return of_aten(x * w, x, x).float().square().sum()
+
+    def exact_loss(x, w):
+        return exact.attention(x * w, x, x, is_causal=True).out.square().sum()
+
+    wanted = torch.autograd.grad(sum(exact_loss(x, doubles[1]) for x in doubles[0]), doubles[1])[0]
+    fill_free_memory()
+    found = DIFFERENTIATED[name](loss, xs, w)
+    assert (found - wanted).norm() < 3e-2 * wanted.norm()
+
+
+def test_a_call_that_asks_for_no_lse_has_gradients(way):
+    q, k, v = qkv(dtype=way)
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    fill_free_memory()
+    found = torch.autograd.grad(forward(q, k, v, None, False)[0].float().square().sum(), (q, k, v))
+    wanted = torch.autograd.grad(exact.attention(*doubles).out.square().sum(), doubles)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).norm() < 3e-2 * b.norm()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -326,3 +327,26 @@ def test_the_memory_of_fallbacks_is_bounded(before, monkeypatch):  # noqa: ARG00
             q = torch.randn(1, 1, length, 8)
             forward(q, q, q, None, False)
     assert 1 <= len(pytorch_kernels._allowed) <= 3
+
+
+def test_registering_again_takes_nothing_from_other_threads():
+    register(device="cpu")
+    is_over, failed, right = threading.Event(), [], [0, 0]
+
+    def call(thread):
+        while not is_over.is_set():
+            if is_there():
+                right[thread] += 1
+            else:
+                failed.append(thread)
+
+    threads = [threading.Thread(target=call, args=(thread,)) for thread in range(2)]
+    for thread in threads:
+        thread.start()
+    for _ in range(40):
+        register(device="cpu")
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert min(right) > 0

@@ -99,6 +99,15 @@ def test_each_suggested_remedy_works(base, way, monkeypatch, caplog):
     assert (base / "plans").stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize("spelled", ["{}/", " {}", "/other:{}//"])
+def test_trusted_folders_may_be_spelled_otherwise(base, monkeypatch, spelled):
+    monkeypatch.setattr(private_folders, "_is_users_own_group", lambda _: False)
+    base.chmod(0o777)
+    assert f"{base}" in try_to_open(base / "plans")
+    monkeypatch.setenv("CUDNN_SDPA_TRUSTED_FOLDERS", spelled.format(base))
+    assert try_to_open(base / "plans") == ""
+
+
 def test_only_trusted_folders_are_trusted(base, monkeypatch):
     monkeypatch.setattr(private_folders, "_is_users_own_group", lambda _: False)
     monkeypatch.setenv("CUDNN_SDPA_TRUSTED_FOLDERS", str(base))
@@ -211,7 +220,7 @@ def test_a_folder_replaced_after_opening_is_checked_again(base, tmp_path):
     store.save(key(), plan(key()))
     forged = PlanStore(tmp_path / "forged")
     forged.save(key(65), plan(key(65), seed=3))
-    for use in (lambda: store.load(key(65)), lambda: store.save(key(66), plan(key(66)))):
+    for use in (lambda: store.load(key(65)), lambda: store.save(key(66), plan(key(66))) or None):
         base.chmod(0o777)
         (base / "plans").rename(base / "was")
         (base / "plans").symlink_to(forged.folder)

@@ -337,16 +337,17 @@ def test_only_the_initialization_function_is_visible(recipe):
 def test_the_folder_does_not_grow_without_end(recipe, folder):
     built = build.build(recipe())
     for number in range(30):
-        other = folder / f"of another version {number}.so"
-        other.write_bytes(b"")
-        os.utime(other, (1000 + number, 1000 + number))
+        for other in (folder / f"torch-1.{number}-cpython-39-{number:032x}.so", folder / f"lib{number}.so"):
+            other.write_bytes(b"")
+            os.utime(other, (1000 + number, 1000 + number))
     (folder / "compiling-something").mkdir()
     os.utime(folder / "compiling-something", (1000, 1000))
     last = build.build(recipe(2))
     names = listed(folder)
     assert {built.path.name, last.path.name} < set(names)
-    assert len(names) == 16
-    assert "of another version 29.so" in names
+    assert len([name for name in names if name.startswith("torch-")]) == 16
+    assert f"torch-1.29-cpython-39-{29:032x}.so" in names
+    assert len([name for name in names if name.startswith("lib")]) == 30  # of somebody else
 
 
 COMPILE = """
