@@ -140,6 +140,8 @@ def test_the_pages_name_existing_parts(tables):
     parts["silu"] -= parts["views"]
     parts["provider-shapes"] = {ProviderPart.SHAPES.value}  # as these
     parts["provider"] -= parts["provider-shapes"]
+    parts["distributed-models"] = {DistributedPart.MODEL.value}  # by another command than the other parts
+    parts["distributed"] -= parts["distributed-models"]
     named = [found for page in tables.PAGES for found in tables.MARKS.finditer(page.read_text())]
     assert len(named) == sum(len(re.findall("<!-- bench:", page.read_text())) for page in tables.PAGES)
     for found in named:

@@ -177,7 +177,7 @@ for use in (loader.start, loader.status):
 print(loader.forecast())
 """
     message = f"CUDNN_SDPA_NATIVE: got {value!r}; expected one of off, auto, on."
-    assert run(program, recipe(), value) == [message, message, f"Python: {message}"]
+    assert run(program, recipe(), value) == [message, message, f"none: {message}"]
     assert not folder.exists()
 
 
