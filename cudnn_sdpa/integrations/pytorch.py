@@ -75,12 +75,12 @@ def register(*, device: str = "cuda") -> None:
     if not isinstance(device, str) or device not in _DEVICES:
         raise OptionError("device", repr(device), "'cuda', or 'cpu' for tests without a GPU")
     with _lock:
-        activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
         current = _Installation.current
-        is_active = activate is None or torch.nn.attention.current_flash_attention_impl() == NAME
-        if current is not None and current.key == _DEVICES[device] and is_active:
+        active = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+        if current is not None and current.key == _DEVICES[device] and (active is None or active() == NAME):
             return  # other threads may be using them
         unregister()
+        activate = getattr(torch.nn.attention, "activate_flash_attention_impl", None)
         if activate is not None:
             register_fn = functools.partial(_Installation.install, _DEVICES[device])
             torch.nn.attention.register_flash_attention_impl(NAME, register_fn=register_fn)
