@@ -64,8 +64,9 @@ test-rest: $(READY)
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## The tests that need an NVIDIA GPU; PYTHON=python3 uses that interpreter as it is
-	$(PYTHON) -m pytest -m "gpu and not whole_gpu" tests/gpu $(PYTEST_ARGS)
-	CUDNN_SDPA_GPU_REPORT=$(CUDNN_SDPA_GPU_REPORT:.json=-whole-gpu.json) $(PYTHON) -m pytest -m whole_gpu tests/gpu
+	$(PYTHON) -m pytest -m "gpu and not whole_gpu" tests/gpu $(PYTEST_ARGS); first=$$?; \
+	CUDNN_SDPA_GPU_REPORT=$(addsuffix -whole-gpu.json,$(CUDNN_SDPA_GPU_REPORT:.json=)) \
+		$(PYTHON) -m pytest -m whole_gpu tests/gpu && exit $$first
 
 .PHONY: test-min
 test-min: $(STAMP_MIN) ## Unit tests with the oldest versions supported (downloads several GB of CUDA packages)

@@ -169,11 +169,12 @@ def call(facts: Facts) -> Iterator[Finding]:
 
 def settings(facts: Facts) -> Iterator[Finding]:
     """Environment variables of this library exist, and have values that they can have."""
-    for problem in facts.settings_problems:
-        if "expected" in problem and "; using " not in problem:
-            yield _error("Calls raise because of an environment variable", problem, "Correct it, or unset it.")
-        else:
-            yield _warning("An environment variable has no effect", problem, "Correct it, or unset it.")
+    for problem in facts.refused_settings:
+        yield _error(
+            "An environment variable has a wrong value, which calls raise", problem, "Correct it, or unset it."
+        )
+    for problem in facts.ignored_settings:
+        yield _warning("An environment variable is ignored", problem, "Correct it, or unset it.")
 
 
 def store(facts: Facts) -> Iterator[Finding]:

@@ -23,7 +23,7 @@ import torch
 
 from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.engine import cpu_target, explain
-from cudnn_sdpa.engine.native import loader
+from cudnn_sdpa.engine.native import build, loader
 from cudnn_sdpa.errors import OfflineError, OptionError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.target import check_name
@@ -48,6 +48,7 @@ _READ: dict[str, Callable[[], object]] = {
     "CUDNN_SDPA_CPU_CHECKS": cpu_target.of_environment,
     planner.TIMEOUT_VARIABLE: planner.timeout_seconds,
     loader.VARIABLE: loader.mode,
+    build.SANITIZE_VARIABLE: build.sanitizer_of_environment,
     shape_policy.VARIABLE: shape_policy.of_environment,
     explain.TARGET_VARIABLE: lambda: check_name(
         os.environ.get(explain.TARGET_VARIABLE) or "h200", explain.TARGET_VARIABLE
@@ -55,14 +56,8 @@ _READ: dict[str, Callable[[], object]] = {
 }
 #: The others, and those of this project's tests.
 _OTHERS = (
-    "DEBUG",
-    "NATIVE_DIR",
-    "NATIVE_SANITIZE",
-    "PLAN_DIR",
-    "TRUSTED_FOLDERS",
-    "IN_HELPER",
-    "GPU_REPORT",
-    "TEST_NATIVE",
+    *("DEBUG", "IN_HELPER", "NATIVE_DIR", "PLAN_DIR", "TRUSTED_FOLDERS"),
+    *("COMPILED_PLANS", "GPU_REPORT", "NEEDS_BROWSER", "TEST_NATIVE"),
 )
 _NVIDIA = re.compile(r"/lib(cudnn|cuda|cudart|nvrtc|cublas)\w*\.so[.\d]*$")
 
@@ -94,7 +89,8 @@ class Facts:
     hip: str | None
     plan_store: str | None = None  # None if it is off, or the user has no cache folder
     plan_store_problem: str = ""  # why plans cannot be saved
-    settings_problems: tuple[str, ...] = ()  # what is wrong with variables of this library
+    refused_settings: tuple[str, ...] = ()  # wrong values of this library's variables, which it raises
+    ignored_settings: tuple[str, ...] = ()  # those for which it takes defaults, and names that nothing reads
     plan_store_is_readable: bool = False  # although they cannot be saved
 
     broken_off: str = ""  # how the probing process ended, if it failed
@@ -110,6 +106,13 @@ class Facts:
     difference: str = ""  # largest relative error, as text because JSON has no NaN; empty without a GPU
     call_error: str = ""
     mapped: tuple[str, ...] = ()  # NVIDIA's libraries in the probing process
+
+
+class SettingsFacts(TypedDict):
+    """Facts about environment variables."""
+
+    refused_settings: tuple[str, ...]
+    ignored_settings: tuple[str, ...]
 
 
 class StoreFacts(TypedDict, total=False):
@@ -138,7 +141,7 @@ def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
         driver=driver(),
         gpu_nodes=gpu_nodes(),
         native=loader.forecast(),
-        settings_problems=tuple(settings_problems()),
+        **settings(),
         torch=torch.__version__,
         cuda=torch.version.cuda,
         hip=torch.version.hip,
@@ -175,23 +178,25 @@ def probed(timeout: float) -> JsonObject:
     return found
 
 
-def settings_problems() -> list[str]:
-    """What is wrong with the variables of this library: values that none can have, and names that nothing reads."""
-    found: list[str] = []
+def settings() -> SettingsFacts:
+    """What is wrong with the environment variables of this library."""
+    refused: list[str] = []
+    ignored: list[str] = []
     handler, log = logging.Handler(), logging.getLogger("cudnn_sdpa")
-    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: ignored.append(record.getMessage())  # type: ignore[method-assign]
     log.addHandler(handler)
     try:
         for read in _READ.values():
             try:
                 read()
             except OptionError as error:  # noqa: PERF203 - a few, once
-                found.append(str(error))
+                refused.append(str(error))
     finally:
         log.removeHandler(handler)
     known = {*_READ, *(f"CUDNN_SDPA_{name}" for name in _OTHERS)}
-    names = [name for name in sorted(os.environ) if name.startswith("CUDNN_SDPA_") and name not in known]
-    return found + [f"{name}: nothing reads it" for name in names]
+    unknown = [name for name in sorted(os.environ) if name.startswith("CUDNN_SDPA_") and name not in known]
+    ignored += [f"{name}: nothing reads it" for name in unknown]
+    return {"refused_settings": tuple(refused), "ignored_settings": tuple(ignored)}
 
 
 def driver() -> str:

@@ -219,11 +219,16 @@ def refuse_gradient_of(name: str, gradient: Tensor | None) -> None:
 def refuse_batch(grad_out: Tensor | None) -> None:
     """Refuses the batched gradients of `is_grads_batched`, which are tensors without memory."""
     if grad_out is not None and is_batch(grad_out):
-        raise UnsupportedError(
-            "a batch of gradients (is_grads_batched, or jacobian with vectorize)",
-            ["cuDNN's backward pass takes one gradient of the output"],
-            "one call of torch.autograd.grad for each of them",
-        )
+        raise refusal_of_batch()
+
+
+def refusal_of_batch() -> UnsupportedError:
+    """The error of batched gradients."""
+    return UnsupportedError(
+        "a batch of gradients (is_grads_batched, or jacobian with vectorize)",
+        ["cuDNN's backward pass takes one gradient of the output"],
+        "one call of torch.autograd.grad for each of them",
+    )
 
 
 def no_log_sum_exp(*_: object) -> None:

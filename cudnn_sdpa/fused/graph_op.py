@@ -29,7 +29,7 @@ from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, items_of, kinds_of
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, check_one_device, readable_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
-from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, UnsupportedError
+from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops
 from cudnn_sdpa.fused.checks import check_offsets, check_savable, check_strided, shown
 from cudnn_sdpa.fused.torch_ops import Gradients, Options, Outputs, Results, Value, as_tuple
@@ -621,9 +621,11 @@ class Saved:
         """What `backward` returns. In plain PyTorch it may compute a batch of gradients, by cuDNN it cannot."""
         try:
             return torch_ops.gradients(self.function, grads, values, results=results, static=self._static, needs=needs)
-        except RuntimeError:
-            for grad in grads:
-                autograd_checks.refuse_batch(grad)
+        except (ExecutionError, torch.OutOfMemoryError):
+            raise
+        except RuntimeError as error:
+            if any(grad is not None and is_batch(grad) for grad in grads):
+                raise autograd_checks.refusal_of_batch() from error
             raise
 
     def differentiation(self, values: tuple[Value, ...], results: Sequence[Layout]) -> Differentiation[_Given]:

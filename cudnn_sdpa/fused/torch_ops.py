@@ -7,7 +7,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -180,7 +180,9 @@ def checked_option(name: str, value: object) -> object:
         raise OptionError(name, str(value), "a finite number")
     if value is None or type(value) in _PLAIN:
         return value
-    return next(kind(value) for kind in (int, float, str) if isinstance(value, kind))
+    if isinstance(value, str):
+        return str.__str__(value)
+    return float.__float__(value) if isinstance(value, float) else int.__int__(cast(int, value))
 
 
 def _encoded(values: Iterable[object], symbols: list[torch.SymInt], numbers: list[float]) -> str:

@@ -143,8 +143,7 @@ def bundled_capabilities() -> dict[str, int]:
     return dict(sorted(capabilities.items()))
 
 
-@functools.cache
-def load_properties(name_or_path: str, argument: str = "target") -> DeviceProperties:
+def load_properties(name_or_path: str | Path, argument: str = "target") -> DeviceProperties:
     """Properties of a GPU, in the format of the installed cuDNN.
 
     Properties from public specifications have the key `"source"`.
@@ -157,14 +156,19 @@ def load_properties(name_or_path: str, argument: str = "target") -> DeviceProper
         OptionError: It is neither, or the file does not describe a GPU.
     """
     try:
-        name = str(name_or_path).lower()
-        if name in _MEASURED:
-            return _measured(name)
-        if name in _specifications()["gpus"]:
-            return _specified(name)
-        return _read(Path(name_or_path))
+        return _loaded(name_or_path)
     except (OSError, ValueError, RecursionError, TypeError) as error:
         raise _no_gpu(name_or_path, argument, error) from error
+
+
+@functools.cache
+def _loaded(name_or_path: str | Path) -> DeviceProperties:
+    name = name_or_path.lower() if isinstance(name_or_path, str) else ""
+    if name in _MEASURED:
+        return _measured(name)
+    if name in _specifications()["gpus"]:
+        return _specified(name)
+    return _read(Path(name_or_path))
 
 
 def check_name(name_or_path: str, argument: str) -> None:

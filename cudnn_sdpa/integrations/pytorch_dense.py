@@ -40,10 +40,10 @@ def attention(
 ) -> Results:
     """PyTorch's operator: the output, the LSE (B, Hq, Sq, 1), and what its backward takes.
 
-    Without `compute_log_sumexp` and outside of the grad mode nothing reads the LSE, and it is memory that nothing has
-    written to; without dropout so are the philox seed and offset. In the grad mode the LSE is always computed:
-    autograd may save it, since PyTorch, which sets the argument where an input requires grad, sees none that does if
-    `torch.vmap` is below the differentiation, or if the call was exported.
+    The LSE is computed without `compute_log_sumexp`, too, except in inference mode, where it is memory that nothing has
+    written to, as are without dropout the philox seed and offset. PyTorch sets the argument where an input requires
+    grad, and sees none that does if `torch.vmap` is below the differentiation, or if the call was exported; autograd
+    saves the LSE all the same. Compiled forward passes run under `torch.no_grad()`.
     """
     if return_debug_mask:
         raise UnsupportedError("return_debug_mask=True", ["cuDNN does not give the mask of dropout to the caller"])
@@ -53,7 +53,7 @@ def attention(
             key,
             value,
             attn_bias,
-            with_lse=compute_log_sumexp or torch.is_grad_enabled(),
+            with_lse=compute_log_sumexp or not torch.is_inference_mode_enabled(),
             dropout_p=dropout_p,
             is_causal=is_causal,
             scale=scale,

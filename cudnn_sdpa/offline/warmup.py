@@ -164,11 +164,11 @@ def compile_plans(
     if folder is None:
         raise OptionError("folder", "None", "the path of a folder")
     store = open_store(folder, "folder")
-    missing, held, saved = [], [], []
+    missing, held, built = list[PlanKey](), list[PlanKey](), list[PlanKey]()
     for key in _manifest(manifest).keys(Target.from_properties(properties), None):
         operation = find_operation(key.operation, only_imported=True)
         if isinstance(operation, KernelOp):
-            report.built += _is_kept(report, store, key, is_there=operation.compile_into(store, key))
+            (built if operation.compile_into(store, key) else held).append(key)
         elif store.load(key) is not None:
             held.append(key)
         else:
@@ -176,23 +176,23 @@ def compile_plans(
     for key, plan_or_error in _shown(plan_all(missing, properties, workers), len(missing), progress):
         if isinstance(plan_or_error, CudnnSdpaError):
             report.failed[str(key)] = str(plan_or_error)
-        elif _is_kept(report, store, key, is_there=store.save(key, plan_or_error.stored_form(key))):
-            saved.append(key)
-    # In the end: a later plan may have taken the place of an earlier one.
-    report.held = sum(_is_kept(report, store, key, is_there=store.has(key)) for key in held)
-    report.built += sum(_is_kept(report, store, key, is_there=store.has(key)) for key in saved)
+        elif store.save(key, plan_or_error.stored_form(key)):
+            built.append(key)
+        else:
+            report.failed[str(key)] = f"{store.folder} does not have it: {store.write_error}"
+    for key in chain(held, built):
+        if not _is_in(store, key):
+            room = f"it holds {store.capacity:,} bytes, as far as the disk has room"
+            report.failed[str(key)] = f"{store.folder} does not have it: later plans have taken its place ({room})"
+    report.held, report.built = (sum(str(key) not in report.failed for key in keys) for keys in (held, built))
     report.seconds = time.perf_counter() - start
     return report
 
 
-def _is_kept(report: WarmupReport, store: PlanStore, key: PlanKey, *, is_there: bool) -> bool:
-    """Whether the folder has a plan; if not, it counts as failed."""
-    if not is_there:
-        room = f"it holds {store.capacity >> 20} MiB, as far as the disk has room"
-        report.failed[str(key)] = (
-            f"{store.folder} does not have it: {room}, and whoever runs this must be able to write"
-        )
-    return is_there
+def _is_in(store: PlanStore, key: PlanKey) -> bool:
+    """Whether a folder has a plan."""
+    operation = find_operation(key.operation, only_imported=True)
+    return operation.is_in(store, key) if isinstance(operation, KernelOp) else store.has(key)
 
 
 def _manifest(manifest: PlanManifest | str | Path) -> PlanManifest:

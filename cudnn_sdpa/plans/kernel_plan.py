@@ -101,10 +101,14 @@ class KernelOp(GraphDefinition):
     def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
         """Compiles the kernels of a plan for the GPU of its key, which need not be present, into a store.
 
-        Returns whether the store has them.
+        Returns whether any was compiled.
         """
-        kept = [call.kernel.compile_into(store, key.target.sm) for call in self.program(key).calls]
-        return all(kept)
+        compiled = [call.kernel.compile_into(store, key.target.sm) for call in self.program(key).calls]
+        return any(compiled)
+
+    def is_in(self, store: PlanStore, key: PlanKey) -> bool:
+        """Whether a store has the kernels of a plan."""
+        return all(store.has(call.kernel.identity(key.target.sm)) for call in self.program(key).calls)
 
 
 class KernelPlan(Plan):

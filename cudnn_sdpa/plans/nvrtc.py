@@ -171,14 +171,15 @@ class Kernel:
     def compile_into(self, store: PlanStore, sm: int) -> bool:
         """Compiles it for GPUs of compute capability `sm` and saves it in a store, unless that has it; needs no GPU.
 
-        Returns whether the store has it.
+        Returns whether it was compiled.
         """
         key = self.identity(sm)
         if store.load(key) is not None:
-            return True
+            return False
         start = time.perf_counter()
         cubin = self.compile(sm)
-        return store.save(key, _stored_form(key, cubin, time.perf_counter() - start))
+        store.save(key, _stored_form(key, cubin, time.perf_counter() - start))
+        return True
 
     def _in_memory(self, cubin: bytes, device: int) -> LoadedKernel:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()

@@ -98,6 +98,7 @@ class PlanStore:
         self._size: int | None = None  # unknown before the first save
         self._counters = dict.fromkeys(("loads", "saves", "rejected", "evictions"), 0)
         self._warned: set[str] = set()
+        self.write_error = ""  # of the last plan that could not be saved
         self._ignored: dict[str, bytes] = {}
         self._names: dict[Identified, str] = {}  # a first call asks for the same ones several times
         self._start_afresh()
@@ -174,6 +175,7 @@ class PlanStore:
             self._count("saves")
             self._ignored.pop(name, None)
         except (OSError, UnsafeFolderError) as error:
+            self.write_error = str(error)
             self._warn("write", f"plans cannot be saved in {self.folder} ({error})")
             return False
         return True

@@ -32,7 +32,7 @@ WARNINGS = (
 def _share_gpus() -> None:
     """Of several GPUs, every worker of pytest-xdist has another one as its first, and sees all."""
     worker = os.environ.get("PYTEST_XDIST_WORKER")
-    if worker is None:  # the workers' parent, whose environment they inherit
+    if worker is None or not torch.cuda.device_count():  # without: the workers' parent, whose environment they inherit
         return
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]

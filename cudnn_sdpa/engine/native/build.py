@@ -343,9 +343,8 @@ class _Folder:
         store_files.sweep(self.descriptor)
         self._remove_scratch(f"{_SCRATCH}*", _ABANDONED_SECONDS)
         with contextlib.suppress(OSError):
-            files = [
-                path for path in self.path.iterdir() if _OWN_NAME.fullmatch(path.name)
-            ]  # others are somebody else's
+            # Files with other names are somebody else's.
+            files = [path for path in self.path.iterdir() if _OWN_NAME.fullmatch(path.name)]
             for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)[_KEPT:]:
                 path.unlink(missing_ok=True)
 

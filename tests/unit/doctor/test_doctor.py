@@ -84,7 +84,7 @@ def breaks(part: str, how: str, **facts: object) -> Facts:
 #: The problem, the machine, and one part each of the finding and of the remedy.
 ERRORS = {
     "a wrong variable": (
-        replace(WELL, settings_problems=("CUDNN_SDPA_NATIVE: got 'junk'; expected one of off, auto, on.",)),
+        replace(WELL, refused_settings=("CUDNN_SDPA_NATIVE: got 'junk'; expected one of off, auto, on.",)),
         "settings",
         "got 'junk'",
         "Correct it",
@@ -243,7 +243,7 @@ ERRORS = {
 }
 WARNINGS = {
     "a variable that nothing reads": (
-        replace(WELL, settings_problems=("CUDNN_SDPA_FOO: nothing reads it",)),
+        replace(WELL, ignored_settings=("CUDNN_SDPA_FOO: nothing reads it",)),
         "settings",
         "CUDNN_SDPA_FOO",
         "unset it",
@@ -523,39 +523,54 @@ def test_an_unreadable_folder_is_reported_and_stops_nothing(tmp_path, monkeypatc
     assert str(hidden) in probe.store()["plan_store_problem"]
 
 
-VALUES = {
-    "CACHE_SIZE": "many",
+#: Wrong values of variables: those that calls raise, and those for which there are defaults.
+REFUSED = {
     "CPU_CHECKS": "h9000",
-    "HELPER_TIMEOUT": "-1",
     "NATIVE": "junk",
+    "NATIVE_SANITIZE": "junk",
     "SHAPE_POLICY": "Exact",
-    "TARGET": "h9000",
+    "TARGET": "; using nothing",
 }
+IGNORED = {"CACHE_SIZE": "many", "HELPER_TIMEOUT": "-1"}
 
 
-def test_wrong_values_of_this_librarys_variables_are_found(monkeypatch):
+@pytest.fixture
+def unset(monkeypatch):
+    """No variable of this library is set."""
     for name in [name for name in os.environ if name.startswith("CUDNN_SDPA_")]:
         monkeypatch.delenv(name)
-    assert probe.settings_problems() == []
-    for name, value in VALUES.items():
+    assert probe.settings() == {"refused_settings": (), "ignored_settings": ()}
+
+
+@pytest.mark.usefixtures("unset")
+def test_wrong_values_of_this_librarys_variables_are_found(monkeypatch):
+    for name, value in {**REFUSED, **IGNORED, "expected": "1"}.items():
         monkeypatch.setenv(f"CUDNN_SDPA_{name}", value)
-    monkeypatch.setenv("CUDNN_SDPA_FOO", "1")
-    *found, unknown = probe.settings_problems()
-    assert [problem.partition(": ")[0] for problem in found] == [f"CUDNN_SDPA_{name}" for name in VALUES]
-    assert unknown == "CUDNN_SDPA_FOO: nothing reads it"
-    levels = {finding.found: finding.level for finding in examine(replace(WELL, settings_problems=tuple(found)))}
-    warned = [problem for problem, level in levels.items() if level is Level.WARNING]
-    assert [problem.partition(":")[0] for problem in warned] == ["CUDNN_SDPA_CACHE_SIZE", "CUDNN_SDPA_HELPER_TIMEOUT"]
+    found = probe.settings()
+    *ignored, unknown = found["ignored_settings"]
+    for problems, values in ((found["refused_settings"], REFUSED), (ignored, IGNORED)):
+        assert {problem.partition(":")[0] for problem in problems} == {f"CUDNN_SDPA_{name}" for name in values}
+    assert unknown == "CUDNN_SDPA_expected: nothing reads it"
+    levels = [finding.level for finding in examine(replace(WELL, **found))]
+    assert levels == [Level.ERROR] * len(REFUSED) + [Level.WARNING] * (len(IGNORED) + 1)
     assert loader.forecast().startswith("none: CUDNN_SDPA_NATIVE: got 'junk'")
 
 
+@pytest.mark.usefixtures("unset")
 def test_empty_variables_are_those_that_are_not_set(monkeypatch):
-    for name in VALUES:
+    for name in (*REFUSED, *IGNORED):
         monkeypatch.setenv(f"CUDNN_SDPA_{name}", "")
-    assert probe.settings_problems() == []
+    assert probe.settings() == {"refused_settings": (), "ignored_settings": ()}
 
 
-def test_all_documented_variables_are_known():
-    page = Path(probe.__file__).parents[2] / "docs" / "install.md"
-    for name in re.findall(r"^\| `(CUDNN_SDPA_\w+)`", page.read_text(), re.MULTILINE):
-        assert name in probe._READ or name.removeprefix("CUDNN_SDPA_") in probe._OTHERS
+def test_all_variables_that_anything_names_are_known():
+    root = Path(probe.__file__).parents[2]
+    files = [
+        *root.glob("cudnn_sdpa/**/*.py"),
+        *root.glob("tests/**/conftest.py"),
+        *root.glob("docs/*.md"),
+        root / ".ci/run",
+    ]
+    named = {name for file in files for name in re.findall(r"\bCUDNN_SDPA_([A-Z_]+)\b", file.read_text())}
+    assert len(named) > 10
+    assert {name for name in named if f"CUDNN_SDPA_{name}" not in probe._READ} <= set(probe._OTHERS)

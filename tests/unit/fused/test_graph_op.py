@@ -15,8 +15,9 @@ from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import cudnn_sdpa
-from cudnn_sdpa import DeviceError, DtypeError, OptionError, UnsupportedError
+from cudnn_sdpa import DeviceError, DtypeError, ExecutionError, OptionError, UnsupportedError
 from cudnn_sdpa.engine.explain import describer_of
+from cudnn_sdpa.fused import torch_ops
 from cudnn_sdpa.fused.graph_op import GraphFunction, graph_op
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import Role
@@ -290,3 +291,36 @@ def test_definitions_that_cannot_work_are_refused():
     for builder in (lambda: None, lambda g: g):
         with pytest.raises(OptionError, match="got no operand"):
             graph_op(reference=torch.relu)(builder)
+
+
+class _Named(str):
+    __slots__ = ()
+
+    def __str__(self):
+        return "another"
+
+
+class _Counted(int):
+    def __int__(self):
+        return 99
+
+
+def test_plain_values_of_subclasses_are_those_that_they_hold():
+    found = torch_ops.checked_option("it", (_Named("real"), _Counted(5), True, np.float64(0.5), None))
+    assert found == ("real", 5, True, 0.5, None)
+    assert [type(x) for x in found] == [str, int, bool, float, type(None)]
+
+
+def test_other_errors_of_a_batch_of_gradients_stay():
+    def fails(error):
+        def run(*_, **__):
+            raise error
+
+        return graph_op(reference=torch.relu, backward=run)(lambda g, x: g.relu(input=x))
+
+    x = torch.randn(2, 4, requires_grad=True)
+    for error, kind in ((ExecutionError("lost"), ExecutionError), (RuntimeError("NYI"), UnsupportedError)):
+        out = fails(error)(x)
+        with pytest.raises(kind) as raised:
+            torch.autograd.grad(out, x, torch.ones(3, 2, 4), is_grads_batched=True)
+        assert raised.value is error or raised.value.__cause__ is error

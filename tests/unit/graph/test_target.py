@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cudnn_sdpa import OptionError
-from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph import backend, target
 from cudnn_sdpa.graph.target import PLANNING_PROPERTIES, Target, bundled_targets, check_name, load_properties
 
 FOLDER = Path(backend.__file__).parent.parent / "offline" / "devices"
@@ -109,7 +109,7 @@ def test_names_show_which_gpus_were_measured():
 def properties_for(request, monkeypatch):
     """Results of `load_properties` with each of these versions of cuDNN."""
     monkeypatch.setattr(backend, "cudnn_version", lambda: request.param)
-    return load_properties.__wrapped__
+    return target._loaded.__wrapped__
 
 
 @pytest.mark.parametrize("name", GPUS)

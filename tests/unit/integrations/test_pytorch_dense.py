@@ -384,10 +384,37 @@ def fill_free_memory():
     del made
 
 
+def compiled(f):
+    return torch.compile(f, backend="aot_eager")
+
+
+def exported(f, *example):
+    return torch.export.export(_Module(f), example).module()
+
+
+class _Module(torch.nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, *given):
+        return self.function(*given)
+
+
+def by_vmap(f, xs, w):
+    return torch.vmap(f, (0, None))(xs, w).sum()
+
+
+#: Ways to the gradient of a loss by its weights, that of all examples.
 DIFFERENTIATED = {
     "a loop": lambda f, xs, w: torch.autograd.grad(sum(f(x, w) for x in xs), w)[0],
-    "vmap": lambda f, xs, w: torch.autograd.grad(torch.vmap(f, (0, None))(xs, w).sum(), w)[0],
-    "func.grad": lambda f, xs, w: torch.func.grad(lambda w: torch.vmap(f, (0, None))(xs, w).sum())(w.detach()),
+    "vmap": lambda f, xs, w: torch.autograd.grad(by_vmap(f, xs, w), w)[0],
+    "func.grad": lambda f, xs, w: torch.func.grad(lambda w: by_vmap(f, xs, w))(w.detach()),
+    "compiled vmap": lambda f, xs, w: torch.autograd.grad(compiled(lambda xs, w: by_vmap(f, xs, w))(xs, w), w)[0],
+    "exported": lambda f, xs, w: torch.autograd.grad(sum(exported(f, xs[0], w.detach())(x, w) for x in xs), w)[0],
+    "exported, compiled": lambda f, xs, w: torch.autograd.grad(
+        sum(compiled(exported(f, xs[0], w.detach()))(x, w) for x in xs), w
+    )[0],
 }
 
 
@@ -408,6 +435,19 @@ def test_gradients_read_no_lse_that_nobody_wrote(way, name):
     fill_free_memory()
     found = DIFFERENTIATED[name](loss, xs, w)
     assert (found - wanted).norm() < 3e-2 * wanted.norm()
+
+
+def test_inference_mode_computes_no_lse(way, monkeypatch):
+    q, k, v = (x.detach() for x in qkv(dtype=way))
+    asked = []
+    of = pytorch_dense._attention
+    monkeypatch.setattr(
+        pytorch_dense, "_attention", lambda *x, with_lse, **y: asked.append(with_lse) or of(*x, with_lse=with_lse, **y)
+    )
+    for context in (torch.inference_mode, torch.no_grad):
+        with context():
+            forward(q, k, v, None, False)
+    assert asked == [False, True]
 
 
 def test_a_call_that_asks_for_no_lse_has_gradients(way):
