@@ -170,9 +170,7 @@ def call(facts: Facts) -> Iterator[Finding]:
 def settings(facts: Facts) -> Iterator[Finding]:
     """Environment variables of this library exist, and have values that they can have."""
     for problem in facts.refused_settings:
-        yield _error(
-            "An environment variable has a wrong value, which calls raise", problem, "Correct it, or unset it."
-        )
+        yield _error("Calls refuse the value of an environment variable", problem, "Correct it, or unset it.")
     for problem in facts.ignored_settings:
         yield _warning("An environment variable is ignored", problem, "Correct it, or unset it.")
 

@@ -89,9 +89,9 @@ class Facts:
     hip: str | None
     plan_store: str | None = None  # None if it is off, or the user has no cache folder
     plan_store_problem: str = ""  # why plans cannot be saved
-    refused_settings: tuple[str, ...] = ()  # wrong values of this library's variables, which it raises
-    ignored_settings: tuple[str, ...] = ()  # those for which it takes defaults, and names that nothing reads
     plan_store_is_readable: bool = False  # although they cannot be saved
+    refused_settings: tuple[str, ...] = ()  # values of this library's variables that calls refuse
+    ignored_settings: tuple[str, ...] = ()  # those in whose place defaults are used, and names that nothing reads
 
     broken_off: str = ""  # how the probing process ended, if it failed
     broken_in: str = ""  # and in which of PARTS
@@ -141,12 +141,12 @@ def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
         driver=driver(),
         gpu_nodes=gpu_nodes(),
         native=loader.forecast(),
-        **settings(),
         torch=torch.__version__,
         cuda=torch.version.cuda,
         hip=torch.version.hip,
         gpus=tuple(Gpu(**gpu) for gpu in found.pop("gpus", ())),
         **store(),
+        **settings(),
         **found,
     )
 

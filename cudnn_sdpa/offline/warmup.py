@@ -179,11 +179,10 @@ def compile_plans(
         elif store.save(key, plan_or_error.stored_form(key)):
             built.append(key)
         else:
-            report.failed[str(key)] = f"{store.folder} does not have it: {store.write_error}"
+            report.failed[str(key)] = _not_kept(store)
     for key in chain(held, built):
         if not _is_in(store, key):
-            room = f"it holds {store.capacity:,} bytes, as far as the disk has room"
-            report.failed[str(key)] = f"{store.folder} does not have it: later plans have taken its place ({room})"
+            report.failed[str(key)] = _not_kept(store)
     report.held, report.built = (sum(str(key) not in report.failed for key in keys) for keys in (held, built))
     report.seconds = time.perf_counter() - start
     return report
@@ -193,6 +192,12 @@ def _is_in(store: PlanStore, key: PlanKey) -> bool:
     """Whether a folder has a plan."""
     operation = find_operation(key.operation, only_imported=True)
     return operation.is_in(store, key) if isinstance(operation, KernelOp) else store.has(key)
+
+
+def _not_kept(store: PlanStore) -> str:
+    """Why a plan has failed that was built."""
+    evicted = f"later plans have taken its place (it holds {store.capacity:,} bytes, as far as the disk has room)"
+    return f"{store.folder} does not have it: {store.write_error or evicted}"
 
 
 def _manifest(manifest: PlanManifest | str | Path) -> PlanManifest:

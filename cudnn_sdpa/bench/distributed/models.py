@@ -50,7 +50,7 @@ SMALL = Sizes(64, 128, heads=(8, 4), layer_tokens=64, model_tokens=128, compiler
 def tensor(sizes: Sizes) -> list[Row]:
     """A layer of one sequence: heads and hidden features on all ranks, between projections all tokens or a part.
 
-    Eagerly the host needs longer for `DTensor`s than GPUs do for few tokens, so the compiled layer is measured as well.
+    The layer is measured compiled as well: eagerly, the host dispatches each `DTensor`, which GPUs may wait for.
     """
     label = f"a layer, S={sizes.layer_tokens}"
     eager = compared(label, sizes.timing, _tensor_parallel(sizes))

@@ -343,10 +343,9 @@ def test_registering_again_takes_nothing_from_other_threads():
     threads = [threading.Thread(target=call, args=(thread,)) for thread in range(2)]
     for thread in threads:
         thread.start()
-    for _ in range(40):
+    while not failed and min(right) < 20:
         register(device="cpu")
     is_over.set()
     for thread in threads:
         thread.join()
     assert failed == []
-    assert min(right) > 0
