@@ -16,6 +16,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
@@ -112,7 +113,7 @@ def in_agreement(place: Place, function: str, summarize: Callable[[], tuple[str,
     if store is not None:
         note = _Note(number, "", summary)
         store.set(calls.name(place.rank, number), note.text())
-        if not _is_capturing():
+        if not is_capturing():
             _compare(store, place, calls, note, function=function)
     return result
 
@@ -126,7 +127,14 @@ def _store(place: Place) -> Store | None:
         return None
 
 
-def _is_capturing() -> bool:
+def seconds_to_wait(store: Store) -> float:
+    """The timeout of a group's store, which is that of its group."""
+    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
+    return timeout.total_seconds()
+
+
+def is_capturing() -> bool:
+    """Whether the current stream records a CUDA graph."""
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
@@ -137,7 +145,7 @@ def _compare(store: Store, place: Place, calls: _Calls, own: _Note, function: st
         OptionError: A note says otherwise than this rank's, or has not come within the store's timeout.
     """
     missing = {calls.name(rank, own.number): rank for rank in range(place.ranks) if rank != place.rank}
-    end, pause = time.monotonic() + store.timeout.total_seconds(), POLLS[0]  # type: ignore[attr-defined]
+    end, pause = time.monotonic() + seconds_to_wait(store), POLLS[0]
     while True:
         try:
             notes = _notes(store, calls, list(missing))

@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cudnn_sdpa.distributed import symmetric_memory
+from cudnn_sdpa.distributed.copies import copy
 from cudnn_sdpa.distributed.groups import Place
+from cudnn_sdpa.distributed.symmetric_memory import Message
 from cudnn_sdpa.engine.dispatch_state import plain
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -20,15 +23,23 @@ _reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 #: Tags of messages between two ranks, which gloo tells apart by them.
 KEYS, GRADIENTS, HEADS = 1, 2, 3
 
+#: What staging memory is.
+CONTIGUOUS = torch.contiguous_format
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Message(NamedTuple):
-    """A contiguous tensor that goes to a rank of the group, or comes from it."""
+class _Staged(NamedTuple):
+    """Contiguous memory for what comes.
+
+    Attributes:
+        tensor: The memory.
+        to: Where it belongs.
+    """
 
     tensor: Tensor
-    rank: int
+    to: Tensor
 
 
 class _Started(threading.local):
@@ -42,28 +53,48 @@ class _Started(threading.local):
 _started = _Started()
 
 
+class _Written:
+    """Messages that are there after an event: the counterpart of `dist.Work`."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        """Makes the current stream wait."""
+        self._event.wait()
+
+
 class Pending(Generic[T_co]):
-    """A tensor, or several, on their way. It holds what is sent, which must not be freed before."""
+    """A tensor, or several, on their way. It holds what is sent and received, which must not be freed before."""
 
-    __slots__ = ("_received", "_sent", "_works")
+    __slots__ = ("_held", "_received", "_staged", "_works")
 
-    def __init__(self, received: T_co, sent: object, works: list[dist.Work]) -> None:
-        self._received, self._works = received, works
-        self._sent: object = sent
+    def __init__(
+        self,
+        received: T_co,
+        held: object,
+        works: Sequence[dist.Work | _Written],
+        staged: Sequence[_Staged] = (),
+    ) -> None:
+        self._received, self._works, self._staged = received, works, staged
+        self._held: object = held
         _started.pending.append(self)
 
     def wait(self) -> T_co:
         """What comes, once it is there: on a GPU the stream waits, and the host does not."""
         if self in _started.pending:
             _started.pending.remove(self)
-        works, self._works = self._works, []
+        works, self._works = self._works, ()
+        staged, self._staged = self._staged, ()
         try:
             for work in works:
                 work.wait()
         except RuntimeError:
             _started.has_failed = True
             raise
-        self._sent = None
+        for memory, to in staged:
+            copy(to, memory)
+        self._held = None
         return self._received
 
 
@@ -112,18 +143,28 @@ def pass_on(xs: Sequence[Tensor], place: Place, tag: int) -> Pending[list[Tensor
 def exchange(sent: list[Message], coming: list[Message], received: T, place: Place) -> Pending[T]:
     """Starts to send tensors to other ranks and to receive theirs, in the same order between any two.
 
+    They need not be contiguous. All ranks send each other the same number of bytes.
+
     Args:
         sent: What goes.
         coming: The memory of what comes.
         received: What the messages make, once they are there.
         place: The group, and this rank in it.
     """
+    written = symmetric_memory.start(sent, coming, place)
+    if written is not None:
+        return Pending(received, (sent, coming), [_Written(written)])
     global_ranks = [place.neighbor(rank - place.rank) for rank in range(place.ranks)]
+    staged = [_Staged(torch.empty_like(x, memory_format=CONTIGUOUS), x) for x, _ in coming if not x.is_contiguous()]
+    arriving, memories = [], iter(staged)
+    for x, rank in coming:
+        arriving.append(Message(x if x.is_contiguous() else next(memories).tensor, rank))
+    leaving = [Message(x if x.is_contiguous() else copy(x.new_empty(x.shape), x), rank) for x, rank in sent]
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(operation, message.tensor, global_ranks[message.rank], place.group, HEADS)
-            for operation, messages in ((dist.isend, sent), (dist.irecv, coming))
+            for operation, messages in ((dist.isend, leaving), (dist.irecv, arriving))
             for message in messages
         ]
     )
-    return Pending(received, [message.tensor for message in sent], works)
+    return Pending(received, (leaving, arriving), works, staged)

@@ -21,10 +21,11 @@ from cudnn_sdpa.attention.arguments import (
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
-from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
+from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, symmetric_memory, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement
 from cudnn_sdpa.distributed.groups import check_device, place_in
 from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend, check_layout
+from cudnn_sdpa.distributed.symmetric_memory import Buffer
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
@@ -357,7 +358,7 @@ def _run_eagerly(
 ) -> Tensor | tuple[Tensor, Tensor]:
     place = place_in(group)
 
-    def summarize() -> tuple[str, tuple[Options, tuple[Tensor, Tensor, Tensor], Tensor | None]]:
+    def summarize() -> tuple[str, tuple[Options, tuple[Tensor, Tensor, Tensor], Tensor | None, Buffer | None]]:
         check_method(method)
         if not isinstance(return_lse, bool):
             raise OptionError("return_lse", repr(return_lse), "True or False")
@@ -379,9 +380,15 @@ def _run_eagerly(
         if needs_gradient(*tensors, scores):
             offsets = None if packing is None else packing[0]
             _check_gradients(function, method, options, tensors, sinks=scores, cu_seqlens=offsets, summary=summary)
-        return summary, (options, tensors, scores)
+        summary += f"; symmetric_memory={symmetric_memory.state(place)}"
+        buffer = None
+        if method == "ulysses":
+            buffer = symmetric_memory.wider_buffer(place, tensors[0].device, ulysses.largest_message(options, *tensors))
+        return summary, (options, tensors, scores, buffer)
 
-    options, (q, k, v), scores = in_agreement(place, function, summarize)
+    options, (q, k, v), scores, buffer = in_agreement(place, function, summarize)
+    if buffer is not None:
+        symmetric_memory.meet(place, buffer)
     cu_seqlens = None if packing is None else packing[0]
     if place.ranks == 1:
         part = Part.whole(q.shape[options.dim], is_causal=options.is_causal, window=options.window)
@@ -591,7 +598,7 @@ def _summary(
     named = dict(zip(("q", "k", "v", "sinks"), (*qkv, sinks), strict=True))
     if packing is not None:
         named["cu_seqlens"] = packing[0]
-    parts = [f"method={method}"]
+    parts = [f"method={method}", f"device={qkv[0].device.type}"]
     for name, x in named.items():
         what = "None" if x is None else f"{dtype_name(x.dtype)}{list(x.shape)}"
         parts.append(f"{name}={what}" + (" with gradient" if x is not None and needs_gradient(x) else ""))

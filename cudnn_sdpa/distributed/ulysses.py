@@ -16,7 +16,8 @@ from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.autograd import Gradients, refusing_gradients, resumed, saved_settings
-from cudnn_sdpa.distributed.collectives import Message, Pending
+from cudnn_sdpa.distributed.collectives import Pending
+from cudnn_sdpa.distributed.copies import copy
 from cudnn_sdpa.distributed.groups import Place
 from cudnn_sdpa.distributed.local_attention import (
     Attention,
@@ -28,6 +29,7 @@ from cudnn_sdpa.distributed.local_attention import (
     gradient_of_sinks,
     new_results,
 )
+from cudnn_sdpa.distributed.symmetric_memory import ALIGNMENT, Message
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.dispatch_state import plain
@@ -36,8 +38,8 @@ from cudnn_sdpa.engine.dispatch_state import plain
 #: loses more to communication beside it, and to being two, than dense attention of long sequences would wait for it.
 MAX_GROUPS, MAX_DENSE_GROUPS, MIN_BYTES = 2, 1, 16 << 20
 
-#: What copies of some heads move at a time: with elements of two bytes they reach a third of the memory's bandwidth.
-WIDEST = torch.complex128
+#: Bytes of an LSE, and the most messages of a rank to another at a time: two chunks of queries, keys and values.
+LSE_BYTES, MESSAGES = 4, 6
 
 
 def repeats(heads_q: int, heads_kv: int, ranks: int) -> int | None:
@@ -62,18 +64,6 @@ class _Heads(NamedTuple):
         size = heads // ranks // self.groups
         begin = (rank * self.groups + self.number) * size
         return slice(begin, begin + size)
-
-
-class _Received(NamedTuple):
-    """Some heads of this rank's tokens, from the rank that computes them.
-
-    Attributes:
-        tensor: The values, tokens first and heads last but one.
-        to: Where they belong.
-    """
-
-    tensor: Tensor
-    to: Tensor
 
 
 ALL = _Heads(0, 1)
@@ -104,6 +94,18 @@ def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attenti
     yield Attention(_whole(options, q), *found)
 
 
+def largest_message(options: Options, q: Tensor, k: Tensor, v: Tensor) -> int:
+    """The most bytes that a rank sends another at a time."""
+    ranks = options.place.ranks
+    heads_kv = math.lcm(k.shape[1], ranks)
+    groups = 1 if options.dropout_p else len(_groups(options, q, heads_kv))
+    rows = q.numel() // (q.shape[1] * q.shape[-1])  # tokens of all sequences
+    size = q.element_size()
+    inputs = size * (q.shape[1] * q.shape[-1] + heads_kv * (k.shape[-1] + v.shape[-1]))
+    results = q.shape[1] * (size * v.shape[-1] + LSE_BYTES)
+    return rows * max(inputs, results) // (ranks * groups) + MESSAGES * ALIGNMENT
+
+
 class _Ulysses(Function):
     """The attention of this rank's queries, and its gradients."""
 
@@ -132,7 +134,7 @@ class _Ulysses(Function):
             saved += [*own, *found]
             leaving.append(_send_tokens([found[0].movedim(dim, 0), _lse_rows(found[1], dim)], results, heads, place))
         for pending_results in leaving:
-            _put(pending_results.wait())
+            pending_results.wait()
         offsets = None if cu_seqlens is None else cu_seqlens.clone()  # the caller may refill them
         ctx.save_for_backward(*saved, sinks, offsets, out, lse)
         ctx.options, ctx.settings = options, saved_settings()
@@ -162,8 +164,8 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
             shares = len(groups) * place.ranks
             grads = [x.new_empty(*rows.shape[:-2], x.shape[1] * shares, x.shape[-1]) for x in (q, k, v)]
         leaving.append(_send_tokens([x.movedim(dim, 0) for x in found], grads, heads, place))
-    for received in leaving:
-        _put(received.wait())
+    for pending_grads in leaving:
+        pending_grads.wait()
     grad_sinks = (
         None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
     )
@@ -210,7 +212,7 @@ class _TokensForHeads(Function):
 def _tokens_for_heads(x: Tensor, place: Place) -> Tensor:
     """From (all tokens, …, heads / P, D) to (tokens of this rank, …, heads, D)."""
     whole = x.new_empty(x.shape[0] // place.ranks, *x.shape[1:-2], x.shape[-2] * place.ranks, x.shape[-1])
-    _put(_send_tokens([x], [whole], ALL, place).wait())
+    _send_tokens([x], [whole], ALL, place).wait()
     return whole
 
 
@@ -243,60 +245,34 @@ def _send_heads(xs: list[Tensor], heads: _Heads, place: Place) -> Pending[list[T
         heads_of_rank = x.shape[-2] // place.ranks // heads.groups
         whole = x.new_empty(x.shape[0] * place.ranks, *x.shape[1:-2], heads_of_rank, x.shape[-1])
         for rank in place.others:
-            of_rank = x[..., heads.of(rank, x.shape[-2], place.ranks), :]
-            leaving = _copy(of_rank.new_empty(of_rank.shape), of_rank)
-            sent += [Message(chunk, rank) for chunk in leaving.chunk(2)]
+            leaving = x[..., heads.of(rank, x.shape[-2], place.ranks), :].chunk(2)
+            sent += [Message(chunk, rank) for chunk in leaving]
             coming += [Message(chunk, rank) for chunk in _chunks(whole, rank, place)]
         wholes.append(whole)
     pending = collectives.exchange(sent, coming, wholes, place)
     for x, whole in zip(xs, wholes, strict=True):  # while messages are on their way
         own = x[..., heads.of(place.rank, x.shape[-2], place.ranks), :].chunk(2)
         for chunk, tokens in zip(_chunks(whole, place.rank, place), own, strict=True):
-            _copy(chunk, tokens)
+            copy(chunk, tokens)
     return pending
 
 
-def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, place: Place) -> Pending[list[_Received]]:
-    """Starts the opposite exchange, into tensors of all heads of this rank's tokens.
-
-    This rank's own part is put there at once, what comes by `_put`.
-    """
+def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, place: Place) -> Pending[None]:
+    """Starts the opposite exchange, into tensors of all heads of this rank's tokens."""
     sent: list[Message] = []
     coming: list[Message] = []
-    found: list[_Received] = []
-    xs = [plain(x).contiguous() for x in xs]
+    xs = [plain(x) for x in xs]
     for x, whole in zip(xs, to, strict=True):
         for rank in place.others:
-            received = x.new_empty(x.shape[0] // place.ranks, *x.shape[1:])
             sent += [Message(chunk, rank) for chunk in _chunks(x, rank, place)]
-            coming += [Message(chunk, rank) for chunk in received.chunk(2)]
-            found.append(_Received(received, whole[..., heads.of(rank, whole.shape[-2], place.ranks), :]))
-    pending = collectives.exchange(sent, coming, found, place)
+            arriving = whole[..., heads.of(rank, whole.shape[-2], place.ranks), :].chunk(2)
+            coming += [Message(chunk, rank) for chunk in arriving]
+    pending = collectives.exchange(sent, coming, None, place)
     for x, whole in zip(xs, to, strict=True):
         own = whole[..., heads.of(place.rank, whole.shape[-2], place.ranks), :].chunk(2)
         for part, chunk in zip(own, _chunks(x, place.rank, place), strict=True):
-            _copy(part, chunk)
+            copy(part, chunk)
     return pending
-
-
-def _put(found: list[_Received]) -> None:
-    """Writes what has come to where it belongs."""
-    for received in found:
-        _copy(received.to, received.tensor)
-
-
-def _copy(to: Tensor, x: Tensor) -> Tensor:
-    """Copies a tensor to memory of its shape, in elements of 16 bytes if both may be seen as such."""
-    if all(map(_is_wide, (to, x))):
-        to.view(WIDEST).copy_(x.view(WIDEST))
-        return to
-    return to.copy_(x)
-
-
-def _is_wide(x: Tensor) -> bool:
-    number = WIDEST.itemsize // x.element_size()
-    steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
-    return x.stride(-1) == 1 and x.data_ptr() % WIDEST.itemsize == 0 and all(step % number == 0 for step in steps)
 
 
 def _chunks(whole: Tensor, rank: int, place: Place) -> list[Tensor]:

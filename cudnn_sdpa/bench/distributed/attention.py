@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -15,9 +16,19 @@ from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.bench.distributed import times
 from cudnn_sdpa.bench.distributed.times import ALONE, ERRORS, Candidate, Timing, compared
 from cudnn_sdpa.bench.tools.output import Row
-from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, shard
+from cudnn_sdpa.distributed import (
+    context_parallel,
+    context_parallel_varlen,
+    enable_symmetric_memory,
+    shard,
+    symmetric_memory,
+)
+from cudnn_sdpa.distributed.groups import place_in
 
 METHODS = ("all_gather", "ulysses", "ring")
+
+#: Exchange of heads once more, by writing into the memory of other GPUs.
+SYMMETRIC = "ulysses, symmetric memory"
 
 
 class Sizes(NamedTuple):
@@ -69,7 +80,12 @@ def _drawn(sizes: Sizes, *shape: int) -> list[Tensor]:
     return made if len(shape) == 1 else [x.transpose(1, 2) for x in made]
 
 
-def _trained(attention: Callable[..., Tensor], tensors: list[Tensor], dim: int | None) -> Candidate:
+def _trained(
+    attention: Callable[..., Tensor],
+    tensors: list[Tensor],
+    dim: int | None,
+    buffer: Callable[[], int] = lambda: 0,
+) -> Candidate:
     """A forward and a backward pass with these tensors, or with this rank's parts of them."""
     *inputs, grad = tensors if dim is None else [_part(x, dim) for x in tensors]
     leaves = [x.detach().requires_grad_() for x in inputs]
@@ -77,7 +93,29 @@ def _trained(attention: Callable[..., Tensor], tensors: list[Tensor], dim: int |
     def step() -> None:
         torch.autograd.grad(attention(*leaves), leaves, grad)
 
-    return Candidate(step)
+    return Candidate(step, buffer=buffer)
+
+
+def _by_each_method(
+    attention: Callable[..., Tensor], tensors: list[Tensor], dim: int
+) -> Iterator[tuple[str, Candidate]]:
+    """The ways to spread attention over the ranks. Where they cannot write into each other's memory, a step raises."""
+    for method in METHODS:
+        yield method, _trained(functools.partial(attention, method=method), tensors, dim)
+
+    def exchanged(*qkv: Tensor) -> Tensor:
+        group = _another_group()
+        enable_symmetric_memory(group)
+        return attention(*qkv, method="ulysses", group=group)
+
+    yield SYMMETRIC, _trained(exchanged, tensors, dim, lambda: symmetric_memory.nbytes(place_in(_another_group())))
+
+
+@functools.cache
+def _another_group() -> dist.ProcessGroup:
+    """All ranks, as a group of its own."""
+    group: dist.ProcessGroup = dist.new_group()
+    return group
 
 
 def _part(x: Tensor, dim: int) -> Tensor:
@@ -88,13 +126,7 @@ def _part(x: Tensor, dim: int) -> Tensor:
 def _dense(sizes: Sizes, length: int) -> dict[str, Candidate]:
     tensors = _drawn(sizes, 1, length)
     found = {ALONE: _trained(lambda q, k, v: sdpa(q, k, v, is_causal=True), tensors, None)}
-    for method in METHODS:
-
-        def run(q: Tensor, k: Tensor, v: Tensor, method: str = method) -> Tensor:
-            out: Tensor = context_parallel(q, k, v, is_causal=True, method=method)
-            return out
-
-        found[method] = _trained(run, tensors, 2)
+    found |= _by_each_method(functools.partial(context_parallel, is_causal=True), tensors, 2)
     with contextlib.suppress(ImportError):
         found |= _pytorchs(tensors)
     return found
@@ -121,15 +153,8 @@ def _packed(sizes: Sizes, tokens: int) -> dict[str, Candidate]:
         )
 
     found = {ALONE: _trained(on_one, tensors, None)}
-    for method in METHODS:
-
-        def run(q: Tensor, k: Tensor, v: Tensor, method: str = method) -> Tensor:
-            out: Tensor = context_parallel_varlen(
-                q, k, v, offsets, max_seqlen=max_seqlen, is_causal=True, method=method
-            )
-            return out
-
-        found[method] = _trained(run, tensors, 0)
+    packing = {"cu_seqlens": offsets, "max_seqlen": max_seqlen}
+    found |= _by_each_method(functools.partial(context_parallel_varlen, **packing, is_causal=True), tensors, 0)
     return found
 
 

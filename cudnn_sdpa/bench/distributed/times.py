@@ -47,11 +47,13 @@ class Candidate(NamedTuple):
         step: A forward and a backward pass.
         within: The context that it needs, which is entered before the clock starts.
         sequences: Sequences that a step of all ranks computes.
+        buffer: Bytes that it keeps outside PyTorch's allocator.
     """
 
     step: Callable[[], None]
     within: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     sequences: int = 1
+    buffer: Callable[[], int] = lambda: 0
 
 
 def device() -> torch.device:
@@ -117,7 +119,7 @@ def _seconds(candidate: Candidate, steps: int, *, is_alone: bool = False) -> flo
 
 
 def _peak(candidate: Candidate) -> float | None:
-    """MiB that a step allocates beyond its tensors; None on the CPU, where nobody counts."""
+    """MiB that a step needs beyond its tensors; None on the CPU, where nobody counts."""
     with candidate.within():
         if not torch.cuda.is_available():
             candidate.step()
@@ -127,7 +129,7 @@ def _peak(candidate: Candidate) -> float | None:
         before = torch.cuda.memory_allocated()
         candidate.step()
         _synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / 2**20
+        return (torch.cuda.max_memory_allocated() - before + candidate.buffer()) / 2**20
 
 
 def _synchronize() -> None:

@@ -133,10 +133,10 @@ def test_while_a_graph_is_captured_no_rank_waits(monkeypatch):
             return store
 
     first, second = (Place(Group(f"{rank} of two in this process"), rank, 2) for rank in range(2))
-    monkeypatch.setattr(agreement, "_is_capturing", lambda: True)
+    monkeypatch.setattr(agreement, "is_capturing", lambda: True)
     for kind in ("one", "other", "one"):
         assert agreement.in_agreement(first, "f", lambda kind=kind: (kind, 5)) == 5
-    monkeypatch.setattr(agreement, "_is_capturing", lambda: False)
+    monkeypatch.setattr(agreement, "is_capturing", lambda: False)
     with pytest.raises(OptionError, match="got call 3 of rank 0 at call 1 of rank 1"):
         agreement.in_agreement(second, "f", lambda: ("one", 5))
     assert store.num_keys() == 3
