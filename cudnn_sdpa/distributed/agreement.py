@@ -5,19 +5,20 @@ wrongly. So in each call, every rank leaves a note in the group's store, which i
 the notes of the others: the number of the call, and its summary. A rank that refuses its call leaves its error there
 and does not wait. All ranks count the same calls, because each call has collectives.
 
-A rank has two notes, for even and for odd calls, and writes them again and again. That is enough: no rank is more than
-one call ahead, as it has read the notes of all others. While a CUDA graph is captured, a rank leaves its note and does
-not read those of others. The graph asks nothing when it runs.
+A rank has one note, and writes it again and again. Another one that reads it late finds a later call: so a note also
+says which call was the last that its rank agreed on, and which calls before had errors. While a CUDA graph is captured,
+a rank leaves its note and does not read those of others. The graph asks nothing when it runs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,9 @@ ResultT = TypeVar("ResultT")
 #: What the name of a note begins with.
 PREFIX = "cudnn_sdpa/context_parallel"
 
+#: How many errors of earlier calls a note has.
+MAX_ERRORS = 8
+
 #: Seconds between two looks at the notes of others: at first, and at most.
 POLLS = 0.0001, 0.01
 
@@ -44,6 +48,8 @@ class _Calls:
         prefix: What the names of their notes begin with: others for a group of the same name that was made again,
             whose store may be the same.
         count: Their number.
+        agreed: The number of the last one on which this rank found all others to agree; -1 if there is none.
+        errors: Those of the last calls that raised, by number.
         written: Names of others' notes that have been in the store, and so can be read without waiting.
     """
 
@@ -51,11 +57,19 @@ class _Calls:
         _generations[name] += 1
         self.prefix = f"{PREFIX}/{_generations[name]}"
         self.count = 0
+        self.agreed = -1
+        self.errors: dict[int, str] = {}
         self.written: set[str] = set()
 
-    def name(self, rank: int, number: int) -> str:
-        """The name of a rank's note about a call."""
-        return f"{self.prefix}/{rank}/{number % 2}"
+    def name(self, rank: int) -> str:
+        """The name of a rank's note."""
+        return f"{self.prefix}/{rank}"
+
+    def remember(self, number: int, error: str) -> None:
+        """Remembers the error of a call, for ranks that come to it late."""
+        self.errors[number] = error
+        while len(self.errors) > MAX_ERRORS:
+            del self.errors[min(self.errors)]
 
 
 class _Note(NamedTuple):
@@ -63,36 +77,45 @@ class _Note(NamedTuple):
 
     Attributes:
         number: The number of the call.
-        error: Why the rank refuses it; empty if it does not.
         summary: What must be equal on all ranks.
+        agreed: As in `_Calls`.
+        errors: As in `_Calls`; with the call's own, if the rank refuses it.
     """
 
     number: int
-    error: str
     summary: str
+    agreed: int
+    errors: dict[int, str]
 
     def text(self) -> str:
         """As the store has it."""
-        return f"{self.number}:" + (f"error:{self.error}" if self.error else f"call:{self.summary}")
+        return json.dumps([self.number, self.summary, self.agreed, list(self.errors.items())])
 
     @classmethod
     def of(cls, text: str) -> _Note:
         """The note that has this text."""
-        number, kind, rest = text.split(":", 2)
-        return cls(int(number), rest, "") if kind == "error" else cls(int(number), "", rest)
+        number, summary, agreed, errors = json.loads(text)
+        return cls(number, summary, agreed, dict(errors))
 
 
 _generations: Counter[str] = Counter()
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Calls] = weakref.WeakKeyDictionary()
 
 
-def in_agreement(place: Place, function: str, summarize: Callable[[], tuple[str, ResultT]]) -> ResultT:
+def in_agreement(
+    place: Place,
+    function: str,
+    summarize: Callable[[], tuple[str, ResultT]],
+    *,
+    expected: str = "equal shapes, dtypes and options on all ranks",
+) -> ResultT:
     """What `summarize` gives with the summary of a call, if all ranks give the same summary.
 
     Args:
         place: The group, and this process's place in it.
         function: The function's name, for messages.
         summarize: Checks the call, and gives a text of what must be equal on all ranks, with the result.
+        expected: What must be equal, for messages.
 
     Raises:
         Exception: What `summarize` raises; the other ranks are told.
@@ -103,19 +126,30 @@ def in_agreement(place: Place, function: str, summarize: Callable[[], tuple[str,
         calls = _calls[place.group] = _Calls(str(getattr(place.group, "group_name", "")))
     number, calls.count = calls.count, calls.count + 1
     store = _store(place)
+    if store is None:
+        return summarize()[1]
     try:
         summary, result = summarize()
     except Exception as error:
-        if store is not None:
-            note = _Note(number, f"{type(error).__name__}: {error}", "")
-            store.set(calls.name(place.rank, number), note.text())
+        calls.remember(number, f"{type(error).__name__}: {error}")
+        _write(store, place, calls, number, "")
         raise
-    if store is not None:
-        note = _Note(number, "", summary)
-        store.set(calls.name(place.rank, number), note.text())
-        if not is_capturing():
-            _compare(store, place, calls, note, function=function)
+    note = _write(store, place, calls, number, summary)
+    if not is_capturing():
+        try:
+            _compare(store, place, calls, note, function=function, expected=expected)
+        except OptionError as error:
+            calls.remember(number, str(error))  # the others find it too, or read of it in a later note
+            raise
+        calls.agreed = number
     return result
+
+
+def _write(store: Store, place: Place, calls: _Calls, number: int, summary: str) -> _Note:
+    """Leaves this rank's note about a call."""
+    note = _Note(number, summary, calls.agreed, calls.errors)
+    store.set(calls.name(place.rank), note.text())
+    return note
 
 
 def _store(place: Place) -> Store | None:
@@ -127,10 +161,13 @@ def _store(place: Place) -> Store | None:
         return None
 
 
-def seconds_to_wait(store: Store) -> float:
-    """The timeout of a group's store, which is that of its group."""
-    timeout: timedelta = store.timeout  # type: ignore[attr-defined]
-    return timeout.total_seconds()
+def seconds_to_wait(place: Place) -> float:
+    """The timeout of a group: that of its backend, or else of its store, which groups share."""
+    for device in getattr(place.group, "_device_types", ()):
+        with contextlib.suppress(RuntimeError, AttributeError):  # a backend that has not been made, or has no options
+            return float(place.group._get_backend(device).options._timeout.total_seconds())
+    store: Any = place.group.get_group_store()
+    return float(store.timeout.total_seconds())
 
 
 def is_capturing() -> bool:
@@ -138,14 +175,14 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _compare(store: Store, place: Place, calls: _Calls, own: _Note, function: str) -> None:
+def _compare(store: Store, place: Place, calls: _Calls, own: _Note, *, function: str, expected: str) -> None:
     """Waits for the notes of all other ranks about a call.
 
     Raises:
-        OptionError: A note says otherwise than this rank's, or has not come within the store's timeout.
+        OptionError: A note says otherwise than this rank's, or has not come within the group's timeout.
     """
-    missing = {calls.name(rank, own.number): rank for rank in range(place.ranks) if rank != place.rank}
-    end, pause = time.monotonic() + seconds_to_wait(store), POLLS[0]
+    missing = {calls.name(rank): rank for rank in range(place.ranks) if rank != place.rank}
+    end, pause = time.monotonic() + seconds_to_wait(place), POLLS[0]
     while True:
         try:
             notes = _notes(store, calls, list(missing))
@@ -153,12 +190,13 @@ def _compare(store: Store, place: Place, calls: _Calls, own: _Note, function: st
             raise _no_answer(place, next(iter(missing.values())), own, function=function) from error
         for name, note in notes.items():
             if note.number >= own.number:
-                _check(place, missing.pop(name), note, own, function=function)
+                _check(place, missing.pop(name), note, own, function=function, expected=expected)
         if not missing:
             return
         if time.monotonic() > end:
             gives_up = _no_answer(place, next(iter(missing.values())), own, function=function)
-            store.set(calls.name(place.rank, own.number), own._replace(error=str(gives_up)).text())
+            calls.remember(own.number, str(gives_up))
+            _write(store, place, calls, own.number, own.summary)
             raise gives_up
         time.sleep(pause)
         pause = min(2 * pause, POLLS[1])
@@ -181,17 +219,20 @@ def _no_answer(place: Place, rank: int, own: _Note, function: str) -> OptionErro
     )
 
 
-def _check(place: Place, rank: int, note: _Note, own: _Note, function: str) -> None:
+def _check(place: Place, rank: int, note: _Note, own: _Note, *, function: str, expected: str) -> None:
     """Compares the note of another rank with this rank's.
 
     Raises:
         OptionError: It says otherwise.
     """
-    if note.error:
-        raise OptionError("group", f"rank {rank} refused this call of {function}", "no error there", note.error)
-    if note.number != own.number:
+    if own.number in note.errors:
+        got = f"rank {rank} refused this call of {function}"
+        raise OptionError("group", got, "no error there", note.errors[own.number])
+    if note.number > own.number:
+        if note.agreed >= own.number:  # it has compared this call, and gone on
+            return
         got = f"call {note.number + 1} of rank {rank} at call {own.number + 1} of rank {place.rank}"
-        hint = "A rank has gone on after an error that said that another one is late."
+        hint = "One of them records a CUDA graph, or has gone on after many errors."
         raise OptionError("group", got, "equally many calls on all ranks", hint)
     if note.summary != own.summary:
         ours, theirs = own.summary.split("; "), note.summary.split("; ")
@@ -199,5 +240,5 @@ def _check(place: Place, rank: int, note: _Note, own: _Note, function: str) -> N
         raise OptionError(
             "group",
             f"rank {rank} calls {function} otherwise than rank {place.rank}: {', '.join(differing) or note.summary}",
-            "equal shapes, dtypes and options on all ranks",
+            expected,
         )

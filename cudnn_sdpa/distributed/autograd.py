@@ -49,7 +49,8 @@ def resumed(
     autograd_checks.refuse_batch(grad_out)
     saved = ctx.saved_tensors
     may_fall_back = fallback.fallback("torch" if ctx.settings.may_fall_back else None)
-    with torch.no_grad(), may_fall_back, collectives.settled():
+    dtypes_stay = torch.autocast(saved[-2].device.type, enabled=False)  # as in a backward pass outside of autocast
+    with torch.no_grad(), may_fall_back, dtypes_stay, collectives.settled():
         grad_out = torch.zeros_like(saved[-2]) if grad_out is None else grad_out
         found = gradients(ctx.options, grad_out, saved)
     if torch.is_grad_enabled():  # create_graph: what depends on these must not seem constant

@@ -23,9 +23,6 @@ _reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 #: Tags of messages between two ranks, which gloo tells apart by them.
 KEYS, GRADIENTS, HEADS = 1, 2, 3
 
-#: What staging memory is.
-CONTIGUOUS = torch.contiguous_format
-
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
@@ -143,7 +140,7 @@ def pass_on(xs: Sequence[Tensor], place: Place, tag: int) -> Pending[list[Tensor
 def exchange(sent: list[Message], coming: list[Message], received: T, place: Place) -> Pending[T]:
     """Starts to send tensors to other ranks and to receive theirs, in the same order between any two.
 
-    They need not be contiguous. All ranks send each other the same number of bytes.
+    Each message is two chunks of tokens (2, tokens, …), of any strides. All ranks send each other as many bytes.
 
     Args:
         sent: What goes.
@@ -155,16 +152,23 @@ def exchange(sent: list[Message], coming: list[Message], received: T, place: Pla
     if written is not None:
         return Pending(received, (sent, coming), [_Written(written)])
     global_ranks = [place.neighbor(rank - place.rank) for rank in range(place.ranks)]
-    staged = [_Staged(torch.empty_like(x, memory_format=CONTIGUOUS), x) for x, _ in coming if not x.is_contiguous()]
-    arriving, memories = [], iter(staged)
+    leaving = [Message(x if _has_contiguous_chunks(x) else copy(x.new_empty(x.shape), x), rank) for x, rank in sent]
+    staged: list[_Staged] = []
+    arriving: list[Message] = []
     for x, rank in coming:
-        arriving.append(Message(x if x.is_contiguous() else next(memories).tensor, rank))
-    leaving = [Message(x if x.is_contiguous() else copy(x.new_empty(x.shape), x), rank) for x, rank in sent]
+        if not _has_contiguous_chunks(x):
+            staged.append(_Staged(x.new_empty(x.shape), x))
+        arriving.append(Message(x if _has_contiguous_chunks(x) else staged[-1].tensor, rank))
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(operation, message.tensor, global_ranks[message.rank], place.group, HEADS)
+            dist.P2POp(operation, chunk, global_ranks[message.rank], place.group, HEADS)
             for operation, messages in ((dist.isend, leaving), (dist.irecv, arriving))
             for message in messages
+            for chunk in message.tensor
         ]
     )
     return Pending(received, (leaving, arriving), works, staged)
+
+
+def _has_contiguous_chunks(x: Tensor) -> bool:
+    return all(chunk.is_contiguous() for chunk in x)

@@ -13,6 +13,9 @@ WIDEST = torch.complex128
 #: The fewest bytes of a row that copy engines take. Of narrower ones kernels copy more in the same time.
 LEAST_ROW = 2048
 
+#: Bytes from one row to the next that they cannot take.
+LARGEST_PITCH = 1 << 31
+
 
 def copy(to: Tensor, x: Tensor) -> Tensor:
     """Copies a tensor to memory of its shape by a kernel, in elements of 16 bytes if both may be seen as such."""
@@ -23,19 +26,26 @@ def copy(to: Tensor, x: Tensor) -> Tensor:
 
 
 def copy_to_peer(to: Tensor, x: Tensor) -> None:
-    """Copies a tensor to contiguous memory of its shape on another GPU, by copy engines if its rows are wide.
+    """Copies two chunks of tokens to contiguous memory on another GPU, by copy engines if their rows are wide.
 
     Args:
-        to: That memory, as this GPU sees it.
-        x: The tensor, whose first dimension may have any stride.
+        to: That memory, (2, tokens, …), as this GPU sees it.
+        x: The tensor, of the same shape.
     """
+    if x.stride(0) == x.shape[1] * x.stride(1):  # one after the other: all rows at once
+        _copy_rows(to.flatten(0, 1), x.flatten(0, 1))
+    else:
+        for chunk_to, chunk in zip(to, x, strict=True):
+            _copy_rows(chunk_to, chunk)
+
+
+def _copy_rows(to: Tensor, x: Tensor) -> None:
     row = x[0]
-    width = row.numel() * x.element_size()
-    if x.is_contiguous() or width < LEAST_ROW or not row.is_contiguous():
+    width, pitch = row.numel() * x.element_size(), x.stride(0) * x.element_size()
+    if x.is_contiguous() or width < LEAST_ROW or not width <= pitch < LARGEST_PITCH or not row.is_contiguous():
         copy(to, x)
         return
     stream = torch.cuda.current_stream(x.device).cuda_stream
-    pitch = x.stride(0) * x.element_size()
     if not backend.copy_rows(to.data_ptr(), width, x.data_ptr(), pitch, width=width, rows=x.shape[0], stream=stream):
         copy(to, x)
 

@@ -42,9 +42,11 @@ def place_in(group: object) -> Place:
     expected = "a torch.distributed.ProcessGroup, a DeviceMesh of one dimension, or None for all processes"
     if not dist.is_available() or not dist.is_initialized():
         raise OptionError("group", "no process group", expected, "Call torch.distributed.init_process_group before.")
-    if hasattr(group, "get_group") and hasattr(group, "ndim"):
+    if hasattr(group, "get_group") and hasattr(group, "ndim") and hasattr(group, "get_coordinate"):
         if group.ndim != 1:
             raise OptionError("group", f"a mesh of {group.ndim} dimensions", expected, 'Take one: mesh["cp"].')
+        if group.get_coordinate() is None:
+            raise OptionError("group", "a mesh without this process", expected)
         group = group.get_group()
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, dist.ProcessGroup):

@@ -22,7 +22,7 @@ from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
 from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, symmetric_memory, ulysses
-from cudnn_sdpa.distributed.agreement import in_agreement
+from cudnn_sdpa.distributed.agreement import in_agreement, is_capturing
 from cudnn_sdpa.distributed.groups import check_device, place_in
 from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend, check_layout
 from cudnn_sdpa.distributed.symmetric_memory import Buffer
@@ -606,4 +606,5 @@ def _summary(
     parts += [f"is_causal={options.is_causal}", f"window_size={window}", f"scale={options.scale}"]
     parts += [f"softcap={options.softcap}", f"dropout_p={options.dropout_p}", f"max_seqlen={options.max_seqlen}"]
     parts += [f"deterministic={options.deterministic}", f"grad={torch.is_grad_enabled()}"]
+    parts.append(f"CUDA graph={is_capturing()}")
     return "; ".join(parts)

@@ -8,9 +8,11 @@ what came in the exchange before, and the next exchange writes into the half whi
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -32,8 +34,21 @@ ALIGNMENT = 256
 SMALLEST = 1 << 20
 
 
+#: What is said of a group, an exchange of which has failed on this rank.
+BROKEN = (
+    "an exchange through symmetric memory has failed on this rank before, and the other ranks wait for it; "
+    "end all processes, or let the group's timeout pass"
+)
+
+#: What ranks that enable it, or have, must be.
+EXPECTED = (
+    "processes of one host, all of which have enabled symmetric memory or none; "
+    "disable_symmetric_memory on all ranks makes it none"
+)
+
+
 class Message(NamedTuple):
-    """A tensor that goes to a rank of the group, or comes from it."""
+    """Two chunks of tokens, (2, tokens, …), that go to a rank of the group, or come from it."""
 
     tensor: Tensor
     rank: int
@@ -65,6 +80,9 @@ class _Met:
 
         self.buffer = buffer
         self.memory = _symmetric_memory.rendezvous(buffer.tensor, place.group.group_name)
+        if (self.memory.rank, self.memory.world_size) != (place.rank, place.ranks):
+            # PyTorch 2.9 takes a group for one that had its name
+            raise RuntimeError(f"PyTorch knows rank {self.memory.rank} of {self.memory.world_size} for {place}")
         self.views = [self.memory.get_buffer(rank, (2 * buffer.half,), torch.uint8) for rank in range(place.ranks)]
 
 
@@ -75,6 +93,7 @@ class _Exchanges:
         stream: Where they run.
         met: The buffers.
         count: How many exchanges there have been.
+        is_broken: Whether one has failed on this rank, after which barriers would pair it with others.
         lock: Whoever starts one has it.
         timeout_ms: How long a GPU waits for the others.
     """
@@ -83,8 +102,9 @@ class _Exchanges:
         self.stream = torch.cuda.Stream(buffer.tensor.device, priority=-1)  # type: ignore[no-untyped-call]
         self.met = _Met(buffer, place)
         self.count = 0
+        self.is_broken = False
         self.lock = threading.Lock()
-        self.timeout_ms = int(seconds_to_wait(place.group.get_group_store()) * 1000)
+        self.timeout_ms = int(seconds_to_wait(place) * 1000)
 
     def meet(self, buffer: Buffer, place: Place) -> None:
         """Takes another buffer, as all ranks do now."""
@@ -93,28 +113,40 @@ class _Exchanges:
             self.met = _Met(buffer, place)
 
     def start(self, sent: list[Message], coming: list[Message], place: Place) -> torch.cuda.Event | None:
-        """Starts an exchange, and gives the event after it; None if a message does not fit, as on all ranks."""
+        """Starts an exchange, and gives the event after it; None if a message does not fit, as on all ranks.
+
+        Raises:
+            ExecutionError: One has failed before.
+        """
         with self.lock:
-            views, half = self.met.views, self.met.buffer.half
-            part = half // (place.ranks - 1) // ALIGNMENT * ALIGNMENT
-            by_distance = [(place.rank + distance) % place.ranks for distance in range(1, place.ranks)]
-            if any(_bytes_of(sent, rank) > part for rank in by_distance):
+            if self.is_broken:
+                raise ExecutionError(BROKEN)
+            part = self.met.buffer.half // (place.ranks - 1) // ALIGNMENT * ALIGNMENT
+            if any(_bytes_of(sent, rank) > part for rank in place.others):
                 return None
-            begin = half * (self.count % 2)
             self.count += 1
-            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
-            with torch.cuda.stream(self.stream):
-                for rank in by_distance:  # not all to the same rank at a time
-                    there = begin + part * _index(place.rank, rank)
-                    for memory, x in _placed(views[rank], there, sent, rank):
-                        copy_to_peer(memory, x)
-                self.met.memory.barrier(channel=0, timeout_ms=self.timeout_ms)
-                for rank in by_distance:
-                    here = begin + part * _index(rank, place.rank)
-                    for memory, x in _placed(views[place.rank], here, coming, rank):
-                        copy(x, memory)
-                done: torch.cuda.Event = self.stream.record_event()
-                return done
+            self.is_broken = True
+            done = self._started(sent, coming, place, part)
+            self.is_broken = False
+            return done
+
+    def _started(self, sent: list[Message], coming: list[Message], place: Place, part: int) -> torch.cuda.Event:
+        """Enqueues all of an exchange, in which a rank has that many bytes of another's half."""
+        begin = self.met.buffer.half * (self.count % 2)
+        by_distance = [(place.rank + distance) % place.ranks for distance in range(1, place.ranks)]
+        self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        with torch.cuda.stream(self.stream):
+            for rank in by_distance:  # not all to the same rank at a time
+                there = begin + part * _index(place.rank, rank)
+                for memory, x in _placed(self.met.views[rank], there, sent, rank):
+                    copy_to_peer(memory, x)
+            self.met.memory.barrier(channel=0, timeout_ms=self.timeout_ms)
+            for rank in by_distance:
+                here = begin + part * _index(rank, place.rank)
+                for memory, x in _placed(self.met.views[place.rank], here, coming, rank):
+                    copy(x, memory)
+            done: torch.cuda.Event = self.stream.record_event()
+            return done
 
 
 def _index(sender: int, receiver: int) -> int:
@@ -151,18 +183,22 @@ def enable_symmetric_memory(group: dist.ProcessGroup | DeviceMesh | None = None)
     call it, before or between steps. The memory is PyTorch's symmetric memory (`torch.distributed._symmetric_memory`,
     which PyTorch calls alpha).
 
-    Each rank keeps a buffer outside PyTorch's allocator, of twice what it receives at a time: (1 − 1/P) of the bytes of
-    its queries, keys and values, or of half of their heads where they travel in two groups. It grows with the calls,
-    before their first message. While a CUDA graph is captured, NCCL is used.
+    Each rank keeps a buffer outside PyTorch's allocator, for each group, of twice what it receives at a time: that is
+    (1 − 1/P) of the bytes of its queries, keys and values, with keys repeated for all ranks, or of half of their heads
+    where they travel in two groups. It grows with the calls, before their first message, to at most a quarter more;
+    meanwhile there are both. While a CUDA graph is captured, NCCL is used.
 
-    Where a rank ends, the others' GPUs wait for it until the group's timeout, and then stop with a CUDA error.
+    Where a rank ends, or raises between two messages, the GPUs of the others wait for it until the group's timeout.
+    Then CUDA stops their processes.
 
     Args:
         group: A process group, a one-dimensional device mesh, or None for all processes.
 
     Raises:
-        DeviceError: These GPUs cannot, or they are of several hosts.
-        OptionError: It is no group, or a rank did not come.
+        DeviceError: The group is not of GPUs with NCCL, or they do not reach each other's memory.
+        OptionError: It is no group, its ranks are on several hosts, or some have enabled it already; or a rank has
+            failed, or did not come.
+        ExecutionError: There is not enough memory.
 
     Examples:
         >>> import torch, torch.distributed as dist
@@ -173,23 +209,29 @@ def enable_symmetric_memory(group: dist.ProcessGroup | DeviceMesh | None = None)
         >>> dist.destroy_process_group()
     """
     place = place_in(group)
-    if place.ranks == 1 or place.group in _enabled:
+    if place.ranks == 1:
+        return
+    is_enabled = place.group in _enabled
+
+    def begin() -> tuple[str, Buffer | None]:
+        _check_group(place)
+        device = torch.device("cuda", torch.cuda.current_device())
+        return f"host={socket.gethostname()}; enabled={is_enabled}", None if is_enabled else _allocated(
+            SMALLEST, device
+        )
+
+    buffer = in_agreement(place, "enable_symmetric_memory", begin, expected=EXPECTED)
+    if buffer is None:
         return
 
-    def summarize() -> tuple[str, Buffer]:
-        served = {device.type for device in getattr(place.group, "_device_types", ())}
-        if "cuda" not in served or not torch.cuda.is_available():
-            got = f"a group of {' and '.join(sorted(served - {'cuda'})) or 'no devices'}"
-            raise DeviceError("group", got, "a group of GPUs", "Its backend can send messages without it.")
-        return f"host={socket.gethostname()}", _allocated(SMALLEST, torch.device("cuda", torch.cuda.current_device()))
+    def meet() -> tuple[str, _Exchanges]:
+        with _of_gpus_in_reach():
+            return "met", _Exchanges(place, buffer)
 
-    buffer = in_agreement(place, "enable_symmetric_memory", summarize)
-    try:
-        exchanges = _Exchanges(place, buffer)
-    except RuntimeError as error:
-        got = f"GPUs whose memory cannot be shared: {str(error).splitlines()[0]}"
-        expected = "GPUs of one host, one for each rank, that reach each other's memory"
-        raise DeviceError("group", got, expected) from error
+    exchanges = in_agreement(place, "enable_symmetric_memory", meet)
+    with _of_gpus_in_reach():
+        exchanges.met.memory.barrier(channel=0, timeout_ms=exchanges.timeout_ms)
+        torch.cuda.synchronize(buffer.tensor.device)
     _connect(place, buffer.tensor.device)
     _enabled[place.group] = exchanges
 
@@ -201,7 +243,7 @@ def disable_symmetric_memory(group: dist.ProcessGroup | DeviceMesh | None = None
         group: As there.
 
     Raises:
-        OptionError: It is no group.
+        OptionError: It is no group, or a rank did not come.
 
     Examples:
         >>> import torch, torch.distributed as dist
@@ -210,14 +252,24 @@ def disable_symmetric_memory(group: dist.ProcessGroup | DeviceMesh | None = None
         >>> disable_symmetric_memory()  # it was not enabled: nothing to do
         >>> dist.destroy_process_group()
     """
-    exchanges = _enabled.pop(place_in(group).group, None)
+    place = place_in(group)
+    exchanges = _enabled.get(place.group)
+    if place.ranks > 1:
+        in_agreement(place, "disable_symmetric_memory", lambda: ("disable", None))
     if exchanges is not None:
         torch.cuda.synchronize(exchanges.stream.device)
+        del _enabled[place.group]
 
 
 def state(place: Place) -> str:
-    """What ranks must agree about: whether it is enabled, the number of exchanges, which pairs them, and the size."""
+    """What ranks must agree about: whether it is enabled, the number of exchanges, which pairs them, and the size.
+
+    Raises:
+        ExecutionError: An exchange has failed on this rank.
+    """
     exchanges = _enabled.get(place.group)
+    if exchanges is not None and exchanges.is_broken:
+        raise ExecutionError(BROKEN)
     return "off" if exchanges is None else f"{exchanges.count} exchanges by {exchanges.met.buffer.half} bytes"
 
 
@@ -242,8 +294,19 @@ def wider_buffer(place: Place, device: torch.device, in_bytes: int) -> Buffer | 
 
 
 def meet(place: Place, buffer: Buffer) -> None:
-    """Takes a wider buffer, as all ranks do at the same time."""
-    _enabled[place.group].meet(buffer, place)
+    """Takes a wider buffer, as all ranks do at the same time.
+
+    Raises:
+        DeviceError: The others do not reach it.
+        OptionError: A rank has failed to.
+    """
+
+    def widen() -> tuple[str, None]:
+        with _of_gpus_in_reach():
+            _enabled[place.group].meet(buffer, place)
+        return "wider", None
+
+    in_agreement(place, "symmetric memory", widen)
 
 
 def nbytes(place: Place) -> int:
@@ -258,6 +321,37 @@ def start(sent: list[Message], coming: list[Message], place: Place) -> torch.cud
     if exchanges is None or not sent[0].tensor.is_cuda or is_capturing():
         return None
     return exchanges.start(sent, coming, place)
+
+
+def _check_group(place: Place) -> None:
+    """Refuses a group without GPUs, without NCCL, or where PyTorch's symmetric memory is another than CUDA's.
+
+    Raises:
+        DeviceError: It is one.
+    """
+    backends = dist.get_backend_config(place.group)
+    if not torch.cuda.is_available() or "cuda:nccl" not in backends:
+        devices = "" if torch.cuda.is_available() else " without GPUs"
+        expected = "a group of GPUs with NCCL"
+        raise DeviceError("group", f"{backends}{devices}", expected, "Its backend can send messages without it.")
+    from torch.distributed import _symmetric_memory
+
+    kind = _symmetric_memory.get_backend(torch.device("cuda"))
+    if kind not in ("CUDA", None):
+        expected = '"CUDA", whose barriers work'
+        hint = "Call torch.distributed._symmetric_memory.set_backend, or unset TORCH_SYMMMEM, before any allocation."
+        raise DeviceError("group", f"PyTorch's symmetric memory by {kind}", expected, hint)
+
+
+@contextlib.contextmanager
+def _of_gpus_in_reach() -> Iterator[None]:
+    """Raises `DeviceError` for what PyTorch raises."""
+    try:
+        yield
+    except RuntimeError as error:
+        got = f"GPUs whose memory cannot be shared: {str(error).splitlines()[0]}"
+        expected = "GPUs of one host, one for each rank, that reach each other's memory"
+        raise DeviceError("group", got, expected) from error
 
 
 def _connect(place: Place, device: torch.device) -> None:

@@ -38,8 +38,8 @@ from cudnn_sdpa.engine.dispatch_state import plain
 #: loses more to communication beside it, and to being two, than dense attention of long sequences would wait for it.
 MAX_GROUPS, MAX_DENSE_GROUPS, MIN_BYTES = 2, 1, 16 << 20
 
-#: Bytes of an LSE, and the most messages of a rank to another at a time: two chunks of queries, keys and values.
-LSE_BYTES, MESSAGES = 4, 6
+#: Bytes of an LSE, and the most messages of a rank to another at a time: of queries, keys and values.
+LSE_BYTES, MESSAGES = 4, 3
 
 
 def repeats(heads_q: int, heads_kv: int, ranks: int) -> int | None:
@@ -240,20 +240,17 @@ def _send_heads(xs: list[Tensor], heads: _Heads, place: Place) -> Pending[list[T
     sent: list[Message] = []
     coming: list[Message] = []
     wholes: list[Tensor] = []
-    xs = [plain(x) for x in xs]
-    for x in xs:
+    mine = [_two_chunks(plain(x)) for x in xs]
+    for x in mine:
         heads_of_rank = x.shape[-2] // place.ranks // heads.groups
-        whole = x.new_empty(x.shape[0] * place.ranks, *x.shape[1:-2], heads_of_rank, x.shape[-1])
+        whole = x.new_empty(x.shape[1] * 2 * place.ranks, *x.shape[2:-2], heads_of_rank, x.shape[-1])
         for rank in place.others:
-            leaving = x[..., heads.of(rank, x.shape[-2], place.ranks), :].chunk(2)
-            sent += [Message(chunk, rank) for chunk in leaving]
-            coming += [Message(chunk, rank) for chunk in _chunks(whole, rank, place)]
+            sent.append(Message(x[..., heads.of(rank, x.shape[-2], place.ranks), :], rank))
+            coming.append(Message(_chunks(whole, rank, place), rank))
         wholes.append(whole)
     pending = collectives.exchange(sent, coming, wholes, place)
-    for x, whole in zip(xs, wholes, strict=True):  # while messages are on their way
-        own = x[..., heads.of(place.rank, x.shape[-2], place.ranks), :].chunk(2)
-        for chunk, tokens in zip(_chunks(whole, place.rank, place), own, strict=True):
-            copy(chunk, tokens)
+    for x, whole in zip(mine, wholes, strict=True):  # while messages are on their way
+        copy(_chunks(whole, place.rank, place), x[..., heads.of(place.rank, x.shape[-2], place.ranks), :])
     return pending
 
 
@@ -261,21 +258,24 @@ def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, place: Place
     """Starts the opposite exchange, into tensors of all heads of this rank's tokens."""
     sent: list[Message] = []
     coming: list[Message] = []
-    xs = [plain(x) for x in xs]
-    for x, whole in zip(xs, to, strict=True):
+    xs, mine = [plain(x) for x in xs], [_two_chunks(x) for x in to]
+    for x, own in zip(xs, mine, strict=True):
         for rank in place.others:
-            sent += [Message(chunk, rank) for chunk in _chunks(x, rank, place)]
-            arriving = whole[..., heads.of(rank, whole.shape[-2], place.ranks), :].chunk(2)
-            coming += [Message(chunk, rank) for chunk in arriving]
+            sent.append(Message(_chunks(x, rank, place), rank))
+            coming.append(Message(own[..., heads.of(rank, own.shape[-2], place.ranks), :], rank))
     pending = collectives.exchange(sent, coming, None, place)
-    for x, whole in zip(xs, to, strict=True):
-        own = whole[..., heads.of(place.rank, whole.shape[-2], place.ranks), :].chunk(2)
-        for part, chunk in zip(own, _chunks(x, place.rank, place), strict=True):
-            copy(part, chunk)
+    for x, own in zip(xs, mine, strict=True):
+        copy(own[..., heads.of(place.rank, own.shape[-2], place.ranks), :], _chunks(x, place.rank, place))
     return pending
 
 
-def _chunks(whole: Tensor, rank: int, place: Place) -> list[Tensor]:
-    """The two chunks of a whole sequence that a rank holds."""
-    size = whole.shape[0] // (2 * place.ranks)
-    return [whole.narrow(0, number * size, size) for number in chunks_of(place._replace(rank=rank))]
+def _two_chunks(x: Tensor) -> Tensor:
+    """A rank's tokens as (2, tokens of a chunk, …)."""
+    return x.unflatten(0, (2, -1))  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _chunks(whole: Tensor, rank: int, place: Place) -> Tensor:
+    """Of a whole sequence the two chunks that a rank holds, (2, tokens of a chunk, …)."""
+    first, last = chunks_of(place._replace(rank=rank))
+    chunks: Tensor = whole.unflatten(0, (2 * place.ranks, -1))  # type: ignore[no-untyped-call]
+    return chunks[first : last + 1 : last - first]

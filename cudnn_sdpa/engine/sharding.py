@@ -79,7 +79,7 @@ def along(whole: Mapping[str, int]) -> Ways:
     """The ways of a function of rows: any dimension of these operands but their last ones.
 
     Results are divided as the operands are; operands that are not named, or of another rank than the first, are
-    replicated.
+    replicated, and so are those of size 1 there, which are broadcast.
 
     Args:
         whole: How many of an operand's last dimensions each rank must have whole, by name.
@@ -87,11 +87,16 @@ def along(whole: Mapping[str, int]) -> Ways:
     first = next(iter(whole))
 
     def ways(arguments: Mapping[str, object]) -> list[Way]:
-        ranks = {name: x.dim() for name in whole if isinstance(x := arguments.get(name), Tensor)}
-        rank = ranks.get(first, 0)
+        operands = {name: x for name in whole if isinstance(x := arguments.get(name), Tensor)}
+        rank = operands[first].dim() if first in operands else 0
+        operands = {name: x for name, x in operands.items() if x.dim() == rank}
         found = []
         for dim in range(rank):
-            inputs = {name: dim for name, of in ranks.items() if of == rank and dim < rank - whole[name]}
+            inputs = {
+                name: dim
+                for name, x in operands.items()
+                if dim < rank - whole[name] and (name == first or x.shape[dim] > 1)
+            }
             if first in inputs:
                 found.append(Way(f"dimension {dim}", inputs, dim))
         return found

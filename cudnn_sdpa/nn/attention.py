@@ -414,7 +414,8 @@ class Attention(nn.Module):
         """The sinks of the query heads of this process, in float32."""
         if self.sinks is None:
             return None
-        return sinks_of_heads(self.sinks, self.q_proj.weight if not self.packed else None, q).float()
+        weight = None if self.packed else getattr(self.q_proj, "weight", None)  # a wrapper may have none
+        return sinks_of_heads(self.sinks, weight, q).float()
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         rows, rows_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 from cudnn_sdpa.distributed import (
     context_parallel,
     context_parallel_varlen,
+    copies,
     disable_symmetric_memory,
     enable_symmetric_memory,
     shard,
@@ -22,7 +23,7 @@ from cudnn_sdpa.distributed import (
     ulysses,
 )
 from cudnn_sdpa.distributed.groups import place_in
-from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.errors import ExecutionError, OptionError
 
 GPUS = torch.cuda.device_count()
 
@@ -100,7 +101,8 @@ def _bits(rank, ranks, store):
     ulysses.MIN_BYTES, ulysses.MAX_DENSE_GROUPS = 1 << 12, 2
     torch.manual_seed(3)
     steps = []
-    for tokens, batch, heads in ((256, 1, (8, 8)), (2048, 2, (16, 8)), (512, 3, (8, 4)), (8192, 1, (16, 2))):
+    sizes = ((256, 1, (8, 8)), (2048, 2, (16, 8)), (512, 3, (8, 4)), (8192, 1, (16, 2)), (512, 1, (64, 8)))
+    for tokens, batch, heads in sizes:
         for is_strided in (False, True):
             shape = (batch, tokens, 1, 128)
             whole = [torch.randn(*shape[:2], n, 128, device="cuda").bfloat16() for n in (heads[0], heads[1], heads[1])]
@@ -108,12 +110,16 @@ def _bits(rank, ranks, store):
             parts = [shard(x, 1).transpose(1, 2) for x in whole]
             *inputs, grad = parts if is_strided else [x.contiguous() for x in parts]
             steps.append((inputs, grad, 2, {"is_causal": True}))
+            steps.append((inputs, grad[:, :, :1].expand_as(grad), 2, {"is_causal": True}))  # as of a sum
             if _is_full():
                 rows = [shard(x.flatten(0, 1), 0).contiguous() for x in whole]
                 at = torch.tensor([0, 7, 7, tokens // 2, batch * tokens - 3], dtype=torch.int32, device="cuda")
                 packing = {"cu_seqlens": at, "max_seqlen": batch * tokens}
                 steps.append((rows[:3], rows[3], 0, {"is_causal": True, **packing}))
+    engines, copy_rows = [], copies.backend.copy_rows
+    copies.backend.copy_rows = lambda *given, **named: engines.append(named) or copy_rows(*given, **named)
     wanted = [_step(*step[:3], None, **step[3]) for step in steps]
+    assert not engines
     torch.cuda.synchronize()
     grown = []
     streams = torch.cuda.current_stream(), torch.cuda.Stream()
@@ -127,6 +133,7 @@ def _bits(rank, ranks, store):
             for name, x, y in zip(("out", "dq", "dk", "dv"), results, like, strict=True):
                 assert torch.equal(x, y), (name, turn, [list(z.shape) for z in step[0]])
         grown.append(symmetric_memory.nbytes(place_in(other)))
+    assert engines
     assert grown[0] > 2 * symmetric_memory.SMALLEST
     assert len(set(grown)) == 1
     _left()
@@ -161,7 +168,7 @@ def _captured(rank, ranks, store):
 
 
 def _of_one_mind(rank, ranks, store):
-    """Ranks that have not all enabled it, or not made as many exchanges, are told so; then it can be enabled again."""
+    """Ranks that have not all enabled it are told so, and begin anew."""
     _joined(rank, ranks, store, seconds=60)
     q = torch.randn(1, 8, 64, 64, device="cuda").bfloat16()
     run = lambda: context_parallel(q, q, q, is_causal=True, method="ulysses")  # noqa: E731
@@ -169,19 +176,21 @@ def _of_one_mind(rank, ranks, store):
     enable_symmetric_memory()  # again: nothing
     wanted = run()
     if rank:
-        disable_symmetric_memory()
+        del symmetric_memory._enabled[place_in(None).group]
     with pytest.raises(OptionError, match=r"symmetric_memory=.* here, symmetric_memory=.* there"):
         run()
+    with pytest.raises(OptionError, match=r"enabled=.* here, enabled=.*disable_symmetric_memory on all ranks"):
+        enable_symmetric_memory()
     disable_symmetric_memory()
     assert torch.equal(run(), wanted)
     enable_symmetric_memory()
     assert torch.equal(run(), wanted)
+    assert symmetric_memory._enabled[place_in(None).group].count == 2
+    disable_symmetric_memory()
     if rank:
-        symmetric_memory._enabled[place_in(None).group].count += 1  # as after an error that the others did not have
-    with pytest.raises(OptionError, match=r"symmetric_memory=. exchanges by \d+ bytes here"):
-        run()
-    disable_symmetric_memory()
-    enable_symmetric_memory()
+        symmetric_memory._allocated = _refused
+    with pytest.raises(ExecutionError if rank else OptionError, match="no memory here"):
+        enable_symmetric_memory()
     assert torch.equal(run(), wanted)
     _left()
 
@@ -196,31 +205,79 @@ def test_ranks_that_disagree(ranks, tmp_path):
     _run(_of_one_mind, ranks, tmp_path / "store")
 
 
-def _dies(rank, ranks, store):
-    """A rank ends between its passes: the other's GPU waits for it in the backward pass, until the timeout."""
-    _joined(rank, ranks, store, seconds=10)
-    enable_symmetric_memory()
+def _waiting(rank, store):
+    """A group whose GPUs wait 8 s for each other, among processes that would wait 300 s; and queries."""
+    _joined(rank, 2, store)
+    group = dist.new_group(timeout=timedelta(seconds=8))
+    enable_symmetric_memory(group)
     q = torch.randn(1, 8, 512, 64, device="cuda").bfloat16().requires_grad_()
-    out = context_parallel(q, q, q, is_causal=True, method="ulysses")
-    torch.cuda.synchronize()
-    if rank:
-        os._exit(0)
+    return lambda: context_parallel(q, q, q, is_causal=True, method="ulysses", group=group)
+
+
+def _ends_in_time(function):
+    """Ends this process, in which CUDA can do no more, with 0 if CUDA's error came when it should."""
     start = time.monotonic()
     try:
-        out.sum().backward()
+        function()
         torch.cuda.synchronize()
     except RuntimeError as error:
         seconds = time.monotonic() - start
         print(f"after {seconds:.0f} s: {type(error).__name__}: {error}", flush=True)
-        os._exit(0 if 5 < seconds < 40 else 3)  # CUDA can do no more in this process
+        os._exit(0 if 4 < seconds < 40 else 3)
     os._exit(4)
 
 
+def _dies(rank, store):
+    """A rank ends between its passes: the other's GPU waits for it in the backward pass, until the timeout."""
+    out = _waiting(rank, store)()
+    torch.cuda.synchronize()
+    if rank:
+        os._exit(0)
+    _ends_in_time(lambda: out.sum().backward())
+
+
+def _raises(rank, store):
+    """A rank raises between two messages: all say so at the next call, and the other's GPU waits until the timeout."""
+    run = _waiting(rank, store)
+    torch.cuda.synchronize()
+    if rank:
+        attend, ulysses.attend = ulysses.attend, _refused
+        with pytest.raises(ExecutionError, match="no memory here"):
+            run()
+        ulysses.attend = attend
+    else:
+        run()
+    with pytest.raises(OptionError, match=r"symmetric_memory=. exchanges by \d+ bytes here"):
+        run()
+    if rank:
+        os._exit(0)
+    _ends_in_time(int)
+
+
+def _breaks(rank, store):
+    """A rank raises within an exchange: it refuses more, the other is told so, and its GPU waits until the timeout."""
+    run = _waiting(rank, store)
+    if rank:
+        symmetric_memory.copy_to_peer = _refused
+        with pytest.raises(ExecutionError, match="no memory here"):
+            run()
+    else:
+        run()
+    with pytest.raises(ExecutionError if rank else OptionError, match="exchange through symmetric memory has failed"):
+        run()
+    if rank:
+        os._exit(0)
+    _ends_in_time(int)
+
+
+def _refused(*_, **__):
+    raise ExecutionError("no memory here")
+
+
+@pytest.mark.parametrize("function", [_dies, _raises, _breaks], ids=lambda function: function.__name__)
 @pytest.mark.parametrize("ranks", RANKS[:1])
-def test_a_rank_that_dies(ranks, tmp_path):
-    processes = mp.start_processes(
-        _dies, args=(ranks, tmp_path / "store"), nprocs=ranks, start_method="spawn", join=False
-    )
+def test_a_rank_that_leaves_the_others_alone(ranks, function, tmp_path):
+    processes = mp.start_processes(function, args=(tmp_path / "store",), nprocs=ranks, start_method="spawn", join=False)
     for process in processes.processes:
         process.join(120)
     assert [process.exitcode for process in processes.processes] == [0, 0]

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -95,6 +96,12 @@ def refusals() -> int:
         shard(torch.ones(8), 3)
     with pytest.raises(ArgumentError, match="x: got list"):
         unshard([1.0], 0)
+    apart = DeviceMesh("cpu", [0])
+    if dist.get_rank() == 0:
+        assert context_parallel(q, k, v, group=apart).shape == q.shape
+    else:
+        with pytest.raises(ArgumentError, match="group: got a mesh without this process"):
+            context_parallel(q, k, v, group=apart)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for placement in (Replicate(), Shard(0)):
         tokens = distribute_tensor(torch.arange(8), mesh, [placement])
@@ -380,7 +387,6 @@ def one_refuses() -> str:
 def one_is_absent() -> str:
     """The others wait as long as the group's timeout says, and no longer; it is told when it comes."""
     group = dist.new_group(timeout=timedelta(seconds=2))
-    group.get_group_store().set_timeout(timedelta(seconds=2))
     q, k, v = parts(tokens=10)
     message = "no answer of rank 1 of 2"
     if dist.get_rank() == 1:
@@ -398,7 +404,7 @@ def one_dies(method: str, *, has_come: bool) -> None:
     """Before a call that ranks have agreed about, or once it has come to it, and the other waits in a collective."""
     q, k, v = parts(tokens=4)
     context_parallel(q, k, v, method=method)
-    dist.group.WORLD.get_group_store().set_timeout(timedelta(seconds=1))
+    _set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
     if dist.get_rank() == 1:
         if not has_come:
             os._exit(7)
@@ -506,6 +512,12 @@ def autocast(method: str) -> None:
     found, wanted = (torch.autograd.grad(x.float().sum(), k)[0] for x in (out, exact))
     assert found.dtype == torch.float32
     assert (found - wanted).norm() < 3e-2 * wanted.norm()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = context_parallel(q, k, v, method=method, is_causal=True)
+    for dtype in (torch.bfloat16, torch.float16):  # of a backward pass, where "all_gather" raised
+        with torch.autocast("cpu", dtype):
+            (inside,) = torch.autograd.grad(out.float().sum(), k, retain_graph=True)
+        assert torch.equal(inside, found)
 
 
 def falls_back(method: str) -> None:

@@ -26,7 +26,9 @@ def refusals() -> str:
     """Without GPUs every rank is told so, and goes on by its backend."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for group in (None, mesh):
-        with pytest.raises(DeviceError, match=r"group: got a group of cpu; expected a group of GPUs") as refused:
+        with pytest.raises(
+            DeviceError, match=r"group: got cpu:gloo.* without GPUs; expected a group of GPUs with NCCL"
+        ) as refused:
             enable_symmetric_memory(group)
         disable_symmetric_memory(group)
     for function in (enable_symmetric_memory, disable_symmetric_memory):

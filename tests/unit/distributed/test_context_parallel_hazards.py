@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import parallel_hazards as hazards
@@ -119,30 +122,90 @@ def test_a_rank_that_does_not_come(ranks):
     assert "no answer of rank 1" in ranks(hazards.one_is_absent)[0]
 
 
+class Group:
+    """As much of a process group as is asked for."""
+
+    def __init__(self, name, store):
+        self.group_name = name
+        self.store = store
+
+    def get_group_store(self):
+        return self.store
+
+
+def two_places(store):
+    """Two ranks in this process."""
+    return (Place(Group(f"{rank} of two in this process", store), rank, 2) for rank in range(2))
+
+
 def test_while_a_graph_is_captured_no_rank_waits(monkeypatch):
     """Notes are left all the same; a rank that did wait would notice one that did not."""
     store = dist.HashStore()
-
-    class Group:
-        """As much of a process group as is asked for."""
-
-        def __init__(self, name):
-            self.group_name = name
-
-        def get_group_store(self):
-            return store
-
-    first, second = (Place(Group(f"{rank} of two in this process"), rank, 2) for rank in range(2))
+    first, second = two_places(store)
     monkeypatch.setattr(agreement, "is_capturing", lambda: True)
     for kind in ("one", "other", "one"):
         assert agreement.in_agreement(first, "f", lambda kind=kind: (kind, 5)) == 5
     monkeypatch.setattr(agreement, "is_capturing", lambda: False)
     with pytest.raises(OptionError, match="got call 3 of rank 0 at call 1 of rank 1"):
         agreement.in_agreement(second, "f", lambda: ("one", 5))
-    assert store.num_keys() == 3
-    assert agreement.in_agreement(second, "f", lambda: ("other", 6)) == 6
+    with pytest.raises(OptionError, match="got call 3 of rank 0 at call 2 of rank 1"):
+        agreement.in_agreement(second, "f", lambda: ("other", 6))
     assert agreement.in_agreement(second, "f", lambda: ("one", 7)) == 7
-    assert store.num_keys() == 4
+    assert store.num_keys() == 2
+
+
+def has_written(place, text):
+    """Whether a rank's note has this text."""
+    calls, store = agreement._calls.get(place.group), place.group.store
+    return calls is not None and store.check([calls.name(place.rank)]) and text in store.get(calls.name(0)).decode()
+
+
+def refused():
+    raise ValueError("not here")
+
+
+@pytest.mark.parametrize("first_call", ["agreed", "refused", "another"])
+def test_a_rank_that_reads_late_finds_what_the_other_said(first_call, monkeypatch):
+    """The other has gone on: to a call that both refuse, and does not wait there, and to the next one.
+
+    Before, that one's note replaced the first, and the late rank raised, or took another call's summary for it.
+    """
+    first, second = two_places(dist.HashStore())
+    may_read, read = threading.Event(), agreement._notes
+
+    def late(store, calls, names):
+        if any(name.endswith("/0") for name in names):
+            assert may_read.wait(20)
+        return read(store, calls, names)
+
+    monkeypatch.setattr(agreement, "_notes", late)
+
+    def outcome(place, summarize):
+        try:
+            return agreement.in_agreement(place, "f", summarize)
+        except ValueError as error:
+            return str(error)
+
+    def calls(place, first_summary):
+        return [outcome(place, summarize) for summarize in (first_summary, refused, lambda: ("third", 3))]
+
+    with ThreadPoolExecutor(2) as threads:
+        behind = threads.submit(calls, second, lambda: ("first", 1))
+        summary = {"agreed": lambda: ("first", 1), "refused": refused, "another": lambda: ("other", 1)}[first_call]
+        ahead = threads.submit(calls, first, summary)
+        end = time.monotonic() + 20
+        while not has_written(first, '"third"') and time.monotonic() < end:
+            time.sleep(0.01)
+        may_read.set()
+        ahead, behind = ahead.result(20), behind.result(20)
+    assert time.monotonic() < end
+    assert ahead[1:] == behind[1:] == ["not here", 3]
+    if first_call == "agreed":
+        assert ahead[0] == behind[0] == 1
+    else:
+        assert "rank 0 refused this call of f" in behind[0]
+        assert ("not here" if first_call == "refused" else "otherwise") in behind[0]
+        assert ahead[0] != 1
 
 
 @pytest.mark.slow

@@ -766,6 +766,44 @@ def test_plain_weights_are_replicated(ranks):
     ranks(check_plain_weights)
 
 
+@cudnn_sdpa.graph_op(
+    reference=lambda x, y: x * y, backward=lambda g, o, _: _scaled_gradient(g, o), shard={"x": 1, "y": 1}
+)
+def _product(g, x, y):
+    return g.mul(a=x, b=y)
+
+
+def check_broadcast_operands():
+    """An operand of size 1 is every rank's, as a DTensor or a plain tensor; it was divided, and a rank had none."""
+    mesh, x = mesh_of(), randn(4, 6, 32)
+    for shape, where, other in (
+        ((1, 6, 32), Shard(0), R),
+        ((1, 6, 32), Shard(1), Shard(1)),
+        ((4, 1, 32), Shard(1), R),
+        ((4, 1, 32), Shard(0), Shard(0)),
+        ((1, 1, 32), Shard(0), R),
+        ((1, 1, 32), R, R),
+    ):
+        leaves = [x.clone().requires_grad_(), randn(*shape).requires_grad_()]
+        wanted = _product(*leaves)
+        grad = torch.randn(wanted.shape)
+        exact = torch.autograd.grad(wanted, leaves, grad)
+        given = [distribute_tensor(one.detach(), mesh, [at]) for one, at in zip(leaves, (where, other), strict=True)]
+        given = [one.requires_grad_() for one in given]
+        out = _product(*given)
+        assert out.placements == (where,)
+        found = torch.autograd.grad(out, given, distribute_tensor(grad, mesh, [where]))
+        for one, like in zip((out, *found), (wanted, *exact), strict=True):
+            torch.testing.assert_close(one.full_tensor(), like)
+    plain = randn(1, 6, 32)
+    out = _product(distribute_tensor(x, mesh, [Shard(0)]), plain)
+    torch.testing.assert_close(out.full_tensor(), x * plain)
+
+
+def test_operands_of_size_one_are_broadcast(ranks):
+    ranks(check_broadcast_operands)
+
+
 def check_learned_tensors():
     """What is suggested for a plain tensor that learns leaves it a leaf."""
     mesh, tensors = mesh_of(), qkv()

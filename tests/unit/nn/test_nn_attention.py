@@ -272,6 +272,25 @@ def test_separate_weights_of_other_sizes_are_not_mixed_up():
         module.load_state_dict({**given, "out_proj.weight": torch.randn(32, 32)})
 
 
+class Wrapped(nn.Module):
+    """A projection within another module, as of LoRA, which has no weight of its own."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+def test_projections_may_be_wrapped():
+    attention, x = randomize(Attention(32, 4, packed=False, sinks=True)), torch.randn(2, 9, 32)
+    wanted = attention(x)
+    for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+        setattr(attention, name, Wrapped(getattr(attention, name)))
+    assert torch.equal(attention(x), wanted)
+
+
 @pytest.mark.parametrize(
     ("options", "name"),
     [
