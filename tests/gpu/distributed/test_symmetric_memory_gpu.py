@@ -206,12 +206,18 @@ def test_ranks_that_disagree(ranks, tmp_path):
 
 
 def _waiting(rank, store):
-    """A group whose GPUs wait 8 s for each other, among processes that would wait 300 s; and queries."""
+    """A step, once taken, of a group whose GPUs wait 8 s for each other, among processes that would wait 300 s.
+
+    Its kernels are loaded then: CUDA loads none while a GPU waits.
+    """
     _joined(rank, 2, store)
     group = dist.new_group(timeout=timedelta(seconds=8))
     enable_symmetric_memory(group)
     q = torch.randn(1, 8, 512, 64, device="cuda").bfloat16().requires_grad_()
-    return lambda: context_parallel(q, q, q, is_causal=True, method="ulysses", group=group)
+    step = lambda: context_parallel(q, q, q, is_causal=True, method="ulysses", group=group)  # noqa: E731
+    step().sum().backward()
+    torch.cuda.synchronize()
+    return step
 
 
 def _ends_in_time(function):
@@ -239,7 +245,6 @@ def _dies(rank, store):
 def _raises(rank, store):
     """A rank raises between two messages: all say so at the next call, and the other's GPU waits until the timeout."""
     run = _waiting(rank, store)
-    torch.cuda.synchronize()
     if rank:
         attend, ulysses.attend = ulysses.attend, _refused
         with pytest.raises(ExecutionError, match="no memory here"):
