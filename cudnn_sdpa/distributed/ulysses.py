@@ -66,6 +66,24 @@ class _Heads(NamedTuple):
         return slice(begin, begin + size)
 
 
+class _Results(NamedTuple):
+    """Results of some heads on their way to the ranks of their tokens.
+
+    Attributes:
+        pending: Those of other ranks' heads.
+        kept: Where those of this rank's heads belong, and where they are.
+    """
+
+    pending: Pending[None]
+    kept: list[tuple[Tensor, Tensor]]
+
+    def wait(self) -> None:
+        """Puts all where they belong. Called when the last ones leave, it copies this rank's while they do."""
+        for to, x in self.kept:
+            copy(to, x)
+        self.pending.wait()
+
+
 ALL = _Heads(0, 1)
 
 
@@ -254,7 +272,7 @@ def _send_heads(xs: list[Tensor], heads: _Heads, place: Place) -> Pending[list[T
     return pending
 
 
-def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, place: Place) -> Pending[None]:
+def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, place: Place) -> _Results:
     """Starts the opposite exchange, into tensors of all heads of this rank's tokens."""
     sent: list[Message] = []
     coming: list[Message] = []
@@ -263,10 +281,11 @@ def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, place: Place
         for rank in place.others:
             sent.append(Message(_chunks(x, rank, place), rank))
             coming.append(Message(own[..., heads.of(rank, own.shape[-2], place.ranks), :], rank))
-    pending = collectives.exchange(sent, coming, None, place)
-    for x, own in zip(xs, mine, strict=True):
-        copy(own[..., heads.of(place.rank, own.shape[-2], place.ranks), :], _chunks(x, place.rank, place))
-    return pending
+    kept = [
+        (own[..., heads.of(place.rank, own.shape[-2], place.ranks), :], _chunks(x, place.rank, place))
+        for x, own in zip(xs, mine, strict=True)
+    ]
+    return _Results(collectives.exchange(sent, coming, None, place), kept)
 
 
 def _two_chunks(x: Tensor) -> Tensor:
