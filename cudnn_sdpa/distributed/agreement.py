@@ -132,9 +132,9 @@ def in_agreement(
         summary, result = summarize()
     except Exception as error:
         calls.remember(number, f"{type(error).__name__}: {error}")
-        _write(store, place, calls, number, "")
+        _write(store, place, calls, number=number, summary="")
         raise
-    note = _write(store, place, calls, number, summary)
+    note = _write(store, place, calls, number=number, summary=summary)
     if not is_capturing():
         try:
             _compare(store, place, calls, note, function=function, expected=expected)
@@ -145,7 +145,7 @@ def in_agreement(
     return result
 
 
-def _write(store: Store, place: Place, calls: _Calls, number: int, summary: str) -> _Note:
+def _write(store: Store, place: Place, calls: _Calls, *, number: int, summary: str) -> _Note:
     """Leaves this rank's note about a call."""
     note = _Note(number, summary, calls.agreed, calls.errors)
     store.set(calls.name(place.rank), note.text())
@@ -196,7 +196,7 @@ def _compare(store: Store, place: Place, calls: _Calls, own: _Note, *, function:
         if time.monotonic() > end:
             gives_up = _no_answer(place, next(iter(missing.values())), own, function=function)
             calls.remember(own.number, str(gives_up))
-            _write(store, place, calls, own.number, own.summary)
+            _write(store, place, calls, number=own.number, summary=own.summary)
             raise gives_up
         time.sleep(pause)
         pause = min(2 * pause, POLLS[1])
