@@ -117,6 +117,12 @@ def _is_dtensor(value: object) -> bool:
     return isinstance(value, DTensor)
 
 
+def whole(x: Tensor) -> Tensor:
+    """All of a DTensor as a plain tensor, without communication where each rank has it."""
+    full: Tensor = x.full_tensor()  # type: ignore[attr-defined]
+    return full
+
+
 class Division(NamedTuple):
     """How one call is divided among the ranks of a mesh.
 

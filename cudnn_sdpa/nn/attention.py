@@ -378,10 +378,12 @@ class Attention(nn.Module):
         heads_q, heads_kv = self.num_heads, self.num_kv_heads
         projected = unsharded("qkv_proj", self.qkv_proj(x), (heads_q + 2 * heads_kv) * self.head_dim)
         heads = projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
-        q, k, v = torch.split(heads, [heads_q, heads_kv, heads_kv], dim=2)
         if self.rope is not None and rotations is not None:
             rotated = self.rope.rotate(heads[:, :, : heads_q + heads_kv], rotations)
             q, k = torch.split(rotated, [heads_q, heads_kv], dim=2)
+            v = heads[:, :, heads_q + heads_kv :]
+        else:
+            q, k, v = torch.split(heads, [heads_q, heads_kv, heads_kv], dim=2)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _separate_heads(

@@ -115,6 +115,8 @@ class RotaryEmbedding(nn.Module):
                 frequencies = self._new_frequencies().to(position_ids.device)
             if not is_compiling() and not position_ids.is_meta:
                 self.frequencies = frequencies  # for later calls
+        if sharding.has_dtensor(frequencies) and not sharding.has_dtensor(position_ids):
+            frequencies = sharding.whole(frequencies)  # `distribute_module` makes buffers DTensors
         angles = position_ids.unsqueeze(-1).float() * frequencies
         return angles.cos(), angles.sin()
 

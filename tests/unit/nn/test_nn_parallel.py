@@ -18,7 +18,7 @@ if not dist.is_available():
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 E = 32
@@ -247,6 +247,30 @@ def check_rotations():
 
 def test_rotations_of_dtensors(ranks):
     ranks(check_rotations)
+
+
+def check_distributed_modules():
+    """`distribute_module` makes all of a module DTensors; frequencies of rotations met plain positions, which raised."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for packed in (True, False):
+        for where in (Shard(0), Replicate()):
+            module = layer(packed, sinks=True)
+            x = torch.randn(2, 8, E)
+            wanted = module(x)
+            grad = torch.randn(wanted.shape)
+            wanted.backward(grad)
+            exact = gradients(module)
+            module.zero_grad()
+            distribute_module(module, mesh)
+            out = module(distribute_tensor(x, mesh, [where]))
+            assert_close(out.full_tensor().detach(), wanted.detach(), "out")
+            out.backward(distribute_tensor(grad, mesh, [where]))
+            for name, like in exact.items():
+                assert_close(dict(module.named_parameters())[name].grad.full_tensor(), like, name)
+
+
+def test_modules_of_which_all_is_distributed(ranks):
+    ranks(check_distributed_modules)
 
 
 def check_guards():
