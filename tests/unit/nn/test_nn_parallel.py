@@ -250,7 +250,7 @@ def test_rotations_of_dtensors(ranks):
 
 
 def check_distributed_modules():
-    """`distribute_module` makes all of a module DTensors; frequencies of rotations met plain positions, which raised."""
+    """`distribute_module` makes all of a module DTensors; rotations met plain positions there, and raised."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for packed in (True, False):
         for where in (Shard(0), Replicate()):
