@@ -130,19 +130,30 @@ def in_agreement(
         return summarize()[1]
     try:
         summary, result = summarize()
-    except Exception as error:
-        calls.remember(number, f"{type(error).__name__}: {error}")
-        _write(store, place, calls, number=number, summary="")
+        note = _write(store, place, calls, number=number, summary=summary)
+    except BaseException as error:  # an interruption, too
+        _tell(store, place, calls, number=number, error=error)
         raise
-    note = _write(store, place, calls, number=number, summary=summary)
-    if not is_capturing():
-        try:
-            _compare(store, place, calls, note, function=function, expected=expected)
-        except OptionError as error:
-            calls.remember(number, str(error))  # the others find it too, or read of it in a later note
-            raise
-        calls.agreed = number
+    if is_capturing():
+        return result
+    try:
+        _compare(store, place, calls, note, function=function, expected=expected)
+    except OptionError as error:
+        calls.remember(number, str(error))  # the others find it too, or read of it in a later note
+        raise
+    except BaseException as error:
+        _tell(store, place, calls, number=number, error=error)
+        raise
+    calls.agreed = number
+    calls.errors.clear()  # all others have come to this call, and read of none before it
     return result
+
+
+def _tell(store: Store, place: Place, calls: _Calls, *, number: int, error: BaseException) -> None:
+    """Tells the others why this rank does not make a call."""
+    calls.remember(number, f"{type(error).__name__}: {error}")
+    with contextlib.suppress(RuntimeError):  # where the store has ended, the error matters more
+        _write(store, place, calls, number=number, summary="")
 
 
 def _write(store: Store, place: Place, calls: _Calls, *, number: int, summary: str) -> _Note:
@@ -181,7 +192,8 @@ def _compare(store: Store, place: Place, calls: _Calls, own: _Note, *, function:
     Raises:
         OptionError: A note says otherwise than this rank's, or has not come within the group's timeout.
     """
-    missing = {calls.name(rank): rank for rank in range(place.ranks) if rank != place.rank}
+    others = {calls.name(rank): rank for rank in range(place.ranks) if rank != place.rank}
+    missing = dict(others)
     end, pause = time.monotonic() + seconds_to_wait(place), POLLS[0]
     while True:
         try:
@@ -192,7 +204,7 @@ def _compare(store: Store, place: Place, calls: _Calls, own: _Note, *, function:
             if note.number >= own.number:
                 _check(place, missing.pop(name), note, own, function=function, expected=expected)
         if not missing:
-            return
+            break
         if time.monotonic() > end:
             gives_up = _no_answer(place, next(iter(missing.values())), own, function=function)
             calls.remember(own.number, str(gives_up))
@@ -200,6 +212,9 @@ def _compare(store: Store, place: Place, calls: _Calls, own: _Note, *, function:
             raise gives_up
         time.sleep(pause)
         pause = min(2 * pause, POLLS[1])
+    if len(others) > 1:  # while this rank waited for one, another may have given up
+        for name, note in _notes(store, calls, list(others)).items():
+            _check(place, others[name], note, own, function=function, expected=expected)
 
 
 def _notes(store: Store, calls: _Calls, names: list[str]) -> dict[str, _Note]:
@@ -232,7 +247,7 @@ def _check(place: Place, rank: int, note: _Note, own: _Note, *, function: str, e
         if note.agreed >= own.number:  # it has compared this call, and gone on
             return
         got = f"call {note.number + 1} of rank {rank} at call {own.number + 1} of rank {place.rank}"
-        hint = "One of them records a CUDA graph, or has gone on after many errors."
+        hint = "One of them records a CUDA graph, or has gone on after many errors or an interruption."
         raise OptionError("group", got, "equally many calls on all ranks", hint)
     if note.summary != own.summary:
         ours, theirs = own.summary.split("; "), note.summary.split("; ")

@@ -94,6 +94,12 @@ class Pending(Generic[T_co]):
         self._held = None
         return self._received
 
+    def abandon(self) -> None:
+        """Makes the stream wait for what needs no other rank any more, so that no tensor is freed under it."""
+        for work in self._works:
+            if isinstance(work, _Written):
+                work.wait()
+
 
 @contextlib.contextmanager
 def settled() -> Iterator[None]:
@@ -109,6 +115,10 @@ def settled() -> Iterator[None]:
         while _started.pending and not _started.has_failed:
             with contextlib.suppress(RuntimeError):
                 _started.pending[0].wait()
+        raise
+    except BaseException:  # an interruption: nobody waits for the others any more
+        for pending in _started.pending:
+            pending.abandon()
         raise
     finally:
         _started.pending, _started.has_failed = outside

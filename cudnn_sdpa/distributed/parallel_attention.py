@@ -380,7 +380,7 @@ def _run_eagerly(
         if needs_gradient(*tensors, scores):
             offsets = None if packing is None else packing[0]
             _check_gradients(function, method, options, tensors, sinks=scores, cu_seqlens=offsets, summary=summary)
-        summary += f"; symmetric_memory={symmetric_memory.state(place)}"
+        summary += f"; CUDA graph={is_capturing()}; symmetric_memory={symmetric_memory.state(place)}"
         buffer = None
         if method == "ulysses":
             buffer = symmetric_memory.wider_buffer(place, tensors[0].device, ulysses.largest_message(options, *tensors))
@@ -606,5 +606,4 @@ def _summary(
     parts += [f"is_causal={options.is_causal}", f"window_size={window}", f"scale={options.scale}"]
     parts += [f"softcap={options.softcap}", f"dropout_p={options.dropout_p}", f"max_seqlen={options.max_seqlen}"]
     parts += [f"deterministic={options.deterministic}", f"grad={torch.is_grad_enabled()}"]
-    parts.append(f"CUDA graph={is_capturing()}")
     return "; ".join(parts)

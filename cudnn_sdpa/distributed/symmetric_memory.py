@@ -33,11 +33,10 @@ ALIGNMENT = 256
 #: Bytes of the halves that a group begins with.
 SMALLEST = 1 << 20
 
-
 #: What is said of a group, an exchange of which has failed on this rank.
 BROKEN = (
-    "an exchange through symmetric memory has failed on this rank before, and the other ranks wait for it; "
-    "end all processes, or let the group's timeout pass"
+    "an exchange through symmetric memory has failed on this rank before, and the other ranks wait for it: "
+    "end all processes"
 )
 
 #: What ranks that enable it, or have, must be.
@@ -94,6 +93,7 @@ class _Exchanges:
         met: The buffers.
         count: How many exchanges there have been.
         is_broken: Whether one has failed on this rank, after which barriers would pair it with others.
+        held: The messages of that one, which may be on their way.
         lock: Whoever starts one has it.
         timeout_ms: How long a GPU waits for the others.
     """
@@ -103,6 +103,7 @@ class _Exchanges:
         self.met = _Met(buffer, place)
         self.count = 0
         self.is_broken = False
+        self.held: object = None
         self.lock = threading.Lock()
         self.timeout_ms = int(seconds_to_wait(place) * 1000)
 
@@ -125,9 +126,9 @@ class _Exchanges:
             if any(_bytes_of(sent, rank) > part for rank in place.others):
                 return None
             self.count += 1
-            self.is_broken = True
+            self.is_broken, self.held = True, (sent, coming)
             done = self._started(sent, coming, place, part)
-            self.is_broken = False
+            self.is_broken, self.held = False, None
             return done
 
     def _started(self, sent: list[Message], coming: list[Message], place: Place, part: int) -> torch.cuda.Event:
@@ -184,9 +185,9 @@ def enable_symmetric_memory(group: dist.ProcessGroup | DeviceMesh | None = None)
     which PyTorch calls alpha).
 
     Each rank keeps a buffer outside PyTorch's allocator, for each group, of twice what it receives at a time: that is
-    (1 − 1/P) of the bytes of its queries, keys and values, with keys repeated for all ranks, or of half of their heads
-    where they travel in two groups. It grows with the calls, before their first message, to at most a quarter more;
-    meanwhile there are both. While a CUDA graph is captured, NCCL is used.
+    (1 − 1/P) of the bytes of its queries, keys and values, with keys repeated for all ranks, or of its output, if that
+    is larger; of half of their heads where they travel in two groups. It grows with the calls, before their first
+    message, to at most a quarter more; meanwhile there are both. While a CUDA graph is captured, NCCL is used.
 
     Where a rank ends, or raises between two messages, the GPUs of the others wait for it until the group's timeout.
     Then CUDA stops their processes.

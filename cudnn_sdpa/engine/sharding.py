@@ -92,13 +92,10 @@ def along(whole: Mapping[str, int]) -> Ways:
         operands = {name: x for name, x in operands.items() if x.dim() == rank}
         found = []
         for dim in range(rank):
-            inputs = {
-                name: dim
-                for name, x in operands.items()
-                if dim < rank - whole[name] and (name == first or x.shape[dim] > 1)
-            }
-            if first in inputs:
-                found.append(Way(f"dimension {dim}", inputs, dim))
+            able = {name: x for name, x in operands.items() if dim < rank - whole[name]}
+            if first in able:
+                wide = [name for name, x in able.items() if x.shape[dim] > 1]
+                found.append(Way(f"dimension {dim}", dict.fromkeys(wide or able, dim), dim))
         return found
 
     return ways

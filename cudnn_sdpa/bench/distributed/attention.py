@@ -24,6 +24,7 @@ from cudnn_sdpa.distributed import (
     symmetric_memory,
 )
 from cudnn_sdpa.distributed.groups import place_in
+from cudnn_sdpa.errors import ArgumentError, ExecutionError
 
 METHODS = ("all_gather", "ulysses", "ring")
 
@@ -103,19 +104,19 @@ def _by_each_method(
     for method in METHODS:
         yield method, _trained(functools.partial(attention, method=method), tensors, dim)
 
-    def exchanged(*qkv: Tensor) -> Tensor:
-        group = _another_group()
+    group: dist.ProcessGroup = dist.new_group()
+    refused = None
+    try:
         enable_symmetric_memory(group)
+    except (ArgumentError, ExecutionError) as error:
+        refused = error
+
+    def exchanged(*qkv: Tensor) -> Tensor:
+        if refused is not None:
+            raise refused
         return attention(*qkv, method="ulysses", group=group)
 
-    yield SYMMETRIC, _trained(exchanged, tensors, dim, lambda: symmetric_memory.nbytes(place_in(_another_group())))
-
-
-@functools.cache
-def _another_group() -> dist.ProcessGroup:
-    """All ranks, as a group of its own."""
-    group: dist.ProcessGroup = dist.new_group()
-    return group
+    yield SYMMETRIC, _trained(exchanged, tensors, dim, lambda: symmetric_memory.nbytes(place_in(group)))
 
 
 def _part(x: Tensor, dim: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 
 import parallel_hazards as hazards
@@ -133,15 +134,15 @@ class Group:
         return self.store
 
 
-def two_places(store):
-    """Two ranks in this process."""
-    return (Place(Group(f"{rank} of two in this process", store), rank, 2) for rank in range(2))
+def places(store, ranks=2):
+    """Several ranks in this process."""
+    return [Place(Group(f"{rank} of {ranks} in this process", store), rank, ranks) for rank in range(ranks)]
 
 
 def test_while_a_graph_is_captured_no_rank_waits(monkeypatch):
     """Notes are left all the same; a rank that did wait would notice one that did not."""
     store = dist.HashStore()
-    first, second = two_places(store)
+    first, second = places(store)
     monkeypatch.setattr(agreement, "is_capturing", lambda: True)
     for kind in ("one", "other", "one"):
         assert agreement.in_agreement(first, "f", lambda kind=kind: (kind, 5)) == 5
@@ -157,7 +158,11 @@ def test_while_a_graph_is_captured_no_rank_waits(monkeypatch):
 def has_written(place, text):
     """Whether a rank's note has this text."""
     calls, store = agreement._calls.get(place.group), place.group.store
-    return calls is not None and store.check([calls.name(place.rank)]) and text in store.get(calls.name(0)).decode()
+    return (
+        calls is not None
+        and store.check([calls.name(place.rank)])
+        and text in store.get(calls.name(place.rank)).decode()
+    )
 
 
 def refused():
@@ -170,7 +175,7 @@ def test_a_rank_that_reads_late_finds_what_the_other_said(first_call, monkeypatc
 
     Before, that one's note replaced the first, and the late rank raised, or took another call's summary for it.
     """
-    first, second = two_places(dist.HashStore())
+    first, second = places(dist.HashStore())
     may_read, read = threading.Event(), agreement._notes
 
     def late(store, calls, names):
@@ -179,12 +184,6 @@ def test_a_rank_that_reads_late_finds_what_the_other_said(first_call, monkeypatc
         return read(store, calls, names)
 
     monkeypatch.setattr(agreement, "_notes", late)
-
-    def outcome(place, summarize):
-        try:
-            return agreement.in_agreement(place, "f", summarize)
-        except ValueError as error:
-            return str(error)
 
     def calls(place, first_summary):
         return [outcome(place, summarize) for summarize in (first_summary, refused, lambda: ("third", 3))]
@@ -199,13 +198,74 @@ def test_a_rank_that_reads_late_finds_what_the_other_said(first_call, monkeypatc
         may_read.set()
         ahead, behind = ahead.result(20), behind.result(20)
     assert time.monotonic() < end
-    assert ahead[1:] == behind[1:] == ["not here", 3]
+    assert ahead[1:] == behind[1:] == ["ValueError: not here", 3]
     if first_call == "agreed":
         assert ahead[0] == behind[0] == 1
     else:
         assert "rank 0 refused this call of f" in behind[0]
         assert ("not here" if first_call == "refused" else "otherwise") in behind[0]
         assert ahead[0] != 1
+
+
+def outcome(place, summarize):
+    """What a call gives, or its error."""
+    try:
+        return agreement.in_agreement(place, "f", summarize)
+    except (ValueError, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def outcomes(arrivals, calls, timeout=20.0):
+    """What a call of each rank gives, which come to it after so many seconds."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=timeout))
+
+    def of_rank(place, seconds, summarize):
+        time.sleep(seconds)
+        return outcome(place, summarize)
+
+    with ThreadPoolExecutor(len(arrivals)) as threads:
+        return list(threads.map(of_rank, places(store, len(arrivals)), arrivals, calls))
+
+
+def test_what_one_of_three_ranks_gives_up_nobody_agrees_on():
+    """The second has read the first one's note when that gives up, waiting for the third. Before, it agreed."""
+    first, second, third = outcomes((0.0, 0.6, 1.3), [lambda: ("one", 1)] * 3, timeout=1.0)
+    assert "no answer of rank 2" in first
+    assert "rank 0 refused this call of f" in second
+    assert "no answer of rank 2" in second
+    assert "no answer of rank 2" in third
+
+
+def interrupted():
+    raise KeyboardInterrupt("by hand")
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_others_are_told_of_an_interruption(late):
+    calls = [interrupted, lambda: ("one", 1)]
+    first, second = outcomes((0.3, 0.0) if late == 0 else (0.0, 0.3), calls)
+    assert first == "KeyboardInterrupt: by hand"
+    assert "rank 0 refused this call of f" in second
+    assert "KeyboardInterrupt: by hand" in second
+
+
+def test_errors_are_forgotten_once_all_have_agreed():
+    """A note is read at each poll, and a `FileStore` keeps all."""
+    store = dist.HashStore()
+    first, second = places(store)
+
+    def run(place):
+        found = [outcome(place, refused) for _ in range(12)]
+        return found, outcome(place, lambda: ("one", 1)), outcome(place, lambda: ("two", 2))
+
+    with ThreadPoolExecutor(2) as threads:
+        for errors, *agreed in threads.map(run, (first, second)):
+            assert errors == ["ValueError: not here"] * 12
+            assert agreed == [1, 2]
+    for place in (first, second):
+        assert not has_written(place, "not here")
+        assert has_written(place, '"two"')
 
 
 @pytest.mark.slow

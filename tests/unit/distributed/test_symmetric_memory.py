@@ -16,7 +16,7 @@ import symmetric_memory_checks as checks
 import torch
 
 from cudnn_sdpa import ExecutionError
-from cudnn_sdpa.distributed import copies, parallel_attention, symmetric_memory
+from cudnn_sdpa.distributed import collectives, copies, parallel_attention, symmetric_memory
 from cudnn_sdpa.distributed.groups import Place
 from cudnn_sdpa.distributed.local_attention import Options
 from cudnn_sdpa.distributed.symmetric_memory import ALIGNMENT, Message, _Exchanges
@@ -215,6 +215,16 @@ def test_a_failed_exchange_is_the_last(monkeypatch):
     for given in (message, large):
         with pytest.raises(ExecutionError, match="has failed on this rank before"):
             exchanges.start(given, given, place)
+
+
+def test_an_interruption_leaves_no_exchange_without_its_tensors():
+    """The stream waits, without the host: else the tensors were freed, and the exchange wrote to others'."""
+    waited = []
+    event = SimpleNamespace(wait=lambda: waited.append("the stream"))
+    with pytest.raises(KeyboardInterrupt), collectives.settled():
+        collectives.Pending(None, None, [collectives._Written(event)])
+        raise KeyboardInterrupt
+    assert waited == ["the stream"]
 
 
 def test_ranks_on_other_kinds_of_devices_differ():

@@ -795,6 +795,11 @@ def check_broadcast_operands():
         found = torch.autograd.grad(out, given, distribute_tensor(grad, mesh, [where]))
         for one, like in zip((out, *found), (wanted, *exact), strict=True):
             torch.testing.assert_close(one.full_tensor(), like)
+    first = placed({"x": randn(1, 6, 32), "y": x}, {"x": [R], "y": [Shard(0)]}, mesh)
+    torch.testing.assert_close(_product(**first).full_tensor(), first["x"].full_tensor() * x)
+    narrow = placed({"x": randn(1, 6, 32), "y": x}, {"x": [Shard(0)], "y": [Shard(0)]}, mesh)
+    with pytest.raises(UnsupportedError, match=r"x\.redistribute|x is Shard\(0\)"):
+        _product(**narrow)
     plain = randn(1, 6, 32)
     out = _product(distribute_tensor(x, mesh, [Shard(0)]), plain)
     torch.testing.assert_close(out.full_tensor(), x * plain)
