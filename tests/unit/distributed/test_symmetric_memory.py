@@ -221,9 +221,14 @@ def test_an_interruption_leaves_no_exchange_without_its_tensors():
     """The stream waits, without the host: else the tensors were freed, and the exchange wrote to others'."""
     waited = []
     event = SimpleNamespace(wait=lambda: waited.append("the stream"))
-    with pytest.raises(KeyboardInterrupt), collectives.settled():
-        collectives.Pending(None, None, [collectives._Written(event)])
-        raise KeyboardInterrupt
+
+    def interrupted():
+        with collectives.settled():
+            collectives.Pending(None, None, [collectives._Written(event)])
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
     assert waited == ["the stream"]
 
 
