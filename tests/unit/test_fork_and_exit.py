@@ -232,6 +232,7 @@ begun.wait()
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_waits_for_a_launch_that_has_begun(run_python):
     assert run_python(LASTS, str(ROOT)).stdout == "['launched']\n"
 

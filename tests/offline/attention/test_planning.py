@@ -122,6 +122,7 @@ def test_decoding_over_a_cache(plan, shapes, heads, return_lse, which):
     assert_usable(made)
 
 
+@pytest.mark.slow
 def test_one_query_aligned_bottom_right_is_the_decode_plan_without_a_mask(plan, shapes):
     tensors = shapes(heads=(32, 8), lengths=(1, 2048), dims=(128, 128))
     key, made = plan(*tensors)

@@ -94,6 +94,7 @@ def test_printing():
     assert max(map(len, lines[:-8])) < 200
 
 
+@pytest.mark.slow
 def test_the_plan_that_serves_meanwhile_is_named():
     q, k, v = qkv()
     lengths = torch.tensor([5, 5], dtype=torch.int32)

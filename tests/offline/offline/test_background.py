@@ -80,6 +80,7 @@ def test_duplicate_requests_build_once(planner, properties):
     assert planner.request(key(properties), properties) is not first  # that one is done and was returned
 
 
+@pytest.mark.slow
 def test_plans_are_kept_in_the_store(planner, properties, tmp_path):
     with cudnn_sdpa.use_plan_store(tmp_path / "plans") as store:
         request = planner.request(key(properties), properties)

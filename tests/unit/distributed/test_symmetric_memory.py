@@ -182,7 +182,7 @@ def numbers_that_come(exchanges, rank, ranks):
 
 
 @pytest.mark.usefixtures("asynchronous")
-@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_barrier_for_each_exchange_is_enough(ranks):
     """The exchanges' own code, with threads for ranks, and for the GPUs that do later what it enqueues."""
     with ThreadPoolExecutor(ranks) as threads:

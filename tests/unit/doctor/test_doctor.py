@@ -429,6 +429,7 @@ def test_what_was_found_before_a_crash_is_kept(monkeypatch):
     assert "engine" not in found
 
 
+@pytest.mark.slow
 @needs_cudnn
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch itself would load it")

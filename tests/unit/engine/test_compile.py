@@ -104,6 +104,7 @@ def test_lengths_are_data():
     assert compilations(function) == 1
 
 
+@pytest.mark.slow
 def test_a_changing_scale_compiles_no_more_often_than_pytorch():
     function = compiled(lambda q, k, v, scale: sdpa(q, k, v, scale=scale))
     pytorch = compiled(

@@ -100,6 +100,7 @@ print("ended")
 """
 
 
+@pytest.mark.slow
 def test_known_calls_do_not_wait_for_a_leaf_with_the_gil(monkeypatch):
     with native_way():  # or skipped
         monkeypatch.setenv("PYTHONPATH", str(TESTS))

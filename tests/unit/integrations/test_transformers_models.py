@@ -155,6 +155,7 @@ def test_dropout_is_applied_in_training_only():
     assert not torch.equal(model(ids).logits, model(ids).logits)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_steps_on_a_static_cache_compile_once():
     ours, theirs = both(DECODERS["llama"])

@@ -237,6 +237,7 @@ print(loader.module().answer)
     assert (lines[0], lines[-1]) == ("interrupted", "7")
 
 
+@pytest.mark.slow
 def test_a_forked_child_is_independent_of_the_thread_that_compiles(run, held):
     program = """
 loader.when_loaded(lambda module: print(os.getpid() == parent, module.answer, flush=True))
@@ -331,6 +332,7 @@ assert status == 0
     assert run(program, recipe())[-1] == "42"
 
 
+@pytest.mark.slow
 def test_nothing_stays_open(run, recipe):
     program = """
 before = set(os.listdir("/proc/self/fd"))
