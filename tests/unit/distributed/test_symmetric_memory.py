@@ -74,14 +74,14 @@ def test_sender_and_receiver_find_messages_at_the_same_place():
         (lambda x: x.flip(0)[:, :, :16], 1),
         (lambda x: x[:, :, :7], 0),  # narrow rows
         (lambda x: x[::2, :, :16], 2),  # chunks that lie apart
-        (lambda x: x, 0),  # in one piece
+        (lambda x: x, 0),  # contiguous
         (lambda x: x[:, :1].expand(4, 6, 32, 128), 0),  # rows that are one, as gradients of a sum
         (lambda x: x[:, :, :16].transpose(2, 3), 0),
         (lambda x: x.as_strided((2, 3, 16, 128), (3 * 1024, 1024, 128, 1)), 0),  # rows that overlap
     ],
 )
 def test_what_copy_engines_are_given(change, by_engines, monkeypatch):
-    """They need rows in one piece, which do not overlap; a fake that copies as they do has the same values."""
+    """They need contiguous rows, which do not overlap; a fake that copies as they do has the same values."""
     found = []
 
     def copied(to, to_pitch, source, source_pitch, *, width, rows, stream):
