@@ -11,10 +11,10 @@ from cudnn_sdpa.graph import backend
 WIDEST = torch.complex128
 
 #: The fewest bytes of a row that copy engines take. Of narrower ones kernels copy more in the same time.
-LEAST_ROW = 2048
+MIN_ROW = 2048
 
 #: Bytes from one row to the next that they cannot take.
-LARGEST_PITCH = 1 << 31
+PITCH_LIMIT = 1 << 31
 
 
 def copy(to: Tensor, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def copy_to_peer(to: Tensor, x: Tensor) -> None:
 def _copy_rows(to: Tensor, x: Tensor) -> None:
     row = x[0]
     width, pitch = row.numel() * x.element_size(), x.stride(0) * x.element_size()
-    if x.is_contiguous() or width < LEAST_ROW or not width <= pitch < LARGEST_PITCH or not row.is_contiguous():
+    if x.is_contiguous() or width < MIN_ROW or not width <= pitch < PITCH_LIMIT or not row.is_contiguous():
         copy(to, x)
         return
     stream = torch.cuda.current_stream(x.device).cuda_stream

@@ -383,7 +383,9 @@ def _run_eagerly(
         summary += f"; CUDA graph={is_capturing()}; symmetric_memory={symmetric_memory.state(place)}"
         buffer = None
         if method == "ulysses":
-            buffer = symmetric_memory.wider_buffer(place, tensors[0].device, ulysses.largest_message(options, *tensors))
+            buffer = symmetric_memory.wider_buffer(
+                place, tensors[0].device, ulysses.max_message_bytes(options, *tensors)
+            )
         return summary, (options, tensors, scores, buffer)
 
     options, (q, k, v), scores, buffer = in_agreement(place, function, summarize)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 ALIGNMENT = 256
 
 #: Bytes of the halves that a group begins with.
-SMALLEST = 1 << 20
+MIN_HALF = 1 << 20
 
 #: What is said of a group, an exchange of which has failed on this rank.
 BROKEN = (
@@ -218,7 +218,7 @@ def enable_symmetric_memory(group: dist.ProcessGroup | DeviceMesh | None = None)
         _check_group(place)
         device = torch.device("cuda", torch.cuda.current_device())
         return f"host={socket.gethostname()}; enabled={is_enabled}", None if is_enabled else _allocated(
-            SMALLEST, device
+            MIN_HALF, device
         )
 
     buffer = in_agreement(place, "enable_symmetric_memory", begin, expected=EXPECTED)

@@ -112,7 +112,7 @@ def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attenti
     yield Attention(_whole(options, q), *found)
 
 
-def largest_message(options: Options, q: Tensor, k: Tensor, v: Tensor) -> int:
+def max_message_bytes(options: Options, q: Tensor, k: Tensor, v: Tensor) -> int:
     """The most bytes that a rank sends another at a time."""
     ranks = options.place.ranks
     heads_kv = math.lcm(k.shape[1], ranks)

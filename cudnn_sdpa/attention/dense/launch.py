@@ -18,7 +18,7 @@ from cudnn_sdpa.engine.memory import check_present
 from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride
 from cudnn_sdpa.plans.plan import Plan
 
-SMALLEST = torch.finfo(torch.float32).min  #: replaces an LSE of -inf, because -inf - (-inf) is NaN
+MIN_HALF = torch.finfo(torch.float32).min  #: replaces an LSE of -inf, because -inf - (-inf) is NaN
 
 Run = Callable[[ForwardArguments], Result]
 
@@ -138,5 +138,5 @@ class _Completed:
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Adds the sinks, (1, Hq, 1), in place to an output and an LSE that were computed without them."""
     total = torch.logaddexp(lse, sinks)
-    out.mul_(torch.exp(lse - total.clamp_min(SMALLEST)).unsqueeze(-1))  # 0 where there is neither a key nor a sink
+    out.mul_(torch.exp(lse - total.clamp_min(MIN_HALF)).unsqueeze(-1))  # 0 where there is neither a key nor a sink
     lse.copy_(total)

@@ -11,7 +11,7 @@ from cudnn_sdpa.attention import arguments, memory
 from cudnn_sdpa.attention.arguments import GradientCall
 from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.attention.dense import graphs, large_backward, plans, reference
-from cudnn_sdpa.attention.dense.launch import SMALLEST, bind_plan
+from cudnn_sdpa.attention.dense.launch import MIN_HALF, bind_plan
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, Needs
 from cudnn_sdpa.engine.launch import BoundPlan, Layout, PlainCall, Prepared, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
@@ -148,7 +148,7 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, que
     mean = (grad_out.float() * out).sum(-1)
     if queries is not None:
         mean.masked_fill_(torch.arange(mean.shape[-1], device=mean.device) >= queries, 0.0)
-    weights = torch.exp(sinks.view(1, -1, 1) - lse.clamp_min(SMALLEST))  # also right for a sink of -inf
+    weights = torch.exp(sinks.view(1, -1, 1) - lse.clamp_min(MIN_HALF))  # also right for a sink of -inf
     return -(weights * mean).sum((0, 2))
 
 

@@ -53,7 +53,11 @@ def _left():
 
 
 def _run(function, ranks, store):
-    mp.start_processes(function, args=(ranks, store), nprocs=ranks, start_method="spawn")
+    """Whether all ranks come to their end; raises what one of them does."""
+    processes = mp.start_processes(function, args=(ranks, store), nprocs=ranks, start_method="spawn", join=False)
+    while not processes.join():
+        pass
+    return [process.exitcode for process in processes.processes] == [0] * ranks
 
 
 def _is_full():
@@ -81,7 +85,7 @@ def _options_in_float64(rank, ranks, store):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_every_option(ranks, tmp_path):
-    _run(_options_in_float64, ranks, tmp_path / "store")
+    assert _run(_options_in_float64, ranks, tmp_path / "store")
 
 
 def _step(inputs, grad, dim, group, **options):
@@ -134,14 +138,14 @@ def _bits(rank, ranks, store):
                 assert torch.equal(x, y), (name, turn, [list(z.shape) for z in step[0]])
         grown.append(symmetric_memory.nbytes(place_in(other)))
     assert engines
-    assert grown[0] > 2 * symmetric_memory.SMALLEST
+    assert grown[0] > 2 * symmetric_memory.MIN_HALF
     assert len(set(grown)) == 1
     _left()
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_the_bits_of_nccl(ranks, tmp_path):
-    _run(_bits, ranks, tmp_path / "store")
+    assert _run(_bits, ranks, tmp_path / "store")
 
 
 def _captured(rank, ranks, store):
@@ -197,12 +201,12 @@ def _of_one_mind(rank, ranks, store):
 
 @pytest.mark.parametrize("ranks", RANKS[:1])
 def test_while_a_graph_is_captured(ranks, tmp_path):
-    _run(_captured, ranks, tmp_path / "store")
+    assert _run(_captured, ranks, tmp_path / "store")
 
 
 @pytest.mark.parametrize("ranks", RANKS[:1])
 def test_ranks_that_disagree(ranks, tmp_path):
-    _run(_of_one_mind, ranks, tmp_path / "store")
+    assert _run(_of_one_mind, ranks, tmp_path / "store")
 
 
 def _waiting(rank, store):

@@ -41,9 +41,9 @@ def refusals() -> str:
 
 
 def sent_and_foreseen() -> list[tuple[int, int]]:
-    """The most bytes that a rank sends another at a time, and `largest_message`, for several calls."""
+    """The most bytes that a rank sends another at a time, and `max_message_bytes`, for several calls."""
     ranks, found = dist.get_world_size(), []
-    exchange, largest = collectives.exchange, by_exchange.largest_message
+    exchange, largest = collectives.exchange, by_exchange.max_message_bytes
     for batch, heads, head_dims, is_packed, dropout_p in (
         (1, (4, 4), (16, 16), False, 0.0),
         (2, (8, 2), (16, 64), False, 0.0),
@@ -69,7 +69,7 @@ def sent_and_foreseen() -> list[tuple[int, int]]:
             patch.setattr(collectives, "exchange", counted)
             patch.setattr(by_exchange, "MIN_BYTES", 1)
             patch.setattr(
-                by_exchange, "largest_message", lambda *given, to=foreseen: to.append(largest(*given)) or to[-1]
+                by_exchange, "max_message_bytes", lambda *given, to=foreseen: to.append(largest(*given)) or to[-1]
             )
             if is_packed:
                 leaves = [shard(x[0], 0).requires_grad_() for x in whole]

@@ -803,10 +803,11 @@ def check_broadcast_operands():
     plain = randn(1, 6, 32)
     out = _product(distribute_tensor(x, mesh, [Shard(0)]), plain)
     torch.testing.assert_close(out.full_tensor(), x * plain)
+    return out.placements
 
 
 def test_operands_of_size_one_are_broadcast(ranks):
-    ranks(check_broadcast_operands)
+    assert ranks(check_broadcast_operands) == [(Shard(0),)] * 2
 
 
 def check_learned_tensors():

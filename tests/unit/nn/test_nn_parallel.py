@@ -252,6 +252,7 @@ def test_rotations_of_dtensors(ranks):
 def check_distributed_modules():
     """`distribute_module` makes all of a module DTensors; rotations met plain positions there, and raised."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = []
     for packed in (True, False):
         for where in (Shard(0), Replicate()):
             module = layer(packed, sinks=True)
@@ -267,10 +268,12 @@ def check_distributed_modules():
             out.backward(distribute_tensor(grad, mesh, [where]))
             for name, like in exact.items():
                 assert_close(dict(module.named_parameters())[name].grad.full_tensor(), like, name)
+            found.append(out.placements)
+    return found
 
 
 def test_modules_of_which_all_is_distributed(ranks):
-    ranks(check_distributed_modules)
+    assert ranks(check_distributed_modules) == [[(Shard(0),), (Replicate(),)] * 2] * 2
 
 
 def check_guards():
