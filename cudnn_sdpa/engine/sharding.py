@@ -275,13 +275,14 @@ def refuse(what: str, reason: str) -> NoReturn:
 
 def _placed(tensor: DTensor) -> list[_Placed]:
     from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
 
     found: list[_Placed] = []
-    for placement in tensor.placements:
-        if type(placement) is Shard:
+    for placement in tensor.placements:  # until PyTorch 2.11 torch.compile does not know the `type` of one made there
+        if isinstance(placement, Shard) and not isinstance(placement, _StridedShard):
             found.append(placement.dim % tensor.dim())
         else:
-            found.append(None if type(placement) is Replicate else repr(placement))
+            found.append(None if isinstance(placement, Replicate) else repr(placement))
     return found
 
 

@@ -57,7 +57,7 @@ def parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict
     for name, part in module.named_modules():
         prefix = f"{name}." if name else ""
         inside = outside
-        if sequence_parallel and name and _reads_one_sequence(part):  # gathered once for all projections
+        if name and _reads_one_sequence(part):  # gathered once for all projections, as their gradients are summed once
             plan[name] = PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(Replicate(),))
             inside = Replicate()
         reads, writes = ColwiseParallel(input_layouts=inside), RowwiseParallel(output_layouts=outside)

@@ -19,6 +19,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
 E = 32
@@ -191,6 +192,57 @@ def test_tensor_parallel_modules_compute_the_same(ranks, name):
     make, arguments, options = CASES[name]
     for kinds in ranks(check_tensor_parallel, make, arguments, options, False):
         assert "DTensor" in kinds
+
+
+def collectives_of_a_layer(sequence_parallel):
+    """How many collectives of each kind a forward and a backward pass have."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallel = layer()
+    parallelize_module(parallel, mesh, parallel_plan(parallel, sequence_parallel=sequence_parallel))
+    x = torch.randn(2, 8, E, requires_grad=True)
+    with CommDebugMode() as forward:
+        out = parallel(x)
+    with CommDebugMode() as backward:
+        out.backward(torch.randn_like(out))
+    passes = forward, backward
+    return [{str(kind).split(".")[-1]: n for kind, n in each.get_comm_counts().items()} for each in passes]
+
+
+@pytest.mark.parametrize(
+    ("sequence_parallel", "kinds"),
+    [(False, ["all_reduce"]), (True, ["all_gather_into_tensor", "reduce_scatter_tensor"])],
+)
+def test_a_pass_of_a_layer_has_two_collectives_of_a_kind(ranks, sequence_parallel, kinds):
+    """One after attention and one after the feed-forward network, and backward as many: not one for a projection."""
+    for found in ranks(collectives_of_a_layer, sequence_parallel):
+        assert found == [dict.fromkeys(kinds, 2)] * 2
+
+
+def check_compiled_layer(sequence_parallel):
+    """`torch.compile` traces a layer as one graph, in which the tokens become DTensors, and computes the same."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    parallel = layer()
+    parallelize_module(parallel, mesh, parallel_plan(parallel, sequence_parallel=sequence_parallel))
+    x, grad = torch.randn(2, 2, 8, E)
+    if sequence_parallel:
+        x, grad = (distribute_tensor(each, mesh, [Shard(1)]).to_local() for each in (x, grad))
+    found = []
+    for function in (parallel, torch.compile(parallel, backend="aot_eager", fullgraph=True, dynamic=False)):
+        tokens = x.clone().requires_grad_()
+        out = function(tokens)
+        out.backward(grad)
+        found.append({"out": out.detach(), "x": tokens.grad, **gradients(parallel)})
+        parallel.zero_grad()
+    assert len(found[0]) == len(found[1]) == 2 + len(list(parallel.parameters()))
+    for name, eager in found[0].items():
+        assert_close(found[1][name], eager, name)
+    return tuple(out.shape)
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_compiled_layer_is_one_graph(ranks, sequence_parallel):
+    for shape in ranks(check_compiled_layer, sequence_parallel):
+        assert shape == (2, 4 if sequence_parallel else 8, E)
 
 
 @pytest.mark.sample(3)
