@@ -53,8 +53,9 @@ def tensor(sizes: Sizes) -> list[Row]:
     The layer is measured compiled as well: eagerly, the host dispatches each `DTensor`, which GPUs may wait for.
     """
     label = f"a layer, S={sizes.layer_tokens}"
-    eager = compared(label, sizes.timing, _tensor_parallel(sizes))
-    return eager + compared(f"{label}, compiled", sizes.timing, _tensor_parallel(sizes, is_compiled=True))
+    eager = compared(label, sizes.timing, _tensor_parallel(sizes), is_host_timed=True)
+    layers = _tensor_parallel(sizes, is_compiled=True)
+    return eager + compared(f"{label}, compiled", sizes.timing, layers, is_host_timed=True)
 
 
 def _tensor_parallel(sizes: Sizes, *, is_compiled: bool = False) -> dict[str, Candidate]:

@@ -61,11 +61,12 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
-def compared(label: str, timing: Timing, candidates: dict[str, Candidate]) -> list[Row]:
+def compared(label: str, timing: Timing, candidates: dict[str, Candidate], *, is_host_timed: bool = False) -> list[Row]:
     """A row for each candidate, which has no number that was not measured; they run in turns.
 
     "Of linear scaling" is the time of one GPU for a sequence, divided by that of all ranks times their number. All GPUs
-    compute what one does alone, and the quickest of them counts; of what they compute together, the slowest.
+    compute what one does alone, and the quickest of them counts; of what they compute together, the slowest. "Host" is
+    the time until a step is launched, with idle GPUs: a step that takes no longer waits for the host.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     peaks: dict[str, float | None] = {}
@@ -97,6 +98,8 @@ def compared(label: str, timing: Timing, candidates: dict[str, Candidate]) -> li
         row["ms"] = seconds * 1e3
         if alone is not None:
             row["of linear scaling"] = alone * candidates[name].sequences / seconds / ranks
+        if is_host_timed and torch.cuda.is_available():
+            row["host, ms"] = _host_seconds(candidates[name], timing.repeats) * 1e3
         if (peak := peaks[name]) is not None:
             row["memory, MiB"] = peak
         rows.append(row)
@@ -115,6 +118,23 @@ def _seconds(candidate: Candidate, steps: int, *, is_alone: bool = False) -> flo
         seconds = (time.perf_counter() - start) / steps
     of_ranks = torch.tensor([seconds], dtype=torch.float64, device=device())
     dist.all_reduce(of_ranks, dist.ReduceOp.MIN if is_alone else dist.ReduceOp.MAX)
+    return float(of_ranks)
+
+
+def _host_seconds(candidate: Candidate, repeats: int) -> float:
+    """The time until the host has launched a step of idle GPUs: the best of several, of the slowest rank."""
+    found: list[float] = []
+    with candidate.within():
+        for _ in range(repeats):
+            _synchronize()
+            dist.barrier()
+            _synchronize()
+            start = time.perf_counter()
+            candidate.step()
+            found.append(time.perf_counter() - start)
+        _synchronize()
+    of_ranks = torch.tensor([min(found)], dtype=torch.float64, device=device())
+    dist.all_reduce(of_ranks, dist.ReduceOp.MAX)
     return float(of_ranks)
 
 
