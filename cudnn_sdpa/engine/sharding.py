@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
+TensorT = TypeVar("TensorT", bound=Tensor)
+ParameterT = TypeVar("ParameterT", bound=Tensor | None)
 #: The results of a function: always one, or as many as it has.
 FoundT = TypeVar("FoundT", Tensor, Result)
 
@@ -101,6 +103,22 @@ def along(whole: Mapping[str, int]) -> Ways:
     return ways
 
 
+def _as_recorded(tensor: TensorT) -> TensorT:
+    """A tensor that requires grad only where gradients are recorded: the same memory.
+
+    Until 2.11 PyTorch cannot make or redistribute DTensors of others in inference mode.
+    """
+    if torch.is_grad_enabled() or not tensor.requires_grad:
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(tensor, DTensor):
+        return cast("TensorT", tensor.detach())
+    mesh, placements, shape, stride = tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride()
+    local = DTensor.from_local(tensor.to_local(), mesh, placements, run_check=False, shape=shape, stride=stride)
+    return cast("TensorT", local)
+
+
 def has_dtensor(*values: object) -> bool:
     """Whether a value is a DTensor; imports `torch.distributed.tensor` only for a tensor of a subclass."""
     return any(isinstance(value, Tensor) and type(value) not in _PLAIN and _is_dtensor(value) for value in values)
@@ -146,11 +164,12 @@ class Division(NamedTuple):
             wanted.append(Replicate() if dim is None else Shard(dim))
             gradient.append(Replicate() if way is None else Partial() if dim is None else Shard(dim))
         if not isinstance(tensor, DTensor):
+            tensor = _as_recorded(tensor)
             if not tensor.requires_grad:
                 return tensor
             tensor = DTensor.from_local(tensor, self.mesh, wanted, run_check=False)  # whole: its gradient is summed
         if tuple(tensor.placements) != tuple(wanted):
-            tensor = tensor.redistribute(placements=wanted)  # each rank takes its part of what it has
+            tensor = _as_recorded(tensor).redistribute(placements=wanted)  # each rank takes its part of what it has
         found: Tensor = tensor.to_local(grad_placements=gradient)
         # PyTorch leaves an uneven part as a view of its padding, and calls the DTensor contiguous.
         return found.contiguous() if tensor.is_contiguous() else found
@@ -279,7 +298,8 @@ def _placed(tensor: DTensor) -> list[_Placed]:
 
     found: list[_Placed] = []
     for placement in tensor.placements:  # until PyTorch 2.11 torch.compile does not know the `type` of one made there
-        if isinstance(placement, Shard) and not isinstance(placement, _StridedShard):
+        is_strided = isinstance(placement, _StridedShard)  # in some versions of PyTorch a kind of `Shard`
+        if isinstance(placement, Shard) and not is_strided:
             found.append(placement.dim % tensor.dim())
         else:
             found.append(None if isinstance(placement, Replicate) else repr(placement))
@@ -481,6 +501,18 @@ def local_arguments(what: str, ways: Ways | None, arguments: Mapping[str, object
     return found
 
 
+def with_summed_gradient(parameter: ParameterT) -> ParameterT:
+    """A parameter whose gradient, if it is a DTensor that every rank has whole, is summed over ranks at once.
+
+    A sum that is left `Partial()` is right, too, but until 2.11 PyTorch's `clip_grad_norm_` scales it wrongly, and its
+    optimizers sum it several times in a step.
+    """
+    if not torch.is_grad_enabled() or parameter is None or not has_dtensor(parameter):
+        return parameter
+    summed: Any = parameter
+    return cast("ParameterT", summed.redistribute(placements=summed.placements))  # nothing to do forward
+
+
 def sinks_of_heads(sinks: Tensor, weight: Tensor | None, q: Tensor) -> Tensor:
     """The sinks of the query heads that this rank has, differentiable.
 
@@ -493,12 +525,12 @@ def sinks_of_heads(sinks: Tensor, weight: Tensor | None, q: Tensor) -> Tensor:
         return sinks
     from torch.distributed.tensor import DTensor, Replicate
 
-    whole = sinks
+    whole = _as_recorded(sinks)
     if not isinstance(whole, DTensor):
         leading = q if isinstance(q, DTensor) else weight
         assert isinstance(leading, DTensor)
         mesh = leading.device_mesh
-        whole = DTensor.from_local(sinks, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        whole = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
     if isinstance(q, DTensor):
         return whole
     if isinstance(weight, DTensor) and q.shape[1] != whole.shape[0]:

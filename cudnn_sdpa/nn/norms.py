@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from cudnn_sdpa.engine.sharding import with_summed_gradient
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.fused.norm import layer_norm, rms_norm
 from cudnn_sdpa.nn.checks import Factory, check_counts, check_flags, check_number
@@ -85,7 +86,7 @@ class RMSNorm(nn.Module):
         eps = self.eps
         if eps is None:
             eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
-        normalized: Tensor = rms_norm(x, self.weight, eps, zero_centered=self.zero_centered)
+        normalized: Tensor = rms_norm(x, with_summed_gradient(self.weight), eps, zero_centered=self.zero_centered)
         return normalized
 
     def extra_repr(self) -> str:
@@ -166,7 +167,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of rows (..., n)."""
-        return layer_norm(x, self.weight, self.bias, self.eps)
+        return layer_norm(x, with_summed_gradient(self.weight), with_summed_gradient(self.bias), self.eps)
 
     def extra_repr(self) -> str:
         """The arguments of the constructor."""

@@ -45,27 +45,30 @@ def parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict
     Recomputation in Large Transformer Models" (Korthikanti et al., 2022).
     """
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
     from cudnn_sdpa.nn.attention import Attention
     from cudnn_sdpa.nn.feed_forward import FeedForward, SwiGLU
     from cudnn_sdpa.nn.norms import LayerNorm, RMSNorm
+    from cudnn_sdpa.nn.parallel_styles import GatheredTokens
 
     outside = Shard(1) if sequence_parallel else Replicate()
+    reads, writes = ColwiseParallel(), RowwiseParallel(output_layouts=outside)
     plan: dict[str, ParallelStyle] = {}
     packed = []
     for name, part in module.named_modules():
         prefix = f"{name}." if name else ""
-        inside = outside
-        if name and _reads_one_sequence(part):  # gathered once for all projections, as their gradients are summed once
-            plan[name] = PrepareModuleInput(input_layouts=(outside,), desired_input_layouts=(Replicate(),))
-            inside = Replicate()
-        reads, writes = ColwiseParallel(input_layouts=inside), RowwiseParallel(output_layouts=outside)
+        reads_context = reads
+        if isinstance(part, Attention) and part.context_dim is not None and sequence_parallel:
+            plan[name] = GatheredTokens(outside, ("x",))  # `project_context` gathers, too, so both projections do
+            reads_context = ColwiseParallel(input_layouts=outside)
+        elif isinstance(part, (Attention, SwiGLU, FeedForward)):
+            plan[name] = GatheredTokens(outside)
         if isinstance(part, (Attention, SwiGLU)):
             packed += [name or type(part).__name__] if part.packed else []
             for projection in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"):
                 if hasattr(part, projection):
-                    plan[prefix + projection] = reads
+                    plan[prefix + projection] = reads_context if projection in ("k_proj", "v_proj") else reads
             plan[prefix + ("out_proj" if isinstance(part, Attention) else "down_proj")] = writes
         elif isinstance(part, FeedForward):
             plan |= {f"{prefix}linear1": reads, f"{prefix}linear2": writes}
@@ -79,13 +82,6 @@ def parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict
     if not plan:
         raise OptionError("module", type(module).__name__, "one with an Attention, a SwiGLU or a FeedForward")
     return plan
-
-
-def _reads_one_sequence(part: nn.Module) -> bool:
-    from cudnn_sdpa.nn.attention import Attention
-    from cudnn_sdpa.nn.feed_forward import FeedForward, SwiGLU
-
-    return isinstance(part, (SwiGLU, FeedForward)) or (isinstance(part, Attention) and part.context_dim is None)
 
 
 __all__ = ["parallel_plan"]

@@ -209,12 +209,12 @@ def test_ranks_that_disagree(ranks, tmp_path):
     assert _run(_of_one_mind, ranks, tmp_path / "store")
 
 
-def _waiting(rank, store):
+def _waiting(rank, ranks, store):
     """A step, once taken, of a group whose GPUs wait 8 s for each other, among processes that would wait 300 s.
 
     Its kernels are loaded then: CUDA loads none while a GPU waits.
     """
-    _joined(rank, 2, store)
+    _joined(rank, ranks, store)
     group = dist.new_group(timeout=timedelta(seconds=8))
     enable_symmetric_memory(group)
     q = torch.randn(1, 8, 512, 64, device="cuda").bfloat16().requires_grad_()
@@ -237,18 +237,18 @@ def _ends_in_time(function):
     os._exit(4)
 
 
-def _dies(rank, store):
+def _dies(rank, ranks, store):
     """A rank ends between its passes: the other's GPU waits for it in the backward pass, until the timeout."""
-    out = _waiting(rank, store)()
+    out = _waiting(rank, ranks, store)()
     torch.cuda.synchronize()
     if rank:
         os._exit(0)
     _ends_in_time(lambda: out.sum().backward())
 
 
-def _raises(rank, store):
+def _raises(rank, ranks, store):
     """A rank raises between two messages: all say so at the next call, and the other's GPU waits until the timeout."""
-    run = _waiting(rank, store)
+    run = _waiting(rank, ranks, store)
     if rank:
         attend, ulysses.attend = ulysses.attend, _refused
         with pytest.raises(ExecutionError, match="no memory here"):
@@ -263,9 +263,9 @@ def _raises(rank, store):
     _ends_in_time(int)
 
 
-def _breaks(rank, store):
+def _breaks(rank, ranks, store):
     """A rank raises within an exchange: it refuses more, the other is told so, and its GPU waits until the timeout."""
-    run = _waiting(rank, store)
+    run = _waiting(rank, ranks, store)
     if rank:
         symmetric_memory.copy_to_peer = _refused
         with pytest.raises(ExecutionError, match="no memory here"):
@@ -286,7 +286,4 @@ def _refused(*_, **__):
 @pytest.mark.parametrize("function", [_dies, _raises, _breaks], ids=lambda function: function.__name__)
 @pytest.mark.parametrize("ranks", RANKS[:1])
 def test_a_rank_that_leaves_the_others_alone(ranks, function, tmp_path):
-    processes = mp.start_processes(function, args=(tmp_path / "store",), nprocs=ranks, start_method="spawn", join=False)
-    for process in processes.processes:
-        process.join(120)
-    assert [process.exitcode for process in processes.processes] == [0, 0]
+    assert _run(function, ranks, tmp_path / "store")

@@ -142,6 +142,8 @@ def test_the_pages_name_existing_parts(tables):
     parts["provider"] -= parts["provider-shapes"]
     parts["distributed-models"] = {DistributedPart.MODEL.value}  # by another command than the other parts
     parts["distributed"] -= parts["distributed-models"]
+    parts["distributed-tensor"] = {DistributedPart.TENSOR.value}  # later, with two all-reduces a pass, also compiled
+    parts["distributed"] -= parts["distributed-tensor"]
     parts["distributed-symmetric"] = {DistributedPart.WEAK.value}  # later, with symmetric memory
     named = [found for page in tables.PAGES for found in tables.MARKS.finditer(page.read_text())]
     assert len(named) == sum(len(re.findall("<!-- bench:", page.read_text())) for page in tables.PAGES)

@@ -194,28 +194,107 @@ def test_tensor_parallel_modules_compute_the_same(ranks, name):
         assert "DTensor" in kinds
 
 
-def collectives_of_a_layer(sequence_parallel):
+def collectives(make, options, sequence_parallel):
     """How many collectives of each kind a forward and a backward pass have."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    parallel = layer()
+    parallel = make(**options)
     parallelize_module(parallel, mesh, parallel_plan(parallel, sequence_parallel=sequence_parallel))
-    x = torch.randn(2, 8, E, requires_grad=True)
+    given = [torch.randn(2, 8, E, requires_grad=True) for _ in range(2 if options else 1)]
     with CommDebugMode() as forward:
-        out = parallel(x)
+        out = parallel(*given)
     with CommDebugMode() as backward:
         out.backward(torch.randn_like(out))
     passes = forward, backward
     return [{str(kind).split(".")[-1]: n for kind, n in each.get_comm_counts().items()} for each in passes]
 
 
-@pytest.mark.parametrize(
-    ("sequence_parallel", "kinds"),
-    [(False, ["all_reduce"]), (True, ["all_gather_into_tensor", "reduce_scatter_tensor"])],
-)
-def test_a_pass_of_a_layer_has_two_collectives_of_a_kind(ranks, sequence_parallel, kinds):
-    """One after attention and one after the feed-forward network, and backward as many: not one for a projection."""
-    for found in ranks(collectives_of_a_layer, sequence_parallel):
-        assert found == [dict.fromkeys(kinds, 2)] * 2
+def gathered(count):
+    return {"all_gather_into_tensor": count, "reduce_scatter_tensor": count}
+
+
+CROSS = {"context_dim": E}
+COLLECTIVES = [
+    (layer, {}, False, {"all_reduce": 2}, {"all_reduce": 2}),
+    (layer, {}, True, gathered(2), gathered(2) | {"all_reduce": 2}),  # gradients of the norms' weights, too
+    (swiglu, {}, False, {"all_reduce": 1}, {"all_reduce": 1}),
+    (swiglu, {}, True, gathered(1), gathered(1)),
+    (attention, CROSS | {"sinks": False}, False, {"all_reduce": 1}, {"all_reduce": 2}),
+]
+
+
+@pytest.mark.parametrize(("make", "options", "sequence_parallel", "forward", "backward"), COLLECTIVES)
+def test_how_often_a_module_communicates(ranks, make, options, sequence_parallel, forward, backward):
+    """Attention and a feed-forward network once each, and once for each sequence backward: not for each projection."""
+    for found in ranks(collectives, make, options, sequence_parallel):
+        assert found == [forward, backward]
+
+
+def check_names():
+    """Tokens and context may be given by name, and a context may be projected before."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x, context = torch.randn(2, 2, 8, E)
+    own, cross = attention(), attention(context_dim=E)
+    wanted = own(x), cross(x, context)
+    found = []
+    for sequence_parallel in (False, True):
+        parallel = [copy.deepcopy(module) for module in (own, cross)]
+        for module in parallel:
+            parallelize_module(module, mesh, parallel_plan(module, sequence_parallel=sequence_parallel))
+        first, second = parallel
+        if sequence_parallel:
+            x, context = (distribute_tensor(each, mesh, [Shard(1)]).to_local() for each in (x, context))
+            wanted = [distribute_tensor(each.detach(), mesh, [Shard(1)]).to_local() for each in wanted]
+        made = first(x=x), first(x, None), second(x=x, context=context), second(x, second.project_context(context))
+        for number, out in enumerate(made):
+            assert_close(out, wanted[number // 2], f"{number}, {sequence_parallel}")
+            found.append(tuple(out.shape))
+    return found
+
+
+def test_tokens_may_be_given_by_name(ranks):
+    for found in ranks(check_names):
+        assert found == [(2, 8, E)] * 4 + [(2, 4, E)] * 4
+
+
+def check_clipping(sequence_parallel):
+    """`clip_grad_norm_` scales all gradients, of norms, too, as it does in one process."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module = layer(norm="layer_norm", bias=True)
+    x, grad = torch.randn(2, 2, 8, E)
+    parallel = copy.deepcopy(module)
+    module(x).backward(grad)
+    wanted = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    parallelize_module(parallel, mesh, parallel_plan(parallel, sequence_parallel=sequence_parallel))
+    parallel.to(torch.float64).to(torch.float32)  # makes new parameters, as `to_empty` does
+    x, grad = (distribute_tensor(each, mesh, [Shard(1)]).to_local() for each in (x, grad))
+    parallel(x).backward(grad)
+    found = torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0).full_tensor()
+    assert_close(found, wanted, "norm")
+    exact = gradients(module)
+    for name, gradient in gradients(parallel).items():
+        assert_close(gradient, exact[name], name)
+    return [str(parameter.grad.placements) for name, parameter in parallel.named_parameters() if "norm" in name]
+
+
+def test_gradients_are_clipped_alike(ranks):
+    for placements in ranks(check_clipping, True):
+        assert placements == ["(Replicate(),)"] * 4
+
+
+def check_inference():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    module = layer(sinks=True)
+    x = torch.randn(2, 8, E)
+    parallel = parallelize_module(copy.deepcopy(module), mesh, parallel_plan(module))
+    d = distribute_tensor(x, mesh, [Shard(1)])
+    with torch.inference_mode():
+        assert_close(parallel(x), module(x), "layer")
+        assert_close(module.norm1(d).full_tensor(), module.norm1(x), "norm")
+        return module.norm1(d).is_inference()
+
+
+def test_inference_mode(ranks):
+    assert ranks(check_inference) == [True, True]
 
 
 def check_compiled_layer(sequence_parallel):

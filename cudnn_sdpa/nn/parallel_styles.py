@@ -1,0 +1,54 @@
+"""What `parallel_plan` does to modules beyond PyTorch's own styles; imported only with `torch.distributed`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate
+from torch.distributed.tensor.parallel import ParallelStyle
+
+
+class GatheredTokens(ParallelStyle):
+    """Makes the tokens that a module reads DTensors that each process has whole, once for all projections.
+
+    So their gradients are added before they are summed over processes, once. PyTorch's `PrepareModuleInput` does that
+    for a fixed number of positional arguments; these are x and, for cross-attention, the context, by position or name.
+
+    Args:
+        placement: How processes have plain tokens: `Replicate()`, or a part of the sequence each, `Shard(1)`.
+        names: The first positional arguments.
+    """
+
+    def __init__(self, placement: Placement, names: tuple[str, ...] = ("x", "context")) -> None:
+        super().__init__()
+        self.placement, self.names = placement, names
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        count = len(self.names)
+
+        def gather(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+            args = (*[self._gathered(x, device_mesh) for x in args[:count]], *args[count:])
+            named = {name: self._gathered(kwargs[name], device_mesh) for name in self.names if name in kwargs}
+            return args, kwargs | named
+
+        module.register_forward_pre_hook(gather, with_kwargs=True)
+        return module
+
+    def _gathered(self, x: object, mesh: DeviceMesh) -> object:
+        if not isinstance(x, Tensor):  # no context, or its keys and values
+            return x
+        if not isinstance(x, DTensor):
+            x = DTensor.from_local(x, mesh, [self.placement], run_check=False)
+        if x.placements != (Replicate(),):
+            x = x.redistribute(placements=[Replicate()])
+        return x
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.placement}, {self.names})"
+
+
+__all__ = ["GatheredTokens"]
