@@ -103,10 +103,22 @@ def along(whole: Mapping[str, int]) -> Ways:
     return ways
 
 
-def _as_recorded(tensor: TensorT) -> TensorT:
-    """A tensor that requires grad only where gradients are recorded: the same memory.
+#: Whether gradients of `to_local` depend on nothing: a second backward pass would leave some out, without an error.
+_CUTS_GRAPH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 
-    Until 2.11 PyTorch cannot make or redistribute DTensors of others in inference mode.
+
+def _refuse_graph_of_gradient(gradient: Tensor) -> Tensor:
+    if torch.is_grad_enabled():
+        reasons = [f"PyTorch {torch.__version__} loses the graph of gradients of DTensors' local tensors"]
+        suggestion = "create_graph=False, or PyTorch 2.13"
+        raise UnsupportedError("a backward pass with create_graph=True of calls on DTensors", reasons, suggestion)
+    return gradient
+
+
+def _as_recorded(tensor: TensorT) -> TensorT:
+    """The tensor; where no gradients are recorded, one of the same memory that requires none.
+
+    In inference mode PyTorch until 2.11 can make or redistribute no DTensor of one that requires grad.
     """
     if torch.is_grad_enabled() or not tensor.requires_grad:
         return tensor
@@ -171,6 +183,8 @@ class Division(NamedTuple):
         if tuple(tensor.placements) != tuple(wanted):
             tensor = _as_recorded(tensor).redistribute(placements=wanted)  # each rank takes its part of what it has
         found: Tensor = tensor.to_local(grad_placements=gradient)
+        if _CUTS_GRAPH and found.requires_grad and not torch.compiler.is_compiling():
+            found.register_hook(_refuse_graph_of_gradient)  # type: ignore[no-untyped-call]
         # PyTorch leaves an uneven part as a view of its padding, and calls the DTensor contiguous.
         return found.contiguous() if tensor.is_contiguous() else found
 

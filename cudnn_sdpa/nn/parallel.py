@@ -27,7 +27,7 @@ def parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict
             and memory for activations shrinks. Rotary embeddings still see all positions.
 
     Returns:
-        The styles by the names of submodules.
+        The styles by the names of submodules; that of `module` itself has the name "".
 
     Raises:
         OptionError: `module` has none of these modules.

@@ -9,6 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.distributed.tensor.parallel import ParallelStyle
 
+from cudnn_sdpa.errors import OptionError
+
 
 class GatheredTokens(ParallelStyle):
     """Makes the tokens that a module reads DTensors that each process has whole, once for all projections.
@@ -19,6 +21,9 @@ class GatheredTokens(ParallelStyle):
     Args:
         placement: How processes have plain tokens: `Replicate()`, or a part of the sequence each, `Shard(1)`.
         names: The first positional arguments.
+
+    Raises:
+        OptionError: In a call: it has no tokens.
     """
 
     def __init__(self, placement: Placement, names: tuple[str, ...] = ("x", "context")) -> None:
@@ -32,6 +37,9 @@ class GatheredTokens(ParallelStyle):
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             args = (*[self._gathered(x, device_mesh) for x in args[:count]], *args[count:])
+            if not args and self.names[0] not in kwargs:  # projections would take parts of the sequence for all of it
+                got = f"arguments named {', '.join(kwargs)}" if kwargs else "no argument"
+                raise OptionError(self.names[0], got, f"tokens by position or as {self.names[0]}")
             named = {name: self._gathered(kwargs[name], device_mesh) for name in self.names if name in kwargs}
             return args, kwargs | named
 

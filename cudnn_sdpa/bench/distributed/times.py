@@ -66,7 +66,7 @@ def compared(label: str, timing: Timing, candidates: dict[str, Candidate], *, is
 
     "Of linear scaling" is the time of one GPU for a sequence, divided by that of all ranks times their number. All GPUs
     compute what one does alone, and the quickest of them counts; of what they compute together, the slowest. "Host" is
-    the time until a step is launched, with idle GPUs: a step that takes no longer waits for the host.
+    the time until a step is launched, with idle GPUs: where it is as long as the step, GPUs wait for the host.
     """
     times: dict[str, list[float]] = {name: [] for name in candidates}
     peaks: dict[str, float | None] = {}

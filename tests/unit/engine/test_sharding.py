@@ -849,6 +849,21 @@ def test_uneven_parts_are_read_as_they_should_lie(ranks):
     ranks(check_uneven_parts)
 
 
+def check_second_gradient():
+    """A second backward pass raises, or the first one does where PyTorch would leave gradients out."""
+    x = distribute_tensor(torch.randn(4, 8, 32), mesh_of(), [Shard(1)]).requires_grad_()
+    weight = distribute_tensor(torch.randn(32), mesh_of(), [Replicate()]).requires_grad_()
+    y = cudnn_sdpa.rms_norm(x, weight, 1e-5)
+    with pytest.raises(UnsupportedError, match="create_graph=True|double backward"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)[0].square().sum().backward()
+    y = cudnn_sdpa.rms_norm(x, weight, 1e-5)
+    return torch.autograd.grad(y.square().sum(), x)[0].requires_grad
+
+
+def test_second_gradients_are_refused(ranks):
+    assert ranks(check_second_gradient) == [False, False]
+
+
 def check_dropout(compiled=False):
     """Every rank draws its own; the backward pass sees what the forward pass dropped."""
     mesh = mesh_of()

@@ -248,6 +248,8 @@ def check_names():
         for number, out in enumerate(made):
             assert_close(out, wanted[number // 2], f"{number}, {sequence_parallel}")
             found.append(tuple(out.shape))
+        with pytest.raises(OptionError, match="x: got arguments named hidden_states; expected tokens by position"):
+            first(hidden_states=x)
     return found
 
 
@@ -256,7 +258,7 @@ def test_tokens_may_be_given_by_name(ranks):
         assert found == [(2, 8, E)] * 4 + [(2, 4, E)] * 4
 
 
-def check_clipping(sequence_parallel):
+def check_clipping():
     """`clip_grad_norm_` scales all gradients, of norms, too, as it does in one process."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     module = layer(norm="layer_norm", bias=True)
@@ -264,7 +266,7 @@ def check_clipping(sequence_parallel):
     parallel = copy.deepcopy(module)
     module(x).backward(grad)
     wanted = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
-    parallelize_module(parallel, mesh, parallel_plan(parallel, sequence_parallel=sequence_parallel))
+    parallelize_module(parallel, mesh, parallel_plan(parallel, sequence_parallel=True))
     parallel.to(torch.float64).to(torch.float32)  # makes new parameters, as `to_empty` does
     x, grad = (distribute_tensor(each, mesh, [Shard(1)]).to_local() for each in (x, grad))
     parallel(x).backward(grad)
@@ -277,7 +279,7 @@ def check_clipping(sequence_parallel):
 
 
 def test_gradients_are_clipped_alike(ranks):
-    for placements in ranks(check_clipping, True):
+    for placements in ranks(check_clipping):
         assert placements == ["(Replicate(),)"] * 4
 
 
