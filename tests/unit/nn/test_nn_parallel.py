@@ -320,7 +320,7 @@ def check_compiled_layer(sequence_parallel):
     return tuple(out.shape)
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("sequence_parallel", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_compiled_layer_is_one_graph(ranks, sequence_parallel):
     for shape in ranks(check_compiled_layer, sequence_parallel):
         assert shape == (2, 4 if sequence_parallel else 8, E)
