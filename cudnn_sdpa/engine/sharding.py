@@ -110,8 +110,7 @@ _CUTS_GRAPH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)
 def _refuse_graph_of_gradient(gradient: Tensor) -> Tensor:
     if torch.is_grad_enabled():
         reasons = [f"PyTorch {torch.__version__} loses the graph of gradients of DTensors' local tensors"]
-        suggestion = "create_graph=False, or PyTorch 2.13"
-        raise UnsupportedError("a backward pass with create_graph=True of calls on DTensors", reasons, suggestion)
+        raise UnsupportedError("create_graph=True with calls on DTensors", reasons, "create_graph=False")
     return gradient
 
 

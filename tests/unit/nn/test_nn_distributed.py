@@ -54,8 +54,10 @@ def check_wrapped(wrap):
         for one, other in zip(wrapped.parameters(), wanted, strict=True):
             found = one.grad.full_tensor() if wrap is fsdp2 else one.grad
             torch.testing.assert_close(found, other, rtol=1e-4, atol=1e-5)
+        return len(wanted)
 
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp2])
 def test_wrapped_modules_compute_the_same(ranks, wrap):
-    ranks(check_wrapped, wrap)
+    gradients = len(list(make().parameters()))
+    assert ranks(check_wrapped, wrap) == [gradients] * 2

@@ -330,23 +330,26 @@ def test_a_compiled_layer_is_one_graph(ranks, sequence_parallel):
 @pytest.mark.parametrize("name", [name for name in CASES if "layer" in name or name in ("swiglu", "attention")])
 def test_sequence_parallel_modules_compute_the_same(ranks, name):
     make, arguments, options = CASES[name]
-    ranks(check_tensor_parallel, make, arguments, options, True)
+    for kinds in ranks(check_tensor_parallel, make, arguments, options, True):
+        assert "DTensor" in kinds
 
 
 def check_norms():
     """Under PyTorch's style alone, on DTensors."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = torch.randn(2, 8, E)
+    placements = []
     for norm in (drawn(nn.RMSNorm(E)), drawn(nn.LayerNorm(E))):
         wanted = norm(x)
         parallel = parallelize_module(copy.deepcopy(norm), mesh, SequenceParallel())
         out = parallel(distribute_tensor(x, mesh, [Shard(1)]))
-        assert out.placements == (Shard(1),)
+        placements += out.placements
         assert_close(out.full_tensor().detach(), wanted.detach(), type(norm).__name__)
+    return placements
 
 
 def test_norms_under_sequence_parallelism(ranks):
-    ranks(check_norms)
+    assert ranks(check_norms) == [[Shard(1), Shard(1)]] * 2
 
 
 def check_rotations():
@@ -354,6 +357,7 @@ def check_rotations():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     rope = nn.RotaryEmbedding(head_dim=8)
     heads = torch.randn(2, 6, 4, 8, requires_grad=True)
+    compared = 0
     for positions in (torch.arange(6), torch.randint(9, (2, 6))):
         angles = rope(positions)
         wanted = rope.rotate(heads, angles)
@@ -365,6 +369,7 @@ def check_rotations():
             given = distribute_tensor(heads.detach(), mesh, [Shard(dim)]).requires_grad_()
             rotated = rope.rotate(given, tuple(distribute_tensor(x, mesh, [place]) for x in angles))
             assert rotated.placements == (Shard(dim),)
+            compared += 1
             assert_close(rotated.full_tensor().detach(), wanted.detach(), str(dim))
             (gradient,) = torch.autograd.grad(rotated.square().sum(), given)
             assert_close(gradient.full_tensor(), of_wanted, str(dim))
@@ -376,10 +381,11 @@ def check_rotations():
             assert "heads.redistribute(placements=[" in refused.value.suggestion
     with pytest.raises(UnsupportedError, match=r"heads is Shard\(3\)"):
         rope.rotate(distribute_tensor(heads.detach(), mesh, [Shard(3)]), angles)
+    return compared
 
 
 def test_rotations_of_dtensors(ranks):
-    ranks(check_rotations)
+    assert ranks(check_rotations) == [6, 6]  # batch, tokens and heads, with positions for all and for each
 
 
 def check_distributed_modules():
@@ -439,18 +445,23 @@ def check_guards():
             "q_proj returned 12 features, which are no whole",
         ),
     ]
+    refused = []
     for module, plan, arguments, message in cases:
         parallel = parallelize_module(module, mesh, plan)
-        with pytest.raises(UnsupportedError, match=message):
+        with pytest.raises(UnsupportedError, match=message) as error:
             parallel(*[x] * arguments)
+        refused.append(str(error.value))
     one = attention(num_kv_heads=1, sinks=False)
     wanted = one(x)
     parallel = parallelize_module(one, mesh, {"q_proj": by_rows, "out_proj": RowwiseParallel()})
     assert_close(parallel(x).detach(), wanted.detach(), "one key head")
+    return refused
 
 
 def test_projections_that_lose_heads_are_refused(ranks):
-    ranks(check_guards)
+    first, second = ranks(check_guards)
+    assert first == second
+    assert len(first) > 4
 
 
 class Model(torch.nn.Module):
@@ -493,19 +504,22 @@ def check_fsdp(data, tensor, sequence_parallel):
         packed = Model(True)
         packed.load_state_dict(state)
         assert_close(packed(x), wanted, "checkpoint")
+    return tuple(mine.shape)
 
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fsdp_with_tensor_parallelism(ranks, sequence_parallel):
-    ranks(check_fsdp, 1, 2, sequence_parallel)
-    ranks(check_fsdp, 2, 1, sequence_parallel)
+    tokens = 4 if sequence_parallel else 8
+    assert ranks(check_fsdp, 1, 2, sequence_parallel) == [(2, tokens, E)] * 2
+    assert ranks(check_fsdp, 2, 1, sequence_parallel) == [(2, 8, E)] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_fsdp_with_tensor_parallelism_in_four_processes(four_ranks, sequence_parallel):
-    four_ranks(check_fsdp, 2, 2, sequence_parallel)
+    tokens = 4 if sequence_parallel else 8
+    assert four_ranks(check_fsdp, 2, 2, sequence_parallel) == [(2, tokens, E)] * 4
 
 
 def check_context_and_tensor_parallel(method):
