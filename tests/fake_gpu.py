@@ -1,9 +1,9 @@
 """A fake GPU for tests without one: plans and kernels read and write CPU memory at the addresses of their launch.
 
 `gpu_on_the_cpu` has public calls run as on a GPU, with the real plan cache. `FakePlan` knows nothing but its key: it
-reads each operand at its address, in the layout of the key, computes in plain PyTorch, and writes the results. So what
-leads to a launch (signatures, guards, layouts, addresses, gradients) runs as on a GPU, and a wrong address or layout is
-a wrong number. The library's own CUDA kernels are compiled as C++ and run by one thread. `Machine` stands in for
+reads each operand at its address, in the layout of the key, evaluates the graph that the builder makes for the key
+(`graph_interpreter`), and writes the results. So what leads to a launch (signatures, guards, layouts, addresses,
+gradients) runs as on a GPU, and a wrong address, layout or graph is a wrong number. The library's own CUDA kernels are compiled as C++ and run by one thread. `Machine` stands in for
 cuDNN's proposals and the GPU's clock where `autotune` is tested.
 """
 
@@ -19,29 +19,26 @@ import sys
 import tempfile
 import threading
 import warnings
-import zlib
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from float64_reference import slopes
+from graph_interpreter import Operands, evaluate
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import MIN_SCALE
 from cudnn_sdpa.attention.fp8 import quantize
-from cudnn_sdpa.attention.fp8 import reference as fp8_reference
-from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.engine import launch as graph_launch
 from cudnn_sdpa.engine import torch_ops as engine_ops
 from cudnn_sdpa.fused import graph_op as fused_calls
 from cudnn_sdpa.fused import torch_ops as fused_ops
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph import target as gpu_target
-from cudnn_sdpa.graph.definition import GraphDefinition, graph_definition
+from cudnn_sdpa.graph.definition import GraphDefinition, find_operation, graph_definition
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.target import Target
@@ -56,9 +53,12 @@ TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 91900, "1.32
 #: Operands that kernels read element by element, at any address; so are those of one element.
 READ_BY_ELEMENT = ("seed", "offset", "seq_len_q", "seq_len_kv", "table_k", "table_v")
 
-Operands = dict[str, Any]  # tensors at their addresses, and host scalars
 Compute = Callable[[PlanKey, Operands], Sequence[Tensor]]
-Share = Callable[[PlanKey, Operands, Tensor], Tensor]  # the dropout factor of each weight, given the scores
+
+
+def graph_of(key: PlanKey, x: Operands) -> Sequence[Tensor]:
+    """What a plan of an importable operation computes."""
+    return evaluate(find_operation(key.operation), key, x)
 
 
 class FakePlan:
@@ -72,7 +72,7 @@ class FakePlan:
     engine, knobs, workspace, build_seconds = "fake", {}, 0, 0.0
     launched: list[PlanKey] = []  # noqa: RUF012 - of all plans
 
-    def __init__(self, key: PlanKey, compute: Compute) -> None:
+    def __init__(self, key: PlanKey, compute: Compute = graph_of) -> None:
         self.key, self.compute = key, compute
         filled = [operand for operand in key.inputs if operand.role is Role.FILL]
         self.constants = {x.name: torch.full(x.layout.shape, x.fill, dtype=x.layout.dtype) for x in filled}
@@ -86,14 +86,14 @@ class FakePlan:
             for operand, result in zip(self.key.outputs, results, strict=True):
                 one[operand.name].copy_(result.reshape(one[operand.name].shape))
 
-    def _sequences(self, whole: Operands) -> Iterator[Operands]:
+    def _sequences(self, whole: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Each packed sequence as a batch of one; as cuDNN's kernels, none without queries or without keys."""
         operands = {x.name: x for x in (*self.key.inputs, *self.key.outputs)}
         lengths = zip(whole["seq_len_q"].flatten().tolist(), whole["seq_len_kv"].flatten().tolist(), strict=True)
         for number, (nq, nk) in enumerate(lengths):
             if not (nq and nk):
                 continue
-            one: Operands = {"sequence": number}
+            one: dict[str, Any] = {"sequence": number}
             for name, x in whole.items():
                 if operands[name].ragged:
                     batch, heads, _, dim = x.stride()
@@ -102,7 +102,9 @@ class FakePlan:
                     one[name] = torch.as_strided(x, (1, x.shape[1], rows, x.shape[3]), (batch, heads, _, dim), begin)
                 elif name in ("lowest", "highest"):
                     one[name] = x[number : number + 1, :, :nq]
-                elif not name.startswith(("offsets_", "seq_len_")):
+                elif name.startswith("seq_len_"):
+                    one[name] = x[number : number + 1]
+                elif not name.startswith("offsets_"):
                     one[name] = x
             yield one
 
@@ -124,7 +126,7 @@ class FakePlan:
 class FakeCache:
     """Replaces the plan cache: one fake plan for each key."""
 
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute: Compute = graph_of) -> None:
         self.compute, self.plans = compute, {}
 
     def get(self, key: PlanKey, _build: Any = None) -> FakePlan:
@@ -270,17 +272,16 @@ def gpu_on_the_cpu(
     allocate: Callable[..., Tensor] = poisoned,
     target: Target = TARGET,
 ) -> Iterator[None]:
-    """CPU tensors are on the first GPU, whose plans compute in plain PyTorch; the plan cache is empty at first.
+    """CPU tensors are on the first GPU, whose plans evaluate their graphs; the plan cache is empty at first.
 
-    PyTorch's dispatcher brings calls on CPU tensors to what is registered for CUDA. Without `compute`, plans compute
-    the reference of their graph function.
+    PyTorch's dispatcher brings calls on CPU tensors to what is registered for CUDA. With `compute`, plans compute that.
     """
 
     def built(operation: GraphDefinition, key: PlanKey) -> Any:
         build._handle_for(key)  # which refuses to build while a CUDA graph is captured
         if isinstance(operation, KernelOp):
             return operation.plan(key)
-        return plan_of(key, compute or of_reference(operation))
+        return plan_of(key, compute or partial(evaluate, operation))
 
     launch = KernelPlan.launch
 
@@ -319,137 +320,7 @@ def gpu_on_the_cpu(
             operators._destroy()
 
 
-# What plans of dense attention compute, in float64.
-
-
-def dense_attention(key: PlanKey, x: Operands, share_of: Share | None = None) -> Sequence[Tensor]:
-    """The forward and the backward pass of `sdpa`; `share_of` is what dropout does, if not what a generator draws."""
-    assert x["scale"] >= MIN_SCALE
-    return (_dense_forward if key.name == "sdpa_forward" else _dense_backward)(key, x, share_of or _share)
-
-
-def _dense_scores(key: PlanKey, x: Operands) -> tuple[Tensor, Tensor, Tensor, Tensor | float]:
-    """The masked scores, the keys and values of each query head, and the derivative of the softcap."""
-    assert "bias" not in x or x["k"].shape[2] > 1, "cuDNN misreads a bias of one key"
-    group = x["q"].shape[1] // x["k"].shape[1]
-    k, v = (x[name].double().repeat_interleave(group, 1) for name in ("k", "v"))
-    scores = x["q"].double() @ k.mT * x["scale"]
-    slope: Tensor | float = 1.0
-    if "softcap" in x:
-        tanh = torch.tanh(scores / x["softcap"])
-        scores, slope = x["softcap"] * tanh, 1 - tanh.square()
-    sq, skv = scores.shape[2:]
-    row, column = torch.arange(sq).view(-1, 1), torch.arange(skv)
-    nq, nk = (x.get(name, torch.tensor(n)).view(-1, 1, 1, 1) for name, n in (("seq_len_q", sq), ("seq_len_kv", skv)))
-    seen = (row < nq) & (column < nk)
-    if "lowest" in x:
-        seen = seen & (column >= x["lowest"]) & (column <= x["highest"])
-    elif key.option_values["band"] is not None:
-        left, right, bottom_right = key.option_values["band"]
-        diagonal = row + (nk - nq if bottom_right else 0)
-        seen = seen & (column <= diagonal + (sq + skv if right is None else right))
-        seen = seen & (column >= diagonal - (sq + skv if left is None else left))
-    if key.option_values.get("alibi"):  # aligned top-left, as the causal mask that it needs
-        scores = scores - torch.tensor(slopes(scores.shape[1])).double().view(-1, 1, 1) * (row - column).abs()
-    if "bias" in x:  # in float32, as in kernels: beside -1e9 nothing is left of a score
-        scores = (scores + x["bias"].double()).float().double()
-    return scores.masked_fill(~seen, -torch.inf), k, v, slope
-
-
-def _dense_forward(key: PlanKey, x: Operands, share_of: Share) -> Sequence[Tensor]:
-    scores, _, v, _ = _dense_scores(key, x)
-    share = share_of(key, x, scores)
-    if "sink" in x:
-        column = x["sink"].double().view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
-        scores, v = torch.cat([scores, column], -1), torch.nn.functional.pad(v, (0, 0, 0, 1))
-        share = torch.nn.functional.pad(share, (0, 1))
-    results = {"out": (scores.softmax(-1).nan_to_num(0.0) * share) @ v, "lse": scores.logsumexp(-1, keepdim=True)}
-    return [results[operand.name] for operand in key.outputs]
-
-
-def _share(key: PlanKey, x: Operands, scores: Tensor) -> Tensor:
-    """The dropout factor of each weight; as cuDNN's random numbers, it depends on the plan's rows and columns."""
-    p = key.option_values["dropout_p"]
-    if not p:
-        return torch.ones_like(scores)
-    rows, columns = (next(o.layout.shape[2] for o in key.inputs if o.name == name) for name in "qk")
-    numbers = int(x["seed"]), int(x["offset"]), x.get("sequence", 0), rows, columns
-    generator = torch.Generator().manual_seed(zlib.crc32(repr(numbers).encode()))
-    kept = torch.rand(*scores.shape[:2], rows, columns, generator=generator) >= p
-    return kept[:, :, : scores.shape[2], : scores.shape[3]].double() / (1 - p)
-
-
-def _dense_backward(key: PlanKey, x: Operands, share_of: Share) -> Sequence[Tensor]:
-    scores, k, v, slope = _dense_scores(key, x)
-    grad_out = x["grad_out"].double()
-    weights = torch.exp(scores - x["lse"].double()).nan_to_num(0.0)
-    mean = (grad_out * x["out"].double()).sum(-1, keepdim=True)
-    share = share_of(key, x, scores)
-    of_bias = weights * (grad_out @ v.mT * share - mean)
-    grad_scores = of_bias * slope
-    heads = x["k"].shape[1]
-    results = {
-        "grad_q": grad_scores @ k * x["scale"],
-        "grad_k": (grad_scores.mT @ x["q"].double() * x["scale"]).unflatten(1, (heads, -1)).sum(2),
-        "grad_v": ((weights * share).mT @ grad_out).unflatten(1, (heads, -1)).sum(2),
-        "grad_bias": of_bias,
-    }
-    return [results[operand.name] for operand in key.outputs]
-
-
-def paged_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
-    """Decode steps on pages; prefill is attention over packed sequences."""
-    if key.name != "paged_decode":
-        return dense_attention(key, x)
-    rows, heads, _, _ = x["q"].shape
-    page_size, left, group = x["k"].shape[2], key.option_values["left"], heads // x["k"].shape[1]
-    out, lse = (
-        torch.zeros(rows, heads, 1, x["v"].shape[3]).double(),
-        torch.full((rows, heads, 1, 1), -torch.inf).double(),
-    )
-    for row, length in enumerate(x["seq_len_kv"].flatten().tolist()):
-        first = 0 if left is None else max(0, length - 1 - left)
-        if not length:
-            continue
-        pages = -(-length // page_size)
-        k, v = (
-            x[name][x[f"table_{name}"][row, 0, :pages, 0].long()].double().transpose(1, 2).flatten(0, 1)[first:length]
-            for name in "kv"
-        )
-        k, v = (t.repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
-        scores = x["q"][row].double() @ k.mT * x["scale"]
-        out[row], lse[row] = scores.softmax(-1) @ v, scores.logsumexp(-1, keepdim=True)
-    return [out, lse][: len(key.outputs)]
-
-
-# FP8 attention, by the emulation of the reference.
-
-
-def fp8_attention(key: PlanKey, x: Operands) -> Sequence[Tensor]:
-    """The forward and the backward pass of `sdpa_fp8`."""
-    left, right, bottom_right = key.option_values["band"] or (None, None, False)
-    options = {
-        "causal_alignment": "bottom_right" if bottom_right else "top_left",
-        "window_left": -1 if left is None else left,
-        "window_right": -1 if right is None else right,
-        "scale": float(x["scale"]),
-    }
-    options |= {f"seq_lens_{name}": t.flatten() for name in ("q", "kv") if (t := x.get(f"seq_len_{name}")) is not None}
-    if "grad_out" in x:
-        scales = (x[name].view(1) for name in Fp8BackwardScales._fields)
-        tensors = (x[name] for name in ("grad_out", "q", "k", "v", "out"))
-        return fp8_reference.gradients(Fp8BackwardArguments(*tensors, x["lse"].squeeze(-1), *scales, **options))
-    for name in ("k", "v"):
-        if (table := x.get(f"table_{name}")) is not None:  # cuDNN reads the pages of all keys, also beyond the length
-            pages = x[name].view(torch.uint8)[table.flatten(1).long()]
-            x[name] = pages.transpose(1, 2).flatten(2, 3).view(x[name].dtype)
-    scales = (x[name].view(1) for name in Fp8Scales._fields)
-    call = Fp8Arguments(x["q"], x["k"], x["v"], *scales, **options, out_dtype=x["out"].dtype)
-    result = fp8_reference.attention(call)
-    return [result.out, result.amax_s, result.amax_o, result.lse][: len(key.outputs)]
-
-
-# Fused operations and custom graphs, by their references.
+# Graph functions in a process of their own.
 
 
 def install_for_graph_functions() -> None:
@@ -465,27 +336,13 @@ def install_for_graph_functions() -> None:
     library.impl("graph_function", fused_ops.decoded(fused_ops.run_gpu), "CPU", allow_override=True)
 
 
-def of_reference(operation: Any) -> Compute:
-    """What plans of a graph function compute."""
-
-    def compute(key: PlanKey, x: Operands) -> Sequence[Tensor]:
-        operands = [x.get(name) for name in operation.operands]
-        with torch.no_grad():
-            return fused_ops.as_tuple(operation.reference(*operands, **key.option_values))
-
-    return compute
-
-
 class _GraphFunctions(FakeCache):
-    """Fake plans of graph functions, which compute the function's reference."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda *_: ())
+    """Fake plans of graph functions, which users may define anywhere."""
 
     def get(self, key: PlanKey, build: Any = None) -> FakePlan:
         if key not in self.plans:
             operation = build(key)
-            self.plans[key] = FakePlan(key, of_reference(operation))
+            self.plans[key] = FakePlan(key, partial(evaluate, operation))
         return self.plans[key]
 
 

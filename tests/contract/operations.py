@@ -12,13 +12,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from fake_gpu import Compute, Operands, dense_attention, fp8_attention, paged_attention
+from fake_gpu import Compute
 from float64_reference import attend, gradients_of_a_part
+from graph_interpreter import Operands, evaluate
 from sample_modules import sample
 from torch import Tensor
 
 import cudnn_sdpa
 from cudnn_sdpa import Fp8BackwardScales, Fp8Scales, kernels
+from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.plans.cache import plan_cache
 
@@ -34,7 +36,7 @@ class Example:
         function: The public function.
         make: Draws its tensors, by argument.
         exact: The result in float64 for tensors in float64, differentiable.
-        compute: What its plans compute; None for what the reference of their graph function computes.
+        compute: What its plans compute, if that is not the graph of their builder.
         differentiable: The arguments that have gradients; none, for operations without gradients.
         options: The other arguments.
         casts: The tensors that autocast casts, if not all inputs.
@@ -52,7 +54,7 @@ class Example:
     function: Callable[..., Any]
     make: Callable[[], dict[str, Tensor]]
     exact: Callable[..., Tensor]
-    compute: Compute | None = dense_attention
+    compute: Compute | None = None
     differentiable: tuple[str, ...] = ("q", "k", "v")
     options: dict[str, Any] = field(default_factory=dict)
     casts: tuple[str, ...] | None = None
@@ -209,11 +211,14 @@ def kept_weights(scores: Tensor) -> Tensor:
 
 def attention_with_dropout(key: PlanKey, x: Operands) -> Sequence[Tensor]:
     """Attention whose plans drop always the same weights; backward passes get the numbers of a forward pass."""
-    numbers = int(x["seed"]), int(x["offset"])
-    if key.name == "sdpa_forward":
-        drawn.add(numbers)
-    assert numbers in drawn
-    return dense_attention(key, x, lambda *_: kept_weights(x["q"] @ x["k"][:, :1].mT) / (1 - 1 / ONE_OF))
+
+    def share(p: float, seed: int, offset: int, scores: Tensor, _: object) -> Tensor:
+        if key.name == "sdpa_forward":
+            drawn.add((seed, offset))
+        assert (seed, offset) in drawn
+        return kept_weights(scores) / (1 - p)
+
+    return evaluate(find_operation(key.operation), key, x, dropout=share)
 
 
 def exact_dropout(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
@@ -763,12 +768,11 @@ OPERATIONS: dict[str, Example] = {
         is_attention=False,
         precision=0.01,
     ),
-    "sdpa_paged": Example(sdpa_paged, paged, exact_paged, compute=paged_attention, differentiable=(), casts=("q",)),
+    "sdpa_paged": Example(sdpa_paged, paged, exact_paged, differentiable=(), casts=("q",)),
     "sdpa_paged, a chunk": Example(
         sdpa_paged,
         pages_of_tokens,
         exact_paged,
-        compute=paged_attention,
         differentiable=(),
         casts=("q",),
         options={"page_layout": "NHD", "softcap": 2.0, "scale": 0.4},
@@ -777,7 +781,6 @@ OPERATIONS: dict[str, Example] = {
         sdpa_paged,
         paged_with_sinks,
         exact_paged,
-        compute=paged_attention,
         differentiable=(),
         casts=("q",),
         options={"window_size": (5, 0), "scale": -0.3},
@@ -786,7 +789,6 @@ OPERATIONS: dict[str, Example] = {
         run_fp8,
         fp8,
         exact_fp8,
-        compute=fp8_attention,
         differentiable=(),
         options={"is_causal": True, "scale": 0.11},
         is_attention=False,
@@ -796,7 +798,6 @@ OPERATIONS: dict[str, Example] = {
         run_fp8,
         fp8_on_pages,
         exact_fp8,
-        compute=fp8_attention,
         differentiable=(),
         options={"return_lse": True},
         is_attention=False,
@@ -806,7 +807,6 @@ OPERATIONS: dict[str, Example] = {
         run_fp8_backward,
         fp8_gradients,
         exact_fp8_backward,
-        compute=fp8_attention,
         differentiable=(),
         options={"scale": 0.06},
         is_attention=False,
@@ -816,7 +816,6 @@ OPERATIONS: dict[str, Example] = {
         run_fp8_backward,
         fp8_gradients_of_lengths,
         exact_fp8_backward,
-        compute=fp8_attention,
         differentiable=(),
         is_attention=False,
         precision=0.08,
@@ -825,7 +824,6 @@ OPERATIONS: dict[str, Example] = {
         cudnn_sdpa.fp8_attention,
         in_16_bits,
         exact_dense,
-        compute=fp8_attention,
         options={"is_causal": True, "scale": 0.11},
         is_attention=False,
         is_composed=True,
@@ -835,7 +833,6 @@ OPERATIONS: dict[str, Example] = {
         kernels.attention,
         of_any_dim,
         exact_kernels,
-        compute=None,
         options={"mode": "fused", "scale": -0.3},
         is_attention=False,
         loops=True,
@@ -844,7 +841,6 @@ OPERATIONS: dict[str, Example] = {
         kernels.attention,
         in_vectors,
         exact_kernels,
-        compute=None,
         differentiable=("q", "k", "v", "mask"),
         options={"mode": "fused", "is_causal": True},
         is_attention=False,
@@ -854,7 +850,6 @@ OPERATIONS: dict[str, Example] = {
         kernels.attention,
         with_boolean_mask,
         exact_kernels,
-        compute=None,
         options={"mode": "naive"},
         is_attention=False,
         loops=True,
@@ -863,7 +858,6 @@ OPERATIONS: dict[str, Example] = {
         kernels.attention,
         in_vectors,
         exact_kernels,
-        compute=None,
         differentiable=("q", "k", "v", "mask"),
         options={"mode": "tiled", "is_causal": True},
         is_attention=False,
@@ -873,7 +867,6 @@ OPERATIONS: dict[str, Example] = {
         kernel_of_a_user,
         lambda: {"x": rows(33)},
         lambda x, scale: torch.softmax(x * scale, -1).square(),
-        compute=None,
         differentiable=("x",),
         options={"scale": -1.7},
         casts=(),
@@ -884,7 +877,6 @@ OPERATIONS: dict[str, Example] = {
         cudnn_sdpa.rms_norm,
         normalized,
         exact_rms_norm,
-        compute=None,
         differentiable=("x", "weight"),
         options={"eps": 1e-3},
         is_attention=False,
@@ -893,7 +885,6 @@ OPERATIONS: dict[str, Example] = {
         cudnn_sdpa.layer_norm,
         normalized_with_bias,
         exact_layer_norm,
-        compute=None,
         differentiable=("x", "weight", "bias"),
         options={"eps": 1e-3},
         is_attention=False,
@@ -902,7 +893,6 @@ OPERATIONS: dict[str, Example] = {
         added_rms_norm,
         with_residual,
         exact_added_rms_norm,
-        compute=None,
         differentiable=("x", "weight", "residual"),
         options={"eps": 1e-3, "zero_centered": True},
         is_attention=False,
@@ -911,7 +901,6 @@ OPERATIONS: dict[str, Example] = {
         cudnn_sdpa.silu_mul,
         lambda: {"gate": rows(64)},
         exact_silu_mul,
-        compute=None,
         differentiable=("gate",),
         is_attention=False,
     ),
@@ -919,7 +908,6 @@ OPERATIONS: dict[str, Example] = {
         cudnn_sdpa.gelu_mul,
         gated,
         lambda gate, up: torch.nn.functional.gelu(gate) * up,
-        compute=None,
         differentiable=(),
         is_attention=False,
         leading="gate",
@@ -928,7 +916,6 @@ OPERATIONS: dict[str, Example] = {
         cudnn_sdpa.relu_squared,
         lambda: {"x": rows()},
         lambda x: torch.relu(x).square(),
-        compute=None,
         differentiable=(),
         is_attention=False,
         leading="x",
@@ -937,7 +924,6 @@ OPERATIONS: dict[str, Example] = {
         cudnn_sdpa.conv1d,
         lines,
         exact_conv1d,
-        compute=None,
         differentiable=("x", "weight", "bias"),
         options={"stride": 2, "groups": 2},
         is_attention=False,
@@ -947,7 +933,6 @@ OPERATIONS: dict[str, Example] = {
         cudnn_sdpa.conv3d,
         volumes,
         exact_conv3d,
-        compute=None,
         differentiable=("x", "weight"),
         options={"padding": (0, 1, 1)},
         is_attention=False,
@@ -957,7 +942,6 @@ OPERATIONS: dict[str, Example] = {
         call_of_a_user,
         with_residual,
         exact_of_a_user,
-        compute=None,
         differentiable=("x", "weight", "residual"),
         options={"eps": 1e-3},
         is_attention=False,
@@ -966,7 +950,6 @@ OPERATIONS: dict[str, Example] = {
         mask_of_a_user,
         lambda: {"x": rows(64)},
         lambda x, limit: ((x > limit) * x).square(),
-        compute=None,
         differentiable=("x",),
         options={"limit": 0.25},
         is_attention=False,
@@ -975,7 +958,6 @@ OPERATIONS: dict[str, Example] = {
         cudnn_sdpa.silu_mul,
         gated,
         exact_silu_mul,
-        compute=None,
         differentiable=("gate", "up"),
         is_attention=False,
     ),
@@ -983,7 +965,6 @@ OPERATIONS: dict[str, Example] = {
         cudnn_sdpa.conv2d,
         images,
         exact_conv2d,
-        compute=None,
         differentiable=("x", "weight", "bias"),
         options={"padding": 1, "activation": "silu"},
         is_attention=False,

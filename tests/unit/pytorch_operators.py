@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from fake_gpu import Compute, gpu_on_the_cpu
+from fake_gpu import gpu_on_the_cpu
 from native_way import native_way
 from torch import Tensor
 
@@ -18,12 +18,12 @@ WAYS = ("reference", "python", "native")
 
 
 @contextlib.contextmanager
-def operators_registered(way: str = "reference", compute: Compute | None = None) -> Iterator[None]:
+def operators_registered(way: str = "reference") -> Iterator[None]:
     """PyTorch's operators run this library on CPU tensors, whose calls take one of `WAYS`."""
     with contextlib.ExitStack() as stack:
         if way != "reference":
             stack.enter_context(native_way(on=way == "native"))
-            stack.enter_context(gpu_on_the_cpu(compute))
+            stack.enter_context(gpu_on_the_cpu())
         stack.enter_context(cpu_checks(None))
         register(device="cpu")
         stack.callback(unregister)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_gpu import dense_attention, gpu_on_the_cpu
+from fake_gpu import gpu_on_the_cpu
 from float64_reference import attend, gradients
 
 import cudnn_sdpa
@@ -34,7 +34,7 @@ def test_gradients_of_parts_are_those_of_the_whole(way, options):
     tensors, grad_out = drawn(dtype)
     q, k, v = tensors.values()
     wanted = gradients(tensors, grad_out, **options)[2]
-    with gpu_on_the_cpu(dense_attention) if way == "plans" else torch.no_grad():
+    with gpu_on_the_cpu() if way == "plans" else torch.no_grad():
         parts = [(k[:, :, part].contiguous(), v[:, :, part].contiguous()) for part in PARTS]
         out, lse = merge_states(*zip(*(sdpa(q, *part, return_lse=True, **options) for part in parts), strict=True))
         found = [sdpa_backward(grad_out, out, lse, q, *part, **options) for part in parts]
@@ -67,7 +67,7 @@ def test_one_query_and_one_key_of_many(way):
     out, lse = sdpa(q, k, v, return_lse=True)
     grad_out = torch.randn_like(out)
     _, _, wanted = gradients({"q": q, "k": k, "v": v}, grad_out)
-    with gpu_on_the_cpu(dense_attention) if way == "plans" else torch.no_grad():
+    with gpu_on_the_cpu() if way == "plans" else torch.no_grad():
         found = [sdpa_backward(grad_out, out, lse, q, k[:, :, j : j + 1], v[:, :, j : j + 1]) for j in range(4)]
     whole = {"q": sum(x.dq.float() for x in found)}
     whole |= {name: torch.cat([getattr(x, f"d{name}") for x in found], 2) for name in "kv"}
@@ -85,7 +85,7 @@ def test_packed_parts(way):
     wanted = torch.autograd.grad(sdpa_varlen(*leaves, of_q, of_kv, 5, 7), leaves, grad_out)
     rows = [torch.tensor([0, 1, 6, 8, 9]), torch.tensor([2, 3, 4, 5, 7, 10, 11, 12, 13, 14])]
     ends = [torch.tensor([0, 2, 3, 5]).int(), torch.tensor([0, 4, 5, 10]).int()]
-    with gpu_on_the_cpu(dense_attention) if way == "plans" else torch.no_grad():
+    with gpu_on_the_cpu() if way == "plans" else torch.no_grad():
         states = [sdpa_varlen(q, k[r], v[r], of_q, e, 5, 5, return_lse=True) for r, e in zip(rows, ends, strict=True)]
         out, lse = merge_states(*zip(*states, strict=True))
         found = [

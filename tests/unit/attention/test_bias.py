@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_gpu import CPU, CpuKernel, dense_attention, gpu_on_the_cpu
+from fake_gpu import CPU, CpuKernel, gpu_on_the_cpu
 from kernel_formulas import MaskCase, bias
 
 from cudnn_sdpa import LayoutError, sdpa
@@ -15,7 +15,7 @@ from cudnn_sdpa.plans.autotune import tensor_at
 
 @pytest.fixture(autouse=True)
 def gpu():
-    with gpu_on_the_cpu(dense_attention):
+    with gpu_on_the_cpu():
         yield
 
 

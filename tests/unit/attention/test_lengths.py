@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_gpu import dense_attention, gpu_on_the_cpu
+from fake_gpu import gpu_on_the_cpu
 from kernel_formulas import LengthsCase, row_limits
 
 from cudnn_sdpa import LayoutError, sdpa
@@ -14,7 +14,7 @@ from cudnn_sdpa.graph.layouts import ALIGNMENT
 
 @pytest.fixture(autouse=True)
 def gpu():
-    with gpu_on_the_cpu(dense_attention):
+    with gpu_on_the_cpu():
         yield
 
 

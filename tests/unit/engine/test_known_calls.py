@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import torch
-from fake_gpu import dense_attention, gpu_on_the_cpu
+from fake_gpu import gpu_on_the_cpu
 
 from cudnn_sdpa import sdpa
 from cudnn_sdpa.attention.dense.sdpa import SDPA
@@ -17,7 +17,7 @@ def test_calls_with_and_without_optional_tensors_in_turn(monkeypatch):
     lengths_q, lengths_kv = (torch.full((2,), 5, dtype=torch.int32) for _ in range(2))
     optional = {"attn_mask": torch.rand(8, 8) > 0.2, "seq_lens_q": lengths_q, "seq_lens_kv": lengths_kv}
     subsets = [dict(x) for count in range(4) for x in itertools.combinations(optional.items(), count)]
-    with gpu_on_the_cpu(dense_attention):
+    with gpu_on_the_cpu():
         wanted = [sdpa(q, k, v, **subset) for subset in subsets]
         checked = []
         monkeypatch.setattr(SDPA, "check_types", checked.append)

@@ -7,7 +7,6 @@ import itertools
 import float64_reference as exact
 import pytest
 import torch
-from fake_gpu import dense_attention
 from torch.nn.functional import pad
 
 from cudnn_sdpa import ArgumentError, DtypeError, ShapeError, UnsupportedError, cpu_checks, sdpa
@@ -21,7 +20,7 @@ backward = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 @pytest.fixture(params=WAYS)
 def way(request):
     """The dtype of calls that take one of the ways."""
-    with operators_registered(request.param, dense_attention):
+    with operators_registered(request.param):
         yield torch.float64 if request.param == "reference" else torch.bfloat16
 
 
@@ -355,7 +354,7 @@ def test_the_forward_pass_refuses_what_has_no_gradient(registered):  # noqa: ARG
 
 
 def test_known_calls_are_launched_natively():
-    with operators_registered("native", dense_attention):
+    with operators_registered("native"):
         q, k, v = qkv(dtype=torch.bfloat16)
         for known in (0, 1, 1):
             out = forward(q, k, v, None, True, 0.0, True)[0]

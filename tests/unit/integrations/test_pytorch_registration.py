@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fake_gpu import dense_attention, gpu_on_the_cpu
+from fake_gpu import gpu_on_the_cpu
 
 from cudnn_sdpa import LibraryError, OptionError, UnsupportedError, cpu_checks, fallback, sdpa
 from cudnn_sdpa.integrations import pytorch, pytorch_dense, pytorch_kernels
@@ -234,7 +234,7 @@ def before():
 @pytest.fixture
 def on_gpu():
     """Calls are as on a GPU: an H200."""
-    with gpu_on_the_cpu(dense_attention), cpu_checks(None):
+    with gpu_on_the_cpu(), cpu_checks(None):
         yield
 
 

@@ -7,7 +7,6 @@ import itertools
 import float64_reference as exact
 import pytest
 import torch
-from fake_gpu import paged_attention
 
 from cudnn_sdpa import ArgumentError, DtypeError, OptionError, ShapeError, UnsupportedError, plan_cache
 from cudnn_sdpa.integrations import pytorch_pages, pytorch_varlen
@@ -24,7 +23,7 @@ needs_pages = pytest.mark.skipif(
 @pytest.fixture(params=WAYS)
 def way(request):
     """The dtype of calls that take one of the ways."""
-    with operators_registered(request.param, paged_attention):
+    with operators_registered(request.param):
         yield torch.float32 if request.param == "reference" else torch.bfloat16
 
 

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from fake_gpu import FakePlan, dense_attention, gpu_on_the_cpu
+from fake_gpu import FakePlan, gpu_on_the_cpu
 
 from cudnn_sdpa import DtypeError, UnsupportedError, fallback, kernels, scaled_dot_product_attention, sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments
@@ -29,7 +29,7 @@ def qkv(dim=17, dtype=torch.bfloat16):
 def test_odd_head_dims_run_on_kernels_with_gradients(function, caplog):
     q, k, v = qkv()
     mask = torch.randn(9, 9).to(q.dtype).requires_grad_()
-    with gpu_on_the_cpu(dense_attention), fallback("kernels"), caplog.at_level(logging.WARNING, "cudnn_sdpa"):
+    with gpu_on_the_cpu(), fallback("kernels"), caplog.at_level(logging.WARNING, "cudnn_sdpa"):
         for _ in range(2):
             out = function(q, k, v, attn_mask=mask)
             found = torch.autograd.grad(out.sum(), (q, k, v, mask))
@@ -50,7 +50,7 @@ def test_float32_runs_on_kernels_with_gradients(function):
     mask = torch.randn(9, 9, requires_grad=True)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v, mask)]
     wanted = torch.autograd.grad(kernels.reference_attention(*exact, is_causal=False).sum(), exact)
-    with gpu_on_the_cpu(dense_attention), fallback("kernels"):
+    with gpu_on_the_cpu(), fallback("kernels"):
         found = torch.autograd.grad(function(q, k, v, attn_mask=mask).sum(), (q, k, v, mask))
         assert FakePlan.launched[-1].operation.startswith("cudnn_sdpa.kernels.")
         out = function(q, k, v, is_causal=True)
@@ -65,7 +65,7 @@ def test_gradients_of_masks_for_which_cudnn_has_no_kernel():
     q, k, v = qkv(64)
     mask = torch.randn(9, 9).to(q.dtype).requires_grad_()
     blackwell = Target((("deviceVer", 1000), ("multiProcessorCount", 148)), 91900, "1", "a B200")
-    with gpu_on_the_cpu(dense_attention, target=blackwell):
+    with gpu_on_the_cpu(target=blackwell):
         with pytest.raises(UnsupportedError, match="no deterministic kernel for gradients of attn_mask"):
             sdpa(q, k, v, attn_mask=mask, deterministic=True)
         with fallback("kernels"):
@@ -78,7 +78,7 @@ def test_gradients_of_masks_for_which_cudnn_has_no_kernel():
 
 
 def test_calls_of_cudnn_stay_there():
-    with gpu_on_the_cpu(dense_attention), fallback("kernels"):
+    with gpu_on_the_cpu(), fallback("kernels"):
         sdpa(*(x.detach() for x in qkv(16)))
         assert FakePlan.launched[-1].name == "sdpa_forward"
 
@@ -87,7 +87,7 @@ def test_calls_of_cudnn_stay_there():
     "options", [{"window_size": (3, 0)}, {"return_lse": True}, {"softcap": 2.0}, {"dropout_p": 0.5}]
 )
 def test_what_kernels_lack_still_raises(options):
-    with gpu_on_the_cpu(dense_attention), fallback("kernels"), pytest.raises(UnsupportedError, match="head dim 17"):
+    with gpu_on_the_cpu(), fallback("kernels"), pytest.raises(UnsupportedError, match="head dim 17"):
         sdpa(*qkv(), **options)
 
 
@@ -102,7 +102,7 @@ def test_every_option_that_kernels_lack_is_declined(name):
 
 def test_wrong_calls_are_wrong_with_a_fallback():
     q, k, v = qkv()
-    with gpu_on_the_cpu(dense_attention), fallback("kernels"), pytest.raises(DtypeError, match="k: got float32"):
+    with gpu_on_the_cpu(), fallback("kernels"), pytest.raises(DtypeError, match="k: got float32"):
         sdpa(q, k.float(), v)
 
 

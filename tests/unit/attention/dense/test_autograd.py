@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_gpu import dense_attention, gpu_on_the_cpu
+from fake_gpu import gpu_on_the_cpu
 from torch.utils.checkpoint import checkpoint
 
 import cudnn_sdpa
@@ -294,7 +294,7 @@ def test_the_fallback_of_the_forward_pass_holds_for_the_backward_pass(monkeypatc
     q, k, v = (torch.randn(2, 4, 6, 16, dtype=torch.float16, requires_grad=True) for _ in range(3))
     expected = torch.autograd.grad(sdpa(q, k, v).square().sum(), (q, k, v))
     monkeypatch.setattr(SDPA.backward, "prepare", declined)
-    with gpu_on_the_cpu(dense_attention):
+    with gpu_on_the_cpu():
         with pytest.raises(UnsupportedError, match="of a test"):
             torch.autograd.grad(sdpa(q, k, v).square().sum(), (q, k, v))
         with cudnn_sdpa.fallback("torch"):

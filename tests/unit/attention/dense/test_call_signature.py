@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_gpu import dense_attention, gpu_on_the_cpu
+from fake_gpu import gpu_on_the_cpu
 
 from cudnn_sdpa import OptionError, sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments
@@ -148,7 +148,7 @@ HALF = {name: x.half() for name, x in BASE.items()}
 @pytest.fixture
 def cached():
     """Calls with `HALF`, with and without an LSE and gradients, and one with a single query are known."""
-    with gpu_on_the_cpu(dense_attention):
+    with gpu_on_the_cpu():
         for return_lse in (False, True):
             sdpa(**HALF, return_lse=return_lse)
         sdpa(**{name: x.clone().requires_grad_() for name, x in HALF.items()})

@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from fake_gpu import dense_attention, gpu_on_the_cpu
+from fake_gpu import gpu_on_the_cpu
 from float64_reference import gradients
 
 import cudnn_sdpa
@@ -21,7 +21,7 @@ SKV, SQ = (1, 2, 3, 7, 8, 9), (1, 2, 64, 129)
 
 @pytest.fixture(autouse=True)
 def gpu():
-    with gpu_on_the_cpu(dense_attention):
+    with gpu_on_the_cpu():
         yield
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_gpu import FakePlan, dense_attention, gpu_on_the_cpu
+from fake_gpu import FakePlan, gpu_on_the_cpu
 from float64_reference import attend
 
 from cudnn_sdpa import UnsupportedError, autotune, no_plan_builds, plan_cache, sdpa, shape_policy
@@ -32,7 +32,7 @@ class Tables:
 
 def loaded(key):
     """A plan that is not built."""
-    plan = FakePlan(key, dense_attention)
+    plan = FakePlan(key)
     plan.loaded = True
     return plan
 
@@ -41,7 +41,7 @@ def loaded(key):
 def patch():
     """Runs calls on a fake GPU without plans and without counted shapes; undone before that GPU goes."""
     tables = Bucket.tables
-    with gpu_on_the_cpu(dense_attention), pytest.MonkeyPatch.context() as patch:
+    with gpu_on_the_cpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bucket, "tables", lambda bucket, _: tables(bucket, "cpu"))
         patch.setattr(buckets, "DeviceTables", Tables)
         patch.setattr(tiers, "live_properties", lambda _: {})

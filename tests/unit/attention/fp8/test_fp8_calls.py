@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from fake_gpu import TARGET, fp8_attention, gpu_on_the_cpu
+from fake_gpu import TARGET, gpu_on_the_cpu
 
 from cudnn_sdpa import LayoutError, UnsupportedError, explain, fallback
 from cudnn_sdpa.attention.arguments import ForwardArguments
@@ -77,7 +77,7 @@ def test_batch_entries_may_be_split_into_several_launches(case, entries, monkeyp
     whole = BackwardSpec.of(Fp8BackwardArguments(*given, *scales, **split(options)))
     assert whole.part(TARGET).dense.q.shape[0] == entries
     assert any("launches" in note for note in whole.extra_kernels())
-    with gpu_on_the_cpu(fp8_attention):
+    with gpu_on_the_cpu():
         found = sdpa_fp8_backward(*given, scales, **options)
     assert all(map(same, found, expected))
     assert [x.stride() for x in found] == [x.stride() for x in expected]
@@ -133,7 +133,7 @@ def test_empty_calls_need_no_plan(lengths):
     expected = sdpa_fp8(q, k, v, scales, **options)
     given = (torch.empty_like(q), q, k, v, q, expected.lse, Fp8BackwardScales(*SCALES))
     gradients = sdpa_fp8_backward(*given)
-    with gpu_on_the_cpu(fp8_attention):
+    with gpu_on_the_cpu():
         assert all(map(same, sdpa_fp8(q, k, v, scales, **options), expected))
         assert all(map(same, sdpa_fp8_backward(*given), gradients))
         assert plan_cache.info().builds == 0
@@ -143,7 +143,7 @@ def test_there_is_no_fallback():
     """The emulation rounds as cuDNN does: it takes the place of no other kernel."""
     q, k, v = (x[..., :96].contiguous() for x in qkv())
     given = (torch.empty_like(q), q, k, v, q, torch.zeros(2, 4, 40), Fp8BackwardScales(*SCALES))
-    with gpu_on_the_cpu(fp8_attention), fallback("torch"), pytest.raises(UnsupportedError, match="head dim"):
+    with gpu_on_the_cpu(), fallback("torch"), pytest.raises(UnsupportedError, match="head dim"):
         sdpa_fp8_backward(*given)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_gpu import TARGET, FakeCache, FakePlan, fp8_attention, poisoned, tensors_look_as_on_a_gpu
+from fake_gpu import TARGET, FakeCache, FakePlan, poisoned, tensors_look_as_on_a_gpu
 from test_fp8_calls import CASES, E4M3, E5M2, SCALES, lens, qkv, same, within
 
 from cudnn_sdpa import (
@@ -30,7 +30,7 @@ def gpu(monkeypatch):
     """Calls a function as on a GPU; its results are poisoned first."""
     monkeypatch.setattr(engine_launch, "allocate", poisoned)
     monkeypatch.setattr(launch, "live_target", lambda _: TARGET)
-    monkeypatch.setattr(launch, "plan_cache", FakeCache(fp8_attention))
+    monkeypatch.setattr(launch, "plan_cache", FakeCache())
     for operation in (FP8, FP8_BACKWARD):
         known = KnownCalls(operation._look_up, operation._runs, could_cast)
         monkeypatch.setattr(operation, "known", known)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_gpu import TARGET, FakeCache, fp8_attention
+from fake_gpu import TARGET, FakeCache, graph_of
 from test_fp8 import E4M3, E5M2, fp8_of, lens, scales_of
 from test_fp8_fast_path import gpu  # noqa: F401 - a fixture
 
@@ -112,7 +112,7 @@ def test_launches_get_the_right_addresses(gpu, monkeypatch):  # noqa: F811
         for table in (tensors["table_k"], tensors["table_v"]):
             assert int(table.min()) >= 0
             assert int(table.max()) < PAGES
-        return fp8_attention(key, tensors)
+        return graph_of(key, tensors)
 
     monkeypatch.setattr(launch, "plan_cache", FakeCache(gathered))
     for _ in range(3):

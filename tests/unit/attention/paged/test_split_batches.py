@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_gpu import FakePlan, gpu_on_the_cpu, paged_attention
+from fake_gpu import FakePlan, gpu_on_the_cpu
 from float64_reference import attend
 
 from cudnn_sdpa import LayoutError, plan_cache, sdpa_paged
@@ -29,7 +29,7 @@ def gathers(monkeypatch):
     monkeypatch.setattr(plans, "MAX_GATHERED_BYTES", AT_ONCE * 12 * 2 * 32 * 2)
     counted, gather = [], paging.GatherKernel.__call__
     monkeypatch.setattr(paging.GatherKernel, "__call__", lambda self, call: counted.append(call) or gather(self, call))
-    with gpu_on_the_cpu(paged_attention):
+    with gpu_on_the_cpu():
         yield counted
 
 
