@@ -3,8 +3,9 @@
 `gpu_on_the_cpu` has public calls run as on a GPU, with the real plan cache. `FakePlan` knows nothing but its key: it
 reads each operand at its address, in the layout of the key, evaluates the graph that the builder makes for the key
 (`graph_interpreter`), and writes the results. So what leads to a launch (signatures, guards, layouts, addresses,
-gradients) runs as on a GPU, and a wrong address, layout or graph is a wrong number. The library's own CUDA kernels are compiled as C++ and run by one thread. `Machine` stands in for
-cuDNN's proposals and the GPU's clock where `autotune` is tested.
+gradients) runs as on a GPU, and a wrong address, layout or graph is a wrong number. The library's own CUDA kernels are
+compiled as C++ and run by one thread. `Machine` stands in for cuDNN's proposals and the GPU's clock where `autotune` is
+tested.
 """
 
 from __future__ import annotations

@@ -224,10 +224,10 @@ class Graph:
         self,
         *,
         norm_forward_phase: Enum,
-        input: Symbol,
+        input: Symbol,  # noqa: A002
         scale: Symbol | None,
         epsilon: Symbol,
-        name: str = "",  # noqa: A002
+        name: str = "",
     ) -> list[Symbol | None]:
         """The normalized rows; in training also the factor of each."""
         del name
