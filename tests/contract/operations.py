@@ -213,6 +213,7 @@ def attention_with_dropout(key: PlanKey, x: Operands) -> Sequence[Tensor]:
     """Attention whose plans drop always the same weights; backward passes get the numbers of a forward pass."""
 
     def share(p: float, seed: int, offset: int, scores: Tensor, _: object) -> Tensor:
+        assert (seed, offset) == (int(x["seed"]), int(x["offset"]))
         if key.name == "sdpa_forward":
             drawn.add((seed, offset))
         assert (seed, offset) in drawn
