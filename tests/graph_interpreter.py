@@ -523,7 +523,7 @@ def _of_pages(pages: Tensor, table: Symbol, keys: int, lengths: Tensor | None = 
     if lengths is not None:
         ids = ids.masked_fill(torch.arange(ids.shape[1]) * size >= lengths.view(-1, 1), 0)
     found = pages.view(torch.uint8)[ids] if pages.dtype.itemsize == 1 else pages[ids]
-    assert keys <= ids.shape[1] * size
+    assert keys == ids.shape[1] * size, "a maximum length that is not that of the table"
     return found.view(pages.dtype).transpose(1, 2).flatten(2, 3)[:, :, :keys]
 
 
