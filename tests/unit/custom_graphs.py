@@ -23,7 +23,7 @@ def scaled_backward(grads, operands, outputs, *, power, name):  # noqa: ARG001
 def scaled(g, x, bias=None, scale=None, *, power: int = 1, name: str = "plain"):  # noqa: ARG001
     """x to a power, times a number, plus a bias."""
     y = x
-    for _ in range(power - 1):
+    for _ in range(int(power) - 1):
         y = g.mul(a=y, b=x)
     y = g.mul(a=y, b=scale)
     return y if bias is None else g.add(a=y, b=bias)
