@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import gc
 import os
 import subprocess
@@ -16,7 +15,7 @@ import forked_python
 import pytest
 import torch
 from processes import Ranks
-from selection import is_of_shard, is_quick, spread
+from selection import is_of_shard, is_quick, shard_of, spread
 
 import cudnn_sdpa
 
@@ -31,16 +30,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     help_ = "quick: what `make test` runs (the default); rest: what it leaves out; all: both"
     parser.addoption("--tests", choices=["quick", "rest", "all"], default="quick", help=help_)
     help_ = "1/2: the first of two shards of the tests, chosen by a hash of their names; all parametrizations in one"
-    parser.addoption("--shard", type=_shard, default=(1, 1), metavar="NUMBER/COUNT", help=help_)
-
-
-def _shard(text: str) -> tuple[int, int]:
-    number, _, count = text.partition("/")
-    if not (number.isdecimal() and count.isdecimal() and 1 <= int(number) <= int(count)):
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}; expected NUMBER/COUNT with a number from 1 to the count, such as 1/2"
-        )
-    return int(number), int(count)
+    parser.addoption("--shard", type=shard_of, default=(1, 1), metavar="NUMBER/COUNT", help=help_)
 
 
 def _chosen(config: pytest.Config) -> str:
