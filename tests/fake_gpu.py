@@ -382,7 +382,9 @@ def _share(key: PlanKey, x: Operands, scores: Tensor) -> Tensor:
 def _dense_backward(key: PlanKey, x: Operands, share_of: Share) -> Sequence[Tensor]:
     scores, k, v, slope = _dense_scores(key, x)
     grad_out = x["grad_out"].double()
-    weights = torch.exp(scores - x["lse"].double()).nan_to_num(0.0)
+    weights = torch.exp(scores - x["lse"].double())
+    if "bias" not in x and "softcap" not in x:  # a mask of the kernel's own; others make minus infinity twice
+        weights = weights.nan_to_num(0.0)
     mean = (grad_out * x["out"].double()).sum(-1, keepdim=True)
     share = share_of(key, x, scores)
     of_bias = weights * (grad_out @ v.mT * share - mean)

@@ -705,6 +705,14 @@ OPERATIONS: dict[str, Example] = {
         options={"dropout_p": 1 / ONE_OF},
         is_random=True,
     ),
+    "sdpa, dropout, lengths": Example(
+        sdpa,
+        with_lengths,
+        exact_dropout,
+        compute=attention_with_dropout,
+        options={"dropout_p": 1 / ONE_OF},
+        is_random=True,
+    ),
     "scaled_dot_product_attention": Example(
         cudnn_sdpa.scaled_dot_product_attention,
         named_as_pytorchs,
