@@ -209,7 +209,9 @@ def kept_weights(scores: Tensor) -> Tensor:
 
 def attention_with_dropout(key: PlanKey, x: Operands) -> Sequence[Tensor]:
     """Attention whose plans drop always the same weights; backward passes get the numbers of a forward pass."""
+    assert key.option_values["dropout_p"] == 1 / ONE_OF
     numbers = int(x["seed"]), int(x["offset"])
+    assert numbers[0] != numbers[1]
     if key.name == "sdpa_forward":
         drawn.add(numbers)
     assert numbers in drawn
