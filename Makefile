@@ -5,16 +5,22 @@
 
 VENV        := .venv
 VENV_MIN    := .venv-min
+VENV_2.11   := .venv-2.11
 VENV_NEW    := .venv-new
 STAMP       := $(VENV)/.installed
 STAMP_MIN   := $(VENV_MIN)/.installed
+STAMP_2.11  := $(VENV_2.11)/.installed
 STAMP_NEW   := $(VENV_NEW)/.installed
 PYTHON      ?= $(VENV)/bin/python
 PYTEST_ARGS ?=
 
+# Of `make test-rest`: 1/2 is the first half of its tests. Continuous integration runs one after the other.
+SHARD       ?= 1/1
+
 # Interpreters to make the environments from, in order of preference.
 BASE_PYTHON     ?= python3 python3.14 python3.13 python3.12 python3.11 python3.10
 BASE_PYTHON_MIN ?= python3.10 python3.11 python3
+BASE_PYTHON_2.11 ?= python3.12 python3.13 python3.11 python3.10
 BASE_PYTHON_NEW ?= python3.14 python3.13 python3.12
 
 # An index with other builds of PyTorch, e.g. https://download.pytorch.org/whl/cpu
@@ -34,7 +40,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  \033[1m%-11s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  \033[1m%-11s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: venv
 venv: $(STAMP) ## Create or update .venv (about 4 GB without CUDA, more with a CUDA PyTorch)
@@ -59,8 +65,8 @@ tests: lint docs
 test-all: test test-rest ## The same, and the tests and parametrizations that `make test` leaves out
 
 .PHONY: test-rest
-test-rest: $(READY)
-	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not gpu" --tests rest --nbmake tests samples $(PYTEST_ARGS)
+test-rest: $(READY) ## What `make test` leaves out; SHARD=1/2 runs the first half of it
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not gpu" --tests rest --shard $(SHARD) --nbmake tests samples $(PYTEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## The tests that need an NVIDIA GPU; PYTHON=python3 uses that interpreter as it is
@@ -78,6 +84,18 @@ $(STAMP_MIN): pyproject.toml constraints-min.txt
 	@echo "PyTorch 2.9.0 for Linux brings CUDA 12 with it: about 7 GB on disk."
 	@python=$$(scripts/find_python.sh $(BASE_PYTHON_MIN)) && "$$python" -m venv --clear $(VENV_MIN)
 	$(VENV_MIN)/bin/python -m pip install --quiet -c constraints-min.txt -e ".[cu12,test]"
+	@touch $@
+
+.PHONY: test-2.11
+test-2.11: $(STAMP_2.11) ## Unit tests with PyTorch 2.11, between the two (downloads several GB of CUDA packages)
+	@$(VENV_2.11)/bin/python --version
+	@$(VENV_2.11)/bin/python -m pip list 2>/dev/null | grep -iE '^(torch|transformers|nvidia-cudnn|typer|rich|platformdirs|numpy)[^ ]* '
+	$(VENV_2.11)/bin/python -m pytest -n 2 tests/unit tests/contract $(PYTEST_ARGS)
+
+$(STAMP_2.11): pyproject.toml constraints-2.11.txt
+	@echo "PyTorch 2.11.0 for Linux brings CUDA 13 with it: about 6 GB on disk."
+	@python=$$(scripts/find_python.sh $(BASE_PYTHON_2.11)) && "$$python" -m venv --clear $(VENV_2.11)
+	$(VENV_2.11)/bin/python -m pip install --quiet -c constraints-2.11.txt -e ".[cu13,test,transformers]"
 	@touch $@
 
 .PHONY: test-new
@@ -124,5 +142,5 @@ bench: $(READY) ## Measure host time per call (needs a GPU)
 
 .PHONY: clean
 clean: ## Remove the environments and everything that was built
-	rm -rf $(VENV) $(VENV_MIN) $(VENV_NEW) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_MIN) $(VENV_2.11) $(VENV_NEW) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find cudnn_sdpa tests samples scripts -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -21,5 +21,5 @@ for name in "$@"; do
 done
 echo "No Python 3.10 to 3.14 found; tried: $*." >&2
 echo "Install one, or name yours: BASE_PYTHON=/path/to/python3 for make venv," >&2
-echo "BASE_PYTHON_MIN=… for make test-min, BASE_PYTHON_NEW=… for make test-new." >&2
+echo "BASE_PYTHON_MIN=…, BASE_PYTHON_2.11=…, BASE_PYTHON_NEW=… for make test-min, test-2.11, test-new." >&2
 exit 1

@@ -15,6 +15,7 @@ import forked_python
 import pytest
 import torch
 from processes import Ranks
+from selection import is_of_shard, is_quick, shard_of, spread
 
 import cudnn_sdpa
 
@@ -25,13 +26,11 @@ SEARCH_PATH = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.path
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
 
 
-#: How many of the notebooks `make test` executes; `make test-all` executes the others. The quickstart is a script, too.
-NOTEBOOKS = 0
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     help_ = "quick: what `make test` runs (the default); rest: what it leaves out; all: both"
     parser.addoption("--tests", choices=["quick", "rest", "all"], default="quick", help=help_)
+    help_ = "1/2: the first of two shards of the tests, chosen by a hash of their names; all parametrizations in one"
+    parser.addoption("--shard", type=shard_of, default=(1, 1), metavar="NUMBER/COUNT", help=help_)
 
 
 def _chosen(config: pytest.Config) -> str:
@@ -39,55 +38,37 @@ def _chosen(config: pytest.Config) -> str:
     return "all" if any("::" in argument for argument in config.args) else config.getoption("--tests")
 
 
-def _sampled(number: int, of: int) -> set[int]:
-    """That many numbers below another, spread evenly, the first and the last among them."""
-    step = (of - 1) / max(number - 1, 1)
-    return {round(place * step) for place in range(number)} if of > number else set(range(of))
-
-
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # outermost, after all others
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, None, None]:
-    """Of a test marked `sample(n)` all but n parametrizations are left out.
+    """Of a test marked `sample(n)` all but n parametrizations are slow.
 
-    They are taken out here, before they are made into tests, which takes longer than to run many of them.
+    What does not run is taken out here, before it is made into tests, which takes longer than to run many of them.
     """
     yield
-    chosen, calls = _chosen(metafunc.config), metafunc._calls
-    marker = metafunc.definition.get_closest_marker("sample")
-    if chosen == "all" or not calls or GPU in metafunc.definition.path.parents:
+    chosen, calls, test = _chosen(metafunc.config), metafunc._calls, metafunc.definition
+    if chosen == "all" or not calls or GPU in test.path.parents:
         return
-    if metafunc.definition.get_closest_marker("slow"):
-        del calls[1 if chosen == "quick" else len(calls) :]  # the one is left out below
-    elif marker:
-        quick = [call for call in calls if all(mark.name != "slow" for mark in call.marks)]
-        kept = {id(quick[number]) for number in _sampled(marker.args[0], len(quick))}
-        runs = [call for call in calls if (id(call) in kept) is (chosen == "quick")]
-        calls[:] = runs or calls[:1]  # none at all would be a test without arguments
-        for call in calls:
-            call.marks.append(pytest.mark.sampled(bool(runs)).mark)
+    if sample := test.get_closest_marker("sample"):
+        quick = list(filter(is_quick, calls))
+        kept = {id(call) for call in spread(test.originalname, quick, sample.args[0])}
+        for call in quick:
+            if id(call) not in kept:
+                call.marks.append(pytest.mark.slow.mark)
+    is_slow = test.get_closest_marker("slow") is not None
+    runs = [call for call in calls if (is_quick(call) and not is_slow) is (chosen == "quick")]
+    calls[:] = runs or calls[:1]  # none at all would be a test without arguments; the one is left out below
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out tests marked `slow`, and all notebooks but some. What needs a GPU always runs."""
-    chosen = _chosen(config)
-    if chosen == "all":
-        return
-    notebooks = [item for item in items if item.path.suffix == ".ipynb"]
-    kept = _sampled(NOTEBOOKS, len(notebooks))
-    quick_notebooks = {item.nodeid for number, item in enumerate(notebooks) if number in kept}
-
-    def is_quick(item: pytest.Item) -> bool:
-        if item.path.suffix == ".ipynb":
-            return item.nodeid in quick_notebooks
-        return item.get_closest_marker("slow") is None
+    """Leaves out tests marked `slow`, and all notebooks, or all others; then those of other shards."""
+    chosen, shard = _chosen(config), config.getoption("--shard")
 
     def runs(item: pytest.Item) -> bool:
-        if item.get_closest_marker("gpu"):
-            return True
-        if sampled := item.get_closest_marker("sampled"):
-            return bool(sampled.args[0])
-        return is_quick(item) is (chosen == "quick")
+        is_slow = item.get_closest_marker("slow") is not None or item.path.suffix == ".ipynb"
+        if chosen != "all" and is_slow is (chosen == "quick") and not item.get_closest_marker("gpu"):
+            return False
+        return is_of_shard(item.nodeid, shard)
 
     passed_over = [item for item in items if not runs(item)]
     if passed_over:

@@ -369,7 +369,9 @@ class Graph:
         scores, _, share, derivative = self._scores(q, k, k.value, attn_scale, **options)
         heads, group = k.value.shape[1], scores.shape[1] // k.value.shape[1]
         keys, values = (x.value.repeat_interleave(group, 1) for x in (k, v))
-        weights = torch.exp(scores - stats.value).nan_to_num(0.0)
+        weights = torch.exp(scores - stats.value)
+        if options.get("bias") is None and options.get("score_mod") is None:
+            weights = weights.nan_to_num(0.0)  # a mask of the kernel's own; others subtract two minus infinities
         mean = (dO.value * o.value).sum(-1, keepdim=True)
         of_scores = weights * (dO.value @ values.mT * share - mean)
         if dBias is not None:

@@ -254,3 +254,26 @@ def round_trip() -> list[bool]:
         expected = weights * ranks * kept
         found += [torch.equal(whole, x), theirs, torch.allclose(gradient, expected)]
     return found
+
+
+def gradients_of_values_that_cancel(method: str, is_packed: bool) -> float:
+    """The gradient of the first value, to which rank 0 adds 256 and 1 and rank 1 -256; scores are all 0.
+
+    Queries 15, 31 and 63 of 64 see powers of two of keys, so that all terms are exact in bfloat16.
+    """
+    shape = (64, 2, 16) if is_packed else (1, 2, 64, 16)
+    dim = 0 if is_packed else 2
+    zeros, grad_out = torch.zeros(shape, dtype=torch.bfloat16), torch.zeros(shape, dtype=torch.bfloat16)
+    for row, of_first in ((15, 256.0), (31, -256.0), (63, 1.0)):
+        grad_out.select(dim, row).fill_(of_first * (row + 1))
+    q, k, v = (shard(zeros, dim).clone().requires_grad_() for _ in range(3))
+    if is_packed:
+        out = context_parallel_varlen(
+            q, k, v, torch.tensor([0, 64], dtype=torch.int32), 64, is_causal=True, method=method
+        )
+    else:
+        out = context_parallel(q, k, v, is_causal=True, method=method)
+    (gradient,) = torch.autograd.grad(out, v, shard(grad_out, dim))
+    first = gradient.select(dim, 0)
+    assert (first == first.flatten()[0]).all()
+    return float(first.flatten()[0])

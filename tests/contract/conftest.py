@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+import functools
+import heapq
+import inspect
+from collections.abc import Callable, Generator, Iterator, Mapping
 
 import pytest
 from fake_gpu import gpu_on_the_cpu
 from native_way import native_way
+from selection import hash_of
 
 import cudnn_sdpa
 from contract.operations import OPERATIONS, Example
 
-#: How many operations `make test` runs each hazard with.
-OF_EACH_HAZARD = 3
+#: How many tests of a module `make test` runs each example with.
+OF_EACH_EXAMPLE = 3
 
 
 @pytest.fixture(params=["python", "native"])
@@ -46,22 +50,47 @@ def attention(call: Example) -> Example:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None, None, None]:
-    """Each hazard runs with the operations that it concerns, of which `make test` takes a few."""
+    """Each test runs with the examples that it concerns, of which `make test` takes a few: see `_is_quick`."""
     yield
     if "example" not in metafunc.fixturenames:
         return
-    test = metafunc.definition
-    if test.get_closest_marker("sample") is None:
-        test.add_marker(pytest.mark.sample(OF_EACH_HAZARD))
-    is_of_attention, differentiates = "attention" in metafunc.fixturenames, test.get_closest_marker("differentiates")
+    name, test = metafunc.definition.originalname, metafunc.definition
 
     def is_concerned(given: Mapping[str, object]) -> bool:
-        example = OPERATIONS[str(given["example"])]
         is_never_native = given["way"] == "native" and given.get("call") == "cold"
-        return not (
-            (is_of_attention and not example.is_attention)
-            or (differentiates and not example.differentiable)
-            or is_never_native
-        )
+        return str(given["example"]) in _examples_of(metafunc.function) and not is_never_native
 
-    metafunc._calls[:] = [call for call in metafunc._calls if is_concerned(call.params)]
+    metafunc._calls[:] = calls = [call for call in metafunc._calls if is_concerned(call.params)]
+    if name == "test_values" or test.get_closest_marker("sample"):
+        return
+    calls.sort(key=lambda call: hash_of(name, call.id))
+    first_of = {call.params["example"]: call for call in reversed(calls)}
+    first_of = {example: call for example, call in first_of.items() if call is calls[0] or _is_quick(metafunc, example)}
+    for call in calls:
+        if first_of.get(call.params["example"]) is not call:
+            call.marks.append(pytest.mark.slow.mark)
+
+
+def _is_quick(metafunc: pytest.Metafunc, example: str) -> bool:
+    """Whether a test is one of the few of its module that `make test` runs with an example, chosen by a hash.
+
+    So there are such for every example, and they stay if examples and tests come and go.
+    """
+    functions = (x for name, x in vars(metafunc.module).items() if name.startswith("test_"))
+    names = (x.__name__ for x in functions if example in _examples_of(x))
+    chosen = heapq.nsmallest(OF_EACH_EXAMPLE, names, key=lambda name: hash_of(name, example))
+    return metafunc.definition.originalname in chosen
+
+
+@functools.cache
+def _examples_of(test: Callable[..., None]) -> list[str]:
+    """The examples that a test concerns."""
+    arguments = inspect.signature(test).parameters
+    if not arguments.keys() & {"example", "call", "attention"}:
+        return []
+    differentiates = any(mark.name == "differentiates" for mark in getattr(test, "pytestmark", ()))
+    return [
+        name
+        for name, example in OPERATIONS.items()
+        if (example.is_attention or "attention" not in arguments) and (example.differentiable or not differentiates)
+    ]

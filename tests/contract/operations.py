@@ -213,12 +213,15 @@ def attention_with_dropout(key: PlanKey, x: Operands) -> Sequence[Tensor]:
     """Attention whose plans drop always the same weights; backward passes get the numbers of a forward pass."""
 
     def share(p: float, seed: int, offset: int, scores: Tensor, _: object) -> Tensor:
+        assert p == 1 / ONE_OF
+        assert seed != offset
         assert (seed, offset) == (int(x["seed"]), int(x["offset"]))
         if key.name == "sdpa_forward":
             drawn.add((seed, offset))
         assert (seed, offset) in drawn
         return kept_weights(scores) / (1 - p)
 
+    assert key.option_values["dropout_p"] == 1 / ONE_OF
     return evaluate(find_operation(key.operation), key, x, dropout=share)
 
 
@@ -706,6 +709,14 @@ OPERATIONS: dict[str, Example] = {
     "sdpa, dropout": Example(
         sdpa,
         dense,
+        exact_dropout,
+        compute=attention_with_dropout,
+        options={"dropout_p": 1 / ONE_OF},
+        is_random=True,
+    ),
+    "sdpa, dropout, lengths": Example(
+        sdpa,
+        with_lengths,
         exact_dropout,
         compute=attention_with_dropout,
         options={"dropout_p": 1 / ONE_OF},

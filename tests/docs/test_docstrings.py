@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPTS = {
     *("add_an_operation.md", "plans.md", "quickstart.md", "serving.md", "shapes.md", "training.md"),
     *("troubleshooting.md", "varlen.md", "fp8.md", "inference.md", "layouts.md", "masks.md", "modules.md"),
-    *("transformers.md", "pytorch_backend.md", "compile.md"),
+    *("transformers.md", "pytorch_backend.md", "compile.md", "context_parallel.md"),
 }
 
 
@@ -67,10 +67,12 @@ def test_public_functions_have_a_tested_example(name):
 
 
 @pytest.fixture(autouse=True)
-def no_store_stays():
-    """A page may choose a plan store; it gets a separate one."""
+def nothing_stays():
+    """A page may choose a plan store, and gets a separate one; it may make a process group, and fail before its end."""
     with cudnn_sdpa.use_plan_store("off"):
         yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def test_errors_in_the_readme_are_those_that_are_raised():

@@ -15,6 +15,7 @@ import pytest
 from cudnn_sdpa import OfflineError
 from cudnn_sdpa.attention.dense.explain import describe_sdpa
 from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.offline import planner
 from cudnn_sdpa.offline.planner import Helper, plan_offline
 
 pytestmark = pytest.mark.usefixtures("can_plan")
@@ -203,3 +204,28 @@ assert helper._process.pid == own
 """
     result = run_python(code, json.dumps(request_for_a_plan))
     assert result.returncode == 0
+
+
+#: A helper that answers each request with the number of one before it, as after an answer that nobody waited for.
+LATE = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    print(json.dumps({"engine": "eng0", "number": request["number"] - request.get("late", 0)}), flush=True)
+"""
+
+
+def test_the_answer_to_another_request_is_refused(monkeypatch):
+    """And its helper is ended, so that the next one is not answered by it either."""
+    monkeypatch.setattr(planner, "_PROGRAM", LATE.replace("{", "{{").replace("}", "}}"))
+    monkeypatch.setattr(planner.driver, "helper_environment", dict)
+    helper = Helper()
+    try:
+        assert helper.ask({})["engine"] == "eng0"
+        pid = helper._process.pid
+        with pytest.raises(OfflineError, match="answered a different request"):
+            helper.ask({"late": 1})
+        assert wait_until_gone(pid)
+        assert helper.ask({})["engine"] == "eng0"
+    finally:
+        helper.close()

@@ -87,7 +87,6 @@ def test_no_process_runs_code_from_the_current_folder(planted, tmp_path):
     assert "code [1]" in result.stdout
 
 
-@pytest.mark.slow
 def test_the_current_folder_on_the_search_path_is_not_handed_on(planted, tmp_path, monkeypatch):
     """An empty entry stands for it, in an interactive session and after `python -c`."""
     with monkeypatch.context() as patch:  # which must end before anything is imported here

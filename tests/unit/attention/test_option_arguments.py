@@ -8,6 +8,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from fake_gpu import TARGET
 
 from cudnn_sdpa import (
     ArgumentError,
@@ -16,10 +17,13 @@ from cudnn_sdpa import (
     LayoutError,
     OptionError,
     ShapeError,
+    UnsupportedError,
     scaled_dot_product_attention,
     sdpa,
+    sdpa_varlen,
 )
 from cudnn_sdpa.attention import arguments as checks
+from cudnn_sdpa.attention.dense.plans import ForwardSpec
 
 R, Z = torch.randn, torch.empty
 QKV = {"q": R(2, 4, 8, 16), "k": R(2, 2, 12, 16), "v": R(2, 2, 12, 24)}
@@ -216,3 +220,23 @@ def test_the_drop_in_names_its_own_arguments():
         scaled_dot_product_attention(q, k, k, attn_mask=[True])
     with pytest.raises(OptionError, match="is_causal: got True in addition to attn_mask"):
         scaled_dot_product_attention(q, k, k, attn_mask=R(8, 12), is_causal=True)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (60, 64), (64, 60)], ids=str)
+def test_head_dims_of_queries_and_of_values_are_multiples_of_8(dims):
+    """Where calls are checked, and where keys of plans are made, which `support` asks without a call."""
+    q, v = (torch.randn(2, 4, 16, dim, dtype=torch.bfloat16) for dim in dims)
+    offsets = torch.tensor([0, 16], dtype=torch.int32)
+    rows, values = q[0].transpose(0, 1), v[0].transpose(0, 1)
+    spec = ForwardSpec.of(checks.ForwardArguments(q, q, v))
+    calls = lambda: sdpa(q, q, v), lambda: sdpa_varlen(rows, rows, values, offsets, offsets, 16, 16)
+    if dims == (64, 64):
+        assert all(call().isfinite().all() for call in calls)
+        assert spec.key(TARGET, None).outputs[0].layout.shape == (2, 4, 16, 64)
+        return
+    name, wrong = next((name, dim) for name, dim in zip("qv", dims, strict=True) if dim % 8)
+    for call in calls:
+        with pytest.raises(ShapeError, match=f"{name}: got head dim {wrong}; expected a positive multiple of 8"):
+            call()
+    with pytest.raises(UnsupportedError, match=f"multiples of 8, not {dims[0]} and {dims[1]}"):
+        spec.key(TARGET, None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,3 +102,24 @@ def test_one_gradient_of_a_gate_matches_float64(dtype, place, assert_rounded):
     (found,) = torch.autograd.grad(silu_mul(*given), given[place], upstream)
     (expected,) = torch.autograd.grad(F.silu(exact[0]) * exact[1], exact[place], upstream.double())
     assert_rounded(found, expected)
+
+
+def both_gradients(grads, operands, results):  # noqa: ARG001
+    return grads[0] * operands[1], grads[0] * operands[0]
+
+
+@graph_op(reference=lambda x, factor: x * factor, backward=both_gradients)
+def product(g, x, factor):
+    return g.mul(a=x, b=factor)
+
+
+@pytest.mark.parametrize("needs", [(True, True), (True, False), (False, True)], ids=str)
+def test_gradients_that_a_backward_function_gives_without_need_are_dropped(needs):
+    """It has no parameter `needs`. Autograd, and who else asks, gets None in their places."""
+    x, factor = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
+    saved = product.saved((x, factor), {}, needs)
+    context = SimpleNamespace(saved_tensors=(x, factor), numbers=(), like=[])
+    found = saved.gradients(context, (torch.ones_like(x),), needs)
+    assert [gradient is not None for gradient in found] == list(needs)
+    for gradient, exact in zip(found, (factor, x), strict=True):
+        assert gradient is None or torch.equal(gradient, exact)

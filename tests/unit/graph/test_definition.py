@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from cudnn_sdpa.attention.dense.graphs import sdpa_forward
+from cudnn_sdpa.graph import definition, known_issues
 from cudnn_sdpa.graph.definition import GraphDefinition, find_operation, graph_definition
 
 _numbers = itertools.count()
@@ -242,3 +243,12 @@ print(sdpa_forward.digest, graph_definition(build).digest)
     one, other = (run_python(code, fresh=True, PYTHONHASHSEED=seed).stdout for seed in ("3", "11"))
     assert one == other
     assert one.split()[0] == sdpa_forward.digest
+
+
+def test_the_version_of_the_package_is_part_of_every_digest(monkeypatch, digest):
+    """The package's own functions stand for all that they call."""
+    functions = (known_issues.check, scaled_by(2.0), torch.relu)
+    before = digest(RELU), *map(definition.function_digest, functions)
+    monkeypatch.setattr(definition, "__version__", "0.0.1")
+    after = digest(RELU), *map(definition.function_digest, functions)
+    assert all(one != other for one, other in zip(before, after, strict=True))

@@ -46,6 +46,7 @@ OTHER_TARGETS = [
     dataclasses.replace(TARGET, properties=(("deviceVer", 800), ("multiProcessorCount", 132))),
     dataclasses.replace(TARGET, properties=(("deviceVer", 900),)),
     dataclasses.replace(TARGET, cudnn=91900),
+    dataclasses.replace(TARGET, cudnn=TARGET.cudnn + 1),  # a patch release
     dataclasses.replace(TARGET, frontend="1.28.0"),
 ]
 CHANGES = [
@@ -88,6 +89,13 @@ def test_a_change_of_anything_makes_another_key(change):
     assert changed != KEY
     assert hash(changed) != hash(KEY)
     assert changed not in {KEY: "plan"}
+
+
+@pytest.mark.parametrize("change", [x for x in CHANGES if "device" not in x], ids=lambda change: next(iter(change)))
+def test_a_change_of_anything_but_the_device_makes_another_identity(change):
+    """Of plans on disk, which another GPU of the model shares."""
+    assert dataclasses.replace(KEY, **change).identity() != KEY.identity()
+    assert json.dumps(dataclasses.replace(KEY, **change).identity()) != json.dumps(KEY.identity())
 
 
 def test_every_field_is_covered():

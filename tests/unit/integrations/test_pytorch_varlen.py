@@ -15,6 +15,8 @@ from tests.unit.pytorch_operators import WAYS, as_compiled_code_sees, assert_agr
 varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this PyTorch has no varlen_attn")
 operators = torch.ops.torch_attn
 has_out = hasattr(operators, "_varlen_attn_out")
+#: PyTorch 2.11 and older have no such argument, and do not ask whether heads are grouped.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in str(operators._varlen_attn.default._schema) else {}
 needs_pages = pytest.mark.skipif(
     "block_table" not in str(operators._varlen_attn.default._schema), reason="this PyTorch's varlen_attn has no pages"
 )
@@ -74,7 +76,7 @@ with_windows = pytest.mark.parametrize(
 def attend(q, k, v, cu_q, cu_k, max_q, max_k, window=(-1, -1), **options):
     """The output (T, H, D) and the LSE (H, T)."""
     return operators._varlen_attn(
-        q, k, v, cu_q, cu_k, max_q, max_k, window == (-1, 0), None, list(window), True, **options
+        q, k, v, cu_q, cu_k, max_q, max_k, window == (-1, 0), None, list(window), *GROUPED.values(), **options
     )[:2]
 
 
@@ -114,7 +116,7 @@ def test_the_public_function(registered, window):  # noqa: ARG001
         8,
         8,
         window_size=window,
-        enable_gqa=True,
+        **GROUPED,
         scale=0.3,
         return_aux=varlen.AuxRequest(lse=True),
     )
@@ -337,9 +339,7 @@ def test_the_public_function_writes_a_given_output(registered):  # noqa: ARG001
         pytest.skip("this PyTorch has no varlen_attn_out")
     q, k, v = (x.detach() for x in tensors(10, 10))
     out, cu = torch.full_like(q, torch.nan), offsets([4, 6])
-    found, lse = varlen.varlen_attn_out(
-        out, q, k, v, cu, cu, 6, 6, enable_gqa=True, return_aux=varlen.AuxRequest(lse=True)
-    )
+    found, lse = varlen.varlen_attn_out(out, q, k, v, cu, cu, 6, 6, return_aux=varlen.AuxRequest(lse=True), **GROUPED)
     want, want_lse, _ = packed(q, k, v, [4, 6], [4, 6])
     assert found is out
     assert_agrees(out, want)
@@ -352,7 +352,7 @@ def test_an_output_over_an_input_is_refused(registered):  # noqa: ARG001
     q, k, v = (x.detach() for x in tensors(10, 10))
     cu = offsets([4, 6])
     with pytest.raises(ArgumentError, match="overlaps query"):
-        varlen.varlen_attn_out(q, q, k, v, cu, cu, 6, 6, enable_gqa=True)
+        varlen.varlen_attn_out(q, q, k, v, cu, cu, 6, 6, **GROUPED)
 
 
 @pytest.mark.parametrize("layout", ["token-major", "heads apart", "of packed keys and values", "one head"])
@@ -390,7 +390,7 @@ def has_pages():
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_in_one_graph(registered, dynamic):  # noqa: ARG001
     def run(q, k, v, cu):
-        return varlen.varlen_attn(q * 2, k, v, cu, cu, 12, 12, window_size=(-1, 0), enable_gqa=True) * 3
+        return varlen.varlen_attn(q * 2, k, v, cu, cu, 12, 12, window_size=(-1, 0), **GROUPED) * 3
 
     compiled = torch.compile(run, backend="aot_eager", fullgraph=True, dynamic=dynamic)
     for lengths in ([5, 0, 7, 8], [12, 3, 1, 2]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import random
 
 import pytest
 import torch
@@ -85,6 +86,30 @@ def check(
 
 GRID = list(itertools.product(SIZES, SIZES, DIMS))
 
+#: What a case has besides its sizes. The quick form is drawn more often.
+CHOICES = (
+    DTYPES,
+    ("none", "none", "boolean", "additive", "float"),
+    ("fused", *MODES),
+    (False, True),
+    ((2, 2), (4, 2)),
+    (0, 1),
+    (None, 0.2, -0.3),
+)
+
+
+def drawn(number):
+    """Each choice by itself, so that all pairs of them occur."""
+    rng = random.Random(number)
+    return tuple(rng.choice(values) for values in CHOICES)
+
+
+def test_all_pairs_of_choices_occur():
+    cases = [drawn(number) for number in range(len(GRID))]
+    for one, other in itertools.combinations(range(len(CHOICES)), 2):
+        found = {(case[one], case[other]) for case in cases}
+        assert found == set(itertools.product(CHOICES[one], CHOICES[other]))
+
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("number", range(len(GRID)))
@@ -92,12 +117,9 @@ def test_sizes_dtypes_masks_and_groups(number):
     """Each size with another dtype, mask, form, scale and order of threads."""
     torch.manual_seed(number)
     sq, skv, dim = GRID[number]
-    dtype, kind = DTYPES[number % 3], ("none", "boolean", "additive", "float", "none")[number // 2 % 5]
-    mode, is_causal, heads = MODES[max(0, number % 8 - 5)], number % 4 < 2, (4, 2) if number % 2 else (2, 2)
-    EmulatedKernel.order = number // 3 % 2
+    dtype, kind, mode, is_causal, heads, EmulatedKernel.order, scale = drawn(number)
     q = made(1, heads[0], sq, dim, dtype=dtype)
     k, v = (made(1, heads[1], skv, dim, dtype=dtype) for _ in range(2))
-    scale = (None, 0.2, -0.3)[number % 3 if number % 5 else 0]
     check(q, k, v, mask_of(kind, (1, heads[0], sq, skv), dtype), mode=mode, is_causal=is_causal, scale=scale)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from types import SimpleNamespace
 
@@ -57,3 +58,43 @@ def test_memory_is_aligned_and_not_shared():
     other.fill_(2)
     assert one.unique().tolist() == [1]
     assert other.unique().tolist() == [2]
+
+
+class Event:
+    """An event that notes which streams wait for it."""
+
+    def __init__(self):
+        self.recorded, self.waiting, self.synchronized = 0, [], 0
+
+    def record(self):
+        self.recorded += 1
+
+    def wait(self, stream):
+        self.waiting.append(stream)
+
+    def synchronize(self):
+        self.synchronized += 1
+
+
+def test_tables_are_read_on_another_stream_after_they_are_written(monkeypatch):
+    """Its launches wait for the kernels that write them, once, and keep the memory until they have read it."""
+    event, current, users = Event(), ["first"], []
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda _, stream: users.append(stream))
+    table = torch.randint(9, (3, 5), dtype=torch.int32)
+    tables = device_memory.DeviceTables({"a": table, "b": table[:2] + 1}, device=0, stream=1)
+    assert (event.recorded, event.waiting, users) == (1, [], ["first"])
+    for name, wanted in (("a", table), ("b", table[:2] + 1)):
+        stored = (ctypes.c_int32 * wanted.numel()).from_address(tables.addresses[name])
+        assert list(stored) == wanted.flatten().tolist()
+    tables.prepare(1)
+    assert (event.waiting, users) == ([], ["first"])
+    for number, name in ((2, "second"), (3, "third"), (2, "second")):
+        current[0] = name
+        tables.prepare(number)
+    assert event.waiting == ["second", "third"]
+    assert users == ["first", "second", "third"]
+    assert event.synchronized == 0

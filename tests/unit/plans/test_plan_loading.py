@@ -310,3 +310,37 @@ def kernel_identity(kernel):
     """The kernel's identity in the store."""
     digest = nvrtc.hashlib.sha256(kernel.path.read_bytes()).hexdigest()
     return nvrtc._Identity(kernel.name, digest, 90).identity
+
+
+@pytest.mark.parametrize("needed", [0, 255, 257, 1 << 20])
+def test_a_plan_that_needs_other_workspace_than_was_stored_is_refused(store, monkeypatch, caplog, needed):
+    """A launch would give it less than it writes to."""
+    monkeypatch.setattr(backend, "load_graph", lambda *_: SimpleNamespace(workspace=needed))
+    assert build.load_plan(key()) is None
+    assert f"it needs {needed} bytes of workspace, not 256" in caplog.text
+    assert store.info().rejected == 1
+
+
+def test_all_that_a_kernel_is_compiled_from_is_in_its_identity(tmp_path, monkeypatch):
+    """Its source, macros, headers and GPU: with less, it would get another one's code from the store."""
+    monkeypatch.setattr(nvrtc, "HEADERS", tmp_path / "headers")
+    header, source = tmp_path / "headers" / "common.cuh", tmp_path / "a.cu"
+    header.parent.mkdir()
+    header.write_text("#define A 1")
+    source.write_text("int x;")
+
+    def identities():
+        macros = ({}, {"DIM": 64}, {"DIM": 128}, {"DIM": 64, "CAUSAL": 1}, {"DIM": 1, "CAUSAL": 64}, {"DIMS": 64})
+        made = [Kernel(source, "a", defines).identity(90) for defines in macros]
+        return [*made, Kernel(source, "a", {"DIM": 64}).identity(100), Kernel(source, "b", {"DIM": 64}).identity(90)]
+
+    first = identities()
+    assert len({str(one.identity()) for one in first}) == len(first)
+    assert Kernel(source, "a", {"CAUSAL": 1, "DIM": 64}).identity(90) == Kernel(
+        source, "a", {"DIM": 64, "CAUSAL": 1}
+    ).identity(90)
+    source.write_text("int y;")
+    assert not set(identities()) & set(first)
+    source.write_text("int x;")
+    header.write_text("#define A 2")
+    assert [one in first for one in identities()] == [True] + [False] * (len(first) - 1)

@@ -158,3 +158,51 @@ def test_the_gradient_of_a_mask_at_any_scale(scale):
     tensors = {"q": torch.randn(2, 4, 7, 8), "k": torch.randn(2, 2, 9, 8), "v": torch.randn(2, 2, 9, 16)}
     tensors = {name: x.half() for name, x in (tensors | {"attn_mask": torch.randn(2, 1, 7, 9)}).items()}
     assert_right(tensors, random.Random(1), torch.float16, scale=scale)
+
+
+@pytest.mark.parametrize("sq", [1, 9])
+@pytest.mark.parametrize("given", [("seq_lens_q",), ("seq_lens_kv",), ("seq_lens_q", "seq_lens_kv")], ids="+".join)
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_lengths_of_queries_and_of_keys_alone_and_together(sq, given, sinks):
+    """Decode engines read lengths of keys only, so a sequence without queries is one without keys to them."""
+    rng = random.Random(f"{sq} {given} {sinks}")
+    lengths = {"seq_lens_q": [0, sq, sq], "seq_lens_kv": [9, 5, 0]}
+    tensors = {name: torch.randn(3, 4, n, 8, dtype=torch.float16) for name, n in zip("qkv", (sq, 9, 9), strict=True)}
+    tensors |= {name: torch.tensor(lengths[name], dtype=torch.int32) for name in given}
+    tensors |= {"sinks": torch.randn(4)} if sinks else {}
+    assert_right(tensors, rng, torch.float16)
+
+
+@pytest.mark.parametrize("masked_by", ["lengths", "attn_mask", "window"])
+@pytest.mark.parametrize("softcap", [None, 2.0], ids=["", "softcap"])
+def test_gradients_of_fully_masked_rows_are_not_nan(masked_by, softcap):
+    """A kernel that compares a bias or a capped score of minus infinity with such an LSE computes NaN."""
+    tensors = {name: torch.randn(2, 4, n, 8, dtype=torch.float16) for name, n in zip("qkv", (9, 7, 7), strict=True)}
+    options = {"softcap": softcap} if softcap else {}
+    if masked_by == "lengths":
+        tensors["seq_lens_kv"] = torch.tensor([7, 0], dtype=torch.int32)
+    elif masked_by == "attn_mask":
+        tensors["attn_mask"] = torch.rand(2, 1, 9, 7) > 0.3
+        tensors["attn_mask"][:, :, 3:5] = False
+    else:
+        options |= {"window_size": (0, 0), "causal_alignment": "top_left"}
+    assert_right(tensors, random.Random(masked_by), torch.float16, **options)
+
+
+def test_dropout_gets_the_seed_and_the_offset_that_were_drawn(monkeypatch):
+    """In both passes, each where it belongs."""
+    seen, drawn = [], []
+
+    def compute(key, x):
+        seen.append((key.name, int(x["seed"]), int(x["offset"])))
+        return dense_attention(key, x)
+
+    randint = torch.randint
+    q, k, v = (torch.randn(2, 4, 9, 8, dtype=torch.float16).requires_grad_() for _ in range(3))
+    monkeypatch.setattr(torch, "randint", lambda *a, **b: drawn.append(randint(*a, **b)) or drawn[-1])
+    with gpu_on_the_cpu(compute):
+        for lengths in (None, torch.tensor([9, 4], dtype=torch.int32)):
+            seen.clear(), drawn.clear()
+            sdpa(q, k, v, dropout_p=0.25, seq_lens_kv=lengths).sum().backward()
+            (numbers,) = [x.tolist() for x in drawn if x.shape == (2,)]
+            assert seen == [(name, *numbers) for name in ("sdpa_forward", "sdpa_backward")]

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import io
 import pickle
 
+import fake_gpu
 import pytest
 import torch
+from fake_gpu import BLOCK
 from float64_reference import gradients
 from fp8_layers import E4M3, E5M2, GRADIENT, OUTPUT, assert_near, error, qkv, train
 from torch.utils.checkpoint import checkpoint
 
 from cudnn_sdpa import Fp8Attention, Fp8Scaling, OptionError, ShapeError, fp8_attention
 from cudnn_sdpa.attention.fp8 import fp8_attention as fp8_attention_module
-from cudnn_sdpa.attention.fp8 import scaling_state
+from cudnn_sdpa.attention.fp8 import quantize, scaling_state
 from cudnn_sdpa.attention.fp8.quantize import scales_of, update_in_pytorch
 from cudnn_sdpa.attention.fp8.scaling_state import DO, NAMES, SCALE_S, S
 
@@ -371,3 +374,55 @@ def test_a_layer_that_is_unpickled_in_inference_mode_can_be_trained():
     (out, *_), (expected, *_) = train(loaded, tensors=tensors), train(layer, tensors=tensors)
     torch.testing.assert_close(out, expected, rtol=0, atol=0)
     assert not loaded.scaling.amax_history.is_inference()
+
+
+# The kernel that updates the state, run thread by thread.
+
+#: What fp8_update needs besides `emulation/block.h`. The conversions in the file are instructions of a GPU.
+FOR_FP8 = """
+#define asm(...)
+#define __shared__ static
+struct uint4 { unsigned x, y, z, w; };
+static float __uint_as_float(unsigned bits) { return float_of_bits(bits); }
+static unsigned __float_as_uint(float x) { return bits_of_float(x); }
+static unsigned max(unsigned a, unsigned b) { return a < b ? b : a; }
+static unsigned atomicMax(unsigned* to, unsigned x) { unsigned was = *to; *to = max(was, x); return was; }
+static unsigned __reduce_max_sync(unsigned, unsigned x) {
+  auto* all = exchange(&x, 1);
+  for (int i = 0; i < 32; ++i) x = max(x, all[i][emulation::parity[emulation::current]][0]);
+  return x;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def update_kernel():
+    header = BLOCK.read_text() + FOR_FP8
+    library = fake_gpu._library(quantize.SOURCE, header, ["-std=c++17", "-O1", "-U_FORTIFY_SOURCE", "-w"])
+
+    def run(amax, history, scale, limits, *, most_recent):
+        fields = [*(x.data_ptr() for x in (amax, history, scale, limits)), history.shape[1], most_recent]
+        library.run_blocks(library.fp8_update, (ctypes.c_uint64 * 96)(*fields), 1, 320, 0)
+
+    return run
+
+
+@pytest.mark.parametrize("most_recent", [False, True], ids=["max", "most_recent"])
+@pytest.mark.parametrize("length", [1, 3, 33, 70])
+def test_the_kernel_updates_history_and_scales_from_finite_amax_values_only(update_kernel, length, most_recent):
+    history, scale, limits = torch.zeros(10, length), torch.rand(10) + 0.5, torch.full((10,), 448.0)
+    limits[3] = 0.0  # a fixed scale
+    wanted_history, wanted_scale = history.clone(), scale.clone()
+    for step in range(2 * length + 3):
+        amax = torch.rand(10) * 10 + 0.1
+        if step % 3 == 1:
+            amax[torch.randint(10, ())] = (torch.inf, torch.nan)[step % 2]
+        else:
+            wanted_history = torch.cat([amax.unsqueeze(1), wanted_history[:, :-1]], 1)
+            peak = amax if most_recent else wanted_history.amax(1)
+            wanted_scale = torch.where(limits > 0, limits / peak, wanted_scale)
+        given = amax.clone()
+        update_kernel(given, history, scale, limits, most_recent=most_recent)
+        assert not given.any()
+        assert torch.equal(history, wanted_history), step
+        torch.testing.assert_close(scale, wanted_scale, rtol=1e-6, atol=0)
