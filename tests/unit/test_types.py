@@ -32,9 +32,9 @@ def test_return_lse_may_be_a_variable(flag: bool) -> None:
 
     pages, table = torch.randn(2, 2, 16, 16), torch.tensor([[0, 1]], dtype=torch.int32)
     lengths = torch.tensor([20], dtype=torch.int32)
-    assert_type(cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths), Tensor)
-    assert_type(cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, return_lse=True), Both)
-    paged = cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, return_lse=flag)
+    assert_type(cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, page_layout="HND"), Tensor)
+    assert_type(cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, page_layout="HND", return_lse=True), Both)
+    paged = cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, page_layout="HND", return_lse=flag)
     assert_type(paged, "Tensor | Both")
 
     for result in (dense, varlen, paged):

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.paged import plans
-from cudnn_sdpa.attention.paged.arguments import PagedArguments
+from cudnn_sdpa.attention.paged.arguments import PagedArguments, PageLayout
 from cudnn_sdpa.attention.paged.kv_cache_checks import PlanOptions, check_count
 from cudnn_sdpa.attention.paged.plans import row_bucket
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
@@ -44,7 +44,7 @@ class _CallOptions(TypedDict, total=False):
 class Cache(Protocol):
     """The part of `PagedKVCache` that is used here."""
 
-    page_layout: str
+    page_layout: PageLayout
     _mark: tuple[int, int, int]
 
     def k_pages(self) -> Tensor:
@@ -120,7 +120,7 @@ def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: _CallOptions
         page_table_v=None,
         seq_lens_kv=step.seq_lens_kv,
         seq_lens_q=step.seq_lens_q if present else None,
-        **options,
+        **{"sinks": None, **options},
     )
     PAGED.check_all(call)
     PAGED.check_strides(call)

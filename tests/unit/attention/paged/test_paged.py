@@ -85,7 +85,7 @@ def test_options_match_dense_attention(options, queries):
     options = {"is_causal": True, "causal_alignment": "bottom_right", **options}
     if options.get("sinks"):
         options["sinks"] = torch.randn(HEADS)
-    out = sdpa_paged(q, k_pages, v_pages, table, lens, **options)
+    out = sdpa_paged(q, k_pages, v_pages, table, lens, page_layout="HND", **options)
     for b in range(len(lengths)):
         torch.testing.assert_close(out[b : b + 1], sdpa(q[b : b + 1], k[b][None], v[b][None], **options))
 
@@ -94,7 +94,7 @@ def test_sequences_without_keys_and_absent_queries_are_zeros():
     k_pages, v_pages, table, lens, k, v = pages_of([0, 40, 33])
     q = torch.randn(3, HEADS, 4, DIM, dtype=torch.float64)
     present = torch.tensor([4, 0, 3], dtype=torch.int32)
-    out, lse = sdpa_paged(q, k_pages, v_pages, table, lens, seq_lens_q=present, return_lse=True)
+    out, lse = sdpa_paged(q, k_pages, v_pages, table, lens, seq_lens_q=present, page_layout="HND", return_lse=True)
     assert (out[:2] == 0).all()
     assert (lse[:2] == -torch.inf).all()
     assert (out[2, :, 3] == 0).all()
@@ -108,8 +108,8 @@ def test_values_may_have_a_separate_table():
     order = torch.randperm(v_pages.shape[0])
     table_v = torch.argsort(order)[table.long()].int()
     q = torch.randn(2, HEADS, 1, DIM, dtype=torch.float64)
-    out = sdpa_paged(q, k_pages, v_pages[order], table, lens, page_table_v=table_v)
-    torch.testing.assert_close(out, sdpa_paged(q, k_pages, v_pages, table, lens))
+    out = sdpa_paged(q, k_pages, v_pages[order], table, lens, page_table_v=table_v, page_layout="HND")
+    torch.testing.assert_close(out, sdpa_paged(q, k_pages, v_pages, table, lens, page_layout="HND"))
     del k, v
 
 
@@ -119,15 +119,22 @@ def test_tables_with_any_row_stride_and_out():
     wide[:, 7 : 7 + table.shape[1]] = table
     q = torch.randn(2, HEADS, 2, DIM, dtype=torch.float64)
     out = torch.empty_like(q)
-    found = sdpa_paged(q, k_pages, v_pages, wide[:, 7 : 7 + table.shape[1]], lens, out=out)
+    found = sdpa_paged(q, k_pages, v_pages, wide[:, 7 : 7 + table.shape[1]], lens, page_layout="HND", out=out)
     assert found is out
-    torch.testing.assert_close(out, sdpa_paged(q, k_pages, v_pages, table, lens))
+    torch.testing.assert_close(out, sdpa_paged(q, k_pages, v_pages, table, lens, page_layout="HND"))
 
 
 def arguments(dtype=torch.float32):
     k_pages, v_pages, table, lens, *_ = pages_of([37, 20], dtype=dtype)
     q = torch.randn(2, HEADS, 1, DIM, dtype=dtype)
-    return {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": table, "seq_lens_kv": lens}
+    return {
+        "q": q,
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "page_table": table,
+        "seq_lens_kv": lens,
+        "page_layout": "HND",
+    }
 
 
 WRONG = {
@@ -271,7 +278,8 @@ def test_attention_on_a_cache_prefill_in_chunks_and_decode():
     for first, last in ((0, 6), (6, 10), (10, 11), (11, 12), (12, 13)):
         step = cache.reserve([one, two], last - first)
         cache.append(step, k[:, :, first:last], v[:, :, first:last], layer=1)
-        out = sdpa_paged(q[:, :, first:last], cache.k_pages(1), cache.v_pages(1), step.page_table, step.seq_lens_kv)
+        pages = cache.k_pages(1), cache.v_pages(1), step.page_table, step.seq_lens_kv
+        out = sdpa_paged(q[:, :, first:last], *pages, page_layout=cache.page_layout)
         torch.testing.assert_close(out, sdpa(q, k, v, is_causal=True)[:, :, first:last])
 
 
@@ -450,7 +458,7 @@ def test_works_in_every_grad_mode():
 @pytest.mark.parametrize("page_layout", [["HND"], None, 3])
 def test_invalid_layouts(page_layout):
     with pytest.raises(OptionError, match="page_layout"):
-        sdpa_paged(**arguments(), page_layout=page_layout)
+        sdpa_paged(**{**arguments(), "page_layout": page_layout})
     with pytest.raises(OptionError, match="page_layout"):
         new_cache(page_layout=page_layout)
 

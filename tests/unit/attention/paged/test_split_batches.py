@@ -20,6 +20,7 @@ def arguments() -> dict[str, torch.Tensor]:
         **pages,
         "page_table": torch.stack([torch.randperm(13)[:3] for _ in range(BATCH)]).int(),
         "seq_lens_kv": torch.tensor([12, 0, 7, 12, 3], dtype=torch.int32),
+        "page_layout": "HND",
     }
 
 
