@@ -37,6 +37,9 @@ def test_return_lse_may_be_a_variable(flag: bool) -> None:
     paged = cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, page_layout="HND", return_lse=flag)
     assert_type(paged, "Tensor | Both")
 
+    with pytest.raises(cudnn_sdpa.OptionError):
+        cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths)  # type: ignore[call-overload]
+
     for result in (dense, varlen, paged):
         assert isinstance(result, tuple) is flag
 

@@ -120,7 +120,7 @@ def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: _CallOptions
         page_table_v=None,
         seq_lens_kv=step.seq_lens_kv,
         seq_lens_q=step.seq_lens_q if present else None,
-        **{"sinks": None, **options},
+        **options,
     )
     PAGED.check_all(call)
     PAGED.check_strides(call)
@@ -136,7 +136,7 @@ def _options(options: PlanOptions, page_layout: str) -> _CallOptions:
         raise OptionError(name, "an argument", f"one of {', '.join(sorted(known))}", "It does not affect a plan.")
     others = {name: value for name, value in options.items() if name != "window_size"}
     data = {name: torch.empty_like(x, device=_META) if isinstance(x, Tensor) else x for name, x in others.items()}
-    fields = {"page_layout": page_layout, "window_left": left, "window_right": right}
+    fields = {"sinks": None, "page_layout": page_layout, "window_left": left, "window_right": right}
     return cast("_CallOptions", fields | {_NAMES.get(name, name): x for name, x in data.items()})
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from functools import partial
 
 import forked_python
 import pytest
@@ -61,9 +60,10 @@ def test_both_offsets_are_checked():
     assert packed(right, int32(0, 4, 8, 9)).shape == (10, 2, 8), "rows past the last sequence belong to nobody"
 
 
-def paged(table, lengths, of=partial(cudnn_sdpa.sdpa_paged, page_layout="HND")):
+def paged(table, lengths):
     pages = torch.randn(4, 2, 8, 16)
-    return of(torch.randn(2, 2, 1, 16), pages, pages, torch.tensor(table, dtype=torch.int32), int32(*lengths))
+    numbers = torch.tensor(table, dtype=torch.int32), int32(*lengths)
+    return cudnn_sdpa.sdpa_paged(torch.randn(2, 2, 1, 16), pages, pages, *numbers, page_layout="HND")
 
 
 def test_page_ids_outside_of_the_cache_raise():

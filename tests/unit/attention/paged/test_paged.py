@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from fake_gpu import gpu_on_the_cpu
+from float64_reference import attend
 
 import cudnn_sdpa
 from cudnn_sdpa import (
@@ -453,6 +454,26 @@ def test_works_in_every_grad_mode():
     cache.reserve([two])
     assert not cache.k_pages().requires_grad
     assert torch.equal(cache.read(one)[0], k[0].detach())
+
+
+def test_pages_of_unknown_layout_are_refused():
+    """32 query heads and pages of 16 tokens with 8 heads: as (pages, 16 heads, 8 tokens, …) they would fit, too."""
+    q, pages = torch.randn(2, 32, 1, 64).bfloat16(), torch.randn(16, 16, 8, 64).bfloat16()
+    table = torch.randperm(16).view(2, 8).int()
+    given = q, pages, pages.flip(0), table, torch.tensor([60, 33], dtype=torch.int32)
+    message = (
+        r"page_layout: got None; expected 'HND' for pages \(pages, heads, page size, head dim\), .*PagedKVCache.*"
+        r"'NHD' for pages \(pages, page size, heads, head dim\), .*FlashAttention.*FlashInfer.*vLLM"
+    )
+    for _ in range(2):
+        with pytest.raises(OptionError, match=message):
+            sdpa_paged(*given)
+    with pytest.raises(OptionError, match=message):
+        cudnn_sdpa.explain(sdpa_paged, *given)
+    rows = [x[table.long()].flatten(1, 2).transpose(1, 2).double() for x in given[1:3]]
+    exact, _ = attend(q.double(), *rows, seq_lens_kv=[60, 33])
+    assert float((sdpa_paged(*given, page_layout="NHD").double() - exact).abs().max()) < 2e-2
+    assert float((sdpa_paged(*given, page_layout="HND").double() - exact).abs().max()) > 0.5, "nothing else tells"
 
 
 @pytest.mark.parametrize("page_layout", [["HND"], None, 3])
