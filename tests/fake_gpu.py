@@ -351,8 +351,11 @@ def _dense_scores(key: PlanKey, x: Operands) -> tuple[Tensor, Tensor, Tensor, Te
         seen = seen & (column >= diagonal - (sq + skv if left is None else left))
     if key.option_values.get("alibi"):  # aligned top-left, as the causal mask that it needs
         scores = scores - torch.tensor(slopes(scores.shape[1])).double().view(-1, 1, 1) * (row - column).abs()
-    if "bias" in x:  # in float32, as in kernels: beside -1e9 nothing is left of a score
+    if (
+        "bias" in x
+    ):  # in float32, as in kernels: beside -1e9 nothing is left of a score, and base 2 ends before finfo.min
         scores = (scores + x["bias"].double()).float().double()
+        seen = seen & ((x["bias"].float() * math.log2(math.e)) > -math.inf)
     return scores.masked_fill(~seen, -torch.inf), k, v, slope
 
 

@@ -59,9 +59,9 @@ def attention(
             with operands in shared memory and without any reuse; for comparison and study. All have the same gradients;
             where D is above 128, these take memory for two float32 numbers of each score.
         mask: Broadcastable to (B, Hq, Sq, Skv). Boolean, True for keys that take part, or float (additive), in q's
-            dtype or float32, or PyTorch's `CausalBias`. Only minus infinity masks a key for sure: a row that finite
-            values cover as a whole is the mean of the values, as in PyTorch. On a GPU finite values beyond ±2e38 count
-            as ±2e38. Its gradient takes memory for all scores in float32.
+            dtype or float32, or PyTorch's `CausalBias`. Values below -2.36e38, such as finfo.min of bfloat16 and
+            float32, mask a key as minus infinity does, as in `sdpa`. On a GPU finite values above 2e38 count as 2e38.
+            Its gradient takes memory for all scores in float32.
         is_causal: Mask later keys: query i sees the keys up to key i, aligned top-left as in PyTorch's own attention,
             also if Sq and Skv differ.
         scale: Softmax scale, of magnitude at most 65,536; None is 1/sqrt(D).

@@ -143,9 +143,9 @@ def sdpa(
         scale: Softmax scale, of magnitude at most 65,536; None is 1/sqrt(D). Data, not part of the plan. A scale of 0
             or less costs a copy of q.
         attn_mask: Broadcastable to (B, Hq, Sq, Skv). Boolean, True for keys that take part (converted to a bias on the
-            GPU), or float (additive), in q's dtype or float32, added to the scores after scale and soft-capping. On a
-            GPU, values below -2e38, such as finfo.min of bfloat16 and float32, mask a key as minus infinity does. A
-            `CausalBias` of `torch.nn.attention.bias` is treated as the causal mask that it represents.
+            GPU), or float (additive), in q's dtype or float32, added to the scores after scale and soft-capping. Values
+            below -2.36e38, such as finfo.min of bfloat16 and float32, mask a key as minus infinity does. A `CausalBias`
+            of `torch.nn.attention.bias` is treated as the causal mask that it represents.
         dropout_p: Dropout probability, with random numbers from PyTorch's generator of the device.
         softcap: Logit soft-capping, c · tanh(score / c), as in Gemma 2. Data, not part of the plan.
         alibi: Add the linear biases of ALiBi, with the paper's slopes; needs a causal mask aligned top-left.
