@@ -17,8 +17,8 @@ ALIGNMENTS = (TOP_LEFT, BOTTOM_RIGHT)
 #: A window's side without a bound, as FlashAttention writes it.
 UNBOUNDED = -1
 
-#: Lower values of a float mask mask a key, as −∞ does: kernels compute in base 2, and in float32 such a value times log₂ e
-#: is −∞. `finfo.min` of bfloat16 and of float32 are lower, -10⁹ and `finfo.min` of float16 are not.
+#: Lower values of a float mask mask a key, as −∞ does: kernels compute in base 2, and times log₂ e they are −∞ in
+#: float32. `finfo.min` of bfloat16 and of float32 are lower, -10⁹ and `finfo.min` of float16 are not.
 LOWEST_BIAS: Final = torch.finfo(torch.float32).min * math.log(2)
 
 #: (left, right, bottom_right): a query sees the keys from `left` before to `right` after the diagonal; None is

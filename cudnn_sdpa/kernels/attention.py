@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cudnn_sdpa.attention import sharding
-from cudnn_sdpa.attention.arguments import as_float
+from cudnn_sdpa.attention.arguments import as_float, warning_of_order
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
@@ -173,8 +173,8 @@ ATTENTION = Operation(
     check_for_gpu=_nothing,
     check_gradient=_nothing,
     results=plans.results,
-    reference=reference.attention,
-    prepare=launch.prepare,
+    reference=warning_of_order(reference.attention),
+    prepare=warning_of_order(launch.prepare),
     keys=plans.keys,
     flops=reference.flops,
     backward=BackwardPass(
