@@ -22,6 +22,7 @@ from cudnn_sdpa.kernels.arguments import (
     MODES,
     Gradient,
     KernelArguments,
+    Mode,
     check,
     check_memory,
     check_options,
@@ -34,7 +35,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mode: str = FUSED,
+    mode: Mode = FUSED,
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
@@ -126,7 +127,7 @@ class CUDAAttention(torch.nn.Module):
         torch.Size([2, 4, 16, 64])
     """
 
-    def __init__(self, mode: str = FUSED) -> None:
+    def __init__(self, mode: Mode = FUSED) -> None:
         super().__init__()
         if mode not in MODES:
             raise OptionError("mode", repr(mode), " or ".join(map(repr, MODES)))

@@ -97,6 +97,30 @@ def test_tools_can_read_types_of_options() -> None:
         assert "return" in typing.get_type_hints(function)
 
 
+def test_options_of_few_values_are_checked_by_mypy() -> None:
+    """Each ignored error is one that mypy reports; without it, the comment would be an error."""
+    q = torch.randn(1, 2, 8, 16)
+    for call in (
+        lambda: cudnn_sdpa.sdpa(q, q, q, causal_alignment="bottom-right"),  # type: ignore[call-overload]
+        lambda: cudnn_sdpa.fallback("pytorch"),  # type: ignore[arg-type]
+        lambda: cudnn_sdpa.shape_policy("fast"),  # type: ignore[arg-type]
+        lambda: cudnn_sdpa.kernels.attention(q, q, q, "quick"),  # type: ignore[arg-type]
+        lambda: cudnn_sdpa.nn.Attention(32, 2, cp_method="gather"),  # type: ignore[arg-type]
+        lambda: cudnn_sdpa.PagedKVCache(
+            pages=4,
+            page_size=16,
+            heads=2,
+            head_dim=16,
+            device="cpu",
+            page_layout="NDH",  # type: ignore[arg-type]
+        ),
+    ):
+        with pytest.raises(cudnn_sdpa.OptionError):
+            call()
+    step_options: cudnn_sdpa.nn.kv_cache.AttendOptions = {"causal_alignment": "top_left"}
+    assert step_options["causal_alignment"] == "top_left"
+
+
 def explained_and_warmed(q: Tensor) -> None:  # needs a compiler and a GPU
     assert_type(cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, q, q), cudnn_sdpa.Explanation)
     assert_type(cudnn_sdpa.warmup("plans.json"), cudnn_sdpa.WarmupReport)

@@ -20,7 +20,7 @@ from cudnn_sdpa.attention.arguments import (
 from cudnn_sdpa.attention.bias import new_gradient, without_causal_bias
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.dense import large_backward, launch_backward, plans, reference, tiers
-from cudnn_sdpa.attention.mask import UNBOUNDED
+from cudnn_sdpa.attention.mask import UNBOUNDED, Alignment
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.backward_pass import BackwardPass
@@ -38,7 +38,7 @@ def sdpa(
     v: Tensor,
     *,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     attn_mask: Tensor | None = ...,
@@ -61,7 +61,7 @@ def sdpa(
     v: Tensor,
     *,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     attn_mask: Tensor | None = ...,
@@ -84,7 +84,7 @@ def sdpa(
     v: Tensor,
     *,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     attn_mask: Tensor | None = ...,
@@ -106,7 +106,7 @@ def sdpa(
     v: Tensor,
     *,
     is_causal: bool = False,
-    causal_alignment: str = "top_left",
+    causal_alignment: Alignment = "top_left",
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     attn_mask: Tensor | None = None,
@@ -222,7 +222,7 @@ class SharedKeywords(TypedDict):
     k: Tensor
     v: Tensor
     is_causal: bool
-    causal_alignment: str
+    causal_alignment: Alignment
     window_size: tuple[int, int] | None
     scale: float | None
     attn_mask: Tensor | None
@@ -247,7 +247,7 @@ def call_of(
     k: Tensor,
     v: Tensor,
     is_causal: bool,
-    causal_alignment: str,
+    causal_alignment: Alignment,
     window_size: tuple[int, int] | None,
     scale: float | None,
     attn_mask: Tensor | None,

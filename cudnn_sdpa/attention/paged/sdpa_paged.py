@@ -11,6 +11,7 @@ from torch.nn import functional
 from cudnn_sdpa.attention import arguments, memory, sharding, value_checks
 from cudnn_sdpa.attention.arguments import as_float, as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
+from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.paged import arguments as paged_arguments
 from cudnn_sdpa.attention.paged import launch, plans, reference
 from cudnn_sdpa.attention.paged.arguments import PagedArguments, PageLayout, ReferencePagedArguments
@@ -37,7 +38,7 @@ def sdpa_paged(
     seq_lens_q: Tensor | None = ...,
     page_layout: PageLayout,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
@@ -59,7 +60,7 @@ def sdpa_paged(
     seq_lens_q: Tensor | None = ...,
     page_layout: PageLayout,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
@@ -81,7 +82,7 @@ def sdpa_paged(
     seq_lens_q: Tensor | None = ...,
     page_layout: PageLayout,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
@@ -102,7 +103,7 @@ def sdpa_paged(
     seq_lens_q: Tensor | None = None,
     page_layout: PageLayout | None = None,
     is_causal: bool = True,
-    causal_alignment: str = "bottom_right",
+    causal_alignment: Alignment = "bottom_right",
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -209,7 +210,7 @@ class Keywords(TypedDict):
     seq_lens_q: Tensor | None
     page_layout: PageLayout | None
     is_causal: bool
-    causal_alignment: str
+    causal_alignment: Alignment
     window_size: tuple[int, int] | None
     scale: float | None
     softcap: float | None
@@ -228,7 +229,7 @@ def call_of(
     seq_lens_q: Tensor | None,
     page_layout: PageLayout | None,
     is_causal: bool,
-    causal_alignment: str,
+    causal_alignment: Alignment,
     window_size: tuple[int, int] | None,
     scale: float | None,
     softcap: float | None,
