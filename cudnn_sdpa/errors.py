@@ -1,4 +1,4 @@
-"""Every exception that the library raises.
+"""Every exception that the library raises, and its one warning.
 
 ```text
 CudnnSdpaError
@@ -14,6 +14,8 @@ CudnnSdpaError
 ├── OutOfPagesError (RuntimeError)      a paged cache has too few free pages; it is unchanged
 ├── LibraryError (ImportError)          cuDNN, its frontend or a demanded native module is missing or unusable
 └── OfflineError (RuntimeError)         planning without the GPU could not start
+
+LayoutWarning (UserWarning)             tensors that fit, but probably with their dimensions in another order
 ```
 """
 
@@ -29,6 +31,7 @@ __all__ = [
     "DtypeError",
     "ExecutionError",
     "LayoutError",
+    "LayoutWarning",
     "LibraryError",
     "OfflineError",
     "OptionError",
@@ -94,6 +97,19 @@ class DeviceError(ArgumentError):
 
 class LayoutError(ArgumentError):
     """A tensor's strides, alignment or storage cannot be used."""
+
+
+class LayoutWarning(UserWarning):
+    """Tensors fit, but probably have their dimensions in another order, and the results are then wrong.
+
+    Attention takes (batch, heads, sequence, head dim). Queries and keys in the order of FlashAttention, (batch,
+    sequence, heads, head dim), with fewer key heads fit, too: as many heads, and other numbers of queries and keys. If
+    the call is meant, filter the warning.
+
+    Examples:
+        >>> import warnings, cudnn_sdpa
+        >>> warnings.filterwarnings("ignore", category=cudnn_sdpa.LayoutWarning)
+    """
 
 
 class OptionError(ArgumentError, TypeError):

@@ -116,6 +116,11 @@ class Attended:
     slope: Tensor | float
 
 
+def masks(mask: Tensor) -> Tensor:
+    """Where a float mask masks a key: −∞, and what is −∞ in float32 after the step to base 2."""
+    return mask.double() * math.log2(math.e) < torch.finfo(torch.float32).min
+
+
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, kept: Tensor | None = None, rounds_scores: bool = False, **options: Any
 ) -> Attended:
@@ -145,9 +150,9 @@ def attention(
         scores = scores - of_heads.view(-1, 1, 1) * (i[:, None] - j).abs()
     mask = options.get("attn_mask")
     if mask is not None:
-        seen = seen & (mask if mask.dtype == torch.bool else ~mask.isneginf())
+        seen = seen & (mask if mask.dtype == torch.bool else ~masks(mask))
     if mask is not None and mask.dtype != torch.bool:
-        scores = scores + mask.double().masked_fill(mask.isneginf(), 0.0)
+        scores = scores + mask.double().masked_fill(masks(mask), 0.0)
         if rounds_scores:
             scores = scores + (scores.float().double() - scores).detach()
     seen = seen.expand_as(scores)
@@ -222,7 +227,7 @@ def attention_bounds(
     weights, mask = made.weights, options.get("attn_mask")
     scores = torch.einsum("bhid,bhjd->bhij", q, keys) * scale + 1.0  # one for the rounding of the exponential
     if mask is not None and mask.dtype != torch.bool:
-        scores = scores + mask.double().masked_fill(mask.isneginf(), 0.0).abs()
+        scores = scores + mask.double().masked_fill(masks(mask), 0.0).abs()
     if options.get("alibi"):
         scores = scores + max(q.shape[2], k.shape[2])
     off = (8 * precision.inner * scores).masked_fill(~made.seen, 0.0)

@@ -430,6 +430,8 @@ class Graph:
             for x, size in ((seq_len_q, sq), (seq_len_kv, skv))
         )
         seen = (row < nq) & (column < nk)
+        if bias is not None:  # kernels use base 2, in which values near the lowest float32 are infinite
+            seen = seen & (bias.value.float() * math.log2(math.e) > -math.inf)
         if diagonal_alignment is not None:
             diagonal = row + (nk - nq if diagonal_alignment is TYPES.diagonal_alignment.BOTTOM_RIGHT else 0)
             if diagonal_band_right_bound is not None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import operator
 import reprlib
-from collections.abc import Collection, Hashable, Iterable, Sequence
+import sys
+import warnings
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from numbers import Real
 from typing import NamedTuple, Protocol, TypeGuard, TypeVar, overload
 
@@ -19,7 +21,7 @@ from cudnn_sdpa.engine.backward_pass import BackwardCall
 from cudnn_sdpa.engine.call import Call
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.memory import LOWEST, check_has_values, check_present, like_in_memory
-from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
 
@@ -483,11 +485,55 @@ class AttentionCall(Call, Protocol):
     @property
     def q(self) -> Tensor: ...
     @property
+    def k(self) -> Tensor: ...
+    @property
     def v(self) -> Tensor: ...
     def _asdict(self) -> dict[str, object]: ...
 
 
 AttentionT = TypeVar("AttentionT", bound=AttentionCall)
+R = TypeVar("R")
+
+
+#: The most heads of a model, and the fewest tokens, that a call is warned of.
+MAX_HEADS, MIN_TOKENS = 128, 32
+
+#: Arguments whose sizes tell the order of the dimensions, and pages.
+_TELLING = ("attn_mask", "mask", "sinks", "page_table")
+
+
+def warning_of_order(run: Callable[[AttentionT], R]) -> Callable[[AttentionT], R]:
+    """The preparation of a new call, which first warns of tensors that look like (batch, sequence, heads, head dim)."""
+
+    def warn_and_run(call: AttentionT) -> R:
+        if all(getattr(call, name, None) is None for name in _TELLING):
+            _warn_if_transposed(call.q, call.k)
+        return run(call)
+
+    return warn_and_run
+
+
+def _warn_if_transposed(q: Tensor, k: Tensor) -> None:
+    """Warns of grouped heads behind their tokens: they fit as more heads than queries, a multiple of the keys.
+
+    Attention of tokens to themselves never is like this, nor are tokens behind a cache, which have at least as many
+    keys. Views by `transpose(1, 2)`, as of a linear layer's output, have their heads closer together than their tokens.
+    """
+    (_, tokens, heads, _), (_, tokens_kv, heads_kv, _) = q.shape, k.shape
+    if heads_kv >= heads or tokens != tokens_kv or tokens <= max(heads, MIN_TOKENS - 1) or heads > MAX_HEADS:
+        return
+    if heads_kv == 0 or heads % heads_kv or q.stride(1) < q.stride(2) or k.stride(1) < k.stride(2):
+        return
+    level, frame = 2, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("cudnn_sdpa."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(
+        f"q and k look like (batch, sequence, heads, head dim) with {heads} and {heads_kv} heads, but are taken as"
+        f" (batch, heads, sequence, head dim): {heads} queries attend to {heads_kv} keys. If that is not meant, pass"
+        " q.transpose(1, 2), k.transpose(1, 2) and v.transpose(1, 2), which are views; if it is, filter LayoutWarning.",
+        LayoutWarning,
+        stacklevel=level,
+    )
 
 
 class AttentionGradientCall(BackwardCall[AttentionCall], Protocol):

@@ -1,15 +1,25 @@
-"""Causal masks and windows in one normalized form, so that equivalent calls share a plan."""
+"""Causal masks and windows in one normalized form, so that equivalent calls share a plan; values that mask a key."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Final, Literal
 
-TOP_LEFT = "top_left"
-BOTTOM_RIGHT = "bottom_right"
+import torch
+from torch import Tensor
+
+Alignment = Literal["top_left", "bottom_right"]
+TOP_LEFT: Final = "top_left"
+BOTTOM_RIGHT: Final = "bottom_right"
 ALIGNMENTS = (TOP_LEFT, BOTTOM_RIGHT)
 
 #: A window's side without a bound, as FlashAttention writes it.
 UNBOUNDED = -1
+
+#: Lower values of a float mask mask a key, as −∞ does: kernels compute in base 2, and times log₂ e they are −∞ in
+#: float32. `finfo.min` of bfloat16 and of float32 are lower, -10⁹ and `finfo.min` of float16 are not.
+LOWEST_BIAS: Final = torch.finfo(torch.float32).min * math.log(2)
 
 #: (left, right, bottom_right): a query sees the keys from `left` before to `right` after the diagonal; None is
 #: unbounded. The diagonal starts at the first query and key, or ends at each sequence's last ones.
@@ -28,6 +38,11 @@ class Mask:
 
     band: Band | None = None
     masked_rows: int = 0
+
+
+def as_kernels_see(mask: Tensor) -> Tensor:
+    """A float mask with −∞ for all values that mask a key."""
+    return mask if mask.dtype == torch.float16 else mask.masked_fill(mask < LOWEST_BIAS, -math.inf)
 
 
 def normalize_mask(

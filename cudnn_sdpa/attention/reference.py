@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED, as_kernels_see
 
 
 class Scores(NamedTuple):
@@ -142,7 +142,7 @@ def scores(call: ForwardArguments) -> Scores:
         if call.attn_mask.dtype == torch.bool:
             result = result.masked_fill(~call.attn_mask, -math.inf)
         else:
-            result = result + call.attn_mask.to(exact)
+            result = result + as_kernels_see(call.attn_mask).to(exact)
     return Scores(result.masked_fill(~visible(call), -math.inf), slope)
 
 

@@ -115,7 +115,8 @@ def paged_call(cache: PagedKVCache, step: PagedStep, q: Tensor, *, foreign: bool
     if foreign:
         page_table, seq_lens_kv = page_table.clone(), seq_lens_kv.clone()
     k_pages, v_pages = cache.k_pages(), cache.v_pages()
-    return lambda: sdpa_paged(q, k_pages, v_pages, page_table=page_table, seq_lens_kv=seq_lens_kv)
+    layout = cache.page_layout
+    return lambda: sdpa_paged(q, k_pages, v_pages, page_table=page_table, seq_lens_kv=seq_lens_kv, page_layout=layout)
 
 
 def drafts() -> list[Row]:
@@ -154,7 +155,7 @@ def mixed(steps: int = 10_000) -> list[Row]:
         batch = draw.randint(1, max_batch if queries <= 8 else 4)
         lengths = torch.full((batch,), draw.randint(queries, max_length), device=cases.DEVICE, dtype=torch.int32)
         q = cases.normal(batch, 8, queries, 64)
-        sdpa_paged(q, k_pages, v_pages, page_table=table[:batch], seq_lens_kv=lengths)
+        sdpa_paged(q, k_pages, v_pages, page_table=table[:batch], seq_lens_kv=lengths, page_layout="HND")
         if number in (steps // 10, steps):
             info = plan_cache.info()
             built, seconds = info.builds - before.builds, info.build_seconds - before.build_seconds
@@ -171,6 +172,9 @@ def _launch(q: Tensor, cache: PagedKVCache, step: PagedStep) -> Call:
         page_table=step.page_table,
         page_table_v=None,
         seq_lens_kv=step.seq_lens_kv,
+        seq_lens_q=None,
+        sinks=None,
+        page_layout=cache.page_layout,
     )
     device = q.get_device()
     (key,) = PAGED.keys(call, live_target(device), device)
@@ -316,6 +320,9 @@ def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, dense_kv: tuple[Tens
         page_table=step.page_table,
         page_table_v=None,
         seq_lens_kv=step.seq_lens_kv,
+        seq_lens_q=None,
+        sinks=None,
+        page_layout=cache.page_layout,
     )
     gather = paging.GatherKernel(paged)
     packed = paged_plans.as_packed(paged, gather(paged))

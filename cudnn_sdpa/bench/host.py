@@ -140,8 +140,8 @@ def _paged_calls(q: Tensor) -> dict[str, Call]:
     pages = cache.k_pages(), cache.v_pages()
     tables, copies = (step.page_table, step.seq_lens_kv), (step.page_table.clone(), step.seq_lens_kv.clone())
     return {
-        "sdpa_paged": lambda: sdpa_paged(q, *pages, *tables),
-        "sdpa_paged, other tables": lambda: sdpa_paged(q, *pages, *copies),
+        "sdpa_paged": lambda: sdpa_paged(q, *pages, *tables, page_layout=cache.page_layout),
+        "sdpa_paged, other tables": lambda: sdpa_paged(q, *pages, *copies, page_layout=cache.page_layout),
     }
 
 

@@ -24,6 +24,7 @@ from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.bench.tools import cases
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, device_times, peak_memory
+from cudnn_sdpa.kernels.arguments import Mode
 
 FORWARD, BOTH = "forward", "forward and backward"
 GRADIENTS = ("grad_q", "grad_k", "grad_v")
@@ -70,7 +71,7 @@ def _pytorch(backend: SDPBackend) -> Attend:
     return attend
 
 
-def _ours(mode: str) -> Attend:
+def _ours(mode: Mode) -> Attend:
     return lambda q, k, v, is_causal: kernels.attention(q, k, v, mode, is_causal=is_causal)
 
 

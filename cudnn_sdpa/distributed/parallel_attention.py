@@ -45,6 +45,7 @@ class Method(Protocol):
         """Every rank calls it with its own part."""
 
 
+MethodName = Literal["all_gather", "ulysses", "ring"]
 METHODS: dict[str, Method] = {"all_gather": all_gather.run, "ulysses": ulysses.run, "ring": ring.run}
 
 
@@ -55,7 +56,7 @@ def context_parallel(
     v: Tensor,
     *,
     group: ProcessGroup | DeviceMesh | None = ...,
-    method: str = ...,
+    method: MethodName = ...,
     is_causal: bool = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
@@ -74,7 +75,7 @@ def context_parallel(
     v: Tensor,
     *,
     group: ProcessGroup | DeviceMesh | None = ...,
-    method: str = ...,
+    method: MethodName = ...,
     is_causal: bool = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
@@ -93,7 +94,7 @@ def context_parallel(
     v: Tensor,
     *,
     group: ProcessGroup | DeviceMesh | None = ...,
-    method: str = ...,
+    method: MethodName = ...,
     is_causal: bool = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
@@ -111,7 +112,7 @@ def context_parallel(
     v: Tensor,
     *,
     group: ProcessGroup | DeviceMesh | None = None,
-    method: str = "all_gather",
+    method: MethodName = "all_gather",
     is_causal: bool = False,
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
@@ -205,7 +206,7 @@ def context_parallel_varlen(
     max_seqlen: int,
     *,
     group: ProcessGroup | DeviceMesh | None = ...,
-    method: str = ...,
+    method: MethodName = ...,
     is_causal: bool = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
@@ -226,7 +227,7 @@ def context_parallel_varlen(
     max_seqlen: int,
     *,
     group: ProcessGroup | DeviceMesh | None = ...,
-    method: str = ...,
+    method: MethodName = ...,
     is_causal: bool = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
@@ -247,7 +248,7 @@ def context_parallel_varlen(
     max_seqlen: int,
     *,
     group: ProcessGroup | DeviceMesh | None = ...,
-    method: str = ...,
+    method: MethodName = ...,
     is_causal: bool = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
@@ -267,7 +268,7 @@ def context_parallel_varlen(
     max_seqlen: int,
     *,
     group: ProcessGroup | DeviceMesh | None = None,
-    method: str = "all_gather",
+    method: MethodName = "all_gather",
     is_causal: bool = False,
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,

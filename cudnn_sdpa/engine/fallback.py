@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
-from typing import TypeVar
+from typing import Final, Literal, TypeVar
 
 from cudnn_sdpa.errors import ArgumentError, OptionError, UnsupportedError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -20,10 +20,11 @@ MAX_SAID = 1000
 
 T = TypeVar("T")
 
-TORCH, KERNELS = "torch", "kernels"
+TORCH: Final = "torch"
+KERNELS: Final = "kernels"
 
 
-def fallback(to: str | None) -> AbstractContextManager[None]:
+def fallback(to: Literal["torch", "kernels"] | None) -> AbstractContextManager[None]:
     """While active, in this thread, calls that cuDNN declines run on PyTorch or on own kernels instead of raising.
 
     With "torch", a call that would raise `UnsupportedError`, or is refused only because cuDNN's attention takes float16

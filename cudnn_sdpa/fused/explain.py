@@ -23,7 +23,7 @@ from cudnn_sdpa.fused.checks import EXPECTED
 from cudnn_sdpa.fused.conv_graphs import channels_last, check_call, convolution, sizes_of
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.fused.norm_graphs import check as check_norm
-from cudnn_sdpa.fused.norm_graphs import check_activation, layer_norm_rows, rms_norm_rows
+from cudnn_sdpa.fused.norm_graphs import check_activation, default_eps, layer_norm_rows, rms_norm_rows
 from cudnn_sdpa.graph.key import PlanKey
 
 
@@ -31,12 +31,13 @@ from cudnn_sdpa.graph.key import PlanKey
 def _rms_norm(
     x: Tensor,
     weight: Tensor | None,
-    eps: float,
+    eps: float | None,
     *,
     residual: Tensor | None,
     activation: str | None,
     zero_centered: bool,
 ) -> Description:
+    eps = default_eps(x) if eps is None else eps
     norm.check_zero_centered(zero_centered)
     check_norm(x, {"weight": weight}, eps)
     is_separate = activation is not None and needs_gradient(x, weight, residual)

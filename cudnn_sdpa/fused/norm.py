@@ -18,6 +18,7 @@ from cudnn_sdpa.fused.norm_graphs import (
     check,
     check_activation,
     check_eps,
+    default_eps,
     layer_norm_rows,
     rms_norm_rows,
 )
@@ -29,7 +30,7 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = ...,
-    eps: float = ...,
+    eps: float | None = ...,
     *,
     residual: None = ...,
     activation: str | None = ...,
@@ -41,7 +42,7 @@ def rms_norm(
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = ...,
-    eps: float = ...,
+    eps: float | None = ...,
     *,
     residual: Tensor,
     activation: str | None = ...,
@@ -53,7 +54,7 @@ def rms_norm(
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = ...,
-    eps: float = ...,
+    eps: float | None = ...,
     *,
     residual: Tensor | None,
     activation: str | None = ...,
@@ -64,7 +65,7 @@ def rms_norm(
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,
-    eps: float = 1e-6,
+    eps: float | None = 1e-6,
     *,
     residual: Tensor | None = None,
     activation: str | None = None,
@@ -76,7 +77,8 @@ def rms_norm(
         x: (..., n), float16, bfloat16 or float32; float64, computed in float64, if `cpu_checks` accepts any dtype.
             cuDNN reads dense rows; an x that is not contiguous is copied first.
         weight: (n,), in x's dtype or float32; None is ones.
-        eps: Added to the mean of the squares; data, not part of the plan.
+        eps: Added to the mean of the squares; data, not part of the plan. The default is not that of PyTorch's
+            `rms_norm`. None is: the machine epsilon of float64 for float64, of float32 (1.19e-7) for other dtypes.
         residual: Of x's shape and dtype: added to x first, in the same kernel. This needs rows of a multiple of 64
             elements, 32 in float32, and a weight in x's dtype; so does `activation`.
         activation: "silu": applied to the result in the same kernel; with a gradient, in a separate kernel.
@@ -98,6 +100,8 @@ def rms_norm(
 
     From "Root Mean Square Layer Normalization" (Zhang and Sennrich, 2019).
     """
+    if eps is None:
+        eps = default_eps(x)
     if type(eps) is not float or not 0.0 <= eps <= MAX_EPS:  # in each call: it is data
         check_eps(eps)
     if zero_centered is not False:

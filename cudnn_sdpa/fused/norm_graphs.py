@@ -28,6 +28,15 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, 
 MAX_EPS = torch.finfo(torch.float32).max
 
 
+#: The machine epsilons of the dtypes in which a norm is computed.
+_EPS, _EPS_OF_DOUBLE = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64))
+
+
+def default_eps(x: Tensor) -> float:
+    """The eps of PyTorch's `rms_norm`, if none is given."""
+    return _EPS_OF_DOUBLE if getattr(x, "dtype", None) is torch.float64 else _EPS
+
+
 def check(x: Tensor, weights: Mapping[str, object], eps: object) -> None:
     """Checks x, eps, and the weight and bias."""
     check_dtype("x", x)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 
@@ -26,7 +27,7 @@ class _Options(TypedDict):
     dropout_p: float
     sinks: Tensor | None
     window_size: tuple[int, int] | None
-    causal_alignment: str
+    causal_alignment: Alignment
     is_causal: bool
 
 

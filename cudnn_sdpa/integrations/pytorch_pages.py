@@ -63,6 +63,8 @@ def _check(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> Non
         page_table=block_table,
         page_table_v=None,
         seq_lens_kv=seqused_k,
+        seq_lens_q=None,
+        sinks=None,
         page_layout=NHD,
         window_left=call.window_left,
         window_right=call.window_right,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,10 @@ from cudnn_sdpa.engine.memory import LOWEST, check_has_values, check_present, is
 from cudnn_sdpa.errors import ArgumentError, DeviceError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
-FUSED, TILED, NAIVE = "fused", "tiled", "naive"
+Mode = Literal["fused", "tiled", "naive"]
+FUSED: Final = "fused"
+TILED: Final = "tiled"
+NAIVE: Final = "naive"
 MODES = (FUSED, TILED, NAIVE)
 
 #: Largest head dim of the fused form.

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cudnn_sdpa.attention import sharding
-from cudnn_sdpa.attention.arguments import as_float
+from cudnn_sdpa.attention.arguments import as_float, warning_of_order
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
@@ -22,6 +22,7 @@ from cudnn_sdpa.kernels.arguments import (
     MODES,
     Gradient,
     KernelArguments,
+    Mode,
     check,
     check_memory,
     check_options,
@@ -34,7 +35,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mode: str = FUSED,
+    mode: Mode = FUSED,
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
@@ -59,9 +60,9 @@ def attention(
             with operands in shared memory and without any reuse; for comparison and study. All have the same gradients;
             where D is above 128, these take memory for two float32 numbers of each score.
         mask: Broadcastable to (B, Hq, Sq, Skv). Boolean, True for keys that take part, or float (additive), in q's
-            dtype or float32, or PyTorch's `CausalBias`. Only minus infinity masks a key for sure: a row that finite
-            values cover as a whole is the mean of the values, as in PyTorch. On a GPU finite values beyond ±2e38 count
-            as ±2e38. Its gradient takes memory for all scores in float32.
+            dtype or float32, or PyTorch's `CausalBias`. Values below -2.36e38, such as finfo.min of bfloat16 and
+            float32, mask a key as minus infinity does, as in `sdpa`. On a GPU finite values above 2e38 count as 2e38.
+            Its gradient takes memory for all scores in float32.
         is_causal: Mask later keys: query i sees the keys up to key i, aligned top-left as in PyTorch's own attention,
             also if Sq and Skv differ.
         scale: Softmax scale, of magnitude at most 65,536; None is 1/sqrt(D).
@@ -126,7 +127,7 @@ class CUDAAttention(torch.nn.Module):
         torch.Size([2, 4, 16, 64])
     """
 
-    def __init__(self, mode: str = FUSED) -> None:
+    def __init__(self, mode: Mode = FUSED) -> None:
         super().__init__()
         if mode not in MODES:
             raise OptionError("mode", repr(mode), " or ".join(map(repr, MODES)))
@@ -173,8 +174,8 @@ ATTENTION = Operation(
     check_for_gpu=_nothing,
     check_gradient=_nothing,
     results=plans.results,
-    reference=reference.attention,
-    prepare=launch.prepare,
+    reference=warning_of_order(reference.attention),
+    prepare=warning_of_order(launch.prepare),
     keys=plans.keys,
     flops=reference.flops,
     backward=BackwardPass(

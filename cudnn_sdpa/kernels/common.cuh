@@ -28,7 +28,7 @@ struct Attention {
 };
 
 constexpr float log2_e = 1.4426950408889634f;
-constexpr float most_mask = 2e38f; /* finite values of a mask count as no more, either way: beyond, times log2(e), float32 ends */
+constexpr float most_mask = 2e38f; /* finite values of a mask count as no more: beyond, times log2(e), float32 ends */
 #define infinity float_of_bits(0x7F800000u)
 
 /* Dtypes. */
@@ -120,9 +120,8 @@ __device__ __forceinline__ float with_mask(const Attention& a, number batch, num
   return load(at) ? score : -infinity;
 #elif MASK >= 2
   const float more = read(row_of<MaskElement>(a.mask, batch, head, query) + key * a.mask.column);
-  if (more == -infinity) return more;
-  const float finite = more < -most_mask ? -most_mask : more > most_mask && more < infinity ? most_mask : more;
-  return fmaf(finite, log2_e, score);
+  if (more * log2_e == -infinity) return -infinity; /* finite values that float32 ends before mask a key, as in cuDNN */
+  return fmaf(more > most_mask && more < infinity ? most_mask : more, log2_e, score);
 #else
   return score;
 #endif

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from cudnn_sdpa.attention.dense.explain import device_of, refuse, without_data
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.kernels import reference
-from cudnn_sdpa.kernels.arguments import FUSED, Gradient, KernelArguments, without_causal_bias
+from cudnn_sdpa.kernels.arguments import FUSED, Gradient, KernelArguments, Mode, without_causal_bias
 from cudnn_sdpa.kernels.attention import ATTENTION, attention
 from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward
 
@@ -22,7 +23,7 @@ def describe_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    mode: str = FUSED,
+    mode: Mode = FUSED,
     mask: Tensor | None = None,
     is_causal: bool = False,
     scale: float | None = None,
@@ -92,7 +93,7 @@ def _errors(call: KernelArguments, needs: tuple[bool, ...]) -> dict[str, float]:
     leaves = [[x for place in wanted if (x := given[place]) is not None] for given in (ours, [*right, exact_mask])]
     for leaf in (*leaves[0], *leaves[1]):
         leaf.requires_grad_()
-    found = attention(q, k, v, mode=call.mode, mask=mask, is_causal=call.is_causal, scale=call.scale)
+    found = attention(q, k, v, mode=cast("Mode", call.mode), mask=mask, is_causal=call.is_causal, scale=call.scale)
     exact = reference.reference_attention(
         q=right[0], k=right[1], v=right[2], mask=exact_mask, is_causal=call.is_causal, scale=call.scale
     )

@@ -7,7 +7,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.mask import TOP_LEFT
-from cudnn_sdpa.kernels.arguments import FUSED, MAX_FUSED_DIM, TILED
+from cudnn_sdpa.kernels.arguments import FUSED, MAX_FUSED_DIM, TILED, Mode
 from cudnn_sdpa.kernels.attention import attention
 
 #: The arguments of `sdpa` that `kernels.attention` has. It is always deterministic.
@@ -23,7 +23,7 @@ def instead_of_sdpa(call: ForwardArguments) -> Tensor | None:
     dim = call.q.shape[3]
     if not call.has_only(KNOWN) or not aligned or call.v.shape[3] != dim:
         return None
-    mode = FUSED if dim <= MAX_FUSED_DIM else TILED
+    mode: Mode = FUSED if dim <= MAX_FUSED_DIM else TILED
     return attention(call.q, call.k, call.v, mode=mode, mask=call.attn_mask, is_causal=call.is_causal, scale=call.scale)
 
 

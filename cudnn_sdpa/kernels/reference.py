@@ -10,6 +10,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import ReferenceArguments
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward, flops_of_forward
+from cudnn_sdpa.attention.mask import as_kernels_see
 from cudnn_sdpa.attention.reference import Softmax, product, repeated, scores, without_autocast
 from cudnn_sdpa.attention.reference import gradients as gradients_of_attention
 from cudnn_sdpa.engine.autocast import cast_tensor
@@ -67,7 +68,8 @@ def reference_attention(
         queries = q.to(exact)
         found = product(queries, repeated(k, q, exact).transpose(-1, -2)) * call.scale_value
         if mask is not None:
-            found = found.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else found + mask.to(exact)
+            is_bool = mask.dtype == torch.bool
+            found = found.masked_fill(~mask, -math.inf) if is_bool else found + as_kernels_see(mask).to(exact)
         if is_causal:
             later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
             found = found.masked_fill(later, -math.inf)

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from typing_extensions import Self
 
+    from cudnn_sdpa.distributed.parallel_attention import MethodName
+
 KeysAndValues = tuple[Tensor, Tensor]
 
 
@@ -56,7 +58,7 @@ class AttentionOptions(ConversionOptions, total=False):
     qkv_bias: bool | None
     sinks: bool
     cp_group: ProcessGroup | DeviceMesh | None
-    cp_method: str
+    cp_method: MethodName
 
 
 class Attention(nn.Module):
@@ -144,7 +146,7 @@ class Attention(nn.Module):
         dropout: float = 0.0,
         packed: bool = True,
         cp_group: ProcessGroup | DeviceMesh | None = None,
-        cp_method: str = "all_gather",
+        cp_method: MethodName = "all_gather",
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from cudnn_sdpa.attention.fp8.fp8_attention import fp8_attention
 from cudnn_sdpa.attention.fp8.scaling import Fp8Scaling
+from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.errors import OptionError
 
 #: The layer of each `Fp8Scaling`. Copied and unpickled ones have none at first.
@@ -45,7 +46,7 @@ class Fp8Attention(nn.Module):
         self,
         *,
         is_causal: bool = False,
-        causal_alignment: str = "top_left",
+        causal_alignment: Alignment = "top_left",
         window_size: tuple[int, int] | None = None,
         scale: float | None = None,
         scaling: Fp8Scaling | None = None,

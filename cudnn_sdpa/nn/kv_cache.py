@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from cudnn_sdpa.attention import value_checks
 from cudnn_sdpa.attention.arguments import check_lengths, dtype_name, shape_of
 from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.paged.kv_cache_checks import (
     check_count,
     check_dtype,
@@ -30,7 +31,7 @@ class AttendOptions(TypedDict, total=False):
     """Options of `sdpa` that `KVCache.attend` takes."""
 
     is_causal: bool
-    causal_alignment: str
+    causal_alignment: Alignment
     window_size: tuple[int, int] | None
     scale: float | None
     attn_mask: Tensor | None

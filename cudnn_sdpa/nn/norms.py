@@ -13,9 +13,6 @@ from cudnn_sdpa.fused.norm import layer_norm, rms_norm
 from cudnn_sdpa.nn.checks import Factory, check_counts, check_flags, check_number
 from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
 
-#: The default eps: that of the dtype in which the norm is computed, as in PyTorch.
-_EPS, _EPS_OF_DOUBLE = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64))
-
 
 class RMSNorm(nn.Module):
     """`torch.nn.RMSNorm` over the last dimension, by `rms_norm`: x / sqrt(mean(x²) + eps) · weight.
@@ -83,10 +80,8 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """The norm of rows (..., n)."""
-        eps = self.eps
-        if eps is None:
-            eps = _EPS_OF_DOUBLE if x.dtype is torch.float64 else _EPS
-        normalized: Tensor = rms_norm(x, with_summed_gradient(self.weight), eps, zero_centered=self.zero_centered)
+        weight = with_summed_gradient(self.weight)
+        normalized: Tensor = rms_norm(x, weight, self.eps, zero_centered=self.zero_centered)
         return normalized
 
     def extra_repr(self) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
+from typing import Final, Literal
 
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.settings import Override, Overrides, renewed_in_children
 
-EXACT = "exact"
-BUCKETED = "bucketed"
-TIERED = "tiered"
+Policy = Literal["exact", "bucketed", "tiered"]
+EXACT: Final = "exact"
+BUCKETED: Final = "bucketed"
+TIERED: Final = "tiered"
 POLICIES = (EXACT, BUCKETED, TIERED)
 
 #: Environment variable that names the policy.
@@ -66,7 +68,7 @@ def of_environment() -> str:
     return name
 
 
-def shape_policy(policy: str) -> ShapePolicyUse:
+def shape_policy(policy: Policy) -> ShapePolicyUse:
     """Sets which plan serves a call of `sdpa` whose shape has no plan yet.
 
     - "exact": the call builds a plan for its shape, which takes 30 to 700 ms. Every call runs the best plan for its

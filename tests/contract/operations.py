@@ -381,7 +381,7 @@ def exact_paged(
     seq_lens_kv: Tensor,
     *,
     page_table_v: Tensor | None = None,
-    page_layout: str = "HND",
+    page_layout: str,
     **options: Any,
 ) -> Tensor:
     gathered = []
@@ -780,7 +780,14 @@ OPERATIONS: dict[str, Example] = {
         is_attention=False,
         precision=0.01,
     ),
-    "sdpa_paged": Example(sdpa_paged, paged, exact_paged, differentiable=(), casts=("q",)),
+    "sdpa_paged": Example(
+        sdpa_paged,
+        paged,
+        exact_paged,
+        differentiable=(),
+        casts=("q",),
+        options={"page_layout": "HND"},
+    ),
     "sdpa_paged, a chunk": Example(
         sdpa_paged,
         pages_of_tokens,
@@ -795,7 +802,7 @@ OPERATIONS: dict[str, Example] = {
         exact_paged,
         differentiable=(),
         casts=("q",),
-        options={"window_size": (5, 0), "scale": -0.3},
+        options={"page_layout": "HND", "window_size": (5, 0), "scale": -0.3},
     ),
     "sdpa_fp8": Example(
         run_fp8,

@@ -26,7 +26,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 SCRIPTS = {
     *("add_an_operation.md", "plans.md", "quickstart.md", "serving.md", "shapes.md", "training.md"),
     *("troubleshooting.md", "varlen.md", "fp8.md", "inference.md", "layouts.md", "masks.md", "modules.md"),
-    *("transformers.md", "pytorch_backend.md", "compile.md", "context_parallel.md"),
+    *("transformers.md", "pytorch_backend.md", "compile.md", "context_parallel.md", "migration.md"),
 }
 
 

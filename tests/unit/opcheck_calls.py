@@ -123,9 +123,11 @@ ATTENTION: dict[str, Call] = {
     "varlen, with lse": lambda new: sdpa_varlen(*new.packed(), is_causal=True, return_lse=True),
     "varlen, into a tensor": lambda new: _into_out(sdpa_varlen, new.packed(), is_causal=True),
     "varlen, trained": lambda new: _backward(sdpa_varlen(*new.packed(grad=True), is_causal=True)),
-    "paged": lambda new: sdpa_paged(*new.paged()),
-    "paged, a chunk with lse": lambda new: sdpa_paged(*new.paged(7), return_lse=True, seq_lens_q=new.ints(7, 3)),
-    "paged, into a tensor": lambda new: _into_out(sdpa_paged, new.paged()),
+    "paged": lambda new: sdpa_paged(*new.paged(), page_layout="HND"),
+    "paged, a chunk with lse": lambda new: sdpa_paged(
+        *new.paged(7), page_layout="HND", return_lse=True, seq_lens_q=new.ints(7, 3)
+    ),
+    "paged, into a tensor": lambda new: _into_out(sdpa_paged, new.paged(), page_layout="HND"),
 }
 FP8: dict[str, Call] = {
     "fp8": lambda new: sdpa_fp8(*new.fp8(), new.scales(Fp8Scales), is_causal=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +81,7 @@ EQUIVALENTS = {
         _by_sequence,
         _packed,
     ),
-    "sdpa_paged": Equivalents(sdpa_paged, _dense_pages, _paged, trains=False),
+    "sdpa_paged": Equivalents(partial(sdpa_paged, page_layout="HND"), _dense_pages, _paged, trains=False),
     "rms_norm": Equivalents(
         lambda x, w: rms_norm(x, w, 1e-6),
         lambda x, w: F.rms_norm(x, (64,), w, 1e-6),

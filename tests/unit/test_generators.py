@@ -147,6 +147,8 @@ TESTED_ELSEWHERE = {
     "nn.Attention.cp_group": "tests/unit/distributed/test_context_parallel.py",
     "nn.Attention.cp_method": "tests/unit/distributed/test_context_parallel.py",
 }
+#: Options whose default is refused, by an error that says more than Python's.
+REQUIRED = {"sdpa_paged.page_layout"}
 #: Required arguments.
 ALWAYS_GIVEN = {"device", "dtype"}
 OF_LAYERS = {"num_kv_heads", "head_dim", "qkv_bias", "is_causal", "window_size", "scale", "softcap", "sinks", "rope"}
@@ -228,7 +230,8 @@ class Recorder:
         seen, annotation = self.values[at], str(parameter.annotation)
         if parameter.default is parameter.empty:
             return set() if seen else {"any value"}
-        wanted = {repr(parameter.default)} | {repr(value) for value in CHOICES.get(at, CHOICES.get(parameter.name, ()))}
+        wanted = {repr(value) for value in CHOICES.get(at, CHOICES.get(parameter.name, ()))}
+        wanted |= set() if at in REQUIRED else {repr(parameter.default)}
         wanted |= {"True", "False"} if "bool" in annotation else set()
         others = set() if seen - {repr(parameter.default)} else {f"anything but {parameter.default!r}"}
         return wanted - seen | others

@@ -32,10 +32,13 @@ def test_return_lse_may_be_a_variable(flag: bool) -> None:
 
     pages, table = torch.randn(2, 2, 16, 16), torch.tensor([[0, 1]], dtype=torch.int32)
     lengths = torch.tensor([20], dtype=torch.int32)
-    assert_type(cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths), Tensor)
-    assert_type(cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, return_lse=True), Both)
-    paged = cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, return_lse=flag)
+    assert_type(cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, page_layout="HND"), Tensor)
+    assert_type(cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, page_layout="HND", return_lse=True), Both)
+    paged = cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, page_layout="HND", return_lse=flag)
     assert_type(paged, "Tensor | Both")
+
+    with pytest.raises(cudnn_sdpa.OptionError):
+        cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths)  # type: ignore[call-overload]
 
     for result in (dense, varlen, paged):
         assert isinstance(result, tuple) is flag
@@ -92,6 +95,30 @@ def test_tools_can_read_types_of_options() -> None:
         cudnn_sdpa.PagedKVCache.attend,
     ):
         assert "return" in typing.get_type_hints(function)
+
+
+def test_options_of_few_values_are_checked_by_mypy() -> None:
+    """Each ignored error is one that mypy reports; without it, the comment would be an error."""
+    q = torch.randn(1, 2, 8, 16)
+    for call in (
+        lambda: cudnn_sdpa.sdpa(q, q, q, causal_alignment="bottom-right"),  # type: ignore[call-overload]
+        lambda: cudnn_sdpa.fallback("pytorch"),  # type: ignore[arg-type]
+        lambda: cudnn_sdpa.shape_policy("fast"),  # type: ignore[arg-type]
+        lambda: cudnn_sdpa.kernels.attention(q, q, q, "quick"),  # type: ignore[arg-type]
+        lambda: cudnn_sdpa.nn.Attention(32, 2, cp_method="gather"),  # type: ignore[arg-type]
+        lambda: cudnn_sdpa.PagedKVCache(
+            pages=4,
+            page_size=16,
+            heads=2,
+            head_dim=16,
+            device="cpu",
+            page_layout="NDH",  # type: ignore[arg-type]
+        ),
+    ):
+        with pytest.raises(cudnn_sdpa.OptionError):
+            call()
+    step_options: cudnn_sdpa.nn.kv_cache.AttendOptions = {"causal_alignment": "top_left"}
+    assert step_options["causal_alignment"] == "top_left"
 
 
 def explained_and_warmed(q: Tensor) -> None:  # needs a compiler and a GPU

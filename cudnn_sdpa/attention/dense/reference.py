@@ -10,7 +10,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense import plans
 from cudnn_sdpa.attention.dense.plans import Needs
-from cudnn_sdpa.attention.mask import TOP_LEFT
+from cudnn_sdpa.attention.mask import TOP_LEFT, as_kernels_see
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 
@@ -48,6 +48,8 @@ def pytorchs(call: ForwardArguments) -> Tensor | None:
         return None
     q, mask, group = call.q, call.attn_mask, call.q.shape[1] // call.k.shape[1]
     k, v = (x if group == 1 else x.repeat_interleave(group, 1) for x in (call.k, call.v))
+    if mask is not None and mask.dtype != torch.bool:
+        mask = as_kernels_see(mask)
     if mask is not None and mask.dim() < 2:
         mask = mask.expand(q.shape[2], k.shape[2])
     out = torch.nn.functional.scaled_dot_product_attention(

@@ -20,7 +20,7 @@ from cudnn_sdpa.attention.arguments import (
 from cudnn_sdpa.attention.bias import new_gradient, without_causal_bias
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.dense import large_backward, launch_backward, plans, reference, tiers
-from cudnn_sdpa.attention.mask import UNBOUNDED
+from cudnn_sdpa.attention.mask import UNBOUNDED, Alignment
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.backward_pass import BackwardPass
@@ -38,7 +38,7 @@ def sdpa(
     v: Tensor,
     *,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     attn_mask: Tensor | None = ...,
@@ -61,7 +61,7 @@ def sdpa(
     v: Tensor,
     *,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     attn_mask: Tensor | None = ...,
@@ -84,7 +84,7 @@ def sdpa(
     v: Tensor,
     *,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     attn_mask: Tensor | None = ...,
@@ -106,7 +106,7 @@ def sdpa(
     v: Tensor,
     *,
     is_causal: bool = False,
-    causal_alignment: str = "top_left",
+    causal_alignment: Alignment = "top_left",
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     attn_mask: Tensor | None = None,
@@ -143,9 +143,9 @@ def sdpa(
         scale: Softmax scale, of magnitude at most 65,536; None is 1/sqrt(D). Data, not part of the plan. A scale of 0
             or less costs a copy of q.
         attn_mask: Broadcastable to (B, Hq, Sq, Skv). Boolean, True for keys that take part (converted to a bias on the
-            GPU), or float (additive), in q's dtype or float32, added to the scores after scale and soft-capping. On a
-            GPU, values below -2e38, such as finfo.min of bfloat16 and float32, mask a key as minus infinity does. A
-            `CausalBias` of `torch.nn.attention.bias` is treated as the causal mask that it represents.
+            GPU), or float (additive), in q's dtype or float32, added to the scores after scale and soft-capping. Values
+            below -2.36e38, such as finfo.min of bfloat16 and float32, mask a key as minus infinity does. A `CausalBias`
+            of `torch.nn.attention.bias` is treated as the causal mask that it represents.
         dropout_p: Dropout probability, with random numbers from PyTorch's generator of the device.
         softcap: Logit soft-capping, c · tanh(score / c), as in Gemma 2. Data, not part of the plan.
         alibi: Add the linear biases of ALiBi, with the paper's slopes; needs a causal mask aligned top-left.
@@ -222,7 +222,7 @@ class SharedKeywords(TypedDict):
     k: Tensor
     v: Tensor
     is_causal: bool
-    causal_alignment: str
+    causal_alignment: Alignment
     window_size: tuple[int, int] | None
     scale: float | None
     attn_mask: Tensor | None
@@ -247,7 +247,7 @@ def call_of(
     k: Tensor,
     v: Tensor,
     is_causal: bool,
-    causal_alignment: str,
+    causal_alignment: Alignment,
     window_size: tuple[int, int] | None,
     scale: float | None,
     attn_mask: Tensor | None,
@@ -339,8 +339,8 @@ SDPA = Operation(
     check_for_gpu=lambda call: check_call(call, check_strides_of_dense, _check_keys),
     check_gradient=_check_gradient,
     results=plans.results,
-    reference=reference.attention,
-    prepare=tiers.prepare,
+    reference=arguments.warning_of_order(reference.attention),
+    prepare=arguments.warning_of_order(tiers.prepare),
     keys=plans.keys,
     flops=reference.flops,
     backward=BackwardPass(

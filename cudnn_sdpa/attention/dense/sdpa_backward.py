@@ -11,6 +11,7 @@ from torch.nn import functional
 from cudnn_sdpa.attention.arguments import GradientCall
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
 from cudnn_sdpa.attention.dense.sdpa import SDPA, SharedKeywords, call_of
+from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.engine import autograd_checks
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ def sdpa_backward(
     v: Tensor,
     *,
     is_causal: bool = False,
-    causal_alignment: str = "top_left",
+    causal_alignment: Alignment = "top_left",
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     attn_mask: Tensor | None = None,

@@ -19,6 +19,7 @@ from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArgument
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
@@ -37,7 +38,7 @@ def describe_sdpa_fp8(
     scales: Fp8Scales,
     *,
     is_causal: bool,
-    causal_alignment: str,
+    causal_alignment: Alignment,
     window_size: tuple[int, int] | None,
     scale: float | None,
     seq_lens_q: Tensor | None,
@@ -99,7 +100,7 @@ def describe_sdpa_fp8_backward(
     scales: Fp8BackwardScales,
     *,
     is_causal: bool,
-    causal_alignment: str,
+    causal_alignment: Alignment,
     window_size: tuple[int, int] | None,
     scale: float | None,
     seq_lens_q: Tensor | None,
@@ -154,7 +155,7 @@ def describe_fp8_attention(
     *,
     scaling: Fp8Scaling | None,
     is_causal: bool,
-    causal_alignment: str,
+    causal_alignment: Alignment,
     window_size: tuple[int, int] | None,
     scale: float | None,
     seq_lens_q: Tensor | None,

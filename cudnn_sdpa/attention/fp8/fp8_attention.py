@@ -44,6 +44,7 @@ from cudnn_sdpa.attention.fp8.scaling_state import (
     set_scales,
 )
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.reference import without_autocast
 from cudnn_sdpa.attention.support import rules_fp8
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
@@ -64,7 +65,7 @@ class Options(TypedDict):
     """Keyword arguments that `sdpa_fp8` and `sdpa_fp8_backward` have, too."""
 
     is_causal: bool
-    causal_alignment: str
+    causal_alignment: Alignment
     window_size: tuple[int, int] | None
     scale: float | None
     seq_lens_q: Tensor | None
@@ -218,7 +219,7 @@ def fp8_attention(
     *,
     scaling: Fp8Scaling | None = None,
     is_causal: bool = False,
-    causal_alignment: str = "top_left",
+    causal_alignment: Alignment = "top_left",
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     seq_lens_q: Tensor | None = None,

@@ -23,7 +23,7 @@ from cudnn_sdpa.attention.fp8.arguments import (
     Fp8Output,
     Fp8Scales,
 )
-from cudnn_sdpa.attention.mask import UNBOUNDED
+from cudnn_sdpa.attention.mask import UNBOUNDED, Alignment
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
@@ -41,7 +41,7 @@ def sdpa_fp8(
     scales: Fp8Scales,
     *,
     is_causal: bool = False,
-    causal_alignment: str = "top_left",
+    causal_alignment: Alignment = "top_left",
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     seq_lens_q: Tensor | None = None,
@@ -159,7 +159,7 @@ def sdpa_fp8_backward(
     scales: Fp8BackwardScales,
     *,
     is_causal: bool = False,
-    causal_alignment: str = "top_left",
+    causal_alignment: Alignment = "top_left",
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     seq_lens_q: Tensor | None = None,
@@ -338,8 +338,8 @@ FP8 = Operation(
     check_for_gpu=lambda call: check_call(call, _check_strides_for_gpu, _check_keys),
     check_gradient=_check_gradient,
     results=plans.results,
-    reference=reference.results,
-    prepare=launch.prepare,
+    reference=arguments.warning_of_order(reference.results),
+    prepare=arguments.warning_of_order(launch.prepare),
     keys=plans.keys,
     flops=reference.flops,
     gives=("out", "amax_s", "amax_o"),

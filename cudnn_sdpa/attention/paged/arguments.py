@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,16 @@ from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 
-HND = "HND"
-NHD = "NHD"
+PageLayout = Literal["HND", "NHD"]
+HND: Final = "HND"
+NHD: Final = "NHD"
 LAYOUTS = {HND: "(pages, heads, page size, head dim)", NHD: "(pages, page size, heads, head dim)"}
+
+#: Whose pages have which layout, for those who do not know theirs by this name.
+_USED_BY = {
+    HND: "as in cuDNN, TensorRT-LLM and PagedKVCache, which has it as page_layout",
+    NHD: "as in FlashAttention, and by default in FlashInfer and vLLM",
+}
 
 
 class PagedArguments(NamedTuple):
@@ -39,9 +46,9 @@ class PagedArguments(NamedTuple):
     page_table: Tensor
     page_table_v: Tensor | None
     seq_lens_kv: Tensor
-    seq_lens_q: Tensor | None = None
-    sinks: Tensor | None = None
-    page_layout: str = HND
+    seq_lens_q: Tensor | None
+    sinks: Tensor | None
+    page_layout: str
     is_causal: bool = True
     causal_alignment: str = BOTTOM_RIGHT
     window_left: int = UNBOUNDED
@@ -185,11 +192,20 @@ def check(call: PagedArguments) -> None:
     check_lengths("seq_lens_q", call.seq_lens_q, q)
 
 
+def check_page_layout(page_layout: object) -> None:
+    """Checks the name of a layout. There is no default: of another library's pages it would be wrong without an error.
+
+    Raises:
+        OptionError: It is none.
+    """
+    if not isinstance(page_layout, str) or page_layout not in LAYOUTS:
+        expected = ", or ".join(f"{name!r} for pages {shape}, {_USED_BY[name]}" for name, shape in LAYOUTS.items())
+        raise OptionError("page_layout", repr(page_layout), expected)
+
+
 def check_types(call: PagedArguments) -> None:
     """Types that the operators' schemas would refuse as well, but without naming the argument."""
-    if not isinstance(call.page_layout, str) or call.page_layout not in LAYOUTS:
-        expected = " or ".join(f"{name!r}: {shape}" for name, shape in LAYOUTS.items())
-        raise OptionError("page_layout", repr(call.page_layout), expected)
+    check_page_layout(call.page_layout)
     with named():
         arguments.check_types(
             ForwardArguments(call.q, call.k_pages, call.v_pages, sinks=call.sinks, out=call.out, with_lse=call.with_lse)

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.paged import kv_cache_checks, paging
-from cudnn_sdpa.attention.paged.arguments import HND, LAYOUTS, in_heads_order
+from cudnn_sdpa.attention.paged.arguments import HND, PageLayout, check_page_layout, in_heads_order
 from cudnn_sdpa.attention.paged.kv_cache_checks import AttendOptions, Options, PlanOptions
 from cudnn_sdpa.attention.paged.page_pool import CacheUse, PagePool
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
@@ -82,16 +82,15 @@ class PagedKVCache:
         max_length: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | int | None = None,
-        page_layout: str = HND,
+        page_layout: PageLayout = HND,
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = {"pages": pages, "page_size": page_size, "heads": heads, "head_dim": head_dim, "layers": layers}
         kv_cache_checks.check_sizes({**sizes, "head_dim_v": head_dim_v}, max_length)
         device = kv_cache_checks.checked_device(device)
         kv_cache_checks.check_dtype(dtype, device, "Pages in FP8 go through sdpa_fp8(..., page_table=...).")
-        if not isinstance(page_layout, str) or page_layout not in LAYOUTS:
-            raise OptionError("page_layout", repr(page_layout), " or ".join(map(repr, LAYOUTS)))
-        self.page_layout = page_layout
+        check_page_layout(page_layout)
+        self.page_layout: PageLayout = page_layout
         self._pool = PagePool(pages, page_size)
         self._columns = pages if max_length is None else -(-max_length // page_size)
         self._mark = pages, self._columns, page_size

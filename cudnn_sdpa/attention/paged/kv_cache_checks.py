@@ -10,6 +10,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import CPU_DTYPES, allowed_dtypes, as_int, dtype_error, dtype_name, shape_of
+from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.engine.sharding import has_dtensor, refuse
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
@@ -25,7 +26,7 @@ class Options(TypedDict, total=False):
     """The options of `sdpa_paged` that a step can have, without those of its results."""
 
     is_causal: bool
-    causal_alignment: str
+    causal_alignment: Alignment
     window_size: tuple[int, int] | None
     scale: float | None
     softcap: float | None

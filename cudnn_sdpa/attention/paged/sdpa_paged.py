@@ -11,9 +11,10 @@ from torch.nn import functional
 from cudnn_sdpa.attention import arguments, memory, sharding, value_checks
 from cudnn_sdpa.attention.arguments import as_float, as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
+from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.paged import arguments as paged_arguments
 from cudnn_sdpa.attention.paged import launch, plans, reference
-from cudnn_sdpa.attention.paged.arguments import HND, PagedArguments, ReferencePagedArguments
+from cudnn_sdpa.attention.paged.arguments import PagedArguments, PageLayout, ReferencePagedArguments
 from cudnn_sdpa.attention.paged.step import MARK
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import cast_tensor
@@ -35,9 +36,9 @@ def sdpa_paged(
     *,
     page_table_v: Tensor | None = ...,
     seq_lens_q: Tensor | None = ...,
-    page_layout: str = ...,
+    page_layout: PageLayout,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
@@ -57,9 +58,9 @@ def sdpa_paged(
     *,
     page_table_v: Tensor | None = ...,
     seq_lens_q: Tensor | None = ...,
-    page_layout: str = ...,
+    page_layout: PageLayout,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
@@ -79,9 +80,9 @@ def sdpa_paged(
     *,
     page_table_v: Tensor | None = ...,
     seq_lens_q: Tensor | None = ...,
-    page_layout: str = ...,
+    page_layout: PageLayout,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     softcap: float | None = ...,
@@ -100,9 +101,9 @@ def sdpa_paged(
     *,
     page_table_v: Tensor | None = None,
     seq_lens_q: Tensor | None = None,
-    page_layout: str = HND,
+    page_layout: PageLayout | None = None,
     is_causal: bool = True,
-    causal_alignment: str = "bottom_right",
+    causal_alignment: Alignment = "bottom_right",
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     softcap: float | None = None,
@@ -129,14 +130,16 @@ def sdpa_paged(
     Args:
         q: Queries (B, Hq, Sq, D), float16 or bfloat16: those of the newest tokens. Under `torch.autocast` they are
             cast if autocast's dtype is that of the pages.
-        k_pages: Keys (P, Hkv, page_size, D), or with "NHD" (P, page_size, Hkv, D). The page size is a power of two.
+        k_pages: Keys, in the order of `page_layout`. The page size is a power of two.
         v_pages: Values, likewise, with Dv.
         page_table: Page ids of each sequence, (B, max_pages) int32, in order. Entries past a sequence's last page are
             ignored. Rows may have any stride.
         seq_lens_kv: Number of keys of each sequence, those of the new queries included, (B,) int32. May be 0.
         page_table_v: The page table of the values, if it differs.
         seq_lens_q: How many of the Sq queries each sequence has, (B,) int32; the other rows of its output are zeros.
-        page_layout: "HND" or "NHD".
+        page_layout: "HND" for pages (P, Hkv, page_size, D), as in cuDNN, TensorRT-LLM and, by default, `PagedKVCache`;
+            "NHD" for (P, page_size, Hkv, D), as in FlashAttention and, by default, FlashInfer and vLLM. Required: the
+            wrong one may fit the sizes, and gives wrong results.
         is_causal: Hide later keys from each query.
         causal_alignment: "bottom_right" aligns the last query with the last key, "top_left" the first with the first.
         window_size: (left, right) bounds around the diagonal; -1 is unbounded.
@@ -161,7 +164,7 @@ def sdpa_paged(
         >>> table = torch.tensor([[5, 2], [7, 0]], dtype=torch.int32)
         >>> lengths = torch.tensor([20, 9], dtype=torch.int32)
         >>> q = torch.randn(2, 8, 1, 64, dtype=torch.bfloat16)
-        >>> cudnn_sdpa.sdpa_paged(q, k_pages, v_pages, table, lengths).shape
+        >>> cudnn_sdpa.sdpa_paged(q, k_pages, v_pages, table, lengths, page_layout="HND").shape
         torch.Size([2, 8, 1, 64])
 
     Paged KV caches come from vLLM ("Efficient Memory Management for Large Language Model Serving with PagedAttention",
@@ -205,9 +208,9 @@ class Keywords(TypedDict):
     seq_lens_kv: Tensor
     page_table_v: Tensor | None
     seq_lens_q: Tensor | None
-    page_layout: str
+    page_layout: PageLayout | None
     is_causal: bool
-    causal_alignment: str
+    causal_alignment: Alignment
     window_size: tuple[int, int] | None
     scale: float | None
     softcap: float | None
@@ -224,9 +227,9 @@ def call_of(
     seq_lens_kv: Tensor,
     page_table_v: Tensor | None,
     seq_lens_q: Tensor | None,
-    page_layout: str,
+    page_layout: PageLayout | None,
     is_causal: bool,
-    causal_alignment: str,
+    causal_alignment: Alignment,
     window_size: tuple[int, int] | None,
     scale: float | None,
     softcap: float | None,
@@ -245,7 +248,7 @@ def call_of(
         seq_lens_kv=seq_lens_kv,
         seq_lens_q=seq_lens_q,
         sinks=None if sinks is None else as_sinks(sinks),
-        page_layout=page_layout,
+        page_layout=page_layout,  # type: ignore[arg-type]  # None is refused by the check of types
         is_causal=is_causal,
         causal_alignment=causal_alignment,
         window_left=left,

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.paged import plans
-from cudnn_sdpa.attention.paged.arguments import PagedArguments
+from cudnn_sdpa.attention.paged.arguments import PagedArguments, PageLayout
 from cudnn_sdpa.attention.paged.kv_cache_checks import PlanOptions, check_count
 from cudnn_sdpa.attention.paged.plans import row_bucket
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
@@ -44,7 +44,7 @@ class _CallOptions(TypedDict, total=False):
 class Cache(Protocol):
     """The part of `PagedKVCache` that is used here."""
 
-    page_layout: str
+    page_layout: PageLayout
     _mark: tuple[int, int, int]
 
     def k_pages(self) -> Tensor:
@@ -136,7 +136,7 @@ def _options(options: PlanOptions, page_layout: str) -> _CallOptions:
         raise OptionError(name, "an argument", f"one of {', '.join(sorted(known))}", "It does not affect a plan.")
     others = {name: value for name, value in options.items() if name != "window_size"}
     data = {name: torch.empty_like(x, device=_META) if isinstance(x, Tensor) else x for name, x in others.items()}
-    fields = {"page_layout": page_layout, "window_left": left, "window_right": right}
+    fields = {"sinks": None, "page_layout": page_layout, "window_left": left, "window_right": right}
     return cast("_CallOptions", fields | {_NAMES.get(name, name): x for name, x in data.items()})
 
 

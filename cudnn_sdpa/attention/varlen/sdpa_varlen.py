@@ -12,6 +12,7 @@ from cudnn_sdpa.attention import arguments, backward_arguments, memory, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, as_float, as_int, as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.dense import large_backward
+from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen import launch, plans, reference
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments, VarlenGradientCall
@@ -36,7 +37,7 @@ def sdpa_varlen(
     max_seqlen_kv: int,
     *,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     dropout_p: float = ...,
@@ -59,7 +60,7 @@ def sdpa_varlen(
     max_seqlen_kv: int,
     *,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     dropout_p: float = ...,
@@ -82,7 +83,7 @@ def sdpa_varlen(
     max_seqlen_kv: int,
     *,
     is_causal: bool = ...,
-    causal_alignment: str = ...,
+    causal_alignment: Alignment = ...,
     window_size: tuple[int, int] | None = ...,
     scale: float | None = ...,
     dropout_p: float = ...,
@@ -104,7 +105,7 @@ def sdpa_varlen(
     max_seqlen_kv: int,
     *,
     is_causal: bool = False,
-    causal_alignment: str = "bottom_right",
+    causal_alignment: Alignment = "bottom_right",
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     dropout_p: float = 0.0,
@@ -203,7 +204,7 @@ class SharedKeywords(TypedDict):
     max_seqlen_q: int
     max_seqlen_kv: int
     is_causal: bool
-    causal_alignment: str
+    causal_alignment: Alignment
     window_size: tuple[int, int] | None
     scale: float | None
     softcap: float | None
@@ -228,7 +229,7 @@ def call_of(
     max_seqlen_q: int,
     max_seqlen_kv: int,
     is_causal: bool,
-    causal_alignment: str,
+    causal_alignment: Alignment,
     window_size: tuple[int, int] | None,
     scale: float | None,
     dropout_p: float,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
+from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.varlen.arguments import VarlenGradientCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, SharedKeywords, call_of
 from cudnn_sdpa.engine import autograd_checks
@@ -30,7 +31,7 @@ def sdpa_varlen_backward(
     max_seqlen_kv: int,
     *,
     is_causal: bool = False,
-    causal_alignment: str = "bottom_right",
+    causal_alignment: Alignment = "bottom_right",
     window_size: tuple[int, int] | None = None,
     scale: float | None = None,
     softcap: float | None = None,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from cudnn_sdpa.distributed import shard
 from cudnn_sdpa.nn import RotaryEmbedding, TransformerLayer, parallel_plan
 from cudnn_sdpa.nn.attention import AttentionOptions
 
-METHOD = "ring"  #: of context parallelism
+METHOD: Final = "ring"  #: of context parallelism
 
 
 class Sizes(NamedTuple):

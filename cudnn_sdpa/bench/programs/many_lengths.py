@@ -16,6 +16,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ from cudnn_sdpa.bench.programs.first_call import start_cuda, start_library
 from cudnn_sdpa.bench.tools import cases, peers
 from cudnn_sdpa.offline.background import background
 from cudnn_sdpa.plans.cache import no_plan_builds, plan_cache
-from cudnn_sdpa.plans.shape_policy import EXACT, TIERED, shape_policy
+from cudnn_sdpa.plans.shape_policy import EXACT, TIERED, Policy, shape_policy
 
 HEADS_Q, HEADS_KV, DIM = 32, 8, 128
 MAX_LENGTH = 8192
@@ -90,7 +91,7 @@ def _prepare_process() -> None:
     gc.disable()
 
 
-def passes(policy: str) -> dict[str, dict[str, float]]:
+def passes(policy: Policy | Literal["pytorch"]) -> dict[str, dict[str, float]]:
     """A cold pass, then one over as many other lengths."""
     _prepare_process()
     inputs = Inputs()
@@ -144,7 +145,7 @@ def takeover() -> dict[str, float]:
 
 def _steady(inputs: Inputs, seqlens: list[int]) -> dict[str, float]:
     """Microseconds of a call under each policy, in turn, when every length has its exact plan."""
-    times: dict[str, list[float]] = {EXACT: [], TIERED: []}
+    times: dict[Policy, list[float]] = {EXACT: [], TIERED: []}
     for _ in range(9):
         for policy, measured in times.items():
             with shape_policy(policy):

@@ -8,16 +8,17 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+from typing import Literal, cast
 
 from torch import Tensor
 
 from cudnn_sdpa.bench.programs import many_lengths
 from cudnn_sdpa.bench.tools import cases, peers
 from cudnn_sdpa.bench.tools.providers import provided_by
-from cudnn_sdpa.plans.shape_policy import shape_policy
+from cudnn_sdpa.plans.shape_policy import Policy, shape_policy
 
 
-def measure(name: str, policy: str) -> dict[str, object]:
+def measure(name: str, policy: Policy | Literal[""]) -> dict[str, object]:
     """The time of all calls and the longest wait for one; or why there are none."""
     many_lengths._prepare_process()
     inputs = many_lengths.Inputs()
@@ -44,4 +45,4 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(*sys.argv[1:])))
+    print(json.dumps(measure(sys.argv[1], cast("Policy", sys.argv[2]))))

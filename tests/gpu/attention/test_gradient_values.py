@@ -132,6 +132,53 @@ def test_a_mask_that_masks_everything(sq, kind, sinks):
         assert (gradient == 0).all()
 
 
+FINFO = {dtype: float(torch.finfo(dtype).min) for dtype in (torch.float32, torch.bfloat16, torch.float16)}
+
+
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize(
+    ("of_mask", "low"),
+    [
+        *((torch.float32, low) for low in (FINFO[torch.float32], -2.5e38, -2.2e38, -1e9)),
+        *((torch.bfloat16, low) for low in (FINFO[torch.bfloat16], -2.2e38, -1e9)),
+        (torch.float16, FINFO[torch.float16]),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("sq", [1, 40, 200])
+def test_rows_that_a_large_finite_value_covers(sq, of_mask, low, sinks):
+    """As on the CPU: a value below -2.36e38 masks a key, any other is only a large number."""
+    dtype = torch.float16 if of_mask == torch.float16 else torch.bfloat16
+    q, k, v = (make("bshd", 2, 4, n, 64, dtype) for n in (sq, 96, 96))
+    mask = torch.randn(2, 1, sq, 96, device="cuda").to(of_mask)
+    mask[0, :, ::3] = low
+    mask[1, :, :, 20:] = low
+    covered = torch.zeros(2, 4, sq, dtype=torch.bool)
+    covered[0, :, ::3] = True
+    given = {"q": q, "k": k, "v": v, "attn_mask": mask}
+    given |= {"sinks": torch.randn(4, device="cuda") + 1} if sinks else {}
+    out, lse = cudnn_sdpa.sdpa(**given, return_lse=True)
+    on_cpu = {name: x.cpu() for name, x in given.items()}
+    wanted, wanted_lse = cudnn_sdpa.sdpa(**on_cpu, return_lse=True)
+    torch.testing.assert_close(out.cpu(), wanted, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(lse.cpu(), wanted_lse, rtol=1e-5, atol=2e-3)
+    is_masked = low < -2.36e38
+    if is_masked or sinks:  # a sink outweighs any such score
+        assert not out.cpu()[covered].any()
+    else:
+        assert wanted[covered].any()
+    if not is_masked:  # the LSE of a row at -1e9 has lost the number of keys in float32, and cuDNN's gradients need it
+        return
+    leaves, leaves_on_cpu = ([x.requires_grad_() for x in of.values()] for of in (given, on_cpu))
+    grad_out = torch.randn_like(out)
+    found = torch.autograd.grad(cudnn_sdpa.sdpa(**given), leaves, grad_out)
+    expected = torch.autograd.grad(cudnn_sdpa.sdpa(**on_cpu), leaves_on_cpu, grad_out.cpu())
+    for name, one, other in zip(given, found, expected, strict=True):
+        assert one.isfinite().all(), name
+        assert dense_calls.difference(one.cpu().double(), other.double()) < 2e-2, name
+    assert not found[0].cpu()[covered].any()
+
+
 HEAD_DIMS = [*((d, d) for d in range(8, 257, 8)), (192, 128), (64, 32), (32, 64), (128, 64)]
 
 

@@ -72,6 +72,8 @@ def freed(x):
 def options_of(name):
     if "varlen" in name:
         return {"max_seqlen_q": 56, "max_seqlen_kv": 56}
+    if "paged" in name:
+        return {"page_layout": "HND"}
     ones = (torch.ones(1, device="cuda") for _ in range(6))
     return {"scales": cudnn_sdpa.Fp8Scales(*ones)} if "fp8" in name else {}
 

@@ -111,7 +111,7 @@ def calls_with_a_scale():
         "sdpa_varlen_backward": lambda scale: sdpa_varlen_backward(
             rows, rows, torch.zeros(9, 2), rows, rows, rows, ENDS, ENDS, 5, 5, scale=scale
         ),
-        "sdpa_paged": lambda scale: sdpa_paged(*paged, scale=scale),
+        "sdpa_paged": lambda scale: sdpa_paged(*paged, page_layout="HND", scale=scale),
         "PagedKVCache.attend": lambda scale: cache.attend(step, single, scale=scale),
         "sdpa_fp8": lambda scale: sdpa_fp8(fp8, fp8, fp8, fp8_scales, scale=scale),
         "sdpa_fp8_backward": lambda scale: sdpa_fp8_backward(

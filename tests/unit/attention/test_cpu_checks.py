@@ -147,8 +147,8 @@ def test_every_support_rule_is_checked(monkeypatch):
         lambda: sdpa(q, k, v),
         lambda: cudnn_sdpa.scaled_dot_product_attention(q, k, v, enable_gqa=True),
         lambda: sdpa_varlen(q_packed, q_packed, q_packed, offsets(8), offsets(8), 8, 8),
-        lambda: cudnn_sdpa.sdpa_paged(q[:, :, :1], pages, pages, table, lengths),
-        lambda: cudnn_sdpa.sdpa_paged(torch.cat([q, q], 2), pages, pages, table, lengths),
+        lambda: cudnn_sdpa.sdpa_paged(q[:, :, :1], pages, pages, table, lengths, page_layout="HND"),
+        lambda: cudnn_sdpa.sdpa_paged(torch.cat([q, q], 2), pages, pages, table, lengths, page_layout="HND"),
     ):
         with pytest.raises(UnsupportedError, match=f"{NOTE}(?s:.*)24 is out of fashion(?s:.*)another number"):
             call()
@@ -244,7 +244,8 @@ def test_checks_are_cached_per_gpu_and_options():
 
 
 def _paged(x):
-    return cudnn_sdpa.sdpa_paged(x, x, x, torch.zeros(1, 1, dtype=torch.int32), torch.tensor([8], dtype=torch.int32))
+    numbers = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([8], dtype=torch.int32)
+    return cudnn_sdpa.sdpa_paged(x, x, x, *numbers, page_layout="HND")
 
 
 def _cache(x):

@@ -168,7 +168,7 @@ def paged(rng):
     if rng.random() < 0.3:
         tensors["sinks"] = torch.randn(4)
     known = ("scale", "is_causal", "softcap", "window_size", "causal_alignment", "return_lse", "out", "page_layout")
-    return cudnn_sdpa.sdpa_paged, tensors, {}, known
+    return cudnn_sdpa.sdpa_paged, tensors, {"page_layout": "HND"}, known
 
 
 def exact_paged(numbers, options):

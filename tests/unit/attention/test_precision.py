@@ -7,6 +7,7 @@ import torch
 from float64_reference import attend, gradients
 
 import cudnn_sdpa
+from cudnn_sdpa import kernels
 from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
 from cudnn_sdpa.attention.dense import reference as dense_reference
 from cudnn_sdpa.attention.dense.plans import Needs
@@ -43,7 +44,7 @@ def assert_right(tensors, **options):
 @pytest.mark.parametrize("low", [-1e4, -1e9, LOWEST / 2, LOWEST])
 @pytest.mark.parametrize("sinks", [False, True])
 def test_rows_masked_by_a_large_finite_value(low, sinks):
-    """float32 scores near -1e9 are all equal, so the weights of a masked row are equal."""
+    """float32 scores near -1e9 are all equal, so the weights of a masked row are equal; near LOWEST they are zero."""
     mask = torch.zeros(5, 7)
     mask[1] = mask[4] = low
     mask[2, 3:] = low
@@ -55,6 +56,66 @@ def test_rows_masked_by_a_large_finite_value(low, sinks):
         tensors["q"] = tensors["q"].abs() * 0.1  # nothing below the lowest finite value
         tensors["k"] = tensors["k"].abs() * 0.1
     assert_right(tensors)
+
+
+def by_each_function(tensors, mask):
+    """The output, and the gradients of all tensors, of a call with a float mask, by each function that takes one."""
+    options = {"attn_mask": mask, "scale": 0.3}
+
+    def in_place_of_cudnn(to):
+        with cudnn_sdpa.cpu_checks("h200"), cudnn_sdpa.fallback(to):  # cuDNN has no float32
+            return cudnn_sdpa.sdpa(**tensors, **options)
+
+    q, k, v = (tensors[name] for name in "qkv")
+    return {
+        "sdpa": lambda: cudnn_sdpa.sdpa(**tensors, **options),
+        "drop-in": lambda: cudnn_sdpa.scaled_dot_product_attention(q, k, v, **options),
+        "kernels": lambda: kernels.attention(q, k, v, mask=mask, scale=0.3),
+        "reference": lambda: kernels.reference_attention(q, k, v, mask, scale=0.3),
+        "fallback to PyTorch": lambda: in_place_of_cudnn("torch"),
+        "fallback to PyTorch's functions": lambda: dense_reference.pytorchs(
+            ForwardArguments(q, k, v, attn_mask=mask, scale=0.3)
+        ),
+        "fallback to kernels": lambda: in_place_of_cudnn("kernels"),
+    }
+
+
+@pytest.mark.parametrize("low", [LOWEST, float(torch.finfo(torch.bfloat16).min), -2.4e38, -2.3e38, -1e9])
+@pytest.mark.parametrize("name", by_each_function({**dict.fromkeys("qkv")}, None))
+def test_values_that_mask_a_key(name, low):
+    """One meaning for all functions, that of cuDNN: below -2.36e38, minus infinity; above, only a large number."""
+    tensors = {n: torch.randn(2, 2, 6, 8, requires_grad=True) for n in "qkv"}
+    mask = torch.randn(6, 6)
+    covered, mask[1, 2:] = [0, 3], low
+    mask[covered] = low
+    mask.requires_grad_()
+    out = by_each_function(tensors, mask)[name]()
+    exact, lse, wanted = gradients({**tensors, "attn_mask": mask}, torch.ones_like(out), scale=0.3)
+    is_masked = low < -2.36e38
+    assert bool(lse[:, :, covered].isneginf().all()) is is_masked
+    mean = 0.0 if is_masked else tensors["v"].mean(2, keepdim=True)
+    torch.testing.assert_close(out[:, :, covered], torch.zeros_like(out[:, :, covered]) + mean)
+    kept = [row for row in range(6) if row not in covered]
+    torch.testing.assert_close(out[:, :, kept].double(), exact[:, :, kept], rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(out.sum(), [*tensors.values(), mask])
+    for one, (which, other) in zip(found, wanted.items(), strict=True):
+        if is_masked:
+            torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4, msg=which)
+    if is_masked:
+        assert not found[-1][covered].any()
+        assert found[-1][kept].any()
+
+
+def test_lse_and_sinks_of_rows_that_a_finite_minimum_masks():
+    tensors = {n: torch.randn(1, 2, 4, 8) for n in "qkv"}
+    mask = torch.randn(4, 4)
+    mask[2] = LOWEST
+    lse = cudnn_sdpa.sdpa(**tensors, attn_mask=mask, return_lse=True)[1]
+    assert lse.isneginf().nonzero().tolist() == [[0, 0, 2], [0, 1, 2]]
+    sinks = torch.randn(2)
+    out, lse = cudnn_sdpa.sdpa(**tensors, attn_mask=mask, sinks=sinks, return_lse=True)
+    assert torch.equal(lse[0, :, 2], sinks)
+    assert not out[:, :, 2].any()
 
 
 @pytest.mark.parametrize("sink", [-1e4, -100.0, 100.0, 1e4, 3e38])

@@ -60,9 +60,10 @@ def test_both_offsets_are_checked():
     assert packed(right, int32(0, 4, 8, 9)).shape == (10, 2, 8), "rows past the last sequence belong to nobody"
 
 
-def paged(table, lengths, of=cudnn_sdpa.sdpa_paged):
+def paged(table, lengths):
     pages = torch.randn(4, 2, 8, 16)
-    return of(torch.randn(2, 2, 1, 16), pages, pages, torch.tensor(table, dtype=torch.int32), int32(*lengths))
+    numbers = torch.tensor(table, dtype=torch.int32), int32(*lengths)
+    return cudnn_sdpa.sdpa_paged(torch.randn(2, 2, 1, 16), pages, pages, *numbers, page_layout="HND")
 
 
 def test_page_ids_outside_of_the_cache_raise():
@@ -99,7 +100,7 @@ def calls_with_values():
             offsets,
         ),
         "sdpa_paged": (
-            lambda **more: cudnn_sdpa.sdpa_paged(q, pages, pages, **more),
+            lambda **more: cudnn_sdpa.sdpa_paged(q, pages, pages, page_layout="HND", **more),
             {**paged, "seq_lens_q": int32(5, 1)},
         ),
         "sdpa_fp8": (lambda **more: cudnn_sdpa.sdpa_fp8(fp8, fp8, fp8, scales, **more), lengths),

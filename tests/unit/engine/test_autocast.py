@@ -82,10 +82,10 @@ def test_sinks_and_lengths_are_not_cast(dtype):
 def test_queries_are_cast_to_the_dtype_of_pages():
     q, (k, v) = torch.randn(1, 4, 1, 16), torch.randn(2, 3, 2, 8, 16).bfloat16()
     table, lengths = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([11], dtype=torch.int32)
-    wanted = sdpa_paged(q.bfloat16(), k, v, table, lengths)
+    wanted = sdpa_paged(q.bfloat16(), k, v, table, lengths, page_layout="HND")
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(sdpa_paged(q, k, v, table, lengths), wanted)
+        assert torch.equal(sdpa_paged(q, k, v, table, lengths, page_layout="HND"), wanted)
     with torch.autocast("cpu", dtype=torch.float16), pytest.raises(DtypeError, match="float32"):
-        sdpa_paged(q, k, v, table, lengths)
+        sdpa_paged(q, k, v, table, lengths, page_layout="HND")
     with pytest.raises(DtypeError, match="float32"):
-        sdpa_paged(q, k, v, table, lengths)
+        sdpa_paged(q, k, v, table, lengths, page_layout="HND")

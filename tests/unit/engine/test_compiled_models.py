@@ -197,7 +197,9 @@ LOOPS = {
     "sdpa_varlen": (lambda x: sdpa_varlen(x, x, x, OFFSETS, OFFSETS, 5, 5), (3, 8, 4, 16)),
     "sdpa_paged": (
         lambda x: sdpa_paged(
-            x, torch.ones(3, 4, 2, 16), torch.ones(3, 4, 2, 16), torch.tensor([[0, 1]]).int(), torch.tensor([3]).int()
+            *(x, torch.ones(3, 4, 2, 16), torch.ones(3, 4, 2, 16)),
+            *(torch.tensor([[0, 1]]).int(), torch.tensor([3]).int()),
+            page_layout="HND",
         ),
         (3, 1, 4, 1, 16),
     ),

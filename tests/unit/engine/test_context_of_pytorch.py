@@ -37,7 +37,7 @@ calls = {
     "fp8": lambda: c.sdpa_fp8(fp8, fp8, fp8, c.Fp8Scales(*[one] * 6)).out.float(),
     "fp8, differentiable": lambda: c.fp8_attention(half, half, half),
     "fp8 module": lambda: c.Fp8Attention()(half, half, half),
-    "paged": lambda: c.sdpa_paged(q, pages, pages, table, lengths),
+    "paged": lambda: c.sdpa_paged(q, pages, pages, table, lengths, page_layout="HND"),
     "cache": lambda: cache.attend(step, q),
     "own kernels": lambda: c.kernels.attention(q, k, v, is_causal=True),
     "own kernels, module": lambda: c.kernels.CUDAAttention()(q, k, v),

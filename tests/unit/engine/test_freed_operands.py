@@ -83,7 +83,7 @@ CALLS = {
         **pages(),
     },
 }
-OPTIONS = {"sdpa_varlen": {"max_seqlen_q": 5, "max_seqlen_kv": 5}}
+OPTIONS = {"sdpa_varlen": {"max_seqlen_q": 5, "max_seqlen_kv": 5}, "sdpa_paged": {"page_layout": "HND"}}
 
 
 def shrunk(x):

@@ -240,7 +240,9 @@ CASES = {
         {"q": HEADS, "k": Partial(), "v": Partial()},
         **LONGEST,
     ),
-    "paged, heads": case(cudnn_sdpa.sdpa_paged, paged, all_of(HEADS, "q", "k_pages", "v_pages"), [HEADS]),
+    "paged, heads": case(
+        cudnn_sdpa.sdpa_paged, paged, all_of(HEADS, "q", "k_pages", "v_pages"), [HEADS], page_layout="HND"
+    ),
     "paged, heads, NHD": case(
         cudnn_sdpa.sdpa_paged,
         lambda: paged(layout="NHD"),
@@ -250,9 +252,16 @@ CASES = {
         return_lse=True,
     ),
     "paged, batch": case(
-        cudnn_sdpa.sdpa_paged, paged, all_of(BATCH, "q", "page_table", "seq_lens_kv"), [BATCH, BATCH], return_lse=True
+        cudnn_sdpa.sdpa_paged,
+        paged,
+        all_of(BATCH, "q", "page_table", "seq_lens_kv"),
+        [BATCH, BATCH],
+        page_layout="HND",
+        return_lse=True,
     ),
-    "paged, query heads": case(cudnn_sdpa.sdpa_paged, lambda: paged(heads_kv=1), {"q": HEADS}, [HEADS]),
+    "paged, query heads": case(
+        cudnn_sdpa.sdpa_paged, lambda: paged(heads_kv=1), {"q": HEADS}, [HEADS], page_layout="HND"
+    ),
     "fp8, batch": case(
         run_fp8,
         lambda: {name: fp8(4, 2, 16, 128) for name in QKV},

@@ -17,6 +17,7 @@ from cudnn_sdpa import CudnnSdpaError
 
 
 def rms(x, weight=None, eps=1e-6, residual=None, activation=None, zero_centered=False):
+    eps = torch.finfo(torch.float32).eps if eps is None else eps
     total = x if residual is None else x + residual
     factor = 1.0 if weight is None else weight + 1 if zero_centered else weight
     y = total * (total.square().mean(-1, keepdim=True) + eps).rsqrt() * factor

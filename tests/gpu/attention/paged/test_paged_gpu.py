@@ -202,11 +202,11 @@ def test_interleaved_pages_and_separate_tables():
     q = queries_for(cache)
     wanted = cache(q)
     k, v = both.unbind(1)
-    assert_same(sdpa_paged(q, k, v, cache.table, cache.lengths), wanted)
+    assert_same(sdpa_paged(q, k, v, cache.table, cache.lengths, page_layout="HND"), wanted)
     table_v = torch.argsort(order)[cache.table.long()].int()
     for queries in (1, 20):
         q = queries_for(cache, queries)
-        found = sdpa_paged(q, k, v[order], cache.table, cache.lengths, page_table_v=table_v)
+        found = sdpa_paged(q, k, v[order], cache.table, cache.lengths, page_table_v=table_v, page_layout="HND")
         assert_same(found, cache(q))
 
 
@@ -445,7 +445,7 @@ def test_a_warm_step_on_the_same_tensors_reads_current_data():
         cache.reserve(numbers, into=step)
         cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))
         q.normal_()
-        out, lse = sdpa_paged(q, *pages, return_lse=True)
+        out, lse = sdpa_paged(q, *pages, page_layout="HND", return_lse=True)
         assert_decoded(cache, numbers, q, out)
         assert lse.isfinite().all()
 
@@ -456,14 +456,14 @@ def test_a_warm_step_on_another_stream_and_in_a_graph():
     cache.reserve(numbers, into=step)
     cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))
     pages = cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
-    sdpa_paged(q, *pages)
+    sdpa_paged(q, *pages, page_layout="HND")
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        assert_decoded(cache, numbers, q, sdpa_paged(q, *pages))
+        assert_decoded(cache, numbers, q, sdpa_paged(q, *pages, page_layout="HND"))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), no_plan_builds():
-        out = sdpa_paged(q, *pages)
+        out = sdpa_paged(q, *pages, page_layout="HND")
     for _ in range(3):
         q.normal_()
         out.fill_(math.nan)
@@ -479,13 +479,13 @@ def test_a_step_that_is_read_in_place_is_not_tuned():
     cache.k_pages().normal_(), cache.v_pages().normal_()
     q = torch.randn(1, 8, 1, 64, device="cuda", dtype=BF16)
     pages = cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
-    assert not explain(sdpa_paged, q, *pages).extra_kernels
+    assert not explain(sdpa_paged, q, *pages, page_layout="HND").extra_kernels
     plan_cache.clear()
     with cudnn_sdpa.autotune() as report:
         for _ in range(2):
-            assert_decoded(cache, [sequence], q, sdpa_paged(q, *pages))
+            assert_decoded(cache, [sequence], q, sdpa_paged(q, *pages, page_layout="HND"))
     assert ["table_k" in entry.reason for entry in report.entries] == [True]
-    assert_decoded(cache, [sequence], q, sdpa_paged(q, *pages))
+    assert_decoded(cache, [sequence], q, sdpa_paged(q, *pages, page_layout="HND"))
 
 
 def test_a_shared_table_that_becomes_two():
@@ -496,7 +496,9 @@ def test_a_shared_table_that_becomes_two():
     moved = cache.pages[1][order].contiguous()
     table_v = torch.argsort(order)[cache.table.long()].int()
     for _ in range(2):
-        found = sdpa_paged(q, cache.pages[0], moved, cache.table, cache.lengths, page_table_v=table_v)
+        found = sdpa_paged(
+            q, cache.pages[0], moved, cache.table, cache.lengths, page_table_v=table_v, page_layout="HND"
+        )
         assert_same(found, shared)
         assert_same(cache(q), shared)
 
@@ -543,9 +545,9 @@ def test_steps_of_other_caches_are_checked():
     step = large.reserve(sequences, 100)
     q = torch.randn(2, 8, 1, 64, device="cuda", dtype=BF16)
     given = q, small.k_pages(), small.v_pages(), step.page_table, step.seq_lens_kv
-    sdpa_paged(*given)  # ids are clamped
+    sdpa_paged(*given, page_layout="HND")  # ids are clamped
     torch.cuda.synchronize()
-    assert explain(sdpa_paged, *given).extra_kernels
+    assert explain(sdpa_paged, *given, page_layout="HND").extra_kernels
 
 
 def test_a_scale_that_is_not_positive():
@@ -553,9 +555,9 @@ def test_a_scale_that_is_not_positive():
     step = cache.reserve(numbers)
     q = torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
     given = (q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
-    wanted = sdpa_paged(-q, *given[1:], scale=0.2)
+    wanted = sdpa_paged(-q, *given[1:], page_layout="HND", scale=0.2)
     for _ in range(2):
-        assert_same(sdpa_paged(*given, scale=-0.2), wanted)
+        assert_same(sdpa_paged(*given, page_layout="HND", scale=-0.2), wanted)
 
 
 def test_cached_steps_are_not_mixed_up():
@@ -572,20 +574,20 @@ def test_cached_steps_are_not_mixed_up():
         {"is_causal": False},
         {"sinks": torch.ones(8, device="cuda")},
     ]
-    first = [sdpa_paged(q, *pages, **options) for options in calls]
+    first = [sdpa_paged(q, *pages, page_layout="HND", **options) for options in calls]
     for _ in range(3):
         for options, wanted in zip(calls, first, strict=True):
             for _ in range(2):
-                found = sdpa_paged(q, *pages, **options)
+                found = sdpa_paged(q, *pages, page_layout="HND", **options)
                 for x, y in zip(*((r if isinstance(r, tuple) else (r,)) for r in (found, wanted)), strict=True):
                     assert_same(x, y)
     shifted = torch.empty(q.numel() + 1, device="cuda", dtype=BF16)[1:].view(q.shape)
     with pytest.raises(cudnn_sdpa.LayoutError):
-        sdpa_paged(shifted, *pages)
+        sdpa_paged(shifted, *pages, page_layout="HND")
     with pytest.raises(cudnn_sdpa.UnsupportedError):
-        sdpa_paged(q.clone().requires_grad_(), *pages)
+        sdpa_paged(q.clone().requires_grad_(), *pages, page_layout="HND")
     with pytest.raises(cudnn_sdpa.ArgumentError):
-        sdpa_paged(q, *pages, is_causal=1)
+        sdpa_paged(q, *pages, page_layout="HND", is_causal=1)
 
 
 def test_many_threads():

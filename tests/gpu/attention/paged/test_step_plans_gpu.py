@@ -56,7 +56,8 @@ def reference(cache, step, q, options):
     """The same on the CPU, in float32: plans that a helper made must compute what they should."""
     pages = (x.cpu().float() for x in (cache.k_pages(), cache.v_pages()))
     numbers = step.page_table.cpu(), step.seq_lens_kv.cpu()
-    return sdpa_paged(q.cpu().float(), *pages, *numbers, seq_lens_q=step.seq_lens_q.cpu(), **options)
+    options = {"seq_lens_q": step.seq_lens_q.cpu(), "page_layout": cache.page_layout, **options}
+    return sdpa_paged(q.cpu().float(), *pages, *numbers, **options)
 
 
 def test_a_capture_without_a_plan_suggests_warmup():

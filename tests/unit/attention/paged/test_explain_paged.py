@@ -53,10 +53,11 @@ def key_of(monkeypatch):
         layout = options.pop("page_layout", "HND")
         q, k, v, *rest = arguments
         left, right = options.pop("window_size", (-1, -1))
+        sides = {"seq_lens_q": None, "sinks": None}
         call = PagedArguments(
             *(q, k, v, rest[0], None, rest[1]),
             page_layout=layout,
-            **{{"return_lse": "with_lse"}.get(name, name): value for name, value in options.items()},
+            **sides | {{"return_lse": "with_lse"}.get(name, name): value for name, value in options.items()},
             window_left=left,
             window_right=right,
         )
@@ -106,12 +107,12 @@ CALLS = {
 def test_the_explained_key_is_that_of_the_call(key_of, name):
     sizes, options = CALLS[name]
     given = arguments(**sizes)
-    described = describer_of(sdpa_paged)(*given, **options)
+    described = describer_of(sdpa_paged)(*given, **{"page_layout": "HND", **options})
     assert described.key(H200, torch.empty(0, device="meta").get_device()) == key_of(*given, **options)
 
 
 def notes(*given, **options):
-    return "\n".join(describer_of(sdpa_paged)(*given, **options).extra_kernels)
+    return "\n".join(describer_of(sdpa_paged)(*given, page_layout="HND", **options).extra_kernels)
 
 
 def test_extra_kernels():
@@ -128,10 +129,10 @@ def test_extra_kernels():
 
 
 def test_explain_without_a_gpu(can_explain):  # noqa: ARG001
-    report = explain(sdpa_paged, *arguments())
+    report = explain(sdpa_paged, *arguments(), page_layout="HND")
     assert report.supported
     assert "paged_decode" in report.key
-    refused = explain(sdpa_paged, arguments()[0].requires_grad_(), *arguments()[1:])
+    refused = explain(sdpa_paged, arguments()[0].requires_grad_(), *arguments()[1:], page_layout="HND")
     assert not refused.supported
     assert "inference only" in str(refused)
 
@@ -151,7 +152,7 @@ def test_a_call_is_verified():
     cache.append(step, *(torch.randn(1, 2, 5, 64, dtype=torch.bfloat16) for _ in range(2)))
     q = torch.randn(1, 8, 5, 64, dtype=torch.bfloat16)
     given = (q, cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv)
-    errors = describer_of(sdpa_paged)(*given, return_lse=True).verify(False)
+    errors = describer_of(sdpa_paged)(*given, page_layout="HND", return_lse=True).verify(False)
     assert set(errors) == {"out", "lse"}
     assert max(errors.values()) < 1e-2
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from fake_gpu import gpu_on_the_cpu
+from float64_reference import attend
 
 import cudnn_sdpa
 from cudnn_sdpa import (
@@ -85,7 +86,7 @@ def test_options_match_dense_attention(options, queries):
     options = {"is_causal": True, "causal_alignment": "bottom_right", **options}
     if options.get("sinks"):
         options["sinks"] = torch.randn(HEADS)
-    out = sdpa_paged(q, k_pages, v_pages, table, lens, **options)
+    out = sdpa_paged(q, k_pages, v_pages, table, lens, page_layout="HND", **options)
     for b in range(len(lengths)):
         torch.testing.assert_close(out[b : b + 1], sdpa(q[b : b + 1], k[b][None], v[b][None], **options))
 
@@ -94,7 +95,7 @@ def test_sequences_without_keys_and_absent_queries_are_zeros():
     k_pages, v_pages, table, lens, k, v = pages_of([0, 40, 33])
     q = torch.randn(3, HEADS, 4, DIM, dtype=torch.float64)
     present = torch.tensor([4, 0, 3], dtype=torch.int32)
-    out, lse = sdpa_paged(q, k_pages, v_pages, table, lens, seq_lens_q=present, return_lse=True)
+    out, lse = sdpa_paged(q, k_pages, v_pages, table, lens, seq_lens_q=present, page_layout="HND", return_lse=True)
     assert (out[:2] == 0).all()
     assert (lse[:2] == -torch.inf).all()
     assert (out[2, :, 3] == 0).all()
@@ -108,8 +109,8 @@ def test_values_may_have_a_separate_table():
     order = torch.randperm(v_pages.shape[0])
     table_v = torch.argsort(order)[table.long()].int()
     q = torch.randn(2, HEADS, 1, DIM, dtype=torch.float64)
-    out = sdpa_paged(q, k_pages, v_pages[order], table, lens, page_table_v=table_v)
-    torch.testing.assert_close(out, sdpa_paged(q, k_pages, v_pages, table, lens))
+    out = sdpa_paged(q, k_pages, v_pages[order], table, lens, page_table_v=table_v, page_layout="HND")
+    torch.testing.assert_close(out, sdpa_paged(q, k_pages, v_pages, table, lens, page_layout="HND"))
     del k, v
 
 
@@ -119,15 +120,22 @@ def test_tables_with_any_row_stride_and_out():
     wide[:, 7 : 7 + table.shape[1]] = table
     q = torch.randn(2, HEADS, 2, DIM, dtype=torch.float64)
     out = torch.empty_like(q)
-    found = sdpa_paged(q, k_pages, v_pages, wide[:, 7 : 7 + table.shape[1]], lens, out=out)
+    found = sdpa_paged(q, k_pages, v_pages, wide[:, 7 : 7 + table.shape[1]], lens, page_layout="HND", out=out)
     assert found is out
-    torch.testing.assert_close(out, sdpa_paged(q, k_pages, v_pages, table, lens))
+    torch.testing.assert_close(out, sdpa_paged(q, k_pages, v_pages, table, lens, page_layout="HND"))
 
 
 def arguments(dtype=torch.float32):
     k_pages, v_pages, table, lens, *_ = pages_of([37, 20], dtype=dtype)
     q = torch.randn(2, HEADS, 1, DIM, dtype=dtype)
-    return {"q": q, "k_pages": k_pages, "v_pages": v_pages, "page_table": table, "seq_lens_kv": lens}
+    return {
+        "q": q,
+        "k_pages": k_pages,
+        "v_pages": v_pages,
+        "page_table": table,
+        "seq_lens_kv": lens,
+        "page_layout": "HND",
+    }
 
 
 WRONG = {
@@ -271,7 +279,8 @@ def test_attention_on_a_cache_prefill_in_chunks_and_decode():
     for first, last in ((0, 6), (6, 10), (10, 11), (11, 12), (12, 13)):
         step = cache.reserve([one, two], last - first)
         cache.append(step, k[:, :, first:last], v[:, :, first:last], layer=1)
-        out = sdpa_paged(q[:, :, first:last], cache.k_pages(1), cache.v_pages(1), step.page_table, step.seq_lens_kv)
+        pages = cache.k_pages(1), cache.v_pages(1), step.page_table, step.seq_lens_kv
+        out = sdpa_paged(q[:, :, first:last], *pages, page_layout=cache.page_layout)
         torch.testing.assert_close(out, sdpa(q, k, v, is_causal=True)[:, :, first:last])
 
 
@@ -447,10 +456,30 @@ def test_works_in_every_grad_mode():
     assert torch.equal(cache.read(one)[0], k[0].detach())
 
 
+def test_pages_of_unknown_layout_are_refused():
+    """32 query heads and pages of 16 tokens with 8 heads: as (pages, 16 heads, 8 tokens, …) they would fit, too."""
+    q, pages = torch.randn(2, 32, 1, 64).bfloat16(), torch.randn(16, 16, 8, 64).bfloat16()
+    table = torch.randperm(16).view(2, 8).int()
+    given = q, pages, pages.flip(0), table, torch.tensor([60, 33], dtype=torch.int32)
+    message = (
+        r"page_layout: got None; expected 'HND' for pages \(pages, heads, page size, head dim\), .*PagedKVCache.*"
+        r"'NHD' for pages \(pages, page size, heads, head dim\), .*FlashAttention.*FlashInfer.*vLLM"
+    )
+    for _ in range(2):
+        with pytest.raises(OptionError, match=message):
+            sdpa_paged(*given)
+    with pytest.raises(OptionError, match=message):
+        cudnn_sdpa.explain(sdpa_paged, *given)
+    rows = [x[table.long()].flatten(1, 2).transpose(1, 2).double() for x in given[1:3]]
+    exact, _ = attend(q.double(), *rows, seq_lens_kv=[60, 33])
+    assert float((sdpa_paged(*given, page_layout="NHD").double() - exact).abs().max()) < 2e-2
+    assert float((sdpa_paged(*given, page_layout="HND").double() - exact).abs().max()) > 0.5, "nothing else tells"
+
+
 @pytest.mark.parametrize("page_layout", [["HND"], None, 3])
 def test_invalid_layouts(page_layout):
     with pytest.raises(OptionError, match="page_layout"):
-        sdpa_paged(**arguments(), page_layout=page_layout)
+        sdpa_paged(**{**arguments(), "page_layout": page_layout})
     with pytest.raises(OptionError, match="page_layout"):
         new_cache(page_layout=page_layout)
 
