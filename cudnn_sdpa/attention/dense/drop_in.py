@@ -11,12 +11,13 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from cudnn_sdpa.attention import value_checks
-from cudnn_sdpa.attention.arguments import ForwardArguments, as_float, shape_of
+from cudnn_sdpa.attention.arguments import ForwardArguments, shape_of
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
 from cudnn_sdpa.engine.autograd_checks import PYTORCHS, refuse_context_parallel
 from cudnn_sdpa.engine.memory import check_present, is_causal_bias
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked
+from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
@@ -80,7 +81,7 @@ def scaled_dot_product_attention(
                 refuse_context_parallel("sdpa")
             call = ForwardArguments(
                 *(query, key, value),
-                is_causal=is_causal,
+                is_causal=as_bool(is_causal),
                 scale=None if scale is None else as_float(scale),
                 dropout_p=as_float(dropout_p),
                 deterministic=torch.are_deterministic_algorithms_enabled(),
@@ -162,6 +163,7 @@ def _reshaped(
             got = shape_of(tensor)
             got += "" if name == "query" else f" and query {tuple(query.shape)}"
             raise ShapeError(name, got, "rank 2 or more, the same for query, key and value")
+    enable_gqa, is_causal = as_bool(enable_gqa), as_bool(is_causal)
     if not isinstance(enable_gqa, bool):
         raise OptionError("enable_gqa", repr(enable_gqa), "True or False")
     batch = _batch_of(query, key, value)

@@ -10,7 +10,9 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, check_is_dense, dtype_name, shape_of
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.engine.scalars import LARGEST, is_integer
 from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.graph.symbolic_shapes import is_true
 
 
 class VarlenArguments(NamedTuple):
@@ -161,7 +163,7 @@ def check(call: VarlenArguments) -> None:
     for name, offsets in zip(("q", "kv"), call.offsets, strict=True):
         check_cumulative(f"cu_seqlens_{name}", offsets, call.q)
         max_seqlen = getattr(call, f"max_seqlen_{name}")
-        if not arguments.is_integer(max_seqlen) or max_seqlen < 0:
+        if not is_integer(max_seqlen) or is_true(max_seqlen < 0) or is_true(max_seqlen > LARGEST):
             hint = "A tensor would need a device-to-host copy." if isinstance(max_seqlen, Tensor) else ""
             raise OptionError(
                 f"max_seqlen_{name}", repr(max_seqlen), "the length of the longest sequence, an int", hint
