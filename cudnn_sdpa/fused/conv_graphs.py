@@ -94,8 +94,8 @@ def _sizes(name: str, value: object, rank: int, minimum: int) -> Sizes:
     if is_integer(value):
         value = (value,) * rank
     sizes = tuple([as_index(x) for x in value]) if isinstance(value, (tuple, list)) else ()
-    for size in sizes:
-        if isinstance(size, torch.SymInt):  # PyTorch's own convolution, whose layouts the results have, must know it
+    if is_compiling() or any(isinstance(x, torch.SymInt) for x in sizes):
+        for size in sizes:
             check_known(name, size)
     if len(sizes) != rank or any(not is_integer(x) or is_true(x < minimum) or is_true(x > MAX_SIZE) for x in sizes):
         raise OptionError(name, shown(value), f"an int of at least {minimum}, or {rank} of them, up to {MAX_SIZE}")

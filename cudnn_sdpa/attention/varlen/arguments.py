@@ -166,7 +166,10 @@ def check(call: VarlenArguments) -> None:
         if not is_integer(max_seqlen) or is_true(max_seqlen < 0) or is_true(max_seqlen > LARGEST):
             hint = "A tensor would need a device-to-host copy." if isinstance(max_seqlen, Tensor) else ""
             raise OptionError(
-                f"max_seqlen_{name}", repr(max_seqlen), "the length of the longest sequence, an int", hint
+                f"max_seqlen_{name}",
+                repr(max_seqlen),
+                f"the length of the longest sequence, an int up to {LARGEST}",
+                hint,
             )
     offsets_q, offsets_kv = call.offsets
     if offsets_q.shape != offsets_kv.shape:
