@@ -72,7 +72,9 @@ def check_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> None:
         raise DeviceError("attn_mask", str(mask.device), f"{q.device}, the device of q")
     sizes = zip(reversed(mask.shape), reversed(full), strict=False)
     if mask.dim() > 4 or any(is_true(size != wanted) and not is_true(size == 1) for size, wanted in sizes):
-        raise ShapeError("attn_mask", shape_of(mask), f"a shape that broadcasts to (B, Hq, Sq, Skv) = {full}")
+        is_of_keys = mask.dim() == 2 and mask.shape == (q.shape[0], k.shape[2])
+        hint = "Is it a padding mask (B, Skv)? Use attn_mask[:, None, None]." if is_of_keys else ""
+        raise ShapeError("attn_mask", shape_of(mask), f"a shape that broadcasts to (B, Hq, Sq, Skv) = {full}", hint)
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:

@@ -819,6 +819,7 @@ class Operation(Generic[CallT]):
         if not is_compiling():
             tensors = {name: getattr(backward, name) for name in given}
             backward = backward._replace(**{name: plain(x) for name, x in tensors.items() if isinstance(x, Tensor)})
+        self._check_known(call)
         self.check_types(call)
         self._pass.check_types(backward)
         call = call._replace(deterministic=is_deterministic(getattr(call, "deterministic", None)))

@@ -45,10 +45,9 @@ def _rms_norm(
         check_activation(activation)
     shift = 1.0 if zero_centered and weight is not None else None
     fused = None if is_separate else activation
+    description = rms_norm_rows.describe(x, weight, eps, shift=shift, residual=residual, activation=fused)
     notes = _copies(x=x, residual=residual) + [f"{activation} of the result"] * is_separate
-    return _completed(
-        rms_norm_rows.describe(x, weight, eps, shift=shift, residual=residual, activation=fused), x, notes
-    )
+    return _completed(description, x, notes)
 
 
 @describes(norm.layer_norm, layer_norm_rows.ways)

@@ -111,7 +111,8 @@ class Helper:
         """Drops the helper without ending it, in a forked child: it belongs to the parent."""
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_asked = False
         self._killed = threading.Event()
         self._requests = 0
 
@@ -127,11 +128,17 @@ class Helper:
                 new one.
         """
         with self._lock:
+            if self._is_asked:
+                why = "this thread waits for its answer already, and a signal handler or finalizer has interrupted it"
+                raise OfflineError(f"the helper process that plans with cuDNN cannot be asked: {why}")
+            self._is_asked = True
             try:
                 return self._ask(request, timeout_seconds() if timeout is None else timeout)
             except BaseException:  # also an interrupt: the next request must not read a late answer
                 self.close()
                 raise
+            finally:
+                self._is_asked = False
 
     def _ask(self, request: Mapping[str, object], timeout: float) -> JsonObject:
         process = self._start()

@@ -176,11 +176,22 @@ def check(call: VarlenArguments) -> None:
         raise ShapeError("cu_seqlens_kv", shape_of(offsets_kv), f"{tuple(offsets_q.shape)}, the shape of cu_seqlens_q")
 
 
-def check_cumulative(name: str, offsets: object, q: Tensor) -> None:
-    """Cumulative sequence lengths: int32, (B + 1,), dense, on the device of q."""
+def check_types_of_offsets(call: VarlenArguments) -> None:
+    """Types that the operators' schemas would refuse as well, but without naming the argument."""
+    for name, offsets in zip(("q", "kv"), call.offsets, strict=True):
+        check_type_of_offsets(f"cu_seqlens_{name}", offsets)
+
+
+def check_type_of_offsets(name: str, offsets: object) -> None:
+    """Cumulative sequence lengths are dense tensors."""
     if not isinstance(offsets, Tensor):
         raise OptionError(name, type(offsets).__name__, "a torch.Tensor of B + 1 int32")
     check_is_dense(name, offsets)
+
+
+def check_cumulative(name: str, offsets: Tensor, q: Tensor) -> None:
+    """Cumulative sequence lengths: int32, (B + 1,), dense, on the device of q."""
+    check_type_of_offsets(name, offsets)
     if offsets.dtype != torch.int32:
         raise DtypeError(name, dtype_name(offsets.dtype), "int32", f"Convert with {name}.to(torch.int32).")
     if offsets.dim() != 1 or offsets.shape[0] < 1:

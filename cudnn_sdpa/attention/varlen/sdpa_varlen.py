@@ -272,6 +272,7 @@ def _check_types(call: VarlenArguments) -> None:
     arguments.check_types(
         ForwardArguments(call.q, call.k, call.v, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
     )
+    varlen_arguments.check_types_of_offsets(call)
 
 
 def _check_values(call: VarlenArguments) -> None:
