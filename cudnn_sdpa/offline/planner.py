@@ -71,9 +71,16 @@ class OfflinePlan:
         )
 
 
-#: The helper's program.
+#: The helper's program. It ends with the parent, also when that is killed, and also while it imports PyTorch: its input
+#: then has no writer. `PR_SET_PDEATHSIG` would end it with the thread that has started it.
 _PROGRAM = """
-import os, signal
+import os, select, signal, threading
+def end_with_parent():
+    poll = select.poll()
+    poll.register(0, 0)  # reports the end of the last writer alone
+    poll.poll()
+    os._exit(1)
+threading.Thread(target=end_with_parent, daemon=True).start()
 os.nice({niceness})
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the parent; when it ends, so does this process
 from cudnn_sdpa.offline.worker import main

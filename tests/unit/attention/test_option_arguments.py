@@ -216,3 +216,12 @@ def test_the_drop_in_names_its_own_arguments():
         scaled_dot_product_attention(q, k, k, attn_mask=[True])
     with pytest.raises(OptionError, match="is_causal: got True in addition to attn_mask"):
         scaled_dot_product_attention(q, k, k, attn_mask=R(8, 12), is_causal=True)
+
+
+def test_a_padding_mask_is_recognized():
+    q = R(3, 2, 16, 8)
+    with pytest.raises(ShapeError, match=r"Is it a padding mask \(B, Skv\)\? Use attn_mask\[:, None, None\]"):
+        sdpa(q, q, q, attn_mask=torch.ones(3, 16, dtype=torch.bool))
+    with pytest.raises(ShapeError) as caught:
+        sdpa(q, q, q, attn_mask=torch.ones(5, 16, dtype=torch.bool))
+    assert "padding" not in str(caught.value)
