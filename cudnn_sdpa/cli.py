@@ -200,11 +200,13 @@ def doctor(
 @app.command()
 def warmup(manifest: Manifest, workers: Workers = None) -> None:
     """Load or build the plans of a manifest on this machine's GPU and save them in the plan store."""
+    import cudnn_sdpa._pytorch  # noqa: F401
+
+    plans = _plans_of(manifest)
     require_gpu("warmup")
     from cudnn_sdpa.offline.warmup import warmup as run
     from cudnn_sdpa.plans.default_store import active, use_plan_store
 
-    plans = _plans_of(manifest)
     if active() is None:
         use_plan_store()  # without a store the plans would be lost when this process exits
     _report(lambda: run(plans, progress=True, workers=workers))
@@ -216,7 +218,7 @@ def compile_command(
     target: Annotated[
         str, typer.Option(help="The GPU: a name such as h200, or the path of a file of `device --json`.")
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for `use_plan_store`.")],
+    output: Annotated[str, typer.Option("--output", "-o", help="Folder for `use_plan_store`.")],
     workers: Workers = None,
 ) -> None:
     """Compile the plans of a manifest for a GPU, without having it."""
@@ -248,7 +250,7 @@ def build_native(
 plans_app = typer.Typer(invoke_without_command=True)
 app.add_typer(plans_app, name="plans")
 Folder = Annotated[
-    Path | None,
+    str | None,  # as a Path, an unset variable of the shell would be the current folder
     typer.Option(help="The plan store. Default: CUDNN_SDPA_PLAN_DIR, or the user's cache folder."),
 ]
 
@@ -275,7 +277,7 @@ def plans_clear(folder: Folder = None) -> None:
     typer.echo(f"{before - store.info().plans} of {before} plans removed from {store.folder}")
 
 
-def _store(folder: Path | None) -> PlanStore:
+def _store(folder: str | None) -> PlanStore:
     import cudnn_sdpa._pytorch  # noqa: F401
     from cudnn_sdpa.plans.default_store import active, open_store
 
@@ -286,8 +288,8 @@ def _store(folder: Path | None) -> PlanStore:
                 "plans are not stored: CUDNN_SDPA_PLAN_DIR or the user's cache folder prevents it; see doctor", PROBLEM
             )
         return store
-    if not folder.is_dir():
-        raise ArgumentError("path", repr(str(folder)), "an existing folder of plans")
+    if not folder or not Path(folder).is_dir():
+        raise ArgumentError("path", repr(folder), "an existing folder of plans")
     return open_store(folder, "path")
 
 

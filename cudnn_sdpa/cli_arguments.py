@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -21,10 +22,17 @@ def function_of(name: str) -> Callable[..., object]:
     Raises:
         OptionError: No function of this name can be explained.
     """
-    function = next((each for each in explain.functions() if each.__name__ == name), None)
+    function = explain.named(name)
     if function is None:
-        raise OptionError("FUNCTION", repr(name), "one of " + ", ".join(explain.described_functions()))
+        names = explain.described_functions()
+        raise OptionError("FUNCTION", repr(name), "one of " + ", ".join(names), _nearest(name, names))
     return function
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    """A hint at the name that may have been meant; empty if none is like it."""
+    found = difflib.get_close_matches(name, list(names), 1)
+    return f"Did you mean {found[0]}?" if found else ""
 
 
 def arguments_of(
@@ -48,7 +56,7 @@ def arguments_of(
         if not separator:
             raise OptionError("ARGUMENT", repr(word), "NAME=VALUE, such as q=2,8,1024,64 or is_causal=true")
         if name not in parameters:
-            raise OptionError("ARGUMENT", repr(word), "one of " + ", ".join(parameters))
+            raise OptionError("ARGUMENT", repr(word), "one of " + ", ".join(parameters), _nearest(name, parameters))
         if name in arguments:
             raise OptionError("ARGUMENT", repr(word), f"{name} once")
         is_tensor = "Tensor" in str(parameters[name].annotation) and text.lower() != "none"
@@ -80,5 +88,5 @@ def _value(text: str) -> object:
         return _WORDS[text.lower()]
     try:
         return ast.literal_eval(text)
-    except (ValueError, SyntaxError):
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two for thousands of signs or brackets
         return text

@@ -78,9 +78,8 @@ class ArgumentError(CudnnSdpaError, ValueError):
     def renamed(self, names: Mapping[str, str]) -> ArgumentError:
         """The same error for a function that names its arguments differently."""
         rename = _renamer(names)
-        return type(self)(
-            rename(self.argument), got=rename(self.got), expected=rename(self.expected), hint=rename(self.hint)
-        )
+        # By position: of others, torch.compile shows nothing.
+        return type(self)(rename(self.argument), rename(self.got), rename(self.expected), rename(self.hint))
 
 
 class ShapeError(ArgumentError):

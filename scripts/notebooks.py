@@ -20,7 +20,6 @@ import sys
 from pathlib import Path
 
 import nbformat
-import yaml
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
@@ -47,7 +46,9 @@ TRACES = re.compile(r"/(tmp|home|root|Users|work)/|\b\d+:\d\d:\d\d\b|\b0x[0-9a-f
 
 def repository() -> str:
     """The owner and name on GitHub that links to Colab name."""
-    return yaml.safe_load((ROOT / "mkdocs.yml").read_text())["extra"]["colab_repository"]
+    found = re.search(r"^  colab_repository: (\S+)", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
 
 
 def arrange(notebook: NotebookNode, name: str) -> None:

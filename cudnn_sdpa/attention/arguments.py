@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from numbers import Real
-from typing import NamedTuple, Protocol, TypeGuard, TypeVar, overload
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +19,7 @@ from cudnn_sdpa.engine.backward_pass import BackwardCall
 from cudnn_sdpa.engine.call import Call
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.memory import LOWEST, check_has_values, check_present, like_in_memory
+from cudnn_sdpa.engine.scalars import LARGEST, as_int, is_integer
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
@@ -75,7 +74,9 @@ def check_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> None:
         raise DeviceError("attn_mask", str(mask.device), f"{q.device}, the device of q")
     sizes = zip(reversed(mask.shape), reversed(full), strict=False)
     if mask.dim() > 4 or any(is_true(size != wanted) and not is_true(size == 1) for size, wanted in sizes):
-        raise ShapeError("attn_mask", shape_of(mask), f"a shape that broadcasts to (B, Hq, Sq, Skv) = {full}")
+        is_of_keys = mask.dim() == 2 and mask.shape == (q.shape[0], k.shape[2])
+        hint = "Is it a padding mask (B, Skv)? Use attn_mask[:, None, None]." if is_of_keys else ""
+        raise ShapeError("attn_mask", shape_of(mask), f"a shape that broadcasts to (B, Hq, Sq, Skv) = {full}", hint)
 
 
 def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
@@ -350,7 +351,7 @@ def check_options(call: ForwardArguments) -> None:
     if not isinstance(call.alibi, bool):
         raise OptionError("alibi", repr(call.alibi), "True or False", "Pass slopes of your own through attn_mask.")
     for bound in (call.window_left, call.window_right):
-        if not is_integer(bound) or bound < UNBOUNDED:
+        if not is_integer(bound) or is_true(bound < UNBOUNDED) or is_true(bound > LARGEST):
             raise OptionError("window_size", repr((call.window_left, call.window_right)), _WINDOW)
     check_scale(call.scale)
     _check_number("softcap", call.softcap, "no soft-capping", MAX_SOFTCAP)
@@ -378,67 +379,6 @@ def window_bounds(window_size: Iterable[object] | None) -> tuple[int, int]:
     if not (is_integer(left) and is_integer(right)):
         raise OptionError("window_size", repr((left, right)), _WINDOW)
     return left, right
-
-
-#: Larger than any sequence, and small enough that adding a position to it does not overflow.
-LARGEST = 2**31 - 1
-
-
-def is_integer(number: object) -> TypeGuard[int]:
-    """Whether the operators accept a value as an integer; in compiled code it may be a symbol."""
-    return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
-
-
-@overload
-def as_int(number: int) -> int: ...
-
-
-@overload
-def as_int(number: object) -> object: ...
-
-
-def as_int(number: object) -> object:
-    """A length or bound as an int of at most `LARGEST`, also from numpy; other types are returned unchanged."""
-    if type(number) is int:  # nearly always
-        return min(number, LARGEST)
-    if isinstance(number, (bool, torch.SymInt, Tensor)):
-        return number
-    if isinstance(number, int):
-        return min(number, LARGEST)
-    return number if is_compiling() else _index_of(number)
-
-
-def _index_of(number: object) -> object:
-    if "bool" in type(number).__name__:  # numpy's is not a Python bool and has an index
-        return number
-    try:
-        return min(operator.index(number), LARGEST)  # type: ignore[arg-type]
-    except TypeError:
-        return number
-
-
-@overload
-def as_float(number: float) -> float: ...
-
-
-@overload
-def as_float(number: float | None) -> float | None: ...
-
-
-@overload
-def as_float(number: object) -> object: ...
-
-
-def as_float(number: object) -> object:
-    """A real number, such as 1 or numpy's, as a float; other types are returned unchanged."""
-    if number is None or type(number) in (float, bool):
-        return number
-    if not isinstance(number, (int, float)) and (is_compiling() or not isinstance(number, Real)):
-        return number
-    try:
-        return float(number)
-    except OverflowError:  # the checks report it
-        return number
 
 
 #: Scores above a few million leave float32 no digits for the softmax; with this bound, usual scores stay below.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -49,7 +50,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor
     """
     _check(outs, lses)
     exact = torch.float64 if outs[0].dtype == torch.float64 else torch.float32
-    total = torch.logsumexp(torch.stack([x.to(exact) for x in lses]), 0)
+    total = functools.reduce(torch.logaddexp, [x.to(exact) for x in lses])
     base = torch.where(torch.isneginf(total), 0.0, total)  # any finite value: exp(-inf - base) is 0
     merged = torch.zeros(outs[0].shape, dtype=exact, device=outs[0].device)
     for out, lse in zip(outs, lses, strict=True):

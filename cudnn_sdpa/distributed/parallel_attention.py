@@ -12,8 +12,6 @@ from cudnn_sdpa.attention import arguments, value_checks
 from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     ReferenceArguments,
-    as_float,
-    as_int,
     as_sinks,
     dtype_name,
     shape_of,
@@ -29,6 +27,7 @@ from cudnn_sdpa.distributed.symmetric_memory import Buffer
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.scalars import as_bool, as_float, as_int, is_integer
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -359,13 +358,15 @@ def _run_eagerly(
 ) -> Tensor | tuple[Tensor, Tensor]:
     place = place_in(group)
 
+    return_lse = as_bool(return_lse)
+
     def summarize() -> tuple[str, tuple[Options, tuple[Tensor, Tensor, Tensor], Tensor | None, Buffer | None]]:
         check_method(method)
         if not isinstance(return_lse, bool):
             raise OptionError("return_lse", repr(return_lse), "True or False")
         options = Options(
             place=place,
-            is_causal=is_causal,
+            is_causal=as_bool(is_causal),
             window=arguments.window_bounds(window_size),
             scale=as_float(scale),
             softcap=as_float(softcap),
@@ -463,7 +464,7 @@ def _checked(
         if not isinstance(cu_seqlens, Tensor):
             raise OptionError("cu_seqlens", type(cu_seqlens).__name__, "a torch.Tensor of B + 1 int32")
         max_seqlen = options.max_seqlen
-        if max_seqlen is None or not arguments.is_integer(max_seqlen) or max_seqlen < 0:
+        if max_seqlen is None or not is_integer(max_seqlen) or max_seqlen < 0:
             raise OptionError("max_seqlen", repr(max_seqlen), "the length of the longest sequence, an int")
         varlen_arguments.check_cumulative("cu_seqlens", cu_seqlens, q)
         packed = VarlenArguments if has_limits else ReferenceVarlenArguments

@@ -291,11 +291,7 @@ def probe_call() -> dict[str, object]:
 
 def mapped() -> list[str]:
     """Files of NVIDIA's libraries in this process."""
-    maps = Path("/proc/self/maps")
-    if not maps.exists():
-        return []
-    paths = {line[line.find("/") :] for line in maps.read_text().splitlines() if "/" in line}
-    return sorted(path for path in paths if _NVIDIA.search(path))
+    return sorted(path for path in set(backend.mapped_files()) if _NVIDIA.search(path))
 
 
 #: The parts of the probing process, in this order: each may crash it.

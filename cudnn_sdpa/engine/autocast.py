@@ -8,6 +8,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.engine.scalars import as_bool
 from cudnn_sdpa.errors import OptionError
 
 TensorT = TypeVar("TensorT", Tensor, "Tensor | None")
@@ -46,6 +47,7 @@ def is_deterministic(deterministic: object) -> bool:
     """Whether gradients must be bitwise deterministic: the given value, or PyTorch's setting."""
     if deterministic is None:
         return torch.are_deterministic_algorithms_enabled()
+    deterministic = as_bool(deterministic)
     if not isinstance(deterministic, bool):
         expected = "True, False, or None to follow torch.use_deterministic_algorithms"
         raise OptionError("deterministic", repr(deterministic), expected)

@@ -14,7 +14,7 @@ import torch
 
 from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa._version import __version__
-from cudnn_sdpa.engine import sharding
+from cudnn_sdpa.engine import autograd_checks, sharding
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph import backend, known_issues
@@ -110,6 +110,11 @@ def describer_of(function: Callable[..., object]) -> Callable[..., Description] 
     _import_describers()
     own: Callable[..., Description] | None = getattr(function, "describe", None)  # graph functions describe themselves
     return _describers.get(function, own)
+
+
+def named(name: str) -> Callable[..., object] | None:
+    """The function with this name that can be described, if there is one."""
+    return next((each for each in functions() if each.__name__ == name), None)
 
 
 def functions() -> list[Callable[..., object]]:
@@ -225,7 +230,9 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(function: Callable[..., object], *args: object, verify: bool = False, **kwargs: object) -> Explanation:
+def explain(
+    function: Callable[..., object] | str, *args: object, verify: bool = False, **kwargs: object
+) -> Explanation:
     """Shows what a call would run: its plan's key, engine and workspace, or every reason why there is no plan.
 
     If an input requires grad, the same of its gradient. With DTensors, it shows the call that this rank makes.
@@ -235,7 +242,8 @@ def explain(function: Callable[..., object], *args: object, verify: bool = False
     variable `CUDNN_SDPA_TARGET`, which may be the path of a cuDNN device-properties JSON file.
 
     Args:
-        function: A function of this library, such as `sdpa`.
+        function: A function of this library, such as `sdpa`, or its name. PyTorch's `scaled_dot_product_attention` is
+            explained as the function of the same name here.
         *args: Its arguments.
         verify: Also run it, forward and for inputs that require grad backward if that is supported, and compare with
             the reference in float64, whose memory grows with Sq × Skv.
@@ -261,7 +269,7 @@ def explain(function: Callable[..., object], *args: object, verify: bool = False
 
 
 def explained(
-    function: Callable[..., object],
+    function: Callable[..., object] | str,
     args: Sequence[object],
     kwargs: Mapping[str, object],
     *,
@@ -269,16 +277,19 @@ def explained(
     target: str | None = None,
 ) -> Explanation:
     """The same, with a `target` for tensors that are not on a GPU."""
-    describer = describer_of(function)
-    if describer is None:
-        name = getattr(function, "__name__", type(function).__name__)
+    if function is autograd_checks.PYTORCHS:
+        function = autograd_checks.PYTORCHS.__name__
+    called = named(function) if isinstance(function, str) else function
+    describer = None if called is None else describer_of(called)
+    if called is None or describer is None:
+        name = repr(function) if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
         raise OptionError("function", name, "one of " + ", ".join(described_functions()))
     description = describer(*args, **kwargs)
-    result = _explain(function.__name__, description, target)
+    result = _explain(called.__name__, description, target)
     libraries = {"torch": str(Path(torch.__file__).parent), "cudnn": str(Path(str(backend.cudnn().__file__)).parent)}
     result.libraries = libraries | result.libraries
     if description.backward is not None:
-        result.backward = _explain(f"gradient of {function.__name__}", description.backward, target)
+        result.backward = _explain(f"gradient of {called.__name__}", description.backward, target)
         result.backward.versions, result.backward.libraries = {}, {}
     if verify and description.verify is not None and result.supported:
         result.errors = description.verify(result.backward is not None and result.backward.supported)

@@ -50,6 +50,7 @@ from cudnn_sdpa.engine.dispatch_state import (
 from cudnn_sdpa.engine.fast_path import Entry, KnownCalls, LastGradient, layout_signature
 from cudnn_sdpa.engine.launch import Layout, PlainCall, Prepared, check_one_device
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
+from cudnn_sdpa.engine.scalars import check_known
 from cudnn_sdpa.engine.torch_ops import define, library, new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
@@ -79,6 +80,13 @@ _SCHEMA_TYPES: dict[object, str] = {
     float | None: "float?",
     torch.dtype | None: "ScalarType?",
 }
+
+
+#: What the public functions call an option, if not by the name of its field.
+_OPTIONS = {"with_lse": "return_lse"}
+
+#: What does the same as an option that depends on data.
+_INSTEAD = {"scale": "Multiply q by it, and pass scale=1.0.", "is_causal": "torch.cond chooses between two calls."}
 
 
 class _Tracked(NamedTuple):
@@ -319,6 +327,7 @@ class Operation(Generic[CallT]):
         tensors = (*self._tensors_of(call), self._out_of(call))
         if has_subclass(*tensors) and sharding.has_dtensor(*tensors):
             return self._on_dtensors(call)
+        self._check_known(call)
         self.check_types(call)
         if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
             self.check_options(call)
@@ -337,6 +346,12 @@ class Operation(Generic[CallT]):
             return self._run_or_by_kernels(call, self.reference_call, self.kernels)
         self.check(call)
         return self._run(call)
+
+    def _check_known(self, call: CallT) -> None:
+        """Refuses options that depend on data in compiled code; lengths and bounds may, which are symbols there."""
+        for name, value in zip(self.fields, call, strict=True):
+            if self._types.get(name) in ("float", "float?", "bool") or name == self._flag:
+                check_known(_OPTIONS.get(name, name), value, _INSTEAD.get(name, ""))
 
     def _on_dtensors(self, call: CallT) -> Result:
         """The results of a call on DTensors: each rank runs its part of the call.
@@ -804,6 +819,7 @@ class Operation(Generic[CallT]):
         if not is_compiling():
             tensors = {name: getattr(backward, name) for name in given}
             backward = backward._replace(**{name: plain(x) for name, x in tensors.items() if isinstance(x, Tensor)})
+        self._check_known(call)
         self.check_types(call)
         self._pass.check_types(backward)
         call = call._replace(deterministic=is_deterministic(getattr(call, "deterministic", None)))

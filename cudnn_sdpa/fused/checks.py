@@ -10,6 +10,7 @@ from torch import Tensor
 from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.memory import check_has_values, ends_behind, refuse_address
+from cudnn_sdpa.engine.scalars import as_bool, check_known
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -39,6 +40,19 @@ def check_dtype(name: str, tensor: Tensor) -> None:
         if not tensor.is_cuda and tensor.dtype is torch.float64:
             hint = cpu_target.note_on_dtypes()
         raise DtypeError(name, str(tensor.dtype), EXPECTED, hint)
+
+
+def checked_flag(name: str, flag: object) -> bool:
+    """A flag, also numpy's, as a bool.
+
+    Raises:
+        OptionError: It is none, or depends on data in compiled code.
+    """
+    check_known(name, flag)
+    flag = as_bool(flag)
+    if not isinstance(flag, bool):
+        raise OptionError(name, shown(flag), "True or False")
+    return flag
 
 
 def check_strided(name: str, tensor: object) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autocast import could_cast
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.scalars import as_index
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.conv_graphs import (
     ACTIVATIONS,
@@ -192,6 +193,7 @@ def _convolve(
     activation: str | None,
 ) -> Tensor:
     strides, zeros, spacing = sizes_of(rank, stride, padding, dilation)
+    groups = as_index(groups)  # type: ignore[assignment]  # the checks name what is none
     is_float32 = isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_cuda  # seen in each call
     if is_float32 and not _may_be_tf32() and not could_cast((x,)):
         reasons = ["cuDNN multiplies float32 in TF32 here, and torch.backends.cudnn.allow_tf32 is False"]

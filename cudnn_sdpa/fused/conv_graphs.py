@@ -13,12 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks, sharding
+from cudnn_sdpa.engine.scalars import as_index, check_known, is_integer
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, shown, widened
 from cudnn_sdpa.fused.graph_op import Views, graph_op
 from cudnn_sdpa.fused.torch_ops import Options, Outputs, Value
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
-from cudnn_sdpa.graph.symbolic_shapes import is_true
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
 Sizes = tuple[int, ...]
 
@@ -43,6 +44,7 @@ def check(rank: int, *, x: Tensor, weight: Tensor, bias: Tensor | None, groups: 
         check_same_device(name, tensor, "x", x)
         if tensor.dtype != x.dtype:
             raise DtypeError(name, str(tensor.dtype), f"{x.dtype}, the dtype of x")
+    check_known("groups", groups)
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
         raise OptionError("groups", shown(groups), "an int of at least 1")
     if x.dim() != rank + 2:
@@ -86,14 +88,16 @@ _REPEATED = [[(value,) * rank for rank in range(4)] for value in range(8)]
 
 
 def _sizes(name: str, value: object, rank: int, minimum: int) -> Sizes:
-    if type(value) is int and minimum <= value <= MAX_SIZE:
+    if type(value) is int and not is_compiling() and minimum <= value <= MAX_SIZE:
         return _REPEATED[value][rank] if value < len(_REPEATED) else (value,) * rank
-    if isinstance(value, int) and not isinstance(value, bool):
+    value = as_index(value)
+    if is_integer(value):
         value = (value,) * rank
-    sizes = tuple(value) if isinstance(value, (tuple, list)) else ()
-    if len(sizes) != rank or any(
-        isinstance(x, bool) or not isinstance(x, int) or not minimum <= x <= MAX_SIZE for x in sizes
-    ):
+    sizes = tuple([as_index(x) for x in value]) if isinstance(value, (tuple, list)) else ()
+    if is_compiling() or any(isinstance(x, torch.SymInt) for x in sizes):
+        for size in sizes:
+            check_known(name, size)
+    if len(sizes) != rank or any(not is_integer(x) or is_true(x < minimum) or is_true(x > MAX_SIZE) for x in sizes):
         raise OptionError(name, shown(value), f"an int of at least {minimum}, or {rank} of them, up to {MAX_SIZE}")
     return sizes
 

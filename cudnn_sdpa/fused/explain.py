@@ -19,11 +19,11 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused import activation as gates
 from cudnn_sdpa.fused import conv, norm
 from cudnn_sdpa.fused.activation_graphs import check, gelu_mul_rows, no_gradient, relu_squared_rows, silu_mul_rows
-from cudnn_sdpa.fused.checks import EXPECTED
+from cudnn_sdpa.fused.checks import EXPECTED, checked_flag
 from cudnn_sdpa.fused.conv_graphs import channels_last, check_call, convolution, sizes_of
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.fused.norm_graphs import check as check_norm
-from cudnn_sdpa.fused.norm_graphs import check_activation, default_eps, layer_norm_rows, rms_norm_rows
+from cudnn_sdpa.fused.norm_graphs import check_activation, checked_eps, default_eps, layer_norm_rows, rms_norm_rows
 from cudnn_sdpa.graph.key import PlanKey
 
 
@@ -37,22 +37,22 @@ def _rms_norm(
     activation: str | None,
     zero_centered: bool,
 ) -> Description:
-    eps = default_eps(x) if eps is None else eps
-    norm.check_zero_centered(zero_centered)
+    zero_centered = checked_flag("zero_centered", zero_centered)
+    eps = checked_eps(default_eps(x) if eps is None else eps)
     check_norm(x, {"weight": weight}, eps)
     is_separate = activation is not None and needs_gradient(x, weight, residual)
     if is_separate:
         check_activation(activation)
     shift = 1.0 if zero_centered and weight is not None else None
     fused = None if is_separate else activation
+    description = rms_norm_rows.describe(x, weight, eps, shift=shift, residual=residual, activation=fused)
     notes = _copies(x=x, residual=residual) + [f"{activation} of the result"] * is_separate
-    return _completed(
-        rms_norm_rows.describe(x, weight, eps, shift=shift, residual=residual, activation=fused), x, notes
-    )
+    return _completed(description, x, notes)
 
 
 @describes(norm.layer_norm, layer_norm_rows.ways)
 def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Description:
+    eps = checked_eps(eps)
     check_norm(x, {"weight": weight, "bias": bias}, eps)
     notes = [f"{name} is created" for name, part in (("weight", weight), ("bias", bias)) if part is None]
     like = next((part for part in (weight, bias) if part is not None), x)

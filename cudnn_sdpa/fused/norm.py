@@ -9,15 +9,15 @@ from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED
-from cudnn_sdpa.errors import OptionError, UnsupportedError
-from cudnn_sdpa.fused.checks import shown
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.fused.checks import checked_flag
 from cudnn_sdpa.fused.graph_op import Watch
 from cudnn_sdpa.fused.norm_graphs import (
     ACTIVATIONS,
     MAX_EPS,
     check,
     check_activation,
-    check_eps,
+    checked_eps,
     default_eps,
     layer_norm_rows,
     rms_norm_rows,
@@ -100,15 +100,16 @@ def rms_norm(
 
     From "Root Mean Square Layer Normalization" (Zhang and Sennrich, 2019).
     """
+    compiles = is_compiling()
     if eps is None:
         eps = default_eps(x)
-    if type(eps) is not float or not 0.0 <= eps <= MAX_EPS:  # in each call: it is data
-        check_eps(eps)
+    if compiles or type(eps) is not float or not 0.0 <= eps <= MAX_EPS:  # in each call: it is data
+        eps = checked_eps(eps)
     if zero_centered is not False:
-        check_zero_centered(zero_centered)
+        zero_centered = checked_flag("zero_centered", zero_centered)
     elif residual is None and activation is None:
         find = rms_norm_rows.calls.find
-        if find is not None and not (Watch.count or is_compiling()):
+        if find is not None and not (Watch.count or compiles):
             known = find(x, weight, eps)
             if known is not MISSED:
                 return known  # type: ignore[no-any-return]
@@ -131,11 +132,6 @@ def rms_norm(
         suggestion = "rows of a multiple of 64 elements and a weight in x's dtype, or the sum and SiLU in PyTorch"
         raise UnsupportedError("rms_norm with a residual or an activation", error.reasons, suggestion) from None
     return results
-
-
-def check_zero_centered(zero_centered: object) -> None:
-    if not isinstance(zero_centered, bool):
-        raise OptionError("zero_centered", shown(zero_centered), "True or False")
 
 
 def _needs_gradient(*tensors: object) -> bool:
@@ -167,8 +163,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     From "Layer Normalization" (Ba et al., 2016).
     """
-    if type(eps) is not float or not 0.0 <= eps <= MAX_EPS:  # in each call: it is data
-        check_eps(eps)
+    if is_compiling() or type(eps) is not float or not 0.0 <= eps <= MAX_EPS:  # in each call: it is data
+        eps = checked_eps(eps)
     if weight is None or bias is None:  # cuDNN needs both
         check(x, {"weight": weight, "bias": bias}, eps)
         like = next((tensor for tensor in (weight, bias) if tensor is not None), x)

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.engine.autograd_checks import no_second_gradient
+from cudnn_sdpa.engine.scalars import as_float, check_known
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
 from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, shown, widened
 from cudnn_sdpa.fused.graph_op import Views, graph_op
@@ -42,7 +43,7 @@ def check(x: Tensor, weights: Mapping[str, object], eps: object) -> None:
     check_dtype("x", x)
     if x.dim() == 0:
         raise ShapeError("x", "no dimension", "one dimension or more")
-    check_eps(eps)
+    checked_eps(eps)
     tensors = {"x": x}
     for name, weight in weights.items():
         if weight is None:
@@ -60,11 +61,14 @@ def check(x: Tensor, weights: Mapping[str, object], eps: object) -> None:
     check_savable(**tensors)
 
 
-def check_eps(eps: object) -> None:
-    """Checks that eps is a finite number of at least 0 that float32 can represent."""
+def checked_eps(eps: object) -> float:
+    """eps as a Python number, checked: finite, at least 0, and such that float32 can represent it."""
+    check_known("eps", eps)
+    eps = as_float(eps)
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= MAX_EPS:
         hint = "There is no normalized_shape here: rows are the last dimension of x." if isinstance(eps, Tensor) else ""
         raise OptionError("eps", shown(eps), f"a number of at least 0, up to {MAX_EPS:.2g}", hint)
+    return eps
 
 
 def _check_residual(x: Tensor, residual: Tensor | None) -> None:

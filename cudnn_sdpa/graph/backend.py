@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,14 +124,21 @@ def frontend_version() -> str:
     return str(cudnn().__version__)
 
 
+def mapped_files() -> list[str]:
+    """Paths of the files that this process has mapped, in the order of their addresses; none but on Linux."""
+    try:
+        maps = Path("/proc/self/maps").read_bytes()
+    except OSError:
+        return []
+    # Names of files are bytes, in any encoding.
+    return [os.fsdecode(line[line.find(b"/") :]) for line in maps.splitlines() if b"/" in line]
+
+
 def loaded_libraries() -> dict[str, str]:
     """Which file each NVIDIA library of this process was loaded from: {"libcudnn": "/…/libcudnn.so.9", …}."""
-    if not sys.platform.startswith("linux"):
-        return {}
     pattern = re.compile(r"/(libcudnn|libcudnn_graph|libcuda|libnvrtc|libcublasLt|libcudart)\.so[.\d]*$")
     libraries: dict[str, str] = {}
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        path = line[line.find("/") :] if "/" in line else ""
+    for path in mapped_files():
         match = pattern.search(path)
         if match:
             libraries.setdefault(match[1], path)

@@ -75,11 +75,12 @@ class TensorLayout:
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Row-major strides; a dimension of size 0 counts as 1, as in PyTorch."""
+    compare = _comparisons(shape)
     stride: list[int] = []
     span = 1
     for size in reversed(shape):
         stride.append(span)
-        span = span * (size if size != 0 else 1)
+        span = span * (1 if compare.is_true(size == 0) else size)
     return tuple(reversed(stride))
 
 

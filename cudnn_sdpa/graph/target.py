@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cudnn_sdpa._json import JsonObject
+from cudnn_sdpa._json import JsonObject, read_text
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.backend import DeviceProperties
@@ -215,7 +215,7 @@ def _specified(name: str) -> DeviceProperties:
 
 
 def _read(path: Path) -> DeviceProperties:
-    properties: DeviceProperties = json.loads(path.read_text())
+    properties: DeviceProperties = json.loads(read_text(path))
     for name in ("deviceVer", "multiProcessorCount"):
         if not isinstance(properties, dict) or type(properties.get(name)) is not int:
             raise ValueError(f"no number {name!r} in it")

@@ -7,13 +7,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from cudnn_sdpa.attention import sharding
-from cudnn_sdpa.attention.arguments import as_float, warning_of_order
+from cudnn_sdpa.attention.arguments import warning_of_order
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.kernels import launch, plans, reference
@@ -100,7 +101,7 @@ def attention(
         v=v,
         mask=mask,
         mode=mode,
-        is_causal=is_causal,
+        is_causal=as_bool(is_causal),
         scale=None if scale is None else as_float(scale),
     )
     if mask is not None and type(mask) is not Tensor:

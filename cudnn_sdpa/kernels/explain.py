@@ -8,10 +8,10 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import as_float
 from cudnn_sdpa.attention.dense.explain import device_of, refuse, without_data
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.explain import Description, describes
+from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.kernels import reference
 from cudnn_sdpa.kernels.arguments import FUSED, Gradient, KernelArguments, Mode, without_causal_bias
 from cudnn_sdpa.kernels.attention import ATTENTION, attention
@@ -35,7 +35,7 @@ def describe_attention(
         v=v,
         mask=mask,
         mode=mode,
-        is_causal=is_causal,
+        is_causal=as_bool(is_causal),
         scale=None if scale is None else as_float(scale),
     )
     checked = ATTENTION.checked(without_causal_bias(call), _as_cast)

@@ -148,8 +148,12 @@ class Spec:
         """The key of the plan.
 
         Raises:
-            UnsupportedError: The GPU is too old.
+            UnsupportedError: The GPU is too old, or there is no kernel for the dtype.
         """
+        if self.q.dtype not in _DTYPES:
+            given = str(self.q.dtype).removeprefix("torch.")
+            reason = f"the kernels take float32, float16 and bfloat16; {given} runs on the CPU only"
+            raise UnsupportedError("kernels.attention", [reason], "float32, with q.float()")
         if target.sm < FIRST_SM:
             raise UnsupportedError(
                 "kernels.attention", [f"it needs compute capability 8.0; {target} has {target.sm / 10}"]

@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 from cudnn_sdpa.attention.arguments import ForwardArguments, check_options, window_bounds
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged.step import PagedStep
+from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.engine.sharding import sinks_of_heads
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.nn import attention_checks
@@ -158,6 +159,7 @@ class Attention(nn.Module):
         self.context_dim, self.packed = context_dim, packed
         check_number("dropout", dropout, below=1)
         bounds = window_bounds(window_size)
+        is_causal, scale, softcap = as_bool(is_causal), as_float(scale), as_float(softcap)
         nothing = torch.empty(0, device="meta")
         options = ForwardArguments(nothing, nothing, nothing, is_causal=is_causal, scale=scale, softcap=softcap)
         check_options(options._replace(window_left=bounds[0], window_right=bounds[1]))

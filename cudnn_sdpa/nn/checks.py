@@ -9,6 +9,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import shape_of
 from cudnn_sdpa.attention.paged.kv_cache_checks import check_count
+from cudnn_sdpa.engine.scalars import as_bool
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 
 
@@ -27,7 +28,7 @@ def check_counts(**counts: object) -> None:
 
 def check_flags(**flags: object) -> None:
     for name, flag in flags.items():
-        if not isinstance(flag, bool):
+        if not isinstance(as_bool(flag), bool):
             raise OptionError(name, repr(flag), "True or False")
 
 

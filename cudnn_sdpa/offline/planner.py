@@ -71,9 +71,16 @@ class OfflinePlan:
         )
 
 
-#: The helper's program.
+#: The helper's program. It ends with the parent, also when that is killed, and also while it imports PyTorch: its input
+#: then has no writer. `PR_SET_PDEATHSIG` would end it with the thread that has started it.
 _PROGRAM = """
-import os, signal
+import os, select, signal, threading
+def end_with_parent():
+    poll = select.poll()
+    poll.register(0, 0)  # reports the end of the last writer alone
+    poll.poll()
+    os._exit(1)
+threading.Thread(target=end_with_parent, daemon=True).start()
 os.nice({niceness})
 signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is for the parent; when it ends, so does this process
 from cudnn_sdpa.offline.worker import main
@@ -111,7 +118,8 @@ class Helper:
         """Drops the helper without ending it, in a forked child: it belongs to the parent."""
         self._process: subprocess.Popen[bytes] | None = None
         self._errors: IO[bytes] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_asked = False
         self._killed = threading.Event()
         self._requests = 0
 
@@ -127,11 +135,17 @@ class Helper:
                 new one.
         """
         with self._lock:
+            if self._is_asked:
+                why = "this thread waits for its answer already, and a signal handler or finalizer has interrupted it"
+                raise OfflineError(f"the helper process that plans with cuDNN cannot be asked: {why}")
+            self._is_asked = True
             try:
                 return self._ask(request, timeout_seconds() if timeout is None else timeout)
             except BaseException:  # also an interrupt: the next request must not read a late answer
                 self.close()
                 raise
+            finally:
+                self._is_asked = False
 
     def _ask(self, request: Mapping[str, object], timeout: float) -> JsonObject:
         process = self._start()

@@ -81,12 +81,13 @@ def warmup(
         >>> import cudnn_sdpa
         >>> report = cudnn_sdpa.warmup("plans.json")  # doctest: +SKIP
     """
+    plans = _manifest(manifest)
+    check_workers(workers, 0)
     if not torch.cuda.is_available():
         raise DeviceError("device", "no NVIDIA GPU visible to PyTorch", "a GPU; compile plans without one instead")
-    check_workers(workers, 0)
     start, report = time.perf_counter(), WarmupReport()
     device = torch.cuda.current_device() if device is None else device
-    keys = _manifest(manifest).keys(live_target(device), device)
+    keys = plans.keys(live_target(device), device)
     missing = []
     for key in keys:
         if plan_cache.peek(key) is not None:

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -79,6 +79,18 @@ class Table(Protocol):
     def _drop(self, plan: Plan | None) -> None: ...
 
 
+class _Build(NamedTuple):
+    """A build that has not finished.
+
+    Attributes:
+        thread: The thread that builds.
+        finished: Set when it has finished, or failed.
+    """
+
+    thread: int
+    finished: threading.Event
+
+
 class PlanCache:
     """The compiled plans in memory: `cudnn_sdpa.plan_cache` of this process.
 
@@ -104,7 +116,7 @@ class PlanCache:
     def _start_afresh(self) -> None:
         """Resets locks and builds in a forked child, which lacks the threads that hold them."""
         self._lock = threading.RLock()
-        self._building: dict[PlanKey, threading.Event] = {}
+        self._building: dict[PlanKey, _Build] = {}
 
     def _reset_counters(self) -> None:
         self._uses_not_counted = next_use() + 1
@@ -133,6 +145,8 @@ class PlanCache:
     def get(self, key: PlanKey, build: Callable[[PlanKey], Plan], *, to_use: bool = True) -> Plan:
         """The plan of `key`. If it is missing, one thread loads it or calls `build`, and other threads wait.
 
+        A call in the same thread, from a signal handler or a finalizer, builds it too: it cannot wait for itself.
+
         The caller that uses the plan sets its `last_used` to `next_use()`. The use for which it was built is no hit;
         pass `to_use=False` if there will be none.
 
@@ -145,20 +159,25 @@ class PlanCache:
                 if plan is not None:
                     return plan
                 self._leave_if_ending()
-                finished = self._building.get(key)
-                if finished is None:
-                    self._building[key] = threading.Event()
+                running = self._building.get(key)
+                if running is None:
+                    running = self._building[key] = _Build(threading.get_ident(), threading.Event())
                     break
-            finished.wait()
+            if running.thread == threading.get_ident():  # a signal handler or finalizer has interrupted it
+                return self._load_or_build(key, build, to_use)
+            running.finished.wait()
         try:
-            plan = load_plan(key)
-            if plan is None:
-                self._check_allowed(key)
-                plan = self._build(key, build)
-            return self._insert(plan, to_use)
+            return self._load_or_build(key, build, to_use)
         finally:
             with self._lock:
-                self._building.pop(key).set()
+                self._building.pop(key).finished.set()
+
+    def _load_or_build(self, key: PlanKey, build: Callable[[PlanKey], Plan], to_use: bool) -> Plan:
+        plan = load_plan(key)
+        if plan is None:
+            self._check_allowed(key)
+            plan = self._build(key, build)
+        return self._insert(plan, to_use)
 
     def end(self) -> None:
         """Drops all plans; other threads that still launch end at their next call.

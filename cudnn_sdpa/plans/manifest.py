@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cudnn_sdpa._json import JsonObject
+from cudnn_sdpa._json import JsonObject, read_text
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.backend import version_string
@@ -54,7 +54,7 @@ class PlanManifest:
             OptionError: The file cannot be read, or does not follow the schema; the message says where.
         """
         try:
-            data = json.loads(Path(path).read_text())
+            data = json.loads(read_text(path))
             plans = data.get("plans") if isinstance(data, dict) else None
             distinct: dict[str, tuple[int, JsonObject]] = {}
             for number, plan in enumerate(plans if isinstance(plans, list) else ()):

@@ -125,7 +125,7 @@ class Kernel:
         self.defines = dict(defines or {})
         self.shared = shared
         self._loaded: dict[int, LoadedKernel] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may call within
 
     def on(self, device: int) -> LoadedKernel:
         """The kernel on a GPU; the first call compiles it, or reads it from the plan store, and loads it.

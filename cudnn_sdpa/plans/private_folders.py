@@ -33,7 +33,11 @@ class OpenFolderError(UnsafeFolderError):
 
 def is_private(status: os.stat_result) -> bool:
     """Whether only this user and root can have written it."""
-    return status.st_uid in (os.getuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return (
+        not _acts_for_another()
+        and status.st_uid in (os.geteuid(), 0)
+        and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    )
 
 
 def open_private(folder: Path, *, make: bool = True) -> int:
@@ -58,7 +62,7 @@ def open_private(folder: Path, *, make: bool = True) -> int:
     if is_private(status):
         return descriptor
     os.close(descriptor)
-    if status.st_uid not in (os.getuid(), 0):
+    if status.st_uid not in (os.geteuid(), 0):
         raise OpenFolderError(
             f"{folder} belongs to another user (uid {status.st_uid}), who could put code in it; name a folder that "
             "does not exist yet: it is created for this user"
@@ -81,6 +85,11 @@ def check_above(folder: Path) -> None:
 
 def _walk(folder: Path, make: bool) -> str:
     """The path with links resolved; checks every folder along it."""
+    if _acts_for_another():
+        raise UnsafeFolderError(
+            f"{folder} cannot be used: this process acts as user {os.geteuid()} for user {os.getuid()}, whose "
+            "environment names folders, and stores nothing"
+        )
     current, links, rest = "/", 0, list(folder.parts[1:])
     _check(current, os.lstat(current))
     while rest:
@@ -148,7 +157,7 @@ def _is_trustworthy(owner: int) -> bool:
 
     In a user namespace of this user only (Apptainer, bubblewrap, `unshare`), root's files have the overflow uid.
     """
-    return owner in (os.getuid(), 0) or owner == _overflow_uid()
+    return owner in (os.geteuid(), 0) or owner == _overflow_uid()
 
 
 @functools.cache
@@ -162,16 +171,27 @@ def _overflow_uid() -> int | None:
     return None if any(first <= owner < first + count for first, _, count in ranges) else owner
 
 
+def _acts_for_another() -> bool:
+    """Whether this process has another user's rights than who started it, as a set-uid program has."""
+    return os.getuid() != os.geteuid()
+
+
+@functools.cache
 def _is_users_own_group(group: int) -> bool:
-    """Whether a group is the user's private group, without other members."""
+    """Whether a group is the user's private group, without other members, as Debian's OpenSSH decides it.
+
+    Accounts whose primary group it is are not among its listed members.
+    """
     import grp
     import pwd
 
     try:
-        user, entry = pwd.getpwuid(os.getuid()), grp.getgrgid(group)
+        user, entry = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
     except KeyError:
         return False
-    return user.pw_gid == group and entry.gr_name == user.pw_name and set(entry.gr_mem) <= {user.pw_name}
+    if user.pw_gid != group or entry.gr_name != user.pw_name or not set(entry.gr_mem) <= {user.pw_name}:
+        return False
+    return all(other.pw_uid == user.pw_uid for other in pwd.getpwall() if other.pw_gid == group)
 
 
 def in_users_cache(name: str) -> Path:

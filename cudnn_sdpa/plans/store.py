@@ -108,7 +108,7 @@ class PlanStore:
 
     def _start_afresh(self) -> None:
         """Resets the lock in a forked child, which lacks the thread that may hold it."""
-        self._mutex, self._room = threading.Lock(), threading.Lock()
+        self._mutex, self._room = threading.RLock(), threading.RLock()  # a signal handler may call within
 
     @contextlib.contextmanager
     def _opened(self, *, make: bool = False) -> Iterator[int]:

@@ -27,11 +27,11 @@ def locked(folder: int, name: str, seconds: float) -> Iterator[bool]:
     deadline = time.monotonic() + seconds
     file = _open(folder, name)
     try:
-        is_ours = _lock_until(deadline, file)
+        is_ours = _lock_until(deadline, file, seconds)
         while is_ours and not _is_in_place(file, folder, name):  # its last holder has removed it
             file.close()
             file = _open(folder, name)
-            is_ours = _lock_until(deadline, file)
+            is_ours = _lock_until(deadline, file, seconds)
         try:
             yield is_ours
         finally:
@@ -90,7 +90,7 @@ def lock(file: IO[bytes], seconds: float) -> bool:
     Raises:
         OSError: The file system has no locks.
     """
-    return _lock_until(time.monotonic() + seconds, file)
+    return _lock_until(time.monotonic() + seconds, file, seconds)
 
 
 def unlock(file: IO[bytes]) -> None:
@@ -104,12 +104,14 @@ def _open(folder: int, name: str) -> IO[bytes]:
     return os.fdopen(os.open(name, flags, 0o600, dir_fd=folder), "rb+", buffering=0)
 
 
-def _lock_until(deadline: float, file: IO[bytes]) -> bool:
-    pause = 0.001
+def _lock_until(deadline: float, file: IO[bytes], seconds: float) -> bool:
+    """Locks an open file by a deadline, and within so many seconds of sleep: a test tool may have frozen the clock."""
+    pause, slept = 0.001, 0.0
     while not _try_lock(file):
-        if time.monotonic() >= deadline:
+        if time.monotonic() >= deadline or slept >= seconds:
             return False
         time.sleep(pause)
+        slept += pause
         pause = min(2 * pause, _PAUSE_SECONDS)
     return True
 

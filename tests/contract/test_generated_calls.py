@@ -24,7 +24,7 @@ SIZE = 10
 FIRST = 20_000
 
 
-@pytest.mark.sample(len(COMPUTE))
+@pytest.mark.sample(len(NAMES))
 @pytest.mark.parametrize("first", range(FIRST, FIRST + 10 * SIZE, SIZE))
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_are_right_or_declined(name, first):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -374,3 +375,84 @@ def test_a_benchmark_in_a_separate_process_has_the_same_exit_status():
 
     assert run_command("--version") == 0
     assert run_command("bench", "host") == 2
+
+
+def test_numbers_that_python_cannot_parse_are_named():
+    for text in ("-" * 100_000 + "1", "(" * 100_000, "9" * 100_000):
+        result = CliRunner().invoke(app, ["explain", "sdpa", *QKV, f"scale={text}"])
+        assert (result.exit_code, result.output[:6]) == (2, "scale:")
+
+
+def test_names_that_were_nearly_right():
+    result = CliRunner().invoke(app, ["explain", "sdpa", *QKV, "causal=true"])
+    assert (result.exit_code, "Did you mean is_causal?" in result.output) == (2, True)
+    result = CliRunner().invoke(app, ["explain", "sdpa_variable", *QKV])
+    assert (result.exit_code, "Did you mean sdpa_varlen?" in result.output) == (2, True)
+    result = CliRunner().invoke(app, ["explain", "sdpa", *QKV, "xyzzy=true"])
+    assert (result.exit_code, "Did you mean" in result.output) == (2, False)
+
+
+def save_manifest(path):
+    q = torch.empty(1, 2, 16, 64, dtype=torch.bfloat16)
+    PlanManifest.of([describe_sdpa(q, q, q).key(Target.from_properties(load_properties("h200")), None)]).save(path)
+
+
+QKV = [f"{name}=1,2,16,64" for name in "qkv"]
+
+
+@pytest.mark.parametrize("command", ["compile", "warmup"])
+def test_a_pipe_without_a_writer_is_no_manifest(tmp_path, command):
+    os.mkfifo(tmp_path / "pipe")
+    options = ["--target", "h200", "-o", str(tmp_path / "out")] if command == "compile" else []
+    arguments = [sys.executable, "-m", "cudnn_sdpa", command, str(tmp_path / "pipe"), *options]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    assert (result.returncode, result.stderr[:9]) == (2, "MANIFEST:")
+
+
+def test_a_pipe_without_a_writer_is_no_target(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    arguments = [sys.executable, "-m", "cudnn_sdpa", "explain", "sdpa", *QKV, "--target", str(tmp_path / "pipe")]
+    result = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False, cwd=ROOT)
+    assert (result.returncode, result.stderr[:9]) == (2, "--target:")
+
+
+def test_a_manifest_may_come_through_a_pipe(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    save_manifest(tmp_path / "plans.json")
+    writer = threading.Thread(
+        target=lambda: (tmp_path / "pipe").write_text((tmp_path / "plans.json").read_text()), daemon=True
+    )
+    with os.fdopen(os.open(tmp_path / "pipe", os.O_RDWR)):  # the writer need not wait for a reader
+        writer.start()
+        writer.join(20)
+        descriptor = os.open(tmp_path / "pipe", os.O_RDONLY)
+    try:
+        assert len(PlanManifest.load(f"/dev/fd/{descriptor}")) == 1
+    finally:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["compile", "plans.json", "--target", "h200", "-o", ""],
+        *[["plans", name, "--folder", ""] for name in ("size", "clear")],
+    ],
+)
+def test_an_unset_variable_of_the_shell_is_not_the_current_folder(tmp_path, monkeypatch, arguments):
+    monkeypatch.chdir(tmp_path)
+    tmp_path.chmod(0o700)
+    save_manifest("plans.json")
+    result = CliRunner().invoke(app, arguments)
+    assert (result.exit_code, result.output.partition(":")[0]) == (2, "--output" if "-o" in arguments else "--folder")
+    assert [path.name for path in tmp_path.iterdir()] == ["plans.json"]
+
+
+def test_warmup_looks_at_the_manifest_before_it_looks_for_a_gpu(tmp_path):
+    missing = str(tmp_path / "nofile.json")
+    result = CliRunner().invoke(app, ["warmup", missing])
+    assert result.exit_code == 2
+    assert missing in result.output
+    assert "No such file" in result.output
+    with pytest.raises(OptionError, match="No such file"):
+        cudnn_sdpa.warmup(missing)

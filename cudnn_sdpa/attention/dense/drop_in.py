@@ -11,12 +11,13 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from cudnn_sdpa.attention import value_checks
-from cudnn_sdpa.attention.arguments import ForwardArguments, as_float, shape_of
+from cudnn_sdpa.attention.arguments import ForwardArguments, shape_of
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
 from cudnn_sdpa.engine.autograd_checks import PYTORCHS, refuse_context_parallel
 from cudnn_sdpa.engine.memory import check_present, is_causal_bias
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked
+from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
@@ -80,12 +81,13 @@ def scaled_dot_product_attention(
                 refuse_context_parallel("sdpa")
             call = ForwardArguments(
                 *(query, key, value),
-                is_causal=is_causal,
+                is_causal=as_bool(is_causal),
                 scale=None if scale is None else as_float(scale),
                 dropout_p=as_float(dropout_p),
                 deterministic=torch.are_deterministic_algorithms_enabled(),
             )
             return SDPA(call, Asked(_calls, given))  # type: ignore[no-any-return]
+        query, key, value = lifted(query, key, value, attn_mask)
         q, k, v, options = drop_in_arguments(
             query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -98,6 +100,22 @@ def scaled_dot_product_attention(
     for _ in range(rank, 4):
         out = out.squeeze(0)
     return out
+
+
+def lifted(query: Tensor, key: Tensor, value: Tensor, attn_mask: object) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value, expanded along the batch that a mask of a higher rank adds, as PyTorch's scores are."""
+    given = query, key, value
+    if not all(isinstance(x, Tensor) and not x.is_nested and x.layout == torch.strided for x in (*given, attn_mask)):
+        return given  # the checks name what is wrong
+    assert isinstance(attn_mask, Tensor)
+    more = attn_mask.dim() - query.dim()
+    if more <= 0 or query.dim() < 2 or is_causal_bias(attn_mask):
+        return given
+    if not is_compiling():
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            check_present(name, x)  # there are no views of freed storage
+    batch = attn_mask.shape[:more]
+    return query.expand(*batch, *query.shape), key.expand(*batch, *key.shape), value.expand(*batch, *value.shape)
 
 
 def _is_plain_call(query: object, key: object, value: object, enable_gqa: object) -> bool:
@@ -162,6 +180,7 @@ def _reshaped(
             got = shape_of(tensor)
             got += "" if name == "query" else f" and query {tuple(query.shape)}"
             raise ShapeError(name, got, "rank 2 or more, the same for query, key and value")
+    enable_gqa, is_causal = as_bool(enable_gqa), as_bool(is_causal)
     if not isinstance(enable_gqa, bool):
         raise OptionError("enable_gqa", repr(enable_gqa), "True or False")
     batch = _batch_of(query, key, value)
@@ -173,7 +192,8 @@ def _reshaped(
         # PyTorch repeats key and value to the heads of the query; here only to the heads that both need.
         heads_kv = heads_kv if heads_kv % min(heads["key"], heads["value"]) == 0 else heads_q
     for name, count in (("query", heads_q), ("key", heads_kv), ("value", heads_kv)):
-        if heads[name] not in (1, count) and not (enable_gqa and name != "query" and count % max(1, heads[name]) == 0):
+        is_grouped = enable_gqa and name != "query" and heads[name] > 0 and count % heads[name] == 0
+        if heads[name] not in (1, count) and not is_grouped:
             hint = "" if enable_gqa else "Or pass enable_gqa=True."
             raise ShapeError(name, f"{heads[name]} heads", f"1 or {count}, as another of the three has", hint)
     if enable_gqa and 1 < heads["key"] != heads["value"] > 1:

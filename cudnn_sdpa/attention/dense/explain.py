@@ -22,7 +22,7 @@ from cudnn_sdpa.attention.arguments import (
 )
 from cudnn_sdpa.attention.dense import graphs, large_backward
 from cudnn_sdpa.attention.dense.buckets import Bucket
-from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, scaled_dot_product_attention
+from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries
 from cudnn_sdpa.attention.dense.sdpa import SDPA, Keywords, call_of, sdpa
 from cudnn_sdpa.attention.dense.sdpa_backward import Keywords as BackwardKeywords
@@ -169,6 +169,7 @@ def describe_drop_in(
     enable_gqa: bool,
 ) -> Description:
     """The same for `scaled_dot_product_attention`."""
+    query, key, value = lifted(query, key, value, attn_mask)
     q, k, v, options = drop_in_arguments(
         query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
     )

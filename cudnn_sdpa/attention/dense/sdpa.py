@@ -13,7 +13,6 @@ from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     GradientCall,
     ReferenceArguments,
-    as_float,
     as_sinks,
     kind_of,
 )
@@ -26,6 +25,7 @@ from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
@@ -271,16 +271,16 @@ def call_of(
         sinks=None if sinks is None else as_sinks(sinks),
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
-        is_causal=is_causal,
+        is_causal=as_bool(is_causal),
         causal_alignment=causal_alignment,
         window_left=left,
         window_right=right,
         scale=None if scale is None else as_float(scale),
         dropout_p=as_float(dropout_p),
         softcap=None if softcap is None else as_float(softcap),
-        alibi=alibi,
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        with_lse=return_lse,
+        alibi=as_bool(alibi),
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else as_bool(deterministic),
+        with_lse=as_bool(return_lse),
         out=out,
     )
     if attn_mask is not None and type(attn_mask) is not Tensor:

@@ -53,6 +53,7 @@ from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.autograd_checks import refuse_batch, refuse_second_gradient
 from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory, needs_gradient
+from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.engine.sharding import run as run_on_dtensors
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
@@ -274,10 +275,10 @@ def fp8_attention(
         True
     """
     options: Options = {
-        "is_causal": is_causal,
+        "is_causal": as_bool(is_causal),
         "causal_alignment": causal_alignment,
         "window_size": window_size,
-        "scale": scale,
+        "scale": as_float(scale),
         "seq_lens_q": seq_lens_q,
         "seq_lens_kv": seq_lens_kv,
     }
@@ -298,11 +299,11 @@ def fp8_attention(
         v=v,
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
-        is_causal=is_causal,
+        is_causal=options["is_causal"],
         causal_alignment=causal_alignment,
         window_left=left,
         window_right=right,
-        scale=scale,
+        scale=options["scale"],
     )
     check(of)
     made = check_scaling(scaling, grad_dtype, q)

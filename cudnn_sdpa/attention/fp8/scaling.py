@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from cudnn_sdpa.attention.arguments import dtype_name, is_integer
+from cudnn_sdpa.attention.arguments import dtype_name
 from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.fp8.quantize import check_group, scales_of, share, update
 from cudnn_sdpa.attention.fp8.scaling_state import DO, Fp8State, Steps
+from cudnn_sdpa.engine.scalars import as_bool, as_index, is_integer
 from cudnn_sdpa.errors import OptionError
 
 DTYPE = torch.float8_e4m3fn  #: of everything in the forward pass
@@ -109,6 +110,8 @@ class Fp8Scaling(Fp8State):
         _check_choice("inputs", inputs, INPUTS)
         _check_choice("algorithm", algorithm, ALGORITHMS)
         check_grad_dtype(grad_dtype)
+        history, margin, calibration = as_index(history), as_index(margin), as_index(calibration)
+        auto_update = as_bool(auto_update)
         for name, steps in (("history", history), ("calibration", calibration)):
             if not is_integer(steps) or steps < 1:
                 raise OptionError(name, repr(steps), "a number of steps, 1 or more")

@@ -28,6 +28,7 @@ from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -137,13 +138,13 @@ def sdpa_fp8(
         seq_lens_kv=seq_lens_kv,
         page_table=page_table,
         page_table_v=None if page_table_v is page_table else page_table_v,
-        is_causal=is_causal,
+        is_causal=as_bool(is_causal),
         causal_alignment=causal_alignment,
         window_left=left,
         window_right=right,
-        scale=scale,
+        scale=as_float(scale),
         out_dtype=out_dtype,
-        with_lse=return_lse,
+        with_lse=as_bool(return_lse),
     )
     found = FP8(call, Asked(_calls, given))
     return Fp8Output._make(found if return_lse else (*found, None))
@@ -245,12 +246,12 @@ def sdpa_fp8_backward(
         **scales._asdict(),
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
-        is_causal=is_causal,
+        is_causal=as_bool(is_causal),
         causal_alignment=causal_alignment,
         window_left=left,
         window_right=right,
-        scale=scale,
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
+        scale=as_float(scale),
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else as_bool(deterministic),
     )
     return Fp8Gradients._make(FP8_BACKWARD(call, Asked(_calls_of_backward, given)))
 

@@ -171,6 +171,11 @@ def check(call: PagedArguments) -> None:
             raise DtypeError(name, dtype_name(tensor.dtype), "float16 or bfloat16", hint)
     if is_true(k.shape[0] == 0):
         raise ShapeError("k_pages", shape_of(k), "at least one page")
+    heads = max(1, k.shape[1])
+    if is_true(q.shape[1] % heads != 0) and is_true(q.shape[2] % heads == 0):
+        hint = "Is q (B, Sq, Hq, D), as in FlashAttention? Pass q.transpose(1, 2)."
+        expected = f"(B, Hq, Sq, D) with Hq a multiple of the {k.shape[1]} heads of k_pages"
+        raise ShapeError("q", shape_of(q), expected, hint)
     present = 0 if is_true(q.shape[0] == 0) else 1
     with named():
         arguments.check(call.as_dense(q[:present], k[:present], v[:present]))

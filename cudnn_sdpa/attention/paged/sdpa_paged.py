@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, memory, sharding, value_checks
-from cudnn_sdpa.attention.arguments import as_float, as_sinks, kind_of
+from cudnn_sdpa.attention.arguments import as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.paged import arguments as paged_arguments
@@ -20,6 +20,7 @@ from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -249,14 +250,14 @@ def call_of(
         seq_lens_q=seq_lens_q,
         sinks=None if sinks is None else as_sinks(sinks),
         page_layout=page_layout,  # type: ignore[arg-type]  # None is refused by the check of types
-        is_causal=is_causal,
+        is_causal=as_bool(is_causal),
         causal_alignment=causal_alignment,
         window_left=left,
         window_right=right,
         scale=None if scale is None else as_float(scale),
         softcap=None if softcap is None else as_float(softcap),
         deterministic=torch.are_deterministic_algorithms_enabled(),
-        with_lse=return_lse,
+        with_lse=as_bool(return_lse),
         out=out,
     )
 

@@ -10,7 +10,9 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, check_is_dense, dtype_name, shape_of
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.engine.scalars import LARGEST, is_integer
 from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.graph.symbolic_shapes import is_true
 
 
 class VarlenArguments(NamedTuple):
@@ -161,21 +163,35 @@ def check(call: VarlenArguments) -> None:
     for name, offsets in zip(("q", "kv"), call.offsets, strict=True):
         check_cumulative(f"cu_seqlens_{name}", offsets, call.q)
         max_seqlen = getattr(call, f"max_seqlen_{name}")
-        if not arguments.is_integer(max_seqlen) or max_seqlen < 0:
+        if not is_integer(max_seqlen) or is_true(max_seqlen < 0) or is_true(max_seqlen > LARGEST):
             hint = "A tensor would need a device-to-host copy." if isinstance(max_seqlen, Tensor) else ""
             raise OptionError(
-                f"max_seqlen_{name}", repr(max_seqlen), "the length of the longest sequence, an int", hint
+                f"max_seqlen_{name}",
+                repr(max_seqlen),
+                f"the length of the longest sequence, an int up to {LARGEST}",
+                hint,
             )
     offsets_q, offsets_kv = call.offsets
     if offsets_q.shape != offsets_kv.shape:
         raise ShapeError("cu_seqlens_kv", shape_of(offsets_kv), f"{tuple(offsets_q.shape)}, the shape of cu_seqlens_q")
 
 
-def check_cumulative(name: str, offsets: object, q: Tensor) -> None:
-    """Cumulative sequence lengths: int32, (B + 1,), dense, on the device of q."""
+def check_types_of_offsets(call: VarlenArguments) -> None:
+    """Types that the operators' schemas would refuse as well, but without naming the argument."""
+    for name, offsets in zip(("q", "kv"), call.offsets, strict=True):
+        check_type_of_offsets(f"cu_seqlens_{name}", offsets)
+
+
+def check_type_of_offsets(name: str, offsets: object) -> None:
+    """Cumulative sequence lengths are dense tensors."""
     if not isinstance(offsets, Tensor):
         raise OptionError(name, type(offsets).__name__, "a torch.Tensor of B + 1 int32")
     check_is_dense(name, offsets)
+
+
+def check_cumulative(name: str, offsets: Tensor, q: Tensor) -> None:
+    """Cumulative sequence lengths: int32, (B + 1,), dense, on the device of q."""
+    check_type_of_offsets(name, offsets)
     if offsets.dtype != torch.int32:
         raise DtypeError(name, dtype_name(offsets.dtype), "int32", f"Convert with {name}.to(torch.int32).")
     if offsets.dim() != 1 or offsets.shape[0] < 1:

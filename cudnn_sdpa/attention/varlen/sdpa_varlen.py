@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, backward_arguments, memory, sharding, value_checks
-from cudnn_sdpa.attention.arguments import ForwardArguments, as_float, as_int, as_sinks, kind_of
+from cudnn_sdpa.attention.arguments import ForwardArguments, as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.dense import large_backward
 from cudnn_sdpa.attention.mask import Alignment
@@ -21,6 +21,7 @@ from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.scalars import as_bool, as_float, as_int
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
@@ -251,15 +252,15 @@ def call_of(
         rng=None,
         max_seqlen_q=as_int(max_seqlen_q),
         max_seqlen_kv=as_int(max_seqlen_kv),
-        is_causal=is_causal,
+        is_causal=as_bool(is_causal),
         causal_alignment=causal_alignment,
         window_left=left,
         window_right=right,
         scale=None if scale is None else as_float(scale),
         dropout_p=as_float(dropout_p),
         softcap=None if softcap is None else as_float(softcap),
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
-        with_lse=return_lse,
+        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else as_bool(deterministic),
+        with_lse=as_bool(return_lse),
         out=out,
     )
 
@@ -272,6 +273,7 @@ def _check_types(call: VarlenArguments) -> None:
     arguments.check_types(
         ForwardArguments(call.q, call.k, call.v, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
     )
+    varlen_arguments.check_types_of_offsets(call)
 
 
 def _check_values(call: VarlenArguments) -> None:

@@ -15,7 +15,9 @@ from cudnn_sdpa import (
     CudnnSdpaError,
     OptionError,
     ShapeError,
+    cpu_checks,
     explain,
+    kernels,
     plan_cache,
     scaled_dot_product_attention,
     sdpa,
@@ -450,3 +452,25 @@ def test_the_command_exits_with_1_without_a_plan():
         result = CliRunner().invoke(app, ["explain", *command, "--target", "h200"])
         assert result.exit_code == 1
         assert reason in result.output
+
+
+def test_functions_by_name_and_pytorchs_own():
+    q, k, v = qkv()
+    assert str(explain("sdpa", q, k, v, is_causal=True).key) == str(explain(sdpa, q, k, v, is_causal=True).key)
+    given = {"is_causal": True, "enable_gqa": True}
+    of_pytorch = explain(torch.nn.functional.scaled_dot_product_attention, q, k, v, **given)
+    assert of_pytorch.call == "scaled_dot_product_attention"
+    assert of_pytorch.key == explain(scaled_dot_product_attention, q, k, v, **given).key
+    for wrong in ("nothing", "torch.nn.functional.softmax", 3, torch.add):
+        with pytest.raises(OptionError, match=r"^function: got .*; expected one of"):
+            explain(wrong, q, k, v)
+
+
+def test_kernels_in_float64_run_on_the_cpu_alone():
+    q, k, v = (x.double() for x in qkv())
+    with cpu_checks("h200,any-dtype"):
+        assert kernels.attention(q, k, v).dtype == torch.float64
+        found = explain(kernels.attention, q.requires_grad_(), k, v)
+    assert not found.supported
+    assert found.reasons == ["the kernels take float32, float16 and bfloat16; float64 runs on the CPU only"]
+    assert "float32" in found.suggestion

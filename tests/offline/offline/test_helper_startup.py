@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -341,3 +343,52 @@ def test_a_hanging_helper_times_out(monkeypatch):
     with pytest.raises(OfflineError, match=r"0\.01 s have passed"):
         helper.ask(READY)
     assert helper._process is None
+
+
+STARTS_A_HELPER = """
+import subprocess, sys, time
+from cudnn_sdpa.offline import interpreter, planner
+program = planner._PROGRAM.format(niceness=0)
+program = program.replace("from cudnn_sdpa.offline.worker import main", "import time; time.sleep(60)")
+helper = subprocess.Popen(interpreter.command(program), stdin=subprocess.PIPE)
+print(helper.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_helper_of_a_killed_program_ends_while_it_starts():
+    """It need not get as far as to read its input, after seconds of importing PyTorch."""
+    program = subprocess.Popen([sys.executable, "-c", STARTS_A_HELPER], stdout=subprocess.PIPE, text=True, cwd=ROOT)
+    assert program.stdout is not None
+    with program, program.stdout:
+        helper = int(program.stdout.readline())
+        time.sleep(0.5)
+        program.kill()
+    end = time.monotonic() + 20
+    while Path(f"/proc/{helper}").exists() and _state(helper) != "Z":
+        assert time.monotonic() < end, "the helper still runs"
+        time.sleep(0.05)
+
+
+def _state(process: int) -> str:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return "Z"
+
+
+def test_a_request_within_a_request_of_its_thread_raises():
+    """As by a signal handler that explains a call while another one is explained."""
+    helper, found = Helper(), []
+
+    def asking(request, _timeout):
+        with pytest.raises(OfflineError, match="this thread waits for its answer already"):
+            helper.ask(READY)
+        found.append(request)
+        return {}
+
+    helper._ask = asking
+    thread = threading.Thread(target=helper.ask, args=(READY,), daemon=True)
+    thread.start()
+    thread.join(20)
+    assert found == [READY]

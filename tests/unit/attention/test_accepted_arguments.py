@@ -19,8 +19,12 @@ from cudnn_sdpa import (
     OptionError,
     PagedKVCache,
     ShapeError,
+    conv2d,
     fp8_attention,
+    kernels,
+    layer_norm,
     nn,
+    rms_norm,
     scaled_dot_product_attention,
     sdpa,
     sdpa_backward,
@@ -200,3 +204,146 @@ def test_explain_accepts_the_same_arguments():
     described = describer_of(sdpa)(q, k, v, attn_mask=causal_lower_right(5, 9), sinks=sinks)
     written = describer_of(sdpa)(q, k, v, is_causal=True, causal_alignment="bottom_right", sinks=sinks.float())
     assert described.key(target, None) == written.key(target, None)
+
+
+def calls_with_flags():
+    """Every public function with flags, as a function of the flags, and the flags' names."""
+    q, k, v = qkv()
+    square = torch.randn(2, 4, 5, 8)
+    rows = torch.randn(9, 2, 8)
+    pages, table = torch.randn(4, 4, 16, 8), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
+    paged = torch.randn(2, 4, 1, 8), pages, pages, table, torch.tensor([20, 9], dtype=torch.int32)
+    half = torch.randn(2, 4, 128, 128, dtype=torch.bfloat16)
+    fp8, lse, one = half.to(torch.float8_e4m3fn), torch.zeros(2, 4, 128), torch.ones(1)
+    out, of_out = sdpa(q, k, v, return_lse=True)
+    packed_out, packed_lse = sdpa_varlen(rows, rows, rows, ENDS, ENDS, 5, 5, return_lse=True)
+    grad, grad_rows, grouped = torch.randn_like(out), torch.randn_like(packed_out), torch.randn(2, 2, 9, 8)
+    scales, backward_scales = Fp8Scales(*[one] * 6), Fp8BackwardScales(*[one] * 12)
+    weight = torch.randn(8)
+    return {
+        "sdpa": (lambda **x: sdpa(q, k, v, **x), ("is_causal", "return_lse", "deterministic")),
+        "sdpa, alibi": (lambda **x: sdpa(square, square, square, is_causal=True, **x), ("alibi",)),
+        "drop-in": (lambda **x: scaled_dot_product_attention(q, k, v, **x), ("is_causal", "enable_gqa")),
+        "drop-in, grouped": (
+            lambda **x: scaled_dot_product_attention(q, grouped, grouped, is_causal=True, **x),
+            ("enable_gqa",),
+        ),
+        "sdpa_backward": (
+            lambda **x: sdpa_backward(grad, out, of_out, q, k, v, **x).dq,
+            ("is_causal", "deterministic"),
+        ),
+        "sdpa_varlen": (
+            lambda **x: sdpa_varlen(rows, rows, rows, ENDS, ENDS, 5, 5, **x),
+            ("is_causal", "return_lse", "deterministic"),
+        ),
+        "sdpa_varlen_backward": (
+            lambda **x: (
+                sdpa_varlen_backward(grad_rows, packed_out, packed_lse, rows, rows, rows, ENDS, ENDS, 5, 5, **x).dq
+            ),
+            ("is_causal", "deterministic"),
+        ),
+        "sdpa_paged": (lambda **x: sdpa_paged(*paged, **x), ("is_causal", "return_lse")),
+        "sdpa_fp8": (lambda **x: sdpa_fp8(fp8, fp8, fp8, scales, **x)[0].float(), ("is_causal", "return_lse")),
+        "sdpa_fp8_backward": (
+            lambda **x: sdpa_fp8_backward(fp8, fp8, fp8, fp8, fp8, lse, backward_scales, **x)[0].float(),
+            ("is_causal", "deterministic"),
+        ),
+        "fp8_attention": (lambda **x: fp8_attention(half, half, half, **x), ("is_causal",)),
+        "kernels.attention": (lambda **x: kernels.attention(q, k, v, **x), ("is_causal",)),
+        "rms_norm": (lambda **x: rms_norm(q, weight, **x), ("zero_centered",)),
+        "nn.RMSNorm": (lambda **x: nn.RMSNorm(8, **x)(q), ("zero_centered",)),
+        "nn.Attention": (
+            lambda **x: torch.manual_seed(0) and nn.Attention(16, 2, **x)(square[0, 0].repeat(1, 2)[None]),
+            ("is_causal", "bias", "sinks", "packed"),
+        ),
+    }
+
+
+@pytest.mark.parametrize("name", calls_with_flags())
+def test_flags_of_numpy_are_accepted(name):
+    call, flags = calls_with_flags()[name]
+    for flag in flags:
+        for value in (False, True) if name not in ("drop-in, grouped", "sdpa, alibi") else (True,):
+            torch.testing.assert_close(call(**{flag: np.bool_(value)}), call(**{flag: value}), rtol=0, atol=0)
+        for wrong in (1, "yes", np.int64(1)):
+            with pytest.raises(OptionError, match=f"^{flag}: got"):
+                call(**{flag: wrong})
+
+
+@pytest.mark.parametrize("kind", [np.int32, np.int64, np.uint8])
+def test_integers_of_numpy_are_accepted_everywhere(kind):
+    q, k, v = qkv()
+    window = (kind(2), kind(0))
+    rows = torch.randn(9, 2, 8)
+    image, filters = torch.randn(2, 4, 9, 9), torch.randn(4, 2, 3, 3)
+    half = torch.randn(2, 4, 16, 16, dtype=torch.bfloat16)
+    for given, wanted in (
+        (sdpa(q, k, v, window_size=window), sdpa(q, k, v, window_size=(2, 0))),
+        (sdpa(q, k, v, window_size=np.array(window)), sdpa(q, k, v, window_size=(2, 0))),
+        *[
+            tuple(
+                sdpa_varlen(rows, rows, rows, ENDS, ENDS, n, n, window_size=w)
+                for n, w in ((kind(5), window), (5, (2, 0)))
+            )
+        ],
+        tuple(fp8_attention(half, half, half, window_size=w) for w in (window, (2, 0))),
+        (
+            conv2d(image, filters, stride=kind(2), padding=(kind(1), kind(0)), dilation=kind(1), groups=kind(2)),
+            conv2d(image, filters, stride=2, padding=(1, 0), groups=2),
+        ),
+    ):
+        torch.testing.assert_close(given, wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", [np.float16, np.float32, np.float64, np.int64])
+def test_numbers_of_numpy_are_accepted_everywhere(kind):
+    q, k, v = qkv()
+    half = torch.randn(2, 4, 16, 16, dtype=torch.bfloat16)
+    one, fp8 = torch.ones(1), half.to(torch.float8_e4m3fn)
+    for call in (
+        lambda x: kernels.attention(q, k, v, scale=x),
+        lambda x: fp8_attention(half, half, half, scale=x),
+        lambda x: sdpa_fp8(fp8, fp8, fp8, Fp8Scales(*[one] * 6), scale=x)[0].float(),
+        lambda x: rms_norm(q, eps=x),
+        lambda x: layer_norm(q, eps=x),
+    ):
+        torch.testing.assert_close(call(kind(2)), call(2.0), rtol=0, atol=0)
+    for norm in (rms_norm, layer_norm):
+        with pytest.raises(OptionError, match=r"^eps: got"):
+            norm(q, eps=np.bool_(True))
+
+
+def test_a_mask_of_a_higher_rank_adds_a_batch():
+    """As in PyTorch, whose compiled and meta calls give this; its eager kernels on the CPU refuse it."""
+    for shapes in (
+        ((2, 32), (1, 32), (1, 16), (1, 2, 1)),
+        ((2, 32), (3, 32), (3, 16), (4, 2, 3)),
+        ((2, 32), (3, 32), (3, 16), (5, 1, 2, 3)),
+        ((4, 2, 32), (4, 3, 32), (4, 3, 16), (2, 4, 2, 3)),
+        ((2, 4, 2, 32), (2, 4, 3, 32), (2, 4, 3, 16), (3, 1, 1, 2, 3)),
+        ((2, 2, 4, 2, 32), (2, 2, 4, 3, 32), (2, 2, 4, 3, 16), (3, 1, 2, 4, 1, 3)),
+    ):
+        q, k, v, mask = (torch.randn(shape) for shape in shapes)
+        q.requires_grad_()
+        meta = torch.nn.functional.scaled_dot_product_attention(*(x.to("meta") for x in (q, k, v, mask)))
+        weights = (q.double() @ k.double().mT * 32**-0.5 + mask.double()).softmax(-1)
+        out, wanted = scaled_dot_product_attention(q, k, v, mask), weights @ v.double()
+        assert out.shape == meta.shape == wanted.shape
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-5)
+        grad = torch.randn_like(out)
+        found, exact = torch.autograd.grad(out, q, grad)[0], torch.autograd.grad(wanted, q, grad.double())[0]
+        torch.testing.assert_close(found, exact, rtol=1e-3, atol=1e-4)
+        explained = describer_of(scaled_dot_product_attention)(*(x.bfloat16() for x in (q, k, v, mask)))
+        assert not explained.is_empty
+
+
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_keys_or_values_without_heads_are_named(enable_gqa):
+    for shapes in (
+        ((2, 24, 8), (0, 1, 8), (0, 1, 8)),
+        ((4, 1, 8), (0, 1, 8), (2, 1, 8)),
+        ((1, 2, 1, 8), (1, 0, 1, 8), (1, 2, 1, 8)),
+    ):
+        q, k, v = (torch.randn(shape) for shape in shapes)
+        with pytest.raises(ShapeError, match=r"^(key|value|query): got 0 heads"):
+            scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa)

@@ -240,3 +240,12 @@ def test_head_dims_of_queries_and_of_values_are_multiples_of_8(dims):
             call()
     with pytest.raises(UnsupportedError, match=f"multiples of 8, not {dims[0]} and {dims[1]}"):
         spec.key(TARGET, None)
+
+
+def test_a_padding_mask_is_recognized():
+    q = R(3, 2, 16, 8)
+    with pytest.raises(ShapeError, match=r"Is it a padding mask \(B, Skv\)\? Use attn_mask\[:, None, None\]"):
+        sdpa(q, q, q, attn_mask=torch.ones(3, 16, dtype=torch.bool))
+    with pytest.raises(ShapeError) as caught:
+        sdpa(q, q, q, attn_mask=torch.ones(5, 16, dtype=torch.bool))
+    assert "padding" not in str(caught.value)

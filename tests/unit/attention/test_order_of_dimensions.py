@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from fake_gpu import dense_attention, gpu_on_the_cpu
+from fake_gpu import gpu_on_the_cpu
 from float64_reference import attend
 from native_way import native_way
 
@@ -98,7 +98,7 @@ def test_a_warm_call_is_not_looked_at(native, monkeypatch):
     given, looked = tensors((64, 16), (64, 4)), []
     check = arguments._warn_if_transposed
     monkeypatch.setattr(arguments, "_warn_if_transposed", lambda *x: looked.append(1) or check(*x))
-    with native_way(on=native) if native else nullcontext(), gpu_on_the_cpu(dense_attention), cpu_checks(None):
+    with native_way(on=native) if native else nullcontext(), gpu_on_the_cpu(), cpu_checks(None):
         with pytest.warns(LayoutWarning):
             cudnn_sdpa.sdpa(*given)
         for _ in range(4):

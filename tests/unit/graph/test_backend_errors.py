@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import subprocess
 import sys
 
 import pytest
 
 from cudnn_sdpa import LibraryError
+from cudnn_sdpa.doctor import probe
 from cudnn_sdpa.graph import backend
+from cudnn_sdpa.plans import nvrtc
 
 #: Runs code without the frontend.
 BLOCK = """
@@ -121,3 +126,36 @@ def test_formatting_of_version_numbers():
         "9.28.1",
         "10.2.3",
     ]
+
+
+@pytest.mark.parametrize("name", [b"data-\xe9.bin", "r\u00e9sum\u00e9.bin".encode(), b"libnvrtc.so.12"])
+def test_files_of_any_name_may_be_mapped(tmp_path, name):
+    path = os.fsencode(tmp_path) + b"/" + name
+    with open(path, "wb+") as file:  # noqa: PTH123 - a name in bytes
+        file.write(b"x" * 4096)
+        file.flush()
+        with mmap.mmap(file.fileno(), 0):
+            assert os.fsdecode(path) in backend.mapped_files()
+            libraries = backend.loaded_libraries()
+            first = next(nvrtc._nvrtc_candidates())
+            probe.mapped()
+    if b"nvrtc" in name:
+        assert libraries["libnvrtc"] == first
+
+
+def test_a_home_with_an_accent_under_an_ascii_locale(tmp_path):
+    folder = tmp_path / "jos\u00e9"
+    folder.mkdir()
+    (folder / "mapped.bin").write_bytes(b"x" * 4096)
+    program = (
+        "import mmap, sys\n"
+        "from cudnn_sdpa.graph import backend\n"
+        "file = open(sys.argv[1], 'rb')\n"
+        "mapped = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)\n"
+        "backend.loaded_libraries()\n"
+        "print(sys.argv[1] in backend.mapped_files())\n"
+    )
+    environment = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-c", program, str(folder / "mapped.bin")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout) == (0, "True\n"), result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -376,3 +377,34 @@ def test_concurrent_operations_leave_one_plan_per_key(global_cache):
         for call in table._calls.values():
             assert id(call) in held_now
             assert call.held
+
+
+def test_a_build_that_is_entered_again_in_its_own_thread_does_not_wait_for_itself():
+    """As by a signal handler or a finalizer that makes the same call."""
+    cache, inner = PlanCache(4), []
+
+    def interrupted(key):
+        inner.append(use(cache, 3))
+        return StandIn(key)
+
+    (outer,) = in_threads(1, lambda _: use(cache, 3, interrupted))
+    assert [outer] == inner == [cache.peek(key(3))]
+    assert use(cache, 3, refuse) is outer
+
+
+def test_a_real_signal_during_a_build(global_cache):
+    found = []
+
+    def handler(*_):
+        found.append(use(global_cache, 5))
+
+    def slowly(key):
+        signal.raise_signal(signal.SIGALRM)
+        return StandIn(key)
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        plan = use(global_cache, 5, slowly)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert found == [plan]

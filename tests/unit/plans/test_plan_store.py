@@ -577,3 +577,25 @@ def test_a_plan_of_this_gpu_is_preferred_to_one_of_any_gpu(store, monkeypatch):
     store.save(mine, plan(mine, seed=3))
     assert build.load_plan(mine) == plan(mine, seed=3)
     assert build.load_plan(other) == plan(other, seed=1)
+
+
+def test_a_lock_is_not_waited_for_without_end_under_a_frozen_clock(tmp_path, monkeypatch):
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        with store_files.locked(folder, "name", 1.0) as is_ours:
+            assert is_ours
+            monkeypatch.setattr(time, "monotonic", lambda: 100.0)
+            found, before = [], time.perf_counter()
+
+            def wait():
+                with store_files.locked(folder, "name", 0.2) as is_mine:
+                    found.append(is_mine)
+
+            thread = threading.Thread(target=wait, daemon=True)
+            thread.start()
+            while not found and time.perf_counter() < before + 20:
+                time.sleep(0.01)
+            assert found == [False]
+            assert time.perf_counter() - before >= 0.2
+    finally:
+        os.close(folder)

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -285,3 +286,44 @@ def test_the_stand_in_driver_creates_no_home(tmp_path, monkeypatch):
     with pytest.raises(OfflineError, match="there is no home folder"):
         driver.stand_in_folder()
     assert not (tmp_path / "nobody").exists()
+
+
+@NEEDS_ROOT
+@pytest.mark.parametrize(("real", "effective"), [(STRANGER, 0), (0, STRANGER)])
+def test_a_process_that_acts_for_another_user_trusts_no_folder(tmp_path, real, effective):
+    folder = tmp_path / "plans"
+    folder.mkdir(mode=0o700)
+    os.chown(folder, STRANGER, STRANGER)
+    tmp_path.chmod(0o755)
+    program = (
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from cudnn_sdpa.plans import private_folders\n"
+        f"os.setresuid({real}, {effective}, 0)\n"
+        "status = os.stat(sys.argv[1])\n"
+        "print(private_folders.is_private(status))\n"
+        "for ask in (private_folders.open_private, private_folders.check_above):\n"
+        "    try:\n"
+        "        ask(Path(sys.argv[1]))\n"
+        "    except private_folders.UnsafeFolderError as error:\n"
+        "        print(error)\n"
+    )
+    result = subprocess.run([sys.executable, "-c", program, folder], capture_output=True, text=True, check=False)
+    message = f"{folder} cannot be used: this process acts as user {effective} for user {real}"
+    assert result.stdout.splitlines()[0] == "False", result.stderr
+    assert [line.startswith(message) for line in result.stdout.splitlines()[1:]] == [True, True]
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_the_users_own_group_has_no_other_account(monkeypatch, shares):
+    """An account's primary group does not list it as a member."""
+    user = SimpleNamespace(pw_uid=os.geteuid(), pw_gid=4321, pw_name="ada")
+    others = [SimpleNamespace(pw_uid=os.geteuid() + 1, pw_gid=4321 if shares else 4322, pw_name="bob")]
+    monkeypatch.setattr("pwd.getpwuid", lambda _: user)
+    monkeypatch.setattr("pwd.getpwall", lambda: [user, *others])
+    monkeypatch.setattr("grp.getgrgid", lambda _: SimpleNamespace(gr_name="ada", gr_mem=["ada"]))
+    private_folders._is_users_own_group.cache_clear()
+    try:
+        assert private_folders._is_users_own_group(4321) is not shares
+    finally:
+        private_folders._is_users_own_group.cache_clear()

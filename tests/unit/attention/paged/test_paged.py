@@ -19,6 +19,7 @@ from cudnn_sdpa import (
     OutOfPagesError,
     PagedKVCache,
     PagedStep,
+    ShapeError,
     UnsupportedError,
     sdpa,
     sdpa_paged,
@@ -729,3 +730,13 @@ def test_nested_and_sparse_tensors_are_refused_by_name():
         for name in ("page_table", "page_table_v", "seq_lens_kv", "seq_lens_q", "q", "k_pages", "sinks"):
             with pytest.raises(LayoutError, match=name):
                 sdpa_paged(**{**arguments(), name: odd})
+
+
+def test_queries_in_the_order_of_flash_attention_are_recognized():
+    pages, table = torch.randn(8, 2, 16, 8), torch.arange(8, dtype=torch.int32).view(2, 4)
+    q, lengths = torch.randn(2, 1, 4, 8), torch.tensor([20, 50], dtype=torch.int32)
+    with pytest.raises(ShapeError, match=r"^q: got shape \(2, 1, 4, 8\).*Pass q.transpose\(1, 2\)"):
+        sdpa_paged(q, pages, pages, table, lengths)
+    assert sdpa_paged(q.transpose(1, 2), pages, pages, table, lengths).shape == (2, 4, 1, 8)
+    with pytest.raises(ShapeError, match=r"^k_pages: got 2 heads"):  # neither order fits
+        sdpa_paged(q[:, :, :3], pages, pages, table, lengths)

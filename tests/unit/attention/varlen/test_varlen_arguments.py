@@ -8,9 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from cudnn_sdpa import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError, sdpa_varlen
+from cudnn_sdpa import (
+    ArgumentError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    OptionError,
+    ShapeError,
+    sdpa_varlen,
+    sdpa_varlen_backward,
+)
 from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.engine.explain import describer_of
 
 R, Z = torch.randn, torch.empty
 OFFSETS = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
@@ -105,3 +115,23 @@ def test_stride_checks_name_tokens_and_heads():
             memory.check_strides(*dense[:3])
     dense = VarlenArguments(q, k, v, None, OFFSETS, OFFSETS, None, 7, 7).as_dense()
     memory.check_strides(*dense[:3])
+
+
+@pytest.mark.parametrize("wrong", [1.5, 3, "offsets", [0, 4, 9], None, object(), float])
+@pytest.mark.parametrize("name", ["cu_seqlens_q", "cu_seqlens_kv"])
+def test_offsets_that_are_no_tensors_are_named(name, wrong):
+    """Also where the result goes into a given tensor, and for gradients alone."""
+    x, ends = torch.randn(9, 2, 8), torch.tensor([0, 4, 9], dtype=torch.int32)
+    out, lse = sdpa_varlen(x, x, x, ends, ends, 5, 5, return_lse=True)
+    given = {"q": x, "k": x, "v": x, "cu_seqlens_q": ends, "cu_seqlens_kv": ends} | {name: wrong}
+    lengths = {"max_seqlen_q": 5, "max_seqlen_kv": 5}
+    for call in (
+        lambda: sdpa_varlen(**given, **lengths),
+        lambda: sdpa_varlen(**given, **lengths, out=torch.empty_like(x)),
+        lambda: sdpa_varlen(**given | {"q": x.clone().requires_grad_()}, **lengths),
+        lambda: sdpa_varlen_backward(x, out, lse, **given, **lengths),
+        lambda: describer_of(sdpa_varlen)(**given, **lengths),
+        lambda: describer_of(sdpa_varlen_backward)(x, out, lse, **given, **lengths),
+    ):
+        with pytest.raises(OptionError, match=f"^{name}: got {type(wrong).__name__}; expected a torch.Tensor"):
+            call()

@@ -1,0 +1,108 @@
+"""Options that are one number or flag: numpy's scalars become Python's, and what compiled code cannot know is named."""
+
+from __future__ import annotations
+
+import operator
+from numbers import Real
+from typing import TypeGuard, overload
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.graph.symbolic_shapes import depends_on_data, is_compiling, is_true
+
+#: Larger than any sequence, and small enough that adding a position to it does not overflow.
+LARGEST = 2**31 - 1
+
+
+def is_integer(number: object) -> TypeGuard[int]:
+    """Whether the operators accept a value as an integer; in compiled code it may be a symbol."""
+    return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
+
+
+def as_index(number: object) -> object:
+    """An integer, also numpy's, as an int; other types are returned unchanged."""
+    if isinstance(number, (int, torch.SymInt, Tensor)) or is_compiling() or is_numpy_bool(number):  # that has an index
+        return number
+    try:
+        return operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        return number
+
+
+@overload
+def as_int(number: int) -> int: ...
+
+
+@overload
+def as_int(number: object) -> object: ...
+
+
+def as_int(number: object) -> object:
+    """A length or bound as an int of at most `LARGEST`, also from numpy; other types are returned unchanged.
+
+    So is a symbol that depends on data: the operators check it when they run.
+    """
+    number = as_index(number)
+    # torch.compile shows symbols as plain integers.
+    return LARGEST if isinstance(number, int) and not isinstance(number, bool) and is_true(number > LARGEST) else number
+
+
+@overload
+def as_float(number: float) -> float: ...
+
+
+@overload
+def as_float(number: float | None) -> float | None: ...
+
+
+@overload
+def as_float(number: object) -> object: ...
+
+
+def as_float(number: object) -> object:
+    """A real number, such as 1 or numpy's, as a float; other types are returned unchanged."""
+    if number is None or type(number) in (float, bool):
+        return number
+    if not isinstance(number, (int, float)) and (is_compiling() or not isinstance(number, Real)):
+        return number
+    try:
+        return float(number)
+    except OverflowError:  # the checks report it
+        return number
+
+
+@overload
+def as_bool(flag: bool) -> bool: ...
+
+
+@overload
+def as_bool(flag: bool | None) -> bool | None: ...
+
+
+@overload
+def as_bool(flag: object) -> object: ...
+
+
+def as_bool(flag: object) -> object:
+    """A flag, also numpy's, as a bool; other types are returned unchanged."""
+    return flag if type(flag) is bool or is_compiling() or not is_numpy_bool(flag) else bool(flag)
+
+
+def is_numpy_bool(value: object) -> bool:
+    """Whether a value is numpy's truth value, which is no Python bool; its class has two names."""
+    kind = type(value)
+    return kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
+
+
+def check_known(name: str, value: object, hint: str = "") -> None:
+    """Refuses an option that depends on data, as `.item()` gives it in compiled code: a plan or a branch needs it.
+
+    Raises:
+        OptionError: It does.
+    """
+    if depends_on_data(value):
+        expected = "a value that is known when the code is compiled"
+        otherwise = "Read it before the compiled code, and pass it as an argument."
+        raise OptionError(name, "a value that depends on data, as from .item()", expected, hint or otherwise)
