@@ -150,6 +150,7 @@ class Inputs:
     Attributes:
         qkv: Queries, keys and values, (B, S, H, D), or packed (T, H, D).
         sinks: Attention sinks.
+        sinks_bfloat16: The same, rounded.
         grad_out: A gradient of the output.
         offsets: Where packed sequences begin.
     """
@@ -167,6 +168,7 @@ class Inputs:
         v = cases.normal(*lead_kv, heads_kv, dim_v)
         self.qkv = (q, k, v)
         self.sinks = cases.normal(heads_q, dtype=torch.float32) if asked.sinks else None
+        self.sinks_bfloat16 = None if self.sinks is None else self.sinks.bfloat16()
         self.grad_out = cases.normal(*lead_q, heads_q, dim_v)
         offsets = torch.tensor([0, *asked.lengths], device=cases.DEVICE).cumsum(0, dtype=torch.int32)
         self.offsets = offsets if asked.packed else None
@@ -243,8 +245,10 @@ def pytorch(backend: str, given: Inputs) -> Tensor:
 
 
 def flash_attention_3(given: Inputs) -> Tensor:
-    """FlashAttention-3."""
-    options = {"sinks": given.sinks} if given.asked.sinks else {}
+    """FlashAttention-3, which takes sinks in bfloat16."""
+    options: dict[str, object] = {}
+    if given.sinks is not None:
+        options["sinks"] = given.sinks.bfloat16() if given.sinks.requires_grad else given.sinks_bfloat16
     return _flash_attention(V3, given, unbounded=-1, **options)
 
 

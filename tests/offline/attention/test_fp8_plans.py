@@ -141,7 +141,7 @@ GRADIENTS = {
         ("bottom-right", "as many keys as queries, 512, and not 256"),
     ),
     "one query, one key": ({"sizes": (1, 1)}, ("", "one query on one key")),
-    "head dim 64": ({"dims": (64, 64)}, ("head dim 128 alone, not for 64 and 64", "")),
+    "head dim 64": ({"dims": (64, 64)}, ("only head dim 128, not head dims 64 and 64", "")),
     "head dims 128 and 64": ({"dims": (128, 64)}, ("head dim 128 alone", "")),
     "head dims 192 and 128": ({"dims": (192, 128)}, ("head dim 128 alone", "")),
     "head dim 256": ({"dims": (256, 256)}, ("head dim 128 alone", "256 and 256 have no")),

@@ -47,6 +47,7 @@ def on_cpu(monkeypatch, times_by_place, peers_on_cpu):  # noqa: ARG001
 
 def attention(q, k, v, *, causal, window_size, softcap=None, sinks=None):
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    sinks = None if sinks is None else sinks.float()
     options = {"causal_alignment": "bottom_right", "window_size": window_size, "softcap": softcap, "sinks": sinks}
     return sdpa(q, k, v, is_causal=causal, **options).transpose(1, 2)
 
