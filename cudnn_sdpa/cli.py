@@ -121,14 +121,15 @@ def _show_support(sm: int | None, cudnn: str | None, target: str | None, output:
     by_rules = target is None
     found = support.cells(sm=sm, cudnn=cudnn, target=target)
     cells = list(track(found, "planning", number, transient=True, disable=by_rules))
-    rows = support.table(cells)
-    title = f"cuDNN {environment['cudnn']} on {environment['gpu']}, head dims 128"
+    rows, reasons = support.table(cells)
+    title = f"cuDNN {environment['cudnn']} on {environment['gpu']}, head dims 128 unless the row says otherwise"
     table = Table(*rows[0], title=title, title_justify="left")
     for row in rows:
         table.add_row(*row.values())
     Console().print(table)
-    for reason in dict.fromkeys(reason for cell in cells for reason in cell.reasons):
-        typer.echo(f"not supported: {reason}")
+    typer.echo("yes: forward and training; no: neither; –: the function has no such option; (n): why")
+    for number, reason in enumerate(reasons, start=1):
+        typer.echo(f"({number}) {reason}")
     if sm is None and by_rules and not is_available():
         typer.echo("PyTorch sees no GPU: this is for SM 90 (Hopper); --sm names another.")
     if output is not None:

@@ -59,18 +59,18 @@ class Phase:
         torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
         self.error = max(self.error, float((out.float() - expected).norm() / expected.norm()))
 
-    def row(self) -> tuple[str, ...]:
+    def row(self) -> dict[str, str]:
+        """What the table shows: plans only on a GPU, as the CPU reference has none."""
         steady = sorted(self.milliseconds[1:])[len(self.milliseconds[1:]) // 2]
-        return (
-            self.name,
-            str(len(self.milliseconds)),
-            str(self.builds) if ON_GPU else "–",
-            str(self.loads) if ON_GPU else "–",
-            str(self.hits) if ON_GPU else "–",
-            f"{self.milliseconds[0]:.2f}",
-            f"{steady:.3f}",
-            f"{self.error:.1e}",
-        )
+        plans = {"built": str(self.builds), "loaded": str(self.loads), "hits": str(self.hits)} if ON_GPU else {}
+        return {
+            "phase": self.name,
+            "calls": str(len(self.milliseconds)),
+            **plans,
+            "first, ms": f"{self.milliseconds[0]:.2f}",
+            "steady, ms": f"{steady:.3f}",
+            "error": f"{self.error:.1e}",
+        }
 
 
 def synchronize() -> None:
@@ -122,12 +122,12 @@ def main() -> None:
 
 
 def show(*phases: Phase) -> None:
+    rows = [phase.row() for phase in phases]
     table = Table(title="every result agrees with PyTorch in float32", title_justify="left")
-    table.add_column("phase")
-    for column in ("calls", "plans built", "loaded", "plan hits", "first call, ms", "steady, ms", "relative error"):
-        table.add_column(column, justify="right")
-    for phase in phases:
-        table.add_row(*phase.row())
+    for column in rows[0]:
+        table.add_column(column, justify="left" if column == "phase" else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row.values())
     console.print(table)
     if ON_GPU:
         info = plan_cache.info()
@@ -136,7 +136,7 @@ def show(*phases: Phase) -> None:
 
 def show_plans(k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> None:
     """What cuDNN would run on an H200, planned here by cuDNN itself."""
-    console.print("\nThere is no NVIDIA GPU here, so the CPU reference ran. On an H200, cuDNN would run:")
+    console.print("\nWithout an NVIDIA GPU the CPU reference ran. cuDNN's plans for an H200:")
     try:
         with console.status("planning for an H200"):
             k, v = k_cache[:, :, :PROMPT], v_cache[:, :, :PROMPT]
@@ -148,8 +148,10 @@ def show_plans(k_cache: Tensor, v_cache: Tensor, lengths: Tensor) -> None:
         console.print(f"  (cannot plan here: {error})")
         return
     table = Table()
-    for column in ("phase", "cuDNN engine", "workspace, bytes", "planned and compiled in, ms"):
-        table.add_column(column, justify="left" if column in ("phase", "cuDNN engine") else "right")
+    table.add_column("phase", no_wrap=True)
+    table.add_column("cuDNN engine")
+    for column in ("workspace, bytes", "built in, ms"):
+        table.add_column(column, justify="right")
     for name, plan in zip(("prefill", "decode"), plans, strict=True):
         knobs = " ".join(f"{knob}={value}" for knob, value in plan.knobs.items())
         table.add_row(name, f"{plan.engine} {knobs}", str(plan.workspace), f"{plan.build_seconds * 1e3:.0f}")

@@ -5,8 +5,11 @@
 
 A page names its table in a pair of comments: <!-- bench:attention/kernels --> and <!-- /bench --> is the part
 "kernels" of attention-h200.json, or of attention.json; attention-h100/kernels is that of attention-h100.json. Without a
-file's name it is a part of host's. What stands between them stays as it is while that file, or the part in it, is
-missing.
+file's name it is a part of host's. Names of columns may follow, each after a bar: <!-- bench:peers-h100/forward | call
+| FlashAttention-3 / ours --> shows only these. The part "machine" of a file is what it was measured with. What stands
+between the comments stays as it is while that file, or the part in it, is missing.
+
+A column "why not" becomes notes below the table.
 """
 
 from __future__ import annotations
@@ -21,11 +24,13 @@ from pages import ROOT
 
 from cudnn_sdpa.bench.tools.report import columns_of, upright
 
-PAGES = tuple(
-    ROOT / "docs" / name
-    for name in ("benchmarks.md", "context_parallel.md", "kernels.md", "many_gpus.md", "pytorch_backend.md")
+NAMES = ("benchmarks", "context_parallel", "index", "kernels", "many_gpus", "pytorch_backend", "when_not")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES))
+MARKS = re.compile(
+    r"(<!-- bench:(?:(?P<file>[\w-]+)/)?(?P<part>\w+)(?P<columns>(?: \| [^|\n]+?)*) -->\n).*?<!-- /bench -->", re.DOTALL
 )
-MARKS = re.compile(r"(<!-- bench:(?:(?P<file>[\w-]+)/)?(?P<part>\w+) -->\n).*?<!-- /bench -->", re.DOTALL)
+WHY_NOT = "why not"
+FLASH_ATTENTION = {"tokenspeed-fa3": "FlashAttention-3", "flash-attn-4": "FlashAttention-4"}
 
 
 def measured(file: str) -> dict[str, Any]:
@@ -34,17 +39,41 @@ def measured(file: str) -> dict[str, Any]:
     return next((json.loads(path.read_text()) for path in paths if path.exists()), {})
 
 
-def table(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
+def table(rows: list[dict[str, Any]], versions: dict[str, str], columns: list[str] | None = None) -> str:
     """The rows of one part of a benchmark, as Markdown, and what they were measured with."""
-    rows = upright(rows)
-    columns = columns_of(rows)
+    rows = upright(rows) if columns is None else rows
+    columns = columns_of(rows) if columns is None else columns
+    notes: dict[str, int] = {}
+    if WHY_NOT in columns:
+        columns = [name for name in columns if name != WHY_NOT] + ["notes"]
+        rows = [{**row, "notes": note(str(row.get(WHY_NOT) or "–"), notes)} for row in rows]
+        columns = columns if notes else columns[:-1]
     lines = ["| " + " | ".join(columns) + " |", "|---" + "|--:" * (len(columns) - 1) + "|"]
     lines += ["| " + " | ".join(cell(row.get(column)) for column in columns) + " |" for row in rows]
-    machine = (
-        f"{versions['gpu']}, cuDNN {versions['cudnn']}, frontend {versions['nvidia-cudnn-frontend']}, "
-        f"PyTorch {versions['torch']}, Python {versions['python']}, {versions['date']}"
-    )
-    return "\n".join([*lines, "", f"<small>{machine}</small>"])
+    lines += ["", *(f"{number}. {reason}" for reason, number in notes.items())] if notes else []
+    return "\n".join([*lines, "", machine(versions)])
+
+
+def note(reasons: str, notes: dict[str, int]) -> str:
+    """The numbers of reasons, without the kind of error and its place in a source file."""
+    found = [] if reasons == "–" else re.split(r"; (?=[\w +-]+: )", reasons)
+    texts = [re.sub(r"\b\w+Error: (?:\w+, \S+:\d+, )?", "", reason) for reason in found]
+    return ", ".join(str(notes.setdefault(text, 1 + len(notes))) for text in texts) or "–"
+
+
+def machine(versions: dict[str, str]) -> str:
+    """What a benchmark was measured with."""
+    packages = [f"{FLASH_ATTENTION[name]} ({name} {versions[name]})" for name in FLASH_ATTENTION if name in versions]
+    parts = [
+        versions["gpu"],
+        f"cuDNN {versions['cudnn']}",
+        f"frontend {versions['nvidia-cudnn-frontend']}",
+        f"PyTorch {versions['torch']}",
+        f"Python {versions['python']}",
+        *packages,
+        versions["date"],
+    ]
+    return f"<small>{', '.join(parts)}</small>"
 
 
 def cell(value: object) -> str:
@@ -61,9 +90,12 @@ def render(text: str) -> str:
 
     def renew(found: re.Match[str]) -> str:
         data = measured(found["file"] or "host")
+        if found["part"] == "machine" and data:
+            return f"{found[1]}{machine(data['environment'])}\n<!-- /bench -->"
         if found["part"] not in data:
             return found[0]
-        return f"{found[1]}{table(data[found['part']], data['environment'])}\n<!-- /bench -->"
+        columns = found["columns"].removeprefix(" | ").split(" | ") if found["columns"] else None
+        return f"{found[1]}{table(data[found['part']], data['environment'], columns)}\n<!-- /bench -->"
 
     return MARKS.sub(renew, text)
 

@@ -3,8 +3,9 @@
     python scripts/charts.py            # draw them
     python scripts/charts.py --check    # exit with 1 if the pictures show other numbers than the JSON files
 
-"attention" is for README.md and the site's home. A panel shows one problem of a LLaMA-like layer: forward and training
-(both passes) in TFLOP/s, and decoding on a KV cache in TB/s, which memory bandwidth bounds. Higher is better in all.
+"attention" is for README.md and the site's home. All its bars are of one run, `bench peers`, whose candidates are
+interleaved. A panel shows one problem of a LLaMA-like layer: forward and training (both passes) in TFLOP/s, and
+decoding on a KV cache in TB/s, which memory bandwidth bounds. Higher is better in all.
 
 "scaling" is for the page "Context parallelism". A panel shows what each method reaches of linear scaling, by the number
 of GPUs: dense and packed, with as many tokens for each GPU or as many in all.
@@ -23,13 +24,35 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 IMAGES = ROOT / "docs" / "images"
 
-PROBLEM = "4, 32, 8, 4096, 128, causal"  #: batch, query heads, key heads, sequence, head dim
-CACHE = "32, 4096, 64"  #: sequences, tokens of each, page size
-
-FLASH, CUDNN, OURS, FP8 = "PyTorch FLASH", "PyTorch cuDNN", "cudnn_sdpa", "cudnn_sdpa, FP8"
+#: Bars, and their candidates in `bench peers`: of dense problems, of decode steps.
+FLASH, CUDNN, V3, V4 = "PyTorch FLASH", "PyTorch cuDNN", "FlashAttention-3", "FlashAttention-4"
+OURS, FP8, FP8_KERNELS = "cudnn_sdpa", "cudnn_sdpa, FP8", "FP8, no quantization"
+DENSE = {
+    FLASH: "pytorch flash",
+    CUDNN: "pytorch cudnn",
+    V3: "FlashAttention-3",
+    V4: "FlashAttention-4",
+    OURS: "ours",
+    FP8: "Fp8Attention",
+    FP8_KERNELS: "sdpa_fp8",
+}
+DECODE = {FLASH: "pytorch flash, contiguous", V3: "FlashAttention-3", OURS: "sdpa_paged", "memcpy": "a copy"}
+PROBLEMS = {
+    "Forward, TFLOP/s": "forward",
+    "Training, TFLOP/s": "training",
+    "Decode, 32 × 4,096, TB/s": "decode, 32 × 4,096",
+    "Decode, 8 × 32,768, TB/s": "decode, 8 × 32,768",
+}
+GREYS = {"light": ("#c4c9d0", "#8d96a0"), "dark": ("#4b535d", "#8b949e")}
+GREENS = {"light": ("#3f8f00", "#76b900", "#b5dc7a"), "dark": ("#76b900", "#b4e04b", "#55731c")}
 THEMES = {
-    "light": {"text": "#1f2328", FLASH: "#c4c9d0", CUDNN: "#8d96a0", OURS: "#3f8f00", FP8: "#76b900"},
-    "dark": {"text": "#e6edf3", FLASH: "#4b535d", CUDNN: "#8b949e", OURS: "#76b900", FP8: "#b4e04b"},
+    theme: {
+        "text": text,
+        **dict.fromkeys((FLASH, CUDNN), GREYS[theme][0]),
+        **dict.fromkeys((V3, V4, "memcpy"), GREYS[theme][1]),
+        **dict(zip((OURS, FP8, FP8_KERNELS), GREENS[theme], strict=True)),
+    }
+    for theme, text in (("light", "#1f2328"), ("dark", "#e6edf3"))
 }
 
 
@@ -44,33 +67,14 @@ def read(name: str, gpu: str = "h200") -> dict[str, Any]:
 
 
 def attention() -> Panels:
-    """The bars of each panel: forward and training in TFLOP/s, decoding in TB/s."""
-    dense, fp8, decode = read("attention"), read("fp8"), read("decode")
-
-    def of_problem(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        return [each for each in rows if each["B, Hq, Hkv, S, D"] == PROBLEM]
-
-    passes = {each["pass"]: each for each in of_problem(dense["kernels"])}
-    forward, backward = passes["forward"], passes["backward"]
-    names = {FLASH: "pytorch flash", CUDNN: "pytorch cudnn", OURS: "sdpa"}
-
-    def training(name: str) -> float:
-        """Both passes: what they compute, by the time that they take together."""
-        work = sum(each[f"{name} TFLOP/s"] * each[f"{name} µs"] for each in (forward, backward))
-        return work / sum(each[f"{name} µs"] for each in (forward, backward))
-
-    cached = next(each for each in decode["bandwidth"] if each["B, tokens, page size"] == CACHE)
-    return {
-        "Forward, TFLOP/s": {
-            **{label: forward[f"{name} TFLOP/s"] for label, name in names.items()},
-            FP8: of_problem(fp8["forward"])[0]["sdpa_fp8 TFLOP/s"],
-        },
-        "Training, TFLOP/s": {
-            **{label: training(name) for label, name in names.items()},
-            FP8: of_problem(fp8["training"])[0]["sdpa_fp8 TFLOP/s"],
-        },
-        "Decode, TB/s": {FLASH: cached["flash TB/s"], OURS: cached["TB/s"]},
-    }
+    """The bars of each panel, where there is a measurement."""
+    rows = {(row["problem"], row["candidate"]): row for row in read("peers", "h100")["overview"]}
+    found: Panels = {}
+    for title, problem in PROBLEMS.items():
+        bars, unit = (DECODE, "TB/s") if problem.startswith("decode") else (DENSE, "TFLOP/s")
+        measured = {label: rows[problem, candidate] for label, candidate in bars.items()}
+        found[title] = {label: row[unit] for label, row in measured.items() if unit in row}
+    return found
 
 
 def scaling() -> Panels:
@@ -98,21 +102,24 @@ def numbers(panels: Panels) -> str:
 
 
 def draw_attention(figure: Any, shown: Panels, theme: str) -> None:
+    """Panels one below the other: labels stay readable on a telephone."""
     colors = THEMES[theme]
-    figure.set_size_inches(9, 2.3)
-    for axis, (title, bars) in zip(figure.subplots(1, len(shown)), shown.items(), strict=True):
-        lines = [name for name in (FLASH, CUDNN, OURS, FP8) if name in bars]
-        for number, name in enumerate(lines):
-            value = bars[name]
-            axis.barh(number, value, color=colors[name], height=0.72)
-            axis.text(value, number, f" {value:.0f}" if value >= 10 else f" {value:.1f}", va="center", fontsize=10)
-        axis.set_yticks(range(len(lines)), lines, color=colors["text"])
-        axis.set_ylim(3.5, -0.5)
-        axis.set_xlim(0, max(bars.values()) * 1.18)
-        axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=colors["text"])
+    heights = [len(bars) + 1.4 for bars in shown.values()]
+    figure.set_size_inches(5.4, 0.2 * sum(heights))
+    panels = figure.subplots(len(shown), 1, height_ratios=heights)
+    for axis, (title, bars) in zip(panels, shown.items(), strict=True):
+        for number, (name, value) in enumerate(bars.items()):
+            axis.barh(number, value, color=colors[name], height=0.76)
+            axis.text(value, number, f" {value:.0f}" if value >= 10 else f" {value:.2f}", va="center", fontsize=10)
+        axis.set_yticks(range(len(bars)), list(bars), color=colors["text"])
+        axis.set_ylim(len(bars) - 0.5, -0.5)
+        axis.set_xlim(0, max(bars.values()) * 1.12)
+        axis.set_title(title, loc="left", fontsize=11, fontweight="bold", color=colors["text"], pad=4)
         axis.set_xticks([])
         axis.tick_params(length=0)
         axis.spines[:].set_visible(False)
+    for label in figure.findobj(lambda item: getattr(item, "get_text", str)() == OURS):
+        label.set_fontweight("bold")
 
 
 def draw_scaling(figure: Any, shown: Panels, theme: str) -> None:

@@ -41,7 +41,7 @@ def table(operation: str, cudnn: str) -> str:
 
 def of_row(reason: str) -> str:
     """A reason without what the table's row and column say."""
-    return re.sub(r"head dims \d+ and \d+", "these head dims", re.sub(r"( on|on) SM \d+( |$)", "", reason))
+    return re.sub(r"head dims \d+ and \d+", "these head dims", re.sub(r" ?\bon SM \d+\b", "", reason)).strip()
 
 
 def render(text: str) -> str:

@@ -21,6 +21,7 @@ from cudnn_sdpa.bench.tools.parts import (
     KernelsPart,
     LlamaPart,
     NormPart,
+    PeersPart,
     ProviderPart,
     ShapesPart,
     SiluPart,
@@ -258,6 +259,24 @@ def bench_shapes(
     }
     chosen = {name.value: measures[name] for name in part or list(ShapesPart)}
     _measure("shapes", {name: (title, partial(run, repeats)) for name, (title, run) in chosen.items()}, output)
+
+
+@bench_app.command("peers")
+def bench_peers(
+    part: Annotated[list[PeersPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: Output = None,
+) -> None:
+    """Time attention here, in PyTorch's backends, and in FlashAttention-3 and -4 if they are installed."""
+    require_gpu()
+    from cudnn_sdpa.bench import peers
+
+    measures: dict[PeersPart, tuple[str, Measure]] = {
+        PeersPart.OVERVIEW: (f"{peers.PROBLEM.label}, and decode steps, interleaved, median", peers.overview),
+        PeersPart.PAGES: ("New tokens on a paged cache, 32/8 heads, D=128", peers.pages),
+        PeersPart.FORWARD: ("Forward pass, bfloat16, interleaved, median", peers.forward),
+        PeersPart.TRAINING: ("Forward and backward pass, bfloat16, interleaved, median", peers.training),
+    }
+    _measure("peers", {chosen.value: measures[chosen] for chosen in part or list(PeersPart)}, output)
 
 
 @bench_app.command("provider")

@@ -6,6 +6,7 @@ with its load.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -51,10 +52,12 @@ class Tensors:
         backward_scales: The scales of the backward pass.
     """
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(
+        self, shape: Shape, qkv: tuple[Tensor, Tensor, Tensor] | None = None, grad_out: Tensor | None = None
+    ) -> None:
         self.causal = shape.causal
-        self.qkv = shape.tensors(requires_grad=True)
-        self.grad_out = torch.randn_like(self.qkv[0])
+        self.qkv = shape.tensors(requires_grad=True) if qkv is None else qkv
+        self.grad_out = torch.randn_like(self.qkv[0]) if grad_out is None else grad_out
         scale_q, scale_k, scale_v = (448 / x.detach().abs().amax().float().view(1) for x in self.qkv)
         q, k, v = (
             quantized(x.detach().float(), scale, E4M3)
@@ -117,15 +120,21 @@ class Tensors:
             self.fp8_grad_out, q, k, v, out=out, lse=lse, scales=self.backward_scales, is_causal=self.causal
         )
 
+    def dequantized(self, results: Sequence[Tensor]) -> list[Tensor]:
+        """The output, or the output and the gradients, as float32."""
+        backward = self.backward_scales
+        scales = (self.scales.scale_o, backward.scale_dq, backward.scale_dk, backward.scale_dv)
+        return [result.float() / scale for result, scale in zip(results, scales, strict=False)]
+
     def check(self) -> None:
         """Stops the benchmark if results in FP8 differ too much from those in bfloat16."""
         out = self.forward_bf16()
         expected = (out.detach(), *torch.autograd.grad(out, self.qkv, self.grad_out))
-        backward = self.backward_scales
-        scales = (self.scales.scale_o, backward.scale_dq, backward.scale_dk, backward.scale_dv)
-        for name, actual, exact, scale in zip(("out", "dq", "dk", "dv"), self.both(), expected, scales, strict=True):
-            error = cases.relative_error(actual.float() / scale, exact)
-            if not error < TOLERANCE[actual.dtype]:
+        results = self.both()
+        found = zip(("out", "dq", "dk", "dv"), results, self.dequantized(results), expected, strict=True)
+        for name, result, actual, exact in found:
+            error = cases.relative_error(actual, exact)
+            if not error < TOLERANCE[result.dtype]:
                 raise RuntimeError(f"{name} in FP8 differs from bfloat16's by {error:.3g}; nothing was timed")
 
 

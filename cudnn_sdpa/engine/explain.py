@@ -218,15 +218,19 @@ class Explanation:
         lines += [f"  key        {self.key}"] if self.key and with_keys else []
         if self.bucket:
             in_full = f": {self.bucket}" if with_keys else ""
-            lines.append(f"  meanwhile  the plan of its bucket, unless the shape policy is exact{in_full}")
+            lines.append(f'  until then the generic plan of its bucket, unless shape_policy("exact") is set{in_full}')
         lines += [f"  also runs  {note}" for note in self.extra_kernels]
         lines += [f"  avoids     {issue}" for issue in self.known_issues]
         lines += [f"  but        {self.on_gpu}"] if self.on_gpu else []
         lines += [f"  through    {self.native}"] if self.native else []
         lines += [f"  error      {name}: {error:.1e}" for name, error in self.errors.items()]
         lines += [] if self.backward is None else self.backward._report(with_keys=with_keys).splitlines()
-        lines += [f"  {name:<26} {version}" for name, version in self.versions.items()]
-        lines += [f"  {name:<26} {path}" for name, path in self.libraries.items()]
+        if self.versions:
+            lines.append(f"  versions   {', '.join(f'{name} {version}' for name, version in self.versions.items())}")
+        files: dict[str, list[str]] = {}
+        for path in map(Path, self.libraries.values()):
+            files.setdefault(str(path.parent), []).append(path.name)
+        lines += [f"  loaded     {', '.join(names)} from {folder}" for folder, names in files.items()]
         return "\n".join(lines)
 
 

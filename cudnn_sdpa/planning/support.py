@@ -382,13 +382,18 @@ def cells(**target: object) -> Iterator[Cell]:
             yield cell(operation, option, **target)
 
 
-def table(matrix: list[Cell]) -> list[dict[str, str]]:
-    """The rows of a matrix: an option and, per operation, the word, or the engines if cuDNN was queried."""
+def table(matrix: list[Cell]) -> tuple[list[dict[str, str]], list[str]]:
+    """The rows of a matrix, and the reasons whose numbers stand in them.
+
+    A row is an option and, per operation, the word, or the engines if cuDNN was queried, with the numbers of reasons.
+    """
     rows: dict[str, dict[str, str]] = {}
+    numbers: dict[str, int] = {}
     for each in matrix:
         word = ", ".join(engine or "none" for engine in each.engines) if any(each.engines) else each.supported
-        rows.setdefault(each.option, {"with": each.option})[each.operation] = word
-    return list(rows.values())
+        notes = ",".join(map(str, sorted(numbers.setdefault(reason, 1 + len(numbers)) for reason in each.reasons)))
+        rows.setdefault(each.option, {"with": each.option})[each.operation] = f"{word} ({notes})" if notes else word
+    return list(rows.values()), list(numbers)
 
 
 def environment(sm: int | None = None, cudnn: int | str | None = None, target: str | None = None) -> dict[str, str]:

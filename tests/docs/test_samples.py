@@ -25,6 +25,9 @@ def test_the_quickstart_runs_and_shows_its_results():
     result = run("samples/quickstart.py")
     assert result.returncode == 0, result.stderr
     assert "every result agrees with PyTorch" in result.stdout
+    assert "│ decode, one token │" in result.stdout, "its first column is cut at 80 columns"
+    assert "…" not in result.stdout
+    assert "│ – " not in result.stdout, "a column is empty"
     if torch.cuda.is_available():
         assert "2 plans served 84 calls" in result.stdout
     elif importlib.util.find_spec("cudnn") and shutil.which("cc"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -44,7 +45,7 @@ def test_all_commands_are_listed():
     ]
     assert [
         *("all", "host", "attention", "fp8", "decode", "norm", "silu", "conv", "llama", "coldstart", "shapes"),
-        *("provider", "kernels", "distributed"),
+        *("peers", "provider", "kernels", "distributed"),
     ] == BENCHMARKS
 
 
@@ -322,10 +323,16 @@ def test_support_names_the_assumed_gpu(monkeypatch):
 
 def test_support_gives_every_reason_below_its_table():
     too_old = invoke("support", "--sm", "75").output
-    assert "not supported: a GPU of SM 75 has compute capability 7.5; cuDNN's attention needs 8.0\n" in too_old
-    assert "not supported: a GPU of SM 75 has compute capability 7.5; cuDNN's attention in FP8 needs 9.0\n" in too_old
-    reasons = [line for line in invoke("support", "--sm", "80").output.splitlines() if line.startswith("not supp")]
-    assert len(reasons) == len(set(reasons)) > 5
+    assert "(1) a GPU of SM 75 has compute capability 7.5; cuDNN's attention needs 8.0\n" in too_old
+    assert "(2) a GPU of SM 75 has compute capability 7.5; cuDNN's attention in FP8 needs 9.0\n" in too_old
+    first = next(line for line in too_old.splitlines() if "no option" in line)
+    assert [cell.strip() for cell in first.split("│")[1:-1]] == ["no option", "no (1)", "no (1)", "no (2)"]
+    output = invoke("support", "--sm", "80").output
+    reasons = [line for line in output.splitlines() if line.startswith("(")]
+    assert [line.partition(" ")[0] for line in reasons] == [f"({number})" for number in range(1, 1 + len(reasons))]
+    assert len({line.partition(" ")[2] for line in reasons}) == len(reasons) > 5
+    shown = {number for cell in re.findall(r"\(([\d, ]+)\) *│", output) for number in cell.replace(" ", "").split(",")}
+    assert shown == {str(number) for number in range(1, 1 + len(reasons))}
 
 
 def test_bench_all_continues_after_a_failed_benchmark(monkeypatch, tmp_path):
@@ -341,7 +348,7 @@ def test_bench_all_continues_after_a_failed_benchmark(monkeypatch, tmp_path):
     names = [name for name in BENCHMARKS if name != "all"]
     assert ran == [("bench", name, "--json", str(tmp_path / "results" / f"{name}.json")) for name in names]
     assert result.exit_code == 1
-    assert result.stderr == "failed: fp8; the other 12 are done\n"
+    assert result.stderr == "failed: fp8; the other 13 are done\n"
     ran.clear()
     monkeypatch.setattr(bench_cli, "run_command", lambda *arguments: ran.append(arguments))
     assert invoke("bench", "all").exit_code == 0

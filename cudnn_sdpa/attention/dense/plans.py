@@ -430,7 +430,7 @@ class BackwardSpec:
 
 
 #: Of every backward pass; depends on the caller's gradient.
-GRAD_OUT_COPY = "grad_out is copied if cuDNN cannot read its layout (an expanded one, as of a sum, is always copied)"
+GRAD_OUT_COPY = "a copy of grad_out, if cuDNN cannot read its layout (always for out.sum().backward())"
 
 MASK_OF_ONE_KEY = "attn_mask over a single key: all is computed in plain PyTorch, as cuDNN misreads such a mask"
 

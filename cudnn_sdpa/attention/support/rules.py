@@ -209,27 +209,27 @@ RULES = (
     ),
     Rule(
         lambda config: config.bottom_right and not config.softcap and (config.bias or config.dropout or config.alibi),
-        "a bottom-right mask with a right bound excludes attn_mask, dropout and alibi, unless it can be counted from "
-        "the top left, which actual sequence lengths and a window narrower than Skv - Sq do not allow",
+        "a causal mask or right window bound aligned bottom-right cannot be combined with attn_mask, dropout or alibi "
+        "if sequence lengths are given or the window is narrower than Skv - Sq",
         "the band drawn into attn_mask, without is_causal and window",
     ),
     Rule(
         lambda config: config.backward and _starts_late(config),
-        "a bottom-right window that starts right of the first query's key excludes gradients with attn_mask, dropout "
-        "and alibi",
+        "gradients with attn_mask, dropout or alibi cannot be combined with a bottom-right window that starts after "
+        "the first query's key",
         "the band drawn into attn_mask, without is_causal and window",
     ),
     Rule(
         lambda config: (
             config.alibi and not config.softcap and (config.band is None or config.band[1] != 0 or config.band[2])
         ),
-        "linear biases need a causal mask aligned top-left",
-        "the biases given as attn_mask",
+        "alibi needs a causal mask aligned top-left",
+        "the ALiBi biases passed as attn_mask",
     ),
     Rule(
         lambda config: config.alibi and config.softcap,
-        "softcap excludes cuDNN's linear biases",
-        "the biases given as attn_mask",
+        "softcap and alibi cannot be combined",
+        "the ALiBi biases passed as attn_mask",
         wrong=True,
     ),
     Rule(
@@ -258,7 +258,7 @@ RULES = (
     ),
     Rule(
         lambda config: config.dropout and config.sq == 1,
-        "dropout with a single query makes cuDNN read memory that is not its own",
+        "dropout with a single query is disabled: cuDNN reads out of bounds (known issue)",
         "dropout_p=0, or more queries",
         wrong=True,
     ),
@@ -275,7 +275,7 @@ RULES = (
             and config.head_dim == config.head_dim_v == 256
             and config.has_dropout_or_bias_gradient
         ),
-        "on SM {sm} gradients with head dim 256 exclude dropout, alibi and gradients of attn_mask",
+        "on SM {sm} gradients with head dim 256 cannot be combined with dropout, alibi or gradients of attn_mask",
         "head dims of up to {backward_head_dim}, or none of these",
     ),
     Rule(

@@ -58,13 +58,13 @@ RULES = (
     Rule(
         lambda config: config.is_hopper and not config.backward and config.head_dim <= 128 < config.head_dim_v,
         "on SM {sm} with a head dim of up to 128, {head_dim}, and one of v over 128, {head_dim_v}, cuDNN's FP8 kernel "
-        "accesses memory that is not its own (seen on 9.19 with an H200)",
+        "accesses memory out of bounds (seen on 9.19 with an H200)",
         "q and k padded with zeros to a head dim over 128, with the scale of their own size",
         wrong=True,
     ),
     Rule(
         lambda config: config.is_hopper and config.backward and (config.head_dim, config.head_dim_v) != (128, 128),
-        "on SM {sm} gradients in FP8 have kernels for head dim 128 alone, not for {head_dim} and {head_dim_v}",
+        "FP8 gradients on SM {sm} support only head dim 128, not head dims {head_dim} and {head_dim_v}",
         "smaller heads padded with zeros to head dim 128, with the scale of their own size; or " + _BFLOAT16,
     ),
     Rule(
@@ -91,8 +91,8 @@ RULES = (
     ),
     Rule(
         lambda config: config.is_hopper and config.bottom_right,
-        "on SM {sm} there is no FP8 kernel for a bottom-right mask with a right bound, unless it can be counted from "
-        "the top left, which actual sequence lengths and a window narrower than Skv - Sq do not allow",
+        "on SM {sm} there is no FP8 kernel for a causal mask or right window bound aligned bottom-right if sequence "
+        "lengths are given or the window is narrower than Skv - Sq",
         "calls without seq_lens_q and seq_lens_kv, or causal_alignment='top_left'",
     ),
     Rule(
@@ -121,7 +121,7 @@ RULES = (
     ),
     Rule(
         _lacks_half_output,
-        "on SM {sm} with cuDNN {version} the output in FP8 attention is FP8: others need SM 100 and cuDNN 9.13",
+        "on SM {sm} with cuDNN {version} the output of FP8 attention is FP8; other dtypes need SM 100 and cuDNN 9.13",
         "out_dtype=None, and then out.to(torch.bfloat16) / scales.scale_o",
     ),
     Rule(

@@ -96,6 +96,15 @@ class AttentionPart(str, Enum):
     AUTOTUNE = "autotune"
 
 
+class PeersPart(str, Enum):
+    """Parts of `bench peers`."""
+
+    OVERVIEW = "overview"
+    PAGES = "pages"
+    FORWARD = "forward"
+    TRAINING = "training"
+
+
 class ProviderPart(str, Enum):
     """Parts of `bench provider`."""
 

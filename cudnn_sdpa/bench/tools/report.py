@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cudnn_sdpa._version import __version__
+from cudnn_sdpa.bench.tools import flash_attention
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.graph import backend
 
@@ -32,6 +33,7 @@ def environment() -> dict[str, str]:
         "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
+        **flash_attention.versions(),
     }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
@@ -19,6 +20,7 @@ from cudnn_sdpa.bench.tools.parts import (
     KernelsPart,
     LlamaPart,
     NormPart,
+    PeersPart,
     ProviderPart,
     SiluPart,
 )
@@ -102,6 +104,29 @@ def test_provider(tmp_path, part, monkeypatch):
     monkeypatch.setattr(provider, "device_times", lambda calls, **how: timing.device_times(calls, repeats=2, **how))
     monkeypatch.setattr(provider, "SHAPES", (cases.Shape(1, 8, 8, 512, 64, True),))
     assert_measured(tmp_path, "provider", part)
+
+
+@pytest.mark.parametrize("part", list(PeersPart))
+def test_peers(tmp_path, part, monkeypatch):
+    """Packages that are not installed have no time; this library and PyTorch's backends have."""
+    from cudnn_sdpa.bench import peers
+
+    monkeypatch.setattr(peers, "device_times", lambda calls, **how: timing.device_times(calls, **{**how, "repeats": 2}))
+    monkeypatch.setattr(peers, "PAGES", ((2, 1, 300, 64), (2, 5, 300, 16)))
+    monkeypatch.setattr(peers, "DECODE", ((2, 300),))
+    monkeypatch.setattr(peers, "PROBLEM", cases.Shape(1, 8, 2, 1024, 128, True))
+    small = tuple(replace(each, lengths=each.lengths[:3]) for each in peers.TRAINING)
+    monkeypatch.setattr(peers, "FORWARD", small)
+    monkeypatch.setattr(peers, "TRAINING", small)
+    path = tmp_path / "peers.json"
+    result = CliRunner().invoke(app, ["bench", "peers", "--part", part.value, "--output", str(path)])
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    rows = json.loads(path.read_text())[part.value]
+    for row in rows:
+        if part is not PeersPart.OVERVIEW:
+            assert row.get("ours µs", row.get("sdpa_paged µs")) > 0, row
+        elif not row["candidate"].startswith("FlashAttention"):
+            assert row["µs"] > 0, row
 
 
 @pytest.mark.parametrize("part", list(LlamaPart))

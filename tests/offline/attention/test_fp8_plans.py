@@ -107,8 +107,8 @@ EVERYWHERE = {
 SOMEWHERE = {
     "bottom-right with lengths": ({**BOTTOM, "lengths": "kv"}, ("bottom-right", "", "")),
     "bottom-right, narrow": ({**BOTTOM, "sizes": LONGER, "window_size": (100, -1)}, ("bottom-right", "", "")),
-    "to bfloat16": ({"out_dtype": torch.bfloat16}, ("the output in FP8 attention is FP8", "", "is FP8")),
-    "to float16": ({"out_dtype": torch.float16}, ("the output in FP8 attention is FP8", "", "is FP8")),
+    "to bfloat16": ({"out_dtype": torch.bfloat16}, ("the output of FP8 attention is FP8", "", "is FP8")),
+    "to float16": ({"out_dtype": torch.float16}, ("the output of FP8 attention is FP8", "", "is FP8")),
     "head dims 192 and 128": ({"dims": (192, 128)}, ("", "", "192 and 128 have no FP8 kernel")),
     "head dim 144": ({"dims": (144, 144)}, ("", "144 and 144 have no", "144 and 144 have no")),
     "head dim 192": ({"dims": (192, 192)}, ("", "192 and 192 have no", "192 and 192 have no")),
@@ -141,10 +141,10 @@ GRADIENTS = {
         ("bottom-right", "as many keys as queries, 512, and not 256"),
     ),
     "one query, one key": ({"sizes": (1, 1)}, ("", "one query on one key")),
-    "head dim 64": ({"dims": (64, 64)}, ("head dim 128 alone, not for 64 and 64", "")),
-    "head dims 128 and 64": ({"dims": (128, 64)}, ("head dim 128 alone", "")),
-    "head dims 192 and 128": ({"dims": (192, 128)}, ("head dim 128 alone", "")),
-    "head dim 256": ({"dims": (256, 256)}, ("head dim 128 alone", "256 and 256 have no")),
+    "head dim 64": ({"dims": (64, 64)}, ("only head dim 128, not head dims 64 and 64", "")),
+    "head dims 128 and 64": ({"dims": (128, 64)}, ("only head dim 128", "")),
+    "head dims 192 and 128": ({"dims": (192, 128)}, ("only head dim 128", "")),
+    "head dim 256": ({"dims": (256, 256)}, ("only head dim 128", "256 and 256 have no")),
 }
 
 

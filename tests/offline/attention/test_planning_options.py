@@ -178,11 +178,14 @@ def test_partial_tiles_are_masked_in_backward_passes_of_older_cudnn(plan_backwar
 REFUSED = {
     "bottom right with lengths and bias": (
         {"is_causal": True, **BOTTOM, "attn_mask": BIAS, "seq_lens_kv": int32()},
-        "excludes attn_mask",
+        "cannot be combined with attn_mask",
     ),
     "linear biases without a causal mask": ({"alibi": True}, "causal mask aligned top-left"),
     "linear biases, bottom right": ({"alibi": True, "is_causal": True, **BOTTOM}, "causal mask aligned top-left"),
-    "linear biases with softcap": ({"alibi": True, "is_causal": True, "softcap": 20.0}, "softcap excludes"),
+    "linear biases with softcap": (
+        {"alibi": True, "is_causal": True, "softcap": 20.0},
+        "softcap and alibi cannot be combined",
+    ),
 }
 
 

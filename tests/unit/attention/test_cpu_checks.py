@@ -201,7 +201,7 @@ def half(*lengths, dims=(128, 128)):
 def test_fp8_attention_is_checked_as_it_is_on_a_gpu():
     """Before the forward pass, also for what its gradients need."""
     assert cudnn_sdpa.fp8_attention(*half()).requires_grad
-    with pytest.raises(UnsupportedError, match=f"fp8_attention {NOTE}(?s:.*)head dim 128 alone, not for 32"):
+    with pytest.raises(UnsupportedError, match=f"fp8_attention {NOTE}(?s:.*)only head dim 128, not head dims 32"):
         cudnn_sdpa.fp8_attention(*half(dims=(32, 32)))
     with torch.no_grad():
         assert cudnn_sdpa.fp8_attention(*half(dims=(32, 32))).isfinite().all()

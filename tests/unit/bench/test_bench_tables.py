@@ -23,6 +23,7 @@ from cudnn_sdpa.bench.tools.parts import (
     KernelsPart,
     LlamaPart,
     NormPart,
+    PeersPart,
     ProviderPart,
     ShapesPart,
     SiluPart,
@@ -109,6 +110,43 @@ def test_tables_are_rendered_from_the_file_that_is_there(tables, tmp_path, monke
     assert tables.render(measured).count("a \\| b") == 3
 
 
+def test_a_table_shows_the_columns_that_its_mark_names(tables, tmp_path, monkeypatch):
+    folder = tmp_path / "docs" / "benchmarks"
+    folder.mkdir(parents=True)
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    versions = {**ENVIRONMENT, "tokenspeed-fa3": "3.0", "flash-attn-4": "4.0"}
+    rows = [{"call, of": "a", "ours µs": 1.0, "theirs / ours": 0.5}, {"call, of": "b", "ours µs": 2.0}]
+    (folder / "peers-h100.json").write_text(json.dumps({"environment": versions, "forward": rows}))
+    page = (
+        "<!-- bench:peers-h100/forward | call, of | theirs / ours -->\n<!-- /bench -->\n"
+        "<!-- bench:peers-h100/machine -->\n<!-- /bench -->\n"
+    )
+    measured = tables.render(page)
+    assert "-->\n| call, of | theirs / ours |\n|---|--:|\n| a | 0.5 |\n| b | – |\n" in measured
+    packages = "FlashAttention-3 (tokenspeed-fa3 3.0), FlashAttention-4 (flash-attn-4 4.0)"
+    machine = f"{packages}, 2026-01-01</small>\n<!-- /bench -->"
+    assert measured.count(machine) == 2
+    assert tables.render(measured) == measured
+
+
+def test_reasons_are_notes_below_a_table(tables):
+    no_kernel = "pytorch flash: RuntimeError: No available kernel. Aborting execution."
+    place = "FlashAttention-3: RuntimeError: mha_bwd, /src/flash.cpp:1377, no backward; it says"
+    rows = [
+        {"call": "a", "µs": 1.0, "why not": "–"},
+        {"call": "b", "µs": 2.0, "why not": f"{no_kernel}; {place}"},
+        {"call": "c", "µs": 3.0, "why not": place},
+    ]
+    lines = tables.table(rows, ENVIRONMENT).splitlines()
+    assert lines[0] == "| call | µs | notes |"
+    assert lines[2:5] == ["| a | 1 | – |", "| b | 2 | 1, 2 |", "| c | 3 | 2 |"]
+    assert lines[6:8] == [
+        "1. pytorch flash: No available kernel. Aborting execution.",
+        "2. FlashAttention-3: no backward; it says",
+    ]
+    assert tables.table(rows[:1], ENVIRONMENT).splitlines()[0] == "| call | µs |"
+
+
 def test_wide_tables_are_transposed(tables):
     keys = {f"µs of {number}": float(number) for number in range(report.MAX_COLUMNS)}
     wide = [{"case": name, **keys} for name in ("a", "b")]
@@ -132,6 +170,7 @@ def test_the_pages_name_existing_parts(tables):
         "conv": ConvPart,
         "llama": LlamaPart,
         "kernels": KernelsPart,
+        "peers": PeersPart,
         "provider": ProviderPart,
         "distributed": DistributedPart,
     }
@@ -145,6 +184,9 @@ def test_the_pages_name_existing_parts(tables):
     parts["distributed-tensor"] = {DistributedPart.TENSOR.value}  # later, with two all-reduces a pass, also compiled
     parts["distributed"] -= parts["distributed-tensor"]
     parts["distributed-symmetric"] = {DistributedPart.WEAK.value}  # later, with symmetric memory
+    parts["peers"].add("machine")
+    for file in ("fp8", "decode", "norm", "silu"):
+        parts[file] -= {"host"}  # last measured without the native module
     named = [found for page in tables.PAGES for found in tables.MARKS.finditer(page.read_text())]
     assert len(named) == sum(len(re.findall("<!-- bench:", page.read_text())) for page in tables.PAGES)
     for found in named:

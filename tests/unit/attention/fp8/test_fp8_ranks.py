@@ -18,7 +18,7 @@ BAD = 2  #: the step in which one rank has a non-finite value
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs PyTorch with gloo"),
-    pytest.mark.usefixtures("reference_alone"),  # Hopper has gradients for head dim 128 alone
+    pytest.mark.usefixtures("reference_alone"),  # Hopper has gradients for only head dim 128
 ]
 
 

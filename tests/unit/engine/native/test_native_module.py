@@ -38,6 +38,7 @@ def test_wheels_and_source_distributions_have_every_source(repository, tmp_path)
     names = {str(path.relative_to(repository)) for path in sources}
     assert "cudnn_sdpa/engine/native/native.cpp" in names
     assert names <= in_wheel
+    assert {"Makefile", "CONTRIBUTING.md"} <= in_sdist
     assert names <= in_sdist
 
 
