@@ -418,7 +418,7 @@ def test_gradients_on_the_cpu_do_not_run_onednn(shape, dtype):
     x, weight = torch.randn(shape, dtype=dtype), torch.randn(1, 4, *(1,) * rank, dtype=dtype)
     grad_out = torch.randn(2, 1, *shape[2:-1], 3, dtype=dtype)
     with ConvolutionDtypes() as dtypes:
-        conv_graphs.conv_dgrad.reference(grad_out, weight, shape=shape, **sizes)
+        conv_graphs.conv_dgrad.reference(grad_out, weight, shape=shape[1:], **sizes)
         conv_graphs.conv_wgrad.reference(grad_out, x, shape=tuple(weight.shape), **sizes)
     assert dtypes.seen == {torch.float64}
 
