@@ -20,6 +20,7 @@ from cudnn_sdpa.fused.activation_tiling import backward_views, check_rows, forwa
 from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, widened
 from cudnn_sdpa.fused.graph_op import graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
+from cudnn_sdpa.graph.symbolic_shapes import is_true
 
 _no_second_gradient = no_second_gradient("silu_mul")
 
@@ -63,6 +64,16 @@ def no_gradient(name: str) -> UnsupportedError:
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return split(gate) if up is None else (gate, up)
+
+
+def _readable(gate: Tensor, up: Tensor | None = None) -> list[Tensor | None]:
+    """Rows of one element are copied if they have gaps: cuDNN reads no others."""
+    halves = _halves(gate, up)
+    return [x.contiguous() for x in halves] if _is_column(halves[0]) else [gate, up]
+
+
+def _is_column(x: Tensor) -> bool:
+    return x.dim() > 0 and is_true(x.shape[-1] == 1)
 
 
 def _silu_mul_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -180,6 +191,7 @@ def _silu_mul_backward(
     replays_backward=True,
     keeps_results=False,
     check=check_halves,
+    readable=_readable,
     views=forward_views,
     shard=_ways,
 )
@@ -198,7 +210,7 @@ def _check_gelu(gate: Tensor, up: Tensor | None) -> None:
     _refuse_gradient("gelu_mul", gate, up)
 
 
-@graph_op(reference=_gelu_mul_reference, check=_check_gelu, views=forward_views, shard=_ways)
+@graph_op(reference=_gelu_mul_reference, check=_check_gelu, readable=_readable, views=forward_views, shard=_ways)
 def gelu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol | None = None) -> Symbol:
     """GELU(gate) · up, with erf."""
     return g.mul(a=g.gelu(input=gate), b=up)
@@ -213,7 +225,13 @@ def _check_relu(x: Tensor) -> None:
     _refuse_gradient("relu_squared", x)
 
 
-@graph_op(reference=_relu_squared_reference, check=_check_relu, views=forward_views, shard={"x": 0})
+@graph_op(
+    reference=_relu_squared_reference,
+    check=_check_relu,
+    readable=lambda x: [x.contiguous() if _is_column(x) else x],
+    views=forward_views,
+    shard={"x": 0},
+)
 def relu_squared_rows(g: GraphBuilder, x: Symbol) -> Symbol:
     """max(x, 0)²."""
     y = g.relu(input=x)

@@ -80,7 +80,7 @@ def rms_norm(
         weight: (n,), in x's dtype or float32; None is ones.
         eps: Added to the mean of the squares; data, not part of the plan.
         residual: Of x's shape and dtype: added to x first; in the same kernel if rows have a multiple of 64 elements,
-            32 in float32, and the weight x's dtype.
+            32 in float32, and the weight x's dtype. Elsewhere each step is rounded to x's dtype.
         activation: "silu": applied to the result; in the same kernel for the same calls, without a gradient.
         zero_centered: Whether the weight is stored minus 1, as in Gemma; 1 is added to it in the same kernel.
 

@@ -76,6 +76,13 @@ def _contiguous(*operands: Value, **_: object) -> list[Value]:
     return [x.contiguous() if isinstance(x, Tensor) else x for x in operands]
 
 
+def _readable(x: Tensor, weight: Tensor | None, *others: Value, trains: bool, **_: object) -> list[Value]:
+    """The same; for rows of one element, cuDNN trains with a weight alone: it is made."""
+    if weight is None and trains and is_true(x.shape[-1] == 1):
+        weight = x.new_ones(1)
+    return _contiguous(x, weight, *others)
+
+
 def _as_rows(operands: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
     """Tensors (..., n) as cuDNN reads them: (rows, 1, 1, n), and (1, 1, 1, n) for (n,)."""
 
@@ -220,7 +227,7 @@ def check_activation(activation: object) -> None:
     keeps_results=slice(1, None),
     auxiliary=1,
     check=_check_rms,
-    readable=_contiguous,
+    readable=_readable,
     views=_as_rows,
     reads=_read_by_rms_backward,
     materialize_grads=False,
