@@ -1610,7 +1610,7 @@ class Gate(Operation):
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         dtype, shape = fused_dtype(r, device), rows_of(r, device)
-        facts = {"form": r.choice(["two", "two", "two", "halves", "both"] if self.name == "silu_mul" else ["two"])}
+        facts = {"form": r.choice(["two"] if self.name == "relu_squared" else ["two", "two", "two", "halves", "both"])}
         names = ["gate"] if self.name == "relu_squared" else ["gate", "up"]
         if facts["form"] != "two":
             shape, names = (*shape[:-1], 2 * shape[-1]), ["both"]

@@ -33,6 +33,9 @@ FoundT = TypeVar("FoundT", Tensor, Result)
 #: The result is the largest of what the ranks have.
 MAX = "max"
 
+#: The result is the sum of what the ranks have.
+SUM = "sum"
+
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
@@ -43,7 +46,7 @@ class Way(NamedTuple):
         name: What each rank has a part of, for messages.
         inputs: The dimension in which each operand is divided; the others are replicated. A negative one is counted
             from the end, for an operand that broadcasts: without that dimension, or with size 1, it is replicated.
-        results: The dimension in which each result is divided, or `MAX`; one number for all results.
+        results: The dimension in which each result is divided, or `MAX`, or `SUM`; one number for all results.
         whole: Operands whose size in that dimension must be a multiple of the number of ranks.
         present: Operands of which each rank must have a part that is not empty.
         refused: Why this call cannot be divided so; empty if it can.
@@ -77,7 +80,7 @@ Ways = Callable[[Mapping[str, object]], Sequence[Way]]
 _Placed = int | str | None
 
 
-def along(whole: Mapping[str, int]) -> Ways:
+def along(whole: Mapping[str, int], *, sums: int = 0) -> Ways:
     """The ways of a function of rows: any dimension of these operands but their last ones.
 
     Results are divided as the operands are; operands that are not named, or of another rank than the first, are
@@ -85,6 +88,7 @@ def along(whole: Mapping[str, int]) -> Ways:
 
     Args:
         whole: How many of an operand's last dimensions each rank must have whole, by name.
+        sums: How many results, after the first, are sums of what the ranks have.
     """
     first = next(iter(whole))
 
@@ -97,7 +101,8 @@ def along(whole: Mapping[str, int]) -> Ways:
             able = {name: x for name, x in operands.items() if dim < rank - whole[name]}
             if first in able:
                 wide = [name for name, x in able.items() if x.shape[dim] > 1]
-                found.append(Way(f"dimension {dim}", dict.fromkeys(wide or able, dim), dim))
+                results: int | tuple[int | str, ...] = (dim, *(SUM,) * sums) if sums else dim
+                found.append(Way(f"dimension {dim}", dict.fromkeys(wide or able, dim), results))
         return found
 
     return ways
@@ -230,7 +235,7 @@ class Division(NamedTuple):
                 dim = None if way is None else way.result(number)
                 if way is None or not isinstance(dim, int):
                     continue
-                size = _size(way, local)
+                size = size_of(way, local)
                 if result.dim() <= dim or result.shape[dim] != size:
                     shape = tuple(result.shape)
                     reason = (
@@ -292,7 +297,7 @@ def divided(what: str, ways: Sequence[Way] | None, tensors: Mapping[str, object]
     chosen = search.chosen()
     if chosen is None:
         raise search.refusal()
-    sizes = [0 if way is None else _size(way, given) for way in chosen]
+    sizes = [0 if way is None else size_of(way, given) for way in chosen]
     return Division(mesh, chosen, tuple(sizes))
 
 
@@ -319,7 +324,7 @@ def _placed(tensor: DTensor) -> list[_Placed]:
     return found
 
 
-def _size(way: Way, tensors: Mapping[str, object]) -> int:
+def size_of(way: Way, tensors: Mapping[str, object]) -> int:
     """The global size that a way divides: that of its first operand."""
     for name in way.inputs:
         tensor = tensors.get(name)

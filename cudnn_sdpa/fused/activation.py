@@ -43,15 +43,15 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return out
 
 
-def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
+def gelu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     """GELU(gate) · up, the gated activation of GeGLU, in one kernel; exact GELU, with erf. For inference.
 
     Args:
         gate: As for `silu_mul`.
-        up: Of the same shape and dtype.
+        up: As for `silu_mul`.
 
     Returns:
-        A contiguous tensor of the same shape and dtype.
+        A contiguous tensor (..., n) of the same dtype.
 
     Raises:
         ArgumentError: An argument is wrong.
@@ -62,7 +62,7 @@ def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
         >>> cudnn_sdpa.gelu_mul(torch.randn(2, 5, 16), torch.randn(2, 5, 16)).shape
         torch.Size([2, 5, 16])
     """
-    out: Tensor = gelu_mul_rows.run((gate, up), {})
+    out: Tensor = gelu_mul_rows.run((gate,) if up is None else (gate, up), {})
     return out
 
 

@@ -6,7 +6,7 @@ both in its halves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from cudnn_sdpa.fused.activation_tiling import backward_views, check_rows, forwa
 from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, widened
 from cudnn_sdpa.fused.graph_op import graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
+from cudnn_sdpa.graph.symbolic_shapes import is_true
 
 _no_second_gradient = no_second_gradient("silu_mul")
 
@@ -38,7 +39,8 @@ def check(*tensors: Tensor, names: Sequence[str] = ("gate", "up")) -> None:
     check_rows(tensors, names)
 
 
-def _check_silu(gate: Tensor, up: Tensor | None) -> None:
+def check_halves(gate: Tensor, up: Tensor | None) -> None:
+    """The same for two operands, or one that holds both."""
     if up is not None:
         check(gate, up)
         return
@@ -49,15 +51,9 @@ def _check_silu(gate: Tensor, up: Tensor | None) -> None:
     check(*split(gate))
 
 
-def _check_inference(name: str, *names: str) -> Callable[..., None]:
-    """The checks of a function without gradient."""
-
-    def check_tensors(*tensors: Tensor) -> None:
-        check(*tensors, names=names)
-        if needs_gradient(*tensors):
-            raise no_gradient(name)
-
-    return check_tensors
+def _refuse_gradient(name: str, *tensors: Tensor | None) -> None:
+    if needs_gradient(*tensors):
+        raise no_gradient(name)
 
 
 def no_gradient(name: str) -> UnsupportedError:
@@ -68,6 +64,16 @@ def no_gradient(name: str) -> UnsupportedError:
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return split(gate) if up is None else (gate, up)
+
+
+def _readable(gate: Tensor, up: Tensor | None = None) -> list[Tensor | None]:
+    """Rows of one element are copied if they have gaps: cuDNN reads no others."""
+    halves = _halves(gate, up)
+    return [x.contiguous() for x in halves] if _is_column(halves[0]) else [gate, up]
+
+
+def _is_column(x: Tensor) -> bool:
+    return x.dim() > 0 and is_true(x.shape[-1] == 1)
 
 
 def _silu_mul_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
@@ -95,6 +101,22 @@ def _readable_gradients(grad: Tensor, gate: Tensor, up: Tensor | None = None) ->
     return [grad.contiguous(), gate.contiguous() if up is None else gate, up]
 
 
+def _silu_and_slope(g: GraphBuilder, x: Symbol) -> tuple[Symbol, Symbol]:
+    """SiLU and its derivative, by σ and y = x σ: σ + (y - y σ).
+
+    cuDNN's `swish_backward` is as fast, but gives 0 instead of 1 from some x between 10⁶ and 10⁸ on (9.19, H100).
+    """
+    sigmoid = g.sigmoid(input=x)
+    silu = g.mul(a=x, b=sigmoid)
+    return silu, g.add(a=sigmoid, b=g.sub(a=silu, b=g.mul(a=silu, b=sigmoid)))
+
+
+def _ways(arguments: Mapping[str, object]) -> Sequence[sharding.Way]:
+    """Any dimension of all operands; where one holds both halves, any but the last."""
+    holds_both = arguments.get("up") is None
+    return sharding.along({name: int(holds_both) for name in ("gate", "up", "grad") if name in arguments})(arguments)
+
+
 @graph_op(
     reference=_silu_mul_gradients_reference,
     backward=_no_second_gradient,
@@ -102,12 +124,12 @@ def _readable_gradients(grad: Tensor, gate: Tensor, up: Tensor | None = None) ->
     check=_check_saved,
     readable=_readable_gradients,
     views=backward_views,
+    shard=_ways,
 )
 def silu_mul_gradients(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol | None = None) -> tuple[Symbol, Symbol]:
     """The gradients of gate and up; one tensor where one holds both."""
-    grad_up = g.mul(a=g.swish(input=gate), b=grad)
-    grad_gate = g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
-    return grad_gate, grad_up
+    silu, slope = _silu_and_slope(g, gate)
+    return g.mul(a=g.mul(a=grad, b=up), b=slope), g.mul(a=silu, b=grad)
 
 
 def _grad_gate_reference(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
@@ -125,10 +147,11 @@ def _readable_gradient(grad: Tensor, *others: Tensor) -> list[Tensor]:
     check=_check_saved,
     readable=_readable_gradient,
     views=backward_views,
+    shard={"grad": 0, "gate": 0, "up": 0},
 )
 def silu_mul_grad_gate(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol) -> Symbol:
     """The gradient of gate only, contiguous."""
-    return g.swish_backward(loss=g.mul(a=grad, b=up), input=gate)
+    return g.mul(a=g.mul(a=grad, b=up), b=_silu_and_slope(g, gate)[1])
 
 
 @graph_op(
@@ -138,6 +161,7 @@ def silu_mul_grad_gate(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol) 
     check=_check_saved,
     readable=_readable_gradient,
     views=backward_views,
+    shard={"grad": 0, "gate": 0},
 )
 def silu_mul_grad_up(g: GraphBuilder, grad: Symbol, gate: Symbol) -> Symbol:
     """The gradient of up only, contiguous."""
@@ -161,37 +185,33 @@ def _silu_mul_backward(
     )
 
 
-def _ways_of_silu_mul(arguments: Mapping[str, object]) -> Sequence[sharding.Way]:
-    """Any dimension of two operands; of one that holds both halves, any but the last."""
-    whole = {"gate": 1} if arguments.get("up") is None else {"gate": 0, "up": 0}
-    return sharding.along(whole)(arguments)
-
-
 @graph_op(
     reference=_silu_mul_reference,
     backward=_silu_mul_backward,
     replays_backward=True,
     keeps_results=False,
-    check=_check_silu,
+    check=check_halves,
+    readable=_readable,
     views=forward_views,
-    shard=_ways_of_silu_mul,
+    shard=_ways,
 )
 def silu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol | None = None) -> Symbol:
     """SiLU(gate) · up."""
     return g.mul(a=g.swish(input=gate), b=up)
 
 
-def _gelu_mul_reference(gate: Tensor, up: Tensor) -> Tensor:
+def _gelu_mul_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
+    gate, up = _halves(gate, up)
     return (F.gelu(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
 
 
-@graph_op(
-    reference=_gelu_mul_reference,
-    check=_check_inference("gelu_mul", "gate", "up"),
-    views=forward_views,
-    shard={"gate": 0, "up": 0},
-)
-def gelu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol) -> Symbol:
+def _check_gelu(gate: Tensor, up: Tensor | None) -> None:
+    check_halves(gate, up)
+    _refuse_gradient("gelu_mul", gate, up)
+
+
+@graph_op(reference=_gelu_mul_reference, check=_check_gelu, readable=_readable, views=forward_views, shard=_ways)
+def gelu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol | None = None) -> Symbol:
     """GELU(gate) · up, with erf."""
     return g.mul(a=g.gelu(input=gate), b=up)
 
@@ -200,8 +220,17 @@ def _relu_squared_reference(x: Tensor) -> Tensor:
     return F.relu(widened(x)).square().to(x.dtype).contiguous()
 
 
+def _check_relu(x: Tensor) -> None:
+    check(x, names=("x",))
+    _refuse_gradient("relu_squared", x)
+
+
 @graph_op(
-    reference=_relu_squared_reference, check=_check_inference("relu_squared", "x"), views=forward_views, shard={"x": 0}
+    reference=_relu_squared_reference,
+    check=_check_relu,
+    readable=lambda x: [x.contiguous() if _is_column(x) else x],
+    views=forward_views,
+    shard={"x": 0},
 )
 def relu_squared_rows(g: GraphBuilder, x: Symbol) -> Symbol:
     """max(x, 0)²."""

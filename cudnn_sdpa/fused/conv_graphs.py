@@ -6,7 +6,9 @@ those of images of one row.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -155,9 +157,9 @@ def _as_2d(operands: Sequence[Value], results: Sequence[Tensor], options: Option
             for name, value in options.items()
         }
         shape = options.get("shape")
-        if isinstance(shape, tuple):
-            batch, channels, length = shape
-            options["shape"] = batch, channels, 1, length
+        if isinstance(shape, tuple):  # of x without the batch, or of the weight
+            *outer, length = shape
+            options["shape"] = *outer, 1, length
     return [viewed(x) for x in operands], [x.unsqueeze(2) if rank == 1 else x for x in results], options
 
 
@@ -187,8 +189,9 @@ def _reference(
 
 
 def _dgrad_reference(grad: Tensor, weight: Tensor, *, shape: Sizes, **sizes: Sizes) -> Tensor:
+    channels, shape = shape[0], (grad.shape[0], *shape)
     conv_input = getattr(torch.nn.grad, f"conv{grad.dim() - 2}d_input")  # type: ignore[attr-defined]
-    grad_x = conv_input(shape, weight.double(), grad.double(), **sizes, groups=shape[1] // weight.shape[1])
+    grad_x = conv_input(shape, weight.double(), grad.double(), **sizes, groups=channels // weight.shape[1])
     return channels_last(grad_x.to(grad.dtype))
 
 
@@ -196,6 +199,21 @@ def _wgrad_reference(grad: Tensor, x: Tensor, *, shape: Sizes, **sizes: Sizes) -
     conv_weight = getattr(torch.nn.grad, f"conv{grad.dim() - 2}d_weight")  # type: ignore[attr-defined]
     grad_weight = conv_weight(x.double(), shape, grad.double(), **sizes, groups=x.shape[1] // shape[1])
     return channels_last(grad_weight.to(grad.dtype))
+
+
+def ways(_: Mapping[str, object]) -> Sequence[sharding.Way]:
+    """How a convolution may be divided: each part has a part of the batch, and all filters."""
+    return [sharding.Way("the batch", {"x": 0}, 0)]
+
+
+def _flops(y: Tensor, shape: Sizes) -> int:
+    """Of a convolution or of one of its gradients, given its result or the gradient of that: two for each product."""
+    return 2 * y.numel() * math.prod(shape[1:])
+
+
+def _forward_flops(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> int:
+    (y,) = convolution.outputs((x, weight, bias), options)
+    return _flops(y, tuple(weight.shape))
 
 
 def _geometry(stride: Sizes, padding: Sizes, dilation: Sizes) -> dict[str, list[int]]:
@@ -215,7 +233,7 @@ def _dgrad_backward(
     del results
     grad, weight = operands
     needs_grad_grad, needs_grad_weight = needs
-    groups = shape[1] // weight.shape[1]
+    groups = shape[0] // weight.shape[1]
     return (
         convolution(grads[0], weight, **sizes, groups=groups, activation=None) if needs_grad_grad else None,
         conv_wgrad(grad, grads[0], shape=tuple(weight.shape), **sizes) if needs_grad_weight else None,
@@ -229,11 +247,13 @@ def _dgrad_backward(
     keeps_results=False,
     readable=_channels_last,
     views=_as_2d,
+    shard=lambda _: [sharding.Way("the batch", {"grad": 0}, 0)],
+    flops=lambda grad, weight, **_: _flops(grad, weight.shape),
 )
 def conv_dgrad(
     g: GraphBuilder, grad: Symbol, weight: Symbol, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
 ) -> Symbol:
-    """The gradient of the input of a convolution; `shape` is its shape."""
+    """The gradient of the input of a convolution; `shape` is its shape without the batch."""
     del shape  # the key has it
     return g.conv_dgrad(loss=grad, filter=weight, **_geometry(stride, padding, dilation))
 
@@ -253,7 +273,7 @@ def _wgrad_backward(
     groups = x.shape[1] // shape[1]
     return (
         convolution(x, grads[0], **sizes, groups=groups, activation=None) if needs_grad_grad else None,
-        conv_dgrad(grad, grads[0], shape=tuple(x.shape), **sizes) if needs_grad_x else None,
+        conv_dgrad(grad, grads[0], shape=tuple(x.shape[1:]), **sizes) if needs_grad_x else None,
     )
 
 
@@ -264,6 +284,8 @@ def _wgrad_backward(
     keeps_results=False,
     readable=_channels_last,
     views=_as_2d,
+    shard=lambda _: [sharding.Way("the batch", {"grad": 0, "x": 0}, (sharding.SUM,))],
+    flops=lambda grad, _, *, shape, **__: _flops(grad, shape),
 )
 def conv_wgrad(
     g: GraphBuilder, grad: Symbol, x: Symbol, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
@@ -288,7 +310,7 @@ def _backward(
     (grad,), (x, weight, _) = grads, operands
     needs_grad_x, needs_grad_weight, needs_grad_bias = needs
     return (
-        conv_dgrad(grad, weight, shape=tuple(x.shape), **sizes) if needs_grad_x else None,
+        conv_dgrad(grad, weight, shape=tuple(x.shape[1:]), **sizes) if needs_grad_x else None,
         conv_wgrad(grad, x, shape=tuple(weight.shape), **sizes) if needs_grad_weight else None,
         grad.sum((0, *range(2, grad.dim()))) if needs_grad_bias else None,
     )
@@ -298,11 +320,6 @@ def _read_by_backward(_: object, needs: Sequence[bool]) -> tuple[bool, bool, boo
     """The gradient of x does not read x, that of the weight not the weight."""
     needs_grad_x, needs_grad_weight, _ = needs
     return needs_grad_weight, needs_grad_x, False
-
-
-def ways(_: Mapping[str, object]) -> Sequence[sharding.Way]:
-    """How a convolution may be divided among ranks: each has a part of the batch, and all filters."""
-    return [sharding.Way("the batch", {"x": 0}, 0)]
 
 
 @graph_op(
@@ -316,6 +333,7 @@ def ways(_: Mapping[str, object]) -> Sequence[sharding.Way]:
     reads=_read_by_backward,
     autocast=True,
     shard=ways,
+    flops=_forward_flops,
 )
 def convolution(
     g: GraphBuilder,

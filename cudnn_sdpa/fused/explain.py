@@ -18,12 +18,27 @@ from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused import activation as gates
 from cudnn_sdpa.fused import conv, norm
-from cudnn_sdpa.fused.activation_graphs import check, gelu_mul_rows, no_gradient, relu_squared_rows, silu_mul_rows
+from cudnn_sdpa.fused.activation_graphs import (
+    check,
+    check_halves,
+    gelu_mul_rows,
+    no_gradient,
+    relu_squared_rows,
+    silu_mul_rows,
+)
 from cudnn_sdpa.fused.checks import EXPECTED, checked_flag
-from cudnn_sdpa.fused.conv_graphs import channels_last, check_call, convolution, sizes_of
+from cudnn_sdpa.fused.conv_graphs import channels_last, check_call, conv_wgrad, convolution, sizes_of
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.fused.norm_graphs import check as check_norm
-from cudnn_sdpa.fused.norm_graphs import check_activation, checked_eps, default_eps, layer_norm_rows, rms_norm_rows
+from cudnn_sdpa.fused.norm_graphs import (
+    check_activation,
+    check_residual,
+    checked_eps,
+    default_eps,
+    fuses,
+    layer_norm_rows,
+    rms_norm_rows,
+)
 from cudnn_sdpa.graph.key import PlanKey
 
 
@@ -40,14 +55,20 @@ def _rms_norm(
     zero_centered = checked_flag("zero_centered", zero_centered)
     eps = checked_eps(default_eps(x) if eps is None else eps)
     check_norm(x, {"weight": weight}, eps)
-    is_separate = activation is not None and needs_gradient(x, weight, residual)
-    if is_separate:
-        check_activation(activation)
+    check_activation(activation)
+    check_residual(x, residual)
+    can_fuse = fuses(x, weight)
+    is_separate = activation is not None and (not can_fuse or needs_gradient(x, weight, residual))
+    is_sum_separate = residual is not None and not can_fuse
     shift = 1.0 if zero_centered and weight is not None else None
     fused = None if is_separate else activation
-    description = rms_norm_rows.describe(x, weight, eps, shift=shift, residual=residual, activation=fused)
-    notes = _copies(x=x, residual=residual) + [f"{activation} of the result"] * is_separate
-    return _completed(description, x, notes)
+    notes = ["the sum of x and residual"] * is_sum_separate + [f"{activation} of the result"] * is_separate
+    if residual is not None and is_sum_separate:
+        x, residual = x + residual, None
+    notes = _copies(x=x, residual=residual) + notes
+    return _completed(
+        rms_norm_rows.describe(x, weight, eps, shift=shift, residual=residual, activation=fused), x, notes
+    )
 
 
 @describes(norm.layer_norm, layer_norm_rows.ways)
@@ -66,21 +87,21 @@ def _silu_mul(gate: Tensor, up: Tensor | None) -> Description:
 
 
 @describes(gates.gelu_mul, gelu_mul_rows.ways)
-def _gelu_mul(gate: Tensor, up: Tensor) -> Description:
-    return _without_gradient("gelu_mul", gelu_mul_rows, gate=gate, up=up)
+def _gelu_mul(gate: Tensor, up: Tensor | None) -> Description:
+    check_halves(gate, up)
+    return _without_gradient("gelu_mul", gelu_mul_rows, gate, up)
 
 
 @describes(gates.relu_squared, relu_squared_rows.ways)
 def _relu_squared(x: Tensor) -> Description:
-    return _without_gradient("relu_squared", relu_squared_rows, x=x)
+    check(x, names=("x",))
+    return _without_gradient("relu_squared", relu_squared_rows, x)
 
 
-def _without_gradient(name: str, graph: GraphFunction, **tensors: Tensor) -> Description:
-    first = next(iter(tensors.values()))
-    check(*tensors.values(), names=tuple(tensors))
-    if needs_gradient(*tensors.values()):
+def _without_gradient(name: str, graph: GraphFunction, first: Tensor, *others: Tensor | None) -> Description:
+    if needs_gradient(first, *others):
         return Description(graph, partial(_refuse, no_gradient(name)), first.get_device() if first.is_cuda else None)
-    return _completed(graph.describe(*tensors.values()), first, [])
+    return _completed(graph.describe(first, *others), first, [])
 
 
 def _convolution(
@@ -108,7 +129,8 @@ def _convolution(
     notes = [f"{name} is copied to channels last" for name in copied]
     notes += [f"{activation} of the result"] * (is_separate and activation is not None)
     if forward.backward is not None:
-        extra_kernels = ["the gradient of the weight, a separate plan"] * (x.requires_grad and weight.requires_grad)
+        extra_kernels = [x for x in forward.backward.extra_kernels if x != f"{conv_wgrad.__name__}, a separate plan"]
+        extra_kernels += ["the gradient of the weight, a separate plan"] * (x.requires_grad and weight.requires_grad)
         extra_kernels += ["the gradient of the bias"] * (bias is not None and bias.requires_grad)
         forward = replace(forward, backward=replace(forward.backward, extra_kernels=extra_kernels))
     return _completed(forward, x, notes)
@@ -154,7 +176,7 @@ def _completed(description: Description, x: Tensor, notes: list[str]) -> Descrip
         backward = description.backward
         backward = None if backward is None else replace(backward, key=_no_key)
         description = replace(description, key=_no_key, backward=backward)
-    return replace(description, extra_kernels=[] if description.is_empty else notes)
+    return replace(description, extra_kernels=[] if description.is_empty else [*description.extra_kernels, *notes])
 
 
 def _refuse(error: UnsupportedError, *_: object) -> NoReturn:

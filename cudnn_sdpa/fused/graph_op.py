@@ -30,7 +30,7 @@ from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, items_of, kinds_o
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, check_one_device, readable_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
-from cudnn_sdpa.fused import torch_ops
+from cudnn_sdpa.fused import large, torch_ops
 from cudnn_sdpa.fused.checks import check_offsets, check_savable, check_strided, shown
 from cudnn_sdpa.fused.torch_ops import Gradients, Options, Outputs, Results, Value, as_tuple
 from cudnn_sdpa.graph.definition import GraphDefinition, function_digest
@@ -73,9 +73,16 @@ class _Entry:
         self.plan: Plan = bound.plan
         self.last: KnownCall | None = None
 
-    def run(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> list[Tensor]:
-        """The results for these tensors and numbers."""
-        return self.bound(tensors, numbers=numbers)
+    @property
+    def results(self) -> list[Layout]:
+        """Layouts of the results."""
+        return self.bound.results
+
+    def run(
+        self, tensors: Sequence[Tensor], numbers: tuple[float, ...], into: Sequence[Tensor] | None = None
+    ) -> list[Tensor]:
+        """The results for these tensors and numbers, in `into` if it is given."""
+        return self.bound(tensors, into=into, numbers=numbers)
 
 
 class GraphFunction(GraphDefinition):
@@ -94,7 +101,8 @@ class GraphFunction(GraphDefinition):
         operands: Names of the builder's tensors and numbers, in its order.
         options: The static options with their defaults; `inspect.Parameter.empty` where there is none.
         takes_needs: Whether `backward` has the parameter `needs`.
-        ways: How a call on DTensors may be divided among ranks; None if that is not declared.
+        ways: How a call may be divided, among ranks or because it is large; None if that is not declared.
+        flops: Counts the floating-point operations of a call; None counts none.
         token: The name by which the torch operator finds it.
         known: The calls whose plans are bound.
         calls: Those that the native module launches. A function with a signature of its own may ask it before `run`, if
@@ -117,6 +125,7 @@ class GraphFunction(GraphDefinition):
         autocast: bool = False,
         materialize_grads: bool = True,
         shard: Mapping[str, int] | sharding.Ways | None = None,
+        flops: Callable[..., int] | None = None,
         replays_backward: bool = False,
     ) -> None:
         super().__init__(builder)
@@ -127,7 +136,7 @@ class GraphFunction(GraphDefinition):
         self.reference, self._outputs, self.backward = reference, outputs or reference, backward
         self.kept = keeps_results if isinstance(keeps_results, slice) else slice(None if keeps_results else 0)
         self.auxiliary, self.check, self.readable, self.views, self.reads = auxiliary, check, readable, views, reads
-        self.autocast, self.materialize_grads = autocast, materialize_grads
+        self.autocast, self.materialize_grads, self.flops = autocast, materialize_grads, flops
         self.replays_backward = replays_backward
         self.takes_needs = backward is not None and "needs" in inspect.signature(backward).parameters
         if type(auxiliary) is not int or auxiliary < 0:
@@ -216,7 +225,7 @@ class GraphFunction(GraphDefinition):
         if tensors[0].is_cuda and not any(x.numel() == 0 for x in tensors):
             entry = self.prepared(values, static)
             is_as_given = len(values) >= len(operands) and all(map(_is_same, operands, values))
-            if is_as_given and options.keys() <= self.options.keys():
+            if is_as_given and isinstance(entry, _Entry) and options.keys() <= self.options.keys():
                 self.known.table.add(self._signature(operands, options, trains), entry)
             run = entry.run
         if trains:
@@ -398,7 +407,12 @@ class GraphFunction(GraphDefinition):
     # Plans.
 
     def outputs(self, values: Sequence[Value], static: Options) -> Outputs:
-        """Meta tensors like the results."""
+        """Meta tensors like the results.
+
+        Raises:
+            LayoutError: Elements of a result share an address.
+            UnsupportedError: The call is too large, and nothing says how it may be split.
+        """
         assert self._outputs is not None
         meta = [without_memory(x) for x in values]
         with torch.no_grad():
@@ -407,6 +421,8 @@ class GraphFunction(GraphDefinition):
             if is_expanded(result.shape, result.stride()):
                 got = f"result {number} with strides {result.stride()}"
                 raise LayoutError("outputs", got, "an address of its own for every element", "Use .contiguous().")
+        if (split := large.split_of(self, meta, results)) is not None:
+            self.outputs(split.part(self, meta, 0), static)  # may be too large, too
         return results
 
     def _viewed(self, values: Sequence[Value], results: Sequence[Tensor], static: Options) -> Views:
@@ -428,8 +444,8 @@ class GraphFunction(GraphDefinition):
             inputs=inputs, outputs=outputs, options=static, target=target, device=device, deterministic=deterministic
         )
 
-    def prepared(self, values: tuple[Value, ...], static: Options) -> _Entry:
-        """A call, with all operands and options and tensors that kernels can read, bound to its plan.
+    def prepared(self, values: tuple[Value, ...], static: Options) -> _Entry | large.LargeCall:
+        """A call, with all operands and options and tensors that kernels can read, bound to its plan or split.
 
         Raises:
             UnsupportedError: cuDNN has no plan for it.
@@ -438,14 +454,17 @@ class GraphFunction(GraphDefinition):
         signature = self._signature(values, static, False)
         entry: _Entry | None = self.known.table.get(signature)
         if entry is None:
+            check_one_device(self.operands, values)
+            results = self.outputs(values, static)
+            if (split := large.split_of(self, values, results)) is not None:
+                return large.LargeCall(self, split, values, results, static)
             with torch.cuda.device(_tensors(values)[0].device):
-                entry = self._bind(values, static)
+                entry = self._bind(values, results, static)
             self.known.table.add(signature, entry)
         return entry
 
-    def _bind(self, values: tuple[Value, ...], static: Options) -> _Entry:
-        check_one_device(self.operands, values)
-        device, results = _tensors(values)[0].get_device(), self.outputs(values, static)
+    def _bind(self, values: tuple[Value, ...], results: Outputs, static: Options) -> _Entry:
+        device = _tensors(values)[0].get_device()
         viewed = self._viewed(values, results, static)
         key = self._key(viewed, live_target(device), device, deterministic=is_deterministic())
         given = dict(zip(self.operands, values, strict=True))
@@ -490,8 +509,14 @@ class GraphFunction(GraphDefinition):
         if any(x.numel() == 0 for x in _tensors(values)):
             return Description(self, no_key, device, is_empty=True)
         values = self.as_readable(values, static)
-        viewed = self._viewed(values, self.outputs(values, static), static)
-        return Description(self, partial(self._key, viewed, deterministic=is_deterministic()), device)
+        results, notes = self.outputs(values, static), []
+        while (split := large.split_of(self, values, results)) is not None:
+            notes.append(f"the same in {split.parts - 1} other parts of {split.way.name}")
+            values = split.part(self, values, 0)
+            results = self.outputs(values, static)
+        viewed = self._viewed(values, results, static)
+        key = partial(self._key, viewed, deterministic=is_deterministic())
+        return Description(self, key, device, extra_kernels=notes)
 
     def _describe_gradients(
         self, forward: Description, values: tuple[Value, ...], static: Options, needs: tuple[bool, ...]
@@ -509,7 +534,8 @@ class GraphFunction(GraphDefinition):
             return None
         (function, operands, options), *others = recorded.calls
         notes = [f"{other.__name__}, a separate plan" for other, *_ in others]
-        return replace(function._describe(operands, options, forward.device), extra_kernels=notes)
+        found = function._describe(operands, options, forward.device)
+        return replace(found, extra_kernels=found.extra_kernels + notes)
 
 
 class Pattern:
@@ -893,6 +919,7 @@ def graph_op(
     autocast: bool = ...,
     materialize_grads: bool = ...,
     shard: Mapping[str, int] | sharding.Ways | None = ...,
+    flops: Callable[..., int] | None = ...,
     replays_backward: bool = ...,
 ) -> Callable[[Callable[..., object]], GraphFunction]: ...
 
@@ -913,6 +940,7 @@ def graph_op(
     autocast: bool = False,
     materialize_grads: bool = True,
     shard: Mapping[str, int] | sharding.Ways | None = None,
+    flops: Callable[..., int] | None = None,
     replays_backward: bool = False,
 ) -> GraphFunction | Callable[[Callable[..., object]], GraphFunction]:
     """Makes a function of tensors from a function that builds a cuDNN graph.
@@ -958,7 +986,10 @@ def graph_op(
             dimension, and so are the results. The other operands are replicated, and their gradients are `Partial()`.
             Or a function of all operands and options by name that gives the ways to share a call, each a
             `cudnn_sdpa.engine.sharding.Way`, the usual one first: a convolution has `[Way("the batch", {"x": 0}, 0)]`,
-            for a part of dimension 0 of x and of the result on each rank. None refuses DTensors.
+            for a part of dimension 0 of x and of the result on each rank. A call that extends over more than 2³¹
+            elements is split in the same way, into parts that run one after another. None refuses both.
+        flops: `flops(*operands, **options)` returns how many floating-point operations `FlopCounterMode` counts for a
+            call; it is given tensors without memory, too. None is none.
         replays_backward: Whether a backward pass may replay the launch of an earlier one: if all that `backward` did
             was one call of a graph function, like passes launch that in C++ and do not call `backward`. Set it only if
             what `backward` calls depends on layouts, options and numbers alone, and if it has no other effect. What
@@ -998,6 +1029,7 @@ def graph_op(
         autocast=autocast,
         materialize_grads=materialize_grads,
         shard=shard,
+        flops=flops,
         replays_backward=replays_backward,
     )
     return make if builder is None else make(builder)

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED
-from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.checks import checked_flag
 from cudnn_sdpa.fused.graph_op import Watch
 from cudnn_sdpa.fused.norm_graphs import (
@@ -17,8 +16,10 @@ from cudnn_sdpa.fused.norm_graphs import (
     MAX_EPS,
     check,
     check_activation,
+    check_residual,
     checked_eps,
     default_eps,
+    fuses,
     layer_norm_rows,
     rms_norm_rows,
 )
@@ -79,9 +80,9 @@ def rms_norm(
         weight: (n,), in x's dtype or float32; None is ones.
         eps: Added to the mean of the squares; data, not part of the plan. The default is not that of PyTorch's
             `rms_norm`. None is: the machine epsilon of float64 for float64, of float32 (1.19e-7) for other dtypes.
-        residual: Of x's shape and dtype: added to x first, in the same kernel. This needs rows of a multiple of 64
-            elements, 32 in float32, and a weight in x's dtype; so does `activation`.
-        activation: "silu": applied to the result in the same kernel; with a gradient, in a separate kernel.
+        residual: Of x's shape and dtype: added to x first; in the same kernel if rows have a multiple of 64 elements,
+            32 in float32, and the weight x's dtype. Elsewhere each step is rounded to x's dtype.
+        activation: "silu": applied to the result; in the same kernel for the same calls, without a gradient.
         zero_centered: Whether the weight is stored minus 1, as in Gemma; 1 is added to it in the same kernel.
 
     Returns:
@@ -113,25 +114,33 @@ def rms_norm(
             known = find(x, weight, eps)
             if known is not MISSED:
                 return known  # type: ignore[no-any-return]
-    if activation is not None and _needs_gradient(x, weight, residual):
-        check_activation(activation)
-        normalized = rms_norm(x, weight, eps, residual=residual, zero_centered=zero_centered)
-        activate = ACTIVATIONS[activation]
-        return activate(normalized) if isinstance(normalized, Tensor) else (activate(normalized[0]), normalized[1])
+    if residual is not None or activation is not None:
+        is_fused = _is_fused(x, weight)
+        if residual is not None and not is_fused:
+            check(x, {"weight": weight}, eps)
+            check_residual(x, residual)
+            total = (x + residual).contiguous()
+            return rms_norm(total, weight, eps, activation=activation, zero_centered=zero_centered), total
+        if activation is not None and (not is_fused or _needs_gradient(x, weight, residual)):
+            check_activation(activation)
+            normalized = rms_norm(x, weight, eps, residual=residual, zero_centered=zero_centered)
+            activate = ACTIVATIONS[activation]
+            return activate(normalized) if isinstance(normalized, Tensor) else (activate(normalized[0]), normalized[1])
     operands: tuple[Value, ...] = (x, weight, eps, 1.0) if zero_centered and weight is not None else (x, weight, eps)
     if residual is not None:
         operands = (*operands, *(None,) * (4 - len(operands)), residual)
-    try:
-        results: Tensor | tuple[Tensor, Tensor] = rms_norm_rows.run(
-            operands, {} if activation is None else {"activation": activation}
-        )
-    except UnsupportedError as error:
-        is_of_plan = error.what.startswith(rms_norm_rows.__name__) and " under torch." not in error.what
-        if not is_of_plan or (residual is None and activation is None):
-            raise
-        suggestion = "rows of a multiple of 64 elements and a weight in x's dtype, or the sum and SiLU in PyTorch"
-        raise UnsupportedError("rms_norm with a residual or an activation", error.reasons, suggestion) from None
+    results: Tensor | tuple[Tensor, Tensor] = rms_norm_rows.run(
+        operands, {} if activation is None else {"activation": activation}
+    )
     return results
+
+
+def _is_fused(x: Tensor, weight: Tensor | None) -> bool:
+    """See `fuses`; True for wrong arguments, which the checks name."""
+    try:
+        return fuses(x, weight)
+    except (AttributeError, IndexError, RuntimeError, TypeError):
+        return True
 
 
 def _needs_gradient(*tensors: object) -> bool:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_sdpa.engine.launch import readable_gradient
 from cudnn_sdpa.engine.torch_ops import define, library
@@ -59,6 +60,7 @@ class Function(Protocol):
     reference: Callable[..., Results] | None
     backward: Callable[..., Gradients] | None
     takes_needs: bool
+    flops: Callable[..., int] | None
 
     def as_readable(self, values: Sequence[Value], static: Options) -> tuple[Value, ...]: ...
 
@@ -334,4 +336,13 @@ define(
     cpu=decoded(run_reference),
     fake=decoded(fake_results),
 )
+
+
+def _count_flops(*inputs: Any, out_val: object = None, **_: object) -> int:
+    del out_val
+    function, values, static = _decode(*inputs)
+    return 0 if function.flops is None else function.flops(*values, **static)
+
+
+register_flop_formula(torch.ops.cudnn_sdpa.graph_function, get_raw=True)(_count_flops)
 torch.library.register_autograd("cudnn_sdpa::graph_function", _backward, setup_context=_setup_context, lib=library)

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeAlias, TypedDict
 
 from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.errors import ExecutionError, LibraryError, UnsupportedError
-from cudnn_sdpa.graph.determinism import is_repeatable
+from cudnn_sdpa.graph.determinism import is_repeatable, is_repeatable_convolution
 from cudnn_sdpa.graph.diagnostics import SourceLocation, reason_of, recording
 
 #: Oldest tested versions.
@@ -224,9 +224,14 @@ class GraphBuilder:
         """Skips forward kernels that may differ in the last bit from run to run."""
         self._is_allowed = functools.partial(is_repeatable, single_query=single_query)
 
-    def only_deterministic(self) -> None:
-        """Skips plans that cuDNN marks as nondeterministic."""
+    def only_deterministic(self, sm: int, version: int) -> None:
+        """Skips plans that cuDNN marks as nondeterministic, or should, on a GPU of this compute capability."""
         self._deterministic = True
+
+        def is_allowed(engine: str, _: dict[str, int]) -> bool:
+            return not self._has("conv_fprop") or is_repeatable_convolution(engine, sm, version)
+
+        self._is_allowed = is_allowed
 
     def declare(
         self,
@@ -307,7 +312,11 @@ class GraphBuilder:
     @property
     def has_attention(self) -> bool:
         """Whether attention is among the operations."""
-        return any(location.operation.startswith("sdpa") for location in self.locations)
+        return self._has("sdpa")
+
+    def _has(self, operation: str) -> bool:
+        """Whether an operation of this name, or one that begins so, is in the graph."""
+        return any(location.operation.startswith(operation) for location in self.locations)
 
     def _propose(self) -> None:
         """Lists the configurations to build: cuDNN's heuristics and, except for attention, its fallback list."""

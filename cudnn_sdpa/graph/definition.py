@@ -106,7 +106,7 @@ class GraphDefinition:
             inferring = InferringBuilder(**g.device_options)
             inferring.check(key, self._build(key, inferring)[1])
         if key.deterministic:
-            g.only_deterministic()
+            g.only_deterministic(key.target.sm, key.target.cudnn)
         symbols, results = self._build(key, g)
         for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
             layout = operand.layout

@@ -1,4 +1,4 @@
-"""Which cuDNN kernels are known to be bitwise deterministic."""
+"""Which cuDNN kernels are known to be bitwise deterministic, or known not to be."""
 
 from __future__ import annotations
 
@@ -17,6 +17,14 @@ def has_only_repeatable(sm: int, queries: int) -> bool:
     For more queries only data-center Blackwell has kernels that split the keys.
     """
     return queries != 1 and sm // 10 != 10
+
+
+def is_repeatable_convolution(engine: str, sm: int, version: int) -> bool:
+    """Whether a forward kernel of a convolution that cuDNN calls deterministic is so: pytorch#188288, pytorch#188318.
+
+    Engine 5 of 9.23 is not on SM 8.6; it is seen with 9.23.1, and 9.24 mends it (pytorch#189483).
+    """
+    return not (engine == "eng5" and sm == 86 and 92300 <= version < 92400)
 
 
 def is_repeatable(engine: str, knobs: dict[str, int], *, single_query: bool) -> bool:

@@ -21,12 +21,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
+
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.backend import version_string
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 
 NEVER_FIXED = 10**9
+
+#: Largest offset of an element from its tensor's first that plans of other graphs than attention's may have.
+MAX_OFFSET = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,35 @@ def _max_offset(layouts: Iterable[TensorLayout]) -> int:
     return max(sum((n - 1) * stride for n, stride in zip(x.shape, x.stride, strict=True)) for x in layouts)
 
 
+def _is_conv3d(key: PlanKey, *dtypes: torch.dtype) -> bool:
+    """Whether a plan is a 3-D convolution of the library's, or a gradient of one, in one of these dtypes."""
+    of_x = key.inputs[0].layout
+    is_convolution = key.operation.startswith("cudnn_sdpa.fused.conv_graphs:")
+    return is_convolution and len(of_x.shape) == len(("batch", "channels", *"DHW")) and of_x.dtype in dtypes
+
+
+def _has_filter_of_1(key: PlanKey) -> bool:
+    filters = key.outputs[0].layout.shape if key.name == "conv_wgrad" else _shape(key, "weight")
+    return set(filters[2:]) == {1}
+
+
 FUSED_ISSUES = (
+    KnownIssue(
+        bug="3-D convolutions in half precision, and their gradients, are silently wrong unless filters have size 1",
+        source="pytorch#163539, pytorch#163581, pytorch#166480",
+        treatment="refused: cuDNN 9.15 or newer, or PyTorch's own functions",
+        concerns=lambda key: _is_conv3d(key, torch.bfloat16, torch.float16) and not _has_filter_of_1(key),
+        first=90800,
+        fixed=91500,
+    ),
+    KnownIssue(
+        bug="a kernel of 3-D convolutions in TF32 is wrong, for which sizes is not known",
+        source="pytorch#167024",
+        treatment="refused: cuDNN 9.16 or newer, or PyTorch's own functions",
+        concerns=lambda key: _is_conv3d(key, torch.float32),
+        first=91002,
+        fixed=91600,
+    ),
     KnownIssue(
         bug="a 3-D operand that varies along one dimension only is misread in a batch of several: wrong results",
         source="seen on 9.19 with an H200",
@@ -134,9 +167,9 @@ FUSED_ISSUES = (
     ),
     KnownIssue(
         bug="offsets beyond 2^31 elements are not known to work",
-        source="attention's gradients miss them on 9.19 with an H200",
-        treatment="refused: split the tensors",
-        concerns=lambda key: _max_offset(operand.layout for operand in (*key.inputs, *key.outputs)) >= 2**31,
+        source="norms have no engine there, and attention's gradients miss them, on 9.19 with an H200",
+        treatment="large calls are split along the dimensions that `shard` declares; refused without it",
+        concerns=lambda key: _max_offset(operand.layout for operand in (*key.inputs, *key.outputs)) > MAX_OFFSET,
     ),
 )
 

@@ -563,8 +563,9 @@ def exact_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, *
     return torch.nn.functional.silu(out) if others.get("activation") else out
 
 
-def with_residual() -> dict[str, Tensor]:
-    return {**normalized(), "residual": rows()}
+def with_residual(dim: int = 64) -> dict[str, Tensor]:
+    """Rows of 64 elements are added in the norm's kernel, rows of 32 before it."""
+    return {"x": rows(dim), "weight": torch.rand(dim).to(HALF), "residual": rows(dim)}
 
 
 def added_rms_norm(x: Tensor, weight: Tensor, residual: Tensor, **options: Any) -> Tensor:
@@ -916,6 +917,15 @@ OPERATIONS: dict[str, Example] = {
         options={"eps": 1e-3, "zero_centered": True},
         is_attention=False,
     ),
+    "rms_norm, residual, several kernels": Example(
+        added_rms_norm,
+        lambda: with_residual(32),
+        exact_added_rms_norm,
+        compute=None,
+        differentiable=("x", "weight", "residual"),
+        options={"eps": 1e-3},
+        is_attention=False,
+    ),
     "silu_mul, both in one": Example(
         cudnn_sdpa.silu_mul,
         lambda: {"gate": rows(64)},
@@ -927,6 +937,15 @@ OPERATIONS: dict[str, Example] = {
         cudnn_sdpa.gelu_mul,
         gated,
         lambda gate, up: torch.nn.functional.gelu(gate) * up,
+        differentiable=(),
+        is_attention=False,
+        leading="gate",
+    ),
+    "gelu_mul, both in one": Example(
+        cudnn_sdpa.gelu_mul,
+        lambda: {"gate": rows(64)},
+        lambda gate: torch.nn.functional.gelu(gate.chunk(2, -1)[0]) * gate.chunk(2, -1)[1],
+        compute=None,
         differentiable=(),
         is_attention=False,
         leading="gate",

@@ -190,3 +190,55 @@ def test_misaligned_slices_are_refused():
     for _ in range(2):
         with pytest.raises(LayoutError, match="gate: got an address 2 bytes past a multiple of 16"):
             silu_mul(x, x)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("form", ["two", "both", "gate alone"])
+def test_gates_of_any_size(form, dtype):
+    """From 1 to the dtype's largest value, of both signs: cuDNN's own gradient of SiLU is 0 from 1e8 on."""
+    largest = torch.finfo(dtype).max
+    sizes = [value for value in 10.0 ** torch.arange(0.0, 39.0, 0.5) if value < largest] + [15.0, 88.5, 104.0, largest]
+    gate = torch.tensor([sign * value for value in sizes for sign in (1, -1)], device="cuda").to(dtype)
+    gate = gate[:, None].repeat(1, 64).requires_grad_()
+    up, grad = torch.full_like(gate, 0.75), torch.full_like(gate, 1.5)
+    exact, factor = gate.detach().double().requires_grad_(), up.double().requires_grad_()
+    wanted = F.silu(exact) * factor
+    wanted.backward(grad.double())
+    up.requires_grad_(form != "gate alone")
+    leaves = [torch.cat([gate, up], -1).detach().requires_grad_()] if form == "both" else [gate, up]
+    out = silu_mul(*leaves)
+    out.backward(grad)
+    of_gate, of_up = leaves[0].grad.chunk(2, -1) if form == "both" else (gate.grad, up.grad)
+    eps = torch.finfo(dtype).eps
+    bound, tiny = (16 if dtype is torch.float32 else 4) * eps, float(torch.finfo(torch.float32).smallest_normal)
+    pairs = [(out.detach(), wanted.detach()), (of_gate, exact.grad)]
+    for found, right in [*pairs, *([] if form == "gate alone" else [(of_up, factor.grad)])]:
+        fits = right.abs() <= largest
+        off = (found.double() - right).abs() - bound * right.abs() - (2e-7 if dtype is torch.float16 else 1e-7) - tiny
+        assert bool((off[fits] <= 0).all()), gate[fits & (off > 0)]
+    with torch.no_grad():
+        found, right = gelu_mul(gate, up), F.gelu(exact) * factor
+        fits = right.abs() <= largest
+        assert bool(((found.double() - right).abs() <= bound * right.abs() + 2e-7)[fits].all())
+
+
+@pytest.mark.parametrize("size", [96, 1000])
+def test_gelu_mul_of_one_tensor(size):
+    both = torch.randn(37, 2 * size, device="cuda", dtype=torch.bfloat16)
+    gate, up = both.double().chunk(2, -1)
+    assert difference(gelu_mul(both), F.gelu(gate) * up) < TOLERANCE[torch.bfloat16]
+    assert torch.equal(gelu_mul(both), gelu_mul(*both.chunk(2, -1)))
+
+
+def test_rows_of_one_element_with_gaps():
+    both, wide = (torch.randn(5, n, device="cuda", dtype=torch.bfloat16).requires_grad_() for n in (2, 4))
+    for gate, up in (both.chunk(2, -1), (wide[:, :1], both[:, 1:])):
+        out = silu_mul(gate, up)
+        assert difference(out, F.silu(gate.double()) * up.double()) < TOLERANCE[torch.bfloat16]
+        exact = torch.autograd.grad((F.silu(gate.double()) * up.double()).sum(), both, retain_graph=True)
+        assert difference(torch.autograd.grad(out.sum(), both)[0], exact[0]) < TOLERANCE[torch.bfloat16]
+    with torch.no_grad():
+        gate, up = both.double().chunk(2, -1)
+        assert difference(silu_mul(both), F.silu(gate) * up) < TOLERANCE[torch.bfloat16]
+        assert difference(gelu_mul(both), F.gelu(gate) * up) < TOLERANCE[torch.bfloat16]
+        assert difference(relu_squared(wide[:, :1]), F.relu(wide[:, :1].double()).square()) < TOLERANCE[torch.bfloat16]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -12,7 +13,7 @@ from attention_checks import poison
 from cudnn_sdpa import (
     DtypeError,
     LayoutError,
-    UnsupportedError,
+    explain,
     layer_norm,
     no_plan_builds,
     plan_cache,
@@ -21,6 +22,7 @@ from cudnn_sdpa import (
 )
 from cudnn_sdpa.fused.norm_graphs import rms_norm_rows
 
+BF16, F32 = torch.bfloat16, torch.float32
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 SHAPES = [
     (64,),
@@ -187,15 +189,6 @@ def test_gradients_of_a_norm_after_a_sum(uses_sum):
         assert difference(one, other) < 1e-2
 
 
-def test_unsupported_norms_are_named():
-    x, weight = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((64, 1000), (1000,)))
-    for _ in range(2):
-        for given in ({"residual": x}, {"activation": "silu"}):
-            with pytest.raises(UnsupportedError, match="rms_norm with a residual or an activation is not supported"):
-                rms_norm(x, weight, **given)
-    assert difference(rms_norm(x, weight), F.rms_norm(x.double(), (1000,), weight.double(), 1e-6)) < 1e-2
-
-
 def test_misaligned_tensors_are_refused():
     base = torch.randn(1 + 4 * 256, device="cuda", dtype=torch.bfloat16)
     weight = torch.randn(256, device="cuda", dtype=torch.bfloat16)
@@ -287,3 +280,40 @@ def test_rows_of_sizes_that_are_no_multiple_of_16_bytes(size, dtype):
                 for one, other in zip(found, right, strict=True):
                     error = float((one.double() - other).norm())
                     assert error < 4 * TOLERANCE[dtype] * max(float(other.norm()), 1e-2 * scale)
+
+
+@pytest.mark.parametrize("n", [1, 3, 16, 32, 48, 64, 96, 100, 1000])
+@pytest.mark.parametrize(
+    ("dtype", "of_weight"), [(BF16, BF16), (BF16, F32), (torch.float16, F32), (F32, F32), (BF16, None)], ids=str
+)
+def test_residuals_and_activations_of_all_rows(n, dtype, of_weight):
+    """In the norm's kernel where there is one, beside it elsewhere; `explain` shows which."""
+    x, residual = (torch.randn(2, 7, n, device="cuda").to(dtype).requires_grad_() for _ in range(2))
+    weight = None if of_weight is None else (torch.rand(n, device="cuda") + 0.3).to(of_weight).requires_grad_()
+    for with_residual, activation, trains in itertools.product((False, True), (None, "silu"), (False, True)):
+        for zero_centered in (False, True):
+            leaves = [leaf for leaf in (x, weight, residual if with_residual else None) if leaf is not None]
+            options = {"residual": residual if with_residual else None, "activation": activation}
+            with torch.set_grad_enabled(trains):
+                found = rms_norm(x, weight, 1e-4, zero_centered=zero_centered, **options)
+                answer = explain(rms_norm, x, weight, 1e-4, zero_centered=zero_centered, **options)
+            exact = {id(leaf): leaf.detach().double().requires_grad_() for leaf in leaves}
+            total = exact[id(x)] + exact[id(residual)] if with_residual else exact[id(x)]
+            wanted = total * (total.square().mean(-1, keepdim=True) + 1e-4).rsqrt()
+            wanted = wanted if weight is None else wanted * (exact[id(weight)] + zero_centered)
+            wanted = F.silu(wanted) if activation else wanted
+            out, *sums = found if with_residual else (found,)
+            bound = 2e-2 if dtype is BF16 else 3e-3 if dtype is torch.float16 else 1e-5
+            assert (out.double() - wanted).norm() <= bound * wanted.norm() + 1e-6
+            for sum_ in sums:
+                assert (sum_.double() - total).norm() <= bound * total.norm()
+            assert answer.supported, answer.reasons
+            is_fused = n * x.element_size() % 128 == 0 and of_weight in (None, dtype)
+            assert ("the sum of x and residual" in answer.extra_kernels) == (with_residual and not is_fused)
+            assert ("silu of the result" in answer.extra_kernels) == (bool(activation) and (trains or not is_fused))
+            if trains:
+                grad = torch.randn_like(out)
+                of_leaves = torch.autograd.grad(out, leaves, grad)
+                exact_of = torch.autograd.grad(wanted, list(exact.values()), grad.double())
+                for one, other in zip(of_leaves, exact_of, strict=True):
+                    assert (one.double() - other).norm() <= 3 * bound * other.norm() + 2e-2 * (n < 8) + 1e-4

@@ -27,7 +27,7 @@ image, filters, loss = (
     channels_last(torch.empty(shape, device="meta")) for shape in ((8, 3, 32, 32), (32, 3, 3, 3), (8, 32, 32, 32))
 )
 function, operand, shape = {
-    "grad_x": (conv_dgrad, filters, image.shape), "grad_weight": (conv_wgrad, image, filters.shape)
+    "grad_x": (conv_dgrad, filters, image.shape[1:]), "grad_weight": (conv_wgrad, image, filters.shape)
 }[which]
 sizes = {name: (value, value) for name, value in (("stride", 1), ("padding", 1), ("dilation", 1))}
 key = function.describe(loss, operand, shape=tuple(shape), **sizes).key(Target.from_properties(properties), None)

@@ -17,6 +17,7 @@ from cudnn_sdpa import (
     relu_squared,
     silu_mul,
 )
+from cudnn_sdpa.fused.activation_graphs import silu_mul_grad_gate, silu_mul_grad_up, silu_mul_gradients
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 SHAPES = [(), (1,), (13,), (1, 64), (5, 33), (64, 3), (3, 256), (2, 3, 16), (2, 3, 4, 128), (2, 1, 3, 1, 5)]
@@ -335,3 +336,41 @@ def test_inference_only_functions_compile(name):
     for rows in (4, 6):
         tensors = case(name, rows, 3, 32)
         torch.testing.assert_close(compiled(*tensors), INFERENCE[name](*tensors))
+
+
+class OnTensors:
+    """cuDNN's pointwise operations on tensors; `swish_backward` as cuDNN 9.19 has it on an H100."""
+
+    sigmoid, swish = staticmethod(torch.sigmoid), staticmethod(F.silu)
+    add, sub, mul = (staticmethod(lambda a, b, f=f: f(a, b)) for f in (torch.add, torch.sub, torch.mul))
+
+    @staticmethod
+    def swish_backward(loss, input):  # noqa: A002
+        slope = torch.sigmoid(input) * (1 + input * torch.sigmoid(-input))
+        return torch.where(input < 1e7, loss * slope, 0.0)
+
+
+@pytest.mark.parametrize("graph", [silu_mul_gradients, silu_mul_grad_gate, silu_mul_grad_up], ids=lambda g: g.__name__)
+def test_graphs_of_gradients_are_right_for_gates_of_any_size(graph):
+    sizes = torch.tensor([0.0, 1e-30, 0.1, 1.0, 5.0, 15.0, 50.0, 88.0, 105.0, 1e6, 1e8, 1e10, 1e19, 1e30, 3.3e38])
+    gate = torch.cat([sizes, -sizes])
+    up, grad = torch.full_like(gate, 0.75), torch.full_like(gate, -0.5)
+    exact = [x.double().requires_grad_() for x in (gate, up)]
+    (F.silu(exact[0]) * exact[1]).backward(grad.double())
+    given = {"grad": grad, "gate": gate, "up": up}
+    found = graph._builder(OnTensors(), **{name: given[name] for name in graph.operands})
+    wanted = [x.grad for x in exact]
+    names = {"silu_mul_grad_gate": wanted[:1], "silu_mul_grad_up": wanted[1:]}
+    found = found if isinstance(found, tuple) else (found,)
+    for one, other in zip(found, names.get(graph.__name__, wanted), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=4e-6, atol=1e-35)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_gelu_mul_of_one_tensor(dtype, assert_rounded):
+    both = values(5, 64, dtype=dtype)
+    assert_rounded(gelu_mul(both), gelu_in_float64(*both.chunk(2, -1)))
+    with pytest.raises(ShapeError, match="an even last dimension"):
+        gelu_mul(both[:, :63])
+    with pytest.raises(UnsupportedError, match="the gradient of gelu_mul"):
+        gelu_mul(both.requires_grad_())

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from fake_gpu import gpu_on_the_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from cudnn_sdpa import (
     DeviceError,
@@ -418,7 +419,7 @@ def test_gradients_on_the_cpu_do_not_run_onednn(shape, dtype):
     x, weight = torch.randn(shape, dtype=dtype), torch.randn(1, 4, *(1,) * rank, dtype=dtype)
     grad_out = torch.randn(2, 1, *shape[2:-1], 3, dtype=dtype)
     with ConvolutionDtypes() as dtypes:
-        conv_graphs.conv_dgrad.reference(grad_out, weight, shape=shape, **sizes)
+        conv_graphs.conv_dgrad.reference(grad_out, weight, shape=shape[1:], **sizes)
         conv_graphs.conv_wgrad.reference(grad_out, x, shape=tuple(weight.shape), **sizes)
     assert dtypes.seen == {torch.float64}
 
@@ -434,3 +435,24 @@ def test_float32_that_autocast_casts_is_no_tf32(monkeypatch):
     assert found.dtype is torch.bfloat16
     exact = torch.nn.functional.conv2d(x.double(), weight.double())
     assert (found - exact).norm() < 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("rank", [1, 2, 3])
+@pytest.mark.parametrize("wanted", ["", "x", "weight", "x weight"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_flops_match_pytorch(rank, wanted, groups):
+    ours, of_torch = ((conv1d, conv2d, conv3d)[rank - 1], (F.conv1d, F.conv2d, F.conv3d)[rank - 1])
+    x, weight = torch.randn(2, 8, *(9, 8, 7)[:rank]), torch.randn(6, 8 // groups, *(3, 2, 2)[:rank])
+    counts = []
+    for function in (ours, of_torch):
+        leaves = [leaf.clone().requires_grad_(name in wanted.split()) for name, leaf in (("x", x), ("weight", weight))]
+        with FlopCounterMode(display=False) as counter:
+            y = function(*leaves, None, 2, 1, 1, groups)
+            forward = counter.get_total_flops()
+            if wanted:
+                y.sum().backward()
+        counts.append((forward, counter.get_total_flops()))
+    forward = 2 * y.numel() * weight[0].numel()
+    assert counts[0] == (forward, forward * (1 + len(wanted.split())))
+    if groups == 1:  # PyTorch counts groups of gradients several times
+        assert counts[0] == counts[1]

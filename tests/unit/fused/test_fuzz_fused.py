@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import traceback
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -29,9 +30,9 @@ def layer(x, weight=None, bias=None, eps=1e-5):
     return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def gated(gate, up=None):
+def gated(gate, up=None, activation=F.silu):
     gate, up = gate.chunk(2, -1) if up is None else (gate, up)
-    return F.silu(gate) * up
+    return activation(gate) * up
 
 
 def convolution(rank):
@@ -59,7 +60,7 @@ CALLS = {
     "layer_norm": (cudnn_sdpa.layer_norm, layer, {"x": ROWS, "weight": OF_ROWS, "bias": torch.randn(8), "eps": 1e-5}),
     "silu_mul": (cudnn_sdpa.silu_mul, gated, {"gate": ROWS, "up": torch.randn(3, 8)}),
     "silu_mul of both": (cudnn_sdpa.silu_mul, gated, {"gate": ROWS}),
-    "gelu_mul": (cudnn_sdpa.gelu_mul, lambda gate, up: F.gelu(gate) * up, {"gate": ROWS, "up": torch.randn(3, 8)}),
+    "gelu_mul": (cudnn_sdpa.gelu_mul, partial(gated, activation=F.gelu), {"gate": ROWS, "up": torch.randn(3, 8)}),
     "relu_squared": (cudnn_sdpa.relu_squared, lambda x: F.relu(x).square(), {"x": ROWS}),
     "conv1d": (
         cudnn_sdpa.conv1d,

@@ -205,13 +205,18 @@ def test_residual_without_a_weight_and_of_x_itself(assert_rounded):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("with_residual", [False, True], ids=["", "residual"])
 @pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero-centered"])
-def test_activation(dtype, with_residual, zero_centered, assert_rounded):
-    x, weight = values(5, 24, dtype=dtype), values(24, dtype=dtype)
+@pytest.mark.parametrize("size", [64, 24], ids=["", "in several kernels"])
+def test_activation(size, dtype, with_residual, zero_centered, assert_rounded):
+    x, weight = values(5, size, dtype=dtype), values(size, dtype=dtype)
     options = {"activation": "silu", "zero_centered": zero_centered}
-    options["residual"] = values(5, 24, dtype=dtype) if with_residual else None
+    options["residual"] = values(5, size, dtype=dtype) if with_residual else None
     expected = every(rms_in_float64(x, weight, **options))
     for result, right in zip(every(rms_norm(x, weight, **options)), expected, strict=True):
-        assert_rounded(result, right)
+        if size == 64:
+            assert_rounded(result, right)
+        else:  # each kernel rounds
+            unit = torch.finfo(dtype).eps
+            torch.testing.assert_close(result.double(), right, rtol=4 * unit, atol=4 * unit)
 
 
 OPTIONS = [{}, {"zero_centered": True}, {"activation": "silu"}, {"eps": 0.5}, {"eps": 0}]

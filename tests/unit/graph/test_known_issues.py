@@ -12,7 +12,10 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.plans import output_layout, spec_of
+from cudnn_sdpa.fused.conv_graphs import channels_last, conv_dgrad, conv_wgrad, convolution
 from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.backend import GraphBuilder
+from cudnn_sdpa.graph.diagnostics import SourceLocation
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
 
@@ -206,3 +209,53 @@ def test_fp8_gradients_of_partial_rows_of_queries_are_refused_on_hopper(queries,
     with pytest.raises(UnsupportedError, match="not a multiple of 16"):
         known_issues.check(key)
     return None
+
+
+def convolution_key(rank, dtype, cudnn, which="convolution", size=3):
+    shape, filters = (2, 8, *(9,) * rank), (16, 8, *(size,) * rank)
+    x, weight = (channels_last(torch.empty(s, dtype=dtype, device="meta")) for s in (shape, filters))
+    sizes = {"stride": (1,) * rank, "padding": (0,) * rank, "dilation": (1,) * rank}
+    (y,) = convolution.outputs((x, weight, None), {**sizes, "groups": 1, "activation": None})
+    calls = {
+        "convolution": (convolution, (x, weight), {"groups": 1, "activation": None}),
+        "conv_dgrad": (conv_dgrad, (y, weight), {"shape": shape[1:]}),
+        "conv_wgrad": (conv_wgrad, (y, x), {"shape": filters}),
+    }
+    function, operands, options = calls[which]
+    return function.describe(*operands, **sizes, **options).key(target(cudnn=cudnn), None)
+
+
+@pytest.mark.parametrize("which", ["convolution", "conv_dgrad", "conv_wgrad"])
+@pytest.mark.parametrize(
+    ("dtype", "first", "fixed", "source"),
+    [
+        (torch.bfloat16, 90800, 91500, "pytorch#163539"),
+        (torch.float16, 90800, 91500, "pytorch#163539"),
+        (torch.float32, 91002, 91600, "pytorch#167024"),
+    ],
+)
+def test_convolutions_in_3d_are_refused_on_the_versions_that_compute_them_wrongly(dtype, first, fixed, source, which):
+    for cudnn in (first, fixed - 100):
+        with pytest.raises(UnsupportedError, match=source) as error:
+            known_issues.check(convolution_key(3, dtype, cudnn, which))
+        assert "or newer, or PyTorch's own functions" in str(error.value)
+        known_issues.check(convolution_key(2, dtype, cudnn, which))
+        if dtype is not torch.float32:
+            known_issues.check(convolution_key(3, dtype, cudnn, which, size=1))
+    for cudnn in (first - 1, fixed):
+        known_issues.check(convolution_key(3, dtype, cudnn, which))
+
+
+@pytest.mark.parametrize(
+    ("sm", "cudnn", "graph", "allowed"),
+    [
+        *((86, 92301, "conv_fprop", False), (86, 92400, "conv_fprop", True), (86, 92200, "conv_fprop", True)),
+        *((90, 92301, "conv_fprop", True), (86, 92301, "conv_dgrad", True)),
+    ],
+)
+def test_engine_5_of_convolutions_is_not_deterministic_on_sm_86(sm, cudnn, graph, allowed):
+    built = object.__new__(GraphBuilder)
+    built.locations = [SourceLocation(operation=graph, file="", line=0)]
+    built.only_deterministic(sm, cudnn)
+    assert built._is_allowed("eng5", {}) is allowed
+    assert built._is_allowed("eng6", {})
