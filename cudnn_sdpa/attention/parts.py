@@ -23,14 +23,15 @@ from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import TensorLayout
 
 _UNLIMITED = 2**62
+_BEYOND = "and cuDNN uses wrong addresses beyond"
 
 
 class Limits(NamedTuple):
     """Which limits a launch of some pass has.
 
     Attributes:
-        offsets: Whether offsets end at `MAX_OFFSET`.
-        batch: Whether batch entries end at `MAX_GRID`.
+        offsets: Whether offsets of elements end at `known_issues.MAX_OFFSET`.
+        batch: Whether batch entries end at `known_issues.MAX_GRID`.
         heads: Whether query heads do.
     """
 
@@ -50,9 +51,7 @@ class Limits(NamedTuple):
             if is_limited and count > known_issues.MAX_GRID
         ]
         if self.offsets and any(extent(tensor) > known_issues.MAX_OFFSET for tensor in (q, *others)):
-            reasons.append(
-                f"a tensor has more than {known_issues.MAX_OFFSET} elements, and cuDNN uses wrong addresses beyond"
-            )
+            reasons.append(f"a tensor has more than {known_issues.MAX_OFFSET} elements, {_BEYOND}")
         return reasons
 
 
@@ -95,7 +94,7 @@ def split(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> list[Part]:
         known_issues.MAX_GRID if is_limited else _UNLIMITED for is_limited in (limits.batch, limits.heads)
     )
     if max(of_head, of_head_kv) > most:
-        reason = f"one head has more than {known_issues.MAX_OFFSET} elements, and cuDNN uses wrong addresses beyond"
+        reason = f"one head has more than {known_issues.MAX_OFFSET} elements, {_BEYOND}"
         raise UnsupportedError("the gradient of a head this large", [reason], "shorter sequences")
     of_group = max(of_head * group, of_head_kv)
     if of_group <= most and group <= most_heads:
