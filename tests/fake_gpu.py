@@ -37,7 +37,7 @@ from cudnn_sdpa.engine import launch as graph_launch
 from cudnn_sdpa.engine import torch_ops as engine_ops
 from cudnn_sdpa.fused import graph_op as fused_calls
 from cudnn_sdpa.fused import torch_ops as fused_ops
-from cudnn_sdpa.graph import handles
+from cudnn_sdpa.graph import handles, known_issues
 from cudnn_sdpa.graph import target as gpu_target
 from cudnn_sdpa.graph.definition import GraphDefinition, find_operation, graph_definition
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
@@ -280,6 +280,7 @@ def gpu_on_the_cpu(
 
     def built(operation: GraphDefinition, key: PlanKey) -> Any:
         build._handle_for(key)  # which refuses to build while a CUDA graph is captured
+        known_issues.check(key)
         if isinstance(operation, KernelOp):
             return operation.plan(key)
         return plan_of(key, compute or partial(evaluate, operation))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, overloa
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.engine.memory import without_memory
+
 if TYPE_CHECKING:
     from typing_extensions import Self
 
@@ -44,6 +46,12 @@ class Call(Fields, Protocol):
 
 CallT = TypeVar("CallT", bound=Call)
 CallT_co = TypeVar("CallT_co", bound=Call, covariant=True)
+
+
+def without_data(call: CallT) -> CallT:
+    """The call with meta tensors of the same layouts."""
+    fields = zip(call._fields, call, strict=True)
+    return call._replace(**{name: without_memory(x) for name, x in fields if isinstance(x, Tensor)})
 
 
 class Tracked(Protocol):

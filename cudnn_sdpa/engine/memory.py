@@ -88,6 +88,11 @@ def multiplied(tensor: Tensor, factor: float) -> Tensor:
     return torch.mul(tensor.detach(), factor, out=like_in_memory(tensor))
 
 
+def without_memory(tensor: Tensor) -> Tensor:
+    """A meta tensor of the same layout."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def like_in_memory(tensor: Tensor) -> Tensor:
     """A new dense tensor for the gradient of `tensor`, in its memory order."""
     if tensor.dim() < 3 or (tensor.stride(-1) == 0 and tensor.shape[-1] != 1):

@@ -49,6 +49,7 @@ from cudnn_sdpa.engine.dispatch_state import (
 )
 from cudnn_sdpa.engine.fast_path import Entry, KnownCalls, LastGradient, layout_signature
 from cudnn_sdpa.engine.launch import Layout, PlainCall, Prepared, check_one_device
+from cudnn_sdpa.engine.memory import without_memory
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.scalars import check_known
 from cudnn_sdpa.engine.torch_ops import define, library, new_seed
@@ -364,7 +365,7 @@ class Operation(Generic[CallT]):
         self.check_types(call)
         if not is_compiling():
             self.check_options(call)
-        layouts = [None if x is None else _without_memory(x) for x in self._tensors_of(call)]
+        layouts = [None if x is None else without_memory(x) for x in self._tensors_of(call)]
         whole = _made(self.reference_call or self.call, (*layouts, *self._others_of(call)))
         if self._draws(call):
             whole = whole._replace(rng=torch.empty(2, dtype=torch.int64, device="meta"))
@@ -1069,10 +1070,6 @@ def _made(kind: type[CallT], values: Iterable[object]) -> CallT:
 def _new(like: Tensor, layout: Layout) -> Tensor:
     shape, stride, dtype = layout
     return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _as_tuple(found: Result | None) -> tuple[Tensor, ...]:

@@ -174,6 +174,12 @@ FUSED_ISSUES = (
 )
 
 
+#: Largest offset of an element from the tensor's first that attention's gradients address correctly.
+MAX_OFFSET = 2**31 - 1
+
+#: Maximum number of batch entries, and of heads, where kernels have them in a dimension of CUDA's grid.
+MAX_GRID = 65535
+
 #: The operations that `ATTENTION_ISSUES` covers.
 ATTENTION = ("cudnn_sdpa.attention.dense.graphs:", "cudnn_sdpa.attention.fp8.graphs:")
 
@@ -263,6 +269,16 @@ def _has_token_major_gradients(key: PlanKey) -> bool:
     return all(
         operand.layout.stride[1] <= operand.layout.stride[2] for operand in key.outputs if operand.name != "grad_q"
     )
+
+
+def _exceeds_a_grid(key: PlanKey) -> bool:
+    """Whether there are more batch entries or heads than the kernels of this plan can have."""
+    batch, heads, queries, _ = _shape(key, "q")
+    if _is_packed(key):
+        return _is_backward(key) and bool(key.option_values.get("deterministic")) and batch > MAX_GRID
+    if _has(key, "table_k"):  # query heads are rows of a tile
+        return queries == 1 and max(batch, _shape(key, "k")[1]) > MAX_GRID
+    return (_is_backward(key) or queries == 1) and max(batch, heads) > MAX_GRID
 
 
 ATTENTION_ISSUES = (
@@ -384,10 +400,29 @@ ATTENTION_ISSUES = (
         avoids=lambda key: _has_dense_rows(key, "q"),
     ),
     KnownIssue(
+        bug="gradients and single queries of more than 65,535 batch entries or heads cannot be launched, nor can "
+        "deterministic gradients of more packed sequences",
+        source="seen on 9.19 with an H100",
+        treatment="calls are split along batch and heads; deterministic gradients of packed sequences are refused: "
+        "pass deterministic=False, or fewer sequences",
+        concerns=_exceeds_a_grid,
+    ),
+    KnownIssue(
+        bug="more than 65,535 query heads that share key heads get wrong results",
+        source="seen on 9.19 with an H100",
+        treatment="dense calls are split along heads; packed ones and those in FP8 are refused: pass fewer heads",
+        concerns=lambda key: (
+            _is_forward(key)
+            and key.name != "paged_decode"
+            and _has_grouped_heads(key)
+            and _shape(key, "q")[1] > MAX_GRID
+        ),
+    ),
+    KnownIssue(
         bug="gradients use wrong addresses beyond 2^31 elements",
         source="seen on 9.19 with an H200",
         treatment="large calls are split along batch and heads",
-        concerns=lambda key: _is_backward(key) and not _is_packed(key) and _max_offset_of_tensors(key) >= 2**31,
+        concerns=lambda key: _is_backward(key) and not _is_packed(key) and _max_offset_of_tensors(key) > MAX_OFFSET,
     ),
     KnownIssue(
         bug="backward engines misread an attn_mask with one row for all queries",

@@ -8,8 +8,9 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.dense.explain import device_of, refuse, without_data
+from cudnn_sdpa.attention.dense.explain import device_of, refuse
 from cudnn_sdpa.engine.autocast import cast_tensor
+from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.kernels import reference

@@ -12,6 +12,8 @@ import pytest
 from fake_gpu import gpu_on_the_cpu
 from native_way import native_way
 
+from cudnn_sdpa.graph import known_issues
+
 #: The operations whose plans are cuDNN's.
 NAMES = (
     *("sdpa", "scaled_dot_product_attention", "sdpa_varlen", "sdpa_backward", "sdpa_varlen_backward", "sdpa_paged"),
@@ -28,6 +30,26 @@ FIRST = 20_000
 @pytest.mark.parametrize("first", range(FIRST, FIRST + 10 * SIZE, SIZE))
 @pytest.mark.parametrize("name", NAMES)
 def test_calls_are_right_or_declined(name, first):
+    check(name, first, least=SIZE // 4 + 1)
+
+
+#: The limits of one launch, as sizes of drawn calls: batch entries and heads, and elements.
+LIMITS = [(1, 2**31 - 1), (2, 2**31 - 1), (65535, 30_000), (3, 10_000)]
+
+
+@pytest.mark.sample(2)
+@pytest.mark.parametrize("first", range(FIRST, FIRST + 4 * SIZE, SIZE))
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("name", [name for name in NAMES if "sdpa" in name or "attention" in name])
+def test_calls_beyond_the_limits_of_a_launch_are_right_or_declined(monkeypatch, name, limits, first):
+    """Nearly all calls are split; no launch exceeds the limits, which plans are checked against."""
+    monkeypatch.setattr(known_issues, "MAX_GRID", limits[0])
+    monkeypatch.setattr(known_issues, "MAX_OFFSET", limits[1])
+    check(name, first, least=1)
+
+
+def check(name, first, *, least):
+    """Runs the calls of a test, of which so many must not be declined."""
     faults, ran = [], 0
     for seed in range(first, first + SIZE):
         case = generators.draw(name, seed, "cuda")
@@ -38,4 +60,4 @@ def test_calls_are_right_or_declined(name, first):
         if outcome.kind != "right" and (outcome.kind != "declined" or not all(outcome.reasons)):
             faults.append("\n    ".join([f"{name} {seed}: {outcome.kind}", str(case), *outcome.problems]))
     assert not faults, "\n".join(faults)
-    assert ran > SIZE // 4
+    assert ran >= least

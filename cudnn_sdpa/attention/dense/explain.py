@@ -20,15 +20,16 @@ from cudnn_sdpa.attention.arguments import (
     cast_for_autocast,
     sign_of_scale,
 )
-from cudnn_sdpa.attention.dense import graphs, large_backward
+from cudnn_sdpa.attention.dense import graphs, parts
 from cudnn_sdpa.attention.dense.buckets import Bucket
 from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, lifted, scaled_dot_product_attention
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries, output_layout
 from cudnn_sdpa.attention.dense.sdpa import SDPA, Keywords, call_of, sdpa
 from cudnn_sdpa.attention.dense.sdpa_backward import Keywords as BackwardKeywords
 from cudnn_sdpa.attention.dense.sdpa_backward import backward_call_of, sdpa_backward
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
+from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
@@ -55,15 +56,21 @@ def describe_sdpa(**given: Unpack[Keywords]) -> Description:
         return Description(graphs.sdpa_forward, partial(refuse, refused), device)
     original = original._replace(with_lse=original.with_lse or trains)
     call = without_data(call._replace(with_lse=original.with_lse))
-    forward = ForwardSpec.of(call)
-    notes = [*notes_on_casts(original, call), *notes_on_sinks(sinks), *notes_on_scale(call), *forward.extra_kernels()]
+    try:
+        first, *others = parts.forward_calls(call)
+    except UnsupportedError as error:
+        return Description(graphs.sdpa_forward, partial(refuse, error), device)
+    forward = ForwardSpec.of(first)
+    notes = [*notes_on_casts(original, call), *notes_on_sinks(sinks)]
+    notes += [note_on_parts("the call", 1 + len(others))] * bool(others)
+    notes += [*notes_on_scale(call), *forward.extra_kernels()]
     return Description(
         operation=graphs.sdpa_forward,
         key=forward.key,
         device=device,
         is_empty=forward.is_empty or forward.dense.has_no_plan,
         extra_kernels=[] if forward.is_empty else notes,
-        backward=with_sinks(sinks, _describe_backward(original, call, forward)) if trains else None,
+        backward=with_sinks(sinks, _describe_backward(original, call)) if trains else None,
         bucket=None if sign_of_scale(call) is not None else partial(_key_of_bucket, forward),
         verify=lambda differentiate: errors_of(original, differentiate=differentiate),
     )
@@ -118,31 +125,32 @@ def notes_on_copies(of: AttentionGradientCall, dims: int) -> list[str]:
 def describe_backward_call(of: GradientCall, device: int | None, notes: list[str]) -> Description:
     """A backward call without data that kernels can read."""
     try:
-        parts = large_backward.parts(of)
+        calls = parts.gradient_calls(of)
     except UnsupportedError as error:
         return Description(graphs.sdpa_backward, partial(refuse, error), device)
-    first = parts[0] if parts else of
+    first = calls[0] if calls else of
     backward = BackwardSpec.of(first)
-    notes = [*notes, *([] if not parts or first is of else [note_on_parts(len(parts))])]
+    notes = [*notes, *([] if first is of else [note_on_parts("the gradient", len(calls))])]
     notes += [*_notes_on_factor(first), *backward.extra_kernels()]
     return Description(
         operation=graphs.sdpa_backward,
         key=backward.key,
         device=device,
-        is_empty=not parts,
-        extra_kernels=notes if parts else [],
+        is_empty=not calls,
+        extra_kernels=notes if calls else [],
     )
 
 
-def _describe_backward(original: ForwardArguments, call: ForwardArguments, forward: ForwardSpec) -> Description:
+def _describe_backward(original: ForwardArguments, call: ForwardArguments) -> Description:
     """The backward pass for a gradient with the layout of the output."""
     device = device_of(original.q)
     needs = Needs(*(x is not None and x.requires_grad for x in original.differentiable))
-    out = torch.empty_strided(forward.out.shape, forward.out.stride, dtype=forward.out.dtype, device="meta")
+    layout = output_layout(call)
+    out = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
     of = GradientCall(grad_out=out, out=out, lse=lse, call=call, needs=needs)
     found = describe_backward_call(of, device, [])
-    if not forward.is_empty:
+    if out.numel() and call.k.numel():
         found.extra_kernels.extend(notes_on_casts(original, call, back=True))
     return found
 
@@ -182,12 +190,6 @@ def describe_drop_in(
 def device_of(q: Tensor) -> int | None:
     """Index of the GPU that `q` is on, None elsewhere."""
     return q.get_device() if q.is_cuda else None
-
-
-def without_data(call: Call) -> Call:
-    """The call with meta tensors of the same layouts."""
-    tensors: dict[str, object] = {name: _like(x, "meta") for name, x in call._asdict().items() if isinstance(x, Tensor)}
-    return call._replace(**tensors)
 
 
 def _like(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -235,13 +237,11 @@ def with_sinks(sinks: Tensor | None, backward: Description) -> Description:
     return backward
 
 
-def note_on_parts(number: int) -> str:
-    """The note on a gradient that is too large for one plan."""
-    how = f"in {number} parts" if number > 1 else "in one part"
-    return (
-        f"the gradient is computed {how}, as tensors span too much memory: this is the plan of the first; "
-        "tensors that still span too much are copied, and the results are copied into the gradients"
-    )
+def note_on_parts(what: str, number: int) -> str:
+    """The note on a call or a gradient that one launch cannot compute."""
+    if number == 1:
+        return f"{what} is computed from copies of tensors that span too much memory, and its results are copied"
+    return f"{what} is computed in {number} parts, as one launch cannot: this is the plan of the first"
 
 
 def refuse(error: UnsupportedError, *_: object) -> NoReturn:

@@ -10,7 +10,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments, memory
 from cudnn_sdpa.attention.arguments import GradientCall
 from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
-from cudnn_sdpa.attention.dense import graphs, large_backward, plans, reference
+from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
 from cudnn_sdpa.attention.dense.launch import MIN_HALF, bind_plan
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, Needs
 from cudnn_sdpa.engine.launch import BoundPlan, Layout, PlainCall, Prepared, items_by_name
@@ -46,9 +46,8 @@ def prepare_gradients(of: GradientCall) -> Prepared:
         return Prepared(_zero_gradients, None)
     if spec.is_single or spec.has_no_plan:
         return Prepared(lambda of: tuple(reference.gradients(of)), None)
-    if large_backward.is_too_large(*call.qkv, of.out, of.grad_out):
-        large_backward.check(call, mask_gradient=Needs(*of.needs).attn_mask)
-        return Prepared(lambda of: tuple(large_backward.gradients(of, gradients)), None)
+    if parts.split_gradient(of):
+        return Prepared(lambda of: tuple(parts.run_gradients(of, gradients)), None)
     arguments.check_options(call)
     arguments.check(call)
     memory.check_strides(call.q, call.k, call.v)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -470,13 +469,6 @@ def results(call: ForwardArguments) -> tuple[Layout, Layout]:
     out, (batch, heads, queries) = output_layout(call), call.q.shape[:3]
     lse: Layout = ((batch, heads, queries), (heads * queries, queries, 1), torch.float32)
     return (out.shape, out.stride, out.dtype), lse
-
-
-def keys(call: ForwardArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
-    """The keys of the plans of a forward call: its exact-shape plan."""
-    forward = ForwardSpec.of(call)
-    if not (forward.is_empty or forward.dense.has_no_plan):
-        yield forward.key(target, device)
 
 
 #: Smallest scale with which cuDNN computes the gradient of attn_mask right in float16. Its kernels round that gradient

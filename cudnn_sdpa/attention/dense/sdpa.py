@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.arguments import (
 )
 from cudnn_sdpa.attention.bias import new_gradient, without_causal_bias
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
-from cudnn_sdpa.attention.dense import large_backward, launch_backward, plans, reference, tiers
+from cudnn_sdpa.attention.dense import launch_backward, parts, plans, reference, tiers
 from cudnn_sdpa.attention.mask import UNBOUNDED, Alignment
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import casts
@@ -298,23 +298,23 @@ def _check_values(call: ForwardArguments) -> None:
 
 
 def _check_keys(call: ForwardArguments, target: Target) -> None:
-    for key in plans.keys(call, target, None):
+    for key in parts.keys(call, target, None):
         known_issues.check(key)
 
 
 def _check_gradient_keys(call: ForwardArguments, target: Target) -> None:
-    large_backward.check_gradient(call, target, None)
+    parts.check_gradient(call, target, None)
 
 
 def _check_backward_keys(of: GradientCall, target: Target) -> None:
-    for key in large_backward.gradient_keys(of, target, None):
+    for key in parts.gradient_keys(of, target, None):
         known_issues.check(key)
 
 
 def _check_gradient(call: ForwardArguments) -> None:
     if call.q.is_cuda:
         device = call.q.get_device()
-        large_backward.check_gradient(call, live_target(device), device)
+        parts.check_gradient(call, live_target(device), device)
     else:
         check_call(call, check_strides_of_dense, _check_gradient_keys)
 
@@ -341,7 +341,7 @@ SDPA = Operation(
     results=plans.results,
     reference=arguments.warning_of_order(reference.attention),
     prepare=arguments.warning_of_order(tiers.prepare),
-    keys=plans.keys,
+    keys=parts.keys,
     flops=reference.flops,
     backward=BackwardPass(
         call=GradientCall,
@@ -349,7 +349,7 @@ SDPA = Operation(
         reference=reference.gradients,
         readable=launch_backward.readable,
         prepare=launch_backward.prepare_gradients,
-        keys=large_backward.gradient_keys,
+        keys=parts.gradient_keys,
         new_gradient=new_gradient,
         check_types=backward_arguments.check_types,
         check=backward_arguments.check,

@@ -11,7 +11,7 @@ import torch
 
 from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments, sign_of_scale, with_positive_scale
-from cudnn_sdpa.attention.dense import graphs, plans, reference
+from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
 from cudnn_sdpa.attention.dense.buckets import Bucket, BucketRun
 from cudnn_sdpa.attention.dense.launch import Run, bind
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
@@ -152,6 +152,8 @@ def prepare(call: ForwardArguments) -> Prepared:
         return Prepared(_fill_empty, None)
     if forward.dense.has_no_plan:
         return Prepared(reference.run, None)
+    if parts.split_forward(call):
+        return Prepared(_run_parts, None)
     key = forward.key(live_target(device), device)  # refused under every policy if there is no exact-shape plan
     with torch.cuda.device(device):
         policy = shape_policy.Setting.policy or shape_policy.active()
@@ -169,6 +171,10 @@ def prepare(call: ForwardArguments) -> Prepared:
         return run(call._replace(q=multiplied(call.q, sign)))
 
     return prepared._replace(run=run_multiplied)
+
+
+def _run_parts(call: ForwardArguments) -> Result:
+    return parts.run_forward(call, OPERATIONS["sdpa"].on_gpu)  # which remembers their bindings
 
 
 def _fill_empty(call: ForwardArguments) -> Result:

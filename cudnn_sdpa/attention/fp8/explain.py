@@ -12,15 +12,16 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.explain import as_cast, device_of, notes_on_casts, refuse
+from cudnn_sdpa.attention.dense.explain import as_cast, device_of, note_on_parts, notes_on_casts, refuse
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
-from cudnn_sdpa.attention.fp8 import fp8_attention, graphs
+from cudnn_sdpa.attention.fp8 import fp8_attention, graphs, plans
 from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.engine.autocast import is_deterministic
+from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.engine.operation import Operation
@@ -130,14 +131,29 @@ def describe_sdpa_fp8_backward(
     refused = _checked(FP8_BACKWARD, call)
     if refused is not None:
         return refused
-    backward = BackwardSpec.of(call)
+    return _describe_backward_call(call, device_of(q), [])
+
+
+def _describe_backward_call(call: Fp8BackwardArguments, device: int | None, around: list[str]) -> Description:
+    """A backward call, or the first of its parts, given the notes on the kernels around it."""
+    try:
+        parts = plans.split_backward(call)
+    except UnsupportedError as error:
+        return Description(graphs.sdpa_fp8_backward, partial(refuse, error), device)
+    backward = BackwardSpec.of(plans.part_of(without_data(call), parts[0]) if parts else call)
     is_empty = backward.dense.is_empty
-    notes = [] if is_empty else backward.extra_kernels()
+    notes = [*around, *([note_on_parts("the gradient", len(parts))] if parts else []), *backward.extra_kernels()]
 
     def key(target: Target, device: int | None) -> PlanKey:
         return backward.part(target).key(target, device)
 
-    return Description(graphs.sdpa_fp8_backward, key, device_of(q), is_empty=is_empty, extra_kernels=notes)
+    return Description(
+        operation=graphs.sdpa_fp8_backward,
+        key=key,
+        device=device,
+        is_empty=is_empty,
+        extra_kernels=[] if is_empty else notes,
+    )
 
 
 # `fp8_attention`: its plans, and the kernels around them.
@@ -215,38 +231,25 @@ def _describe_backward(
     """The backward pass for a gradient with the output's memory layout."""
     out = _dense((*of.q.shape[:3], of.v.shape[3]), of.q, DTYPE)
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
-    backward = BackwardSpec.of(
-        Fp8BackwardArguments(
-            grad_out=_dense(out.shape, out, dtype),
-            q=of.q,
-            k=of.k,
-            v=of.v,
-            out=out,
-            lse=lse,
-            **dict.fromkeys(Fp8BackwardScales._fields, ONE),
-            seq_lens_q=of.seq_lens_q,
-            seq_lens_kv=of.seq_lens_kv,
-            is_causal=of.is_causal,
-            causal_alignment=of.causal_alignment,
-            window_left=of.window_left,
-            window_right=of.window_right,
-            scale=of.scale,
-            deterministic=is_deterministic(None),
-        )
+    backward = Fp8BackwardArguments(
+        grad_out=_dense(out.shape, out, dtype),
+        q=of.q,
+        k=of.k,
+        v=of.v,
+        out=out,
+        lse=lse,
+        **dict.fromkeys(Fp8BackwardScales._fields, ONE),
+        seq_lens_q=of.seq_lens_q,
+        seq_lens_kv=of.seq_lens_kv,
+        is_causal=of.is_causal,
+        causal_alignment=of.causal_alignment,
+        window_left=of.window_left,
+        window_right=of.window_right,
+        scale=of.scale,
+        deterministic=is_deterministic(None),
     )
-    is_empty = backward.dense.is_empty
-
-    def key(target: Target, device: int | None) -> PlanKey:
-        return backward.part(target).key(target, device)
-
     around = [*_notes_backward(scaling, dtype), *notes_on_casts(given, call, back=True)]
-    return Description(
-        operation=graphs.sdpa_fp8_backward,
-        key=key,
-        device=device_of(call.q),
-        is_empty=is_empty,
-        extra_kernels=[] if is_empty else [*around, *backward.extra_kernels()],
-    )
+    return _describe_backward_call(backward, device_of(call.q), around)
 
 
 def _in_fp8(call: ForwardArguments, *, with_lse: bool) -> Fp8Arguments:

@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, 
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients
-from cudnn_sdpa.attention.fp8.plans import spec_of
+from cudnn_sdpa.attention.fp8.plans import ForwardSpec, spec_of, split_gradients
 from cudnn_sdpa.attention.fp8.quantize import (
     Wanted,
     by_kernel,
@@ -57,7 +57,8 @@ from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.engine.sharding import run as run_on_dtensors
 from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
-from cudnn_sdpa.graph.layouts import dense_stride_like
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
 
@@ -448,6 +449,10 @@ def _support(
         refused = refusal(configuration, "fp8_attention", rules_fp8.RULES)
         if refused is not None:
             raise refused
+    out = TensorLayout.contiguous((*q[:3], v[3]), DTYPE)
+    known_issues.check(ForwardSpec(dense=dense, out=out, with_lse=trains).key(target, None))
+    if trains:
+        split_gradients(*call.qkv)
     return False
 
 

@@ -9,12 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import graphs, plans, workarounds
 from cudnn_sdpa.attention.fp8.arguments import SCALES, Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.attention.fp8.plans import AMAX, BackwardSpec, ForwardSpec
+from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.engine.launch import Additions, BoundPlan, Layout, PlainCall, Prepared
 from cudnn_sdpa.engine.memory import check_address
+from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.graph.key import PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
@@ -173,6 +176,8 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
     whole = BackwardSpec.of(call)
     if whole.dense.is_empty:
         return Prepared(_zero_gradients, None)
+    if plans.split_backward(call):
+        return Prepared(_run_in_parts, None)
     device = call.q.get_device()
     spec = whole.part(target := live_target(device))
     key = spec.key(target, device)
@@ -215,10 +220,24 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
         amaxes = torch.zeros(batch // entries, 4, dtype=torch.float32, device=device)
         for number, first in enumerate(range(0, batch, entries)):
             part = slice(first, first + entries)
-            launch(_part_of(call, part), [*(x[part] for x in found), *_single(amaxes[number])])
+            of_part = plans.part_of(call, Part(part, slice(None), slice(None)))
+            launch(of_part, [*(x[part] for x in found), *_single(amaxes[number])])
         return *found, *_single(amaxes.amax(0))
 
     return Prepared(run_rows, plan)
+
+
+def _run_in_parts(call: Fp8BackwardArguments) -> Results:
+    """The results of a call that one launch cannot compute."""
+    *gradients, _, _, _, _ = plans.results_of_backward(call)
+    dims = (("entries", "heads"), ("entries", "heads_kv"), ("entries", "heads_kv"))
+    wholes = [parts.Whole(layout, places) for layout, places in zip(gradients, dims, strict=True)]
+    wholes += [parts.Whole(AMAX, (None,), is_amax=True)] * 4
+
+    def run(part: Part) -> Results:
+        return tuple(OPERATIONS["sdpa_fp8_backward"].on_gpu(plans.part_of(call, part)))  # which remembers its binding
+
+    return tuple(parts.merge(plans.split_backward(call), run, wholes, call.q.device))
 
 
 def _zero_gradients(call: Fp8BackwardArguments) -> Results:
@@ -277,18 +296,3 @@ class _PartOfRows:
 
 def _single(values: Tensor) -> list[Tensor]:
     return [values[index : index + 1] for index in range(len(values))]
-
-
-def _part_of(call: Fp8BackwardArguments, part: slice) -> Fp8BackwardArguments:
-    """Some of the batch entries of a call."""
-    lengths_q, lengths_kv = (None if x is None else x[part] for x in (call.seq_lens_q, call.seq_lens_kv))
-    return call._replace(
-        grad_out=call.grad_out[part],
-        q=call.q[part],
-        k=call.k[part],
-        v=call.v[part],
-        out=call.out[part],
-        lse=call.lse[part],
-        seq_lens_q=lengths_q,
-        seq_lens_kv=lengths_kv,
-    )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
+from cudnn_sdpa.attention import memory, parts
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.plans import FIRST_RIGHT_LAST_TILE, GRAD_OUT_COPY, LAST_TILE, DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments, graphs, workarounds
@@ -18,9 +21,11 @@ from cudnn_sdpa.attention.fp8.arguments import (
     Fp8Scales,
     as_dense,
 )
+from cudnn_sdpa.attention.parts import GRADIENTS, Part
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
 from cudnn_sdpa.attention.support.rules_fp8 import RULES
 from cudnn_sdpa.engine.launch import Layout
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import Target
@@ -280,9 +285,47 @@ def keys(call: Fp8Arguments, target: Target, device: int | None) -> Iterator[Pla
 
 def keys_of_backward(call: Fp8BackwardArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
     """`keys` for a backward call."""
-    spec = BackwardSpec.of(call)
-    if not spec.dense.is_empty:
-        yield spec.part(target).key(target, device)
+    for part in [part_of(call, part) for part in split_backward(call)] or [call]:
+        spec = BackwardSpec.of(part)
+        if not spec.dense.is_empty:
+            yield spec.part(target).key(target, device)
+
+
+def split_backward(call: Fp8BackwardArguments) -> list[Part]:
+    """The parts of a backward call; none if one launch computes it.
+
+    Raises:
+        UnsupportedError: It needs several and cannot be split.
+    """
+    return split_gradients(call.q, call.k, call.v, call.out, call.grad_out)
+
+
+def split_gradients(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Part]:
+    """The same, given the tensors of a backward call."""
+    reasons = GRADIENTS.exceeded(q, k, v, *others)
+    if not reasons or 0 in q.shape or 0 in k.shape:
+        return []
+    found = parts.split(q, k, v, GRADIENTS)
+    if any((a.entries, a.heads_kv) == (b.entries, b.heads_kv) for a, b in itertools.pairwise(found)):
+        reasons.append("query heads of one key head would be in several parts, and gradients in FP8 cannot be summed")
+        raise UnsupportedError("the gradient of attention in FP8", reasons, "sdpa in torch.bfloat16, or fewer heads")
+    return found
+
+
+def part_of(call: Fp8BackwardArguments, part: Part) -> Fp8BackwardArguments:
+    """One part of a backward call."""
+    entries, heads, heads_kv = part
+    lengths_q, lengths_kv = (None if x is None else x[entries] for x in (call.seq_lens_q, call.seq_lens_kv))
+    return call._replace(
+        grad_out=parts.compact(call.grad_out[entries, heads]),
+        q=parts.compact(call.q[entries, heads]),
+        k=parts.compact(call.k[entries, heads_kv]),
+        v=parts.compact(call.v[entries, heads_kv]),
+        out=parts.compact(call.out[entries, heads]),
+        lse=memory.aligned("lse", call.lse[entries, heads]),
+        seq_lens_q=lengths_q,
+        seq_lens_kv=lengths_kv,
+    )
 
 
 AMAXES = "the amax outputs are zeroed first, except on Hopper"

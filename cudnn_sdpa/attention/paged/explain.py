@@ -17,6 +17,7 @@ from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, Keywords, call_of, sdpa
 from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inputs
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import live_target
 
 if TYPE_CHECKING:
@@ -45,15 +46,17 @@ def describe_paged(**given: Unpack[Keywords]) -> Description:
 
 def describe_decode(call: PagedArguments, device: int | None) -> Description:
     """What `explain` says of a call that runs as a decode step."""
+    split = plans.split_decode(call)
+    call = plans.batch_entries(call, split[0].entries) if split else call
     reasons = plans.reasons_against_in_place(call)
     decode = DecodeSpec.of(call, in_place=not reasons)
-    notes = []
+    notes = [explain.note_on_parts("the call", len(split))] if split else []
     if reasons:
         why = "; ".join(reasons)
         notes.append(f"one kernel clamps page ids and lengths to the cache, and copies queries ({why})")
     if call.sinks is not None:
         notes.append("sinks are applied to the output and the log-sum-exp (cuDNN has none for single queries)")
-    if call.out is not None:
+    if call.out is not None or split:
         notes.append("the output is copied into out")
     return Description(
         operation=graphs.paged_decode,
@@ -66,15 +69,14 @@ def describe_decode(call: PagedArguments, device: int | None) -> Description:
 
 def describe_prefill(call: PagedArguments, device: int | None) -> Description:
     """What `explain` says of a call that runs as prefill, or of its first part if the batch is split."""
-    at_once = plans.sequences_at_once(call)
-    parts = -(-call.q.shape[0] // at_once)
+    at_once, number = plans.sequences_at_once(call), len(plans.split_prefill(call))
     packed, out = plans.prefill_spec(plans.batch_entries(call, slice(0, at_once)))
     _, heads, _, dim = call.k.shape
     rows = min(call.q.shape[0], at_once) * call.max_kv_len
     size = rows * heads * (dim + call.v.shape[3]) * call.k.element_size() / 2**20
     why = _why_prefill(call, call.q.shape[2])
     notes = [f"one kernel gathers keys and values into contiguous memory, up to {size:.0f} MiB ({why})"]
-    notes += [f"the batch is split into {parts} parts of up to {at_once} sequences"] * (parts > 1)
+    notes += [f"the batch is split into {number} parts of up to {at_once} sequences"] * (number > 1)
     notes += packed.extra_kernels(with_lse=call.with_lse)
     return Description(
         operation=graphs.sdpa_forward,
@@ -88,7 +90,10 @@ def describe_prefill(call: PagedArguments, device: int | None) -> Description:
 def _why_prefill(call: PagedArguments, queries: int) -> str:
     if call.softcap is not None:
         return "logit soft-capping"
-    return f"{queries} queries per sequence" if queries > MAX_DECODED else "the decode kernels lack this window"
+    if queries > MAX_DECODED:
+        return f"{queries} queries per sequence"
+    heads = call.k.shape[1]
+    return f"{heads} heads" if heads > known_issues.MAX_GRID else "the decode kernels lack this window"
 
 
 def errors_paged(call: PagedArguments) -> dict[str, float]:

@@ -8,13 +8,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory
+from cudnn_sdpa.attention import memory, parts
 from cudnn_sdpa.attention.arguments import MIN_SCALE, sign_of_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.launch import apply_sinks
 from cudnn_sdpa.attention.paged import paging, plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import DecodeSpec
+from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.call import Result
@@ -46,14 +47,16 @@ def prepare(call: PagedArguments) -> Prepared:
     if sign is not None:
         return _prepare_with_positive_scale(call, sign)
     if plans.is_decode(call):
+        if plans.split_decode(call):
+            return Prepared(partial(_run_in_parts, split=plans.split_decode), None)
         try:
             bound = bind_decode(call, in_place=not plans.reasons_against_in_place(call))
         except UnsupportedError:
             pass
         else:
             return Prepared(PlainCall(bound) if _is_direct(call, bound) else _Decode(bound), bound.plan)
-    if call.q.shape[0] > plans.sequences_at_once(call):
-        return Prepared(_run_in_parts, None)
+    if plans.split_prefill(call):
+        return Prepared(partial(_run_in_parts, split=plans.split_prefill), None)
     return _prepare_prefill(call)
 
 
@@ -226,19 +229,12 @@ def _prepare_prefill(call: PagedArguments) -> Prepared:
     return Prepared(prefill, prefill.plan)
 
 
-def _run_in_parts(call: PagedArguments) -> Result:
-    """A batch whose gathered keys and values would take too much memory: some sequences at a time."""
-    (shape, stride, dtype), (rows, strides, _) = plans.results(call)
-    device, out, lse = call.q.device, call.out, None
-    if out is None:
-        out = torch.empty_strided(shape, stride, dtype=dtype, device=device)
-    if call.with_lse:
-        lse = torch.empty_strided(rows, strides, dtype=torch.float32, device=device)
-    at_once = plans.sequences_at_once(call)
-    for first in range(0, call.q.shape[0], at_once):
-        part = slice(first, first + at_once)
-        result = OPERATIONS["paged"].on_gpu(plans.batch_entries(call, part))  # whose binding is remembered
-        out[part], part_lse = result if isinstance(result, tuple) else (result, None)
-        if lse is not None and part_lse is not None:
-            lse[part] = part_lse
-    return out if lse is None else (out, lse)
+def _run_in_parts(call: PagedArguments, split: Callable[[PagedArguments], list[Part]]) -> Result:
+    """The results of a call that runs on some sequences at a time."""
+
+    def run(part: Part, out: Tensor) -> Result:
+        of_part = plans.batch_entries(call, part.entries)._replace(out=out)
+        result: Result = OPERATIONS["paged"].on_gpu(of_part)  # which remembers its binding
+        return result
+
+    return parts.attend(split(call), run, call=call, results=plans.results(call))

@@ -25,6 +25,7 @@ from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.step import MARK, Mark
+from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refusal
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
@@ -75,18 +76,38 @@ def keys(call: PagedArguments, target: Target, device: int | None) -> Iterator[P
         return
     call = with_positive_scale(call)
     if is_decode(call):
+        calls = [batch_entries(call, part.entries) for part in split_decode(call)] or [call]
         try:
-            key = DecodeSpec.of(call, in_place=not reasons_against_in_place(call)).key(target, device)
+            found = [
+                DecodeSpec.of(part, in_place=not reasons_against_in_place(part)).key(target, device) for part in calls
+            ]
         except UnsupportedError:
             pass
         else:
-            yield key
+            yield from dict.fromkeys(found)
             return
-    batch = call.q.shape[0]
-    at_once = min(batch, sequences_at_once(call))
-    for size in dict.fromkeys((at_once, batch % at_once or at_once)):
+    sizes = [part.entries.stop - part.entries.start for part in split_prefill(call)] or [call.q.shape[0]]
+    for size in dict.fromkeys(sizes):
         packed, out = prefill_spec(batch_entries(call, slice(0, size)))
         yield packed.forward_key(out, call.with_lse, target, device)
+
+
+def split_decode(call: PagedArguments) -> list[Part]:
+    """The parts of a decode step, some sequences each; none if one launch computes it."""
+    return _split(call, known_issues.MAX_GRID // call.q.shape[2])
+
+
+def split_prefill(call: PagedArguments) -> list[Part]:
+    """The same of prefill, whose gathered keys and values would take too much memory."""
+    return _split(call, sequences_at_once(call))
+
+
+def _split(call: PagedArguments, at_once: int) -> list[Part]:
+    batch, everything = call.q.shape[0], slice(None)
+    if batch <= at_once:
+        return []
+    firsts = range(0, batch, at_once)  # unequal parts: the last is rounded up, too, and its extra sequences take time
+    return [Part(slice(first, min(first + at_once, batch)), everything, everything) for first in firsts]
 
 
 # Decode steps.
@@ -95,7 +116,7 @@ def keys(call: PagedArguments, target: Target, device: int | None) -> Iterator[P
 def is_decode(call: PagedArguments) -> bool:
     """Whether cuDNN's decode kernels serve a call."""
     queries = call.q.shape[2]
-    if queries > MAX_DECODED or call.softcap is not None:
+    if queries > MAX_DECODED or call.softcap is not None or call.k.shape[1] > known_issues.MAX_GRID:
         return False
     if call.window_left == UNBOUNDED:
         return True

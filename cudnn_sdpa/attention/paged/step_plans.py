@@ -17,6 +17,7 @@ from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.attention.varlen.plans import sequence_bucket
 from cudnn_sdpa.errors import OptionError, ShapeError
+from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.manifest import PlanManifest
@@ -83,6 +84,7 @@ class _Form(NamedTuple):
     Attributes:
         present: Whether the step has `seq_lens_q`, as some tokens may be absent.
         in_place_batch: The batch size, if cuDNN reads the step's tables directly.
+        split_batch: The batch size, if the step is split.
         sequences: The bucket of the number of sequences.
         decoded: The bucket of the number of queries, for decode plans.
         rows: The bucket of the number of queries, for prefill plans.
@@ -91,6 +93,7 @@ class _Form(NamedTuple):
 
     present: bool
     in_place_batch: int | None
+    split_batch: int | None
     sequences: int
     decoded: int
     rows: int
@@ -104,6 +107,7 @@ def _forms(batch: int, tokens: int) -> Iterator[_Form]:
         yield _Form(
             present=present,
             in_place_batch=batch if not present else None,
+            split_batch=batch if rows > known_issues.MAX_GRID else None,
             sequences=sequence_bucket(batch),
             decoded=sequence_bucket(rows),
             rows=row_bucket(rows),

@@ -11,15 +11,16 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import backward_arguments, memory, reference, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, with_positive_scale
-from cudnn_sdpa.attention.dense import explain, graphs, large_backward
+from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.varlen import plans
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.reference import sequences
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, Keywords, call_of, sdpa_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import Keywords as BackwardKeywords
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import backward_call_of, sdpa_varlen_backward
 from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.autocast import is_deterministic
+from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
@@ -42,7 +43,7 @@ def describe_varlen(**given: Unpack[Keywords]) -> Description:
     is_empty = 0 in call.q.shape or 0 in call.k.shape
     notes = [*explain.notes_on_casts(original, call), *explain.notes_on_sinks(sinks), *scale_notes]
     notes += packed.extra_kernels(with_lse=original.with_lse)
-    backward = _describe_backward(original, explain.without_data(call), layout) if trains else None
+    backward = _describe_backward(original, without_data(call), layout) if trains else None
     return Description(
         operation=graphs.sdpa_forward,
         key=partial(packed.forward_key, layout, original.with_lse),
@@ -70,7 +71,7 @@ def describe_varlen_backward(**given: Unpack[BackwardKeywords]) -> Description:
     original = call._replace(sinks=None if sinks is None else sinks.detach().requires_grad_(of.needs[-1]))
     is_readable = explain.is_readable_layout(of.out, 3)
     layout = TensorLayout.of(of.out) if is_readable else TensorLayout.contiguous(of.out.shape, of.out.dtype)
-    found = _describe_backward(original, explain.without_data(call), layout)
+    found = _describe_backward(original, without_data(call), layout)
     found.extra_kernels[:0] = [*explain.notes_on_sinks(sinks), *explain.notes_on_copies(of, dims=3)]
     return explain.with_sinks(original.sinks, found)
 
@@ -78,16 +79,15 @@ def describe_varlen_backward(**given: Unpack[BackwardKeywords]) -> Description:
 def _describe_backward(original: VarlenArguments, call: VarlenArguments, out: TensorLayout) -> Description:
     """The backward pass for a gradient with the layout of the output."""
     device, is_empty = explain.device_of(original.q), 0 in call.q.shape or 0 in call.k.shape
-    is_split = not is_empty and large_backward.is_too_large(*call.qkv, out)
     try:
-        part, part_out, number = _first_part(call) if is_split else (call, out, 1)
+        part, part_out, number = (call, out, 0) if is_empty else _first_part(call, out)
     except UnsupportedError as error:
         return Description(graphs.sdpa_backward, partial(explain.refuse, error), device)
     launched, scale_notes = with_positive_scale(part), explain.notes_on_scale(part)
     packed = plans.spec_of(launched)
     as_launched = replace(packed, q=dense_like(packed.q))
     notes = [
-        *([explain.note_on_parts(number)] if is_split else []),
+        *([explain.note_on_parts("the gradient", number)] if number else []),
         *(f"{note}, and so are the gradients of q and k" for note in scale_notes),
         *packed.backward_kernels(sink_gradient=original.sinks is not None and original.sinks.requires_grad),
         *explain.notes_on_casts(original, call, back=True),
@@ -101,19 +101,20 @@ def _describe_backward(original: VarlenArguments, call: VarlenArguments, out: Te
     )
 
 
-def _first_part(call: VarlenArguments) -> tuple[VarlenArguments, TensorLayout, int]:
-    """The first part of a backward call that is too large for one plan, its output, and the number of parts.
+def _first_part(call: VarlenArguments, out: TensorLayout) -> tuple[VarlenArguments, TensorLayout, int]:
+    """The first part of a backward call, its output, and the number of parts: 0 if one launch computes it.
 
     Raises:
-        UnsupportedError: It cannot be split.
+        UnsupportedError: It needs several launches and cannot be split.
     """
-    dense = call.as_dense()
-    large_backward.check(dense, mask_gradient=False)
-    first, *others = large_backward.split(*dense.qkv)
-    q = call.q[:, first.heads].contiguous()
-    k, v = (large_backward.compact(x[:, first.heads_kv]) for x in (call.k, call.v))
-    part_out = TensorLayout.contiguous((*q.shape[:2], v.shape[2]), q.dtype)
-    return call._replace(q=q, k=k, v=v), part_out, 1 + len(others)
+    grad_out = torch.empty_strided(out.shape, out.stride, dtype=out.dtype, device="meta")
+    lse = torch.empty(out.shape[:2], dtype=torch.float32, device="meta")
+    of = VarlenGradientCall(grad_out, grad_out, lse, call, needs=(True, True, True, False))
+    parts = plans.split_gradient(of)
+    if not parts:
+        return call, out, 0
+    part = plans.part_of(of, parts[0])
+    return part.call, TensorLayout.of(part.out), len(parts)
 
 
 def errors_varlen(call: VarlenArguments, *, differentiate: bool) -> dict[str, float]:

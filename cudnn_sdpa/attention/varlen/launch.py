@@ -7,19 +7,20 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory
+from cudnn_sdpa.attention import memory, parts
 from cudnn_sdpa.attention.arguments import sign_of_scale, with_positive_scale
-from cudnn_sdpa.attention.dense import graphs, large_backward
+from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense import launch_backward as dense_backward
 from cudnn_sdpa.attention.dense.launch_backward import sink_gradient
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
+from cudnn_sdpa.attention.parts import PACKED_GRADIENTS
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, Prepared, items_by_name
-from cudnn_sdpa.engine.memory import check_address, like_in_memory, multiplied
+from cudnn_sdpa.engine.memory import check_address, like_in_memory, multiplied, without_memory
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
@@ -65,7 +66,7 @@ def _fill_empty(call: VarlenArguments) -> Result:
 def readable(of: VarlenGradientCall) -> VarlenGradientCall:
     """The backward call with copies of what cuDNN cannot read."""
     call = of.call
-    if call.is_empty or large_backward.is_too_large(*call.qkv, of.out, of.grad_out):
+    if call.is_empty or PACKED_GRADIENTS.exceeded(*call.qkv, of.out, of.grad_out):
         return of
     grad_out, lse, layout = of.grad_out, memory.aligned("lse", of.lse), TensorLayout.of(call.q)
     out = of.out
@@ -87,7 +88,7 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
     call = of.call
     if call.is_empty:
         return Prepared(_zero_gradients, None)
-    if large_backward.is_too_large(*call.qkv, of.out, of.grad_out):
+    if plans.split_gradient(of):
         return Prepared(_gradients_in_parts, None)
     device, sign = call.q.get_device(), sign_of_scale(call)
     launched = with_positive_scale(call)
@@ -143,20 +144,19 @@ def _zero_gradients(of: VarlenGradientCall) -> tuple[Tensor, ...]:
 
 
 def _gradients_in_parts(of: VarlenGradientCall) -> tuple[Tensor, ...]:
-    """The needed gradients of a call that is too large for one plan: some heads at a time."""
-    call = of.call
-    dense, sinks = call.as_dense(), call.sinks is not None
-    large_backward.check(dense, mask_gradient=False)
+    """The needed gradients of a call that one launch cannot compute: some heads at a time."""
+    inputs = zip((*of.call.qkv, of.call.sinks), ("heads", "heads_kv", "heads_kv", "heads"), of.needs, strict=True)
+    wholes = [_whole(x, heads) for x, heads, need in inputs if need and x is not None]
+    found = parts.merge(
+        plans.split_gradient(of), lambda part: gradients(plans.part_of(of, part)), wholes, of.out.device
+    )
+    return tuple(found)
 
-    def run(part: large_backward.Part) -> list[Tensor]:
-        grad_q, grad_k, grad_v, *grad_sinks = gradients(
-            plans.part_of(of, part)._replace(needs=(True, True, True, sinks))
-        )
-        return [*(x.transpose(0, 1).unsqueeze(0) for x in (grad_q, grad_k, grad_v)), *grad_sinks]
 
-    grad_q, grad_k, grad_v, *grad_sinks = large_backward.merge(dense.qkv, run, sinks=sinks)
-    merged = [*(x[0].transpose(0, 1) for x in (grad_q, grad_k, grad_v)), *grad_sinks]
-    return tuple(x for x, need in zip(merged, of.needs, strict=False) if need)
+def _whole(tensor: Tensor, heads: str) -> parts.Whole:
+    like = like_in_memory(without_memory(tensor))
+    dims = (heads,) if tensor.dim() == 1 else (None, heads)
+    return parts.Whole((tuple(like.shape), like.stride(), like.dtype), dims)
 
 
 def gradients(of: VarlenGradientCall) -> list[Tensor]:

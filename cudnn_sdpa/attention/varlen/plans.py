@@ -13,15 +13,19 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cudnn_sdpa.attention import memory
+from cudnn_sdpa.attention import memory, parts
 from cudnn_sdpa.attention.arguments import with_positive_scale
-from cudnn_sdpa.attention.dense import graphs, large_backward
+from cudnn_sdpa.attention.dense import graphs
+from cudnn_sdpa.attention.dense.parts import split_or_refuse
 from cudnn_sdpa.attention.dense.plans import GRAD_OUT_COPY
 from cudnn_sdpa.attention.mask import TOP_LEFT, Mask, normalize_mask
+from cudnn_sdpa.attention.parts import PACKED_GRADIENTS, Part
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
+from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.determinism import has_only_repeatable
 from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like, dense_stride_like
@@ -29,9 +33,10 @@ from cudnn_sdpa.graph.target import Target
 
 
 def sequence_bucket(sequences: int) -> int:
-    """Number of sequences of a plan: powers of two, and 1.5 times them."""
+    """Number of sequences of a plan: powers of two, 1.5 times them, and the maximum number of a launch."""
     power = 1 << max(0, sequences - 1).bit_length()
-    return power * 3 // 4 if power >= 4 and sequences <= power * 3 // 4 else power
+    bucket = power * 3 // 4 if power >= 4 and sequences <= power * 3 // 4 else power
+    return known_issues.MAX_GRID if sequences <= known_issues.MAX_GRID < bucket else bucket
 
 
 def row_bucket(rows: int) -> int:
@@ -332,34 +337,46 @@ def gradient_keys(of: VarlenGradientCall, target: Target, device: int | None) ->
     """The keys of the plans of a backward call."""
     if of.call.is_empty:
         return
-    if not large_backward.is_too_large(*of.call.qkv, of.out, of.grad_out):
-        yield backward_key(of, target, device)
-        return
-    for part in large_backward.split(*of.call.as_dense().qkv):
-        yield backward_key(part_of(of, part), target, device)
+    for part in [part_of(of, part) for part in split_gradient(of)] or [of]:
+        yield backward_key(part, target, device)
 
 
-def part_of(of: VarlenGradientCall, part: large_backward.Part) -> VarlenGradientCall:
-    """Some heads of a backward call that is too large for one plan."""
+def split_gradient(of: VarlenGradientCall) -> list[Part]:
+    """The parts of a backward call, some heads each; none if one launch computes it.
+
+    Raises:
+        UnsupportedError: It needs several and cannot be split.
+    """
+    reasons = PACKED_GRADIENTS.exceeded(*of.call.qkv, of.out, of.grad_out)
+    what = "the gradient of sdpa_varlen"
+    return split_or_refuse(of.call.as_dense(), PACKED_GRADIENTS, reasons, what) if reasons else []
+
+
+def part_of(of: VarlenGradientCall, part: Part) -> VarlenGradientCall:
+    """Some heads of a backward call."""
     call = of.call
     rows = {"q": call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}
     q, grad_out, out, lse = (memory.aligned(name, x[:, part.heads]) for name, x in rows.items())
-    k, v = (large_backward.compact(x[:, part.heads_kv]) for x in (call.k, call.v))
+    k, v = (parts.compact(x[:, part.heads_kv]) for x in (call.k, call.v))
     sinks = None if call.sinks is None else call.sinks[part.heads]
     return of._replace(grad_out=grad_out, out=out, lse=lse, call=call._replace(q=q, k=k, v=v, sinks=sinks))
 
 
-def check_gradient(call: VarlenArguments, target: Target) -> None:
+def check_gradient(call: VarlenArguments, target: Target, device: int | None) -> None:
     """Refuses a call whose gradients are known to have no kernel, also in parts.
 
     Raises:
         UnsupportedError: With every reason.
     """
-    if large_backward.is_too_large(*call.qkv):
-        large_backward.check(call.as_dense(), mask_gradient=False)
-    refused: UnsupportedError | None = spec_of(call).refusal(target, deterministic=call.deterministic)
-    if refused is not None:
-        raise refused
+    if call.is_empty:
+        return
+    call = dense_queries(without_data(call))  # others are copied
+    layout = output_layout(call)
+    out = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+    lse = torch.empty(out.shape[:2], dtype=torch.float32, device="meta")
+    of = VarlenGradientCall(grad_out=out, out=out, lse=lse, call=call, needs=(True, True, True, False))
+    for key in gradient_keys(of, target, device):
+        known_issues.check(key)
 
 
 def dense_queries(call: VarlenArguments) -> VarlenArguments:

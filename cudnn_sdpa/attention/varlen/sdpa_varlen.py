@@ -11,7 +11,6 @@ from torch.nn import functional
 from cudnn_sdpa.attention import arguments, backward_arguments, memory, sharding, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
-from cudnn_sdpa.attention.dense import large_backward
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen import launch, plans, reference
@@ -298,22 +297,11 @@ def _check_keys(call: VarlenArguments, target: Target) -> None:
 
 
 def _check_gradient_keys(call: VarlenArguments, target: Target) -> None:
-    if call.is_empty:
-        return
-    if large_backward.is_too_large(*call.qkv):
-        large_backward.check(call.as_dense(), mask_gradient=False)
-    layout = plans.output_layout(call)
-    spec = plans.spec_of(plans.dense_queries(call))  # others are copied
-    known_issues.check(
-        spec.backward_key(out=layout, grad_out=layout, deterministic=call.deterministic, target=target, device=None)
-    )
+    plans.check_gradient(call, target, None)
 
 
 def _check_backward_keys(of: VarlenGradientCall, target: Target) -> None:
     if of.call.is_empty:
-        return
-    if large_backward.is_too_large(*of.call.qkv, of.out, of.grad_out):
-        large_backward.check(of.call.as_dense(), mask_gradient=False)
         return
     call = plans.dense_queries(of.call)  # others are copied
     for key in plans.gradient_keys(of._replace(call=call), target, None):
@@ -322,7 +310,8 @@ def _check_backward_keys(of: VarlenGradientCall, target: Target) -> None:
 
 def _check_gradient(call: VarlenArguments) -> None:
     if call.q.is_cuda:
-        plans.check_gradient(call, live_target(call.q.get_device()))
+        device = call.q.get_device()
+        plans.check_gradient(call, live_target(device), device)
     else:
         check_call(call, _check_strides_for_gpu, _check_gradient_keys)
 

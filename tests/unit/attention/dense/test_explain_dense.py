@@ -92,6 +92,8 @@ def lengths():
     return T(2, dtype=torch.int32)
 
 
+SINKS = T(140_000, dtype=torch.float32, grad=True)
+
 DENSE = {
     "plain": (qkv, {}),
     "bshd": (bshd, {"is_causal": True}),
@@ -113,6 +115,15 @@ DENSE = {
     "large": (large, {"is_causal": True}),
     "large, one group of heads": (lambda: large(batch=2, heads=(1024, 4)), {}),
     "large, negative scale": (large, {"scale": -0.5}),
+    "large, gradient of a mask": (large, {"attn_mask": T(8192, grad=True)}),
+    "large, alibi": (large, {"alibi": True, "is_causal": True}),
+    "many entries": (lambda: [T(70_000, 2, 16, 64, grad=True) for _ in range(3)], {"alibi": True, "is_causal": True}),
+    "many heads": (lambda: [T(2, n, 16, 64, grad=True) for n in (140_000, 70_000, 70_000)], {}),
+    "many heads of one key head": (lambda: [T(2, n, 16, 64, grad=True) for n in (140_000, 1, 1)], {"sinks": SINKS}),
+    "many single queries": (
+        lambda: [T(2, n, s, 64, grad=True) for n, s in ((140_000, 1), (70_000, 9), (70_000, 9))],
+        {"seq_lens_kv": T(2, dtype=torch.int32), "sinks": SINKS},
+    ),
     "far apart": (lambda: [T(2, 8, 96, 64, stride=(2**31, 2**13, 64, 1), grad=True), *qkv()[1:]], {}),
 }
 
@@ -273,7 +284,10 @@ def test_extra_kernels_of_a_packed_backward_pass(tensors, options, part):
         ("negative scale", "backward", "and its gradient as well"),
         ("scale of 0", "backward", "filled with zeros"),
         ("large", "backward", "in 2 parts"),
-        ("far apart", "backward", "in one part"),
+        ("far apart", "backward", "copies of tensors that span too much memory"),
+        ("many entries", "backward", "in 2 parts"),
+        ("many heads of one key head", "forward", "in 3 parts"),
+        ("many single queries", "forward", "in 3 parts"),
     ],
 )
 def test_extra_kernels_of_a_dense_pass(name, passes, part):
@@ -302,11 +316,20 @@ def test_empty_calls_have_no_extra_kernels():
     assert packed.extra_kernels == packed.backward.extra_kernels == []
 
 
-@pytest.mark.parametrize("options", [{"dropout_p": 0.1}, {"attn_mask": T(8192, grad=True)}], ids=str)
-def test_a_large_call_that_cannot_be_split_has_no_gradient(options):
-    described = describe(sdpa, *large(), **options)
+@pytest.mark.parametrize(
+    ("name", "options", "reason"),
+    [
+        ("large", {"dropout_p": 0.1}, "wrong addresses"),
+        ("many entries", {"dropout_p": 0.1}, "70000 batch entries"),
+        ("many heads", {"alibi": True, "is_causal": True}, "140000 heads"),
+    ],
+)
+def test_a_call_that_cannot_be_split_has_no_gradient(name, options, reason):
+    own = [T(2, 140_000, 16, 64, grad=True) for _ in range(3)]  # of grouped heads the forward pass has too many, too
+    tensors = own if name == "many heads" else DENSE[name][0]()
+    described = describe(sdpa, *tensors, **options)
     key(described)
-    with pytest.raises(UnsupportedError, match="wrong addresses"):
+    with pytest.raises(UnsupportedError, match=reason):
         key(described.backward)
 
 
