@@ -21,6 +21,14 @@ def is_integer(number: object) -> TypeGuard[int]:
     return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
+@overload
+def as_index(number: int) -> int: ...
+
+
+@overload
+def as_index(number: object) -> object: ...
+
+
 def as_index(number: object) -> object:
     """An integer, also numpy's, as an int; other types are returned unchanged."""
     if isinstance(number, (int, torch.SymInt, Tensor)) or is_compiling() or is_numpy_bool(number):  # that has an index

@@ -193,7 +193,7 @@ def _convolve(
     activation: str | None,
 ) -> Tensor:
     strides, zeros, spacing = sizes_of(rank, stride, padding, dilation)
-    groups = as_index(groups)  # type: ignore[assignment]  # the checks name what is none
+    groups = as_index(groups)
     is_float32 = isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_cuda  # seen in each call
     if is_float32 and not _may_be_tf32() and not could_cast((x,)):
         reasons = ["cuDNN multiplies float32 in TF32 here, and torch.backends.cudnn.allow_tf32 is False"]

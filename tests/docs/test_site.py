@@ -42,8 +42,9 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return built.parent
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
+    command += ["-f", str(ROOT / "mkdocs.yml")]  # from another folder, as a hosting service may
     environment = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    result = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     return folder
 
