@@ -19,8 +19,8 @@ from cudnn_sdpa.engine.backward_pass import BackwardCall
 from cudnn_sdpa.engine.call import Call
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.memory import LOWEST, check_has_values, check_present, like_in_memory
-from cudnn_sdpa.engine.scalars import LARGEST, as_int, is_integer
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
+from cudnn_sdpa.graph.scalars import LARGEST, as_int, is_integer
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
 

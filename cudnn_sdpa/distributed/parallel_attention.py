@@ -27,8 +27,8 @@ from cudnn_sdpa.distributed.symmetric_memory import Buffer
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.scalars import as_bool, as_float, as_int, is_integer
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int, is_integer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

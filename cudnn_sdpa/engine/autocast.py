@@ -8,8 +8,8 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.scalars import as_bool
 from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.graph.scalars import as_bool
 
 TensorT = TypeVar("TensorT", Tensor, "Tensor | None")
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.memory import check_has_values, ends_behind, refuse_address
-from cudnn_sdpa.engine.scalars import as_bool, check_known
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
+from cudnn_sdpa.graph.scalars import as_bool, check_known
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)

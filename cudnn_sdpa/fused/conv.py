@@ -11,7 +11,6 @@ from torch import Tensor
 from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autocast import could_cast
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.scalars import as_index
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.conv_graphs import (
     ACTIVATIONS,
@@ -23,6 +22,7 @@ from cudnn_sdpa.fused.conv_graphs import (
     ways,
 )
 from cudnn_sdpa.fused.torch_ops import Options
+from cudnn_sdpa.graph.scalars import as_index
 
 #: Channels in 16 bytes of bfloat16.
 _CHANNELS_PER_LOAD = 8

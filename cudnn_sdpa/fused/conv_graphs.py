@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks, sharding
-from cudnn_sdpa.engine.scalars import as_index, check_known, is_integer
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, shown, widened
 from cudnn_sdpa.fused.graph_op import Views, graph_op
 from cudnn_sdpa.fused.torch_ops import Options, Outputs, Value
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
+from cudnn_sdpa.graph.scalars import as_index, check_known, is_integer
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
 Sizes = tuple[int, ...]

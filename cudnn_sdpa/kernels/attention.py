@@ -14,8 +14,8 @@ from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
-from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.kernels import launch, plans, reference
 from cudnn_sdpa.kernels.arguments import (

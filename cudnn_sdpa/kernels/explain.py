@@ -12,7 +12,7 @@ from cudnn_sdpa.attention.dense.explain import device_of, refuse
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
-from cudnn_sdpa.engine.scalars import as_bool, as_float
+from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.kernels import reference
 from cudnn_sdpa.kernels.arguments import FUSED, Gradient, KernelArguments, Mode, without_causal_bias
 from cudnn_sdpa.kernels.attention import ATTENTION, attention

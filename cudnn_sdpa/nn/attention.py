@@ -12,9 +12,9 @@ from typing_extensions import Unpack
 from cudnn_sdpa.attention.arguments import ForwardArguments, check_options, window_bounds
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged.step import PagedStep
-from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.engine.sharding import sinks_of_heads
 from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.nn import attention_checks
 from cudnn_sdpa.nn.checks import Factory, check_flags, check_number, check_tokens, unsharded
 from cudnn_sdpa.nn.conversion import check_type, copy_linear, copy_parameter, merge, rename, split

@@ -17,8 +17,8 @@ from cudnn_sdpa.engine.autograd_checks import PYTORCHS, refuse_context_parallel
 from cudnn_sdpa.engine.memory import check_present, is_causal_bias
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked
-from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 _calls = NativeCalls()

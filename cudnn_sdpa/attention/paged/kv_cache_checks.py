@@ -12,9 +12,9 @@ from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import CPU_DTYPES, allowed_dtypes, dtype_error, dtype_name, shape_of
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.paged.step import PagedStep
-from cudnn_sdpa.engine.scalars import as_int
 from cudnn_sdpa.engine.sharding import has_dtensor, refuse
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.graph.scalars import as_int
 
 
 def check_count(name: str, count: object, least: int = 0) -> None:

@@ -20,9 +20,9 @@ from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
-from cudnn_sdpa.engine.scalars import as_bool, as_float
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target
 

@@ -736,7 +736,7 @@ def test_queries_in_the_order_of_flash_attention_are_recognized():
     pages, table = torch.randn(8, 2, 16, 8), torch.arange(8, dtype=torch.int32).view(2, 4)
     q, lengths = torch.randn(2, 1, 4, 8), torch.tensor([20, 50], dtype=torch.int32)
     with pytest.raises(ShapeError, match=r"^q: got shape \(2, 1, 4, 8\).*Pass q.transpose\(1, 2\)"):
-        sdpa_paged(q, pages, pages, table, lengths)
-    assert sdpa_paged(q.transpose(1, 2), pages, pages, table, lengths).shape == (2, 4, 1, 8)
+        sdpa_paged(q, pages, pages, table, lengths, page_layout="HND")
+    assert sdpa_paged(q.transpose(1, 2), pages, pages, table, lengths, page_layout="HND").shape == (2, 4, 1, 8)
     with pytest.raises(ShapeError, match=r"^k_pages: got 2 heads"):  # neither order fits
-        sdpa_paged(q[:, :, :3], pages, pages, table, lengths)
+        sdpa_paged(q[:, :, :3], pages, pages, table, lengths, page_layout="HND")
