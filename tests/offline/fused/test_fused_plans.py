@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cudnn_sdpa import UnsupportedError, explain
+from cudnn_sdpa import UnsupportedError, explain, rms_norm
 from cudnn_sdpa.fused.activation_graphs import (
     gelu_mul_rows,
     relu_squared_rows,
@@ -278,3 +278,16 @@ def test_convolutions_with_sizes_of_1_have_engines(name, in_order):
             batch, channels, *sizes = operand.layout.shape
             assert operand.layout.stride == bare(batch, *sizes, channels).movedim(-1, 1).stride()
         assert engine_offline(key, properties).startswith("eng")
+
+
+@pytest.mark.parametrize("gpu", GPUS)
+def test_norms_without_a_fused_kernel_run_in_several(gpu, monkeypatch):
+    """Also rows of one element without a weight, which cuDNN trains with one alone."""
+    monkeypatch.setenv("CUDNN_SDPA_TARGET", gpu)
+    x, weight, one = bare(7, 100), bare(100, dtype=FULL), bare(7, 1)
+    found = explain(rms_norm, x, weight, residual=x, activation="silu")
+    assert found.supported, found.reasons
+    assert found.extra_kernels == ["the sum of x and residual", "silu of the result"]
+    found = explain(rms_norm, one.requires_grad_(), residual=bare(7, 1))
+    assert found.supported, found.reasons
+    assert found.backward.supported, found.backward.reasons
