@@ -121,7 +121,9 @@ class FakePlan:
             or math.prod(operand.layout.shape) == 1
         )
         assert apart == 0 or by_element, f"{operand.name} is {apart} bytes past an aligned address"
-        return autotune.tensor_at(address, operand.layout, CPU)
+        found = autotune.tensor_at(address, operand.layout, CPU)
+        assert operand.role is not Role.FILL or (found == operand.fill).all(), f"{operand.name} is not {operand.fill}"
+        return found
 
 
 class FakeCache:

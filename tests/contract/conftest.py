@@ -16,7 +16,7 @@ import cudnn_sdpa
 from contract.operations import OPERATIONS, Example
 
 #: How many tests of a module `make test` runs each example with.
-OF_EACH_EXAMPLE = 3
+OF_EACH_EXAMPLE = 2
 
 
 @pytest.fixture(params=["python", "native"])

@@ -48,7 +48,7 @@ def test_every_test_of_the_contract_and_every_example_is_quick(quick):
     values = [parts(x) for x in quick if "test_values.py" in x]
     for example in OPERATIONS:
         with_it = [given for given in hazards if re.search(rf"(?:^|-){re.escape(example)}-(?:python|native)", given)]
-        assert len(with_it) >= 3, example
+        assert len(with_it) >= 2, example
         for way in ("cold-{}-python", "warm-{}-python", "warm-{}-native"):
             assert ("test_values", way.format(example)) in values
     for word in ("cold", "warm", "python", "native"):

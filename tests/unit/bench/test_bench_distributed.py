@@ -43,6 +43,7 @@ def check_row(row):
     assert 0 < row["of linear scaling"] < 50
 
 
+@pytest.mark.slow
 def test_each_method_has_a_row(ranks):
     first, second = ranks(measured, DistributedPart.WEAK)
     check(first[DistributedPart.WEAK], 2 * SMALL.tokens_each)

@@ -24,7 +24,7 @@ def qkv(dim=17, dtype=torch.bfloat16):
     return [torch.randn(2, 2, 9, dim).to(dtype).requires_grad_() for _ in range(3)]
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("function", [sdpa, scaled_dot_product_attention])
 def test_odd_head_dims_run_on_kernels_with_gradients(function, caplog):
     q, k, v = qkv()

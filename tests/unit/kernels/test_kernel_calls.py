@@ -124,7 +124,7 @@ def test_only_the_needed_kernels_run():
             assert [x.name for x in FakePlan.launched[-1].outputs] == made
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("dim", "vectors"), [(16, True), (17, False)])
 def test_an_expanded_gradient_is_copied_if_all_else_is_read_as_vectors(dim, vectors, dtype):

@@ -226,7 +226,7 @@ def test_gradients_of_expanded_head_vectors_have_the_layout_that_compiled_code_e
     assert {x.stride() for x in found} == {ATTENTION.backward.new_gradient("q", q).stride()} == {(80, 40, 8, 1)}
 
 
-@pytest.mark.sample(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_order_of_threads_changes_no_bit(dtype):
     """If it did, a barrier would be missing."""

@@ -25,6 +25,7 @@ from cudnn_sdpa.engine.native import calls
 #: decoding, what FP8 makes or copies for a launch, and backward passes that are called as functions.
 IN_PYTHON = {
     "sdpa, dropout",
+    "sdpa, dropout, lengths",
     "sdpa_varlen, self-attention",
     "sdpa_paged, a chunk",
     "sdpa_paged, sinks, window",
@@ -38,6 +39,7 @@ IN_PYTHON = {
 #: Examples whose backward calls are more than a launch.
 BACKWARD_IN_PYTHON = {
     "sdpa, dropout",
+    "sdpa, dropout, lengths",
     "scaled_dot_product_attention, no batch, mask",
     "sdpa, sinks",
     "sdpa, mask",
