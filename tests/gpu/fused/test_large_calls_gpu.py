@@ -9,6 +9,8 @@ import torch.nn.functional as F
 import cudnn_sdpa
 from cudnn_sdpa import explain
 
+pytestmark = pytest.mark.whole_gpu
+
 HALF = torch.bfloat16
 LAST = 524_289
 
