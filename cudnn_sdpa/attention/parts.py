@@ -57,8 +57,11 @@ class Limits(NamedTuple):
 
 #: Of gradients.
 GRADIENTS = Limits(offsets=True, batch=True, heads=True)
-#: Of gradients of packed sequences.
-PACKED_GRADIENTS = Limits(offsets=True)
+
+
+def packed_gradient_limits(*, deterministic: bool) -> Limits:
+    """The limits of gradients of packed sequences, which are split along heads only."""
+    return Limits(offsets=True, heads=deterministic)
 
 
 def forward_limits(heads: int, heads_kv: int, *, is_single: bool) -> Limits:

@@ -275,7 +275,8 @@ def _exceeds_a_grid(key: PlanKey) -> bool:
     """Whether there are more batch entries or heads than the kernels of this plan can have."""
     batch, heads, queries, _ = _shape(key, "q")
     if _is_packed(key):
-        return _is_backward(key) and bool(key.option_values.get("deterministic")) and batch > MAX_GRID
+        is_limited = key.option_values.get("deterministic") if _is_backward(key) else _has(key, "sink")
+        return bool(is_limited) and max(batch, heads) > MAX_GRID
     if _has(key, "table_k"):  # query heads are rows of a tile
         return queries == 1 and max(batch, _shape(key, "k")[1]) > MAX_GRID
     return (_is_backward(key) or queries == 1) and max(batch, heads) > MAX_GRID
@@ -401,10 +402,10 @@ ATTENTION_ISSUES = (
     ),
     KnownIssue(
         bug="gradients and single queries of more than 65,535 batch entries or heads cannot be launched, nor can "
-        "deterministic gradients of more packed sequences",
+        "packed sequences with sinks, or their deterministic gradients",
         source="seen on 9.19 with an H100",
-        treatment="calls are split along batch and heads; deterministic gradients of packed sequences are refused: "
-        "pass deterministic=False, or fewer sequences",
+        treatment="calls are split along batch and heads; sinks of packed sequences are applied to the output; "
+        "deterministic gradients of more packed sequences are refused: pass deterministic=False, or fewer sequences",
         concerns=_exceeds_a_grid,
     ),
     KnownIssue(

@@ -11,16 +11,17 @@ from cudnn_sdpa.attention import memory, parts
 from cudnn_sdpa.attention.arguments import sign_of_scale, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense import launch_backward as dense_backward
+from cudnn_sdpa.attention.dense.launch import apply_sinks
 from cudnn_sdpa.attention.dense.launch_backward import sink_gradient
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
-from cudnn_sdpa.attention.parts import PACKED_GRADIENTS
+from cudnn_sdpa.attention.parts import packed_gradient_limits
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, Prepared, items_by_name
-from cudnn_sdpa.engine.memory import check_address, like_in_memory, multiplied, without_memory
+from cudnn_sdpa.engine.memory import check_address, check_present, like_in_memory, multiplied, without_memory
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
@@ -38,7 +39,8 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     spec = plans.spec_of(launched) if spec is None else spec
     key = spec.forward_key(plans.output_layout(call), call.with_lse, live_target(device), device)
     bound = _bind(operation=graphs.sdpa_forward, key=key, call=launched, spec=spec, operands=("q", "k", "v"))
-    if sign is None and (call.sinks is None or not call.with_lse):
+    sinks_outside = spec.sinks_outside
+    if sign is None and (call.sinks is None or not (call.with_lse or sinks_outside)):
         return Prepared(PlainCall(bound), bound.plan)
     others_of = items_by_name(bound.operands[1:])
 
@@ -47,9 +49,12 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
         out, *lse = bound((q, *others_of(call)), call.out)
         if not lse:
             return out
-        if call.sinks is not None:  # queries without keys see the sink alone
+        if call.sinks is not None and sinks_outside:
+            check_present("sinks", call.sinks)  # PyTorch's kernel would read a null pointer
+            apply_sinks(out, lse[0], call.sinks)
+        elif call.sinks is not None:  # queries without keys see the sink alone
             torch.maximum(lse[0], call.sinks, out=lse[0])
-        return out, lse[0]
+        return (out, lse[0]) if call.with_lse else out
 
     return Prepared(run, bound.plan)
 
@@ -66,7 +71,8 @@ def _fill_empty(call: VarlenArguments) -> Result:
 def readable(of: VarlenGradientCall) -> VarlenGradientCall:
     """The backward call with copies of what cuDNN cannot read."""
     call = of.call
-    if call.is_empty or PACKED_GRADIENTS.exceeded(*call.qkv, of.out, of.grad_out):
+    limits = packed_gradient_limits(deterministic=call.deterministic)
+    if call.is_empty or limits.exceeded(*call.qkv, of.out, of.grad_out):
         return of
     grad_out, lse, layout = of.grad_out, memory.aligned("lse", of.lse), TensorLayout.of(call.q)
     out = of.out

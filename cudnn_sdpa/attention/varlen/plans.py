@@ -19,7 +19,7 @@ from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.parts import split_or_refuse
 from cudnn_sdpa.attention.dense.plans import GRAD_OUT_COPY
 from cudnn_sdpa.attention.mask import TOP_LEFT, Mask, normalize_mask
-from cudnn_sdpa.attention.parts import PACKED_GRADIENTS, Part
+from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.engine.call import without_data
@@ -120,6 +120,11 @@ class VarlenSpec:
             **more,
         )
 
+    @property
+    def sinks_outside(self) -> bool:
+        """Whether the sinks are applied to the output afterwards: with them cuDNN launches only so many sequences."""
+        return self.sinks and max(self.sequences, self.q.shape[1]) > known_issues.MAX_GRID
+
     def forward_key(self, out: TensorLayout, with_lse: bool, target: Target, device: int | None) -> PlanKey:
         """The key of the forward plan.
 
@@ -129,10 +134,11 @@ class VarlenSpec:
         refused = refusal(self.configuration(FORWARD, target), "sdpa_varlen")
         if refused is not None:
             raise refused
+        with_lse = with_lse or self.sinks_outside
         inputs = [
             *self._offsets("q", "k", "v", "out", *(("lse",) if with_lse else ())),
             *self._qkv(),
-            *self._other_inputs(sinks=self.sinks),
+            *self._other_inputs(sinks=self.sinks and not self.sinks_outside),
         ]
         outputs = [self._rows("out", out, self.max_seqlen_q)]
         if with_lse:
@@ -195,7 +201,9 @@ class VarlenSpec:
         """The extra kernels of a forward call, for `explain`."""
         lse_note = " and of the log-sum-exp become minus infinity" if with_lse else ""
         notes = [*self._notes_on_rows(f"rows of the output that see no key become zeros{lse_note}")]
-        if with_lse and self.sinks:
+        if self.sinks_outside:
+            notes.append("the sinks are applied to the output by PyTorch (too many sequences or heads for cuDNN's)")
+        elif with_lse and self.sinks:
             notes.append("the log-sum-exp is raised to the sinks where it is lower, for queries that see no key")
         return notes
 
@@ -347,9 +355,10 @@ def split_gradient(of: VarlenGradientCall) -> list[Part]:
     Raises:
         UnsupportedError: It needs several and cannot be split.
     """
-    reasons = PACKED_GRADIENTS.exceeded(*of.call.qkv, of.out, of.grad_out)
+    limits = parts.packed_gradient_limits(deterministic=of.call.deterministic)
+    reasons = limits.exceeded(*of.call.qkv, of.out, of.grad_out)
     what = "the gradient of sdpa_varlen"
-    return split_or_refuse(of.call.as_dense(), PACKED_GRADIENTS, reasons, what) if reasons else []
+    return split_or_refuse(of.call.as_dense(), limits, reasons, what) if reasons else []
 
 
 def part_of(of: VarlenGradientCall, part: Part) -> VarlenGradientCall:

@@ -115,7 +115,7 @@ def test_values_and_gradients(name, sizes, queries):
     if given.get("sinks"):
         sinks = torch.randn(heads, device="cuda")
     if given.get("lengths"):
-        lengths = torch.randint(1, 17, (batch,), device="cuda", dtype=torch.int32)
+        lengths = torch.randint(2, 17, (batch,), device="cuda", dtype=torch.int32)
     leaves = [x.requires_grad_() for x in (*tensors, mask, sinks) if x is not None]
     sign = -1 if given.get("negative") else 1
     poison(tensors[0].numel(), tensors[1].numel(), tensors[1].numel())

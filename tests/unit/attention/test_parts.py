@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 
 import pytest
 import torch
-from fake_gpu import FakePlan, dense_attention, gpu_on_the_cpu, paged_attention
-from fake_gpu import fp8_attention as fp8_plans
+from fake_gpu import FakePlan, gpu_on_the_cpu
 from float64_reference import attend
 
 import cudnn_sdpa
@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.dense import parts as dense_parts
 from cudnn_sdpa.attention.dense import reference as dense_reference
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.fp8 import fp8_attention as fp8_module
-from cudnn_sdpa.attention.parts import GRADIENTS, PACKED_GRADIENTS
+from cudnn_sdpa.attention.parts import GRADIENTS, packed_gradient_limits
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen import reference as varlen_reference
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
@@ -168,7 +168,7 @@ def test_large_strides_are_detected_in_every_tensor(name):
     assert not GRADIENTS.exceeded(*tensors.values())
     for large in (torch.empty(2, 2**15, 2**9, 2**8, device="meta"), small.as_strided((2, 2, 8, 8), (2**31, 64, 8, 1))):
         assert "elements" in GRADIENTS.exceeded(*(tensors | {name: large}).values())[0]
-        assert PACKED_GRADIENTS.exceeded(TensorLayout.of(large))
+        assert packed_gradient_limits(deterministic=False).exceeded(TensorLayout.of(large))
     assert not GRADIENTS.exceeded(torch.empty(1, 2, 2**20, 2**10, device="meta"))
 
 
@@ -221,7 +221,7 @@ def test_single_queries(limits, layout, given, scale):  # noqa: ARG001
     out = torch.full((batch, heads, 1, 24), torch.nan, dtype=torch.bfloat16) if given else None
     options = {"scale": scale, "sinks": sinks, "attn_mask": mask, "seq_lens_kv": lengths}
     wanted, wanted_lse = attend(q.double(), k.double(), v.double(), **options)
-    with gpu_on_the_cpu(dense_attention):
+    with gpu_on_the_cpu():
         for _ in range(2):
             before = len(FakePlan.launched)
             found, lse = sdpa(q, k, v, **options, return_lse=True, out=out)
@@ -236,7 +236,7 @@ def test_single_queries(limits, layout, given, scale):  # noqa: ARG001
 def test_several_queries_of_grouped_heads_are_split_and_others_are_not(limits):  # noqa: ARG001
     for heads_kv, launches in ((1, 2), (2, 2), (4, 1)):
         q, k, v = bf16(3, 4, 7, 16), bf16(3, heads_kv, 9, 16), bf16(3, heads_kv, 9, 16)
-        with gpu_on_the_cpu(dense_attention):
+        with gpu_on_the_cpu():
             before = len(FakePlan.launched)
             found = sdpa(q, k, v, is_causal=True)
             assert len(FakePlan.launched) - before == launches
@@ -256,7 +256,7 @@ def test_gradients_with_a_mask(limits, compiled):  # noqa: ARG001
     exact = [x.detach().double().requires_grad_() for x in leaves]
     wanted = attend(*exact[:3], attn_mask=exact[3], sinks=exact[4], scale=0.3)[0]
     wanted_gradients = torch.autograd.grad(wanted, exact, grad_out.double())
-    with gpu_on_the_cpu(dense_attention):
+    with gpu_on_the_cpu():
         call = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
         for _ in range(2):
             out = call(*leaves)
@@ -265,6 +265,35 @@ def test_gradients_with_a_mask(limits, compiled):  # noqa: ARG001
             for found, right, leaf in zip(gradients, wanted_gradients, leaves, strict=True):
                 close(found, right, 4e-2)
                 assert found.dtype == leaf.dtype
+
+
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize("scale", [0.3, -0.3])
+def test_packed_sequences_with_sinks(limits, with_lse, scale):  # noqa: ARG001
+    """One launch without the sinks, which are applied to its output: with them there would be too many sequences."""
+    ends = torch.tensor([0, 3, 3, 7, 12], dtype=torch.int32)
+    leaves = [*(bf16(12, heads, 16) for heads in (4, 4, 4)), torch.randn(4)]
+    leaves = [x.requires_grad_() for x in leaves]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    wanted, wanted_lse = [], []
+    for first, end in itertools.pairwise(ends.tolist()):
+        part = (x[first:end].transpose(0, 1)[None] for x in exact[:3])
+        out, lse = attend(*part, sinks=exact[3], is_causal=True, scale=scale)
+        wanted.append(out[0].transpose(0, 1))
+        wanted_lse.append(lse[0].transpose(0, 1))
+    with gpu_on_the_cpu():
+        before = len(FakePlan.launched)
+        options = {"sinks": leaves[3], "is_causal": True, "scale": scale}
+        found = sdpa_varlen(*leaves[:3], ends, ends, 5, 5, **options, return_lse=with_lse)
+        assert len(FakePlan.launched) - before == 1
+        out = found[0] if with_lse else found
+        grad_out = bf16(*out.shape)
+        gradients = torch.autograd.grad(out, leaves, grad_out)
+    close(out, torch.cat(wanted))
+    if with_lse:
+        close(found[1], torch.cat(wanted_lse), 1e-3)
+    for got, right in zip(gradients, torch.autograd.grad(torch.cat(wanted), exact, grad_out.double()), strict=True):
+        close(got, right, 4e-2)
 
 
 @pytest.mark.parametrize(("tokens", "launches"), [(1, 3), (2, 5), (12, 1)])
@@ -279,7 +308,7 @@ def test_paged_calls(limits, tokens, launches):  # noqa: ARG001
     rows = (x[table.long()].transpose(1, 2).flatten(2, 3).double() for x in pages)
     options = {"is_causal": True, "causal_alignment": "bottom_right", "sinks": sinks}
     wanted = attend(q.double(), *rows, seq_lens_kv=lengths, **options)
-    with gpu_on_the_cpu(paged_attention):
+    with gpu_on_the_cpu():
         for out in (None, torch.full(q.shape, torch.nan, dtype=torch.bfloat16)):
             before = len(FakePlan.launched)
             found = sdpa_paged(q, *pages, table, lengths, **options, return_lse=True, out=out, page_layout="HND")
@@ -307,7 +336,7 @@ def test_gradients_in_fp8(limits):  # noqa: ARG001
     )
     forward = cudnn_sdpa.sdpa_fp8(q, k, v, scales, return_lse=True)
     whole = cudnn_sdpa.sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, of_backward)
-    with gpu_on_the_cpu(fp8_plans):
+    with gpu_on_the_cpu():
         before = len(FakePlan.launched)
         found = cudnn_sdpa.sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, of_backward)
         assert len(FakePlan.launched) - before == 6
@@ -336,7 +365,7 @@ REFUSED = {
     "dropout": (lambda: dense(dropout_p=0.1), "calls with dropout cannot be split"),
     "alibi": (lambda: dense(alibi=True, is_causal=True), "cannot be split along heads"),
     "packed, grouped heads": (lambda: packed(heads=(4, 2, 2)), "query heads that share key heads"),
-    "packed, deterministic": (lambda: packed(heads=(2, 2, 2), deterministic=True), "deterministic gradients of packed"),
+    "packed, deterministic": (lambda: packed(heads=(2, 2, 2), deterministic=True), "deterministic gradients of more packed"),
     "heads of a group in FP8": (in_fp8, "query heads that share key heads"),
 }
 
@@ -347,7 +376,7 @@ def test_what_cannot_be_split_is_refused_before_the_forward_pass(monkeypatch, na
     call, reason = REFUSED[name]
     monkeypatch.setattr(known_issues, "MAX_GRID", 2)
     fp8_module._support.cache_clear()
-    with gpu_on_the_cpu(dense_attention) if on_gpu else contextlib.nullcontext(), cudnn_sdpa.shape_policy("exact"):
+    with gpu_on_the_cpu() if on_gpu else contextlib.nullcontext(), cudnn_sdpa.shape_policy("exact"):
         before = len(FakePlan.launched)
         with pytest.raises(UnsupportedError, match=reason):
             call()
