@@ -365,7 +365,7 @@ REFUSED = {
     "dropout": (lambda: dense(dropout_p=0.1), "calls with dropout cannot be split"),
     "alibi": (lambda: dense(alibi=True, is_causal=True), "cannot be split along heads"),
     "packed, grouped heads": (lambda: packed(heads=(4, 2, 2)), "query heads that share key heads"),
-    "packed, deterministic": (lambda: packed(heads=(2, 2, 2), deterministic=True), "deterministic gradients of more packed"),
+    "packed, deterministic": (lambda: packed(heads=(2, 2, 2), deterministic=True), "gradients of more packed"),
     "heads of a group in FP8": (in_fp8, "query heads that share key heads"),
 }
 
