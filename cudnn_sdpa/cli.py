@@ -127,7 +127,7 @@ def _show_support(sm: int | None, cudnn: str | None, target: str | None, output:
     for row in rows:
         table.add_row(*row.values())
     Console().print(table)
-    typer.echo("yes: forward and training; no: neither; –: the function has no such option; (n): why")
+    typer.echo("yes: forward and training; no: neither; –: no such option; (n): why")
     for number, reason in enumerate(reasons, start=1):
         typer.echo(f"({number}) {reason}")
     if sm is None and by_rules and not is_available():

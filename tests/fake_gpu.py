@@ -126,6 +126,12 @@ class FakePlan:
         return found
 
 
+def checked_plan(key: PlanKey, compute: Compute) -> FakePlan:
+    """A plan, unless a real build would refuse it."""
+    known_issues.check(key)
+    return FakePlan(key, compute)
+
+
 class FakeCache:
     """Replaces the plan cache: one fake plan for each key."""
 
@@ -284,7 +290,6 @@ def gpu_on_the_cpu(
         build._handle_for(key)  # which refuses to build while a CUDA graph is captured
         if isinstance(operation, KernelOp):
             return operation.plan(key)
-        known_issues.check(key)
         return plan_of(key, compute or partial(evaluate, operation))
 
     launch = KernelPlan.launch

@@ -75,7 +75,7 @@ def bench_host(
     """Time one warm call on the CPU and its kernel on the GPU, and measure memory."""
     require_gpu()
     from cudnn_sdpa.bench import host
-    from cudnn_sdpa.bench.training import training
+    from cudnn_sdpa.bench.tools.training import training
 
     measures: dict[HostPart, tuple[str, Measure]] = {
         HostPart.HOST: ("CPU time of one warm call: B=1, H=8, S=128, D=64, bfloat16", host.host),

@@ -21,8 +21,8 @@ from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
 from cudnn_sdpa.bench.tools.launches import launches_of
 from cudnn_sdpa.bench.tools.output import Row
 from cudnn_sdpa.bench.tools.timing import Call, device_times, host_times
+from cudnn_sdpa.bench.tools.training import both_passes
 from cudnn_sdpa.bench.tools.ways import in_python, wait_for_native_calls
-from cudnn_sdpa.bench.training import both_passes
 from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, tensor_guard
 from cudnn_sdpa.fused.activation import silu_mul
 from cudnn_sdpa.fused.graph_op import graph_op

@@ -198,10 +198,10 @@ def ours(given: Inputs) -> Tensor:
     if given.offsets is not None:
         packed = sdpa_varlen(
             *given.qkv,
-            given.offsets,
-            given.offsets,
-            longest,
-            longest,
+            cu_seqlens_q=given.offsets,
+            cu_seqlens_kv=given.offsets,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
             is_causal=asked.causal,
             window_size=window,
             softcap=asked.softcap,
@@ -369,7 +369,7 @@ class Timed:
     ) -> None:
         """Adds a candidate, of whose results `part` is what `expected` has in float64."""
         try:
-            cases.check_agreement([name] * len(expected), part(call()), expected, "float64", tolerance)
+            cases.check_agreement([name] * len(expected), part(call()), expected, "float64", tolerance=tolerance)
         except Exception as error:  # noqa: BLE001 - whatever other packages raise
             words = f"{type(error).__name__}: {error}".splitlines()[0]
             self.reasons[name] = textwrap.shorten(words, 120, placeholder=" …")
@@ -456,7 +456,7 @@ def overview() -> list[Row]:
     flops = {"forward": PROBLEM.flops(), "training": PROBLEM.flops() + PROBLEM.flops(backward=True)}
     rows: list[Row] = []
     for which, timed in _passes().items():
-        rows += _candidates(which, timed, timed.measure(), (*CANDIDATES, PREPARED, LAYER, FUNCTION), flops[which])
+        rows += _candidates(which, timed, timed.measure(), (*CANDIDATES, PREPARED, LAYER, FUNCTION), work=flops[which])
     torch.cuda.empty_cache()
     copy_large = cases.large_copy()
     for batch, length in DECODE:
@@ -464,8 +464,8 @@ def overview() -> list[Row]:
         timed.calls[COPY] = copy_large
         read = 2 * batch * length * decode.HEADS_KV * decode.DIM * 2
         which, times = f"decode, {batch} × {length:,}", timed.measure(cold=True)
-        rows += _candidates(which, timed, times, (ON_PAGES, V3, CONTIGUOUS), read, unit="TB/s")
-        rows += _candidates(which, timed, times, (COPY,), 2 * cases.COPIED, unit="TB/s")
+        rows += _candidates(which, timed, times, (ON_PAGES, V3, CONTIGUOUS), work=read, unit="TB/s")
+        rows += _candidates(which, timed, times, (COPY,), work=2 * cases.COPIED, unit="TB/s")
         del timed
         torch.cuda.empty_cache()
     return rows
@@ -519,11 +519,11 @@ def _passes() -> dict[str, Timed]:
     for name in CANDIDATES:
         training.add(name, partial(both_passes, ATTEND[name], given), given.sampled, expected)
         forward.add(name, partial(frozen, ATTEND[name]), given.sampled, expected[:1])
-    training.add(PREPARED, prepared.both, dequantized, expected, FP8_TOLERANCE)
-    forward.add(PREPARED, lambda: (prepared.forward(),), dequantized, expected[:1], FP8_TOLERANCE)
-    training.add(LAYER, partial(in_fp8, layer), sampled, expected, FP8_TOLERANCE)
-    training.add(FUNCTION, partial(in_fp8, current), sampled, expected, FP8_TOLERANCE)
+    training.add(PREPARED, prepared.both, dequantized, expected, tolerance=FP8_TOLERANCE)
+    forward.add(PREPARED, lambda: (prepared.forward(),), dequantized, expected[:1], tolerance=FP8_TOLERANCE)
+    training.add(LAYER, partial(in_fp8, layer), sampled, expected, tolerance=FP8_TOLERANCE)
+    training.add(FUNCTION, partial(in_fp8, current), sampled, expected, tolerance=FP8_TOLERANCE)
     inference = copy.deepcopy(layer).eval()  # with the scales of those steps
-    forward.add(LAYER, partial(forward_in_fp8, inference), sampled, expected[:1], FP8_TOLERANCE)
-    forward.add(FUNCTION, partial(forward_in_fp8, current), sampled, expected[:1], FP8_TOLERANCE)
+    forward.add(LAYER, partial(forward_in_fp8, inference), sampled, expected[:1], tolerance=FP8_TOLERANCE)
+    forward.add(FUNCTION, partial(forward_in_fp8, current), sampled, expected[:1], tolerance=FP8_TOLERANCE)
     return {"forward": forward, "training": training}

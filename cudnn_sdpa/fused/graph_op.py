@@ -457,7 +457,7 @@ class GraphFunction(GraphDefinition):
             check_one_device(self.operands, values)
             results = self.outputs(values, static)
             if (split := large.split_of(self, values, results)) is not None:
-                return large.LargeCall(self, split, values, results, static)
+                return large.LargeCall(self, split, values, results=results, static=static)
             with torch.cuda.device(_tensors(values)[0].device):
                 entry = self._bind(values, results, static)
             self.known.table.add(signature, entry)

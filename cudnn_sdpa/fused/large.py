@@ -8,7 +8,7 @@ allocated once; results that are sums are summed in float32.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +16,11 @@ from torch import Tensor
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.sharding import Way, size_of
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.fused.torch_ops import Function, Options, Value
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.symbolic_shapes import is_known
 from cudnn_sdpa.plans.plan import allocate
-
-if TYPE_CHECKING:
-    from cudnn_sdpa.fused.graph_op import GraphFunction
-    from cudnn_sdpa.fused.torch_ops import Options, Value
 
 #: Parts begin at multiples of this, if they can: then kernels can read and write there, whatever the length of rows.
 _MULTIPLE = 64
@@ -47,7 +44,7 @@ class Split(NamedTuple):
         """Number of parts."""
         return -(-self.size // self.step)
 
-    def part(self, function: GraphFunction, values: Sequence[Value], begin: int) -> tuple[Value, ...]:
+    def part(self, function: Function, values: Sequence[Value], begin: int) -> tuple[Value, ...]:
         """The operands of the part that begins there."""
         return tuple([self._part(name, x, begin) for name, x in zip(function.operands, values, strict=True)])
 
@@ -64,7 +61,7 @@ class Split(NamedTuple):
         return x.narrow(dim, begin, min(self.step, self.size - begin))
 
 
-def split_of(function: GraphFunction, values: Sequence[Value], results: Sequence[Tensor]) -> Split | None:
+def split_of(function: Function, values: Sequence[Value], results: Sequence[Tensor]) -> Split | None:
     """How a call is split, if it is too large for one plan. Its parts may be too large, too.
 
     Raises:
@@ -111,7 +108,7 @@ class LargeCall:
     """
 
     def __init__(
-        self, function: GraphFunction, split: Split, values: Sequence[Value], results: Sequence[Tensor], static: Options
+        self, function: Function, split: Split, values: Sequence[Value], results: Sequence[Tensor], static: Options
     ) -> None:
         self._function, self._split, self._static = function, split, static
         self._kinds = [type(None) if x is None else Tensor if isinstance(x, Tensor) else float for x in values]

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import register_flop_formula
 
-from cudnn_sdpa.engine.launch import readable_gradient
+from cudnn_sdpa.engine.launch import Layout, readable_gradient
+from cudnn_sdpa.engine.sharding import Ways
 from cudnn_sdpa.engine.torch_ops import define, library
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph.definition import find_operation
@@ -38,9 +39,14 @@ ResultT = TypeVar("ResultT", Tensor, Tensor | None)
 
 
 class Prepared(Protocol):
-    """A call that is bound to its plan."""
+    """A call that is bound to its plan, or split."""
 
-    def run(self, tensors: Sequence[Tensor], numbers: tuple[float, ...]) -> Sequence[Tensor]: ...
+    @property
+    def results(self) -> Sequence[Layout]: ...
+
+    def run(
+        self, tensors: Sequence[Tensor], numbers: tuple[float, ...], into: Sequence[Tensor] | None = None
+    ) -> Sequence[Tensor]: ...
 
 
 class Saved(Protocol):
@@ -50,7 +56,7 @@ class Saved(Protocol):
 
 
 class Function(Protocol):
-    """The part of `GraphFunction`, whose module imports this one, that the operator and `Recorder` use."""
+    """The part of `GraphFunction`, whose module imports this one, that the operator, `Recorder` and `large` use."""
 
     __name__: str
     name: str
@@ -61,6 +67,7 @@ class Function(Protocol):
     backward: Callable[..., Gradients] | None
     takes_needs: bool
     flops: Callable[..., int] | None
+    ways: Ways | None
 
     def as_readable(self, values: Sequence[Value], static: Options) -> tuple[Value, ...]: ...
 

@@ -50,7 +50,8 @@ def test_the_command_prints_and_writes(monkeypatch, tmp_path):
     arguments = ["support", "--target", "a100", "--json", str(tmp_path / "a100.json")]
     result = CliRunner().invoke(cli.app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
-    assert "not supported: gradients have no kernel for head dims 256 and 256 on SM 80" in result.output
+    assert "eng8, none (1) " in result.output
+    assert "\n(1) gradients have no kernel for head dims 256 and 256 on SM 80\n" in result.output
     data = json.loads((tmp_path / "a100.json").read_text())
     assert "from public specifications" in data["environment"]["gpu"]
     words = {call["operation"]: call["supported"] for call in data["calls"]}

@@ -243,7 +243,7 @@ def calls_with_flags():
             ),
             ("is_causal", "deterministic"),
         ),
-        "sdpa_paged": (lambda **x: sdpa_paged(*paged, **x), ("is_causal", "return_lse")),
+        "sdpa_paged": (lambda **x: sdpa_paged(*paged, page_layout="HND", **x), ("is_causal", "return_lse")),
         "sdpa_fp8": (lambda **x: sdpa_fp8(fp8, fp8, fp8, scales, **x)[0].float(), ("is_causal", "return_lse")),
         "sdpa_fp8_backward": (
             lambda **x: sdpa_fp8_backward(fp8, fp8, fp8, fp8, fp8, lse, backward_scales, **x)[0].float(),

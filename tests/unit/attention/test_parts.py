@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from fake_gpu import FakePlan, gpu_on_the_cpu
+from fake_gpu import FakePlan, checked_plan, gpu_on_the_cpu
 from float64_reference import attend
 
 import cudnn_sdpa
@@ -221,7 +221,7 @@ def test_single_queries(limits, layout, given, scale):  # noqa: ARG001
     out = torch.full((batch, heads, 1, 24), torch.nan, dtype=torch.bfloat16) if given else None
     options = {"scale": scale, "sinks": sinks, "attn_mask": mask, "seq_lens_kv": lengths}
     wanted, wanted_lse = attend(q.double(), k.double(), v.double(), **options)
-    with gpu_on_the_cpu():
+    with gpu_on_the_cpu(plan_of=checked_plan):
         for _ in range(2):
             before = len(FakePlan.launched)
             found, lse = sdpa(q, k, v, **options, return_lse=True, out=out)
@@ -236,7 +236,7 @@ def test_single_queries(limits, layout, given, scale):  # noqa: ARG001
 def test_several_queries_of_grouped_heads_are_split_and_others_are_not(limits):  # noqa: ARG001
     for heads_kv, launches in ((1, 2), (2, 2), (4, 1)):
         q, k, v = bf16(3, 4, 7, 16), bf16(3, heads_kv, 9, 16), bf16(3, heads_kv, 9, 16)
-        with gpu_on_the_cpu():
+        with gpu_on_the_cpu(plan_of=checked_plan):
             before = len(FakePlan.launched)
             found = sdpa(q, k, v, is_causal=True)
             assert len(FakePlan.launched) - before == launches
@@ -256,7 +256,7 @@ def test_gradients_with_a_mask(limits, compiled):  # noqa: ARG001
     exact = [x.detach().double().requires_grad_() for x in leaves]
     wanted = attend(*exact[:3], attn_mask=exact[3], sinks=exact[4], scale=0.3)[0]
     wanted_gradients = torch.autograd.grad(wanted, exact, grad_out.double())
-    with gpu_on_the_cpu():
+    with gpu_on_the_cpu(plan_of=checked_plan):
         call = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
         for _ in range(2):
             out = call(*leaves)
@@ -281,7 +281,7 @@ def test_packed_sequences_with_sinks(limits, with_lse, scale):  # noqa: ARG001
         out, lse = attend(*part, sinks=exact[3], is_causal=True, scale=scale)
         wanted.append(out[0].transpose(0, 1))
         wanted_lse.append(lse[0].transpose(0, 1))
-    with gpu_on_the_cpu():
+    with gpu_on_the_cpu(plan_of=checked_plan):
         before = len(FakePlan.launched)
         options = {"sinks": leaves[3], "is_causal": True, "scale": scale}
         found = sdpa_varlen(*leaves[:3], ends, ends, 5, 5, **options, return_lse=with_lse)
@@ -308,7 +308,7 @@ def test_paged_calls(limits, tokens, launches):  # noqa: ARG001
     rows = (x[table.long()].transpose(1, 2).flatten(2, 3).double() for x in pages)
     options = {"is_causal": True, "causal_alignment": "bottom_right", "sinks": sinks}
     wanted = attend(q.double(), *rows, seq_lens_kv=lengths, **options)
-    with gpu_on_the_cpu():
+    with gpu_on_the_cpu(plan_of=checked_plan):
         for out in (None, torch.full(q.shape, torch.nan, dtype=torch.bfloat16)):
             before = len(FakePlan.launched)
             found = sdpa_paged(q, *pages, table, lengths, **options, return_lse=True, out=out, page_layout="HND")
@@ -336,7 +336,7 @@ def test_gradients_in_fp8(limits):  # noqa: ARG001
     )
     forward = cudnn_sdpa.sdpa_fp8(q, k, v, scales, return_lse=True)
     whole = cudnn_sdpa.sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, of_backward)
-    with gpu_on_the_cpu():
+    with gpu_on_the_cpu(plan_of=checked_plan):
         before = len(FakePlan.launched)
         found = cudnn_sdpa.sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, of_backward)
         assert len(FakePlan.launched) - before == 6
@@ -376,7 +376,7 @@ def test_what_cannot_be_split_is_refused_before_the_forward_pass(monkeypatch, na
     call, reason = REFUSED[name]
     monkeypatch.setattr(known_issues, "MAX_GRID", 2)
     fp8_module._support.cache_clear()
-    with gpu_on_the_cpu() if on_gpu else contextlib.nullcontext(), cudnn_sdpa.shape_policy("exact"):
+    with gpu_on_the_cpu(plan_of=checked_plan) if on_gpu else contextlib.nullcontext(), cudnn_sdpa.shape_policy("exact"):
         before = len(FakePlan.launched)
         with pytest.raises(UnsupportedError, match=reason):
             call()

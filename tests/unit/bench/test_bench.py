@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.bench import attention, training
-from cudnn_sdpa.bench.tools import cases, hand_graphs, peers
+from cudnn_sdpa.bench import attention
+from cudnn_sdpa.bench.tools import cases, hand_graphs, peers, training
 from cudnn_sdpa.bench.tools.cases import Shape
 
 SMALL = replace(

