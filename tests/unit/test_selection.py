@@ -20,10 +20,10 @@ ROOT = Path(__file__).parents[2]
 CI = ROOT / ".ci" / "run"
 
 
-def collected(*arguments: str) -> list[str]:
-    """The ids of the contract tests that pytest would run."""
+def collected(*arguments: str, folder: str = "tests/contract") -> list[str]:
+    """The ids of the tests of a folder that pytest would run."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-    command = ["-m", "pytest", "--collect-only", "-q", "-n", "0", *arguments, "tests/contract"]
+    command = ["-m", "pytest", "--collect-only", "-q", "-n", "0", *arguments, folder]
     run = forked_python.run(command, cwd=ROOT, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
     return [line for line in run.stdout.splitlines() if "::" in line]
@@ -32,6 +32,11 @@ def collected(*arguments: str) -> list[str]:
 @pytest.fixture(scope="module")
 def quick() -> list[str]:
     return collected()
+
+
+def test_tests_for_gpus_can_be_collected():
+    """Nothing else imports them without a GPU."""
+    assert len(collected(folder="tests/gpu")) > 3000
 
 
 def parts(node_id: str) -> tuple[str, str]:

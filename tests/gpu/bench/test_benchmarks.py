@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import convolutions, decode, fp8, fused, host, proposals, training
-from cudnn_sdpa.bench.tools import cases, timing
+from cudnn_sdpa.bench import convolutions, decode, fp8, fused, host, proposals
+from cudnn_sdpa.bench.tools import cases, timing, training
 from cudnn_sdpa.bench.tools.parts import (
     AttentionPart,
     ConvPart,
