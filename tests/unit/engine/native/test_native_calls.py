@@ -16,8 +16,9 @@ from contract.operations import OPERATIONS
 from fake_gpu import gpu_on_the_cpu
 from native_way import native_way
 from torch._dynamo import compiled_autograd
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from cudnn_sdpa import graph_op, plan_cache, rms_norm
+from cudnn_sdpa import LayoutError, UnsupportedError, graph_op, plan_cache, rms_norm
 from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.engine.native import calls
 
@@ -129,6 +130,61 @@ def test_kinds_of_backward_calls_in_turn(name, launches_in_python):
             for kind in kinds:
                 backward(**kind)
                 assert not launches_in_python
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_the_memory_of_a_call_without_backward_pass_is_freed(name, launches_in_python):
+    """Autograd's node keeps the result, which keeps the node: not for ever."""
+    call = OPERATIONS[name]
+    with gpu_on_the_cpu(call.compute):
+        call.warm_up()
+        launches_in_python.clear()
+        tensors = call.tensors(grad=True)
+        out = call(tensors)
+        memory = [StorageWeakRef(x.untyped_storage()) for x in (out, *tensors.values())]
+        assert not launches_in_python
+        del out, tensors
+        assert all(each.expired() for each in memory)
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_second_gradients_are_refused_however_often_they_are_asked_for(name):
+    """A backward pass that is to be differentiated is not repeated: its gradients would have no graph."""
+    call = OPERATIONS[name]
+    with gpu_on_the_cpu(call.compute):
+        call.warm_up()
+        for _ in range(4):
+            tensors = call.tensors(grad=True)
+            x = tensors[call.first]
+            (first,) = torch.autograd.grad(call(tensors).float().square().sum(), x, create_graph=True)
+            with pytest.raises(UnsupportedError, match="double backward"):
+                torch.autograd.grad(first.sum(), x)
+
+
+def moved(x, by):
+    """The tensor in other memory, that many bytes past an aligned address."""
+    whole = torch.empty(by + x.untyped_storage().nbytes(), dtype=torch.uint8)
+    return whole[by:].view(x.dtype).as_strided(x.shape, x.stride()).copy_(x)
+
+
+@pytest.mark.parametrize("by", [2, 4, 8])
+@pytest.mark.parametrize("name", TRAINING)
+class TestKnownCallsAtAddressesThatKernelsCannotRead:
+    def test_inputs_are_refused(self, name, by):
+        call = OPERATIONS[name]
+        with gpu_on_the_cpu(call.compute):
+            call.warm_up()
+            tensors = call.tensors()
+            with pytest.raises(LayoutError, match=f"^{call.first}: got an address .*{by} bytes past"):
+                call({**tensors, call.first: moved(tensors[call.first], by)})
+
+    def test_gradients_are_copied(self, name, by):
+        call = OPERATIONS[name]
+        with gpu_on_the_cpu(call.compute):
+            call.warm_up()
+            tensors = call.tensors(grad=True)
+            grad_out = moved(torch.randn_like(call(tensors)), by)
+            call.assert_gradients(call.gradients(tensors, grad_out), tensors, grad_out)
 
 
 def test_two_numbers_in_turn(launches_in_python):
