@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from contract.operations import OPERATIONS
-from fake_gpu import gpu_on_the_cpu
+from fake_gpu import FakePlan, gpu_on_the_cpu
+from float64_reference import attend
 from native_way import native_way
 from torch._dynamo import compiled_autograd
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cudnn_sdpa import LayoutError, UnsupportedError, graph_op, plan_cache, rms_norm
+from cudnn_sdpa import LayoutError, UnsupportedError, graph_op, plan_cache, rms_norm, sdpa
 from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.engine.native import calls
 
@@ -433,3 +435,49 @@ def triple(address, count):
     numbers = (ctypes.c_float * count).from_address(address)
     for place in range(count):
         numbers[place] *= 3
+
+
+@pytest.mark.parametrize("name", ["sdpa, causal, scale", "sdpa_varlen", "rms_norm"])
+def test_deterministic_algorithms_are_noticed(name, deterministic_algorithms, launches_in_python):
+    """Also by calls that are known, forward and backward."""
+    call = OPERATIONS[name]
+
+    def run():
+        tensors = call.tensors(grad=True)
+        call.assert_gradients(call.gradients(tensors), tensors)
+        key = FakePlan.launched[-1]
+        return key.deterministic or key.option_values.get("deterministic", False)
+
+    with gpu_on_the_cpu():
+        for _ in range(5):
+            assert run() is False
+        launches_in_python.clear()
+        assert run() is False
+        assert not launches_in_python
+        with deterministic_algorithms():
+            assert run() is True
+        assert run() is False
+
+
+def test_which_tensors_are_one_is_described():
+    """Keys and values in the memory order of the queries, or each in its own."""
+    q = torch.randn(2, 3, 5, 16).half()
+    k = torch.randn(2, 5, 3, 16).half().transpose(1, 2)
+    with gpu_on_the_cpu(), torch.no_grad():
+        for _ in range(4):
+            for tensors in ((q, k, q), (q, k, k), (q, q, k), (k, q, q)):
+                expected, _ = attend(*(x.double() for x in tensors))
+                torch.testing.assert_close(sdpa(*tensors).double(), expected, rtol=4e-3, atol=4e-3)
+
+
+@pytest.mark.parametrize("name", ["sdpa, causal, scale", "rms_norm"])
+def test_forward_mode_is_noticed(name):
+    call = OPERATIONS[name]
+    with gpu_on_the_cpu():
+        for _ in range(4):
+            tensors = call.tensors()
+            call.assert_out(call(tensors), tensors)
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(tensors[call.first], torch.ones_like(tensors[call.first]))
+            with pytest.raises((RuntimeError, UnsupportedError), match="forward"):
+                call({**tensors, call.first: dual})
