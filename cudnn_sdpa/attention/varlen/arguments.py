@@ -178,8 +178,9 @@ def check(call: VarlenArguments) -> None:
 
 def check_types_of_offsets(call: VarlenArguments) -> None:
     """Types that the operators' schemas would refuse as well, but without naming the argument."""
-    for name, offsets in zip(("q", "kv"), call.offsets, strict=True):
-        check_type_of_offsets(f"cu_seqlens_{name}", offsets)
+    check_type_of_offsets("cu_seqlens_q", call.cu_seqlens_q)
+    if call.cu_seqlens_kv is not None:  # PyTorch 2.9 does not trace `call.offsets`
+        check_type_of_offsets("cu_seqlens_kv", call.cu_seqlens_kv)
 
 
 def check_type_of_offsets(name: str, offsets: object) -> None:

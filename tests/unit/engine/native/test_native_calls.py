@@ -481,3 +481,18 @@ def test_forward_mode_is_noticed(name):
             dual = forward_ad.make_dual(tensors[call.first], torch.ones_like(tensors[call.first]))
             with pytest.raises((RuntimeError, UnsupportedError), match="forward"):
                 call({**tensors, call.first: dual})
+
+
+@pytest.mark.parametrize("name", ["sdpa, causal, scale", "rms_norm"])
+def test_a_second_backward_pass_needs_a_retained_graph(name):
+    """The first one frees what was saved."""
+    call = OPERATIONS[name]
+    with gpu_on_the_cpu():
+        for _ in range(4):
+            tensors = call.tensors(grad=True)
+            out, leaves = call(tensors), [tensors[x] for x in call.differentiable]
+            grad_out = torch.randn(out.shape).to(out.dtype)
+            first = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
+            torch.testing.assert_close(torch.autograd.grad(out, leaves, grad_out), first)
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                torch.autograd.grad(out, leaves, grad_out)
