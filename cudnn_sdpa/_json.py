@@ -17,7 +17,11 @@ def read_text(path: str | Path) -> str:
         OSError: It cannot be read.
         UnicodeDecodeError: It is no text.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # which does not wait for a writer
-    with os.fdopen(descriptor, encoding="utf-8") as file:
-        os.set_blocking(descriptor, True)
+    with open(path, encoding="utf-8", opener=_without_waiting) as file:
+        os.set_blocking(file.fileno(), True)
         return file.read()
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    """Opens a file; a pipe without waiting for its writer."""
+    return os.open(path, flags | os.O_NONBLOCK)

@@ -164,6 +164,7 @@ class Graph:
 
     def __init__(self, key: PlanKey, operands: Operands, dropout: Dropout) -> None:
         self.key, self.sequence, self.dropout, self._operands = key, operands.get("sequence", 0), dropout, operands
+        self.is_repeatable = False
 
     def declare(
         self,
@@ -181,7 +182,9 @@ class Graph:
         return Symbol(value, shape, is_packed=ragged is not None)
 
     def only_repeatable(self, *, single_query: bool) -> None:
-        """Chooses among engines."""
+        """Chooses among engines; `evaluate` checks that it was asked where the key asks for it."""
+        assert single_query == (next(x for x in self.key.inputs if x.name == "q").layout.shape[2] == 1)
+        self.is_repeatable = True
 
     def tensor(self, *, name: str, dim: list[int], stride: list[int], data_type: Enum) -> Symbol:
         """An output that an operation takes as an argument."""
@@ -365,7 +368,8 @@ class Graph:
     ) -> list[Symbol]:
         """The gradients of q, k and v; that of the bias is written."""
         del name
-        assert isinstance(use_deterministic_algorithm, bool)
+        assert use_deterministic_algorithm is self.key.option_values["deterministic"]
+        self.is_repeatable = True
         scores, _, share, derivative = self._scores(q, k, k.value, attn_scale, **options)
         heads, group = k.value.shape[1], scores.shape[1] // k.value.shape[1]
         keys, values = (x.value.repeat_interleave(group, 1) for x in (k, v))
@@ -411,7 +415,8 @@ class Graph:
         assert float(attn_scale.value.flatten()[0]) >= MIN_SCALE
         assert use_padding_mask or score_mod or seq_len_q is None, "lengths are read with a padding mask only"
         assert not (q.is_packed and seq_len_q is None), "packed sequences need lengths"
-        assert (max_total_seq_len_q is None) == (max_total_seq_len_kv is None)
+        totals = max_total_seq_len_q, max_total_seq_len_kv
+        assert totals == (self.key.option_values.get("totals") or (None, None)), "other totals than the key's"
         assert bias is None or k.shape[2] > 1, "cuDNN misreads a bias of one key"
         scores = q.value @ keys.repeat_interleave(q.value.shape[1] // keys.shape[1], 1).mT * attn_scale.value
         if score_mod is not None:
@@ -490,7 +495,8 @@ class Graph:
     ) -> list[Symbol]:
         """The gradients of q, k and v, their amax values, and that of the scores' gradient."""
         del name
-        assert isinstance(use_deterministic_algorithm, bool)
+        assert use_deterministic_algorithm is self.key.option_values["deterministic"]
+        self.is_repeatable = True
         by_name = {"do": "dO", "dp": "dP", "dq": "dQ", "dk": "dK", "dv": "dV"}
         scales = []
         for field in Fp8BackwardScales._fields:
@@ -567,7 +573,11 @@ def evaluate(
             sequence, whose number is `sequence`.
         dropout: The dropout factors.
     """
-    _, symbols = operation._build(key, Graph(key, operands, dropout))
+    graph = Graph(key, operands, dropout)
+    _, symbols = operation._build(key, graph)
+    assert graph.is_repeatable or not key.option_values.get("deterministic"), (
+        "any engine, where the key is deterministic"
+    )
     results = []
     for output, symbol in zip(key.outputs, symbols, strict=True):
         shape = operands[output.name].shape

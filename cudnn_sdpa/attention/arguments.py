@@ -462,10 +462,10 @@ def _warn_if_transposed(q: Tensor, k: Tensor) -> None:
     (_, tokens, heads, _), (_, tokens_kv, heads_kv, _) = q.shape, k.shape
     if heads_kv >= heads or tokens != tokens_kv or tokens <= max(heads, MIN_TOKENS - 1) or heads > MAX_HEADS:
         return
-    if heads_kv == 0 or heads % heads_kv or q.stride(1) < q.stride(2) or k.stride(1) < k.stride(2):
+    if heads_kv < 2 or heads % heads_kv or q.stride(1) < q.stride(2) or k.stride(1) < k.stride(2):
         return
     level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("cudnn_sdpa."):
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith(("cudnn_sdpa.", "torch.")):
         level, frame = level + 1, frame.f_back
     warnings.warn(
         f"q and k look like (batch, sequence, heads, head dim) with {heads} and {heads_kv} heads, but are taken as"

@@ -32,17 +32,17 @@ class Split(NamedTuple):
     Attributes:
         way: What each part has a part of.
         size: Its size.
-        step: Its size in each part but the last.
+        part_size: Its size in each part but the last.
     """
 
     way: Way
     size: int
-    step: int
+    part_size: int
 
     @property
     def parts(self) -> int:
         """Number of parts."""
-        return -(-self.size // self.step)
+        return -(-self.size // self.part_size)
 
     def part(self, function: Function, values: Sequence[Value], begin: int) -> tuple[Value, ...]:
         """The operands of the part that begins there."""
@@ -58,7 +58,7 @@ class Split(NamedTuple):
 
     def of(self, x: Tensor, dim: int, begin: int) -> Tensor:
         """The part of a tensor that begins there."""
-        return x.narrow(dim, begin, min(self.step, self.size - begin))
+        return x.narrow(dim, begin, min(self.part_size, self.size - begin))
 
 
 def split_of(function: Function, values: Sequence[Value], results: Sequence[Tensor]) -> Split | None:
@@ -77,8 +77,8 @@ def split_of(function: Function, values: Sequence[Value], results: Sequence[Tens
         if size > 1:
             divided = [(x, way.dimension(name, x)) for name, x in named.items() if isinstance(x, Tensor)]
             divided += [(x, how if isinstance(how := way.result(n), int) else None) for n, x in enumerate(results)]
-            step = min(_fitting(x, dim) for x, dim in divided if dim is not None and x.shape[dim] > 1)
-            return Split(way, size, step - step % _MULTIPLE if step > _MULTIPLE else max(1, step))
+            most = min(_fitting(x, dim) for x, dim in divided if dim is not None and x.shape[dim] > 1)
+            return Split(way, size, most - most % _MULTIPLE if most > _MULTIPLE else max(1, most))
     reason = f"a tensor extends over more than {known_issues.MAX_OFFSET + 1} elements, as far as one plan reaches"
     declares = "graph_op(..., shard=...), by which large calls are split, or "
     raise UnsupportedError(
@@ -123,7 +123,7 @@ class LargeCall:
         with torch.no_grad(), torch.cuda.device(tensors[0].device):
             results = [allocate(*layout) for layout in self.results] if into is None else list(into)
             sums: dict[int, Tensor] = {}
-            for begin in range(0, self._split.size, self._split.step):
+            for begin in range(0, self._split.size, self._split.part_size):
                 self._run_part(values, begin, results, sums)
             for number, total in sums.items():
                 results[number].copy_(total)

@@ -30,7 +30,8 @@ from cudnn_sdpa.graph.layouts import TensorLayout
 
 NEVER_FIXED = 10**9
 
-#: Largest offset of an element from its tensor's first that plans of other graphs than attention's may have.
+#: Largest offset of an element from its tensor's first that gradients of attention, and plans of other graphs, address
+#: correctly.
 MAX_OFFSET = 2**31 - 1
 
 
@@ -173,9 +174,6 @@ FUSED_ISSUES = (
     ),
 )
 
-
-#: Largest offset of an element from the tensor's first that attention's gradients address correctly.
-MAX_OFFSET = 2**31 - 1
 
 #: Maximum number of batch entries, and of heads, where kernels have them in a dimension of CUDA's grid.
 MAX_GRID = 65535

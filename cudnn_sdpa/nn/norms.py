@@ -55,7 +55,7 @@ class RMSNorm(nn.Module):
         if eps is not None:
             check_number("eps", eps)
         check_flags(elementwise_affine=elementwise_affine, zero_centered=zero_centered)
-        self.eps, self.elementwise_affine, self.zero_centered = eps, elementwise_affine, zero_centered
+        self.eps, self.elementwise_affine, self.zero_centered = eps, bool(elementwise_affine), bool(zero_centered)
         self.register_parameter("weight", _vector(self.normalized_shape, device, dtype, elementwise_affine))
         self.reset_parameters()
 

@@ -8,6 +8,7 @@ import fcntl
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,21 +27,40 @@ def locked(folder: int, name: str, seconds: float) -> Iterator[bool]:
     """
     deadline = time.monotonic() + seconds
     file = _open(folder, name)
+    if _identity(file) in _held:  # entered again, as by a signal handler: it would wait for itself
+        file.close()
+        yield True
+        return
     try:
         is_ours = _lock_until(deadline, file, seconds)
         while is_ours and not _is_in_place(file, folder, name):  # its last holder has removed it
             file.close()
             file = _open(folder, name)
             is_ours = _lock_until(deadline, file, seconds)
+        held = _identity(file)
+        if is_ours:
+            _held.add(held)
         try:
             yield is_ours
         finally:
+            _held.discard(held)
             if is_ours:
                 with contextlib.suppress(OSError):
                     os.unlink(name, dir_fd=folder)
                 unlock(file)
     finally:
         file.close()
+
+
+#: The locks that threads of this process hold.
+_held: set[tuple[int, int, int]] = set()
+os.register_at_fork(after_in_child=_held.clear)
+
+
+def _identity(file: IO[bytes]) -> tuple[int, int, int]:
+    """A lock as this thread holds it."""
+    status = os.fstat(file.fileno())
+    return threading.get_ident(), status.st_dev, status.st_ino
 
 
 def make_lock_file(folder: int, prefix: str) -> tuple[str, IO[bytes]]:

@@ -192,7 +192,7 @@ def split_or_refuse(call: ForwardArguments, limits: Limits, reasons: list[str], 
         UnsupportedError: The call cannot be split.
     """
     found = parts.split(*call.qkv, limits)
-    if call.dropout_p > 0:
+    if call.dropout_p > 0 and len(found) > 1:  # a single part is a copy of what spans too much memory
         reasons = [*reasons, "calls with dropout cannot be split: an entry's place decides its random numbers"]
         fewer = f"calls with fewer tokens, and with at most {known_issues.MAX_GRID} batch entries and heads"
         raise UnsupportedError(f"{what} with dropout_p", reasons, f"{fewer}, or dropout_p=0.0")

@@ -380,7 +380,14 @@ def check_gradient(call: VarlenArguments, target: Target, device: int | None) ->
     if call.is_empty:
         return
     call = dense_queries(without_data(call))  # others are copied
-    layout = output_layout(call)
+    layout, limits = output_layout(call), parts.packed_gradient_limits(deterministic=call.deterministic)
+    sequences = call.cu_seqlens_q.shape[0] - 1
+    is_large = bool(limits.exceeded(*call.qkv, layout)) or (call.deterministic and sequences > known_issues.MAX_GRID)
+    if not is_large:  # nothing but the rules: packed training asks for each new number of tokens
+        refused = spec_of(with_positive_scale(call)).refusal(target, deterministic=call.deterministic)
+        if refused is not None:
+            raise refused
+        return
     out = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device="meta")
     of = VarlenGradientCall(grad_out=out, out=out, lse=lse, call=call, needs=(True, True, True, False))

@@ -579,6 +579,30 @@ def test_a_plan_of_this_gpu_is_preferred_to_one_of_any_gpu(store, monkeypatch):
     assert build.load_plan(other) == plan(other, seed=1)
 
 
+def test_a_lock_may_be_entered_again_in_its_thread(tmp_path):
+    """As a signal handler does that makes the same call."""
+    folder = os.open(tmp_path, os.O_RDONLY)
+    try:
+        begin = time.perf_counter()
+        with store_files.locked(folder, "name", 20.0) as outer:
+            with store_files.locked(folder, "name", 20.0) as inner:
+                assert outer is inner is True
+            assert time.perf_counter() - begin < 10
+            found = []
+            thread = threading.Thread(target=lambda: found.append(try_to_lock(folder)))
+            thread.start()
+            thread.join(20)
+            assert found == [False]  # leaving the inner one has not unlocked it
+        assert try_to_lock(folder)
+    finally:
+        os.close(folder)
+
+
+def try_to_lock(folder):
+    with store_files.locked(folder, "name", 0.1) as is_ours:
+        return is_ours
+
+
 def test_a_lock_is_not_waited_for_without_end_under_a_frozen_clock(tmp_path, monkeypatch):
     folder = os.open(tmp_path, os.O_RDONLY)
     try:
