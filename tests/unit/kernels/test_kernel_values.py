@@ -148,6 +148,16 @@ def test_head_dims_beyond_the_fused_form(mode, dim, is_causal, kind):
     assert first[0].isfinite().all()
 
 
+@pytest.mark.parametrize(("dtype", "dim"), [(torch.float32, 16), (torch.bfloat16, 16), (torch.float32, 136)])
+def test_masks_have_gradients_of_all_keys_that_causality_masks(dtype, dim):
+    """Also of those that no query of a tile sees: zeros in memory that was full of NaN."""
+    q = made(1, 2, 5, dim, dtype=dtype)
+    k, v = (made(1, 2, 140, dim, dtype=dtype) for _ in range(2))
+    mask = torch.randn(1, 2, 5, 140).requires_grad_()
+    *_, grad_mask = check(q, k, v, mask, mode="fused" if dim < 129 else "tiled", is_causal=True)
+    assert not grad_mask.triu(1).any()
+
+
 def test_only_some_gradients_of_large_head_dims():
     q, k, v = (made(1, 2, 20, 160, dtype=torch.float32, grad=False) for _ in range(3))
     for leaf in (q, k, v):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -219,6 +220,26 @@ def test_without_memory_for_a_handle_no_plan_is_blamed(store, handles_of_a_gpu, 
     monkeypatch.setattr(backend, "create_handle", new_handle)
     with handles.loading_handle(0):
         assert (made, handles_of_a_gpu) == ([77], [77])
+
+
+def test_one_thread_at_a_time_loads_plans_on_that_stream(handles_of_a_gpu, monkeypatch):
+    """Or the graph that the frontend captures for one plan would contain the other's launch."""
+    monkeypatch.setattr(backend, "_cuda_runtime", Streams)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    got = []
+
+    def load():
+        with handles.loading_handle(0) as handle:
+            got.append(handle)
+
+    other = threading.Thread(target=load)
+    with handles.loading_handle(0) as handle:
+        other.start()
+        other.join(0.3)
+        assert not got
+    other.join(60)
+    assert got == [handle]
+    assert handles_of_a_gpu == [77]
 
 
 def test_without_cudas_runtime_a_stream_of_pytorch_serves(handles_of_a_gpu, monkeypatch):

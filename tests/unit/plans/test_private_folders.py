@@ -314,16 +314,19 @@ def test_a_process_that_acts_for_another_user_trusts_no_folder(tmp_path, real, e
     assert [line.startswith(message) for line in result.stdout.splitlines()[1:]] == [True, True]
 
 
-@pytest.mark.parametrize("shares", [False, True])
-def test_the_users_own_group_has_no_other_account(monkeypatch, shares):
-    """An account's primary group does not list it as a member."""
+@pytest.mark.parametrize("is_primary", [False, True])
+@pytest.mark.parametrize(("name", "members"), [("ada", []), ("ada", ["ada"]), ("ada", ["ada", "bob"]), ("staff", [])])
+def test_the_users_own_group_has_no_other_account(monkeypatch, name, members, is_primary):
+    """An account's primary group does not list it as a member; `is_primary`: that of another account, too."""
     user = SimpleNamespace(pw_uid=os.geteuid(), pw_gid=4321, pw_name="ada")
-    others = [SimpleNamespace(pw_uid=os.geteuid() + 1, pw_gid=4321 if shares else 4322, pw_name="bob")]
+    others = [SimpleNamespace(pw_uid=os.geteuid() + 1, pw_gid=4321 if is_primary else 4322, pw_name="bob")]
     monkeypatch.setattr("pwd.getpwuid", lambda _: user)
     monkeypatch.setattr("pwd.getpwall", lambda: [user, *others])
-    monkeypatch.setattr("grp.getgrgid", lambda _: SimpleNamespace(gr_name="ada", gr_mem=["ada"]))
+    monkeypatch.setattr("grp.getgrgid", lambda _: SimpleNamespace(gr_name=name, gr_mem=members))
     private_folders._is_users_own_group.cache_clear()
     try:
-        assert private_folders._is_users_own_group(4321) is not shares
+        is_own = name == "ada" and "bob" not in members and not is_primary
+        assert private_folders._is_users_own_group(4321) is is_own
+        assert private_folders._is_users_own_group(4322) is False
     finally:
         private_folders._is_users_own_group.cache_clear()

@@ -10,6 +10,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+from fake_gpu import gpu_on_the_cpu
 
 import cudnn_sdpa
 import cudnn_sdpa.engine.explain
@@ -159,6 +160,19 @@ def test_the_explained_key_without_gradients_is_that_of_the_call(key_of, name, r
     described = describe(sdpa, *tensors, **options, return_lse=return_lse)
     assert described.backward is None
     assert key(described) == key_of(SDPA.on_gpu, dense_call(*tensors, **options)._replace(with_lse=return_lse))
+
+
+def test_bugs_that_a_plan_avoids_are_named():
+    """As on a GPU with a cuDNN that has them: they explain what the plan has beyond the call."""
+    q, k, v = (torch.randn(2, heads, n, 64).half().requires_grad_() for heads, n in ((4, 100), (2, 120), (2, 120)))
+    with gpu_on_the_cpu():
+        partial = cudnn_sdpa.explain(sdpa, q, k, v)
+        whole = cudnn_sdpa.explain(sdpa, *(torch.randn(1, 2, 128, 64).half().requires_grad_() for _ in range(3)))
+    assert partial.backward.supported
+    issue = next(issue for issue in partial.backward.known_issues if "very negative log-sum-exp" in issue)
+    assert f"  avoids     {issue}" in str(partial).splitlines()
+    assert not any("very negative log-sum-exp" in issue for issue in (*partial.known_issues, *whole.known_issues))
+    assert "very negative log-sum-exp" not in str(whole.backward)
 
 
 def packed_qkv(grad=True):

@@ -134,6 +134,23 @@ def test_kinds_of_backward_calls_in_turn(name, launches_in_python):
                 assert not launches_in_python
 
 
+@pytest.mark.parametrize("name", [*TRAINING, "layer_norm"])
+def test_gradients_of_some_inputs_are_theirs(name, launches_in_python):
+    """As where the first ones are frozen: plans compute gradients that nobody needs."""
+    call = OPERATIONS[name]
+    with gpu_on_the_cpu(call.compute):
+        for wanted in (call.differentiable[1:], call.differentiable[-1:], call.differentiable[::2]):
+            for _ in range(7):
+                tensors = call.tensors()
+                leaves = [tensors[x].requires_grad_() for x in wanted]
+                out = call(tensors)
+                grad_out = torch.randn(out.shape).to(out.dtype)
+                launches_in_python.clear()
+                found = torch.autograd.grad(out, leaves, grad_out)
+                call.assert_gradients(dict(zip(wanted, found, strict=True)), tensors, grad_out)
+            assert not launches_in_python
+
+
 @pytest.mark.parametrize("name", TRAINING)
 def test_the_memory_of_a_call_without_backward_pass_is_freed(name, launches_in_python):
     """Autograd's node keeps the result, which keeps the node: not for ever."""
