@@ -121,6 +121,16 @@ def test_the_gradient_of_sinks_is_computed_in_float32():
     assert float((found + terms.sum((0, 2, 3))).abs().max()) < 2e-6 * float(terms.abs().sum((0, 2, 3)).max())
 
 
+def test_without_keys_the_lse_is_that_of_the_sinks():
+    q, sinks = torch.randn(2, 4, 3, 16).half(), torch.randn(4)
+    k = v = torch.empty(2, 2, 0, 16, dtype=torch.float16)
+    for _ in range(2):
+        poisoned = torch.full_like(q, torch.nan)
+        out, lse = sdpa(q, k, v, sinks=sinks, return_lse=True, out=poisoned)
+        assert not out.any()
+        assert torch.equal(lse, sinks.view(1, 4, 1).expand(2, 4, 3))
+
+
 def negated(x):
     """The same values as a view with the negative bit."""
     return torch._neg_view(-x)
