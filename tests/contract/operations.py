@@ -367,10 +367,12 @@ def pages_of_tokens() -> dict[str, Tensor]:
 
 
 def paged_with_sinks() -> dict[str, Tensor]:
-    """Three sequences, for which the plan has four rows, with several queries each, and tables of their own."""
+    """Three sequences, for which the plan has four rows, with several queries each; tables of two row strides."""
     found = {name: x[:3] if x.shape[0] == 4 else x for name, x in paged().items()}
     found |= {"q": heads(3, 4, 3, 16), "seq_lens_kv": torch.tensor([9, 0, 7], dtype=torch.int32)}
-    return {**found, "page_table_v": found["page_table"].flip(1) % 11, "sinks": torch.randn(4)}
+    wide = torch.full((3, 8), 10, dtype=torch.int32)
+    wide[:, 2:5] = found["page_table"].flip(1) % 11
+    return {**found, "page_table_v": wide[:, 2:5], "sinks": torch.randn(4)}
 
 
 def exact_paged(

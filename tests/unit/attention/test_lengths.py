@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from fake_gpu import gpu_on_the_cpu
+from float64_reference import attend
 from kernel_formulas import LengthsCase, row_limits
 
 from cudnn_sdpa import LayoutError, sdpa
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
+from cudnn_sdpa.engine import launch
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 
 
@@ -67,3 +71,37 @@ def test_freed_lengths_are_refused_by_name(name, others, softcap, is_warm):
     lengths[name].untyped_storage().resize_(0)
     with pytest.raises(LayoutError, match=f"^{name}: got a tensor without memory"):
         call()
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_threads_share_no_argument_of_a_kernel(softcap, monkeypatch):
+    """Another thread runs after the argument has been filled and before the kernel is launched."""
+    stream_of, found = launch.current_raw_stream, {}
+
+    def call(name, then=lambda: None):
+        q, k = (torch.randn(3, 2, rows, 8).half() for rows in (5, 9))
+        lengths = torch.randint(1, 10, (3,), dtype=torch.int32)
+        waiting.append(then)
+        out = sdpa(q, k, k, seq_lens_kv=lengths, softcap=softcap)
+        found[name] = out, attend(q.double(), k.double(), k.double(), seq_lens_kv=lengths, softcap=softcap)[0]
+
+    def other_thread():
+        thread = threading.Thread(target=call, args=("inner",))
+        thread.start()
+        thread.join()
+
+    def between(device):
+        if waiting:
+            waiting.pop()()
+        return stream_of(device)
+
+    waiting = []
+    call("cold")
+    monkeypatch.setattr(launch, "current_raw_stream", between)
+    for _ in range(3):
+        waiting.clear()
+        found.clear()
+        call("outer", other_thread)
+        assert found.keys() == {"outer", "inner"}
+        for out, exact in found.values():
+            torch.testing.assert_close(out.double(), exact, rtol=2e-2, atol=2e-2)

@@ -307,7 +307,7 @@ def test_the_number_of_calls_is_bounded(global_cache):
 
 
 def test_used_plans_are_recorded():
-    """Also if it is evicted meanwhile; earlier uses are not recorded."""
+    """Also of plans that are dropped meanwhile; earlier uses are not recorded."""
     cache = PlanCache(8)
     first, second, third = (use(cache, number) for number in (1, 2, 3))
     with cache.watch_uses() as used:
@@ -320,6 +320,18 @@ def test_used_plans_are_recorded():
     assert set(used) == {key(2), key(3), key(4)}
     assert inner == [key(3)]
     assert first.key not in used
+
+
+@pytest.mark.parametrize("evict", [lambda cache: use(cache, 3), lambda cache: cache.resize(1)], ids=["build", "resize"])
+def test_used_plans_that_are_evicted_are_recorded(evict):
+    cache = PlanCache(2)
+    other, plan = use(cache, 1), use(cache, 2)
+    with cache.watch_uses() as used:
+        plan.last_used = next_use()
+        other.last_used = next_use()
+        evict(cache)
+        assert 2 not in held(cache)
+    assert key(2) in used
 
 
 def test_a_plan_made_elsewhere_is_added_once():

@@ -99,6 +99,38 @@ def test_the_lse_of_the_remaining_rows_is_aligned():
         assert_right(tensors, rng, torch.float16, is_causal=True, causal_alignment="bottom_right")
 
 
+@pytest.mark.parametrize(("sq", "skv"), [(5, 9), (9, 5)])
+@pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
+def test_softcap_within_any_band(alignment, sq, skv):
+    rng = random.Random(sq)
+    for is_causal, window_size in ((True, (-1, -1)), (True, (2, -1)), (False, (3, 1)), (False, (2, -1))):
+        tensors = {name: torch.randn(2, 2, n, 8).half() for name, n in zip("qkv", (sq, skv, skv), strict=True)}
+        options = {"is_causal": is_causal, "window_size": window_size, "causal_alignment": alignment}
+        assert_right(tensors, rng, torch.float16, softcap=1.5, scale=0.8, **options)
+
+
+def test_the_gradient_of_sinks_is_computed_in_float32():
+    """Products of the output and its gradient, rounded to bfloat16 and summed, would be off by about 1 %."""
+    tensors = {name: torch.randn(2, 4, 64, 64).bfloat16() for name in "qkv"} | {"sinks": torch.randn(4)}
+    leaf = tensors["sinks"].requires_grad_()
+    out, lse = sdpa(**tensors, return_lse=True)
+    grad_out = torch.randn_like(out)
+    (found,) = torch.autograd.grad(out, [leaf], grad_out)
+    weights = torch.exp(leaf.detach().double().view(-1, 1) - lse.detach().double())
+    terms = weights.unsqueeze(-1) * grad_out.double() * out.detach().double()
+    assert float((found + terms.sum((0, 2, 3))).abs().max()) < 2e-6 * float(terms.abs().sum((0, 2, 3)).max())
+
+
+def test_without_keys_the_lse_is_that_of_the_sinks():
+    q, sinks = torch.randn(2, 4, 3, 16).half(), torch.randn(4)
+    k = v = torch.empty(2, 2, 0, 16, dtype=torch.float16)
+    for _ in range(2):
+        poisoned = torch.full_like(q, torch.nan)
+        out, lse = sdpa(q, k, v, sinks=sinks, return_lse=True, out=poisoned)
+        assert not out.any()
+        assert torch.equal(lse, sinks.view(1, 4, 1).expand(2, 4, 3))
+
+
 def negated(x):
     """The same values as a view with the negative bit."""
     return torch._neg_view(-x)

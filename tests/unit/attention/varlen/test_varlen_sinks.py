@@ -1,8 +1,9 @@
-"""The gradient of the sinks of packed sequences, as on a GPU: computed in PyTorch, behind cuDNN's gradients."""
+"""What PyTorch computes of the sinks of packed sequences on a GPU: their gradient, and the LSE without keys."""
 
 from __future__ import annotations
 
 import torch
+from fake_gpu import gpu_on_the_cpu
 
 from cudnn_sdpa import sdpa_varlen
 from cudnn_sdpa.attention.dense.launch_backward import sink_gradient
@@ -21,3 +22,13 @@ def test_rows_past_the_last_sequence_have_no_share():
     torch.testing.assert_close(found, wanted)
     whole = sink_gradient(*(x[:, :, :7] for x in as_dense), sinks.detach())
     torch.testing.assert_close(whole, wanted)
+
+
+def test_without_keys_the_lse_is_that_of_the_sinks():
+    q, sinks = torch.randn(7, 4, 16).half(), torch.randn(4)
+    k = v = torch.empty(0, 2, 16, dtype=torch.float16)
+    ends_q, ends_kv = torch.tensor([0, 3, 7]).int(), torch.zeros(3, dtype=torch.int32)
+    with gpu_on_the_cpu():
+        out, lse = sdpa_varlen(q, k, v, ends_q, ends_kv, 4, 0, sinks=sinks, return_lse=True)
+    assert not out.any()
+    assert torch.equal(lse, sinks.expand(7, 4))
