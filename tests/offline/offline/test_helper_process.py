@@ -107,6 +107,19 @@ def test_a_timeout_raises_and_its_late_answer_is_dropped(helper, request_for_a_p
     assert helper.ask(request_for_a_plan)["engine"]
 
 
+def test_after_an_interrupt_the_next_request_gets_its_own_answer(helper, request_for_a_plan):
+    helper.ask({**request_for_a_plan, "properties": {}})
+    process, main = helper._process, threading.main_thread()
+    process.send_signal(signal.SIGSTOP)
+    timer = threading.Timer(0.3, lambda: signal.pthread_kill(main.ident, signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        helper.ask({**request_for_a_plan, "properties": {}})
+    timer.join()
+    process.send_signal(signal.SIGCONT)  # does nothing to a process that has been waited for
+    assert helper.ask(request_for_a_plan)["engine"]
+
+
 def answer_or_crash(helper, request_):
     """The error, from the helper's answer or from its last output."""
     try:

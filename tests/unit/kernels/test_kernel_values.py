@@ -207,6 +207,19 @@ def test_values_that_mask_a_key(dtype, lowest, mode, on_gpu):
         torch.testing.assert_close(one.double(), other, **bounds)
 
 
+@pytest.mark.parametrize("lowest", [-torch.inf, torch.finfo(torch.float32).min])
+def test_rows_that_a_float_mask_hides_are_zeros_with_zero_gradients(lowest):
+    q, k, v = (made(1, 1, 6, 16, dtype=torch.float32) for _ in range(3))
+    mask = torch.randn(6, 6)
+    mask[2] = lowest
+    out, grad_q, *_ = check(q, k, v, mask.masked_fill(mask == lowest, -torch.inf))
+    with gpu_on_the_cpu():
+        again = kernels.attention(q, k, v, "fused", mask)
+    assert torch.equal(out, again)
+    assert not out[0, 0, 2].any()
+    assert not grad_q[0, 0, 2].any()
+
+
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("on_gpu", [True, False])
 @pytest.mark.parametrize("mode", ["fused", "tiled", "naive"])

@@ -14,7 +14,7 @@ from fake_gpu import gpu_on_the_cpu, graph_of
 from float64_reference import gradients
 
 import cudnn_sdpa
-from cudnn_sdpa import sdpa
+from cudnn_sdpa import LayoutError, sdpa
 
 SKV, SQ = (1, 2, 3, 7, 8, 9), (1, 2, 64, 129)
 
@@ -119,6 +119,24 @@ def test_the_gradient_of_sinks_is_computed_in_float32():
     weights = torch.exp(leaf.detach().double().view(-1, 1) - lse.detach().double())
     terms = weights.unsqueeze(-1) * grad_out.double() * out.detach().double()
     assert float((found + terms.sum((0, 2, 3))).abs().max()) < 2e-6 * float(terms.abs().sum((0, 2, 3)).max())
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "attn_mask"])
+def test_out_in_the_memory_of_an_operand_is_refused_by_warm_calls(name):
+    """A call of these layouts is known; that its memory overlaps is not part of what is known."""
+    memory = {each: torch.randn(2, 2 * 4 * 8 * 8).half() for each in ("q", "k", "v", "attn_mask", "out")}
+    tensors = {each: whole[0].view(2, 4, 8, 8) for each, whole in memory.items()}
+    for _ in range(3):
+        tensors["out"].fill_(torch.nan)
+        assert sdpa(**tensors).isfinite().all()
+    before = {each: x.clone() for each, x in tensors.items()}
+    for begin in (0, 8, 504):
+        out = memory[name].view(-1)[begin : begin + 512].view(2, 4, 8, 8)
+        with pytest.raises(LayoutError, match=f"out: got memory that overlaps {name}"):
+            sdpa(**{**tensors, "out": out})
+    for each, x in tensors.items():
+        assert torch.equal(x, before[each])
+    assert torch.equal(sdpa(**{**tensors, "out": memory[name][1].view(2, 4, 8, 8)}), before["out"])
 
 
 def test_without_keys_the_lse_is_that_of_the_sinks():
