@@ -44,6 +44,9 @@ CASES = {
     "lengths, causal": Example(sdpa, with_both_lengths, exact_dense, options={"is_causal": True, **BOTTOM_RIGHT}),
     "lengths, window": Example(sdpa, with_lengths, exact_dense, options={"window_size": (3, 1)}),
     "mask": Example(sdpa, with_mask, exact_dense, differentiable=("q", "k", "v", "attn_mask")),
+    "mask, no key to the left": Example(
+        sdpa, with_mask, exact_dense, differentiable=("q", "k", "v", "attn_mask"), options={"window_size": (0, 3)}
+    ),
     "mask without gradient, lengths": Example(sdpa, with_a_dropped_mask, exact_dense),
     "sinks, causal": Example(
         sdpa, with_sinks, exact_dense, differentiable=operations.SINKS, options={"is_causal": True}

@@ -206,7 +206,7 @@ def positions_of(starts):
 def test_restarting_positions_separate_documents(kind, batch):
     length = 23
     starts = torch.rand(batch, length) < 0.25
-    starts[:, 0] = starts[0, 9] = True
+    starts[:, 0] = starts[0, 9:11] = True  # also a document of one token
     q = torch.randn(batch, 4, length, 8)
     k, v = torch.randn(2, batch, 2, length + 5 * (kind == "empty cache"), 8)
     mask = mask_encoding.band(3, 0, "cpu") if kind == "window_size" else None

@@ -285,6 +285,30 @@ def test_attention_on_a_cache_prefill_in_chunks_and_decode():
         torch.testing.assert_close(out, sdpa(q, k, v, is_causal=True)[:, :, first:last])
 
 
+@pytest.mark.parametrize("is_given", [False, True])
+def test_sequences_without_a_new_token_in_a_decode_step(is_given):
+    """Their queries are padding if the step says so; the tables are those that cuDNN may read in place."""
+    cache = new_cache(dtype=torch.float16, layers=1, head_dim=16)
+    sequences = [cache.add(), cache.add()]
+    for tokens in ([5, 3], [1, 0]):
+        step = cache.reserve(sequences, tokens)
+        cache.append(step, *torch.randn(2, 2, HEADS_KV, max(tokens), 16).half())
+    rows = [cache.read(sequence) for sequence in sequences]
+    q = torch.randn(2, HEADS, 1, 16).half()
+    pages = cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
+    present = step.seq_lens_q if is_given else None
+    with gpu_on_the_cpu():
+        out, lse = sdpa_paged(q, *pages, seq_lens_q=present, page_layout="HND", return_lse=True)
+    for i, (k, v) in enumerate(rows):
+        if is_given and i == 1:
+            assert not out[i].any()
+            assert lse[i].isneginf().all()
+            continue
+        exact, of_exact = attend(*(x.double().unsqueeze(0) for x in (q[i], k, v)))
+        torch.testing.assert_close(out[i].double(), exact[0], rtol=4e-3, atol=4e-3)
+        torch.testing.assert_close(lse[i].double(), of_exact[0], rtol=1e-3, atol=1e-3)
+
+
 def test_a_fork_keeps_its_prefix_when_the_other_grows():
     cache = new_cache()
     one = cache.add()
