@@ -14,6 +14,9 @@ STAMP_NEW   := $(VENV_NEW)/.installed
 PYTHON      ?= $(VENV)/bin/python
 PYTEST_ARGS ?=
 
+# Of `make bench`: the arguments of `python -m benchmarks`.
+ARGS        ?= host
+
 # Of `make test-rest`: 1/2 is the first half of its tests. Continuous integration runs one after the other.
 SHARD       ?= 1/1
 
@@ -137,10 +140,10 @@ notebooks: $(READY) ## Execute the notebooks of samples/ on the CPU and store wh
 	$(PYTHON) scripts/notebooks.py
 
 .PHONY: bench
-bench: $(READY) ## Measure host time per call (needs a GPU)
-	$(PYTHON) -m cudnn_sdpa bench host
+bench: $(READY) ## Run a benchmark, which needs a GPU; ARGS="attention --json x.json" names another than host
+	$(PYTHON) -m benchmarks $(ARGS)
 
 .PHONY: clean
 clean: ## Remove the environments and everything that was built
 	rm -rf $(VENV) $(VENV_MIN) $(VENV_2.11) $(VENV_NEW) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find cudnn_sdpa tests samples scripts -type d -name __pycache__ -prune -exec rm -rf {} +
+	find benchmarks cudnn_sdpa tests samples scripts -type d -name __pycache__ -prune -exec rm -rf {} +

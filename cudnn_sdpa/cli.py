@@ -5,6 +5,7 @@ Only commands that need PyTorch import it, and no command imports it for its hel
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,9 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 from cudnn_sdpa._version import __version__
-from cudnn_sdpa.bench.cli import bench_app, require_gpu, show_help
-from cudnn_sdpa.bench.tools.output import Output
-from cudnn_sdpa.errors import ArgumentError, CudnnSdpaError, DeviceError
+from cudnn_sdpa.errors import ArgumentError, CudnnSdpaError, DeviceError, OptionError
 
 if TYPE_CHECKING:
     from cudnn_sdpa.offline.warmup import WarmupReport
@@ -38,7 +37,7 @@ _ARGUMENTS = {
 }
 
 
-class _Commands(TyperGroup):
+class Commands(TyperGroup):
     """Prints errors as one line, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -68,8 +67,57 @@ def _fail(why: str, status: int) -> NoReturn:
     raise typer.Exit(status) from None
 
 
-app = typer.Typer(cls=_Commands, add_completion=False, invoke_without_command=True, pretty_exceptions_enable=False)
-app.add_typer(bench_app, name="bench")
+app = typer.Typer(cls=Commands, add_completion=False, invoke_without_command=True, pretty_exceptions_enable=False)
+
+
+def show_help(ctx: typer.Context) -> None:
+    """Prints the help of a group of commands and exits, unless a command is named."""
+    if ctx.invoked_subcommand is None:
+        typer.echo(ctx.get_help())
+        raise typer.Exit
+
+
+def require_gpu(command: str) -> None:
+    """Exits if there is no GPU."""
+    import cudnn_sdpa._pytorch  # noqa: F401 - raises with a cure if PyTorch cannot be imported
+
+    if not _has_gpu():
+        typer.echo(f"{command} needs an NVIDIA GPU that PyTorch can see (torch.cuda.is_available() is False)", err=True)
+        raise typer.Exit(USAGE)
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def writable(path: Path | None) -> Path | None:
+    """The path of a file, checked to be writable before a long command starts."""
+    if path is None:
+        return None
+    make_folder(path.parent, path)
+    if path.is_dir():
+        raise OptionError("--json", repr(str(path)), "the path of a file, not of a folder")
+    target = path if path.exists() else path.parent
+    if not os.access(target, os.W_OK):
+        raise OptionError("--json", f"{str(path)!r}", f"a path that can be written; {str(target)!r} cannot")
+    return path
+
+
+def make_folder(folder: Path, path: Path) -> None:
+    """Creates the folder of a path that a user gave."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        actual = f"{str(path)!r}, whose folder cannot be created ({error.strerror})"
+        raise OptionError("--json", actual, "a path that can be written") from None
+
+
+Output = Annotated[
+    Path | None,
+    typer.Option("--output", "--json", "-o", callback=writable, help="Write the results to this JSON file."),
+]
 
 
 @app.callback()

@@ -22,7 +22,7 @@ from typing import Any
 import pages
 from pages import ROOT
 
-from cudnn_sdpa.bench.tools.report import columns_of, upright
+from benchmarks.tools.report import columns_of, upright
 
 NAMES = ("benchmarks", "context_parallel", "index", "kernels", "many_gpus", "pytorch_backend", "when_not")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES))

@@ -3,7 +3,7 @@
     python scripts/charts.py            # draw them
     python scripts/charts.py --check    # exit with 1 if the pictures show other numbers than the JSON files
 
-"attention" is for README.md and the site's home. All its bars are of one run, `bench peers`, whose candidates are
+"attention" is for README.md and the site's home. All its bars are of one run, `benchmarks peers`, whose candidates are
 interleaved. A panel shows one problem of a LLaMA-like layer: forward and training (both passes) in TFLOP/s, and
 decoding on a KV cache in TB/s, which memory bandwidth bounds. Higher is better in all.
 
@@ -24,7 +24,7 @@ ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "docs" / "benchmarks"
 IMAGES = ROOT / "docs" / "images"
 
-#: Bars, and their candidates in `bench peers`: of dense problems, of decode steps.
+#: Bars, and their candidates in `benchmarks peers`: of dense problems, of decode steps.
 FLASH, CUDNN, V3, V4 = "PyTorch FLASH", "PyTorch cuDNN", "FlashAttention-3", "FlashAttention-4"
 OURS, FP8, FP8_KERNELS = "cudnn_sdpa", "cudnn_sdpa, FP8", "FP8, no quantization"
 DENSE = {

@@ -23,22 +23,9 @@ MARKS = re.compile(r"(<!-- tree -->\n).*?(<!-- end of tree -->)", re.DOTALL)
 
 #: The rooms in the order of their imports, what imports nothing first. Others follow by name.
 ROOMS = [
-    *(
-        "graph",
-        "plans",
-        "offline",
-        "engine",
-        "attention",
-        "distributed",
-        "kernels",
-        "fused",
-        "nn",
-        "integrations",
-        "planning",
-        "doctor",
-        "bench",
-    ),
-    *("support", "dense", "varlen", "paged", "fp8", "tools", "programs"),
+    *("graph", "plans", "offline", "engine", "attention", "distributed", "kernels", "fused", "nn", "integrations"),
+    *("planning", "doctor"),
+    *("support", "dense", "varlen", "paged", "fp8"),
 ]
 
 

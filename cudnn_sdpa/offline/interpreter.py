@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 
 from cudnn_sdpa.errors import OfflineError
@@ -29,11 +28,6 @@ def command(program: str, *arguments: str) -> list[str]:
     """
     path = [str(Path(entry).resolve()) for entry in sys.path if entry] + [str(_PACKAGE.parent)]
     return [sys.executable, "-c", f"import sys\nsys.path[:] = {path!r}\n{program}", *arguments]
-
-
-def module_command(name: str, arguments: Sequence[str] = ()) -> list[str]:
-    """The command that runs a module as `python -m` does, without the current folder."""
-    return command(f"import runpy\nrunpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments)
 
 
 def bare_command(program: str, *arguments: str) -> list[str]:

@@ -118,7 +118,7 @@ def test_the_design_page_lists_every_module():
 def test_the_benchmark_says_that_it_needs_a_gpu():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
-    result = run("-m", "cudnn_sdpa", "bench", "host")
+    result = run("-m", "benchmarks", "host")
     assert result.returncode == 2
     assert "needs an NVIDIA GPU" in result.stderr
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from processes import check_for_a_cudnn_that_has_sinks
 from torch import Tensor
 
 import cudnn_sdpa
-from cudnn_sdpa.bench.tools import cases, peers
 
 #: (rtol, atol) of a computation in at least float32 that is rounded once to the dtype.
 TOLERANCES = {
@@ -89,30 +88,3 @@ def reference_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with cudnn_sdpa.cpu_checks(None):
         monkeypatch.setenv("CUDNN_SDPA_CPU_CHECKS", "none")
         yield
-
-
-@pytest.fixture
-def cases_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Benchmarks' inputs on the CPU, in float32: sums in bfloat16 differ there by more than on a GPU."""
-    normal = cases.normal
-    monkeypatch.setattr(cases, "DEVICE", "cpu")
-    monkeypatch.setattr(cases, "normal", lambda *shape, **_: normal(*shape, dtype=torch.float32))
-
-
-@pytest.fixture
-def times_by_place() -> Callable[..., dict[str, float]]:
-    """A fake clock: each call runs once; the n-th candidate takes n microseconds."""
-
-    def times(calls: Mapping[str, Callable[[], object]], **_: object) -> dict[str, float]:
-        for call in calls.values():
-            call()
-        return {name: float(place) for place, name in enumerate(calls, start=1)}
-
-    return times
-
-
-@pytest.fixture
-def peers_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyTorch's backends on the CPU, which has none of the fast ones."""
-    backends = dict.fromkeys(peers.PYTORCH_BACKENDS, torch.nn.attention.SDPBackend.MATH)
-    monkeypatch.setattr(peers, "PYTORCH_BACKENDS", backends)

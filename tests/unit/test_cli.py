@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import cudnn_sdpa
 from cudnn_sdpa.attention.dense.explain import describe_sdpa
-from cudnn_sdpa.bench import cli as bench_cli
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.errors import DeviceError, LibraryError, OfflineError, OptionError, UnsupportedError
 from cudnn_sdpa.graph.target import Target, load_properties
@@ -36,23 +35,18 @@ def leaves(command, path=()):
 
 
 COMMANDS = list(leaves(typer.main.get_command(app)))
-BENCHMARKS = [command[1] for command in COMMANDS if command[:1] == ["bench"] and len(command) == 2]
 
 
 def test_all_commands_are_listed():
     assert " ".join(" ".join(command) for command in COMMANDS if len(command) < 2).split() == [
-        *("version", "support", "explain", "device", "doctor", "warmup", "compile", "build-native", "bench", "plans")
+        *("version", "support", "explain", "device", "doctor", "warmup", "compile", "build-native", "plans")
     ]
-    assert [
-        *("all", "host", "attention", "fp8", "decode", "norm", "silu", "conv", "llama", "coldstart", "shapes"),
-        *("peers", "provider", "kernels", "distributed"),
-    ] == BENCHMARKS
 
 
 def test_every_command_is_on_the_page():
     page = (ROOT / "docs" / "cli.md").read_text()
     for command in COMMANDS:
-        if command and command[0] != "bench" and command != ["plans"]:
+        if command and command != ["plans"]:
             assert f"`{' '.join(command)}`" in page
 
 
@@ -83,7 +77,7 @@ def test_help_of_every_command_does_not_import_pytorch(without_torch, tmp_path):
     result = run(script, json.dumps(COMMANDS), env=without_torch)
     assert result.returncode == 0, result.stderr
     answers = json.loads(result.stdout)
-    assert len(answers) == len(COMMANDS) > 15
+    assert len(answers) == len(COMMANDS) > 10
     for status, output in answers:
         assert status == 0
         assert "Usage: " in output
@@ -96,8 +90,8 @@ def test_help_of_every_command_does_not_import_pytorch(without_torch, tmp_path):
         (["version"], cudnn_sdpa.__version__),
         (["--help"], "Usage: python -m cudnn_sdpa"),
         ([], "Usage: python -m cudnn_sdpa"),
-        (["bench"], "Usage: python -m cudnn_sdpa bench"),
-        (["bench", "host", "--help"], "--part"),
+        (["plans"], "Usage: python -m cudnn_sdpa plans"),
+        (["support", "--help"], "--target"),
     ],
 )
 def test_the_module_answers_without_pytorch(without_torch, arguments, printed):
@@ -122,7 +116,7 @@ def test_other_code_in_a_commands_process_gets_the_whole_package(tmp_path):
     assert (result.stdout, result.stderr) == (f"found\n{cudnn_sdpa.__version__}\n", "")
 
 
-@pytest.mark.parametrize("arguments", [["doctor"], ["support", "--sm", "90"], ["device"], ["bench", "all"]])
+@pytest.mark.parametrize("arguments", [["doctor"], ["support", "--sm", "90"], ["device"]])
 def test_a_command_that_needs_pytorch_reports_a_failed_import_in_one_line(tmp_path, arguments):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("raise RuntimeError('out of luck.')")
@@ -229,13 +223,6 @@ USAGE = [
     "plans clear --folder {text}",
     "plans clear --folder {open}",
     "nothing",
-    "bench nothing",
-    "bench all --json {text}",
-    "bench all --json {text}/x",
-    *(f"bench {name} --nothing" for name in BENCHMARKS),
-    *(f"bench {name} --part nothing" for name in BENCHMARKS),
-    *(f"bench {name} --json {{open}}" for name in BENCHMARKS if name != "all"),
-    *(f"bench {name} --json {{text}}/x.json" for name in BENCHMARKS if name != "all"),
 ]
 
 
@@ -335,26 +322,6 @@ def test_support_gives_every_reason_below_its_table():
     assert shown == {str(number) for number in range(1, 1 + len(reasons))}
 
 
-def test_bench_all_continues_after_a_failed_benchmark(monkeypatch, tmp_path):
-    ran = []
-
-    def run_command(*arguments):
-        ran.append(arguments)
-        return arguments[1] == "fp8"
-
-    monkeypatch.setattr(bench_cli, "require_gpu", lambda *_: None)
-    monkeypatch.setattr(bench_cli, "run_command", run_command)
-    result = invoke("bench", "all", "--json", tmp_path / "results")
-    names = [name for name in BENCHMARKS if name != "all"]
-    assert ran == [("bench", name, "--json", str(tmp_path / "results" / f"{name}.json")) for name in names]
-    assert result.exit_code == 1
-    assert result.stderr == "failed: fp8; the other 13 are done\n"
-    ran.clear()
-    monkeypatch.setattr(bench_cli, "run_command", lambda *arguments: ran.append(arguments))
-    assert invoke("bench", "all").exit_code == 0
-    assert ran == [("bench", name) for name in names]
-
-
 def test_stored_plans_are_counted_and_removed(tmp_path, monkeypatch):
     folder = tmp_path / "plans"
     store = PlanStore(folder)
@@ -373,15 +340,6 @@ def test_stored_plans_are_counted_and_removed(tmp_path, monkeypatch):
         result = invoke("plans", command)
         assert (result.exit_code, result.stdout) == (1, "")
         assert result.stderr.startswith("plans are not stored")
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_benchmark_in_a_separate_process_has_the_same_exit_status():
-    from cudnn_sdpa.bench.tools.processes import run_command
-
-    assert run_command("--version") == 0
-    assert run_command("bench", "host") == 2
 
 
 def test_numbers_that_python_cannot_parse_are_named():

@@ -71,8 +71,6 @@ def locks_of_modules():
     """Every lock that a module of the package creates on import, with its file."""
     found = []
     for path in sorted((ROOT / "cudnn_sdpa").rglob("*.py")):
-        if path.parent.name == "bench":
-            continue
         body = ast.parse(path.read_text()).body
         classes = [node for node in body if isinstance(node, ast.ClassDef)]
         for node in [*body, *(each for of in classes for each in of.body)]:
@@ -93,7 +91,7 @@ from cudnn_sdpa import graph_op, nn
 from cudnn_sdpa.plans.store import PlanStore
 
 for module in pkgutil.walk_packages(cudnn_sdpa.__path__, "cudnn_sdpa."):
-    if ".bench" not in module.name and not module.name.endswith("__main__"):
+    if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
 store = PlanStore(__import__("pathlib").Path(sys.argv[2]))
 cache = cudnn_sdpa.PagedKVCache(pages=2, page_size=16, heads=1, head_dim=8, device="cpu")

@@ -34,7 +34,6 @@ LAYERS = [
     ("cli_arguments",),
     ("doctor",),
     ("_pytorch",),
-    ("bench",),
     ("cli",),
     ("__main__",),
 ]
@@ -327,6 +326,7 @@ def test_no_folder_has_too_many_modules():
 
 @pytest.mark.parametrize("name", MODULES)
 def test_imports_run_downward_only(name):
+    assert not {other.split(".")[0] for other in imported_modules(name)} & {"benchmarks", "scripts", "tests"}
     for other in own_imports(name):
         assert other != "cudnn_sdpa", f"{name} imports the package root"
         assert layer(other) <= layer(name), f"{name} imports {other}"

@@ -8,7 +8,7 @@ takes about as long, and lets NaN from unused slots into the results.
 
 cuDNN decodes fast only where every sequence has one query. In speculative decoding each query therefore becomes a
 sequence, which sees the keys up to its own. That reads the keys once per query, but from the L2 cache: 2, 4 and 8
-queries took 1.4, 2.4 and 4.7 times as long as one on an H200 (`bench decode`).
+queries took 1.4, 2.4 and 4.7 times as long as one on an H200 (`python -m benchmarks decode`).
 """
 
 from __future__ import annotations

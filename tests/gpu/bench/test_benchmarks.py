@@ -9,9 +9,10 @@ from dataclasses import replace
 import pytest
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import convolutions, decode, fp8, fused, host, proposals
-from cudnn_sdpa.bench.tools import cases, timing, training
-from cudnn_sdpa.bench.tools.parts import (
+from benchmarks import convolutions, decode, fp8, fused, host, proposals
+from benchmarks.cli import app
+from benchmarks.tools import cases, timing, training
+from benchmarks.tools.parts import (
     AttentionPart,
     ConvPart,
     DecodePart,
@@ -24,7 +25,6 @@ from cudnn_sdpa.bench.tools.parts import (
     ProviderPart,
     SiluPart,
 )
-from cudnn_sdpa.cli import app
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def short(monkeypatch):
 
 def assert_measured(tmp_path, command, part, *options):
     path = tmp_path / "results.json"
-    result = CliRunner().invoke(app, ["bench", command, "--part", part.value, "--output", str(path), *options])
+    result = CliRunner().invoke(app, [command, "--part", part.value, "--output", str(path), *options])
     assert result.exit_code == 0, result.output + repr(result.exception)
     rows = json.loads(path.read_text())[part.value]
     assert rows
@@ -98,7 +98,7 @@ def test_attention(tmp_path, part):
 
 @pytest.mark.parametrize("part", [ProviderPart.HOST, ProviderPart.KERNELS])
 def test_provider(tmp_path, part, monkeypatch):
-    from cudnn_sdpa.bench import provider
+    from benchmarks import provider
 
     monkeypatch.setattr(provider, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
     monkeypatch.setattr(provider, "device_times", lambda calls, **how: timing.device_times(calls, repeats=2, **how))
@@ -109,7 +109,7 @@ def test_provider(tmp_path, part, monkeypatch):
 @pytest.mark.parametrize("part", list(PeersPart))
 def test_peers(tmp_path, part, monkeypatch):
     """Packages that are not installed have no time; this library and PyTorch's backends have."""
-    from cudnn_sdpa.bench import peers
+    from benchmarks import peers
 
     monkeypatch.setattr(peers, "device_times", lambda calls, **how: timing.device_times(calls, **{**how, "repeats": 2}))
     monkeypatch.setattr(peers, "PAGES", ((2, 1, 300, 64), (2, 5, 300, 16)))
@@ -119,7 +119,7 @@ def test_peers(tmp_path, part, monkeypatch):
     monkeypatch.setattr(peers, "FORWARD", small)
     monkeypatch.setattr(peers, "TRAINING", small)
     path = tmp_path / "peers.json"
-    result = CliRunner().invoke(app, ["bench", "peers", "--part", part.value, "--output", str(path)])
+    result = CliRunner().invoke(app, ["peers", "--part", part.value, "--output", str(path)])
     assert result.exit_code == 0, result.output + repr(result.exception)
     rows = json.loads(path.read_text())[part.value]
     for row in rows:
@@ -132,7 +132,7 @@ def test_peers(tmp_path, part, monkeypatch):
 @pytest.mark.parametrize("part", list(LlamaPart))
 def test_llama(tmp_path, part, monkeypatch):
     pytest.importorskip("transformers")
-    from cudnn_sdpa.bench import llama
+    from benchmarks import llama
 
     monkeypatch.setattr(llama, "device_times", lambda calls, **how: timing.device_times(calls, repeats=2, **how))
     small = {"hidden_size": 1024, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2}
@@ -150,7 +150,7 @@ def test_kernels(tmp_path, part):
 
 def test_kernels_run_beside_every_peer():
     """Each of PyTorch's backends has a kernel on a GPU, so no column of the tables is empty."""
-    from cudnn_sdpa.bench import kernels
+    from benchmarks import kernels
 
     (first, *_), (half, *_) = kernels.float32(kernels.SMALL), kernels.half(kernels.SMALL)
     assert {f"{name} µs" for name in kernels.IN_FLOAT32} <= first.keys()

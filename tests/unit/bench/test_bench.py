@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import attention
+from benchmarks.tools import cases, hand_graphs, peers, training
+from benchmarks.tools.cases import Shape
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.bench import attention
-from cudnn_sdpa.bench.tools import cases, hand_graphs, peers, training
-from cudnn_sdpa.bench.tools.cases import Shape
 
 SMALL = replace(
     cases.QUICK,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cudnn_sdpa.bench import decode
-from cudnn_sdpa.bench.tools import cases
+from benchmarks import decode
+from benchmarks.tools import cases
 
 
 @pytest.fixture

@@ -12,12 +12,12 @@ import torch
 from torch.nn import functional
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import cli
-from cudnn_sdpa.bench.distributed import attention, models, times
-from cudnn_sdpa.bench.distributed.times import Candidate
-from cudnn_sdpa.bench.programs import many_gpus
-from cudnn_sdpa.bench.tools import processes, report
-from cudnn_sdpa.bench.tools.parts import DistributedPart
+from benchmarks import cli
+from benchmarks.distributed import attention, models, times
+from benchmarks.distributed.times import Candidate
+from benchmarks.programs import many_gpus
+from benchmarks.tools import processes, report
+from benchmarks.tools.parts import DistributedPart
 from cudnn_sdpa.integrations.pytorch import register, unregister
 
 SMALL = attention.SMALL
@@ -137,7 +137,7 @@ def test_rows_and_the_machine_are_written_without_a_gpu(monkeypatch, tmp_path):
     monkeypatch.setattr(processes, "run_ranks", run_ranks)
     path = tmp_path / "distributed.json"
     arguments = ["distributed", "--small", "--ranks", "5", "--part", "weak", "--part", "tensor", "--json", str(path)]
-    done = CliRunner().invoke(cli.bench_app, arguments)
+    done = CliRunner().invoke(cli.app, arguments)
     assert done.exit_code == 0, done.output
     assert started == [(count, (part, "small")) for part in ("weak", "tensor") for count in (2, 4)]
     data = json.loads(path.read_text(), parse_constant=strict)
@@ -155,7 +155,7 @@ def test_the_command_starts_its_ranks(monkeypatch, tmp_path):
     shown = []
     monkeypatch.setattr(report, "show", lambda title, rows: shown.append((title, rows)))
     path = tmp_path / "d.json"
-    done = CliRunner().invoke(cli.bench_app, ["distributed", "--small", "--ranks", "2", "--json", str(path)])
+    done = CliRunner().invoke(cli.app, ["distributed", "--small", "--ranks", "2", "--json", str(path)])
     assert done.exit_code == 0, done.output
     data = json.loads(path.read_text(), parse_constant=strict)
     assert [rows for _, rows in shown] == [data[part.value] for part in DistributedPart]

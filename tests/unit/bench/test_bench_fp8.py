@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cudnn_sdpa.bench import fp8
-from cudnn_sdpa.bench.tools import peers
-from cudnn_sdpa.bench.tools.cases import Shape
+from benchmarks import fp8
+from benchmarks.tools import peers
+from benchmarks.tools.cases import Shape
 
 pytestmark = pytest.mark.usefixtures("reference_alone")  # small heads, which have no FP8 gradients on Hopper
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import cli, kernels
-from cudnn_sdpa.bench.tools import report
+from benchmarks import cli, kernels
+from benchmarks.tools import report
 
 SMALL = kernels.Sizes(batch=1, heads=2, dim=8, lengths=(5, 16), exact_length=16, repeats=2)
 
@@ -95,7 +95,7 @@ def test_the_command_writes_json_without_a_gpu_from_which_the_page_is_made(monke
     shown = []
     monkeypatch.setattr(report, "show", lambda title, rows: shown.append((title, len(rows))))
     path = tmp_path / "kernels.json"
-    done = CliRunner().invoke(cli.bench_app, ["kernels", "--small", "--output", str(path)])
+    done = CliRunner().invoke(cli.app, ["kernels", "--small", "--output", str(path)])
     assert done.exit_code == 0, done.output
     assert "memory is skipped" in done.output
     written = json.loads(path.read_text())

@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("transformers")
 
-from cudnn_sdpa.bench import llama
-from cudnn_sdpa.bench.tools import peers
+from benchmarks import llama
+from benchmarks.tools import peers
 
 
 @pytest.fixture

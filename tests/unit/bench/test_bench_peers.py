@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import decode, peers
+from benchmarks.peers import CONTIGUOUS, CUDNN, FLASH, ON_PAGES, OURS, V3, V4, Configuration
+from benchmarks.tools import cases, flash_attention
+from benchmarks.tools import peers as tools_peers
+from benchmarks.tools.cases import Shape
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-from cudnn_sdpa.bench import decode, peers
-from cudnn_sdpa.bench.peers import CONTIGUOUS, CUDNN, FLASH, ON_PAGES, OURS, V3, V4, Configuration
-from cudnn_sdpa.bench.tools import cases, flash_attention
-from cudnn_sdpa.bench.tools import peers as tools_peers
-from cudnn_sdpa.bench.tools.cases import Shape
 
 pytestmark = pytest.mark.usefixtures("reference_alone")  # small heads, which have no FP8 gradients on Hopper
 

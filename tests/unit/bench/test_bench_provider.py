@@ -9,11 +9,11 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import cli, provider
-from cudnn_sdpa.bench.programs import many_lengths, new_shapes
-from cudnn_sdpa.bench.tools import providers, report
-from cudnn_sdpa.bench.tools.cases import Shape
-from cudnn_sdpa.cli import app
+from benchmarks import cli, provider
+from benchmarks.cli import app
+from benchmarks.programs import many_lengths, new_shapes
+from benchmarks.tools import providers, report
+from benchmarks.tools.cases import Shape
 from cudnn_sdpa.integrations import pytorch
 
 SHAPE = Shape(batch=2, heads_q=4, heads_kv=4, length=16, dim=8, causal=True)
@@ -74,7 +74,7 @@ def test_every_provider_has_processes_for_new_shapes(monkeypatch):
     started = []
 
     def run_module(module, *arguments, store):
-        assert (module, store) == ("cudnn_sdpa.bench.programs.new_shapes", "off")
+        assert (module, store) == ("benchmarks.programs.new_shapes", "off")
         started.append(arguments)
         if arguments[0] == "cudnn-frontend":
             return {"why": "it is not there"}
@@ -126,7 +126,7 @@ def test_the_command_writes_json(monkeypatch, tmp_path, on_cpu, used):  # noqa: 
     monkeypatch.setattr(cli, "require_gpu", lambda *_: None)
     monkeypatch.setattr(report, "environment", lambda: {"gpu": "none"})
     path = tmp_path / "provider.json"
-    result = CliRunner().invoke(app, ["bench", "provider", "--part", "host", "--json", str(path)])
+    result = CliRunner().invoke(app, ["provider", "--part", "host", "--json", str(path)])
     assert result.exit_code == 0, result.output
     written = json.loads(path.read_text())
     assert written["benchmark"] == "provider"

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks import shapes
+from benchmarks.programs import many_lengths
 from cudnn_sdpa import shape_policy
-from cudnn_sdpa.bench import shapes
-from cudnn_sdpa.bench.programs import many_lengths
 from cudnn_sdpa.plans import shape_policy as setting
 
 
@@ -21,7 +21,7 @@ class Answers:
         self.takeover = takeover
 
     def run(self, module, *arguments, store):
-        assert (module, store) == ("cudnn_sdpa.bench.programs.many_lengths", "off")
+        assert (module, store) == ("benchmarks.programs.many_lengths", "off")
         self.started.append(arguments)
         number = float(len(self.started))
         if arguments[0] == "takeover":

@@ -10,9 +10,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from cudnn_sdpa.bench import attention
-from cudnn_sdpa.bench.tools import cases, report
-from cudnn_sdpa.bench.tools.parts import (
+from benchmarks import attention
+from benchmarks.cli import app
+from benchmarks.tools import cases, report
+from benchmarks.tools.parts import (
     AttentionPart,
     ColdPart,
     ConvPart,
@@ -28,7 +29,6 @@ from cudnn_sdpa.bench.tools.parts import (
     ShapesPart,
     SiluPart,
 )
-from cudnn_sdpa.cli import app
 
 ENVIRONMENT = {
     "date": "2026-01-01",
@@ -54,13 +54,13 @@ def tables(repository, monkeypatch):
 )
 def test_benchmarks_say_that_they_need_a_gpu(command, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(app, ["bench", command])
+    result = CliRunner().invoke(app, [command])
     assert result.exit_code == 2
     assert "needs an NVIDIA GPU" in result.output
 
 
 def test_unknown_parts_are_refused():
-    result = CliRunner().invoke(app, ["bench", "attention", "--part", "nothing"])
+    result = CliRunner().invoke(app, ["attention", "--part", "nothing"])
     assert result.exit_code == 2
 
 
@@ -75,7 +75,7 @@ def test_the_command_writes_what_it_measured_although_a_later_part_fails(option,
     monkeypatch.setattr(attention, "options", lambda _: [])
     monkeypatch.setattr(attention, "varlen", fail)
     path = tmp_path / "new" / "attention.json"
-    result = CliRunner().invoke(app, ["bench", "attention", "--quick", option, str(path)])
+    result = CliRunner().invoke(app, ["attention", "--quick", option, str(path)])
     assert result.exit_code == 1
     assert str(result.exception) == "out of luck"
     assert json.loads(path.read_text()) == {

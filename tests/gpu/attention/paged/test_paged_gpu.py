@@ -11,9 +11,9 @@ import torch
 from attention_checks import assert_same
 
 import cudnn_sdpa
+from benchmarks import decode
 from cudnn_sdpa import PagedKVCache, PlanBuildError, explain, no_plan_builds, plan_cache, sdpa_paged
 from cudnn_sdpa.attention.paged.step import MARK
-from cudnn_sdpa.bench import decode
 from cudnn_sdpa.graph.layouts import canonical_stride
 
 BF16 = torch.bfloat16

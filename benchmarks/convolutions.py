@@ -1,0 +1,158 @@
+"""`benchmarks conv`: convolutions and PyTorch's, which also call cuDNN, all channels last."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple, TypedDict
+
+import torch
+import torch.nn.functional as F
+from rich.progress import track
+from torch import Tensor
+
+from benchmarks.tools import cases, tuned
+from benchmarks.tools.output import Row
+from benchmarks.tools.timing import Call, device_times
+from cudnn_sdpa.fused.conv import conv2d
+from cudnn_sdpa.fused.conv_graphs import channels_last
+from cudnn_sdpa.plans.cache import plan_cache
+
+
+class Sizes(TypedDict):
+    """Options of a convolution, ours and PyTorch's."""
+
+    stride: int
+    padding: int
+    groups: int
+
+
+class Case(NamedTuple):
+    """A convolution of square images (`size`) with square filters (`extent`)."""
+
+    batch: int
+    channels: int
+    size: int
+    filters: int
+    extent: int
+    stride: int = 1
+    padding: int = 0
+    groups: int = 1
+
+    @property
+    def label(self) -> str:
+        """The label of a table's row."""
+        stride = f", stride {self.stride}" if self.stride > 1 else ""
+        groups = f", {self.groups} groups" if self.groups > 1 else ""
+        image = f"{self.batch}×{self.channels}×{self.size}×{self.size}"
+        return f"{image}, {self.filters} of {self.extent}×{self.extent}{stride}{groups}"
+
+    @property
+    def sizes(self) -> Sizes:
+        """The options of its calls."""
+        return {"stride": self.stride, "padding": self.padding, "groups": self.groups}
+
+    def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Random x, weight and bias, channels last."""
+        x = channels_last(cases.normal(self.batch, self.channels, self.size, self.size))
+        fan = self.channels // self.groups * self.extent**2
+        weight = cases.normal(self.filters, self.channels // self.groups, self.extent, self.extent) * fan**-0.5
+        return x, channels_last(weight), cases.normal(self.filters)
+
+
+CASES = (
+    Case(batch=32, channels=256, size=56, filters=256, extent=3, padding=1),
+    Case(batch=32, channels=64, size=112, filters=256, extent=1),
+    Case(batch=8, channels=512, size=64, filters=512, extent=3, padding=1),
+    Case(batch=32, channels=128, size=56, filters=256, extent=3, stride=2, padding=1),
+    Case(batch=4, channels=320, size=96, filters=320, extent=3, padding=1),
+    Case(batch=64, channels=3, size=224, filters=1024, extent=14, stride=14),
+)
+
+
+def forward() -> list[Row]:
+    """The convolution alone, and with bias and SiLU, with cuDNN's first choice and tuned."""
+    return [_forward(case) for case in track(CASES, "convolutions", transient=True)]
+
+
+def backward() -> list[Row]:
+    """The gradients of x, weight and bias, with cuDNN's first choice and tuned."""
+    return [_backward(case) for case in track(CASES, "convolutions", transient=True)]
+
+
+@contextmanager
+def pytorch_benchmark() -> Iterator[None]:
+    """While active, PyTorch times cuDNN's algorithms for each new shape."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = True
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
+
+
+def _forward(case: Case) -> Row:
+    x, weight, bias = case.inputs()
+    sizes = case.sizes
+
+    def plain(x: Tensor) -> Tensor:
+        return conv2d(x, weight, **sizes)
+
+    def fused(x: Tensor) -> Tensor:
+        return conv2d(x, weight, bias, **sizes, activation="silu")
+
+    expected = F.silu(F.conv2d(x, weight, bias, **sizes))
+    cases.check_agreement(["out"], [fused(x)], [expected], "PyTorch's")
+    cases.check_agreement(["out"], [plain(x)], [F.conv2d(x, weight, **sizes)], "PyTorch's")
+    calls: dict[str, Call] = {"plain": lambda: plain(x), "fused": lambda: fused(x)}
+    calls |= {"torch": lambda: F.conv2d(x, weight, **sizes)}
+    calls |= {"torch fused": lambda: F.silu(F.conv2d(x, weight, bias, **sizes))}
+    times = device_times(calls)
+    with pytorch_benchmark():
+        torch_times = device_times({f"{name} tuned": call for name, call in calls.items() if "torch" in name})
+        tuned.settle(calls["fused"])
+        cases.check_agreement(["out"], [fused(x)], [expected], "PyTorch's")
+        tuned_times = device_times({"fused": calls["fused"], "torch fused": calls["torch fused"]})
+    plan_cache.clear()
+    return {
+        "convolution": case.label,
+        "plain µs": times["plain"],
+        "pytorch µs": times["torch"],
+        "pytorch, benchmark µs": torch_times["torch tuned"],
+        "with bias, SiLU µs": times["fused"],
+        "pytorch's µs": times["torch fused"],
+        "pytorch's, benchmark µs": torch_times["torch fused tuned"],
+        "pytorch's / ours": torch_times["torch fused tuned"] / times["fused"],
+        "tuned µs": tuned_times["fused"],
+        "pytorch's / tuned": tuned_times["torch fused"] / tuned_times["fused"],
+    }
+
+
+def _backward(case: Case) -> Row:
+    x, weight, bias = inputs = case.inputs()
+    for tensor in inputs:
+        tensor.requires_grad_()
+    sizes = case.sizes
+    with pytorch_benchmark():
+        outs = {"ours": conv2d(x, weight, bias, **sizes), "torch": F.conv2d(x, weight, bias, **sizes)}
+        grad = torch.randn_like(outs["torch"])
+
+        def gradients(name: str) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(outs[name], inputs, grad, retain_graph=True)
+
+        names = ["grad_x", "grad_weight", "grad_bias"]
+        cases.check_agreement(names, gradients("ours"), gradients("torch"), "PyTorch's")
+        calls: dict[str, Call] = {"ours": lambda: gradients("ours"), "torch": lambda: gradients("torch")}
+        times = device_times(calls)
+        tuned.settle(lambda: gradients("ours"))
+        cases.check_agreement(names, gradients("ours"), gradients("torch"), "PyTorch's")
+        tuned_times = device_times(calls)
+        plan_cache.clear()
+    return {
+        "convolution": case.label,
+        "cudnn_sdpa µs": times["ours"],
+        "tuned µs": tuned_times["ours"],
+        "pytorch, benchmark µs": times["torch"],
+        "pytorch / ours": times["torch"] / times["ours"],
+        "pytorch / tuned": tuned_times["torch"] / tuned_times["ours"],
+    }

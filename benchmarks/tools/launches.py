@@ -1,0 +1,93 @@
+"""The launches of a call without the call: what cuDNN, its frontend and CUDA's driver take of its CPU time."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.tools.timing import Call
+from benchmarks.tools.ways import in_python
+from cudnn_sdpa.graph.key import Role
+from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.nvrtc import LoadedKernel
+from cudnn_sdpa.plans.plan import Plan
+
+
+class Launches(NamedTuple):
+    """The launches of one call, on its operands, outputs and addresses; each is None if the call has none."""
+
+    plans: Call | None
+    own_kernels: Call | None
+
+
+def launches_of(call: Callable[[], object]) -> Launches:
+    """Runs a warm call in Python and notes its launches. What the call returns must keep alive all that they write."""
+    with in_python():
+        call()
+        with _noted() as (plans, kernels):
+            results = call()
+    alive = results, plans, kernels
+
+    def repeated(noted: list[Call]) -> Call | None:
+        def run(_alive: object = alive) -> None:
+            for launch in noted:
+                launch()
+
+        return run if noted else None
+
+    return Launches(repeated(plans), repeated(kernels))
+
+
+@contextmanager
+def _noted() -> Iterator[tuple[list[Call], list[Call]]]:
+    """What is launched meanwhile: plans, and kernels of the library's own."""
+    plans: list[Call] = []
+    kernels: list[Call] = []
+    executes = {plan: plan._execute for plan in plan_cache.plans()}
+    launch_kernel = LoadedKernel.launch
+
+    def note_kernel(kernel: LoadedKernel, blocks: int, threads: int, fields: array[int], stream: int) -> None:
+        kept = fields[:]
+        kernels.append(lambda: launch_kernel(kernel, blocks=blocks, threads=threads, fields=kept, stream=stream))
+        kernels[-1]()
+
+    for plan in executes:
+        plan._execute = _noting(plan, plans)
+    LoadedKernel.launch = note_kernel  # type: ignore[method-assign, assignment]
+    try:
+        yield plans, kernels
+    finally:
+        LoadedKernel.launch = launch_kernel  # type: ignore[method-assign]
+        for plan, execute in executes.items():
+            plan._execute = execute
+
+
+def _noting(plan: Plan, noted: list[Call]) -> Callable[[int, int, int, int, int], None]:
+    """Executes a plan, and notes how, with numbers and a workspace that stay."""
+    execute = plan._execute
+    operands = (*plan.key.inputs, *plan.key.outputs)
+
+    def note(address: int, count: int, workspace: int, handle: int, index: int) -> None:
+        words = array("Q", (ctypes.c_uint64 * count).from_address(address))
+        numbers = array("f", bytes(4 * count))
+        for place, operand in enumerate(operands):
+            if operand.role is Role.SCALAR:
+                numbers[place] = ctypes.c_float.from_address(words[place]).value
+                words[place] = numbers.buffer_info()[0] + 4 * place
+        own = torch.empty(max(1, plan.workspace), dtype=torch.uint8, device=torch.device("cuda", plan.device))
+        alive = words, numbers, own
+
+        def run(_alive: object = alive) -> None:
+            # In the order of `backend.Execute`.
+            execute(words.buffer_info()[0], count, own.data_ptr(), handle, index)
+
+        del workspace
+        noted.append(run)
+        run()
+
+    return note

@@ -1,0 +1,131 @@
+"""Parts of the commands `python -m benchmarks …`."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class HostPart(str, Enum):
+    """Parts of `benchmarks host`."""
+
+    HOST = "host"
+    PARTS = "parts"
+    LAUNCHES = "launches"
+    TRAINING = "training"
+    KERNELS = "kernels"
+    MEMORY = "memory"
+
+
+class ColdPart(str, Enum):
+    """Parts of `benchmarks coldstart`."""
+
+    CALLS = "calls"
+    WARMUP = "warmup"
+    IMPORTS = "imports"
+
+
+class ShapesPart(str, Enum):
+    """Parts of `benchmarks shapes`."""
+
+    PASSES = "passes"
+    TAKEOVER = "takeover"
+    BUCKETS = "buckets"
+
+
+class DecodePart(str, Enum):
+    """Parts of `benchmarks decode`."""
+
+    BANDWIDTH = "bandwidth"
+    CHUNKS = "chunks"
+    DRAFTS = "drafts"
+    MIXED = "mixed"
+    HOST = "host"
+
+
+class NormPart(str, Enum):
+    """Parts of `benchmarks norm`."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    FUSED = "fused"
+    HOST = "host"
+    PROPOSALS = "proposals"
+
+
+class SiluPart(str, Enum):
+    """Parts of `benchmarks silu`."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    VIEWS = "views"
+    HOST = "host"
+    PROPOSALS = "proposals"
+
+
+class ConvPart(str, Enum):
+    """Parts of `benchmarks conv`."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    PROPOSALS = "proposals"
+
+
+class LlamaPart(str, Enum):
+    """Parts of `benchmarks llama`."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Fp8Part(str, Enum):
+    """Parts of `benchmarks fp8`."""
+
+    FORWARD = "forward"
+    TRAINING = "training"
+    HOST = "host"
+    LAYER = "layer"
+
+
+class AttentionPart(str, Enum):
+    """Parts of `benchmarks attention`."""
+
+    KERNELS = "kernels"
+    OPTIONS = "options"
+    VARLEN = "varlen"
+    MEMORY = "memory"
+    AUTOTUNE = "autotune"
+
+
+class PeersPart(str, Enum):
+    """Parts of `benchmarks peers`."""
+
+    OVERVIEW = "overview"
+    PAGES = "pages"
+    FORWARD = "forward"
+    TRAINING = "training"
+
+
+class ProviderPart(str, Enum):
+    """Parts of `benchmarks provider`."""
+
+    HOST = "host"
+    KERNELS = "kernels"
+    SHAPES = "shapes"
+
+
+class KernelsPart(str, Enum):
+    """Parts of `benchmarks kernels`."""
+
+    FLOAT32 = "float32"
+    HALF = "half"
+    MEMORY = "memory"
+    ERRORS = "errors"
+
+
+class DistributedPart(str, Enum):
+    """Parts of `benchmarks distributed`."""
+
+    WEAK = "weak"
+    STRONG = "strong"
+    TENSOR = "tensor"
+    MODEL = "model"
