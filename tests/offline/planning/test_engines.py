@@ -31,6 +31,17 @@ def test_the_published_engines_are_those_of_cudnn(target, option):
         assert cell(call["operation"], option, target=target).to_dict() == call
 
 
+@pytest.mark.parametrize("target, sm", [("a100", 80), ("l40s", 89), ("h200", 90), ("b200", 100), ("rtx5090", 120)])
+def test_the_published_reasons_are_those_of_the_rules(target, sm):
+    """What no rule says is left out: cuDNN's own errors, and sentences that name the GPU."""
+    published = json.loads((PUBLISHED / f"{target}.json").read_text())
+    version = published["environment"]["cudnn"]
+    for call in published["calls"]:
+        reasons = [one for one in call["reasons"] if not one.startswith(("CUDNN_", published["environment"]["gpu"]))]
+        ruled = cell(call["operation"], call["option"], sm=sm, cudnn=version).reasons
+        assert reasons == [one for one in ruled if not one.startswith("a GPU of SM")], call
+
+
 def test_support_for_a_target_agrees_with_explain():
     q = torch.empty(2, 8, 1024, 64, dtype=torch.bfloat16)
     told = explain(sdpa, q, q, q, is_causal=True)
