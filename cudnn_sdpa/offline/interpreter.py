@@ -36,11 +36,6 @@ def module_command(name: str, arguments: Sequence[str] = ()) -> list[str]:
     return command(f"import runpy\nrunpy.run_module({name!r}, run_name='__main__', alter_sys=True)", *arguments)
 
 
-def bare_command(program: str, *arguments: str) -> list[str]:
-    """The command that runs Python code with nothing but the standard library, which starts at once."""
-    return [sys.executable, "-I", "-S", "-c", program, *arguments]
-
-
 def why_no_python() -> str:
     """Why there is no interpreter to start; empty if there is one."""
     frozen = getattr(sys, "frozen", False) or "__compiled__" in globals()  # PyInstaller and others; Nuitka
