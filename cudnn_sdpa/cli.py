@@ -6,6 +6,7 @@ Only commands that need PyTorch import it, and no command imports it for its hel
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -285,15 +286,17 @@ def build_native(
     """Compile the native module ahead, for this PyTorch and this Python, and load it."""
     import cudnn_sdpa._pytorch  # noqa: F401
     from cudnn_sdpa.engine.native import build, loader
-    from cudnn_sdpa.engine.native.compiler import CompileError
 
     try:
-        built = build.build(build.ModuleSources(), again=again)
-        loader.load(built.path)
-    except (CompileError, ImportError) as error:
+        path, how = None if again else build.find(), "compiled before"
+        if path is None:
+            begin = time.perf_counter()
+            path = build.compile_module()
+            how = f"compiled in {time.perf_counter() - begin:.0f} s"
+        loader.load(path)
+    except (build.CompileError, ImportError) as error:
         _fail(" ".join(str(error).split()), PROBLEM)
-    how = "compiled before" if built.seconds is None else f"compiled in {built.seconds:.0f} s"
-    typer.echo(f"{how} with {' '.join(built.compiler)}: {built.path}")
+    typer.echo(f"{how}: {path}")
 
 
 plans_app = typer.Typer(invoke_without_command=True)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import itertools
 import os
 import threading
-import weakref
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+#: Number of the latest values in a row, set by calls, whose overrides a `with` statement may still enter.
+_MAX_SET = 16
 
 
 class Override(Generic[T]):
@@ -18,40 +21,32 @@ class Override(Generic[T]):
 
     def __init__(self, overrides: Overrides[T], value: T) -> None:
         self._overrides = overrides
-        self._value = value
-        self._created = _Entry(value, weakref.ref(self))
+        self._set = _Entry(value)
         self._entered: list[_Entry[T]] = []
-        overrides._add(self._created)
+        overrides._add(self._set)
 
     def _enter(self) -> None:
-        entry = _Entry(self._value)
+        entry = _Entry(self._set.value, is_entered=True)
         self._entered.append(entry)
-        self._overrides._enter(self._created, entry)
+        self._overrides._add(entry, instead_of=self._set)
 
     def __exit__(self, *_: object) -> None:
         self._overrides._leave(self._entered.pop())
 
 
+@dataclass(eq=False)
 class _Entry(Generic[T]):
-    """A value that a `with` statement holds, or one that was set by a call, with a weak reference to its override."""
+    """A value that a `with` statement holds, or that a call has set."""
 
-    def __init__(self, value: T, override: weakref.ref[Override[T]] | None = None) -> None:
-        self.value = value
-        self.override = override
-
-    @property
-    def is_entered(self) -> bool:
-        """Whether a `with` statement holds it."""
-        return self.override is None
-
-    @property
-    def is_permanent(self) -> bool:
-        """Whether a call has set it, and no `with` statement can enter its override any more."""
-        return self.override is not None and self.override() is None
+    value: T
+    is_entered: bool = False
+    has_ended: bool = False
 
 
 class Overrides(Generic[T]):
     """The overrides of one setting; the latest that has not ended is in force.
+
+    Signal handlers and the garbage collector may change the setting in the middle of a change in their thread.
 
     Args:
         get: Returns the value in force, of any kind that `put` takes.
@@ -63,60 +58,44 @@ class Overrides(Generic[T]):
         self._put = put
         self._entries: list[_Entry[T]] = []
         self._lock = renewed_in_children(threading.RLock())
-        self._waiting: deque[Callable[[], None]] = deque()
-        self._is_changing = False
-        os.register_at_fork(after_in_child=self._forked)
 
-    def _forked(self) -> None:
-        self._is_changing = False
-
-    def _change(self, change: Callable[[], None]) -> None:
-        """Makes a change, after those that it interrupts in this thread.
-
-        The garbage collector may end a generator's `with` statement, and a signal handler may set a value, anywhere.
-        """
-        self._waiting.append(change)
+    def _add(self, entry: _Entry[T], instead_of: _Entry[T] | None = None) -> None:
+        """Puts a value in force, for `with` statements in place of the one that their override has set."""
         with self._lock:
-            if self._is_changing:
-                return
-            self._is_changing = True
-            try:
-                while self._waiting:
-                    self._waiting.popleft()()
-            finally:
-                self._is_changing = False
-
-    def _add(self, entry: _Entry[T]) -> None:
-        """Puts a value in force, for good or until a `with` statement enters its override."""
-        self._change(functools.partial(self._replace, None, entry))
-
-    def _enter(self, created: _Entry[T], entry: _Entry[T]) -> None:
-        """Puts the value of a `with` statement in force, in place of the one that its override has set."""
-        self._change(functools.partial(self._replace, created, entry))
-
-    def _replace(self, old: _Entry[T] | None, new: _Entry[T]) -> None:
-        entries = self._entries
-        if not entries:
-            self._base = self._get()
-        if old in entries:
-            entries.remove(old)
-        # What lies below a permanent value never comes into force again, unless a `with` statement holds it.
-        while len(entries) > 1 and entries[-1].is_permanent and not entries[-2].is_entered:
-            del entries[-2]
-        entries.append(new)
-        self._put(new.value)
+            if not self._entries:
+                self._base = self._get()
+            self._entries.append(entry)
+            if instead_of is not None:
+                self._remove(instead_of)
+            latest = self._entries[-_MAX_SET - 1 :]
+            if len(latest) > _MAX_SET and not any(each.is_entered for each in latest):
+                self._remove(latest[0])  # it would come into force only if all later ones were entered and ended
+            self._put_latest()
 
     def _leave(self, entry: _Entry[T]) -> None:
-        """Removes the value of a `with` statement, and those that calls have set while it was in force."""
-        self._change(functools.partial(self._remove, entry))
+        """Ends a `with` statement, and the values that calls have set while it was in force."""
+        with self._lock:
+            later = self._entries[self._entries.index(entry) + 1 :]
+            ending = [entry, *itertools.takewhile(lambda each: not each.is_entered, later)]
+            for each in ending:
+                each.has_ended = True
+            self._put_latest()  # before they are removed: the first of later entries reads the base
+            for each in ending:
+                self._remove(each)
 
     def _remove(self, entry: _Entry[T]) -> None:
-        entries = self._entries
-        start = end = entries.index(entry)
-        while end + 1 < len(entries) and not entries[end + 1].is_entered:
-            end += 1
-        del entries[start : end + 1]
-        self._put(entries[-1].value if entries else self._base)
+        with contextlib.suppress(ValueError):
+            self._entries.remove(entry)
+
+    def _latest(self) -> _Entry[T] | None:
+        return next((each for each in reversed(self._entries) if not each.has_ended), None)
+
+    def _put_latest(self) -> None:
+        while True:
+            latest = self._latest()
+            self._put(self._base if latest is None else latest.value)
+            if self._latest() is latest:  # otherwise it has changed meanwhile
+                return
 
 
 LockT = TypeVar("LockT")

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from cudnn_sdpa.engine.native import build, compiler, loader
+from cudnn_sdpa.engine.native import build, loader
 
 SOURCE = """
 #include <ATen/core/Tensor.h>
@@ -41,14 +41,12 @@ TORCH_LIBRARY_IMPL(measured, CPU, m) { m.impl("attend", attend); }
 def load_operator() -> None:
     """Compiles and loads the operator."""
     with tempfile.TemporaryDirectory() as name:
-        folder, libraries = Path(name), compiler.torch_folder() / "lib"
+        folder, libraries = Path(name), build.torch_folder() / "lib"
         (folder / "operator.cpp").write_text(SOURCE)
-        options = ["-O2", "-std=c++20", "-shared", "-fPIC", *(f"-I{path}" for path in compiler.include_folders())]
+        options = ["-O2", "-std=c++20", "-shared", "-fPIC", *(f"-I{path}" for path in build.include_folders())]
         linked = [f"-L{libraries}", "-ltorch_cpu", "-lc10"]
         output = folder / "operator.so"
-        subprocess.run(
-            [*compiler.check(), *options, str(folder / "operator.cpp"), "-o", str(output), *linked], check=True
-        )
+        subprocess.run([*build.check(), *options, str(folder / "operator.cpp"), "-o", str(output), *linked], check=True)
         torch.ops.load_library(str(output))
 
 
@@ -60,7 +58,7 @@ def nanoseconds(call: Callable[[], object]) -> float:
 
 def main() -> None:
     load_operator()
-    module = loader.load(build.build(build.ModuleSources()).path)
+    module = loader.load(build.find() or build.compile_module())
     module.set_missed(object())
     table, operator = module.Calls(), torch.ops.measured.attend.default
     q, k, v = (torch.randn(1, 8, 64, 64) for _ in range(3))

@@ -9,15 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 
-from cudnn_sdpa.engine.native import calls, compiler, loader
+from cudnn_sdpa.engine.native import build, calls, loader
 
 
 @functools.cache
 def _load() -> str:
     """Loads the module; gives what is wrong if it cannot be."""
     try:
-        compiler.check()
-    except compiler.CompileError as error:
+        build.check()
+    except build.CompileError as error:
         return str(error)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(loader.VARIABLE, loader.ON)

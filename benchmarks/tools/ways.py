@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,9 +14,7 @@ PATIENCE = 180.0
 def wait_for_native_calls() -> bool:
     """Waits until the native module is loaded; False if it cannot be, or is switched off."""
     loader.start()
-    end = time.monotonic() + PATIENCE
-    while loader.status().state == loader.COMPILING and time.monotonic() < end:
-        time.sleep(0.05)
+    loader.wait(PATIENCE)
     return loader.module() is not None
 
 

@@ -322,7 +322,7 @@ def _explain_live(name: str, description: Description, device: int) -> Explanati
         else:
             result.engine, result.knobs, result.workspace = plan.engine, plan.knobs, plan.workspace
             result.build_seconds, result.loaded = plan.build_seconds, plan.loaded
-            result.native = str(loader.status())
+            result.native = loader.status()
     result.libraries |= backend.loaded_libraries()
     return result
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 import queue
@@ -159,16 +158,12 @@ class BackgroundPlanner:
         if self._closed:
             return None
         store = default_store.active()
-        with contextlib.ExitStack() as stack:
-            if store is not None:
-                stack.enter_context(store.building(request.key, in_background=True))
-                stored = store.load(request.key)  # another process may have built it
-                if stored is not None:
-                    return stored
-            stored = plan_offline(request.key, request.properties, helper).stored_form(request.key)
-            if store is not None:
-                store.save(request.key, stored)
+        if store is not None and (stored := store.load(request.key)) is not None:  # another process has built it
             return stored
+        stored = plan_offline(request.key, request.properties, helper).stored_form(request.key)
+        if store is not None:
+            store.save(request.key, stored)
+        return stored
 
     def _finish(self, request: Request) -> None:
         request.is_done = True

@@ -30,11 +30,6 @@ def command(program: str, *arguments: str) -> list[str]:
     return [sys.executable, "-c", f"import sys\nsys.path[:] = {path!r}\n{program}", *arguments]
 
 
-def bare_command(program: str, *arguments: str) -> list[str]:
-    """The command that runs Python code with nothing but the standard library, which starts at once."""
-    return [sys.executable, "-I", "-S", "-c", program, *arguments]
-
-
 def why_no_python() -> str:
     """Why there is no interpreter to start; empty if there is one."""
     frozen = getattr(sys, "frozen", False) or "__compiled__" in globals()  # PyInstaller and others; Nuitka

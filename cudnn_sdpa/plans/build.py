@@ -41,7 +41,7 @@ def load_plan(key: PlanKey) -> Plan | None:
             except BadPlanFileError as error:
                 # Not removed: cuDNN's error does not always distinguish a bad file from a failing GPU or process, and
                 # other processes share it. If a plan can be built, it replaces the file.
-                store.ignore(stored_key, stored, str(error))
+                store.ignore(stored_key, str(error))
     return None
 
 
@@ -102,15 +102,10 @@ def build_plan(operation: GraphDefinition, key: PlanKey) -> Plan:
     if isinstance(operation, KernelOp):
         _refuse_while_capturing(key)
         return operation.plan(key)
-    store = _store()
-    if store is None:
-        return _compile(operation, key)
-    with store.building(key):
-        plan = load_plan(key)  # another process may have built it in the meantime
-        if plan is None:
-            plan = _compile(operation, key)
-            store.save(key, stored_form(plan))
-        return plan
+    plan = _compile(operation, key)
+    if (store := _store()) is not None:
+        store.save(key, stored_form(plan))
+    return plan
 
 
 def _compile(operation: GraphDefinition, key: PlanKey) -> Plan:

@@ -6,10 +6,13 @@ of the bytes, so that a damaged file is detected before cuDNN reads it.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
+import secrets
 import stat
+import time
 from dataclasses import dataclass
 
 from cudnn_sdpa.plans.private_folders import is_private
@@ -17,6 +20,9 @@ from cudnn_sdpa.plans.private_folders import is_private
 #: Format version, part of every file name; changes whenever files of older versions could be misread.
 FORMAT = 1
 _MAGIC = f"cudnn_sdpa plan, format {FORMAT}\n".encode()
+
+#: Begins the names of files that are being written.
+TEMPORARY = ".writing-"
 
 #: Larger files are not read; plans take 60 to 300 KB.
 MAX_BYTES = 64 << 20
@@ -127,3 +133,31 @@ def read(name: str, folder: int) -> bytes | None:
         if status.st_size > MAX_BYTES:
             raise BadPlanFileError(f"it has {status.st_size} bytes, more than any plan")
         return file.read(MAX_BYTES)
+
+
+def write(name: str, folder: int, contents: bytes) -> None:
+    """Writes a file of an open folder, complete or not at all, for those who may read the folder.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    temporary = TEMPORARY + secrets.token_hex(8)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as file:
+            os.fchmod(file.fileno(), 0o600 | os.fstat(folder).st_mode & 0o044)
+            file.write(contents)
+            file.flush()
+            os.fsync(file.fileno())
+        touch(temporary, folder)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+
+
+def touch(name: str, folder: int) -> None:
+    """Sets a file's time by the clock that it is compared with; the file system's own is some ms behind."""
+    now = time.time_ns()
+    os.utime(name, ns=(now, now), dir_fd=folder)

@@ -1,45 +1,49 @@
 """The plan store: plans on disk, built by one process and loaded by later ones.
 
 A plan is code for the GPU, so folders and files that others may write to are refused. A file is written under a
-temporary name and renamed, so it is always complete or absent. If the store fails, plans are built as if there were
-none.
+temporary name and renamed, so it is always complete or absent. Nothing is locked: processes that miss a plan at the
+same time all build it, and the last file stays. If the store fails, plans are built as if there were none.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import errno
+import functools
 import logging
 import os
+import re
 import threading
-import weakref
+import time
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from cudnn_sdpa.graph.diagnostics import shortened
-from cudnn_sdpa.plans import file_format, private_folders, store_files
+from cudnn_sdpa.plans import file_format, private_folders
 from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
 from cudnn_sdpa.plans.private_folders import UnsafeFolderError
+from cudnn_sdpa.settings import renewed_in_children
 
 _log = logging.getLogger("cudnn_sdpa")
 
 DEFAULT_BYTES = 1 << 30
 
-#: Maximum number of attempts to free space on a full disk for one plan.
-_MAX_TRIES = 8
-
 #: The fraction of its capacity that a full store keeps, so that not every later save has to evict.
 _KEPT_FRACTION = 0.9
 
-#: Seconds to wait for a process that builds the same plan. A build takes one; a stopped process keeps its lock.
-_LOCK_SECONDS = 60.0
+#: The fraction of its capacity that a process writes before it looks again at what others have written.
+_UNSEEN_FRACTION = 1 / 16
 
-#: Maximum number of file names that a store remembers.
-_MAX_NAMES = 4096
+#: Age at which a file that is being written belongs to a killed process.
+_ABANDONED_SECONDS = 3600.0
 
-_stores: weakref.WeakSet[PlanStore] = weakref.WeakSet()
+#: Tolerance for timestamps in the future; later ones come from a wrong clock.
+_CLOCK_SECONDS = 1.0
+
+#: Guards the counters of all stores; a signal handler may call within.
+_mutex = renewed_in_children(threading.RLock())
 
 
 @dataclass(frozen=True)
@@ -95,20 +99,12 @@ class PlanStore:
         self.folder = folder.absolute()
         self.capacity = capacity
         self._log_level = log_level
-        self._size: int | None = None  # unknown before the first save
+        self._room = 0  # bytes that this process may write before it looks at the folder
         self._counters = dict.fromkeys(("loads", "saves", "rejected", "evictions"), 0)
         self._warned: set[str] = set()
         self.write_error = ""  # of the last plan that could not be saved
-        self._ignored: dict[str, bytes] = {}
-        self._names: dict[Identified, str] = {}  # a first call asks for the same ones several times
-        self._start_afresh()
-        _stores.add(self)
         with self._opened(make=True):
             pass
-
-    def _start_afresh(self) -> None:
-        """Resets the lock in a forked child, which lacks the thread that may hold it."""
-        self._mutex, self._room = threading.RLock(), threading.RLock()  # a signal handler may call within
 
     @contextlib.contextmanager
     def _opened(self, *, make: bool = False) -> Iterator[int]:
@@ -125,12 +121,7 @@ class PlanStore:
 
     def path(self, key: Identified) -> Path:
         """The path of the plan of `key`, existing or not."""
-        name = self._names.get(key)
-        if name is None:
-            if len(self._names) >= _MAX_NAMES:
-                self._names.clear()
-            name = self._names[key] = file_format.name_of(key.identity())
-        return self.folder / name
+        return self.folder / _name_of(key)
 
     def load(self, key: Identified, *, only_tuned: bool = False) -> StoredPlan | None:
         """The stored plan of `key`; None if there is none that can be trusted.
@@ -146,16 +137,16 @@ class PlanStore:
                 plan = _decode(contents)
                 if file_format.canonical(plan.identity) != file_format.canonical(key.identity()):
                     raise BadPlanFileError("it belongs to another plan")
-                if (only_tuned and not plan.tuned) or self._ignored.get(name) == _digest(plan):
+                if only_tuned and not plan.tuned:
                     return None
                 with contextlib.suppress(OSError):
-                    store_files.touch(name, folder)  # marks the use, for eviction order
+                    file_format.touch(name, folder)  # a use, for the order of eviction
         except BadPlanFileError as error:
             self.reject(key, str(error))
             return None
         except (OSError, UnsafeFolderError) as error:
             if not isinstance(error.__cause__, FileNotFoundError):  # the next save recreates a removed folder
-                self._warn("read", f"stored plans cannot be read ({error})")
+                self._warn("stored plans cannot be read from %s (%s)", error)
             return None
         self._count("loads")
         return plan
@@ -171,60 +162,39 @@ class PlanStore:
             contents = plan.encode()
             with self._opened(make=True) as folder:
                 self._make_room(folder, len(contents), name)
-                self._write_or_make_room(folder, name, contents)
+                try:
+                    file_format.write(name, folder, contents)
+                except OSError as error:
+                    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                    if not is_full or not self._evict(folder, 2 * len(contents), name):
+                        raise
+                    file_format.write(name, folder, contents)
             self._count("saves")
-            self._ignored.pop(name, None)
         except (OSError, UnsafeFolderError) as error:
             self.write_error = str(error)
-            self._warn("write", f"plans cannot be saved in {self.folder} ({error})")
+            self._warn("plans cannot be saved in %s (%s)", error)
             return False
         return True
 
     def reject(self, key: Identified, why: str) -> None:
         """Removes the file of `key`, which is damaged or holds another plan."""
-        self._note_rejection(key, why)
+        self.ignore(key, why)
         with contextlib.suppress(OSError, UnsafeFolderError), self._opened() as folder:
             os.unlink(self.path(key).name, dir_fd=folder)
 
-    def ignore(self, key: Identified, plan: StoredPlan, why: str) -> None:
-        """Ignores the stored plan of `key` in this process; the file stays until a new plan replaces it.
+    def ignore(self, key: Identified, why: str) -> None:
+        """Counts and logs an intact plan of `key` that cuDNN rejects; the file stays until a new plan replaces it.
 
-        For an intact plan that cuDNN rejects: if the cause is the GPU or its memory, other processes can still use it.
+        If the cause is the GPU or its memory, other processes can still use it.
         """
-        self._ignored[self.path(key).name] = _digest(plan)
-        self._note_rejection(key, why)
-
-    def _note_rejection(self, key: Identified, why: str) -> None:
         _log.warning("ignoring the stored plan %s: %s; it will be built again", self.path(key), why)
         self._count("rejected")
-
-    @contextlib.contextmanager
-    def building(self, key: Identified, *, in_background: bool = False) -> Iterator[None]:
-        """While a process is in this context, others that would build the same plan wait, then load it.
-
-        Args:
-            key: The plan's key.
-            in_background: Whether a helper builds it. Calls that need the plan do not wait for that, but build it
-                themselves: a helper must first start, runs at low priority, and takes many times as long.
-        """
-        with contextlib.ExitStack() as stack:
-            try:
-                if os.access(self.folder, os.W_OK | os.X_OK):  # otherwise there will be no file for others to load
-                    folder = stack.enter_context(self._opened())
-                    locks = store_files.folder_of_locks(folder)
-                    stack.callback(os.close, locks)
-                    name = self.path(key).stem + ".background" * in_background + ".lock"
-                    if not stack.enter_context(store_files.locked(locks, name, _LOCK_SECONDS)):
-                        self._warn("lock", f"plans in {self.folder} are built without a lock (it is held for too long)")
-            except (OSError, UnsafeFolderError) as error:
-                self._warn("lock", f"plans in {self.folder} are built without a lock ({error})")
-            yield
 
     def info(self) -> PlanStoreInfo:
         """The counters."""
         sizes: list[int] = []
         with contextlib.suppress(OSError, UnsafeFolderError), self._opened() as folder:
-            sizes = [file.size for file in store_files.listed(folder) if file.is_plan]
+            sizes = [file.size for file in _listed(folder) if file.is_plan]
         return PlanStoreInfo(
             folder=self.folder, plans=len(sizes), bytes=sum(sizes), capacity=self.capacity, **self._counters
         )
@@ -232,74 +202,100 @@ class PlanStore:
     def clear(self) -> None:
         """Removes all plans."""
         with contextlib.suppress(OSError, UnsafeFolderError), self._opened() as folder:
-            for file in store_files.listed(folder):
+            for file in _listed(folder):
                 if file.is_plan:
                     with contextlib.suppress(OSError):
                         os.unlink(file.name, dir_fd=folder)
 
-    def _write_or_make_room(self, folder: int, name: str, contents: bytes) -> None:
-        """Writes a file; on a full disk, others are evicted for it."""
-        tries, removed = 1, 1
-        while not store_files.try_write(folder, name, contents, or_raise=tries == _MAX_TRIES or not removed):
-            removed = self._remove(folder, len(contents), name)
-            tries += 1
-
     def _make_room(self, folder: int, added: int, name: str) -> None:
         """Keeps the folder within its capacity when a file of this size and name is added.
 
-        Scanning thousands of files takes longer than building a plan. So only a process's first save does it, and later
-        ones when the capacity may be exceeded: all processes add the sizes of their files to one shared total.
+        Scanning thousands of files takes longer than building a plan, so that a process does it seldom. What others
+        write meanwhile may exceed the capacity by a fraction for each of them.
         """
-        with self._room, store_files.shared_size(folder) as shared:
-            size = shared.read() if self._size is not None else None
-            if size is None:
-                size = self._size
-            if size is None or size + added > self.capacity:
-                size = self._shrink(folder, added, name)
-            self._size = size + added
-            shared.write(self._size)
+        if added > self._room:
+            _sweep(folder)
+            size = sum(file.size for file in _listed(folder) if file.name != name)
+            if size + added > self.capacity:
+                size -= self._evict(folder, size + added - int(_KEPT_FRACTION * self.capacity), name)
+            self._room = min(int(_UNSEEN_FRACTION * self.capacity), self.capacity - size)
+        self._room -= added
 
-    def _shrink(self, folder: int, added: int, name: str) -> int:
-        """Evicts the least recently used files if a new one needs their space; returns the bytes left."""
-        store_files.sweep(folder)
-        left = sum(file.size for file in store_files.listed(folder) if file.name != name)
-        if left + added > self.capacity:
-            left -= self._remove(folder, left + added - int(_KEPT_FRACTION * self.capacity), name)
-        return max(0, left)
-
-    def _remove(self, folder: int, min_bytes: int, name: str) -> int:
-        """Removes least recently used files of at least this size, except `name`; returns the bytes removed."""
-        sizes = store_files.remove_oldest(folder, min_bytes, name)
-        for _ in sizes:
-            self._count("evictions")
-        return sum(sizes)
+    def _evict(self, folder: int, min_bytes: int, name: str) -> int:
+        """Removes least recently used plans of at least this size, except the file `name`; returns the bytes freed."""
+        latest, freed = time.time() + _CLOCK_SECONDS, 0
+        plans = [file for file in _listed(folder) if file.is_plan and file.name != name]
+        # Files of the future, from a wrong clock, would never be evicted otherwise.
+        for file in sorted(plans, key=lambda file: file.used if file.used < latest else 0.0):
+            if freed >= min_bytes:
+                break
+            try:
+                os.unlink(file.name, dir_fd=folder)
+                self._count("evictions")
+            except FileNotFoundError:
+                pass  # another process has freed it
+            except OSError:
+                continue
+            freed += file.size
+        return freed
 
     def _count(self, counter: str) -> None:
-        with self._mutex:
+        with _mutex:
             self._counters[counter] += 1
 
-    def _warn(self, kind: str, message: str) -> None:
-        """Logs one message of each kind."""
-        with self._mutex:
-            if kind in self._warned:
-                return
-            self._warned.add(kind)
-        _log.log(self._log_level, "%s", message)
+    def _warn(self, text: str, error: Exception) -> None:
+        """Logs the first error of each kind."""
+        if text not in self._warned:
+            self._warned.add(text)
+            _log.log(self._log_level, text, self.folder, error)
 
     def __repr__(self) -> str:
         return f"PlanStore({str(self.folder)!r})"
 
 
-def _renew_locks() -> None:
-    for store in list(_stores):
-        store._start_afresh()
+@dataclass(frozen=True)
+class _File:
+    """A plan file, complete or being written."""
+
+    name: str
+    size: int
+    used: float
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether it is complete."""
+        return _is_plan_name(self.name)
 
 
-os.register_at_fork(after_in_child=_renew_locks)
+@functools.lru_cache(maxsize=4096)
+def _name_of(key: Identified) -> str:
+    """The name of the plan's file; a first call asks for the same one several times."""
+    return file_format.name_of(key.identity())
 
 
-def _digest(plan: StoredPlan) -> bytes:
-    return hashlib.sha256(plan.data).digest()
+def _is_plan_name(name: str) -> bool:
+    """Whether `file_format.name_of` makes such names; a file with another one is somebody else's."""
+    return re.fullmatch(r"[0-9a-f]{64}\.plan", name) is not None
+
+
+def _listed(folder: int) -> list[_File]:
+    """All plan files, including those being written."""
+    files = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if _is_plan_name(entry.name) or entry.name.startswith(file_format.TEMPORARY):
+                with contextlib.suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    files.append(_File(entry.name, status.st_size, status.st_mtime))
+    return files
+
+
+def _sweep(folder: int) -> None:
+    """Removes files that killed processes have left half-written."""
+    for file in _listed(folder):
+        if not file.is_plan and abs(time.time() - file.used) > _ABANDONED_SECONDS:
+            with contextlib.suppress(OSError):
+                os.unlink(file.name, dir_fd=folder)
 
 
 def _decode(contents: bytes) -> StoredPlan:

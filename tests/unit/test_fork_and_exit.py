@@ -16,12 +16,12 @@ sys.path.insert(0, sys.argv[1])
 warnings.simplefilter("ignore")
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache
-from cudnn_sdpa.plans import shape_policy as shapes, default_store, autotune
+from cudnn_sdpa.plans import shape_policy as shapes, default_store, autotune, store as plan_store
 from tests.unit.plans.test_cache import StandIn, key
 store = cudnn_sdpa.use_plan_store(sys.argv[2]).store
 plan_cache.get(key(1), StandIn)
 locks = [plan_cache._lock, default_store._setting_lock, default_store._overrides._lock, shapes._lock,
-         shapes._overrides._lock, autotune._measuring, store._mutex, store._room]
+         shapes._overrides._lock, autotune._measuring, plan_store._mutex]
 held, go_on, building = threading.Event(), threading.Event(), threading.Event()
 
 def hold():
@@ -152,7 +152,7 @@ def test_a_forked_child_finds_every_lock_free(run_python, tmp_path):
         "cudnn_sdpa.offline.background.BackgroundPlanner._lock",
         "cudnn_sdpa.offline.planner.Helper._lock",
         "cudnn_sdpa.plans.cache.PlanCache._lock",
-        "cudnn_sdpa.plans.store.PlanStore._room",
+        "cudnn_sdpa.plans.store._mutex",
         "cudnn_sdpa.settings.Overrides._lock",
     } <= free
 

@@ -1,34 +1,36 @@
 """Finds the native module in the user's cache folder, or compiles it into that folder.
 
 A module is code: the folder, its files and the folders above must be the user's or root's, as those of the plan store.
-A file is written under a temporary name and renamed. Processes that need the same module compile it once.
+The file's name has a digest of everything that the module was made from and for, and its end one of its contents.
+Processes that need the same module at the same time all compile it, and the last file stays.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import os
 import platform
 import re
+import shlex
 import shutil
+import signal
+import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from cudnn_sdpa.engine.native import compiler
-from cudnn_sdpa.engine.native.compiler import Compilation, CompileError
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.plans import file_format, private_folders, store_files
-from cudnn_sdpa.plans.file_format import BadPlanFileError, canonical
+from cudnn_sdpa.graph.diagnostics import printable, shortened
+from cudnn_sdpa.offline.interpreter import exit_reason
+from cudnn_sdpa.plans import file_format, private_folders
+from cudnn_sdpa.plans.file_format import BadPlanFileError
 from cudnn_sdpa.plans.private_folders import OpenFolderError, UnsafeFolderError
 
 _log = logging.getLogger("cudnn_sdpa")
@@ -38,29 +40,45 @@ FOLDER_VARIABLE = "CUDNN_SDPA_NATIVE_DIR"
 
 #: Environment variable with a sanitizer that the module is compiled with, for tests.
 SANITIZE_VARIABLE = "CUDNN_SDPA_NATIVE_SANITIZE"
+_SANITIZERS = ("", "address", "undefined", "address,undefined")
 
-#: The folder of the module's sources.
+#: The folder of the module's `*.cpp` and `*.h` files.
 SOURCES = Path(__file__).parent
 
-#: Seconds to wait for a process that compiles the same module; a stopped process keeps its lock.
-_LOCK_SECONDS = 300.0
+#: Seconds after which a compiler counts as hanging: it takes 15 to 40.
+_TIMEOUT_SECONDS = 600.0
 
-#: Seconds between two looks at whether this process is ending, while it waits.
-_PAUSE_SECONDS = 0.2
-
-#: Seconds for which processes do not try again in the background what a compiler has refused.
-_REFUSAL_SECONDS = 3600.0
-
-#: Number of modules kept in the folder, those of other versions among them.
-_KEPT = 16
+#: What begins the compiler's command in the background: it has a low priority, and as it takes 1 GB, it is killed and
+#: not the program where memory is short.
+_IN_BACKGROUND = ("/bin/sh", "-c", '{ echo 1000 >/proc/self/oom_score_adj; } 2>/dev/null; exec nice -n 10 "$@"', "sh")
 
 #: Begins the names of folders in which a compiler works, and the age at which one is left over from a killed process.
 _SCRATCH = "compiling-"
 _ABANDONED_SECONDS = 3600.0
 
-#: What ends the file of a module; the bytes for its description's length and for its digest, which come before that.
-_MAGIC = b"\ncudnn_sdpa native, format 1\n"
-_LENGTH, _DIGEST = 8, 32
+#: PyTorch 2.9's headers are C++17 and those of 2.15 are C++20, which both accept.
+_FLAGS = (
+    *("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
+    *("-Wall", "-Wextra", "-Wno-missing-field-initializers"),
+    "-Wl,-z,now",  # a symbol that is missing fails when the module is loaded, not in a call
+)
+_OPTIMIZED = ("-O2", "-DNDEBUG")
+_SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
+
+#: PyTorch's libraries, which its import has loaded: no path to them is kept in the module.
+_LIBRARIES = ("-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10")
+
+
+class CompileError(Exception):
+    """The module cannot be compiled here; the message says why.
+
+    Attributes:
+        is_expected: Whether a machine may well be without what is missing, such as a compiler.
+    """
+
+    def __init__(self, why: str, *, is_expected: bool = False) -> None:
+        super().__init__(why)
+        self.is_expected = is_expected
 
 
 def sanitizer_of_environment() -> str:
@@ -70,115 +88,9 @@ def sanitizer_of_environment() -> str:
         OptionError: There is no such sanitizer.
     """
     name = os.environ.get(SANITIZE_VARIABLE, "")
-    if name not in compiler.SANITIZERS:
+    if name not in _SANITIZERS:
         raise OptionError(SANITIZE_VARIABLE, repr(name), "address, undefined, or both with a comma")
     return name
-
-
-@dataclass(frozen=True)
-class ModuleSources:
-    """What a module is made from and for.
-
-    Attributes:
-        sources: The folder with its `*.cpp` and `*.h` files.
-        sanitize: One of `compiler.SANITIZERS`; usually empty.
-    """
-
-    sources: Path = SOURCES
-    sanitize: str = field(default_factory=sanitizer_of_environment)
-
-    def files(self, *suffixes: str) -> list[Path]:
-        """Its files with one of these suffixes, in the order of their names."""
-        return sorted(path for path in self.sources.iterdir() if path.suffix in suffixes)
-
-    def identity(self) -> dict[str, object]:
-        """Everything that the module depends on, JSON-ready.
-
-        The compiler is not part of it: a machine without one loads what another has compiled.
-        """
-        return {
-            "sources": {path.name: _sha256(path.read_bytes()) for path in self.files(".cpp", ".h")},
-            "flags": compiler.flags(self.sanitize),
-            "torch": [str(torch.__version__), torch.version.git_version, torch.version.cuda, torch.version.hip],
-            "python": [sys.implementation.cache_tag, platform.python_version(), sysconfig.get_config_var("SOABI")],
-            "platform": [sysconfig.get_platform(), _c_library()],
-        }
-
-
-class BadModuleError(Exception):
-    """A file that is not a module, or not the expected one; the message says why."""
-
-
-@dataclass(frozen=True)
-class ModuleFile:
-    """The file of a compiled module: the library as the linker wrote it, and behind it its description and a digest.
-
-    The dynamic loader ignores what follows a library. With one file, renamed into place, there is never a library
-    without its description, or one that does not belong to it.
-
-    Attributes:
-        identity: What it was made from and for; see `ModuleSources.identity`.
-        compiler: The command that compiled it.
-        library: The shared library.
-    """
-
-    identity: dict[str, object]
-    compiler: list[str]
-    library: bytes
-
-    def encode(self) -> bytes:
-        """The contents of a file."""
-        line = canonical({"identity": self.identity, "compiler": self.compiler})
-        contents = self.library + line + len(line).to_bytes(_LENGTH, "little")
-        return contents + hashlib.sha256(contents).digest() + _MAGIC
-
-    @classmethod
-    def decode(cls, contents: bytes) -> ModuleFile:
-        """The module in a file's contents.
-
-        Raises:
-            BadModuleError: They are not a module, or damaged.
-        """
-        if not contents.endswith(_MAGIC):
-            raise BadModuleError("it is incomplete, or not a module in this version's format")
-        rest, digest = _split(contents[: -len(_MAGIC)], _DIGEST)
-        if hashlib.sha256(rest).digest() != digest:
-            raise BadModuleError("its contents do not match its digest")
-        rest, length = _split(rest, _LENGTH)
-        library, line = _split(rest, int.from_bytes(length, "little"))
-        try:
-            description = json.loads(line)
-            return cls(description["identity"], description["compiler"], library)
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise BadModuleError("its description cannot be read") from error
-
-
-def _split(contents: bytes, length: int) -> tuple[bytes, bytes]:
-    """The contents before the last `length` bytes, and these."""
-    at = max(0, len(contents) - length)
-    return contents[:at], contents[at:]
-
-
-#: What `name_of` returns, and the names beside it of what a compiler has refused.
-_OWN_NAME = re.compile(r"torch-\S+-[0-9a-f]{32}\.(so|refused)")
-
-
-def name_of(identity: dict[str, object]) -> str:
-    """The name of the file of the module with this identity; its beginning is for people."""
-    version = re.sub(r"[^\w.+]", "-", str(torch.__version__))
-    return f"torch-{version}-{sys.implementation.cache_tag}-{_sha256(canonical(identity))[:32]}.so"
-
-
-def _sha256(contents: bytes) -> str:
-    return hashlib.sha256(contents).hexdigest()
-
-
-def _c_library() -> str:
-    """The C library: what one version has linked may not load with an older one, on a machine with the same home."""
-    try:
-        return os.confstr("CS_GNU_LIBC_VERSION") or ""
-    except (ValueError, OSError, AttributeError):  # another C library
-        return "-".join(platform.libc_ver())
 
 
 def folder_of_environment() -> Path:
@@ -194,217 +106,100 @@ def folder_of_environment() -> Path:
         raise UnsafeFolderError(f"{named} cannot be used: {error}") from error
 
 
-@dataclass(frozen=True)
-class Built:
-    """A module on disk.
+def name_of(sources: Path) -> str:
+    """The name of the module's file: a digest of everything that it depends on, behind a version for people.
 
-    Attributes:
-        path: Its file.
-        compiler: The command that compiled it.
-        seconds: Time that this process took to compile it; None if it was there.
+    The compiler is not part of it: a machine without one loads what another has compiled.
     """
-
-    path: Path
-    compiler: list[str]
-    seconds: float | None = None
-
-
-class _Folder:
-    """An open folder of modules, and what its modules are made from."""
-
-    def __init__(self, path: Path, descriptor: int, made_from: ModuleSources) -> None:
-        self.path = path
-        self.descriptor = descriptor
-        self.made_from = made_from
-        self.identity = made_from.identity()
-        self.name = name_of(self.identity)
-
-    @classmethod
-    @contextlib.contextmanager
-    def opened(cls, made_from: ModuleSources, folder: Path | None, *, make: bool) -> Iterator[_Folder]:
-        path = folder_of_environment() if folder is None else folder
-        descriptor = private_folders.open_private(path, make=make)
-        try:
-            yield cls(path, descriptor, made_from)
-        finally:
-            os.close(descriptor)
-
-    def find(self, log_level: int) -> Built | None:
-        """The module, if it is there and can be trusted; if it cannot, a line of the log says why."""
-        try:
-            contents = file_format.read(self.name, self.descriptor)
-            if contents is None:
-                return None
-            module = ModuleFile.decode(contents)
-            if canonical(module.identity) != canonical(self.identity):
-                raise BadModuleError("it was made for another PyTorch or Python, or from other sources")
-        except (BadModuleError, BadPlanFileError, OSError) as error:
-            _log.log(log_level, "ignoring the native module %s: %s", self.path / self.name, error)
-            return None
-        with contextlib.suppress(OSError):
-            store_files.touch(self.name, self.descriptor)  # those of the last use are kept
-        return Built(self.path / self.name, module.compiler)
-
-    def compile(self, compilation: Compilation, *, in_background: bool) -> Built:
-        """Compiles the module and saves it."""
-        command = compiler.check()
-        if in_background and (reason := self._refusal(command)):
-            raise CompileError(f"{reason} (another process has tried it; `build-native` tries it again)")
-        start = time.perf_counter()
-        with self._scratch() as scratch:
-            output = scratch / self.name
-            niceness = compiler.NICENESS if in_background else 0
-            try:
-                printed = compilation.run(
-                    command,
-                    self.made_from.files(".cpp"),
-                    sanitize=self.made_from.sanitize,
-                    output=output,
-                    niceness=niceness,
-                )
-            except CompileError as error:
-                if error.is_final:
-                    self._note_refusal(command, str(error))
-                raise
-            module = ModuleFile(self.identity, command, output.read_bytes())
-        if printed:
-            _log.debug("%s printed: %s", command[0], printed)
-        store_files.try_write(self.descriptor, self.name, module.encode(), or_raise=True)
-        self._sweep()
-        return Built(self.path / self.name, command, time.perf_counter() - start)
-
-    @contextlib.contextmanager
-    def _scratch(self) -> Iterator[Path]:
-        """A folder for the compiler. `TemporaryDirectory` would also be removed by a forked child that ends."""
-        scratch = Path(tempfile.mkdtemp(prefix=self._scratch_prefix, dir=self.path))
-        try:
-            yield scratch
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
-
-    @property
-    def _refusal_name(self) -> str:
-        return self.name.removesuffix(".so") + ".refused"
-
-    def _refusal(self, command: list[str]) -> str:
-        """Why the same compiler has refused the same sources lately; empty if it has not."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, BadPlanFileError):
-            contents = file_format.read(self._refusal_name, self.descriptor)
-            if contents is not None:
-                noted = json.loads(contents)
-                age = time.time() - noted["time"]
-                if noted["compiler"] == _version_of(command) and 0 <= age < _REFUSAL_SECONDS:
-                    return str(noted["reason"])
-        return ""
-
-    def _note_refusal(self, command: list[str], reason: str) -> None:
-        noted = {"compiler": _version_of(command), "reason": reason, "time": time.time()}
-        with contextlib.suppress(OSError):
-            store_files.try_write(self.descriptor, self._refusal_name, canonical(noted), or_raise=False)
-
-    @contextlib.contextmanager
-    def locked(self, compilation: Compilation) -> Iterator[None]:
-        """While a process is in this context, others that would compile the same module wait, then load it."""
-        with contextlib.ExitStack() as stack:
-            try:
-                locks = store_files.folder_of_locks(self.descriptor)
-                stack.callback(os.close, locks)
-                if self._lock(locks, stack, compilation):
-                    self._remove_scratch(f"{self._scratch_prefix}*", 0.0)
-            except OSError as error:  # a file system without locks, or a folder of somebody else
-                _log.debug("the native module is compiled without a lock: %s", error)
-            yield
-
-    def _lock(self, locks: int, stack: contextlib.ExitStack, compilation: Compilation) -> bool:
-        """Waits for the lock of the module's name; returns whether it was free in time."""
-        end = time.monotonic() + _LOCK_SECONDS
-        while time.monotonic() < end:
-            with contextlib.ExitStack() as attempt:
-                if attempt.enter_context(store_files.locked(locks, self.name + ".lock", _PAUSE_SECONDS)):
-                    stack.push(attempt.pop_all())
-                    return True
-            if compilation.is_cancelled:
-                raise CompileError("the interpreter is ending")
-        return False
-
-    @property
-    def _scratch_prefix(self) -> str:
-        return f"{_SCRATCH}{self.name.removesuffix('.so')}-"
-
-    def _remove_scratch(self, pattern: str, min_age: float) -> None:
-        """Removes folders that killed processes left."""
-        for scratch in self.path.glob(pattern):
-            with contextlib.suppress(OSError):
-                if time.time() - scratch.stat().st_mtime >= min_age:
-                    shutil.rmtree(scratch, ignore_errors=True)
-
-    def _sweep(self) -> None:
-        """Removes the modules that were not used for the longest time, and what killed processes left."""
-        store_files.sweep(self.descriptor)
-        self._remove_scratch(f"{_SCRATCH}*", _ABANDONED_SECONDS)
-        with contextlib.suppress(OSError):
-            # Files with other names are somebody else's.
-            files = [path for path in self.path.iterdir() if _OWN_NAME.fullmatch(path.name)]
-            for path in sorted(files, key=lambda path: path.stat().st_mtime, reverse=True)[_KEPT:]:
-                path.unlink(missing_ok=True)
+    identity = {
+        "sources": {path.name: _sha256(path.read_bytes()) for path in _files(sources, ".cpp", ".h")},
+        "flags": _flags(),
+        "torch": [str(torch.__version__), torch.version.git_version, torch.version.cuda, torch.version.hip],
+        "python": [sys.implementation.cache_tag, platform.python_version(), sysconfig.get_config_var("SOABI")],
+        "platform": [sysconfig.get_platform(), _c_library()],
+    }
+    version = re.sub(r"[^\w.+]", "-", str(torch.__version__))
+    digest = _sha256(file_format.canonical(identity))
+    return f"torch-{version}-{sys.implementation.cache_tag}-{digest[:32]}.so"
 
 
-def _version_of(command: list[str]) -> list[object]:
-    """A compiler's command and file; another one may accept what it refuses."""
-    status = Path(command[0]).stat()
-    return [command, os.path.realpath(command[0]), status.st_size, status.st_mtime_ns]
+def _files(sources: Path, *suffixes: str) -> list[Path]:
+    return sorted(path for path in sources.iterdir() if path.suffix in suffixes)
 
 
-def find(made_from: ModuleSources, folder: Path | None = None) -> Built | None:
-    """The module of these sources, if a process has compiled it; it is not compiled.
+def _flags() -> list[str]:
+    sanitize = sanitizer_of_environment()
+    of_kind = [*_SANITIZED, f"-fsanitize={sanitize}"] if sanitize else _OPTIMIZED
+    return [*_FLAGS, *of_kind, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
 
-    Args:
-        made_from: What it is made from.
-        folder: The folder of modules; None is that of the environment.
+
+def _c_library() -> str:
+    """The C library: what one version has linked may not load with an older one, on a machine with the same home."""
+    try:
+        return os.confstr("CS_GNU_LIBC_VERSION") or ""
+    except (ValueError, OSError, AttributeError):  # another C library
+        return "-".join(platform.libc_ver())
+
+
+def _sha256(contents: bytes) -> str:
+    return hashlib.sha256(contents).hexdigest()
+
+
+def _seal(name: str, library: bytes) -> bytes:
+    """What ends a file, so that a damaged or renamed one is never loaded; the dynamic loader ignores it."""
+    return hashlib.sha256(name.encode() + library).digest()
+
+
+def find(sources: Path = SOURCES) -> Path | None:
+    """The file of the module, if it is there and can be trusted; if it cannot, a line of the log says why.
 
     Raises:
         CompileError: The folder is unsafe or cannot be read.
     """
+    name = name_of(sources)
     try:
-        with _Folder.opened(made_from, folder, make=False) as opened:
-            return opened.find(logging.DEBUG)  # `build` says more
-    except (OSError, UnsafeFolderError) as error:
+        path = folder_of_environment() / name
+        folder = private_folders.open_private(path.parent, make=False)
+    except UnsafeFolderError as error:
         if isinstance(error.__cause__, FileNotFoundError):
             return None
         raise _unusable(error) from error
+    try:
+        contents = file_format.read(name, folder)
+        if contents is None:
+            return None
+        if contents[-32:] != _seal(name, contents[:-32]):
+            raise BadPlanFileError("it is damaged, or another module")
+    except (BadPlanFileError, OSError) as error:
+        _log.warning("ignoring the native module %s: %s", path, error)
+        return None
+    finally:
+        os.close(folder)
+    return path
 
 
-def build(
-    made_from: ModuleSources,
-    folder: Path | None = None,
-    *,
-    again: bool = False,
-    in_background: bool = False,
-    compilation: Compilation | None = None,
-) -> Built:
-    """The module of these sources, compiled unless it is there.
+def compile_module(sources: Path = SOURCES, *, in_background: bool = False) -> Path:
+    """Compiles the module and saves it; returns its file.
 
     Args:
-        made_from: What it is made from.
-        folder: The folder of modules; None is that of the environment.
-        again: Whether to compile it even if it is there.
-        in_background: Whether the compiler runs at a low priority, and what it has lately refused is not tried again.
-        compilation: The run of the compiler, for another thread to cancel it.
+        sources: The folder with its sources.
+        in_background: Whether the compiler runs at a low priority.
 
     Raises:
         CompileError: It cannot be compiled or saved; the message says why.
     """
-    compilation = compilation or Compilation()
+    name = name_of(sources)
     try:
-        with _Folder.opened(made_from, folder, make=True) as opened:
-            built = None if again else opened.find(logging.WARNING)
-            if built is not None:
-                return built
-            with opened.locked(compilation):
-                built = None if again else opened.find(logging.DEBUG)  # another process may have compiled it
-                return built or opened.compile(compilation, in_background=in_background)
+        path = folder_of_environment() / name
+        folder = private_folders.open_private(path.parent)
+        try:
+            library = _compile(sources, path.parent, in_background)
+            file_format.write(name, folder, library + _seal(name, library))
+        finally:
+            os.close(folder)
     except (OSError, UnsafeFolderError) as error:
         raise _unusable(error) from error
+    return path
 
 
 def _unusable(error: OSError | UnsafeFolderError) -> CompileError:
@@ -412,3 +207,122 @@ def _unusable(error: OSError | UnsafeFolderError) -> CompileError:
     why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     is_expected = not isinstance(error, OpenFolderError)
     return CompileError(f"{why}; {FOLDER_VARIABLE} can name another folder", is_expected=is_expected)
+
+
+def _compile(sources: Path, folder: Path, in_background: bool) -> bytes:
+    """Compiles and links the sources in a folder of their own, and returns the library."""
+    compiler = check()
+    for left in folder.glob(f"{_SCRATCH}*"):
+        with contextlib.suppress(OSError):
+            if abs(time.time() - left.stat().st_mtime) > _ABANDONED_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+    # A forked child that ends would remove a `TemporaryDirectory`, too.
+    scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=folder))
+    try:
+        output = scratch / "module.so"
+        includes = [argument for path in include_folders() for argument in ("-isystem", str(path))]
+        linked = [*map(str, _files(sources, ".cpp")), "-o", str(output), f"-L{torch_folder() / 'lib'}", *_LIBRARIES]
+        _run([*compiler, *_flags(), *includes, *linked], scratch, in_background)
+        return output.read_bytes()
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+#: The compilers of this process, each the leader of a process group.
+_running: list[subprocess.Popen[bytes]] = []
+is_ending = threading.Event()
+
+
+def _run(command: list[str], scratch: Path, in_background: bool) -> None:
+    environment = {**os.environ, "TMPDIR": str(scratch), "LC_ALL": "C"}
+    if sanitizer_of_environment():
+        environment.pop("LD_PRELOAD", None)  # the sanitizer is for this process
+    process = subprocess.Popen(
+        [*(_IN_BACKGROUND if in_background else ()), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        cwd=scratch,
+        env=environment,
+        start_new_session=True,  # an interrupt of the terminal is for the program alone
+    )
+    _running.append(process)
+    try:
+        if is_ending.is_set():
+            raise CompileError("the interpreter is ending")
+        printed = process.communicate(timeout=_TIMEOUT_SECONDS)[0].decode(errors="replace").strip()
+    except subprocess.TimeoutExpired as error:
+        raise CompileError(f"{command[0]} has not ended in {_TIMEOUT_SECONDS:g} s") from error
+    finally:
+        _kill(process)
+        process.wait()
+        _running.remove(process)
+    if printed:
+        _log.debug("%s printed: %s", command[0], printed)
+    if process.returncode:
+        lines = printed.splitlines()
+        errors = [line for line in lines if re.search(r"\berror: ", line)] or lines[-1:]
+        how = exit_reason(process.returncode)
+        raise CompileError(printable(shortened(": ".join([f"{command[0]} {how}", *errors[:1]]))))
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def end() -> None:
+    """Kills the compilers of this process, which is ending."""
+    is_ending.set()
+    for process in _running[:]:
+        _kill(process)
+
+
+os.register_at_fork(after_in_child=_running.clear)  # they are the parent's
+
+
+def check() -> list[str]:
+    """Checks what compiling needs, and returns the compiler's command.
+
+    Raises:
+        CompileError: It is missing.
+    """
+    if sys.platform != "linux":
+        raise CompileError(f"it is for Linux only, not for {sys.platform}", is_expected=True)
+    command = find_compiler()
+    if command is None:
+        why = "none of $CXX, c++, g++ and clang++ is on the PATH; install one (on Debian: apt-get install g++)"
+        raise CompileError(f"there is no C++ compiler: {why}", is_expected=True)
+    for header, package in (("Python.h", "python3-dev"), ("torch/csrc/autograd/python_variable.h", "")):
+        if not any((folder / header).is_file() for folder in include_folders()):
+            cure = f"; install Python's headers (on Debian: apt-get install {package})" * bool(package)
+            raise CompileError(f"{header} is missing{cure}", is_expected=True)
+    return command
+
+
+def find_compiler() -> list[str] | None:
+    """The system's C++ compiler: $CXX, which may have arguments, or c++, g++ or clang++."""
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quotation mark without its partner
+        named = []
+    for command in (named, ["c++"], ["g++"], ["clang++"]):
+        if command and (path := shutil.which(command[0])):
+            return [path, *command[1:]]
+    return None
+
+
+def torch_folder() -> Path:
+    """PyTorch's folder, with its headers and libraries."""
+    return Path(torch.__file__).parent
+
+
+def include_folders() -> list[Path]:
+    """The folders of Python's and PyTorch's headers.
+
+    They are those of `torch.utils.cpp_extension`, whose import needs setuptools.
+    """
+    of_torch = torch_folder() / "include"
+    of_python = [Path(sysconfig.get_path(name)) for name in ("include", "platinclude")]
+    return list(dict.fromkeys([of_torch, of_torch / "torch/csrc/api/include", *of_python]))

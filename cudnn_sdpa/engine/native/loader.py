@@ -12,14 +12,13 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
-from cudnn_sdpa.engine.native import build, compiler
-from cudnn_sdpa.engine.native.build import Built, ModuleSources
-from cudnn_sdpa.engine.native.compiler import Compilation, CompileError
+from cudnn_sdpa.engine.native import build
+from cudnn_sdpa.engine.native.build import CompileError
 from cudnn_sdpa.errors import LibraryError, OptionError
 from cudnn_sdpa.graph.backend import mapped_files
 from cudnn_sdpa.graph.diagnostics import printable
@@ -38,44 +37,21 @@ NAME = "cudnn_sdpa.engine.native._native"
 #: Seconds to wait at exit for the thread that compiles: it removes what the killed compiler has written.
 _EXIT_SECONDS = 2.0
 
-# The states of the native way.
-NOT_STARTED, COMPILING, LOADED, FAILED = "not started", "compiling", "loaded", "failed"
-
-
-@dataclass(frozen=True)
-class Status:
-    """Whether calls are repeated in C++, and why not.
-
-    Attributes:
-        state: "off", "not started", "compiling", "loaded" or "failed".
-        reason: Why it is so.
-        path: The module's file; empty if there is none.
-    """
-
-    state: str
-    reason: str
-    path: str = ""
-
-    def __str__(self) -> str:
-        way = "C++" if self.state == LOADED else "Python"
-        return f"{way}: {self.reason}" + f" ({self.path})" * bool(self.path)
-
-
-_BEFORE = Status(NOT_STARTED, "no plan of this process has been launched")
+_NOT_STARTED = "Python: no plan of this process has been launched"
+_COMPILING = "Python: the native module is being compiled"
 
 
 class _Native:
     """The native way of this process."""
 
     module: ModuleType | None = None
-    status = _BEFORE
-    compilation: Compilation | None = None
+    status = _NOT_STARTED
+    failure = ""
     thread: threading.Thread | None = None
-    is_ending = False
 
 
 _callbacks: list[Callable[[ModuleType], None]] = []
-_lock = renewed_in_children(threading.Lock())
+_lock = renewed_in_children(threading.RLock())
 
 
 def module() -> ModuleType | None:
@@ -83,10 +59,10 @@ def module() -> ModuleType | None:
     return _Native.module
 
 
-def status() -> Status:
-    """The state of the native way in this process."""
-    if _Native.status is _BEFORE and mode() == OFF:
-        return Status(OFF, f"{VARIABLE}={OFF}")
+def status() -> str:
+    """The way of this process's calls and the reason, as a line."""
+    if _Native.status == _NOT_STARTED and mode() == OFF:
+        return f"Python: {VARIABLE}={OFF}"
     return _Native.status
 
 
@@ -121,94 +97,73 @@ def start() -> None:
         OptionError: The environment names an unknown mode.
         LibraryError: The mode is "on", and the module cannot be compiled or loaded.
     """
-    if _Native.status.state == LOADED:
+    if _Native.module is not None:
         return
     chosen = mode()
-    if chosen != OFF:
-        _start(ModuleSources(), in_background=chosen == AUTO)
-        if chosen == ON:
-            _wait()
-
-
-def _start(sources: ModuleSources, *, in_background: bool) -> None:
-    """Loads the module or starts the thread that compiles it, unless that has been done."""
-    if _Native.status.state != NOT_STARTED:
+    if chosen == OFF:
         return
     with _lock:
-        if _Native.status.state != NOT_STARTED or _Native.is_ending:
-            return
-        try:
-            built = build.find(sources)
-        except CompileError:
-            built = None  # `build` says why
-        if built is None:
-            _compile(sources, in_background=in_background)
-        else:
-            _load(built)
-    _call_back()
+        is_first = _Native.status == _NOT_STARTED
+        if is_first:
+            _Native.status = _COMPILING
+            _find(in_background=chosen == AUTO)
+    if is_first:
+        _call_back()
+    if chosen == ON:
+        wait()
+        if _Native.failure:
+            raise LibraryError(f"{VARIABLE}={ON}, and the native module cannot be used: {_Native.failure}")
 
 
-def _compile(sources: ModuleSources, *, in_background: bool) -> None:
-    """Starts the thread that compiles; the caller has the lock."""
-    compilation = Compilation()
-    arguments = {"sources": sources, "compilation": compilation, "in_background": in_background}
-    thread = threading.Thread(target=_work, kwargs=arguments, name="cudnn_sdpa native", daemon=True)
-    _Native.status = Status(COMPILING, "the native module is being compiled")
-    _Native.compilation, _Native.thread = compilation, thread
+def wait(seconds: float | None = None) -> None:
+    """Waits, after `start`, for the thread that compiles the module, if there is one."""
+    thread = _Native.thread
+    if thread is not None and thread is not threading.current_thread():
+        thread.join(seconds)
+
+
+def _find(*, in_background: bool) -> None:
+    """Loads the module or starts the thread that compiles it; the caller has the lock."""
     try:
+        path = build.find()
+        if path is not None:
+            _load(path, "compiled before")
+            return
+        thread = threading.Thread(target=_compile, args=(in_background,), name="cudnn_sdpa native", daemon=True)
         thread.start()
-    except RuntimeError as error:  # too many threads, or the interpreter is shutting down
+        _Native.thread = thread
+    except Exception as error:  # noqa: BLE001 - whatever it is, Python serves the calls
         _fail(error)
 
 
-def _work(sources: ModuleSources, compilation: Compilation, *, in_background: bool) -> None:
+def _compile(in_background: bool) -> None:
+    begin = time.perf_counter()
     try:
-        built = build.build(sources, in_background=in_background, compilation=compilation)
+        path = build.compile_module(in_background=in_background)
+        with _lock:
+            _load(path, f"compiled in {time.perf_counter() - begin:.0f} s")
     except Exception as error:  # noqa: BLE001 - whatever it is, Python serves the calls
         with _lock:
             _fail(error)
         return
-    with _lock:
-        if not _Native.is_ending:
-            _load(built)
     _call_back()
 
 
-def _wait() -> None:
-    """Waits for the module.
-
-    Raises:
-        LibraryError: It cannot be compiled or loaded.
-    """
-    thread = _Native.thread
-    if thread is not None and thread is not threading.current_thread():
-        thread.join()
-    if _Native.status.state == FAILED:
-        raise LibraryError(f"{VARIABLE}={ON}, and the native module cannot be used: {_Native.status.reason}")
-
-
-def _load(built: Built) -> None:
-    """Loads a module; the caller has the lock."""
-    try:
-        loaded = load(built.path)
-    except Exception as error:  # noqa: BLE001 - whatever it is, Python serves the calls
-        _fail(error)
-        return
-    how = "compiled before" if built.seconds is None else f"compiled in {built.seconds:.0f} s"
-    _Native.status = Status(LOADED, how, str(built.path))
-    _Native.module = loaded
-    _log.info("calls go through C++: the native module is %s: %s", how, built.path)
+def _load(path: Path, how: str) -> None:
+    _Native.module = load(path)
+    _Native.status = f"C++: {how} ({path})"
+    _log.info("calls go through C++: the native module is %s: %s", how, path)
 
 
 def _fail(error: Exception) -> None:
-    """Keeps the reason, and logs it; the caller has the lock."""
-    if _Native.is_ending:
+    """Keeps the reason, and logs it."""
+    if build.is_ending.is_set():
         return
     reason = printable(" ".join(str(error).split())) or type(error).__name__
     is_expected = isinstance(error, CompileError) and error.is_expected
     text = "calls go through Python, not C++: %s; %s=%s silences this"
     _log.log(logging.INFO if is_expected else logging.WARNING, text, reason, VARIABLE, OFF)
-    _Native.status = Status(FAILED, reason)  # after the line: a program that waits for the state may end at once
+    _Native.status, _Native.failure = f"Python: {reason}", reason
 
 
 def _call_back() -> None:
@@ -219,15 +174,11 @@ def _call_back() -> None:
         if waiting:
             _callbacks.clear()
     for callback in waiting:
-        _call(callback, loaded)
-
-
-def _call(callback: Callable[[ModuleType], None], loaded: ModuleType | None) -> None:
-    assert loaded is not None
-    try:
-        callback(loaded)
-    except Exception as error:  # noqa: BLE001 - Python serves the calls
-        _log.warning("the native module is loaded, but cannot be used: %s: %s", type(error).__name__, error)
+        assert loaded is not None
+        try:
+            callback(loaded)
+        except Exception as error:  # noqa: BLE001 - Python serves the calls
+            _log.warning("the native module is loaded, but cannot be used: %s: %s", type(error).__name__, error)
 
 
 def load(path: Path) -> ModuleType:
@@ -248,15 +199,14 @@ def load(path: Path) -> ModuleType:
 
 
 def forecast() -> str:
-    """Which way a program with this environment would take, and why, as a line; nothing is compiled or loaded."""
+    """The way of a program's calls with this environment, and the reason, as a line; nothing is compiled or loaded."""
     try:
         if mode() == OFF:
             return f"Python: {VARIABLE}={OFF}"
-        sources = ModuleSources()
-        built = build.find(sources)
-        if built is not None:
-            return f"C++: compiled before ({built.path})"
-        return f"C++, when {compiler.check()[0]} has compiled it in the background; before that Python"
+        path = build.find()
+        if path is not None:
+            return f"C++: compiled before ({path})"
+        return f"C++, when {build.check()[0]} has compiled it in the background; before that Python"
     except OptionError as error:  # which calls raise
         return f"none: {error}"
     except CompileError as error:
@@ -265,20 +215,15 @@ def forecast() -> str:
 
 def _end() -> None:
     """Ends the compiler with the interpreter."""
-    _Native.is_ending = True
-    if _Native.compilation is not None:
-        _Native.compilation.cancel()
-    if _Native.thread is not None:
-        _Native.thread.join(_EXIT_SECONDS)
+    build.end()
+    wait(_EXIT_SECONDS)
 
 
 def _start_afresh() -> None:
     """In a forked child, which lacks the thread that compiles: the parent goes on, and the child may start again."""
-    if _Native.compilation is not None:
-        _Native.compilation.forget()
-    _Native.compilation = _Native.thread = None
-    if _Native.status.state == COMPILING:
-        _Native.status = _BEFORE
+    _Native.thread = None
+    if _Native.status == _COMPILING:
+        _Native.status = _NOT_STARTED
 
 
 atexit.register(_end)

@@ -19,7 +19,6 @@ from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline import background
 from cudnn_sdpa.offline.background import BackgroundPlanner
 from cudnn_sdpa.offline.planner import plan_offline
-from cudnn_sdpa.plans import store as plan_store
 
 
 @pytest.fixture
@@ -86,30 +85,6 @@ def test_plans_are_kept_in_the_store(planner, properties, tmp_path):
         request = planner.request(key(properties), properties)
         assert planner.wait(120)
         assert store.load(key(properties)).data == request.stored.data
-
-
-def test_a_call_does_not_wait_for_a_build_in_the_background(planner, properties, tmp_path, monkeypatch):
-    """It builds the plan itself, which takes a fraction of the time; nor does it wait if it needs another plan."""
-    begun, goes_on = threading.Event(), threading.Event()
-
-    def build(*_):
-        begun.set()
-        goes_on.wait(60)
-        raise cudnn_sdpa.OfflineError("not today")
-
-    monkeypatch.setattr(background, "plan_offline", build)
-    monkeypatch.setattr(plan_store, "_LOCK_SECONDS", 3.0)
-    with cudnn_sdpa.use_plan_store(tmp_path / "plans") as store:
-        planner.request(key(properties), properties)
-        assert begun.wait(60)
-        try:
-            for rows in (128, 256):
-                start = time.monotonic()
-                with store.building(key(properties, rows)):
-                    assert time.monotonic() - start < 1
-        finally:
-            goes_on.set()
-        assert planner.wait(60)
 
 
 @pytest.mark.slow

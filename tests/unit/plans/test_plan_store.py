@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import logging
 import os
 import random
@@ -13,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
@@ -26,7 +24,8 @@ from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph import key as key_module
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans import build, default_store, store_files
+from cudnn_sdpa.plans import build, default_store
+from cudnn_sdpa.plans import store as plan_store
 from cudnn_sdpa.plans.file_format import StoredPlan
 from cudnn_sdpa.plans.private_folders import UnsafeFolderError
 from cudnn_sdpa.plans.store import PlanStore
@@ -169,8 +168,7 @@ from cudnn_sdpa.plans.store import PlanStore
 os.setuid(65534)
 store = PlanStore(pathlib.Path(sys.argv[1]))
 assert store.load(key()) == plan(key())
-with store.building(key(65)):
-    store.save(key(65), plan(key(65)))
+store.save(key(65), plan(key(65)))
 assert store.load(key(65)) is None
 print("read")
 """
@@ -199,7 +197,7 @@ for sq in range(64, 70):
 print(sorted(path.name for path in store.folder.iterdir()))
 """
     result = run_python(script, str(store.folder), str(ROOT))
-    assert result.stdout == "['locks']\n"
+    assert result.stdout == "[]\n"
     assert result.stderr.count("cannot be saved") == 1
 
 
@@ -218,28 +216,14 @@ def test_the_least_recently_used_files_are_removed_first(tmp_path):
     assert [path.name for path in store.folder.glob("*.plan")] == [store.path(key(80)).name]
 
 
-def test_leftovers_of_killed_writers_are_removed_and_files_in_progress_are_not(store):
-    (store.folder / ".writing-abc").write_bytes(b"half")
-    with store._opened() as folder:
-        name, file = store_files.make_lock_file(folder, ".writing-")
-    with file:
-        store.save(key(), plan(key()))  # the first save of a process
-        assert [path.name for path in store.folder.glob(".writing-*")] == [name]
-    PlanStore(store.folder).save(key(65), plan(key(65)))
-    assert list(store.folder.glob(".writing-*")) == []
-
-
-def test_leftovers_are_removed_where_locks_need_write_access(store, monkeypatch):
-    """On NFS, Linux implements whole-file locks like `lockf`, which needs a file open for writing."""
-    monkeypatch.setattr(fcntl, "flock", fcntl.lockf)
-    folder = os.open(store.folder, os.O_RDONLY)
-    left = [store.folder / ".writing-0123", store.folder / "locks" / "0123.lock"]
-    left[1].parent.mkdir(exist_ok=True)
-    for path in left:
-        path.write_bytes(b"")
-    store_files.sweep(folder)
-    os.close(folder)
-    assert [path.exists() for path in left] == [False, False]
+@pytest.mark.parametrize("age", [2 * 3600.0, -2 * 3600.0], ids=["old", "of a wrong clock"])
+def test_leftovers_of_killed_writers_are_removed_and_files_in_progress_are_not(store, age):
+    left, in_progress = store.folder / ".writing-abc", store.folder / ".writing-def"
+    for path in (left, in_progress):
+        path.write_bytes(b"half")
+    os.utime(left, (time.time() - age,) * 2)
+    store.save(key(), plan(key()))  # the first save of a process
+    assert list(store.folder.glob(".writing-*")) == [in_progress]
 
 
 def test_files_in_progress_count_towards_the_capacity(tmp_path):
@@ -247,13 +231,9 @@ def test_files_in_progress_count_towards_the_capacity(tmp_path):
     store = PlanStore(tmp_path / "plans", capacity=4 * size)
     for sq in range(100, 103):
         store.save(key(sq), plan(key(sq)))
-    with store._opened() as folder:
-        _, file = store_files.make_lock_file(folder, ".writing-")
-    with file:
-        file.write(bytes(2 * size))
-        file.flush()
-        PlanStore(tmp_path / "plans", capacity=4 * size).save(key(103), plan(key(103)))
-        assert bytes_in(store.folder) <= 4 * size
+    (store.folder / ".writing-abc").write_bytes(bytes(2 * size))
+    PlanStore(tmp_path / "plans", capacity=4 * size).save(key(103), plan(key(103)))
+    assert bytes_in(store.folder) <= 4 * size
 
 
 @pytest.mark.parametrize("ahead", [-1e6, 1e6, 1e9], ids=["past", "future", "far future"])
@@ -276,8 +256,7 @@ def test_a_removed_folder_is_recreated(store, caplog):
     store.save(key(), plan(key()))
     shutil.rmtree(store.folder)
     assert store.load(key()) is None
-    with store.building(key()):
-        store.save(key(), plan(key()))
+    store.save(key(), plan(key()))
     assert store.load(key()) == plan(key())
     assert store.folder.stat().st_mode & 0o777 == 0o700
     assert caplog.text == ""
@@ -294,21 +273,17 @@ def test_files_are_as_readable_as_their_folder(store):
 
 
 def test_a_rejected_plan_stays_until_it_is_replaced(store):
-    """Other processes may be able to use it; this one does not try it again."""
+    """Other processes may be able to use it."""
     store.save(key(), plan(key()))
-    store.ignore(key(), plan(key()), "no good here")
-    assert store.load(key()) is None
+    store.ignore(key(), "no good here")
     assert PlanStore(store.folder).load(key()) == plan(key())
     assert store.info().rejected == 1
     store.save(key(), plan(key(), seed=1))
     assert store.load(key()) == plan(key(), seed=1)
-    store.ignore(key(), plan(key(), seed=1), "no good here")
-    PlanStore(store.folder).save(key(), plan(key(), seed=2))
-    assert store.load(key()) == plan(key(), seed=2)
 
 
 def bytes_in(folder):
-    """Disk usage of a folder, without its locks."""
+    """Disk usage of a folder."""
     found = 0
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -334,7 +309,7 @@ def test_several_stores_share_one_capacity(tmp_path):
     stores = [PlanStore(tmp_path / "plans", capacity=40 * size) for _ in range(8)]
     for sq in range(100, 300):
         stores[sq % 8].save(key(sq), plan(key(sq)))
-        assert bytes_in(tmp_path / "plans") <= 40 * size
+        assert bytes_in(tmp_path / "plans") <= 60 * size  # each may write a sixteenth before it looks
     assert stores[0].info().plans >= 30
 
 
@@ -348,8 +323,7 @@ def test_several_processes_share_one_capacity(tmp_path):
     for process in processes:
         process.stdout.close()
     assert [process.returncode for process in processes] == [0] * 4
-    assert 700_000 < most <= 1_400_000  # up to four files may be replaced at a time
-    assert bytes_in(folder) <= 1_000_000
+    assert 700_000 < most <= 1_400_000  # each may write a file before it sees those of the others
     assert PlanStore(folder).info().plans >= 7
 
 
@@ -372,63 +346,19 @@ def test_a_full_disk_evicts_old_files(tmp_path):
         subprocess.run(["umount", disk], check=True)
 
 
-def test_two_plans_are_built_at_the_same_time(store):
-    """For any prefix of their names: each plan has its own lock."""
-    alike = {}
-    for sq in range(64, 500):
-        if (other := alike.setdefault(store.path(key(sq)).name[:2], sq)) != sq:
-            break
-    with store.building(key(other)):
-        before = time.monotonic()
-        with store.building(key(sq)):
-            assert time.monotonic() - before < 1
-    assert list((store.folder / "locks").glob("*.lock")) == []
-
-
-def test_background_builds_block_nobody(store):
-    with store.building(key(), in_background=True):
-        before = time.monotonic()
-        with store.building(key()):
-            assert time.monotonic() - before < 1
-
-
-def test_a_lock_is_held_by_one_thread_at_a_time(store):
-    inside, most = [], []
-
-    def build():
-        for _ in range(20):
-            with store.building(key()):
-                inside.append(1)
-                most.append(len(inside))
-                time.sleep(0.001)
-                inside.pop()
-
-    threads = [threading.Thread(target=build) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert most == [1] * 120
-    assert list((store.folder / "locks").glob("*.lock")) == []
-
-
-def test_the_folder_is_scanned_once_and_then_only_near_capacity(tmp_path, monkeypatch):
+def test_the_folder_is_seldom_scanned(tmp_path, monkeypatch):
     """With thousands of files, a scan takes longer than building a plan."""
     size = len(plan(key(100)).encode())
-    store, looks = PlanStore(tmp_path / "plans", capacity=20 * size), []
-    shrink = PlanStore._shrink
-    monkeypatch.setattr(PlanStore, "_shrink", lambda self, *more: looks.append(self) or shrink(self, *more))
-    for sq in range(100, 120):
-        store.save(key(sq), plan(key(sq)))
-        os.utime(store.path(key(sq)), (sq, sq))
-    assert len(looks) == 1
-    for sq in range(120, 126):  # the first one removes the two or three oldest, to leave room
+    store, looks = PlanStore(tmp_path / "plans", capacity=160 * size), []
+    sweep = plan_store._sweep
+    monkeypatch.setattr(plan_store, "_sweep", lambda folder: looks.append(folder) or sweep(folder))
+    for sq in range(100, 300):
         store.save(key(sq), plan(key(sq)))
         os.utime(store.path(key(sq)), (sq, sq))
         assert sum(path.stat().st_size for path in store.folder.glob("*.plan")) <= store.capacity
-    assert 2 <= len(looks) <= 4
-    left = [sq for sq in range(100, 126) if store.path(key(sq)).exists()]
-    assert left == list(range(left[0], 126))
+    assert len(looks) <= 30
+    left = [sq for sq in range(100, 300) if store.path(key(sq)).exists()]
+    assert left == list(range(left[0], 300))
     assert store.info().evictions == left[0] - 100
 
 
@@ -452,8 +382,7 @@ plans = [(key(sq), plan(key(sq), size=300_000, seed=sq)) for sq in range(64, 72)
 print("ready", flush=True)
 while True:
     for of, made in plans:
-        with store.building(of):
-            store.save(of, made)
+        store.save(of, made)
 """
 
 
@@ -470,7 +399,7 @@ def start(code, *arguments):
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", range(6))
 def test_killed_while_writing(store, moment):
-    """Whenever the writer is killed, every file is intact, and no lock remains."""
+    """Whenever the writer is killed, every file is intact, and the next one can be written."""
     process = start(WRITER, str(store.folder), str(ROOT))
     assert process.stdout.readline() == "ready\n"
     time.sleep(0.005 + 0.013 * moment)
@@ -481,9 +410,8 @@ def test_killed_while_writing(store, moment):
         found = store.load(key(sq))
         assert found is None or found == plan(key(sq), size=300_000, seed=sq)
     assert store.info().rejected == 0
-    before = time.monotonic()
-    with store.building(key()):
-        assert time.monotonic() - before < 5
+    assert store.save(key(), plan(key()))
+    assert store.load(key()) == plan(key())
 
 
 SHARER = """
@@ -492,27 +420,23 @@ sys.path.insert(0, sys.argv[2])
 from tests.unit.plans.test_plan_store import key, plan
 from cudnn_sdpa.plans.store import PlanStore
 store = PlanStore(pathlib.Path(sys.argv[1]))
-built = 0
 for sq in range(64, 76):
     of = key(sq)
     if store.load(of) is None:
-        with store.building(of):
-            if store.load(of) is None:
-                time.sleep(0.02)
-                built += 1
-                store.save(of, plan(of, seed=sq))
+        time.sleep(0.02)
+        assert store.save(of, plan(of, seed=sq))
     assert store.load(of) == plan(of, seed=sq)
-print(built, flush=True)
 """
 
 
 @pytest.mark.slow
-def test_eight_processes_build_every_plan_once(store):
+def test_eight_processes_share_plans(store):
     processes = [start(SHARER, str(store.folder), str(ROOT)) for _ in range(8)]
-    built = [int(process.communicate(timeout=120)[0]) for process in processes]
+    for process in processes:
+        process.communicate(timeout=120)
     assert [process.returncode for process in processes] == [0] * 8
-    assert sum(built) == 12
-    assert store.info().plans == 12
+    assert (store.info().plans, store.info().rejected) == (12, 0)
+    assert [path for path in store.folder.iterdir() if path.suffix != ".plan"] == []
 
 
 def test_the_setting_ends_with_the_context(tmp_path):
@@ -577,49 +501,3 @@ def test_a_plan_of_this_gpu_is_preferred_to_one_of_any_gpu(store, monkeypatch):
     store.save(mine, plan(mine, seed=3))
     assert build.load_plan(mine) == plan(mine, seed=3)
     assert build.load_plan(other) == plan(other, seed=1)
-
-
-def test_a_lock_may_be_entered_again_in_its_thread(tmp_path):
-    """As a signal handler does that makes the same call."""
-    folder = os.open(tmp_path, os.O_RDONLY)
-    try:
-        begin = time.perf_counter()
-        with store_files.locked(folder, "name", 20.0) as outer:
-            with store_files.locked(folder, "name", 20.0) as inner:
-                assert outer is inner is True
-            assert time.perf_counter() - begin < 10
-            found = []
-            thread = threading.Thread(target=lambda: found.append(try_to_lock(folder)))
-            thread.start()
-            thread.join(20)
-            assert found == [False]  # leaving the inner one has not unlocked it
-        assert try_to_lock(folder)
-    finally:
-        os.close(folder)
-
-
-def try_to_lock(folder):
-    with store_files.locked(folder, "name", 0.1) as is_ours:
-        return is_ours
-
-
-def test_a_lock_is_not_waited_for_without_end_under_a_frozen_clock(tmp_path, monkeypatch):
-    folder = os.open(tmp_path, os.O_RDONLY)
-    try:
-        with store_files.locked(folder, "name", 1.0) as is_ours:
-            assert is_ours
-            monkeypatch.setattr(time, "monotonic", lambda: 100.0)
-            found, before = [], time.perf_counter()
-
-            def wait():
-                with store_files.locked(folder, "name", 0.2) as is_mine:
-                    found.append(is_mine)
-
-            thread = threading.Thread(target=wait, daemon=True)
-            thread.start()
-            while not found and time.perf_counter() < before + 20:
-                time.sleep(0.01)
-            assert found == [False]
-            assert time.perf_counter() - before >= 0.2
-    finally:
-        os.close(folder)

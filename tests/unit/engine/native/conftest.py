@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cudnn_sdpa.engine.native.build import FOLDER_VARIABLE, ModuleSources
+from cudnn_sdpa.engine.native.build import FOLDER_VARIABLE
 
 #: A module with the number `answer`, linked like the real one.
 SMALL = """
@@ -33,16 +33,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def recipe(tmp_path: Path) -> Callable[..., ModuleSources]:
-    """Writes the sources of a module whose `answer` is a number, or of another one."""
+def recipe(tmp_path: Path) -> Callable[..., Path]:
+    """Writes the sources of a module whose `answer` is a number, or of another one, and returns their folder."""
 
-    def write(answer: int = 42, source: str = SMALL, **headers: str) -> ModuleSources:
+    def write(answer: int = 42, source: str = SMALL, **headers: str) -> Path:
         sources = tmp_path / "sources"
         sources.mkdir(exist_ok=True)
         (sources / "small.cpp").write_text(source.replace("ANSWER", str(answer)))
         for name, text in headers.items():
             (sources / f"{name}.h").write_text(text)
-        return ModuleSources(sources)
+        return sources
 
     return write
 
@@ -50,18 +50,18 @@ def recipe(tmp_path: Path) -> Callable[..., ModuleSources]:
 class Held:
     """A module whose compiler waits in the middle of its work: it reads a pipe as if it were a header."""
 
-    def __init__(self, recipe: ModuleSources) -> None:
-        self.recipe = recipe
-        self.pipe = recipe.sources / "answer.inc"
+    def __init__(self, sources: Path) -> None:
+        self.sources = sources
+        self.pipe = sources / "answer.inc"
         os.mkfifo(self.pipe)
 
     def processes(self) -> list[str]:
-        """The commands of the processes that compile it: the guard, the compiler's driver and the compiler."""
+        """The commands of the processes that compile it: the compiler's driver and the compiler."""
         commands = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             with contextlib.suppress(OSError):  # it has ended
                 commands.append(path.read_bytes().replace(b"\0", b" ").decode(errors="replace"))
-        return [command for command in commands if str(self.recipe.sources) in command]
+        return [command for command in commands if str(self.sources) in command]
 
     def is_compiling(self) -> bool:
         """Whether the compiler itself runs."""
@@ -83,8 +83,18 @@ class Held:
 
 
 @pytest.fixture
-def held(recipe: Callable[..., ModuleSources]) -> Held:
+def held(recipe: Callable[..., Path]) -> Held:
     return Held(recipe(source=SMALL.replace("ANSWER", '\n#include "answer.inc"\n')))
+
+
+@pytest.fixture
+def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that every compiler waits for before it begins."""
+    gate, compiler = tmp_path / "gate", tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\nwhile [ ! -e "{gate}" ]; do sleep 0.02; done\nexec c++ "$@"\n')
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    return gate
 
 
 @pytest.fixture

@@ -20,12 +20,13 @@ from pathlib import Path
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s", stream=sys.stdout)
 from cudnn_sdpa.engine.native import build, loader
 SOURCES = Path(os.environ["SOURCES"])
-loader.ModuleSources = functools.partial(build.ModuleSources, SOURCES)
+build.find = functools.partial(build.find, SOURCES)
+build.compile_module = functools.partial(build.compile_module, SOURCES)
 loader._callbacks.clear()  # the library's own, which ask for more than an answer
 
-def end_of(state):
+def wait_until(condition):
     end = time.monotonic() + 60
-    while loader.status().state == state:
+    while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
 
@@ -42,7 +43,7 @@ def run(run_python):
     """Runs a program with HEAD, and returns the lines that it prints."""
 
     def lines(program, recipe, mode=None, **environment):
-        result = run_python(HEAD + program, SOURCES=str(recipe.sources), CUDNN_SDPA_NATIVE=mode, **environment)
+        result = run_python(HEAD + program, SOURCES=str(recipe), CUDNN_SDPA_NATIVE=mode, **environment)
         assert result.stderr == ""
         return result.stdout.splitlines()
 
@@ -53,41 +54,39 @@ def test_auto_does_not_wait_and_loads_when_it_is_compiled(run, held):
     program = """
 answers = []
 loader.when_loaded(lambda module: answers.append((module.answer, threading.current_thread().name)))
-assert loader.status() == loader.Status("not started", "no plan of this process has been launched")
+assert loader.status() == "Python: no plan of this process has been launched"
 starting = [threading.Thread(target=loader.start) for _ in range(8)]
 for thread in starting: thread.start()
 for thread in starting: thread.join()
-assert loader.module() is None and loader.status().state == "compiling" and answers == []
+assert loader.module() is None and loader.status() == "Python: the native module is being compiled" and answers == []
 assert "C++, when " in loader.forecast()
 assert [each.name for each in threading.enumerate()] == ["MainThread", "cudnn_sdpa native"]
 go_on()
-end_of("compiling")
-loader._Native.thread.join()
+loader.wait()
 assert loader.module().answer == 7 and sys.modules[loader.NAME] is loader.module()
 assert answers == [(7, "cudnn_sdpa native")]
 loader.when_loaded(lambda module: answers.append(module.answer + 1))
 assert answers[1:] == [8]
 loader.start()
-status = loader.status()
-assert status.state == "loaded" and status.reason.startswith("compiled in "), status
-assert Path(status.path).parent == Path(os.environ["CUDNN_SDPA_NATIVE_DIR"])
-assert str(status).startswith("C++: compiled in ") and loader.forecast().startswith("C++: compiled before (")
+assert loader.status().startswith("C++: compiled in "), loader.status()
+assert os.environ["CUDNN_SDPA_NATIVE_DIR"] in loader.status()
+assert loader.forecast().startswith("C++: compiled before (")
 """
-    (line,) = run(program, held.recipe)
+    (line,) = run(program, held.sources)
     assert line.startswith("INFO calls go through C++: the native module is compiled in ")
 
 
 def test_a_compiled_module_is_loaded_at_once_and_without_a_compiler(run, recipe):
-    build.build(recipe())
+    path = build.compile_module(recipe())
     program = """
 answers = []
 loader.when_loaded(lambda module: answers.append(module.answer))
 loader.start()
 assert loader.module().answer == 42 and answers == [42]
 assert threading.active_count() == 1
-print(loader.status().reason)
+print(loader.status())
 """
-    assert run(program, recipe(), PATH="")[1:] == ["compiled before"]
+    assert run(program, recipe(), PATH="")[1:] == [f"C++: compiled before ({path})"]
 
 
 def test_off_does_nothing(run, recipe, folder):
@@ -98,8 +97,8 @@ def test_off_does_nothing(run, recipe, folder):
 
 
 def test_on_waits(run, recipe):
-    program = "loader.start(); print(loader.module().answer); loader.start(); print(loader.status().state)"
-    assert run(program, recipe(), "on")[1:] == ["42", "loaded"]
+    program = "loader.start(); print(loader.module().answer); loader.start(); print(loader.status()[:3])"
+    assert run(program, recipe(), "on")[1:] == ["42", "C++"]
 
 
 @pytest.mark.sample(1)
@@ -108,7 +107,7 @@ def test_on_waits(run, recipe):
     ("answer", "environment", "said"),
     [
         (1, {"PATH": ""}, "INFO calls go through Python, not C++: there is no C++ compiler: "),
-        ("unknown_name", {}, "WARNING calls go through Python, not C++: /usr/bin/c++ fails (1): "),
+        ("unknown_name", {}, "WARNING calls go through Python, not C++: /usr/bin/c++ ended with exit code 1: "),
         (
             1,
             {"CUDNN_SDPA_NATIVE_DIR": "/proc/none"},
@@ -125,33 +124,33 @@ for _ in range(2):
         loader.start()
     except LibraryError as error:
         print(error)
-    end_of("compiling")
-assert loader.module() is None and loader.status().state == "failed"
-print(str(loader.status()).startswith("Python: "), loader.status().reason)
+    loader.wait()
+assert loader.module() is None
+print(loader.status())
 """
     logged, *errors, status = run(program, recipe(answer), mode, **environment)
-    assert logged.startswith(said.replace("/usr/bin/c++", build.compiler.find_compiler()[0]))
+    assert logged.startswith(said.replace("/usr/bin/c++", build.find_compiler()[0]))
     assert logged.endswith("; CUDNN_SDPA_NATIVE=off silences this")
     assert len(errors) == (2 if mode == "on" else 0)
     assert all(error.startswith("CUDNN_SDPA_NATIVE=on, and the native module cannot be used: ") for error in errors)
-    assert status.startswith("True ")
-    assert status.removeprefix("True ") in logged
+    assert status.startswith("Python: ")
+    assert status.removeprefix("Python: ") in logged
 
 
 def test_a_module_that_cannot_be_loaded_is_a_line_of_the_log(run, recipe):
     """Another C library or C++ library than that of the process, as with compilers that are newer than Python's."""
     source = "#include <Python.h>\nPyMODINIT_FUNC PyInit__native() { throw_away(); return nullptr; }"
     source = source.replace("PyMODINIT", 'extern "C" void throw_away();\nPyMODINIT')
-    program = "loader.start(); end_of('compiling'); print(loader.status().state)"
-    line, state = run(program, recipe(source=source))
+    program = "loader.start(); loader.wait(); print(loader.status())"
+    line, status = run(program, recipe(source=source))
     assert line.startswith("WARNING calls go through Python, not C++: ")
     assert "undefined symbol: throw_away" in line
-    assert state == "failed"
+    assert status.startswith("Python: ")
 
 
 @pytest.mark.slow
 def test_a_callback_that_fails_does_not_stop_the_others(run, recipe):
-    build.build(recipe())
+    build.compile_module(recipe())
     program = """
 def fails(module):
     raise ValueError("for the test")
@@ -193,18 +192,21 @@ ENDS = {
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("end", ENDS)
-def test_the_compiler_ends_with_the_program(run_python, held, folder, wait_until, end):
+def test_a_program_may_end_while_its_compiler_runs(run_python, held, folder, wait_until, end):
     program = (
         f"{HEAD}\nloader.start()\nwhile not list(Path(os.environ['CUDNN_SDPA_NATIVE_DIR']).glob('compiling-*')): pass\n"
     )
     program += f"time.sleep(0.3)\nprint(time.monotonic(), flush=True)\n{end}"
-    result = run_python(program, SOURCES=str(held.recipe.sources), CUDNN_SDPA_NATIVE=None, check=False)
+    result = run_python(program, SOURCES=str(held.sources), CUDNN_SDPA_NATIVE=None, check=False)
     assert time.monotonic() - float(result.stdout.split()[-1]) < 5
     assert (result.returncode, result.stderr) == (ENDS[end], "")
-    wait_until(lambda: not held.processes(), 10)
     if ENDS[end] in (0, 3):
-        assert [path.name for path in folder.iterdir()] == ["locks"]
-        assert list((folder / "locks").iterdir()) == []
+        wait_until(lambda: not held.processes(), 10)
+        assert list(folder.iterdir()) == []
+    else:
+        held.go_on()  # the compiler ends by itself
+        wait_until(lambda: not held.processes(), 10)
+        assert build.find(held.sources) is None
 
 
 @pytest.mark.slow
@@ -221,11 +223,11 @@ try:
 except KeyboardInterrupt:
     print("interrupted", flush=True)
 go_on()
-end_of("compiling")
+loader.wait()
 print(loader.module().answer)
 """
     )
-    environment = {**os.environ, "SOURCES": str(held.recipe.sources), "CUDNN_SDPA_NATIVE": "auto"}
+    environment = {**os.environ, "SOURCES": str(held.sources), "CUDNN_SDPA_NATIVE": "auto"}
     process = subprocess.Popen(
         [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -238,35 +240,32 @@ print(loader.module().answer)
 
 
 @pytest.mark.slow
-def test_a_forked_child_is_independent_of_the_thread_that_compiles(run, held):
+def test_a_forked_child_is_independent_of_the_thread_that_compiles(run, recipe, gate):
     program = """
 loader.when_loaded(lambda module: print(os.getpid() == parent, module.answer, flush=True))
 parent = os.getpid()
 loader.start()
-while not loader._Native.compilation._process: pass
+wait_until(lambda: build._running)
 child = os.fork()
 if child == 0:
-    assert loader.module() is None and loader.status().state == "not started"
-    loader.start()  # waits in the background for the parent, which compiles it
-    time.sleep(0.3)
-    assert loader.status().state == "compiling"
-    end_of("compiling")
-    loader._Native.thread.join()
-    print(loader.module().answer, loader.status().reason, flush=True)
+    assert loader.module() is None and "no plan" in loader.status() and not build._running
+    loader.start()  # compiles it, too
+    loader.wait()
+    print(loader.status()[:13], flush=True)
     sys.exit(0)
-time.sleep(1)
-go_on()
+wait_until(lambda: len(list(Path(os.environ["CUDNN_SDPA_NATIVE_DIR"]).glob("compiling-*"))) == 2)
+Path(os.environ["GATE"]).touch()
 assert os.waitpid(child, 0)[1] == 0
-end_of("compiling")
+loader.wait()
 second = os.fork()
 if second == 0:
-    assert loader.module().answer == 7
+    assert loader.module().answer == 42
     loader.start()
     sys.exit(0)
 assert os.waitpid(second, 0)[1] == 0
 """
-    lines = [line for line in run(program, held.recipe) if not line.startswith("INFO")]
-    assert sorted(lines) == ["7 compiled before", "False 7", "True 7"]
+    lines = [line for line in run(program, recipe(), GATE=str(gate)) if not line.startswith("INFO")]
+    assert sorted(lines) == ["C++: compiled", "False 42", "True 42"]
 
 
 @pytest.mark.slow
@@ -280,33 +279,11 @@ if child == 0:
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0
 go_on()
-end_of("compiling")
+loader.wait()
 print(loader.module().answer)
 """
-    lines = [line for line in run(program, held.recipe) if not line.startswith("INFO")]  # whose thread may be later
+    lines = [line for line in run(program, held.sources) if not line.startswith("INFO")]  # whose thread may be later
     assert lines == ["7"]
-
-
-@pytest.mark.slow
-def test_a_forked_child_does_not_keep_a_dead_parents_compiler_alive(run_python, held, wait_until):
-    program = (
-        HEAD
-        + """
-loader.start()
-while not loader._Native.compilation._process: pass
-child = os.fork()
-if child == 0:
-    time.sleep(60)
-    os._exit(0)
-print(child, flush=True)
-time.sleep(0.3)
-os.kill(os.getpid(), 9)
-"""
-    )
-    result = run_python(program, SOURCES=str(held.recipe.sources), CUDNN_SDPA_NATIVE=None, check=False)
-    assert result.returncode == -9
-    wait_until(lambda: not held.processes(), 10)
-    os.kill(int(result.stdout), 9)
 
 
 @pytest.mark.slow
@@ -323,8 +300,7 @@ child = os.fork()
 if child == 0:
     loader.when_loaded(lambda module: print(module.answer, flush=True))
     loader.start()
-    end_of("compiling")
-    loader._Native.thread.join()
+    loader.wait()
     sys.exit(0)
 _, status = os.waitpid(child, 0)
 go.set(); thread.join()
@@ -338,8 +314,7 @@ def test_nothing_stays_open(run, recipe):
     program = """
 before = set(os.listdir("/proc/self/fd"))
 loader.start()
-end_of("compiling")
-loader._Native.thread.join()
+loader.wait()
 assert threading.active_count() == 1
 print(len(set(os.listdir("/proc/self/fd")) - before))
 """

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from cudnn_sdpa.engine.explain import Explanation
-from cudnn_sdpa.engine.native import build, compiler, loader
-from cudnn_sdpa.engine.native.build import FOLDER_VARIABLE, SANITIZE_VARIABLE, ModuleSources
+from cudnn_sdpa.engine.native import build, loader
+from cudnn_sdpa.engine.native.build import FOLDER_VARIABLE, SANITIZE_VARIABLE
 
 
 def test_wheels_and_source_distributions_have_every_source(repository, tmp_path):
@@ -46,10 +46,10 @@ def test_the_native_module_is_compiled_and_loaded(run_python):
     program = """
 from cudnn_sdpa.engine.native import loader
 loader.start()
-print(loader.status().state, loader.module().__name__, sep="\\n")
+print(loader.status()[:13], loader.module().__name__, sep="\\n")
 """
     result = run_python(program, CUDNN_SDPA_NATIVE="on", CUDNN_SDPA_NATIVE_DIR=None)
-    assert result.stdout.splitlines() == ["loaded", "cudnn_sdpa.engine.native._native"]
+    assert result.stdout.splitlines() == ["C++: compiled", "cudnn_sdpa.engine.native._native"]
 
 
 def test_explain_has_one_line_about_it():
@@ -64,18 +64,18 @@ def test_explain_has_one_line_about_it():
 def test_it_compiles_without_warnings_and_runs_under_sanitizers(folder, monkeypatch, caplog, run_python):
     monkeypatch.setenv(SANITIZE_VARIABLE, "address,undefined")
     caplog.set_level(logging.DEBUG)
-    built = build.build(ModuleSources())
+    path = build.compile_module()
     assert [record for record in caplog.records if "printed" in record.getMessage()] == []
     with pytest.raises(ImportError, match="LD_PRELOAD"):
-        loader.load(built.path)
-    assert built.path.parent == folder
+        loader.load(path)
+    assert path.parent == folder
     program = """
 from cudnn_sdpa.engine.native import loader
 loader.start()
-print(loader.status().state)
+print(loader.status()[:3])
 """
     result = run_python(program, CUDNN_SDPA_NATIVE="on", **sanitizer_environment())
-    assert result.stdout == "loaded\n"
+    assert result.stdout == "C++\n"
 
 
 @pytest.mark.slow
@@ -87,8 +87,7 @@ def test_clang_compiles_it_without_warnings_and_its_calls_are_right(repository, 
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CXX", clang)
     caplog.set_level(logging.DEBUG)
-    built = build.build(ModuleSources())
-    assert built.compiler[0] == clang
+    build.compile_module()
     assert [record for record in caplog.records if "printed" in record.getMessage()] == []
     tests = [f"tests/unit/engine/native/test_native_{name}.py" for name in ("calls", "launches")]
     result = subprocess.run(
@@ -141,7 +140,7 @@ def test_calls_keep_their_contract_under_sanitizers(repository, monkeypatch):
 
 def sanitizer_environment() -> dict[str, str]:
     """The environment of Python with a module that was compiled with both sanitizers."""
-    (command, *_) = compiler.check()
+    (command, *_) = build.check()
     answers = [
         subprocess.run([command, f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
         for name in ("libasan.so", "libubsan.so", "libstdc++.so")
