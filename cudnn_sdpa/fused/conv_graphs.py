@@ -84,14 +84,9 @@ def sizes_of(rank: int, stride: object, padding: object, dilation: object) -> tu
     )
 
 
-#: Small sizes, repeated for each dimension: made once, since the types of the same objects need no comparison, which
-#: takes 7 µs in Python; see `KnownCall.has_options`.
-_REPEATED = [[(value,) * rank for rank in range(4)] for value in range(8)]
-
-
 def _sizes(name: str, value: object, rank: int, minimum: int) -> Sizes:
     if type(value) is int and not is_compiling() and minimum <= value <= MAX_SIZE:
-        return _REPEATED[value][rank] if value < len(_REPEATED) else (value,) * rank
+        return (value,) * rank
     value = as_index(value)
     if is_integer(value):
         value = (value,) * rank

@@ -18,6 +18,7 @@ from cudnn_sdpa.engine import autograd_checks, cpu_target, sharding
 from cudnn_sdpa.engine.autocast import cast_tensor, could_cast
 from cudnn_sdpa.engine.call import Differentiable, Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import (
+    can_be_recognized,
     can_bypass_dispatcher,
     is_batch,
     is_deterministic,
@@ -26,7 +27,7 @@ from cudnn_sdpa.engine.dispatch_state import (
     plain,
 )
 from cudnn_sdpa.engine.explain import Description
-from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, items_of, kinds_of
+from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, items_of, kinds_of
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, check_one_device, readable_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
@@ -63,15 +64,13 @@ class _Entry:
         static: The options.
         is_single: Whether it has one result.
         plan: The plan.
-        last: The last such call, to recognize another; reset by `CallTable`.
     """
 
-    __slots__ = ("bound", "is_single", "last", "plan", "static")
+    __slots__ = ("bound", "is_single", "plan", "static")
 
     def __init__(self, bound: BoundPlan, static: Options, *, is_single: bool) -> None:
         self.bound, self.static, self.is_single = bound, static, is_single
         self.plan: Plan = bound.plan
-        self.last: KnownCall | None = None
 
     @property
     def results(self) -> list[Layout]:
@@ -104,7 +103,7 @@ class GraphFunction(GraphDefinition):
         ways: How a call may be divided, among ranks or because it is large; None if that is not declared.
         flops: Counts the floating-point operations of a call; None counts none.
         token: The name by which the torch operator finds it.
-        known: The calls whose plans are bound.
+        table: The calls that are bound to their plans.
         calls: Those that the native module launches. A function with a signature of its own may ask it before `run`, if
             neither Dynamo traces nor `Watch.count` is above 0.
     """
@@ -164,10 +163,7 @@ class GraphFunction(GraphDefinition):
         self.ways = sharding.along(shard) if isinstance(shard, Mapping) else shard
         functions = (builder, backward, reference, outputs, readable, views, reads)
         self.token = torch_ops.register(self, function_digest(*functions))
-        self.known: KnownCalls[_Entry, Value, Mapping[str, object]] = KnownCalls(
-            self._look_up, self._runs, could_cast if autocast else lambda _: False
-        )
-        self._find = self.known.find
+        self.table: CallTable[_Entry] = CallTable()
         self.calls = NativeCalls(numbers=len(self.operands))
 
     def __reduce__(self) -> str:
@@ -226,7 +222,7 @@ class GraphFunction(GraphDefinition):
             entry = self.prepared(values, static)
             is_as_given = len(values) >= len(operands) and all(map(_is_same, operands, values))
             if is_as_given and isinstance(entry, _Entry) and options.keys() <= self.options.keys():
-                self.known.table.add(self._signature(operands, options, trains), entry)
+                self.table.add(self._signature(operands, options, trains), entry)
             run = entry.run
         if trains:
             tracked = self._tracked(values, static, run)
@@ -247,18 +243,30 @@ class GraphFunction(GraphDefinition):
         ways = None if self.ways is None else self.ways(tensors)
         return sharding.run(self.__name__.removesuffix("_rows"), ways, tensors, on_local_tensors)
 
+    def _find(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Callable[..., Result] | None:
+        """What runs a call at once, if calls like it are known and nothing must intercept it."""
+        try:
+            tensors = _tensors(operands)
+            if not can_be_recognized(tensors, self._could_cast):
+                return None
+            trains = needs_gradient(*tensors)
+            entry = self._look_up(operands, options, trains)
+            return None if entry is None else self._runs(entry, operands, trains)
+        except NOT_A_CALL:  # which the checks will say
+            return None
+
+    def _could_cast(self, tensors: Sequence[Tensor]) -> bool:
+        return self.autocast and could_cast(tensors)
+
     def _look_up(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> _Entry | None:
-        entry: _Entry | None = self.known.table.get(self._signature(operands, options, trains))
-        return entry
+        return self.table.get(self._signature(operands, options, trains))
 
     def _signature(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> Hashable:
         """Everything that determines a call's plan and how it is bound; of numbers, which are data, the type."""
         layouts = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in operands]
         return (trains, is_deterministic(), *layouts, *options.items(), *kinds_of(options.values()))
 
-    def _runs(
-        self, entry: _Entry, operands: tuple[Value, ...], _: Mapping[str, object], trains: bool
-    ) -> Callable[..., Result]:
+    def _runs(self, entry: _Entry, operands: tuple[Value, ...], trains: bool) -> Callable[..., Result]:
         """What runs calls like one whose plan is bound, given their operands."""
         if trains:
             rest = (None,) * (len(self.operands) - len(operands))
@@ -452,7 +460,7 @@ class GraphFunction(GraphDefinition):
             PlanBuildError: It is missing and may not be built now.
         """
         signature = self._signature(values, static, False)
-        entry: _Entry | None = self.known.table.get(signature)
+        entry: _Entry | None = self.table.get(signature)
         if entry is None:
             check_one_device(self.operands, values)
             results = self.outputs(values, static)
@@ -460,7 +468,7 @@ class GraphFunction(GraphDefinition):
                 return large.LargeCall(self, split, values, results=results, static=static)
             with torch.cuda.device(_tensors(values)[0].device):
                 entry = self._bind(values, results, static)
-            self.known.table.add(signature, entry)
+            self.table.add(signature, entry)
         return entry
 
     def _bind(self, values: tuple[Value, ...], results: Outputs, static: Options) -> _Entry:
