@@ -860,7 +860,7 @@ class Operation(Generic[CallT]):
         self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
     ) -> RepeatableCall | None:
         """A backward call that has just run, if the native module can repeat it."""
-        if None in grads[: self._given]:
+        if any(grad is None or needs_operator(grad) for grad in grads[: self._given]):
             return None
         call = self.call(*ctx.saved_tensors[: self._tensors], *ctx.options, *self._wants_all)
         backward = self._pass.call(*grads[: self._given], *ctx.saved_tensors[self._tensors :], call, needs)
