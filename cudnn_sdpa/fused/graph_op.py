@@ -646,8 +646,7 @@ class Saved:
             values[place] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         given = tuple([self._given(ctx, place, grad) for place, grad in enumerate(grads)])
         results = saved[len(self._places) :]
-        found, call = self._gradients(given, values, results, needs)
-        return [x if need else None for x, need in zip(found, needs, strict=True)], call
+        return self._gradients(given, values, results, needs)
 
     def _gradients(
         self,

@@ -180,7 +180,7 @@ def gradients(
     static: Options,
     needs: tuple[bool, ...] | None = None,
 ) -> tuple[tuple[Tensor | None, ...], GraphCall | None]:
-    """The gradients by a function's backward, one for each operand; and the call that gave them, if it returned one.
+    """The needed gradients by a function's backward, one for each operand, and the call that it returned, if any.
 
     Args:
         function: The function.
@@ -196,17 +196,21 @@ def gradients(
     """
     if function.backward is None:
         raise UnsupportedError(f"the gradient of {function.__name__}", ["the operation has no backward="])
-    needed = {"needs": needs or (True,) * len(values)} if function.takes_needs else {}
+    needs = needs or (True,) * len(values)
+    needed = {"needs": needs} if function.takes_needs else {}
     given = function.backward(tuple(grads), tuple(values), results, **needed, **static)
-    if isinstance(given, GraphCall):
-        found = as_tuple(given())
-        by_place = dict(zip(gradient_places(function, given, len(found)), found, strict=True))
-        return tuple([by_place.get(place) for place in range(len(values))]), given
-    grad_inputs = as_tuple(given)
+    call, grad_inputs = (given, _made(function, given)) if isinstance(given, GraphCall) else (None, as_tuple(given))
     if len(grad_inputs) != len(values):
         expected = f"{len(values)}, one for each operand, None where there is none"
         raise OptionError("backward", f"{len(grad_inputs)} gradients", expected)
-    return grad_inputs, None
+    return tuple([x if need else None for x, need in zip(grad_inputs, needs, strict=True)]), call
+
+
+def _made(function: Function, call: GraphCall) -> tuple[Tensor | None, ...]:
+    """The gradients that a call gives which a function's backward returned, one for each operand."""
+    found: tuple[Tensor, ...] = as_tuple(call())
+    by_place = dict(zip(gradient_places(function, call, len(found)), found, strict=True))
+    return tuple([by_place.get(place) for place in range(len(function.operands))])
 
 
 def gradient_places(function: Function, call: GraphCall, count: int) -> list[int]:
