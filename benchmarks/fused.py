@@ -15,7 +15,6 @@ from torch import Tensor
 from benchmarks.tools import cases, tuned
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import Call, device_times, host_times
-from cudnn_sdpa.engine.dispatch_state import tensor_guard
 from cudnn_sdpa.fused.activation import silu_mul
 from cudnn_sdpa.fused.activation_graphs import silu_mul_gradients, silu_mul_rows
 from cudnn_sdpa.fused.activation_tiling import split
@@ -323,14 +322,13 @@ def _host(ours: Function, theirs: Function, inputs: tuple[Tensor, ...]) -> list[
     out = ours(*inputs)
     ours(*inputs)
     launch = _launch(_last_plan(ours), inputs, out)
-    guard, layout = tensor_guard(*inputs), (tuple(out.shape), out.stride(), out.dtype)
+    layout = tuple(out.shape), out.stride(), out.dtype
     leaves = [tensor.clone().requires_grad_() for tensor in inputs]
     grad = torch.randn_like(out)
     calls: dict[str, Call] = {
         "cudnn_sdpa": lambda: ours(*inputs),
         "  of it: cuDNN and the frontend's C++": launch,
         "  of it: an output": lambda: plans.allocate(*layout),
-        "  of it: recognizing the call": lambda: guard(*inputs),
         "pytorch": lambda: theirs(*inputs),
         "compiled": lambda: compiled_theirs(*inputs),
         "cudnn_sdpa, forward and backward": lambda: torch.autograd.grad(ours(*leaves), leaves, grad),

@@ -6,13 +6,11 @@ subclass, a dispatch mode, a functorch transform, a TorchScript trace, or the pr
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-
-Guard = Callable[..., bool]
 
 try:  # all of these are C functions of some 50 ns; without one of them every call takes the dispatcher
     from torch._C import _get_tracing_state, _len_torch_dispatch_stack
@@ -70,6 +68,19 @@ def can_bypass_dispatcher(*tensors: Tensor | None, may_cast: bool = True) -> boo
     if may_cast and is_autocasting():
         return False
     return is_plain_memory(*tensors) and forward_ad._current_level < 0 and not is_observed()
+
+
+def can_be_recognized(tensors: Sequence[Tensor], could_cast: Callable[[Sequence[Tensor]], bool]) -> bool:
+    """Whether a call with these tensors may be launched as an earlier one of the same signature was.
+
+    Args:
+        tensors: The tensors.
+        could_cast: Whether autocast, which is on, could cast one of them.
+    """
+    for tensor in tensors:
+        if tensor.is_nested or is_batch(tensor):
+            return False
+    return can_bypass_dispatcher(*tensors, may_cast=is_autocasting() and could_cast(tensors))
 
 
 def is_lazy(tensor: Tensor) -> bool:
@@ -139,19 +150,3 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
                 # In inference mode gradients may be enabled in vain; Dynamo, which traces none, cannot ask.
                 return torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled()
     return False
-
-
-def tensor_guard(*tensors: Tensor) -> Guard:
-    """A function that checks whether tensors match these and PyTorch's state is the same as now.
-
-    It is what torch.compile asks before each call of compiled code. One C call (0.4 µs) compares the Python types,
-    shapes, strides, dtypes, devices and `requires_grad`, and the dispatch keys with those of the thread's state, in
-    which dispatch modes, functorch transforms, tracing, autocast and inference mode show. The profiler and
-    forward-mode differentiation do not.
-    """
-    try:
-        from torch._C._dynamo.guards import TensorGuards
-    except ImportError:  # pragma: no cover - a PyTorch that has moved it
-        return lambda *_: False
-    check: Guard = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-    return check

@@ -183,7 +183,7 @@ class BoundPlan:
         "operands",
         "plan",
         "pointers",
-        "recipes",
+        "recipe",
         "results",
         "template",
     )
@@ -251,7 +251,7 @@ class BoundPlan:
         for name, address in fixed.items():
             self.template[names.index(name)] = address
         self._point_to(self._memory, self.template)
-        self.recipes: dict[tuple[Layout, ...] | None, object] = {}  #: its native forms, by the layouts of their results
+        self.recipe: object = ...  #: its native form; None if it has none, and an ellipsis until that is known
         loader.start()
 
     def __call__(

@@ -8,8 +8,7 @@ their schemas, the autograd rule, recognition, the checks and their order, the f
 The order of things, for all operations:
 
 1. The public function has asked the native module, which does not know the call.
-2. A call like one of the last few, or one whose signature is known, is launched at once, if nothing must intercept it.
-   The native module is taught it.
+2. A call whose signature is known is launched at once, if nothing must intercept it. The native module is taught it.
 3. Otherwise types and options are checked, autocast casts, differentiation is checked, random numbers are drawn, and
    negative bits are resolved.
 4. Tensors are checked. If a gradient may be asked for, what is known against it raises now.
@@ -39,6 +38,7 @@ from cudnn_sdpa.engine.backward_pass import (
 )
 from cudnn_sdpa.engine.call import CallT, Differentiable, Fields, Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import (
+    can_be_recognized,
     can_bypass_dispatcher,
     has_subclass,
     is_autocasting,
@@ -47,9 +47,9 @@ from cudnn_sdpa.engine.dispatch_state import (
     needs_operator,
     plain,
 )
-from cudnn_sdpa.engine.fast_path import Entry, KnownCalls, LastGradient, layout_signature
+from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, Entry, layout_signature
 from cudnn_sdpa.engine.launch import Layout, PlainCall, Prepared, check_one_device
-from cudnn_sdpa.engine.memory import without_memory
+from cudnn_sdpa.engine.memory import MISALIGNED, without_memory
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.torch_ops import define, library, new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
@@ -67,9 +67,6 @@ _Fields: TypeAlias = Callable[[CallT], tuple[FieldT, ...]]
 
 #: Maximum number of kinds of calls remembered as differentiable.
 MAX_REMEMBERED = 8192
-
-#: Maximum number of kinds of backward calls whose last one is remembered for PyTorch's dispatcher.
-MAX_KINDS = 256
 
 _SCHEMA_TYPES: dict[object, str] = {
     Tensor: "Tensor",
@@ -114,8 +111,7 @@ class _Tracked(NamedTuple):
         found = _as_tuple(run(call))
         if operation.differentiable:
             operation.save(ctx, call, found)
-        last = None if entry is None else entry.last_gradient
-        ctx.tracked = _TrackedGradient(operation, last, by_reference)
+        ctx.tracked = _TrackedGradient(operation, by_reference)
         return _alone(found if returns_all else operation._split(found)[0])
 
 
@@ -123,14 +119,13 @@ class _TrackedGradient(NamedTuple):
     """What autograd's graph holds of such a call, besides tensors and options."""
 
     operation: Operation[Any]
-    last: LastGradient | None
     by_reference: bool
 
     def gradients(
         self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
     ) -> list[Tensor | None]:
         """The gradient of each differentiable input."""
-        return self.operation.gradients(ctx, grads, needs, self.last, by_reference=self.by_reference)
+        return self.operation.gradients(ctx, grads, needs, by_reference=self.by_reference)
 
 
 class Asked(NamedTuple):
@@ -148,10 +143,10 @@ class Asked(NamedTuple):
 class _NativeGradient:
     """Computes gradients of calls that the native module has launched; autograd's graph holds it, and so no plan."""
 
-    __slots__ = ("last", "operation")
+    __slots__ = ("operation",)
 
-    def __init__(self, operation: Operation[Any], last: LastGradient) -> None:
-        self.operation, self.last = operation, last
+    def __init__(self, operation: Operation[Any]) -> None:
+        self.operation = operation
 
     def __call__(
         self,
@@ -166,8 +161,8 @@ class _NativeGradient:
     ) -> tuple[list[Tensor | None], RepeatableCall | None]:
         """See `Differentiation`."""
         context = NativelySaved(saved, options, may_fall_back)
-        found = self.operation.gradients(context, grads, needs, self.last)
-        return found, self.operation.repeatable_gradient(context, grads, needs, self.last) if can_learn else None
+        found = self.operation.gradients(context, grads, needs)
+        return found, self.operation.repeatable_gradient(context, grads, needs) if can_learn else None
 
 
 @dataclass(frozen=True)
@@ -302,8 +297,8 @@ class Operation(Generic[CallT]):
             #: The tensors of a backward call besides those of the forward call.
             self._given_of: Callable[[BackwardCall[CallT]], tuple[Tensor, ...]] = _fields(slice(-2))
             self._given, self._saved = len(self.gives), self.backward.saved(self.name, self.gives, self.auxiliary)
-        self.known: KnownCalls[Entry, object, tuple[object, ...]] = KnownCalls(self._look_up, self._runs, could_cast)
-        self.table = self.known.table
+        #: The calls that are bound to their plans.
+        self.table: CallTable[Entry] = CallTable()
         self._known_to_be_differentiable: set[Hashable] = set()
         self._register_operators()
         if self.backward is not None:
@@ -592,43 +587,24 @@ class Operation(Generic[CallT]):
     def _find(self, call: CallT) -> Callable[[CallT], Result] | None:
         """What runs a call at once, if calls like it are known and nothing must intercept it."""
         try:
-            out, options = self._out_of(call), self._recognized_of(call)
-            if not self.is_cacheable(call):
+            if not self.is_cacheable(call) or (self._flag and type(call[self._inputs]) is not bool):
                 return None
-            if out is not None:
-                return self._find_into_out(call)
-            if self.mark is not None:
-                options = (*options, self.mark(call))
-        except (AttributeError, IndexError, TypeError, RuntimeError):  # not tensors, not hashable: the checks say so
+            out = self._out_of(call)
+            tensors = [x for x in (*self._tensors_of(call), out) if x is not None]
+            if not can_be_recognized(tensors, could_cast):
+                return None
+            trains = needs_gradient(*tensors)
+            if trains and out is not None:
+                return None
+            name = self.signature(self.complete(call) if trains else call)
+            entry: Entry | None = self.table.get(name)
+            if entry is None or (trains and not self._is_known_to_be_differentiable(name, call)):
+                return None
+        except NOT_A_CALL:  # which the checks will say
             return None
-        return self.known.find(self._tensors_of(call), options)
-
-    def _look_up(self, operands: tuple[object, ...], options: tuple[object, ...], trains: bool) -> Entry | None:
-        """The entry of a known call; if autograd follows it, of one whose gradients are known to be supported."""
-        call = self._call_of(operands, options)
-        if self._flag and type(call[self._inputs]) is not bool:
-            return None
-        name = self.signature(self.complete(call) if trains else call)
-        entry: Entry | None = self.table.get(name)
-        return None if trains and not self._is_known_to_be_differentiable(name, call) else entry
-
-    def _runs(
-        self, entry: Entry, _operands: tuple[object, ...], _options: tuple[object, ...], trains: bool
-    ) -> Callable[[CallT], Result]:
-        return functools.partial(self._differentiate, entry=entry) if trains else entry.run
-
-    def _call_of(self, operands: tuple[object, ...], options: tuple[object, ...]) -> CallT:
-        """The call with these tensors and options, whose result is new."""
-        options = options if self.mark is None else options[:-1]
-        return self.call(*operands, *options, *([None] if self.takes_out else []))
-
-    def _find_into_out(self, call: CallT) -> Callable[[CallT], Result] | None:
-        """The same for a call whose result goes into a given tensor, which is not remembered as the last one."""
-        tensors = [x for x in (*self._tensors_of(call), self._out_of(call)) if x is not None]
-        if any(x.is_nested for x in tensors) or needs_gradient(*tensors) or not can_bypass_dispatcher(*tensors):
-            return None
-        entry: Entry | None = self.table.get(self.signature(call))
-        return None if entry is None else functools.partial(self._into_out, entry=entry)
+        if trains:
+            return functools.partial(self._differentiate, entry=entry)
+        return entry.run if out is None else functools.partial(self._into_out, entry=entry)
 
     def _into_out(self, call: CallT, entry: Entry) -> Result:
         """A known call whose result goes into a given tensor, which may overlap others in this call alone."""
@@ -675,12 +651,12 @@ class Operation(Generic[CallT]):
         if not trains:
             asked.calls.learn(asked.arguments, {}, native)
         elif not any(x is not None and x.is_inference() for x in tensors):
-            asked.calls.learn(asked.arguments, {}, native, self._differentiation(call, entry))
+            asked.calls.learn(asked.arguments, {}, native, self._differentiation(call))
 
-    def _differentiation(self, call: CallT, entry: Entry) -> Differentiation[tuple[object, ...]]:
+    def _differentiation(self, call: CallT) -> Differentiation[tuple[object, ...]]:
         return Differentiation(
             name=f"cudnn_sdpa::{self.name}",
-            gradients=_NativeGradient(self, entry.last_gradient),
+            gradients=_NativeGradient(self),
             options=self._options_of(call),
             inputs=self._differentiable_of(call),
             saved=self._tensors_of(call),
@@ -756,7 +732,6 @@ class Operation(Generic[CallT]):
         ctx: SavedCall,
         grads: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
-        last: LastGradient | None = None,
         *,
         by_reference: bool = False,
     ) -> list[Tensor | None]:
@@ -766,7 +741,6 @@ class Operation(Generic[CallT]):
             ctx: Where it was saved.
             grads: The gradients of the results that were returned.
             needs: Which gradients are needed.
-            last: What recognizes the last backward call.
             by_reference: Whether it runs in plain PyTorch.
         """
         if len(grads) > self._given:
@@ -785,22 +759,18 @@ class Operation(Generic[CallT]):
         backward_pass = self._pass
         backward = backward_pass.call(*grads, *saved[self._tensors :], call, needs)
         tensors = self._given_of(backward)
-        if len(given) < len(grads):  # a guard does not see which are None
-            last = None
         found: Sequence[Tensor]
         if by_reference:
             found = backward_pass.reference(backward)
         elif is_intercepted:
             found = self.operator("backward")(*tensors, *self._inputs_of(call), list(needs))
-        elif last is not None and (entry := last.find(needs, self._tensors_of(call), tensors)) is not None:
-            found = _as_tuple(entry.run(backward))
         elif not given[0].is_cuda:
             found = (backward_pass.fake_gradients if given[0].is_meta else backward_pass.reference)(backward)
         elif not ctx.may_fall_back:  # as in the forward pass: this may be another thread, of autograd
-            found = self._gradients_on_gpu(backward, last)
+            found = self._gradients_on_gpu(backward)
         else:
             found = fallback.or_else(
-                lambda: self._gradients_on_gpu(backward, last),
+                lambda: self._gradients_on_gpu(backward),
                 lambda: backward_pass.reference(backward),
                 lambda: self.kind(call),
             )
@@ -887,54 +857,40 @@ class Operation(Generic[CallT]):
         return self._pass.fake_gradients(backward)
 
     def repeatable_gradient(
-        self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...], last: LastGradient
+        self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
     ) -> RepeatableCall | None:
         """A backward call that has just run, if the native module can repeat it."""
-        entry = None if last.cached is None else last.cached.entry()
-        if entry is None or not isinstance(entry.run, PlainCall) or None in grads[: self._given]:
+        if any(grad is None or needs_operator(grad) for grad in grads[: self._given]):
             return None
         call = self.call(*ctx.saved_tensors[: self._tensors], *ctx.options, *self._wants_all)
         backward = self._pass.call(*grads[: self._given], *ctx.saved_tensors[self._tensors :], call, needs)
-        if last.find(needs, self._tensors_of(call), self._given_of(backward)) is not entry:
+        entry: Entry | None = self.table.get(self._signature_of_gradient(backward))
+        if entry is None or not isinstance(entry.run, PlainCall):
+            return None
+        if any(x.data_ptr() & MISALIGNED for x in self._given_of(backward)):  # a copy has been read
             return None
         plain = entry.run
         return RepeatableCall(plain.bound, plain.tensors_of(backward), plain.returned)
 
-    def _gradients_on_gpu(self, backward: BackwardCall[CallT], last: LastGradient | None = None) -> list[Tensor]:
-        """The needed gradients of a backward call on the GPU, which `last` remembers."""
+    def _gradients_on_gpu(self, backward: BackwardCall[CallT]) -> list[Tensor]:
+        """The needed gradients of a backward call on the GPU."""
         readable = self._pass.readable(backward)
         prepared = self._entry(self._signature_of_gradient(readable), readable, self._prepare_gradients)
-        if last is not None and readable is backward and isinstance(prepared, Entry):
-            inputs, given = self._tensors_of(backward.call), self._given_of(backward)
-            last.remember(backward.needs, inputs, given, prepared)
         return list(_as_tuple(prepared.run(readable)))
 
-    def gradients_from_dispatcher(
-        self, backward: BackwardCall[CallT], known: dict[Hashable, LastGradient], check: Callable[[], None]
-    ) -> list[Tensor]:
+    def gradients_from_dispatcher(self, backward: BackwardCall[CallT], check: Callable[[], None]) -> list[Tensor]:
         """The needed gradients of a backward call that PyTorch's dispatcher has brought, past all that intercepts it.
 
         Args:
             backward: The call, which nothing has checked.
-            known: What recognizes the last one of each kind, which was checked; it remembers this one.
             check: Checks what the forward call does not say.
         """
-        inputs, others = self._tensors_of(backward.call), self._given_of(backward)
-        kind = tuple([x is None for x in inputs]), self._options_of(backward.call)
-        last = known.get(kind)
-        if last is not None and not self.checks_values():
-            given = [x for x in (*inputs, *others) if x is not None]  # all addresses are looked at
-            if (entry := last.find(backward.needs, (), given)) is not None:
-                return list(_as_tuple(entry.run(backward)))
-        self.check(backward.call)
-        check()
+        if self.table.get(self._signature_of_gradient(backward)) is None:
+            self.check(backward.call)
+            check()
         if not self.first_of(backward.call).is_cuda:
             return self._backward_by_operator(backward)
-        if last is None:
-            if len(known) >= MAX_KINDS:
-                known.clear()
-            last = known[kind] = LastGradient()
-        return self._gradients_on_gpu(backward, last)
+        return self._gradients_on_gpu(backward)
 
     def _prepare_gradients(self, backward: BackwardCall[CallT]) -> Prepared:
         names = (*self.fields[: self._tensors], *self._pass.tensors)

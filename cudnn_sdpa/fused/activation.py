@@ -6,7 +6,6 @@ from torch import Tensor
 
 from cudnn_sdpa.engine.native.calls import MISSED
 from cudnn_sdpa.fused.activation_graphs import gelu_mul_rows, relu_squared_rows, silu_mul_rows
-from cudnn_sdpa.fused.graph_op import Watch
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 
@@ -35,7 +34,7 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     SwiGLU is from "GLU Variants Improve Transformer" (Shazeer, 2020).
     """
     find = silu_mul_rows.calls.find
-    if find is not None and up is not None and not (Watch.count or is_compiling()):
+    if find is not None and up is not None and not is_compiling():
         known = find(gate, up)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]

@@ -19,6 +19,7 @@ from cudnn_sdpa.errors import DtypeError, ShapeError, UnsupportedError
 from cudnn_sdpa.fused.activation_tiling import backward_views, check_rows, forward_views, split
 from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, widened
 from cudnn_sdpa.fused.graph_op import graph_op
+from cudnn_sdpa.fused.torch_ops import GraphCall
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 
@@ -170,25 +171,20 @@ def silu_mul_grad_up(g: GraphBuilder, grad: Symbol, gate: Symbol) -> Symbol:
 
 def _silu_mul_backward(
     grads: Sequence[Tensor], operands: Sequence[Tensor | None], results: Sequence[Tensor], *, needs: tuple[bool, ...]
-) -> tuple[Tensor | None, ...]:
+) -> GraphCall:
     del results
     (grad,), (needs_grad_gate, needs_grad_up) = grads, needs
     gate, up = operands
-    if up is None:
-        return silu_mul_gradients(grad, gate), None
-    if needs_grad_gate and needs_grad_up:
-        gradients: tuple[Tensor, ...] = silu_mul_gradients(grad, gate, up)
-        return gradients
-    return (
-        silu_mul_grad_gate(grad, gate, up) if needs_grad_gate else None,
-        silu_mul_grad_up(grad, gate) if needs_grad_up else None,
-    )
+    if up is None or (needs_grad_gate and needs_grad_up):
+        return silu_mul_gradients.call(grad, gate, up)
+    if needs_grad_gate:
+        return silu_mul_grad_gate.call(grad, gate, up)
+    return silu_mul_grad_up.call(grad, gate).of("up")
 
 
 @graph_op(
     reference=_silu_mul_reference,
     backward=_silu_mul_backward,
-    replays_backward=True,
     keeps_results=False,
     check=check_halves,
     readable=_readable,

@@ -18,7 +18,7 @@ from cudnn_sdpa.engine import autograd_checks, sharding
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, shown, widened
 from cudnn_sdpa.fused.graph_op import Views, graph_op
-from cudnn_sdpa.fused.torch_ops import Options, Outputs, Value
+from cudnn_sdpa.fused.torch_ops import GraphCall, Options, Outputs, Value
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.scalars import as_index, check_known, is_integer
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
@@ -84,14 +84,9 @@ def sizes_of(rank: int, stride: object, padding: object, dilation: object) -> tu
     )
 
 
-#: Small sizes, repeated for each dimension: made once, since the types of the same objects need no comparison, which
-#: takes 7 µs in Python; see `KnownCall.has_options`.
-_REPEATED = [[(value,) * rank for rank in range(4)] for value in range(8)]
-
-
 def _sizes(name: str, value: object, rank: int, minimum: int) -> Sizes:
     if type(value) is int and not is_compiling() and minimum <= value <= MAX_SIZE:
-        return _REPEATED[value][rank] if value < len(_REPEATED) else (value,) * rank
+        return (value,) * rank
     value = as_index(value)
     if is_integer(value):
         value = (value,) * rank
@@ -229,21 +224,18 @@ def _dgrad_backward(
     needs: tuple[bool, bool],
     shape: Sizes,
     **sizes: Sizes,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> GraphCall | tuple[Tensor, Tensor]:
     del results
     grad, weight = operands
-    needs_grad_grad, needs_grad_weight = needs
     groups = shape[0] // weight.shape[1]
-    return (
-        convolution(grads[0], weight, **sizes, groups=groups, activation=None) if needs_grad_grad else None,
-        conv_wgrad(grad, grads[0], shape=tuple(weight.shape), **sizes) if needs_grad_weight else None,
-    )
+    of_grad = convolution.call(grads[0], weight, **sizes, groups=groups, activation=None)
+    of_weight = conv_wgrad.call(grad, grads[0], shape=tuple(weight.shape), **sizes).of("weight")
+    return (of_grad(), of_weight()) if all(needs) else of_grad if needs[0] else of_weight
 
 
 @graph_op(
     reference=_dgrad_reference,
     backward=_dgrad_backward,
-    replays_backward=True,
     keeps_results=False,
     readable=_channels_last,
     views=_as_2d,
@@ -266,21 +258,18 @@ def _wgrad_backward(
     needs: tuple[bool, bool],
     shape: Sizes,
     **sizes: Sizes,
-) -> tuple[Tensor | None, Tensor | None]:
+) -> GraphCall | tuple[Tensor, Tensor]:
     del results
     grad, x = operands
-    needs_grad_grad, needs_grad_x = needs
     groups = x.shape[1] // shape[1]
-    return (
-        convolution(x, grads[0], **sizes, groups=groups, activation=None) if needs_grad_grad else None,
-        conv_dgrad(grad, grads[0], shape=tuple(x.shape[1:]), **sizes) if needs_grad_x else None,
-    )
+    of_grad = convolution.call(x, grads[0], **sizes, groups=groups, activation=None)
+    of_x = conv_dgrad.call(grad, grads[0], shape=tuple(x.shape[1:]), **sizes).of("x")
+    return (of_grad(), of_x()) if all(needs) else of_grad if needs[0] else of_x
 
 
 @graph_op(
     reference=_wgrad_reference,
     backward=_wgrad_backward,
-    replays_backward=True,
     keeps_results=False,
     readable=_channels_last,
     views=_as_2d,
@@ -304,14 +293,20 @@ def _backward(
     groups: int,
     activation: str | None,
     **sizes: Sizes,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+) -> GraphCall | tuple[Tensor | None, Tensor | None, Tensor | None]:
     del results, groups
     assert activation is None
     (grad,), (x, weight, _) = grads, operands
     needs_grad_x, needs_grad_weight, needs_grad_bias = needs
+    of_x = conv_dgrad.call(grad, weight, shape=tuple(x.shape[1:]), **sizes)
+    of_weight = conv_wgrad.call(grad, x, shape=tuple(weight.shape), **sizes).of("weight")
+    if needs == (True, False, False):
+        return of_x
+    if needs == (False, True, False):
+        return of_weight
     return (
-        conv_dgrad(grad, weight, shape=tuple(x.shape[1:]), **sizes) if needs_grad_x else None,
-        conv_wgrad(grad, x, shape=tuple(weight.shape), **sizes) if needs_grad_weight else None,
+        of_x() if needs_grad_x else None,
+        of_weight() if needs_grad_weight else None,
         grad.sum((0, *range(2, grad.dim()))) if needs_grad_bias else None,
     )
 
@@ -325,7 +320,6 @@ def _read_by_backward(_: object, needs: Sequence[bool]) -> tuple[bool, bool, boo
 @graph_op(
     reference=_reference,
     backward=_backward,
-    replays_backward=True,
     keeps_results=False,
     check=check_call,
     readable=_channels_last,

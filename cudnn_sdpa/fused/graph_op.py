@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import inspect
-import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, overload
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from cudnn_sdpa.engine import autograd_checks, cpu_target, sharding
 from cudnn_sdpa.engine.autocast import cast_tensor, could_cast
 from cudnn_sdpa.engine.call import Differentiable, Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import (
+    can_be_recognized,
     can_bypass_dispatcher,
     is_batch,
     is_deterministic,
@@ -26,13 +24,13 @@ from cudnn_sdpa.engine.dispatch_state import (
     plain,
 )
 from cudnn_sdpa.engine.explain import Description
-from cudnn_sdpa.engine.fast_path import KnownCall, KnownCalls, items_of, kinds_of
+from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, items_of, kinds_of
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, check_one_device, readable_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import large, torch_ops
 from cudnn_sdpa.fused.checks import check_offsets, check_savable, check_strided, shown
-from cudnn_sdpa.fused.torch_ops import Gradients, Options, Outputs, Results, Value, as_tuple
+from cudnn_sdpa.fused.torch_ops import Gradients, GraphCall, Options, Outputs, Results, Value, as_tuple
 from cudnn_sdpa.graph.definition import GraphDefinition, function_digest
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES, TensorLayout, is_expanded, layouts_of
@@ -63,15 +61,13 @@ class _Entry:
         static: The options.
         is_single: Whether it has one result.
         plan: The plan.
-        last: The last such call, to recognize another; reset by `CallTable`.
     """
 
-    __slots__ = ("bound", "is_single", "last", "plan", "static")
+    __slots__ = ("bound", "is_single", "plan", "static")
 
     def __init__(self, bound: BoundPlan, static: Options, *, is_single: bool) -> None:
         self.bound, self.static, self.is_single = bound, static, is_single
         self.plan: Plan = bound.plan
-        self.last: KnownCall | None = None
 
     @property
     def results(self) -> list[Layout]:
@@ -104,9 +100,9 @@ class GraphFunction(GraphDefinition):
         ways: How a call may be divided, among ranks or because it is large; None if that is not declared.
         flops: Counts the floating-point operations of a call; None counts none.
         token: The name by which the torch operator finds it.
-        known: The calls whose plans are bound.
+        table: The calls that are bound to their plans.
         calls: Those that the native module launches. A function with a signature of its own may ask it before `run`, if
-            neither Dynamo traces nor `Watch.count` is above 0.
+            Dynamo does not trace.
     """
 
     def __init__(
@@ -126,7 +122,6 @@ class GraphFunction(GraphDefinition):
         materialize_grads: bool = True,
         shard: Mapping[str, int] | sharding.Ways | None = None,
         flops: Callable[..., int] | None = None,
-        replays_backward: bool = False,
     ) -> None:
         super().__init__(builder)
         if reference is None and outputs is None:
@@ -137,7 +132,6 @@ class GraphFunction(GraphDefinition):
         self.kept = keeps_results if isinstance(keeps_results, slice) else slice(None if keeps_results else 0)
         self.auxiliary, self.check, self.readable, self.views, self.reads = auxiliary, check, readable, views, reads
         self.autocast, self.materialize_grads, self.flops = autocast, materialize_grads, flops
-        self.replays_backward = replays_backward
         self.takes_needs = backward is not None and "needs" in inspect.signature(backward).parameters
         if type(auxiliary) is not int or auxiliary < 0:
             expected = "the number of results that are for backward= alone"
@@ -164,10 +158,7 @@ class GraphFunction(GraphDefinition):
         self.ways = sharding.along(shard) if isinstance(shard, Mapping) else shard
         functions = (builder, backward, reference, outputs, readable, views, reads)
         self.token = torch_ops.register(self, function_digest(*functions))
-        self.known: KnownCalls[_Entry, Value, Mapping[str, object]] = KnownCalls(
-            self._look_up, self._runs, could_cast if autocast else lambda _: False
-        )
-        self._find = self.known.find
+        self.table: CallTable[_Entry] = CallTable()
         self.calls = NativeCalls(numbers=len(self.operands))
 
     def __reduce__(self) -> str:
@@ -188,8 +179,6 @@ class GraphFunction(GraphDefinition):
         if options and not options.keys() <= self.options.keys():
             operands, options = self._in_order(operands, options)
         if not is_compiling():
-            if Watch.count and (watched := self._watched(operands, options)) is not None:
-                return watched[0]
             find = self.calls.find
             if find is not None:
                 known = find(*operands, **options) if options else find(*operands)
@@ -201,6 +190,29 @@ class GraphFunction(GraphDefinition):
                     self._teach(operands, options)
                 return run(*operands)
         return self._first(operands, options)
+
+    def call(self, *operands: Value, **options: object) -> GraphCall:
+        """A call that is not made yet, for the `backward` of another function to return.
+
+        Its results are the gradients of the first operands of that function, in their order;
+        `call(...).of("x", "weight")` says that they are those of other operands.
+
+        Examples:
+            >>> import torch, cudnn_sdpa
+            >>> @cudnn_sdpa.graph_op(reference=lambda grad, y: grad * (1 - y * y))
+            ... def tanh_gradient(g, grad, y):
+            ...     return g.sub(a=grad, b=g.mul(a=grad, b=g.mul(a=y, b=y)))
+            >>> def backward(grads, operands, results):
+            ...     return tanh_gradient.call(grads[0].contiguous(), results[0])
+            >>> @cudnn_sdpa.graph_op(reference=torch.tanh, backward=backward)
+            ... def tanh(g, x):
+            ...     return g.tanh(input=x)
+            >>> x = torch.zeros(1, 2, 8, requires_grad=True)
+            >>> torch.autograd.grad(tanh(x).sum(), x)[0].sum()
+            tensor(16.)
+        """
+        given, static = self._in_order(operands, options)
+        return GraphCall(self, given, static)
 
     def _first(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Result:
         """A call that is not known, with arguments that have not been checked."""
@@ -226,7 +238,7 @@ class GraphFunction(GraphDefinition):
             entry = self.prepared(values, static)
             is_as_given = len(values) >= len(operands) and all(map(_is_same, operands, values))
             if is_as_given and isinstance(entry, _Entry) and options.keys() <= self.options.keys():
-                self.known.table.add(self._signature(operands, options, trains), entry)
+                self.table.add(self._signature(operands, options, trains), entry)
             run = entry.run
         if trains:
             tracked = self._tracked(values, static, run)
@@ -247,18 +259,30 @@ class GraphFunction(GraphDefinition):
         ways = None if self.ways is None else self.ways(tensors)
         return sharding.run(self.__name__.removesuffix("_rows"), ways, tensors, on_local_tensors)
 
+    def _find(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Callable[..., Result] | None:
+        """What runs a call at once, if calls like it are known and nothing must intercept it."""
+        try:
+            tensors = _tensors(operands)
+            if not can_be_recognized(tensors, self._could_cast):
+                return None
+            trains = needs_gradient(*tensors)
+            entry = self._look_up(operands, options, trains)
+            return None if entry is None else self._runs(entry, operands, trains)
+        except NOT_A_CALL:  # which the checks will say
+            return None
+
+    def _could_cast(self, tensors: Sequence[Tensor]) -> bool:
+        return self.autocast and could_cast(tensors)
+
     def _look_up(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> _Entry | None:
-        entry: _Entry | None = self.known.table.get(self._signature(operands, options, trains))
-        return entry
+        return self.table.get(self._signature(operands, options, trains))
 
     def _signature(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> Hashable:
         """Everything that determines a call's plan and how it is bound; of numbers, which are data, the type."""
         layouts = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in operands]
         return (trains, is_deterministic(), *layouts, *options.items(), *kinds_of(options.values()))
 
-    def _runs(
-        self, entry: _Entry, operands: tuple[Value, ...], _: Mapping[str, object], trains: bool
-    ) -> Callable[..., Result]:
+    def _runs(self, entry: _Entry, operands: tuple[Value, ...], trains: bool) -> Callable[..., Result]:
         """What runs calls like one whose plan is bound, given their operands."""
         if trains:
             rest = (None,) * (len(self.operands) - len(operands))
@@ -282,23 +306,6 @@ class GraphFunction(GraphDefinition):
             return operands, options
         last = rest.index(named[-1]) + 1
         return (*operands, *[options.get(name) for name in rest[:last]]), others
-
-    def _watched(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> tuple[Result] | None:
-        """The results of a known call that a backward pass makes while it is watched; None for other calls."""
-        watch = Watch.of_this_thread()
-        if watch is None:
-            return None
-        with watch.looking_away():
-            run = self._find(operands, options)
-            entry = None if run is None else self._look_up(operands, options, needs_gradient(*_tensors(operands)))
-            if run is None or entry is None:
-                watch.calls.append(None)
-                return None
-            found: Result = run(*operands)
-        results = found if isinstance(found, tuple) else (found,)
-        versions = [x._version for x in results]
-        watch.calls.append(None if entry.bound.numbers else (entry.bound, _tensors(operands), results, versions))
-        return (found,)
 
     def _teach(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> None:
         """Teaches the native module calls like one that is known."""
@@ -452,7 +459,7 @@ class GraphFunction(GraphDefinition):
             PlanBuildError: It is missing and may not be built now.
         """
         signature = self._signature(values, static, False)
-        entry: _Entry | None = self.known.table.get(signature)
+        entry: _Entry | None = self.table.get(signature)
         if entry is None:
             check_one_device(self.operands, values)
             results = self.outputs(values, static)
@@ -460,7 +467,7 @@ class GraphFunction(GraphDefinition):
                 return large.LargeCall(self, split, values, results=results, static=static)
             with torch.cuda.device(_tensors(values)[0].device):
                 entry = self._bind(values, results, static)
-            self.known.table.add(signature, entry)
+            self.table.add(signature, entry)
         return entry
 
     def _bind(self, values: tuple[Value, ...], results: Outputs, static: Options) -> _Entry:
@@ -618,11 +625,17 @@ class Saved:
             ctx.like = [(x.shape, x.dtype, x.device) for x in returned]
 
     def gradients(
-        self, ctx: SavedValues, grads: Sequence[Tensor | None], needs: tuple[bool, ...], watch: Watch | None = None
+        self, ctx: SavedValues, grads: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> Sequence[Tensor | None]:
-        """The gradients of the operands, from those of the results and what was saved; `watch` watches `backward`."""
+        """The gradients of the operands, from those of the results and what was saved."""
+        return self.gradients_and_call(ctx, grads, needs)[0]
+
+    def gradients_and_call(
+        self, ctx: SavedValues, grads: Sequence[Tensor | None], needs: tuple[bool, ...]
+    ) -> tuple[Sequence[Tensor | None], GraphCall | None]:
+        """The gradients, and the call that gave them, if `backward` returned one."""
         if not [grad for grad in grads if grad is not None]:
-            return (None,) * len(needs)
+            return (None,) * len(needs), None
         values: list[Value] = [None] * len(needs)
         saved = ctx.saved_tensors  # once: hooks may load them, and checkpointing counts
         for place, tensor in zip(self._places, saved):  # noqa: B905 - results follow
@@ -633,9 +646,7 @@ class Saved:
             values[place] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         given = tuple([self._given(ctx, place, grad) for place, grad in enumerate(grads)])
         results = saved[len(self._places) :]
-        with nullcontext() if watch is None else watch.of_block():
-            found = self._gradients(given, values, results, needs)
-        return [x if need else None for x, need in zip(found, needs, strict=True)]
+        return self._gradients(given, values, results, needs)
 
     def _gradients(
         self,
@@ -643,7 +654,7 @@ class Saved:
         values: list[Value],
         results: Sequence[Tensor],
         needs: tuple[bool, ...],
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[tuple[Tensor | None, ...], GraphCall | None]:
         """What `backward` returns. In plain PyTorch it may compute a batch of gradients, by cuDNN it cannot."""
         try:
             return torch_ops.gradients(self.function, grads, values, results=results, static=self._static, needs=needs)
@@ -661,7 +672,7 @@ class Saved:
         return Differentiation(
             name=f"cudnn_sdpa::{self.function.__name__}",
             gradients=_native_gradients,
-            options=(self, [(shape, dtype, device) for shape, _, dtype in returned], _Attempts()),
+            options=(self, [(shape, dtype, device) for shape, _, dtype in returned]),
             inputs=[x if isinstance(x, Tensor) else None for x in values],
             saved=self._kept_of(values),
             results=range(len(results))[self.function.kept],
@@ -684,7 +695,7 @@ class _NativeContext(NamedTuple):
 
 
 #: What they need besides.
-_Given: TypeAlias = "tuple[Saved, _Like, _Attempts]"
+_Given: TypeAlias = "tuple[Saved, _Like]"
 
 
 def _native_gradients(
@@ -698,142 +709,25 @@ def _native_gradients(
     can_learn: bool,
 ) -> tuple[Sequence[Tensor | None], RepeatableCall | None]:
     """See `Differentiation`."""
-    of, like, attempts = options
-    context = _NativeContext(saved, numbers, like)
-    # Results of inference mode do not tell whether they were written to.
-    may_learn = can_learn and of.function.replays_backward and not torch.is_inference_mode_enabled()
-    kind = _kind_of_backward(grads, needs, numbers) if may_learn else None
-    if kind is None or not attempts.are_worthwhile(kind):
-        return of.gradients(context, grads, needs), None
-    watch = Watch()
-    found = of.gradients(context, grads, needs, watch)
-    call = _repeatable(watch.calls, [x for x, need in zip(found, needs, strict=True) if need])
-    attempts.note(kind, is_repeatable=call is not None)
-    return found, call
+    of, like = options
+    found, call = of.gradients_and_call(_NativeContext(saved, numbers, like), grads, needs)
+    return found, _repeatable_gradient(of.function, call, needs) if can_learn and call is not None else None
 
 
-def _kind_of_backward(
-    grads: tuple[Tensor | None, ...], needs: tuple[bool, ...], numbers: tuple[float, ...]
-) -> tuple[Hashable, ...]:
-    return (needs, numbers, *[None if x is None else (x.shape, x.stride(), x.dtype) for x in grads])
-
-
-#: How many backward calls of one kind are watched in vain for being a single launch, which can be repeated natively.
-MAX_ATTEMPTS = 4
-
-#: How many kinds of backward calls of one kind of calls are watched: numbers may differ in each.
-MAX_KINDS = 16
-
-#: A bound plan, its operands, its results, and their versions, which change where they are written to.
-_WatchedCall = tuple[BoundPlan, list[Tensor], tuple[Tensor, ...], list[int]]
-
-
-class _Attempts:
-    """Counts the backward calls of a kind of calls that were watched in vain, by their own kind.
-
-    One that could be repeated sets its count back: if its plan is evicted, the next ones are watched again.
-    """
-
-    __slots__ = ("_in_vain",)
-
-    def __init__(self) -> None:
-        self._in_vain: dict[Hashable, int] = {}
-
-    def are_worthwhile(self, kind: Hashable) -> bool:
-        """Whether to watch another call of this kind."""
-        return self._in_vain.get(kind, 0 if len(self._in_vain) < MAX_KINDS else MAX_ATTEMPTS) < MAX_ATTEMPTS
-
-    def note(self, kind: Hashable, *, is_repeatable: bool) -> None:
-        """Notes what came of an attempt."""
-        self._in_vain[kind] = 0 if is_repeatable else self._in_vain.get(kind, 0) + 1
-
-
-#: What neither reads the elements of a tensor nor writes them: attributes, layouts and views. `data_ptr` is none of
-#: it: kernels of Triton's and others that are no functions of PyTorch ask for it.
-_HARMLESS = frozenset(
-    (
-        *("__get__", "dim", "element_size", "is_contiguous", "is_neg", "numel", "size", "stride"),
-        *("flatten", "reshape", "squeeze", "unflatten", "unsqueeze", "view", "view_as"),
-    )
-)
-
-
-class Watch(TorchFunctionMode):
-    """While active, notes what this thread does: launches of graph functions; None for anything else.
-
-    Attributes:
-        count: Number of threads that are watched.
-        calls: Those launches.
-    """
-
-    count = 0
-    _threads = threading.local()
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[_WatchedCall | None] = []
-        self._looks_away = False
-
-    @contextmanager
-    def of_block(self) -> Iterator[None]:
-        """Watches a `with` statement."""
-        before = Watch.of_this_thread()
-        Watch._threads.watch = self
-        Watch.count += 1
-        try:
-            with self:
-                yield
-        finally:
-            Watch.count -= 1
-            Watch._threads.watch = before
-
-    def __torch_function__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        """Notes a function of PyTorch's: it may read or write elements, which a launch alone would not."""
-        found = function(*args, **(kwargs or {}))
-        is_given = function.__name__ == "contiguous" and found is args[0]  # nothing was to be done
-        if not (self._looks_away or is_given or function.__name__ in _HARMLESS):
-            self.calls.append(None)
-        return found
-
-    @contextmanager
-    def looking_away(self) -> Iterator[None]:
-        """While active, notes nothing."""
-        self._looks_away = True
-        try:
-            yield
-        finally:
-            self._looks_away = False
-
-    @classmethod
-    def of_this_thread(cls) -> Watch | None:
-        """What watches this thread."""
-        found: Watch | None = getattr(cls._threads, "watch", None)
-        return found
-
-
-def _repeatable(calls: list[_WatchedCall | None], gradients: Sequence[Tensor | None]) -> RepeatableCall | None:
-    """A backward call of one launch, if the results of that alone, or views of all of them, are the gradients."""
-    (only,) = calls if len(calls) == 1 else (None,)
-    if only is None:
+def _repeatable_gradient(function: GraphFunction, call: GraphCall, needs: Sequence[bool]) -> RepeatableCall | None:
+    """The call that a function's `backward` returned, if it was one launch that gives all needed gradients."""
+    gradient, tensors = call.function, _tensors(call.operands)
+    assert isinstance(gradient, GraphFunction)
+    if not can_be_recognized(tensors, gradient._could_cast):
         return None
-    bound, tensors, results, versions = only
-    layouts, returned = list(bound.results), []
-    for gradient in gradients:
-        place = None if gradient is None else next((n for n, x in enumerate(results) if _is_all_of(gradient, x)), None)
-        if gradient is None or place is None or place in returned or gradient._version != versions[place]:
-            return None
-        returned.append(place)
-        layouts[place] = tuple(gradient.shape), gradient.stride(), gradient.dtype
-    return RepeatableCall(bound, tensors, returned, layouts=tuple(layouts))
-
-
-def _is_all_of(view: Tensor, whole: Tensor) -> bool:
-    """Whether one tensor has the memory of another, in the same order."""
-    if view is whole:
-        return True
-    if view.dtype != whole.dtype or view.numel() != whole.numel() or view.data_ptr() != whole.data_ptr():
-        return False
-    return view.is_contiguous() and whole.is_contiguous()
+    entry = gradient._look_up(call.operands, call.options, False)
+    if entry is None or entry.bound.numbers:
+        return None
+    places = torch_ops.gradient_places(function, call, len(entry.bound.results))
+    needed = [place for place, need in enumerate(needs) if need]
+    if not set(needed) <= set(places):
+        return None
+    return RepeatableCall(entry.bound, tensors, [places.index(place) for place in needed])
 
 
 class _Tracked(NamedTuple):
@@ -920,7 +814,6 @@ def graph_op(
     materialize_grads: bool = ...,
     shard: Mapping[str, int] | sharding.Ways | None = ...,
     flops: Callable[..., int] | None = ...,
-    replays_backward: bool = ...,
 ) -> Callable[[Callable[..., object]], GraphFunction]: ...
 
 
@@ -941,7 +834,6 @@ def graph_op(
     materialize_grads: bool = True,
     shard: Mapping[str, int] | sharding.Ways | None = None,
     flops: Callable[..., int] | None = None,
-    replays_backward: bool = False,
 ) -> GraphFunction | Callable[[Callable[..., object]], GraphFunction]:
     """Makes a function of tensors from a function that builds a cuDNN graph.
 
@@ -966,6 +858,11 @@ def graph_op(
         backward: `backward(grads, operands, results, **options)` returns one gradient for each operand, None where
             there is none. It may call other graph functions. A keyword-only parameter `needs` gets which operands
             require a gradient. Without `backward`, operands must not require grad.
+            Where one call of a graph function gives all gradients, it may return that call, which it has not made:
+            `return f.call(...)`, if the results of `f` are the gradients of the first operands in their order, and
+            `return f.call(...).of("weight", ...)` if they are those of other operands. Like passes then launch the
+            call in C++, and do not ask `backward` again. So what it returns must depend on layouts, options, numbers
+            and `needs` alone, and it must have no other effect.
         keeps_results: Whether `backward` gets the results. Otherwise `results` is empty, less memory is saved, and the
             results may be modified in place. A slice says which it gets: `slice(1, None)` all but the first.
         auxiliary: How many of the results, the last ones, are for `backward` alone, such as the statistics of a norm:
@@ -990,11 +887,6 @@ def graph_op(
             elements is split in the same way, into parts that run one after another. None refuses both.
         flops: `flops(*operands, **options)` returns how many floating-point operations `FlopCounterMode` counts for a
             call; it is given tensors without memory, too. None is none.
-        replays_backward: Whether a backward pass may replay the launch of an earlier one: if all that `backward` did
-            was one call of a graph function, like passes launch that in C++ and do not call `backward`. Set it only if
-            what `backward` calls depends on layouts, options and numbers alone, and if it has no other effect. What
-            PyTorch's functions and other graph functions do besides is noticed, but not what Python's variables,
-            extension modules, compiled functions or kernels of your own do.
 
     Returns:
         The function; or a decorator that makes it.
@@ -1030,6 +922,5 @@ def graph_op(
         materialize_grads=materialize_grads,
         shard=shard,
         flops=flops,
-        replays_backward=replays_backward,
     )
     return make if builder is None else make(builder)

@@ -6,7 +6,6 @@ Callers pass x as (..., n), weight and bias as (n,). The graphs read and write t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +16,10 @@ from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
 from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, shown, widened
 from cudnn_sdpa.fused.graph_op import Views, graph_op
-from cudnn_sdpa.fused.torch_ops import Options, Value
+from cudnn_sdpa.fused.torch_ops import GraphCall, Options, Value
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.scalars import as_float, check_known
 from cudnn_sdpa.graph.symbolic_shapes import is_true
-
-Gradient = TypeVar("Gradient")
 
 #: Activations that can be fused after a norm.
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "silu": F.silu}
@@ -140,11 +137,6 @@ def _rms_gradients_reference(
     return grad_x if weight is None else (grad_x, (dy * rows).sum_to_size(weight.shape).to(weight.dtype))
 
 
-def needed_only(gradients: Sequence[Gradient], needs: Sequence[bool]) -> tuple[Gradient | None, ...]:
-    """The gradients, None where an input requires none: cuDNN's kernels always compute all of them."""
-    return tuple(gradient if is_needed else None for gradient, is_needed in zip(gradients, needs, strict=True))
-
-
 @graph_op(
     reference=_rms_gradients_reference,
     backward=no_second_gradient("rms_norm"),
@@ -177,7 +169,7 @@ def _rms_backward(
     needs: tuple[bool, ...],
     trains: bool,
     activation: str | None,
-) -> tuple[Tensor | None, ...]:
+) -> GraphCall | tuple[Tensor | None, ...]:
     del trains
     assert activation is None
     x, weight, _, shift, _ = operands
@@ -185,11 +177,15 @@ def _rms_backward(
     grad_out, *grads_total = grads
     total = totals[0] if totals else x
     grad_out = torch.zeros_like(total) if grad_out is None else grad_out
-    gradients = rms_norm_gradients.run((grad_out, total, weight, scale, shift), {})
-    grad_x, grad_weight = (gradients, None) if weight is None else gradients
-    if grads_total and grads_total[0] is not None:
-        grad_x = grad_x + grads_total[0]
-    return needed_only((grad_x, grad_weight, None, None, grad_x), needs)
+    call = rms_norm_gradients.call(grad_out, total, weight, scale, shift)
+    grad_total = grads_total[0] if grads_total else None
+    *_, needs_grad_residual = needs
+    if grad_total is None and not needs_grad_residual:
+        return call
+    grad_x, grad_weight = (call(), None) if weight is None else call()
+    if grad_total is not None:
+        grad_x = grad_x + grad_total
+    return grad_x, grad_weight, None, None, grad_x
 
 
 def _read_by_rms_backward(operands: Sequence[Value], _: object) -> list[bool]:
@@ -236,7 +232,6 @@ def check_activation(activation: object) -> None:
 @graph_op(
     reference=_rms_reference,
     backward=_rms_backward,
-    replays_backward=True,
     keeps_results=slice(1, None),
     auxiliary=1,
     check=_check_rms,
@@ -314,13 +309,11 @@ def _layer_backward(
     operands: Sequence[Value],
     results: Sequence[Tensor],
     *,
-    needs: tuple[bool, ...],
     trains: bool,
-) -> tuple[Tensor | None, ...]:
+) -> GraphCall:
     del trains
     x, weight, _, _ = operands
-    gradients = layer_norm_gradients(*grads, x, weight, *results)
-    return needed_only((*gradients, None), needs)
+    return layer_norm_gradients.call(*grads, x, weight, *results)
 
 
 def _check_layer(x: Tensor, weight: Tensor, bias: Tensor, eps: object, *, trains: bool) -> None:
@@ -333,7 +326,6 @@ def _check_layer(x: Tensor, weight: Tensor, bias: Tensor, eps: object, *, trains
 @graph_op(
     reference=_layer_reference,
     backward=_layer_backward,
-    replays_backward=True,
     keeps_results=slice(1, None),
     auxiliary=2,
     check=_check_layer,

@@ -6,6 +6,7 @@ import ast
 import contextlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 
@@ -33,7 +34,7 @@ Outputs: TypeAlias = tuple[Tensor, ...]
 
 #: What a reference returns, and what a backward does.
 Results: TypeAlias = Tensor | tuple[Tensor, ...] | list[Tensor]
-Gradients: TypeAlias = Tensor | tuple[Tensor | None, ...] | list[Tensor | None] | None
+Gradients: TypeAlias = "Tensor | tuple[Tensor | None, ...] | list[Tensor | None] | GraphCall | None"
 
 ResultT = TypeVar("ResultT", Tensor, Tensor | None)
 
@@ -69,6 +70,8 @@ class Function(Protocol):
     flops: Callable[..., int] | None
     ways: Ways | None
 
+    def run(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Any: ...
+
     def as_readable(self, values: Sequence[Value], static: Options) -> tuple[Value, ...]: ...
 
     def outputs(self, values: Sequence[Value], static: Options) -> Outputs: ...
@@ -78,6 +81,32 @@ class Function(Protocol):
     def prepared(self, values: tuple[Value, ...], static: Options) -> Prepared: ...
 
     def saved(self, values: Sequence[Value], static: Options) -> Saved: ...
+
+
+@dataclass(frozen=True)
+class GraphCall:
+    """A call of a graph function that has not run; made by `GraphFunction.call` for a `backward` to return.
+
+    Calling it runs it, and gives its results.
+
+    Attributes:
+        function: The function.
+        operands: Its operands.
+        options: Its options.
+        names: The operands whose gradients the results are, in the order of the results; None for the first operands.
+    """
+
+    function: Function
+    operands: tuple[Value, ...]
+    options: Mapping[str, object]
+    names: tuple[str, ...] | None = None
+
+    def of(self, *names: str) -> GraphCall:
+        """The call as one whose results are the gradients of these operands of the function that is differentiated."""
+        return replace(self, names=names)
+
+    def __call__(self) -> Any:
+        return self.function.run(self.operands, self.options)
 
 
 _INFINITY = float("inf")
@@ -150,8 +179,8 @@ def gradients(
     results: Sequence[Tensor],
     static: Options,
     needs: tuple[bool, ...] | None = None,
-) -> tuple[Tensor | None, ...]:
-    """The gradients that a function's backward returns, one for each operand.
+) -> tuple[tuple[Tensor | None, ...], GraphCall | None]:
+    """The needed gradients by a function's backward, one for each operand, and the call that it returned, if any.
 
     Args:
         function: The function.
@@ -163,16 +192,39 @@ def gradients(
 
     Raises:
         UnsupportedError: The function has no backward.
-        OptionError: Its backward returns another number of gradients.
+        OptionError: Its backward returns another number of gradients, or a call of other results.
     """
     if function.backward is None:
         raise UnsupportedError(f"the gradient of {function.__name__}", ["the operation has no backward="])
-    needed = {"needs": needs or (True,) * len(values)} if function.takes_needs else {}
-    grad_inputs = as_tuple(function.backward(tuple(grads), tuple(values), results, **needed, **static))
+    needs = needs or (True,) * len(values)
+    needed = {"needs": needs} if function.takes_needs else {}
+    given = function.backward(tuple(grads), tuple(values), results, **needed, **static)
+    call, grad_inputs = (given, _made(function, given)) if isinstance(given, GraphCall) else (None, as_tuple(given))
     if len(grad_inputs) != len(values):
         expected = f"{len(values)}, one for each operand, None where there is none"
         raise OptionError("backward", f"{len(grad_inputs)} gradients", expected)
-    return grad_inputs
+    return tuple([x if need else None for x, need in zip(grad_inputs, needs, strict=True)]), call
+
+
+def _made(function: Function, call: GraphCall) -> tuple[Tensor | None, ...]:
+    """The gradients that a call gives which a function's backward returned, one for each operand."""
+    found: tuple[Tensor, ...] = as_tuple(call())
+    by_place = dict(zip(gradient_places(function, call, len(found)), found, strict=True))
+    return tuple([by_place.get(place) for place in range(len(function.operands))])
+
+
+def gradient_places(function: Function, call: GraphCall, count: int) -> list[int]:
+    """The operand of a function whose gradient each of the results is of a call that its backward returned.
+
+    Raises:
+        OptionError: There are more or fewer results, or an operand that does not exist or is named twice.
+    """
+    names = function.operands[:count] if call.names is None else call.names
+    if len(names) != count or len(set(names)) != count or not set(names) <= set(function.operands):
+        named = "" if call.names is None else f" as the gradients of {', '.join(names) or 'nothing'}"
+        got = f"a call of {call.function.__name__} with {count} result{'s' * (count != 1)}{named}"
+        raise OptionError("backward", got, f"a result for each operand named, of {', '.join(function.operands)}")
+    return [function.operands.index(name) for name in names]
 
 
 def checked_option(name: str, value: object) -> object:

@@ -13,11 +13,9 @@ from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
-from cudnn_sdpa.integrations.pytorch_kernels import BackwardCalls, launch
+from cudnn_sdpa.integrations.pytorch_kernels import launch, launch_backward
 
 _calls = NativeCalls()
-
-_gradients = BackwardCalls(SDPA, backward_arguments.check)
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "attn_mask": "attn_bias", "rng": "philox_seed", "lse": "logsumexp"}
 
@@ -158,7 +156,7 @@ def gradients(
     try:
         lse = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
         of = GradientCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=_NEEDS)
-        grad_q, grad_k, grad_v = _gradients(of)
+        grad_q, grad_k, grad_v = launch_backward(SDPA, of, backward_arguments.check)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     return grad_q, grad_k, grad_v

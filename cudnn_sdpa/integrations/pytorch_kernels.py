@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +14,6 @@ from cudnn_sdpa.attention.arguments import GradientT
 from cudnn_sdpa.engine import fallback
 from cudnn_sdpa.engine.call import CallT
 from cudnn_sdpa.engine.dispatch_state import is_autocasting
-from cudnn_sdpa.engine.fast_path import LastGradient
 from cudnn_sdpa.engine.native.calls import NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
 from cudnn_sdpa.errors import LibraryError, UnsupportedError
@@ -130,25 +129,21 @@ def launch(operation: Operation[CallT], call: CallT, calls: NativeCalls, given: 
         return operation(call, Asked(calls, given))
 
 
-class BackwardCalls(Generic[GradientT]):
-    """The backward calls of an operation that PyTorch's dispatcher brings.
+def launch_backward(
+    operation: Operation[Any], backward: GradientT, check: Callable[[GradientT], None]
+) -> Sequence[Tensor]:
+    """The needed gradients of a backward call that PyTorch's dispatcher has brought, past autograd.
 
-    A call like the last one with the same options is not checked again.
+    Args:
+        operation: The operation.
+        backward: The call, which nothing has checked.
+        check: Checks what the forward call does not say.
+
+    Raises:
+        ArgumentError: An argument is wrong.
     """
-
-    def __init__(self, operation: Operation[Any], check: Callable[[GradientT], None]) -> None:
-        self._operation = operation
-        self._check = check
-        self._last: dict[Hashable, LastGradient] = {}
-
-    def __call__(self, of: GradientT) -> Sequence[Tensor]:
-        """The needed gradients.
-
-        Raises:
-            ArgumentError: An argument is wrong.
-        """
-        with torch.no_grad():
-            return self._operation.gradients_from_dispatcher(of, self._last, lambda: self._check(of))
+    with torch.no_grad():
+        return operation.gradients_from_dispatcher(backward, lambda: check(backward))
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.integrations import pytorch_pages
-from cudnn_sdpa.integrations.pytorch_kernels import BackwardCalls, launch
+from cudnn_sdpa.integrations.pytorch_kernels import launch, launch_backward
 
 _calls = NativeCalls()
 
@@ -28,8 +28,6 @@ def _check_gradient(of: VarlenGradientCall) -> None:
         raise ShapeError("lse", shape_of(of.lse.transpose(0, 1)), f"shape {(heads, tokens)}: (heads, tokens)")
     backward_arguments.check(of)
 
-
-_gradients = BackwardCalls(VARLEN, _check_gradient)
 
 _NEEDS = (True, True, True, False)  #: PyTorch asks for the gradients of query, key and value
 
@@ -296,7 +294,7 @@ def gradients(
         if lse.dim() != 2:
             raise ShapeError("lse", shape_of(lse), "two dimensions: (heads, tokens)")
         of = VarlenGradientCall(grad_out, out, lse.detach().transpose(0, 1).contiguous(), call, needs=_NEEDS)
-        grad_q, grad_k, grad_v = _gradients(of)
+        grad_q, grad_k, grad_v = launch_backward(VARLEN, of, _check_gradient)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     return grad_q, grad_k, grad_v

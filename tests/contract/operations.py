@@ -665,17 +665,16 @@ def masked(g: Any, x: Any, mask: Any) -> Any:
     return g.mul(a=x, b=mask)
 
 
-def gradients_of_kept(grads: Any, operands: Any, results: Any) -> tuple[Tensor, None]:
+def gradients_of_kept(grads: Any, operands: Any, results: Any) -> Any:
     """Those of `kept_above`; the second result is a mask and has none."""
     del operands
-    return masked(grads[0], results[1]), None
+    return masked.call(grads[0], results[1])
 
 
 @cudnn_sdpa.graph_op(
     reference=lambda x, limit: ((x > limit) * x, x > limit),
     backward=gradients_of_kept,
     reads=lambda *_: (False, False),
-    replays_backward=True,
 )
 def kept_above(g: Any, x: Any, limit: Any) -> Any:
     """The elements above a limit, and which they are."""

@@ -303,7 +303,7 @@ def test_every_option_of_user_graphs_is_drawn():
     drawn = {*("builder", "reference", "outputs", "backward", "keeps_results")}
     drawn_with_the_fused_operations = {
         *("auxiliary", "check", "readable", "views", "reads", "autocast", "materialize_grads"),
-        *("flops", "replays_backward", "shard"),
+        *("flops", "shard"),
     }
     assert set(inspect.signature(GraphFunction).parameters) == drawn | drawn_with_the_fused_operations
     assert {str(graph.kept) for graph in graphs} == {str(slice(None)), str(slice(0))}

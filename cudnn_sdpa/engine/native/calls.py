@@ -88,14 +88,12 @@ class RepeatableCall(NamedTuple):
         tensors: Its operands.
         returned: Which of its results the caller gets.
         is_single: Whether it gets one alone.
-        layouts: The layouts of the results, if not those of the bound plan: views of the same memory.
     """
 
     bound: BoundPlan
     tensors: Sequence[Tensor]
     returned: Sequence[int]
     is_single: bool = False
-    layouts: tuple[Layout, ...] | None = None
 
 
 class NativeCalls:
@@ -167,7 +165,7 @@ class NativeCalls:
         numbers = [place for place, x in enumerate(arguments[:count]) if type(x) is float]
         if len(numbers) != len(call.bound.numbers) and numbers:
             return False
-        recipe = recipe_of(call, module)
+        recipe = recipe_of(call.bound, module)
         if recipe is None:
             return False
         known = table.learn(
@@ -269,27 +267,26 @@ class _Gradients(Generic[OptionsT]):
         operands = [places.get(id(x), -1) for x in call.tensors]
         if -1 in operands or len(places) < len(given):  # in other calls, two that are one here may be two
             return _Computed(found)
-        return _Computed(found, recipe_of(call, module), operands, call.returned)
+        return _Computed(found, recipe_of(call.bound, module), operands, call.returned)
 
 
-def recipe_of(call: RepeatableCall, module: ModuleType) -> object:
-    """The native form of a call's bound plan, which the bound plan keeps; None if the module cannot launch it."""
-    recipes = call.bound.recipes
-    if call.layouts not in recipes:
+def recipe_of(bound: BoundPlan, module: ModuleType) -> object:
+    """The native form of a bound plan, which keeps it; None if the module cannot launch it."""
+    if bound.recipe is ...:
         try:
-            recipes[call.layouts] = module.Recipe(_data_of(call))
+            bound.recipe = module.Recipe(_data_of(bound))
         except ValueError as error:  # more operands, or a kernel with more fields, than it has room for
-            _log.debug("%s is launched in Python: %s", call.bound.plan.key.name, error)
-            recipes[call.layouts] = None
-    return recipes[call.layouts]
+            _log.debug("%s is launched in Python: %s", bound.plan.key.name, error)
+            bound.recipe = None
+    return bound.recipe
 
 
-def _data_of(call: RepeatableCall) -> dict[str, object]:
-    bound, plan = call.bound, call.bound.plan
+def _data_of(bound: BoundPlan) -> dict[str, object]:
+    plan = bound.plan
     data = {
         "operands": len(bound.operands),
         "aligned": bound.aligned,
-        "results": [_as_lists(layout) for layout in call.layouts or bound.results],
+        "results": [_as_lists(layout) for layout in bound.results],
         "buffers": [_as_lists(kernel.made) for kernel in bound.kernels],
         "filled": bound.filled,
         "offsets": bound.offsets,

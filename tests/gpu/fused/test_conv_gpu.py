@@ -11,7 +11,6 @@ from custom_gpu_graphs import add_rows, conv_bias_silu, two_results
 
 import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError, autotune, conv1d, conv2d, conv3d, explain, no_plan_builds, plan_cache
-from cudnn_sdpa.fused.conv_graphs import convolution
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-3}  # float32 may run on TF32
 ACTIVATIONS = {None: lambda x: x, "relu": F.relu, "silu": F.silu, "gelu": F.gelu}
@@ -330,8 +329,6 @@ def test_training_and_conv1d_take_the_fast_path():
                 right = torch.autograd.grad(wanted, exact, grad.double(), retain_graph=True)
                 for one, other in zip(found, right, strict=True):
                     assert difference(one, other) < 2e-2
-            last, *_ = convolution.known.table.last
-            assert last.grad_mode
         with no_plan_builds():
             function(*given, padding=1, activation="silu").sum().backward()
 

@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, is_observed, needs_gradient, tensor_guard
+from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, is_observed, needs_gradient
 
 
 class Watching(TorchDispatchMode):
@@ -107,51 +107,3 @@ def test_the_profiler_needs_the_dispatcher():
         assert is_observed()
         assert not is_plain(*tensors())
     assert not is_observed()
-
-
-class TestGuard:
-    """A guard passes calls that are like the one it was made for, in the same state of PyTorch."""
-
-    def test_tensors_of_the_same_layout_pass(self):
-        guard = tensor_guard(*tensors())
-        assert all(guard(*tensors()) for _ in range(3))
-
-    @pytest.mark.parametrize("position", range(3))
-    @pytest.mark.parametrize(
-        "change",
-        {
-            "shape": lambda t: t[:, :, 1:],
-            "stride": lambda t: t.transpose(1, 2).contiguous().transpose(1, 2),
-            "dtype": lambda t: t.half(),
-            "device": lambda t: t.to("meta"),
-            "requires_grad": lambda t: t.requires_grad_(),
-            "parameter": lambda t: torch.nn.Parameter(t, requires_grad=False),
-            "subclass": lambda t: t.as_subclass(Subclass),
-            "conjugate": lambda t: torch.complex(t, t).conj(),
-            "negative": lambda t: torch.imag(torch.complex(t, t).conj()),
-        }.items(),
-        ids=lambda change: change[0],
-    )
-    def test_other_tensors_do_not_pass(self, position, change):
-        guard = tensor_guard(*tensors())
-        assert not guard(*replaced(position, change[1]))
-        assert guard(*tensors())
-
-    @pytest.mark.parametrize("wrong", [None, 3.5, [1.5]])
-    def test_non_tensors_do_not_pass(self, wrong):
-        guard = tensor_guard(*tensors())
-        assert not guard(*replaced(1, lambda _: wrong))
-
-    def test_another_state_of_pytorch_does_not_pass(self):
-        guard = tensor_guard(*tensors())
-        same, seen = tensors(), []
-        with Watching():
-            seen.append(guard(*same))
-        with torch.inference_mode():
-            seen.append(guard(*tensors()))
-        torch.vmap(lambda q: seen.append(guard(q, *same[:2])) or q)(torch.randn(3, 2, 4, 7, 16))
-        torch.func.jvp(lambda q: seen.append(guard(q, *same[:2])) or q, (same[0],), (same[1],))
-        with FakeTensorMode() as mode:
-            seen.append(guard(*map(mode.from_tensor, same)))
-        assert seen == [False] * 5
-        assert guard(*same)

@@ -293,6 +293,57 @@ def test_definitions_that_cannot_work_are_refused():
             graph_op(reference=torch.relu)(builder)
 
 
+def doubled(g, x):
+    return g.add(a=x, b=x)
+
+
+def summed_and_subtracted(g, a, b):
+    return g.add(a=a, b=b), g.sub(a=a, b=b)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (None, "got a call of gradients with 2 results; expected a result for each operand named, of x"),
+        (("x",), "2 results as the gradients of x"),
+        (("x", "x"), "2 results as the gradients of x, x"),
+        (("x", "y"), "2 results as the gradients of x, y"),
+    ],
+)
+def test_a_call_with_other_results_than_backward_says_is_refused(names, message):
+    gradients = graph_op(reference=lambda a, b: (a + b, a - b))(summed_and_subtracted)
+    gradients.__name__ = "gradients"
+
+    def backward(grads, operands, results):  # noqa: ARG001
+        call = gradients.call(grads[0], operands[0])
+        return call if names is None else call.of(*names)
+
+    operator = graph_op(reference=lambda x: x + x, backward=backward)(doubled)
+    x = torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(OptionError, match=f"backward: .*{message}"):
+        operator(x).sum().backward()
+
+
+def test_a_returned_call_may_be_differentiated_again_and_compiled():
+    def backward(grads, operands, results):  # noqa: ARG001
+        return product.call(grads[0], operands[1])
+
+    def multiplied(g, a, b):
+        return g.mul(a=a, b=b)
+
+    plain = graph_op(reference=lambda a, b: a * b, backward=lambda grads, operands, _: (grads[0] * operands[1], None))
+    product = plain(multiplied)
+    operator = graph_op(reference=lambda a, b: a * b, backward=backward)(multiplied)
+    for function in (operator, torch.compile(operator, fullgraph=True, backend="aot_eager")):
+        a, b = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4)
+        (found,) = torch.autograd.grad(function(a, b), a, torch.ones(3, 4))
+        assert torch.equal(found, b)
+    grad_out = torch.randn(3, 4, requires_grad=True)
+    (found,) = torch.autograd.grad(operator(a, b), a, grad_out, create_graph=True)
+    (again,) = torch.autograd.grad(found, grad_out, torch.ones(3, 4))
+    assert torch.equal(again, b)
+
+
 class _Named(str):
     __slots__ = ()
 

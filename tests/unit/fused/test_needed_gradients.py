@@ -83,10 +83,10 @@ def test_only_needed_gradients_are_computed(name):
     grads = [torch.randn_like(result) for result in function.without_auxiliary(results, trains=True)]
     results = results[function.kept]
     tensors = [place for place, x in enumerate(operands) if isinstance(x, torch.Tensor)]
-    whole = torch_ops.gradients(function, grads, operands, results=results, static=options)
+    whole, _ = torch_ops.gradients(function, grads, operands, results=results, static=options)
     for wanted in itertools.product([True, False], repeat=len(tensors)):
         needs = tuple(place in tensors and wanted[tensors.index(place)] for place in range(len(operands)))
-        found = torch_ops.gradients(function, grads, operands, results=results, static=options, needs=needs)
+        found, _ = torch_ops.gradients(function, grads, operands, results=results, static=options, needs=needs)
         for one, other, is_needed in zip(found, whole, needs, strict=True):
             assert (one is not None) is is_needed
             if is_needed:

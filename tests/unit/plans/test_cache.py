@@ -256,7 +256,7 @@ def test_many_threads_over_more_keys_than_fit_get_their_own_plans():
 
 
 def test_calls_of_a_plan_are_evicted_with_it(global_cache):
-    table = CallTable("nothing")
+    table = CallTable()
     global_cache.resize(2)
     for number in (2, 3):
         plan = use(global_cache, number)
@@ -272,21 +272,8 @@ def test_calls_of_a_plan_are_evicted_with_it(global_cache):
     assert len(table) == 0
 
 
-def test_the_last_call_is_dropped_when_its_plan_is_evicted(global_cache):
-    table = CallTable("nothing")
-    assert table.last == "nothing"
-    plan = use(global_cache, 2)
-    table.remember_last("a call of 2", plan)
-    use(global_cache, 3)
-    assert table.last == "a call of 2"
-    global_cache.resize(1)
-    assert table.last == "nothing"
-    table.remember_last("a call of a plan that has gone", plan)
-    assert table.last == "nothing"
-
-
 def test_a_call_of_an_evicted_plan_is_not_cached(global_cache):
-    table = CallTable("nothing")
+    table = CallTable()
     plan = global_cache.get(key(2), StandIn)
     global_cache.clear()
     table.add("signature", plan)
@@ -297,7 +284,7 @@ def test_a_call_of_an_evicted_plan_is_not_cached(global_cache):
 
 
 def test_the_number_of_calls_is_bounded(global_cache):
-    table = CallTable("nothing", limit=10)
+    table = CallTable(limit=10)
     plan = global_cache.get(key(2), StandIn)
     for number in range(50):
         table.add(number, plan)
@@ -346,7 +333,7 @@ def test_a_plan_made_elsewhere_is_added_once():
 @pytest.mark.parametrize("by_another", [False, True], ids=["built", "fails"])
 def test_a_plan_added_during_a_build_is_the_one_returned(global_cache, by_another):
     """No caller gets a plan that the cache does not hold."""
-    table, quicker = CallTable("nothing"), StandIn(key(1))
+    table, quicker = CallTable(), StandIn(key(1))
 
     def build(of):
         global_cache.put(quicker)
@@ -369,7 +356,7 @@ def test_a_plan_added_during_a_build_is_the_one_returned(global_cache, by_anothe
 
 def test_concurrent_operations_leave_one_plan_per_key(global_cache):
     global_cache.resize(6)
-    tables = [CallTable("nothing") for _ in range(8)]
+    tables = [CallTable() for _ in range(8)]
 
     def work(index):
         for step in range(300):

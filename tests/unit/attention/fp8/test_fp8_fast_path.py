@@ -17,8 +17,7 @@ from cudnn_sdpa import (
 from cudnn_sdpa.attention.fp8 import launch, plans
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD
 from cudnn_sdpa.engine import launch as engine_launch
-from cudnn_sdpa.engine.autocast import could_cast
-from cudnn_sdpa.engine.fast_path import KnownCalls
+from cudnn_sdpa.engine.fast_path import CallTable
 
 pytestmark = pytest.mark.usefixtures("reference_alone")  # no GPU has kernels for all of these head dims and masks
 
@@ -32,9 +31,7 @@ def gpu(monkeypatch):
     monkeypatch.setattr(launch, "live_target", lambda _: TARGET)
     monkeypatch.setattr(launch, "plan_cache", FakeCache())
     for operation in (FP8, FP8_BACKWARD):
-        known = KnownCalls(operation._look_up, operation._runs, could_cast)
-        monkeypatch.setattr(operation, "known", known)
-        monkeypatch.setattr(operation, "table", known.table)
+        monkeypatch.setattr(operation, "table", CallTable())
 
     def call(function, *args, **options):
         with tensors_look_as_on_a_gpu():
@@ -95,7 +92,6 @@ def test_gradients_are_checked_once(gpu, checked, case, grad_dtype):
 
 
 def test_one_scale_tensor_for_all_and_interleaved_calls(gpu, checked):
-    """One tensor passed twice has no guard; alternating shapes are found by their signatures."""
     one = torch.tensor([1.5])
     problems = [(*qkv(lengths), Fp8Scales(*[one] * 6)) for lengths in ((40, 56), (32, 48))]
     for _ in range(3):
@@ -114,16 +110,6 @@ def test_a_call_that_lacks_a_tensor_of_a_recent_one_is_known(gpu, checked):
         checked.clear()
         gpu(sdpa_fp8, *tensors, FORWARD, **lengths)
         assert checked == []
-
-
-def test_calls_in_turn_need_no_signature(gpu, monkeypatch):
-    problems = [(qkv((40, 56)), {}), (qkv((32, 48)), {}), (qkv((40, 56)), {"seq_lens_kv": lens(9, 17)})]
-    for tensors, lengths in problems * 3:
-        gpu(sdpa_fp8, *tensors, FORWARD, **lengths)
-    monkeypatch.setattr(FP8.known, "_find_by_signature", pytest.fail)
-    for tensors, lengths in problems * 2:
-        found = gpu(sdpa_fp8, *tensors, FORWARD, **lengths)
-        assert equal(found, sdpa_fp8(*tensors, FORWARD, **lengths))
 
 
 def test_each_option_is_another_cached_call(gpu):

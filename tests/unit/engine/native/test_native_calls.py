@@ -19,10 +19,12 @@ from native_way import native_way
 from torch._dynamo import compiled_autograd
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from cudnn_sdpa import LayoutError, UnsupportedError, graph_op, plan_cache, rms_norm, sdpa
+from cudnn_sdpa import LayoutError, UnsupportedError, conv2d, graph_op, layer_norm, plan_cache, rms_norm, sdpa, silu_mul
 from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.engine.native import calls
+from cudnn_sdpa.fused import torch_ops
 
 #: Examples whose forward calls take the Python way: with dropout, negative scales, pages that are gathered, sinks with
 #: decoding, what FP8 makes or copies for a launch, and backward passes that are called as functions.
@@ -271,7 +273,7 @@ def test_compiled_autograd_calls_back(name):
     torch._dynamo.reset()
 
 
-# Backward passes of graph functions: one that is a single launch is repeated without asking Python.
+# Backward passes of graph functions: a call that `backward` returns is repeated without asking Python.
 
 
 def twice(g, x):
@@ -304,23 +306,15 @@ def learned(operation, *others, calls=6):
 
 
 def one_launch(grads, operands, results):  # noqa: ARG001
-    return (double(grads[0]),)
+    return double.call(grads[0])
 
 
 def by_number(grads, operands, results):  # noqa: ARG001
-    return (double if operands[1] > 0 else square)(grads[0]), None
-
-
-def by_elements(grads, operands, results):  # noqa: ARG001
-    return ((double if (operands[0] > 0).all() else square)(grads[0]),)
-
-
-def in_place(grads, operands, results):  # noqa: ARG001
-    return (double(grads[0].mul_(3)),)
+    return (double if operands[1] > 0 else square).call(grads[0])
 
 
 def of_given(grads, operands, results):  # noqa: ARG001
-    return (square(grads[0]) if grads[1] is None else double(grads[1]),)
+    return square.call(grads[0]) if grads[1] is None else double.call(grads[1])
 
 
 @pytest.fixture
@@ -330,40 +324,52 @@ def fake_gpu() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("fake_gpu")
-class TestBackwardPassesThatAreRepeated:
-    def test_one_launch_is(self, launches_in_python):
-        operation = graph_op(reference=lambda x: x + x, backward=one_launch, replays_backward=True)(twice)
+class TestBackwardPassesThatReturnACall:
+    def test_it_is_launched_without_python(self, launches_in_python):
+        operation = graph_op(reference=lambda x: x + x, backward=one_launch)(twice)
         learned(operation)
         launches_in_python.clear()
         found, grad_out = learned(operation, calls=0)
         assert not launches_in_python
         assert torch.equal(found, 2 * grad_out)
 
-    def test_not_where_a_number_decides(self):
-        operation = graph_op(reference=lambda x, s: x * s, backward=by_number, replays_backward=True)(
-            lambda g, x, s: g.mul(a=x, b=s)
-        )
+    def test_numbers_may_decide(self):
+        operation = graph_op(reference=lambda x, s: x * s, backward=by_number)(lambda g, x, s: g.mul(a=x, b=s))
         learned(operation, 2.0)
         found, grad_out = learned(operation, -2.0, calls=0)
         assert torch.equal(found, grad_out.square())
 
-    def test_not_where_elements_decide(self):
-        operation = graph_op(reference=lambda x: x + x, backward=by_elements, replays_backward=True)(twice)
-        grad_out = torch.randn(4, 128)
-        for sign in (1, 1, 1, 1, 1, 1, -1):
-            x = (sign * (1 + torch.rand(4, 128))).requires_grad_()
-            (found,) = torch.autograd.grad(operation(x), x, grad_out)
-            assert torch.equal(found, 2 * grad_out if sign == 1 else grad_out.square())
+    @pytest.mark.parametrize("names", [("a", "b"), ("b", "a"), ("a", "c")])
+    def test_it_says_whose_gradients_its_results_are(self, names):
+        """And where an operand has none, `backward` is asked in each pass."""
+        asked, known = [], []
 
-    def test_not_where_more_is_done(self):
-        found, grad_out = learned(graph_op(reference=lambda x: x + x, backward=in_place, replays_backward=True)(twice))
-        assert torch.equal(found, 6 * grad_out)
+        def backward(grads, operands, results):  # noqa: ARG001
+            asked.append(None)
+            return sum_and_difference.call(grads[0], operands[0]).of(*names)
+
+        operation = graph_op(reference=lambda a, b, c: a + b + c, backward=backward)(
+            lambda g, a, b, c: g.add(a=g.add(a=a, b=b), b=c)
+        )
+        for wanted in [*[names] * 4, *[names[1:]] * 4, *[("a", "b", "c")] * 4]:
+            asked.clear()
+            leaves = {name: torch.randn(4, 128, requires_grad=name in wanted) for name in "abc"}
+            out, grad_out = operation(*leaves.values()), torch.randn(4, 128)
+            out.backward(grad_out)
+            expected = dict(zip(names, (grad_out + leaves["a"], grad_out - leaves["a"]), strict=True))
+            for name, leaf in leaves.items():
+                if name in wanted and name in names:
+                    assert torch.equal(leaf.grad, expected[name])
+                else:
+                    assert leaf.grad is None
+            known.append((len(wanted), bool(asked)))
+        assert known[3::4] == [(2, False), (1, False), (3, True)]
 
     def test_gradients_that_were_one_tensor_may_be_two(self):
         def backward(grads, operands, results):  # noqa: ARG001
-            return sum_and_difference(*grads)
+            return sum_and_difference.call(*grads)
 
-        operation = graph_op(reference=lambda a, b: (a + b, a - b), backward=backward, replays_backward=True)(both)
+        operation = graph_op(reference=lambda a, b: (a + b, a - b), backward=backward)(both)
         for of_sum, of_difference in [(torch.randn(4, 128),) * 2] * 6 + [tuple(torch.randn(2, 4, 128))]:
             a, b = leaf(), leaf()
             found = torch.autograd.grad(operation(a, b), (a, b), (of_sum, of_difference))
@@ -371,16 +377,16 @@ class TestBackwardPassesThatAreRepeated:
             assert torch.equal(found[1], of_sum - of_difference)
 
     def test_a_result_without_gradient(self):
-        operation = graph_op(
-            reference=lambda x: (x * x, x + x), backward=of_given, materialize_grads=False, replays_backward=True
-        )(lambda g, x: (g.mul(a=x, b=x), g.add(a=x, b=x)))
+        operation = graph_op(reference=lambda x: (x * x, x + x), backward=of_given, materialize_grads=False)(
+            lambda g, x: (g.mul(a=x, b=x), g.add(a=x, b=x))
+        )
         for which in (1, 1, 1, 1, 1, 1, 0, 1):
             x, grad_out = leaf(), torch.randn(4, 128)
             (found,) = torch.autograd.grad(operation(x)[which], x, grad_out)
             assert torch.equal(found, 2 * grad_out if which else grad_out.square())
 
     def test_in_inference_mode(self):
-        operation = graph_op(reference=lambda x: x + x, backward=one_launch, replays_backward=True)(twice)
+        operation = graph_op(reference=lambda x: x + x, backward=one_launch)(twice)
         for _ in range(6):
             x, grad_out = leaf(), torch.randn(4, 128)
             out = operation(x)
@@ -388,63 +394,70 @@ class TestBackwardPassesThatAreRepeated:
                 out.backward(grad_out)
             assert torch.equal(x.grad, 2 * grad_out)
 
-    def test_what_copies_nothing_is_nothing(self, launches_in_python):
+    def test_a_gradient_that_must_be_copied(self, launches_in_python):
         def backward(grads, operands, results):  # noqa: ARG001
-            return (double(grads[0].contiguous()),)
+            return double.call(grads[0].contiguous())
 
-        operation = graph_op(reference=lambda x: x + x, backward=backward, replays_backward=True)(twice)
+        operation = graph_op(reference=lambda x: x + x, backward=backward)(twice)
         learned(operation)
         launches_in_python.clear()
         found, grad_out = learned(operation, calls=0)
         assert not launches_in_python
         assert torch.equal(found, 2 * grad_out)
-        x, grad_out = leaf(), torch.randn(128, 4).t()
-        (found,) = torch.autograd.grad(operation(x), x, grad_out)
-        assert torch.equal(found, 2 * grad_out)
+        for _ in range(4):
+            x, grad_out = leaf(), torch.randn(128, 4).t()
+            (found,) = torch.autograd.grad(operation(x), x, grad_out)
+            assert torch.equal(found, 2 * grad_out)
 
-    def test_not_where_a_kernel_asks_for_an_address(self):
-        """As one of Triton's does, which is no function of PyTorch."""
 
-        def backward(grads, operands, results):  # noqa: ARG001
-            triple(grads[0].data_ptr(), grads[0].numel())
-            return (double(grads[0]),)
+def of_image(convolved):
+    image, kernel = (torch.randn(shape).to(memory_format=torch.channels_last) for shape in ((2, 4, 8, 8), (6, 4, 3, 3)))
+    return lambda: conv2d(image.requires_grad_(convolved == "x"), kernel.requires_grad_(convolved != "x"), padding=1)
 
-        operation = graph_op(reference=lambda x: x + x, backward=backward, replays_backward=True)(twice)
-        for _ in range(8):
-            x, grad_out = leaf(), torch.randn(4, 128)
-            (found,) = torch.autograd.grad(operation(x), x, grad_out.clone())
-            assert torch.equal(found, 2 * (3 * grad_out))
 
-    def test_an_effect_that_nothing_sees_is_kept_if_nothing_is_declared(self, launches_in_python):
-        """A kernel that knows an address from before, and a variable of Python."""
-        sums, passes = torch.zeros(4, 128), []
-        address = sums.data_ptr()
+#: Calls whose gradients one launch computes.
+ONE_LAUNCH = {
+    "rms_norm": lambda: rms_norm(leaf(), torch.rand(128, requires_grad=True)),
+    "rms_norm, x alone": lambda: rms_norm(leaf(), torch.rand(128)),
+    "rms_norm, weight alone": lambda: rms_norm(leaf().detach(), torch.rand(128, requires_grad=True)),
+    "rms_norm, no weight": lambda: rms_norm(leaf()),
+    "layer_norm": lambda: layer_norm(leaf(), *torch.rand(2, 128).requires_grad_()),
+    "silu_mul": lambda: silu_mul(leaf(), leaf()),
+    "silu_mul of both": lambda: silu_mul(leaf()),
+    "silu_mul, gate alone": lambda: silu_mul(leaf(), leaf().detach()),
+    "silu_mul, up alone": lambda: silu_mul(leaf().detach(), leaf()),
+    "conv2d, x alone": of_image("x"),
+    "conv2d, weight alone": of_image("weight"),
+}
 
-        class Recorded(torch.autograd.Function):
-            @staticmethod
-            def forward(ctx, grad):  # noqa: ARG004
-                memory = (ctypes.c_float * 512).from_address(address)
-                memory[:] = [value + 1 for value in memory]
-                passes.append(None)
-                return grad
 
-            @staticmethod
-            def backward(ctx, grad):  # noqa: ARG004
-                return grad
+@pytest.mark.parametrize("name", ONE_LAUNCH)
+@pytest.mark.usefixtures("fake_gpu")
+def test_warm_gradients_of_one_launch_ask_no_python(name, monkeypatch):
+    for _ in range(4):
+        out = ONE_LAUNCH[name]()
+        out.backward(torch.randn_like(out))
+    out = ONE_LAUNCH[name]()
+    monkeypatch.setattr(torch_ops, "gradients", pytest.fail)
+    out.backward(torch.randn_like(out))
 
-        def backward(grads, operands, results):  # noqa: ARG001
-            Recorded.apply(grads[0])
-            return ((double if len(passes) < 8 else square)(grads[0]),)
 
-        operation = graph_op(reference=lambda x: x + x, backward=backward)(twice)
-        for number in range(1, 10):
-            x, grad_out = leaf(), torch.randn(4, 128)
-            out = operation(x)
-            launches_in_python.clear()
-            (found,) = torch.autograd.grad(out, x, grad_out)
-            assert torch.equal(found, 2 * grad_out if number < 8 else grad_out.square())
-            assert len(passes) == number
-            assert torch.equal(sums, torch.full_like(sums, number))
+@pytest.mark.usefixtures("fake_gpu")
+def test_a_backward_that_returns_tensors_runs_in_each_pass():
+    """Whatever it does: Python's variables, elements of tensors, and kernels that PyTorch does not see may decide."""
+    passes = []
+
+    def backward(grads, operands, results):  # noqa: ARG001
+        passes.append(None)
+        triple(grads[0].data_ptr(), grads[0].numel())
+        return ((double if len(passes) < 8 else square)(grads[0]),)
+
+    operation = graph_op(reference=lambda x: x + x, backward=backward)(twice)
+    for number in range(1, 10):
+        x, grad_out = leaf(), torch.randn(4, 128)
+        (found,) = torch.autograd.grad(operation(x), x, grad_out.clone())
+        assert torch.equal(found, 2 * (3 * grad_out) if number < 8 else (3 * grad_out).square())
+        assert len(passes) == number
 
 
 def triple(address, count):
@@ -452,6 +465,30 @@ def triple(address, count):
     numbers = (ctypes.c_float * count).from_address(address)
     for place in range(count):
         numbers[place] *= 3
+
+
+class Seen(TorchDispatchMode):
+    """Counts the operators of this library."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.namespace == "cudnn_sdpa"
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", ["sdpa, causal, scale", "sdpa_varlen", "rms_norm", "conv2d"])
+def test_dispatch_modes_see_each_backward_pass(name):
+    """Also of a kind of backward calls whose plan is known."""
+    call = OPERATIONS[name]
+    with gpu_on_the_cpu(call.compute):
+        call.warm_up()
+        call.gradients(call.tensors(grad=True))
+        for _ in range(4):
+            out = call(call.tensors(grad=True))
+            with Seen() as mode:
+                out.backward(torch.ones_like(out))
+            assert mode.count
 
 
 @pytest.mark.parametrize("name", ["sdpa, causal, scale", "sdpa_varlen", "rms_norm"])
