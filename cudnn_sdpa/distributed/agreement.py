@@ -102,20 +102,13 @@ _generations: Counter[str] = Counter()
 _calls: weakref.WeakKeyDictionary[dist.ProcessGroup, _Calls] = weakref.WeakKeyDictionary()
 
 
-def in_agreement(
-    place: Place,
-    function: str,
-    summarize: Callable[[], tuple[str, ResultT]],
-    *,
-    expected: str = "equal shapes, dtypes and options on all ranks",
-) -> ResultT:
+def in_agreement(place: Place, function: str, summarize: Callable[[], tuple[str, ResultT]]) -> ResultT:
     """What `summarize` gives with the summary of a call, if all ranks give the same summary.
 
     Args:
         place: The group, and this process's place in it.
         function: The function's name, for messages.
         summarize: Checks the call, and gives a text of what must be equal on all ranks, with the result.
-        expected: What must be equal, for messages.
 
     Raises:
         Exception: What `summarize` raises; the other ranks are told.
@@ -137,7 +130,7 @@ def in_agreement(
     if is_capturing():
         return result
     try:
-        _compare(store, place, calls, note, function=function, expected=expected)
+        _compare(store, place, calls, note, function=function)
     except OptionError as error:
         calls.remember(number, str(error))  # the others find it too, or read of it in a later note
         raise
@@ -186,7 +179,7 @@ def is_capturing() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-def _compare(store: Store, place: Place, calls: _Calls, own: _Note, *, function: str, expected: str) -> None:
+def _compare(store: Store, place: Place, calls: _Calls, own: _Note, *, function: str) -> None:
     """Waits for the notes of all other ranks about a call.
 
     Raises:
@@ -202,7 +195,7 @@ def _compare(store: Store, place: Place, calls: _Calls, own: _Note, *, function:
             raise _no_answer(place, next(iter(missing.values())), own, function=function) from error
         for name, note in notes.items():
             if note.number >= own.number:
-                _check(place, missing.pop(name), note, own, function=function, expected=expected)
+                _check(place, missing.pop(name), note, own, function=function)
         if not missing:
             break
         if time.monotonic() > end:
@@ -214,7 +207,7 @@ def _compare(store: Store, place: Place, calls: _Calls, own: _Note, *, function:
         pause = min(2 * pause, POLLS[1])
     if len(others) > 1:  # while this rank waited for one, another may have given up
         for name, note in _notes(store, calls, list(others)).items():
-            _check(place, others[name], note, own, function=function, expected=expected)
+            _check(place, others[name], note, own, function=function)
 
 
 def _notes(store: Store, calls: _Calls, names: list[str]) -> dict[str, _Note]:
@@ -234,7 +227,7 @@ def _no_answer(place: Place, rank: int, own: _Note, function: str) -> OptionErro
     )
 
 
-def _check(place: Place, rank: int, note: _Note, own: _Note, *, function: str, expected: str) -> None:
+def _check(place: Place, rank: int, note: _Note, own: _Note, *, function: str) -> None:
     """Compares the note of another rank with this rank's.
 
     Raises:
@@ -255,5 +248,5 @@ def _check(place: Place, rank: int, note: _Note, own: _Note, *, function: str, e
         raise OptionError(
             "group",
             f"rank {rank} calls {function} otherwise than rank {place.rank}: {', '.join(differing) or note.summary}",
-            expected,
+            "equal shapes, dtypes and options on all ranks",
         )

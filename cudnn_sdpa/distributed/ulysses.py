@@ -16,8 +16,7 @@ from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.autograd import Gradients, refusing_gradients, resumed, saved_settings
-from cudnn_sdpa.distributed.collectives import Pending
-from cudnn_sdpa.distributed.copies import copy
+from cudnn_sdpa.distributed.collectives import Message, Pending, copy
 from cudnn_sdpa.distributed.groups import Place
 from cudnn_sdpa.distributed.local_attention import (
     Attention,
@@ -29,7 +28,6 @@ from cudnn_sdpa.distributed.local_attention import (
     gradient_of_sinks,
     new_results,
 )
-from cudnn_sdpa.distributed.symmetric_memory import ALIGNMENT, Message
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.dispatch_state import plain
@@ -37,9 +35,6 @@ from cudnn_sdpa.engine.dispatch_state import plain
 #: Most groups of a rank's heads, packed and dense, and the fewest bytes of a group's queries. On two H200s a kernel
 #: loses more to communication beside it, and to being two, than dense attention of long sequences would wait for it.
 MAX_GROUPS, MAX_DENSE_GROUPS, MIN_BYTES = 2, 1, 16 << 20
-
-#: Bytes of an LSE, and the most messages of a rank to another at a time: of queries, keys and values.
-LSE_BYTES, MESSAGES = 4, 3
 
 
 def repeats(heads_q: int, heads_kv: int, ranks: int) -> int | None:
@@ -110,18 +105,6 @@ def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attenti
         whole = x.new_empty(rows.shape[0] * ranks, *rows.shape[1:-2], heads // shares, x.shape[-1])
         found.append(whole.movedim(0, dim))
     yield Attention(_whole(options, q), *found)
-
-
-def max_message_bytes(options: Options, q: Tensor, k: Tensor, v: Tensor) -> int:
-    """The most bytes that a rank sends another at a time."""
-    ranks = options.place.ranks
-    heads_kv = math.lcm(k.shape[1], ranks)
-    groups = 1 if options.dropout_p else len(_groups(options, q, heads_kv))
-    rows = q.numel() // (q.shape[1] * q.shape[-1])  # tokens of all sequences
-    size = q.element_size()
-    inputs = size * (q.shape[1] * q.shape[-1] + heads_kv * (k.shape[-1] + v.shape[-1]))
-    results = q.shape[1] * (size * v.shape[-1] + LSE_BYTES)
-    return rows * max(inputs, results) // (ranks * groups) + MESSAGES * ALIGNMENT
 
 
 class _Ulysses(Function):
@@ -255,18 +238,18 @@ def _groups(options: Options, rows: Tensor, heads_kv: int) -> list[_Heads]:
 
 def _send_heads(xs: list[Tensor], heads: _Heads, place: Place) -> Pending[list[Tensor]]:
     """Starts to exchange (tokens of this rank, …, heads, D) for (all tokens, …, some of this rank's heads, D)."""
-    sent: list[Message] = []
-    coming: list[Message] = []
+    sends: list[Message] = []
+    receives: list[Message] = []
     wholes: list[Tensor] = []
     mine = [_two_chunks(plain(x)) for x in xs]
     for x in mine:
         heads_of_rank = x.shape[-2] // place.ranks // heads.groups
         whole = x.new_empty(x.shape[1] * 2 * place.ranks, *x.shape[2:-2], heads_of_rank, x.shape[-1])
         for rank in place.others:
-            sent.append(Message(x[..., heads.of(rank, x.shape[-2], place.ranks), :], rank))
-            coming.append(Message(_chunks(whole, rank, place), rank))
+            sends.append(Message(x[..., heads.of(rank, x.shape[-2], place.ranks), :], rank))
+            receives.append(Message(_chunks(whole, rank, place), rank))
         wholes.append(whole)
-    pending = collectives.exchange(sent, coming, wholes, place)
+    pending = collectives.exchange(sends, receives, wholes, place)
     for x, whole in zip(mine, wholes, strict=True):  # while messages are on their way
         copy(_chunks(whole, place.rank, place), x[..., heads.of(place.rank, x.shape[-2], place.ranks), :])
     return pending
@@ -274,18 +257,18 @@ def _send_heads(xs: list[Tensor], heads: _Heads, place: Place) -> Pending[list[T
 
 def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, place: Place) -> _Results:
     """Starts the opposite exchange, into tensors of all heads of this rank's tokens."""
-    sent: list[Message] = []
-    coming: list[Message] = []
+    sends: list[Message] = []
+    receives: list[Message] = []
     xs, mine = [plain(x) for x in xs], [_two_chunks(x) for x in to]
     for x, own in zip(xs, mine, strict=True):
         for rank in place.others:
-            sent.append(Message(_chunks(x, rank, place), rank))
-            coming.append(Message(own[..., heads.of(rank, own.shape[-2], place.ranks), :], rank))
+            sends.append(Message(_chunks(x, rank, place), rank))
+            receives.append(Message(own[..., heads.of(rank, own.shape[-2], place.ranks), :], rank))
     kept = [
         (own[..., heads.of(place.rank, own.shape[-2], place.ranks), :], _chunks(x, place.rank, place))
         for x, own in zip(xs, mine, strict=True)
     ]
-    return _Results(collectives.exchange(sent, coming, None, place), kept)
+    return _Results(collectives.exchange(sends, receives, None, place), kept)
 
 
 def _two_chunks(x: Tensor) -> Tensor:

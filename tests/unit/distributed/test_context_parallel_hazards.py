@@ -15,8 +15,9 @@ import torch.distributed as dist
 from processes import Ranks
 
 from cudnn_sdpa import OptionError
-from cudnn_sdpa.distributed import agreement
+from cudnn_sdpa.distributed import agreement, parallel_attention
 from cudnn_sdpa.distributed.groups import Place
+from cudnn_sdpa.distributed.local_attention import Options
 
 METHODS = ("all_gather", "ulysses", "ring")
 
@@ -141,6 +142,19 @@ class Group:
 def places(store, ranks=2):
     """Several ranks in this process."""
     return [Place(Group(f"{rank} of {ranks} in this process", store), rank, ranks) for rank in range(ranks)]
+
+
+def test_ranks_on_other_kinds_of_devices_differ():
+    """A group may serve both: the one would wait for the other's messages."""
+    place = Place(None, 0, 2)
+    options = Options(
+        place, is_causal=True, window=(-1, -1), scale=None, softcap=None, dropout_p=0.0, deterministic=False
+    )
+    summaries = [
+        parallel_attention._summary("ring", options, (x, x, x), sinks=None, packing=None)
+        for x in (torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 8, device="meta"))
+    ]
+    assert [text.split("; ")[1] for text in summaries] == ["device=cpu", "device=meta"]
 
 
 def test_while_a_graph_is_captured_no_rank_waits(monkeypatch):
