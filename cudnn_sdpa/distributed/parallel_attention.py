@@ -20,7 +20,7 @@ from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
 from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
-from cudnn_sdpa.distributed.agreement import in_agreement, is_capturing
+from cudnn_sdpa.distributed.agreement import in_agreement
 from cudnn_sdpa.distributed.groups import check_device, place_in
 from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend, check_layout
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
@@ -137,8 +137,8 @@ def context_parallel(
 
     Gradients of `sinks` are those of this rank's part of the work, as those of all parameters under data parallelism:
     their sum over the group is the gradient. Every rank must run the backward pass if one does. What ranks must agree
-    about (shapes, dtypes, options, which inputs require grad) is compared in each call, apart from the collectives.
-    Under `torch.compile` the call is a graph break.
+    about (shapes, dtypes, options, which inputs require grad) is compared in the first call of each kind, apart from
+    the collectives. Under `torch.compile` the call is a graph break.
 
     Args:
         q: This rank's queries (B, Hq, S / P, D), where S is the length of the whole sequence and P the number of ranks;
@@ -381,7 +381,6 @@ def _run_eagerly(
         if needs_gradient(*tensors, scores):
             offsets = None if packing is None else packing[0]
             _check_gradients(function, method, options, tensors, sinks=scores, cu_seqlens=offsets, summary=summary)
-        summary += f"; CUDA graph={is_capturing()}"
         return summary, (options, tensors, scores)
 
     options, (q, k, v), scores = in_agreement(place, function, summarize)
