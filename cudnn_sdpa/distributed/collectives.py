@@ -28,7 +28,7 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class Message(NamedTuple):
-    """Two chunks of tokens, (2, tokens, …), that go to a rank of the group, or come from it."""
+    """Two chunks of tokens, (2, tokens, …), sent to a rank of the group or received from it."""
 
     tensor: Tensor
     rank: int
@@ -74,7 +74,7 @@ class Pending(Generic[T_co]):
         _started.pending.append(self)
 
     def wait(self) -> T_co:
-        """What comes, once it is there: on a GPU the stream waits, and the host does not."""
+        """The received tensors. On a GPU the stream waits for them, and the host does not."""
         if self in _started.pending:
             _started.pending.remove(self)
         works, self._works = self._works, ()
@@ -140,9 +140,9 @@ def exchange(sends: list[Message], receives: list[Message], received: T, place: 
     Each message is two chunks of tokens (2, tokens, …), of any strides. All ranks send each other as many bytes.
 
     Args:
-        sends: What goes.
-        receives: The memory of what comes.
-        received: What the messages make, once they are there.
+        sends: Messages to other ranks.
+        receives: Memory of the messages from other ranks.
+        received: Result of `wait`.
         place: The group, and this rank in it.
     """
     global_ranks = [place.neighbor(rank - place.rank) for rank in range(place.ranks)]

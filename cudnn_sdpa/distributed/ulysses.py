@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.autograd import Gradients, refusing_gradients, resumed, saved_settings
+from cudnn_sdpa.distributed.autograd import Gradients, refusing_gradients, resumed, save
 from cudnn_sdpa.distributed.collectives import Message, Pending, copy
 from cudnn_sdpa.distributed.groups import Place
 from cudnn_sdpa.distributed.local_attention import (
@@ -124,22 +124,20 @@ class _Ulysses(Function):
         part = _whole(options, q)
         rows = [x.movedim(dim, 0) for x in (q, k, v)]
         groups = _groups(options, rows[0], heads_kv=k.shape[1])
-        coming = [_send_heads(rows, heads, place) for heads in groups]
+        receives = [_send_heads(rows, heads, place) for heads in groups]
         out, lse = new_results(q, v)  # no views, which autograd lets nobody change in place
         results = [out.movedim(dim, 0), _lse_rows(lse, dim)]
-        leaving, saved = [], []
-        for heads, pending in zip(groups, coming, strict=True):
+        sends, saved = [], []
+        for heads, pending in zip(groups, receives, strict=True):
             own = [x.movedim(0, dim) for x in pending.wait()]
             some = None if sinks is None else sinks[heads.of(place.rank, q.shape[1], place.ranks)]
             found = attend(options, part, q=own[0], k=own[1], v=own[2], sinks=some, cu_seqlens=cu_seqlens)
             saved += [*own, *found]
-            leaving.append(_send_tokens([found[0].movedim(dim, 0), _lse_rows(found[1], dim)], results, heads, place))
-        for pending_results in leaving:
+            sends.append(_send_tokens([found[0].movedim(dim, 0), _lse_rows(found[1], dim)], results, heads, place))
+        for pending_results in sends:
             pending_results.wait()
         offsets = None if cu_seqlens is None else cu_seqlens.clone()  # the caller may refill them
-        ctx.save_for_backward(*saved, sinks, offsets, out, lse)
-        ctx.options, ctx.settings = options, saved_settings()
-        ctx.set_materialize_grads(False)
+        save(ctx, options, (*saved, sinks, offsets, out, lse))
         return out, lse
 
     @staticmethod
@@ -155,21 +153,19 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
     groups = [_Heads(index, len(calls)) for index in range(len(calls))]
     part = _whole(options, grad_out)
     rows = grad_out.movedim(dim, 0)
-    coming = [_send_heads([rows], heads, place) for heads in groups]
+    receives = [_send_heads([rows], heads, place) for heads in groups]
     grads: list[Tensor] = []
-    leaving = []
-    for heads, pending, (q, k, v, *results) in zip(groups, coming, calls, strict=True):
+    sends = []
+    for heads, pending, (q, k, v, *results) in zip(groups, receives, calls, strict=True):
         given = (pending.wait()[0].movedim(0, dim), *results)
         found = attend_backward(options, part, given, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
         if not grads:  # after the first kernel, whose workspace is free again
             shares = len(groups) * place.ranks
             grads = [x.new_empty(*rows.shape[:-2], x.shape[1] * shares, x.shape[-1]) for x in (q, k, v)]
-        leaving.append(_send_tokens([x.movedim(dim, 0) for x in found], grads, heads, place))
-    for pending_grads in leaving:
+        sends.append(_send_tokens([x.movedim(dim, 0) for x in found], grads, heads, place))
+    for pending_grads in sends:
         pending_grads.wait()
-    grad_sinks = (
-        None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
-    )
+    grad_sinks = gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
     return *(x.movedim(0, dim) for x in grads), grad_sinks
 
 
