@@ -16,20 +16,9 @@ from benchmarks.distributed.times import ALONE, ERRORS, Candidate, Timing, compa
 from benchmarks.tools.output import Row
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-from cudnn_sdpa.distributed import (
-    context_parallel,
-    context_parallel_varlen,
-    enable_symmetric_memory,
-    shard,
-    symmetric_memory,
-)
-from cudnn_sdpa.distributed.groups import place_in
-from cudnn_sdpa.errors import ArgumentError, ExecutionError
+from cudnn_sdpa.distributed import context_parallel, context_parallel_varlen, shard
 
 METHODS = ("all_gather", "ulysses", "ring")
-
-#: Exchange of heads once more, by writing into the memory of other GPUs.
-SYMMETRIC = "ulysses, symmetric memory"
 
 
 class Sizes(NamedTuple):
@@ -81,12 +70,7 @@ def _drawn(sizes: Sizes, *shape: int) -> list[Tensor]:
     return made if len(shape) == 1 else [x.transpose(1, 2) for x in made]
 
 
-def _trained(
-    attention: Callable[..., Tensor],
-    tensors: list[Tensor],
-    dim: int | None,
-    buffer: Callable[[], int] = lambda: 0,
-) -> Candidate:
+def _trained(attention: Callable[..., Tensor], tensors: list[Tensor], dim: int | None) -> Candidate:
     """A forward and a backward pass with these tensors, or with this rank's parts of them."""
     *inputs, grad = tensors if dim is None else [_part(x, dim) for x in tensors]
     leaves = [x.detach().requires_grad_() for x in inputs]
@@ -94,29 +78,14 @@ def _trained(
     def step() -> None:
         torch.autograd.grad(attention(*leaves), leaves, grad)
 
-    return Candidate(step, buffer=buffer)
+    return Candidate(step)
 
 
 def _by_each_method(
     attention: Callable[..., Tensor], tensors: list[Tensor], dim: int
 ) -> Iterator[tuple[str, Candidate]]:
-    """The ways to spread attention over the ranks. Where they cannot write into each other's memory, a step raises."""
     for method in METHODS:
         yield method, _trained(functools.partial(attention, method=method), tensors, dim)
-
-    group: dist.ProcessGroup = dist.new_group()
-    refused = None
-    try:
-        enable_symmetric_memory(group)
-    except (ArgumentError, ExecutionError) as error:
-        refused = error
-
-    def exchanged(*qkv: Tensor) -> Tensor:
-        if refused is not None:
-            raise refused
-        return attention(*qkv, method="ulysses", group=group)
-
-    yield SYMMETRIC, _trained(exchanged, tensors, dim, lambda: symmetric_memory.nbytes(place_in(group)))
 
 
 def _part(x: Tensor, dim: int) -> Tensor:

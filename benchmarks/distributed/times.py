@@ -47,13 +47,11 @@ class Candidate(NamedTuple):
         step: A forward and a backward pass.
         within: The context that it needs, which is entered before the clock starts.
         sequences: Sequences that a step of all ranks computes.
-        buffer: Bytes that it keeps outside PyTorch's allocator.
     """
 
     step: Callable[[], None]
     within: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     sequences: int = 1
-    buffer: Callable[[], int] = lambda: 0
 
 
 def device() -> torch.device:
@@ -149,7 +147,7 @@ def _peak(candidate: Candidate) -> float | None:
         before = torch.cuda.memory_allocated()
         candidate.step()
         _synchronize()
-        return (torch.cuda.max_memory_allocated() - before + candidate.buffer()) / 2**20
+        return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def _synchronize() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.autograd import Gradients, resumed, saved_settings
+from cudnn_sdpa.distributed.autograd import Gradients, resumed, save
 from cudnn_sdpa.distributed.collectives import Pending
 from cudnn_sdpa.distributed.local_attention import (
     Attention,
@@ -112,11 +112,11 @@ class _AllGather(Function):
         dim, groups = options.dim, head_groups(k, v, options)
         parts = parts_of_gathered(options, k.shape[dim] * options.place.ranks)
         out, lse = new_results(q, v)
-        coming: Pending[Tensor] | None = _gather(options, k, v, groups[0])
+        receives: Pending[Tensor] | None = _gather(options, k, v, groups[0])
         for number, heads in enumerate(groups):
-            assert coming is not None
-            keys, values = _arrived(options, coming, k)
-            coming = _gather(options, k, v, groups[number + 1]) if number + 1 < len(groups) else None
+            assert receives is not None
+            keys, values = _arrived(options, receives, k)
+            receives = _gather(options, k, v, groups[number + 1]) if number + 1 < len(groups) else None
             heads_q = of_queries(heads, q, k)
             for part in parts:
                 part_q, part_out, part_lse = (_some(x, options, heads_q, part.rows) for x in (q, out, lse))
@@ -125,9 +125,7 @@ class _AllGather(Function):
                 found = attend(options, part, q=part_q, k=part_k, v=part_v, sinks=some, cu_seqlens=cu_seqlens)
                 part_out.copy_(found[0])
                 part_lse.copy_(found[1])
-        ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, lse)
-        ctx.options, ctx.settings = options, saved_settings()
-        ctx.set_materialize_grads(False)
+        save(ctx, options, (q, k, v, sinks, cu_seqlens, out, lse))
         return out, lse
 
     @staticmethod
@@ -143,12 +141,12 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
     parts = [part for chunk in whole for part in split_at_diagonal(chunk)]
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     grad_q, grad_k, grad_v = torch.zeros_like(q), torch.empty_like(k), torch.empty_like(v)
-    coming: Pending[Tensor] | None = _gather(options, k, v, groups[0])
-    leaving: tuple[slice, Pending[Tensor]] | None = None
+    receives: Pending[Tensor] | None = _gather(options, k, v, groups[0])
+    sends: tuple[slice, Pending[Tensor]] | None = None
     for number, heads in enumerate(groups):
-        assert coming is not None
-        keys, values = _arrived(options, coming, k)
-        coming = _gather(options, k, v, groups[number + 1]) if number + 1 < len(groups) else None
+        assert receives is not None
+        keys, values = _arrived(options, receives, k)
+        receives = _gather(options, k, v, groups[number + 1]) if number + 1 < len(groups) else None
         heads_q = of_queries(heads, q, k)
         tokens, batch = keys.shape[dim], [] if options.is_packed else [k.shape[0]]
         sums = torch.zeros(
@@ -162,14 +160,12 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
             _some(grad_q, options, heads_q, part.rows).add_(dq)
             narrowed(sum_k, dim, part.columns).add_(dk)
             narrowed(sum_v, dim, part.columns).add_(dv)
-        if leaving is not None:
-            _keep(options, leaving, grad_k, grad_v)
-        leaving = heads, collectives.reduce_scatter(in_rank_order(sums, options.place.ranks), options.place)
-    assert leaving is not None
-    _keep(options, leaving, grad_k, grad_v)
-    grad_sinks = (
-        None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
-    )
+        if sends is not None:
+            _keep(options, sends, grad_k, grad_v)
+        sends = heads, collectives.reduce_scatter(in_rank_order(sums, options.place.ranks), options.place)
+    assert sends is not None
+    _keep(options, sends, grad_k, grad_v)
+    grad_sinks = gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
     return grad_q, grad_k, grad_v, grad_sinks
 
 
@@ -179,9 +175,9 @@ def _gather(options: Options, k: Tensor, v: Tensor, heads: slice) -> Pending[Ten
     return collectives.all_gather(both, options.place)
 
 
-def _arrived(options: Options, coming: Pending[Tensor], k: Tensor) -> tuple[Tensor, Tensor]:
+def _arrived(options: Options, receives: Pending[Tensor], k: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole sequence, in its order: views of one tensor."""
-    both = in_sequence_order(coming.wait(), options.place.ranks).movedim(0, options.dim)
+    both = in_sequence_order(receives.wait(), options.place.ranks).movedim(0, options.dim)
     return apart(both, k.shape[-1])
 
 
@@ -190,13 +186,13 @@ def _columns(options: Options, part: Part, keys: Tensor, values: Tensor) -> tupl
 
 
 def _some(x: Tensor, options: Options, heads: slice, rows: slice) -> Tensor:
-    """Some heads of some queries."""
+    """Selects heads and query rows."""
     return narrowed(x[:, heads], options.dim, rows)
 
 
-def _keep(options: Options, leaving: tuple[slice, Pending[Tensor]], grad_k: Tensor, grad_v: Tensor) -> None:
+def _keep(options: Options, sends: tuple[slice, Pending[Tensor]], grad_k: Tensor, grad_v: Tensor) -> None:
     """Writes the gradients of this rank's keys and values, of some heads."""
-    heads, pending = leaving
+    heads, pending = sends
     sum_k, sum_v = apart(pending.wait().movedim(0, options.dim), grad_k.shape[-1])
     grad_k[:, heads].copy_(sum_k)
     grad_v[:, heads].copy_(sum_v)

@@ -1,9 +1,9 @@
-"""What the autograd functions of context parallelism share: settings of the forward pass, and what is refused."""
+"""What the autograd functions of context parallelism share: what they save, and what is refused."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,19 +16,11 @@ from cudnn_sdpa.engine.call import Function
 Gradients = tuple[Tensor | None, ...]
 
 
-class Settings(NamedTuple):
-    """What the backward pass, which runs on autograd's threads, takes over from the forward pass.
-
-    Attributes:
-        may_fall_back: Whether `fallback("torch")` was in force.
-    """
-
-    may_fall_back: bool
-
-
-def saved_settings() -> Settings:
-    """The settings that are in force."""
-    return Settings(fallback.is_in_force())
+def save(ctx: Any, options: Options, tensors: tuple[Tensor | None, ...]) -> None:
+    """Saves what the backward pass needs, which runs on autograd's threads, where no fallback is in force."""
+    ctx.save_for_backward(*tensors)
+    ctx.options, ctx.may_fall_back = options, fallback.is_in_force()
+    ctx.set_materialize_grads(False)
 
 
 def resumed(
@@ -48,7 +40,7 @@ def resumed(
     autograd_checks.refuse_gradient_of("lse", grad_lse)
     autograd_checks.refuse_batch(grad_out)
     saved = ctx.saved_tensors
-    may_fall_back = fallback.fallback("torch" if ctx.settings.may_fall_back else None)
+    may_fall_back = fallback.fallback("torch" if ctx.may_fall_back else None)
     dtypes_stay = torch.autocast(saved[-2].device.type, enabled=False)  # as in a backward pass outside of autocast
     with torch.no_grad(), may_fall_back, dtypes_stay, collectives.settled():
         grad_out = torch.zeros_like(saved[-2]) if grad_out is None else grad_out

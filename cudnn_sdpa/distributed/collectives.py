@@ -11,10 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cudnn_sdpa.distributed import symmetric_memory
-from cudnn_sdpa.distributed.copies import copy
 from cudnn_sdpa.distributed.groups import Place
-from cudnn_sdpa.distributed.symmetric_memory import Message
 from cudnn_sdpa.engine.dispatch_state import plain
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -23,12 +20,22 @@ _reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatt
 #: Tags of messages between two ranks, which gloo tells apart by them.
 KEYS, GRADIENTS, HEADS = 1, 2, 3
 
+#: What a kernel copies at a time: with elements of two bytes it reaches a third of the memory's bandwidth.
+WIDEST = torch.complex128
+
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
+class Message(NamedTuple):
+    """Two chunks of tokens, (2, tokens, …), sent to a rank of the group or received from it."""
+
+    tensor: Tensor
+    rank: int
+
+
 class _Staged(NamedTuple):
-    """Contiguous memory for what comes.
+    """Contiguous memory for a received tensor.
 
     Attributes:
         tensor: The memory.
@@ -50,17 +57,6 @@ class _Started(threading.local):
 _started = _Started()
 
 
-class _Written:
-    """Messages that are there after an event: the counterpart of `dist.Work`."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        """Makes the current stream wait."""
-        self._event.wait()
-
-
 class Pending(Generic[T_co]):
     """A tensor, or several, on their way. It holds what is sent and received, which must not be freed before."""
 
@@ -70,7 +66,7 @@ class Pending(Generic[T_co]):
         self,
         received: T_co,
         held: object,
-        works: Sequence[dist.Work | _Written],
+        works: Sequence[dist.Work],
         staged: Sequence[_Staged] = (),
     ) -> None:
         self._received, self._works, self._staged = received, works, staged
@@ -78,7 +74,7 @@ class Pending(Generic[T_co]):
         _started.pending.append(self)
 
     def wait(self) -> T_co:
-        """What comes, once it is there: on a GPU the stream waits, and the host does not."""
+        """The received tensors. On a GPU the stream waits for them, and the host does not."""
         if self in _started.pending:
             _started.pending.remove(self)
         works, self._works = self._works, ()
@@ -94,18 +90,13 @@ class Pending(Generic[T_co]):
         self._held = None
         return self._received
 
-    def abandon(self) -> None:
-        """Makes the stream wait for what needs no other rank any more, so that no tensor is freed under it."""
-        for work in self._works:
-            if isinstance(work, _Written):
-                work.wait()
-
 
 @contextlib.contextmanager
 def settled() -> Iterator[None]:
     """Leaves no message on its way if its body raises, as where a kernel is refused: a later call would get it.
 
-    The other ranks have started the same, or will, before they need more of this rank.
+    The other ranks have started the same, or will, before they need more of this rank. After an interruption nobody
+    waits for them.
     """
     outside = _started.pending, _started.has_failed
     _started.pending, _started.has_failed = [], False
@@ -115,10 +106,6 @@ def settled() -> Iterator[None]:
         while _started.pending and not _started.has_failed:
             with contextlib.suppress(RuntimeError):
                 _started.pending[0].wait()
-        raise
-    except BaseException:  # an interruption: nobody waits for the others any more
-        for pending in _started.pending:
-            pending.abandon()
         raise
     finally:
         _started.pending, _started.has_failed = outside
@@ -147,38 +134,49 @@ def pass_on(xs: Sequence[Tensor], place: Place, tag: int) -> Pending[list[Tensor
     return Pending(received, xs, dist.batch_isend_irecv([*sends, *receives]))
 
 
-def exchange(sent: list[Message], coming: list[Message], received: T, place: Place) -> Pending[T]:
+def exchange(sends: list[Message], receives: list[Message], received: T, place: Place) -> Pending[T]:
     """Starts to send tensors to other ranks and to receive theirs, in the same order between any two.
 
     Each message is two chunks of tokens (2, tokens, …), of any strides. All ranks send each other as many bytes.
 
     Args:
-        sent: What goes.
-        coming: The memory of what comes.
-        received: What the messages make, once they are there.
+        sends: Messages to other ranks.
+        receives: Memory of the messages from other ranks.
+        received: Result of `wait`.
         place: The group, and this rank in it.
     """
-    written = symmetric_memory.start(sent, coming, place)
-    if written is not None:
-        return Pending(received, (sent, coming), [_Written(written)])
     global_ranks = [place.neighbor(rank - place.rank) for rank in range(place.ranks)]
-    leaving = [Message(x if _has_contiguous_chunks(x) else copy(x.new_empty(x.shape), x), rank) for x, rank in sent]
+    sends = [Message(x if _has_contiguous_chunks(x) else copy(x.new_empty(x.shape), x), rank) for x, rank in sends]
     staged: list[_Staged] = []
-    arriving: list[Message] = []
-    for x, rank in coming:
+    buffers: list[Message] = []
+    for x, rank in receives:
         if not _has_contiguous_chunks(x):
             staged.append(_Staged(x.new_empty(x.shape), x))
-        arriving.append(Message(x if _has_contiguous_chunks(x) else staged[-1].tensor, rank))
+        buffers.append(Message(x if _has_contiguous_chunks(x) else staged[-1].tensor, rank))
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(operation, chunk, global_ranks[message.rank], place.group, HEADS)
-            for operation, messages in ((dist.isend, leaving), (dist.irecv, arriving))
+            for operation, messages in ((dist.isend, sends), (dist.irecv, buffers))
             for message in messages
             for chunk in message.tensor
         ]
     )
-    return Pending(received, (leaving, arriving), works, staged)
+    return Pending(received, (sends, buffers), works, staged)
+
+
+def copy(to: Tensor, x: Tensor) -> Tensor:
+    """Copies a tensor to memory of its shape, in elements of 16 bytes if both may be seen as such."""
+    if all(map(_is_wide, (to, x))):
+        to.view(WIDEST).copy_(x.view(WIDEST))
+        return to
+    return to.copy_(x)
 
 
 def _has_contiguous_chunks(x: Tensor) -> bool:
     return all(chunk.is_contiguous() for chunk in x)
+
+
+def _is_wide(x: Tensor) -> bool:
+    number = WIDEST.itemsize // x.element_size()
+    steps = (x.shape[-1], x.storage_offset(), *x.stride()[:-1])
+    return x.stride(-1) == 1 and x.data_ptr() % WIDEST.itemsize == 0 and all(step % number == 0 for step in steps)

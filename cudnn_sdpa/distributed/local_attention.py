@@ -181,7 +181,7 @@ def parts_of_ring(options: Options, tokens: int, step: int) -> Iterator[Part]:
     Args:
         options: The options of the call.
         tokens: The tokens of the whole sequence.
-        step: How far the keys have come.
+        step: Number of ranks that the keys have passed.
     """
     place = options.place
     chunk = tokens // (2 * place.ranks)
@@ -319,9 +319,11 @@ def new_results(q: Tensor, v: Tensor) -> State:
 
 
 def gradient_of_sinks(
-    options: Options, grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, cu_seqlens: Tensor | None
-) -> Tensor:
+    options: Options, grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
+) -> Tensor | None:
     """The gradient of the sinks: minus the sum of the sink's weight times grad_out · out over this rank's queries."""
+    if sinks is None:
+        return None
     exact = torch.float64 if out.dtype == torch.float64 else torch.float32
     heads = [-1 if dim == 1 else 1 for dim in range(lse.dim())]
     weights = torch.exp(sinks.to(exact).view(heads) - torch.where(torch.isneginf(lse), torch.inf, lse).to(exact))

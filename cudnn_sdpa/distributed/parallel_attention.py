@@ -19,11 +19,10 @@ from cudnn_sdpa.attention.arguments import (
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
-from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, symmetric_memory, ulysses
-from cudnn_sdpa.distributed.agreement import in_agreement, is_capturing
+from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
+from cudnn_sdpa.distributed.agreement import in_agreement
 from cudnn_sdpa.distributed.groups import check_device, place_in
 from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend, check_layout
-from cudnn_sdpa.distributed.symmetric_memory import Buffer
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
@@ -138,8 +137,8 @@ def context_parallel(
 
     Gradients of `sinks` are those of this rank's part of the work, as those of all parameters under data parallelism:
     their sum over the group is the gradient. Every rank must run the backward pass if one does. What ranks must agree
-    about (shapes, dtypes, options, which inputs require grad) is compared in each call, apart from the collectives.
-    Under `torch.compile` the call is a graph break.
+    about (shapes, dtypes, options, which inputs require grad) is compared in the first call of each kind, apart from
+    the collectives. Under `torch.compile` the call is a graph break.
 
     Args:
         q: This rank's queries (B, Hq, S / P, D), where S is the length of the whole sequence and P the number of ranks;
@@ -360,7 +359,7 @@ def _run_eagerly(
 
     return_lse = as_bool(return_lse)
 
-    def summarize() -> tuple[str, tuple[Options, tuple[Tensor, Tensor, Tensor], Tensor | None, Buffer | None]]:
+    def summarize() -> tuple[str, tuple[Options, tuple[Tensor, Tensor, Tensor], Tensor | None]]:
         check_method(method)
         if not isinstance(return_lse, bool):
             raise OptionError("return_lse", repr(return_lse), "True or False")
@@ -382,17 +381,9 @@ def _run_eagerly(
         if needs_gradient(*tensors, scores):
             offsets = None if packing is None else packing[0]
             _check_gradients(function, method, options, tensors, sinks=scores, cu_seqlens=offsets, summary=summary)
-        summary += f"; CUDA graph={is_capturing()}; symmetric_memory={symmetric_memory.state(place)}"
-        buffer = None
-        if method == "ulysses":
-            buffer = symmetric_memory.wider_buffer(
-                place, tensors[0].device, ulysses.max_message_bytes(options, *tensors)
-            )
-        return summary, (options, tensors, scores, buffer)
+        return summary, (options, tensors, scores)
 
-    options, (q, k, v), scores, buffer = in_agreement(place, function, summarize)
-    if buffer is not None:
-        symmetric_memory.meet(place, buffer)
+    options, (q, k, v), scores = in_agreement(place, function, summarize)
     cu_seqlens = None if packing is None else packing[0]
     if place.ranks == 1:
         part = Part.whole(q.shape[options.dim], is_causal=options.is_causal, window=options.window)

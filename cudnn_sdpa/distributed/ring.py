@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.autograd import Gradients, resumed, saved_settings
+from cudnn_sdpa.distributed.autograd import Gradients, resumed, save
 from cudnn_sdpa.distributed.collectives import GRADIENTS, KEYS, Pending
 from cudnn_sdpa.distributed.local_attention import (
     Attention,
@@ -74,7 +74,7 @@ class _Ring(Function):
             lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
         columns = [x.movedim(dim, 0) for x in (k, v)]
         for step in range(place.ranks):
-            coming = collectives.pass_on(columns, place, KEYS) if step + 1 < place.ranks else None
+            receives = collectives.pass_on(columns, place, KEYS) if step + 1 < place.ranks else None
             for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
                 own, (of_k, of_v) = narrowed(q, dim, part.rows), _keys_and_values(options, part, columns)
                 found = attend(options, part, q=own, k=of_k, v=of_v, sinks=None, cu_seqlens=cu_seqlens)
@@ -82,17 +82,15 @@ class _Ring(Function):
                     total, lse = found[0].to(exact), found[1]
                 else:
                     _merge(narrowed(total, dim, part.rows), narrowed(lse, dim, part.rows), *found)
-            if coming is not None:
-                columns = coming.wait()
+            if receives is not None:
+                columns = receives.wait()
         if sinks is not None:
             of_heads = sinks.float().view([-1 if at == 1 else 1 for at in range(lse.dim())])
             with_sinks = torch.logaddexp(lse, of_heads)
             total.mul_(_share(lse, with_sinks).unsqueeze(-1))
             lse = with_sinks
         out = total if total.dtype == q.dtype and not options.is_packed else new_results(q, v)[0].copy_(total)
-        ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, lse)
-        ctx.options, ctx.settings = options, saved_settings()
-        ctx.set_materialize_grads(False)
+        save(ctx, options, (q, k, v, sinks, cu_seqlens, out, lse))
         return out, lse
 
     @staticmethod
@@ -110,7 +108,7 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
     following: Pending[list[Tensor]] | None = None
     for step in range(place.ranks):
         is_last = step + 1 == place.ranks
-        coming = None if is_last else collectives.pass_on(columns, place, KEYS)
+        receives = None if is_last else collectives.pass_on(columns, place, KEYS)
         found = []
         for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
             grad_rows, out_rows, lse_rows = (narrowed(x, dim, part.rows) for x in (grad_out, out, lse))
@@ -130,13 +128,11 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
             for total, grad in zip(sums, (dk, dv), strict=True):
                 narrowed(total, 0, part.columns).add_(grad.movedim(dim, 0))
         following = collectives.pass_on([x.to(k.dtype) for x in sums] if is_last else sums, place, GRADIENTS)
-        if coming is not None:
-            columns = coming.wait()
+        if receives is not None:
+            columns = receives.wait()
     assert following is not None
     grads = grad_q.to(q.dtype), *(x.movedim(0, dim) for x in following.wait())
-    grad_sinks = (
-        None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
-    )
+    grad_sinks = gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
     return *grads, grad_sinks
 
 

@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.autograd import Gradients, refusing_gradients, resumed, saved_settings
-from cudnn_sdpa.distributed.collectives import Pending
-from cudnn_sdpa.distributed.copies import copy
+from cudnn_sdpa.distributed.autograd import Gradients, refusing_gradients, resumed, save
+from cudnn_sdpa.distributed.collectives import Message, Pending, copy
 from cudnn_sdpa.distributed.groups import Place
 from cudnn_sdpa.distributed.local_attention import (
     Attention,
@@ -29,7 +28,6 @@ from cudnn_sdpa.distributed.local_attention import (
     gradient_of_sinks,
     new_results,
 )
-from cudnn_sdpa.distributed.symmetric_memory import ALIGNMENT, Message
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.dispatch_state import plain
@@ -37,9 +35,6 @@ from cudnn_sdpa.engine.dispatch_state import plain
 #: Most groups of a rank's heads, packed and dense, and the fewest bytes of a group's queries. On two H200s a kernel
 #: loses more to communication beside it, and to being two, than dense attention of long sequences would wait for it.
 MAX_GROUPS, MAX_DENSE_GROUPS, MIN_BYTES = 2, 1, 16 << 20
-
-#: Bytes of an LSE, and the most messages of a rank to another at a time: of queries, keys and values.
-LSE_BYTES, MESSAGES = 4, 3
 
 
 def repeats(heads_q: int, heads_kv: int, ranks: int) -> int | None:
@@ -112,18 +107,6 @@ def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attenti
     yield Attention(_whole(options, q), *found)
 
 
-def max_message_bytes(options: Options, q: Tensor, k: Tensor, v: Tensor) -> int:
-    """The most bytes that a rank sends another at a time."""
-    ranks = options.place.ranks
-    heads_kv = math.lcm(k.shape[1], ranks)
-    groups = 1 if options.dropout_p else len(_groups(options, q, heads_kv))
-    rows = q.numel() // (q.shape[1] * q.shape[-1])  # tokens of all sequences
-    size = q.element_size()
-    inputs = size * (q.shape[1] * q.shape[-1] + heads_kv * (k.shape[-1] + v.shape[-1]))
-    results = q.shape[1] * (size * v.shape[-1] + LSE_BYTES)
-    return rows * max(inputs, results) // (ranks * groups) + MESSAGES * ALIGNMENT
-
-
 class _Ulysses(Function):
     """The attention of this rank's queries, and its gradients."""
 
@@ -141,22 +124,20 @@ class _Ulysses(Function):
         part = _whole(options, q)
         rows = [x.movedim(dim, 0) for x in (q, k, v)]
         groups = _groups(options, rows[0], heads_kv=k.shape[1])
-        coming = [_send_heads(rows, heads, place) for heads in groups]
+        receives = [_send_heads(rows, heads, place) for heads in groups]
         out, lse = new_results(q, v)  # no views, which autograd lets nobody change in place
         results = [out.movedim(dim, 0), _lse_rows(lse, dim)]
-        leaving, saved = [], []
-        for heads, pending in zip(groups, coming, strict=True):
+        sends, saved = [], []
+        for heads, pending in zip(groups, receives, strict=True):
             own = [x.movedim(0, dim) for x in pending.wait()]
             some = None if sinks is None else sinks[heads.of(place.rank, q.shape[1], place.ranks)]
             found = attend(options, part, q=own[0], k=own[1], v=own[2], sinks=some, cu_seqlens=cu_seqlens)
             saved += [*own, *found]
-            leaving.append(_send_tokens([found[0].movedim(dim, 0), _lse_rows(found[1], dim)], results, heads, place))
-        for pending_results in leaving:
+            sends.append(_send_tokens([found[0].movedim(dim, 0), _lse_rows(found[1], dim)], results, heads, place))
+        for pending_results in sends:
             pending_results.wait()
         offsets = None if cu_seqlens is None else cu_seqlens.clone()  # the caller may refill them
-        ctx.save_for_backward(*saved, sinks, offsets, out, lse)
-        ctx.options, ctx.settings = options, saved_settings()
-        ctx.set_materialize_grads(False)
+        save(ctx, options, (*saved, sinks, offsets, out, lse))
         return out, lse
 
     @staticmethod
@@ -172,21 +153,19 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
     groups = [_Heads(index, len(calls)) for index in range(len(calls))]
     part = _whole(options, grad_out)
     rows = grad_out.movedim(dim, 0)
-    coming = [_send_heads([rows], heads, place) for heads in groups]
+    receives = [_send_heads([rows], heads, place) for heads in groups]
     grads: list[Tensor] = []
-    leaving = []
-    for heads, pending, (q, k, v, *results) in zip(groups, coming, calls, strict=True):
+    sends = []
+    for heads, pending, (q, k, v, *results) in zip(groups, receives, calls, strict=True):
         given = (pending.wait()[0].movedim(0, dim), *results)
         found = attend_backward(options, part, given, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
         if not grads:  # after the first kernel, whose workspace is free again
             shares = len(groups) * place.ranks
             grads = [x.new_empty(*rows.shape[:-2], x.shape[1] * shares, x.shape[-1]) for x in (q, k, v)]
-        leaving.append(_send_tokens([x.movedim(dim, 0) for x in found], grads, heads, place))
-    for pending_grads in leaving:
+        sends.append(_send_tokens([x.movedim(dim, 0) for x in found], grads, heads, place))
+    for pending_grads in sends:
         pending_grads.wait()
-    grad_sinks = (
-        None if sinks is None else gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
-    )
+    grad_sinks = gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
     return *(x.movedim(0, dim) for x in grads), grad_sinks
 
 
@@ -255,18 +234,18 @@ def _groups(options: Options, rows: Tensor, heads_kv: int) -> list[_Heads]:
 
 def _send_heads(xs: list[Tensor], heads: _Heads, place: Place) -> Pending[list[Tensor]]:
     """Starts to exchange (tokens of this rank, …, heads, D) for (all tokens, …, some of this rank's heads, D)."""
-    sent: list[Message] = []
-    coming: list[Message] = []
+    sends: list[Message] = []
+    receives: list[Message] = []
     wholes: list[Tensor] = []
     mine = [_two_chunks(plain(x)) for x in xs]
     for x in mine:
         heads_of_rank = x.shape[-2] // place.ranks // heads.groups
         whole = x.new_empty(x.shape[1] * 2 * place.ranks, *x.shape[2:-2], heads_of_rank, x.shape[-1])
         for rank in place.others:
-            sent.append(Message(x[..., heads.of(rank, x.shape[-2], place.ranks), :], rank))
-            coming.append(Message(_chunks(whole, rank, place), rank))
+            sends.append(Message(x[..., heads.of(rank, x.shape[-2], place.ranks), :], rank))
+            receives.append(Message(_chunks(whole, rank, place), rank))
         wholes.append(whole)
-    pending = collectives.exchange(sent, coming, wholes, place)
+    pending = collectives.exchange(sends, receives, wholes, place)
     for x, whole in zip(mine, wholes, strict=True):  # while messages are on their way
         copy(_chunks(whole, place.rank, place), x[..., heads.of(place.rank, x.shape[-2], place.ranks), :])
     return pending
@@ -274,18 +253,18 @@ def _send_heads(xs: list[Tensor], heads: _Heads, place: Place) -> Pending[list[T
 
 def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, place: Place) -> _Results:
     """Starts the opposite exchange, into tensors of all heads of this rank's tokens."""
-    sent: list[Message] = []
-    coming: list[Message] = []
+    sends: list[Message] = []
+    receives: list[Message] = []
     xs, mine = [plain(x) for x in xs], [_two_chunks(x) for x in to]
     for x, own in zip(xs, mine, strict=True):
         for rank in place.others:
-            sent.append(Message(_chunks(x, rank, place), rank))
-            coming.append(Message(own[..., heads.of(rank, own.shape[-2], place.ranks), :], rank))
+            sends.append(Message(_chunks(x, rank, place), rank))
+            receives.append(Message(own[..., heads.of(rank, own.shape[-2], place.ranks), :], rank))
     kept = [
         (own[..., heads.of(place.rank, own.shape[-2], place.ranks), :], _chunks(x, place.rank, place))
         for x, own in zip(xs, mine, strict=True)
     ]
-    return _Results(collectives.exchange(sent, coming, None, place), kept)
+    return _Results(collectives.exchange(sends, receives, None, place), kept)
 
 
 def _two_chunks(x: Tensor) -> Tensor:

@@ -438,39 +438,6 @@ def new_stream() -> int | None:
     return stream.value
 
 
-#: `cudaMemcpyDefault`: the addresses say where memory is.
-_ANYWHERE = 4
-
-
-def copy_rows(to: int, to_pitch: int, source: int, source_pitch: int, *, width: int, rows: int, stream: int) -> bool:
-    """Starts a copy of rows by a copy engine of the GPU.
-
-    Args:
-        to: The address of the first row's memory.
-        to_pitch: Bytes from one row to the next.
-        source: The address of the first row.
-        source_pitch: Bytes from one row to the next.
-        width: Bytes of a row.
-        rows: Their number.
-        stream: Where.
-
-    Returns:
-        Whether CUDA's runtime was found.
-
-    Raises:
-        ExecutionError: CUDA does not start it.
-    """
-    if (runtime := _cuda_runtime()) is None:
-        return False
-    target, first, where = map(ctypes.c_void_p, (to, source, stream))
-    sizes = map(ctypes.c_size_t, (to_pitch, source_pitch, width, rows))
-    to_size, source_size, width_size, rows_size = sizes
-    if error := runtime.cudaMemcpy2DAsync(target, to_size, first, source_size, width_size, rows_size, _ANYWHERE, where):
-        runtime.cudaGetLastError()
-        raise ExecutionError(f"{rows} rows of {width} bytes cannot be copied: CUDA reports error {error}")
-    return True
-
-
 def end_capture(stream: int) -> None:
     """Ends a capture of `stream`, if there is one, and drops what it captured."""
     runtime = _cuda_runtime()

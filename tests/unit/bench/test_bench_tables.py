@@ -183,7 +183,7 @@ def test_the_pages_name_existing_parts(tables):
     parts["distributed"] -= parts["distributed-models"]
     parts["distributed-tensor"] = {DistributedPart.TENSOR.value}  # later, with two all-reduces a pass, also compiled
     parts["distributed"] -= parts["distributed-tensor"]
-    parts["distributed-symmetric"] = {DistributedPart.WEAK.value}  # later, with symmetric memory
+    parts["distributed-weak"] = {DistributedPart.WEAK.value}  # on other GPUs
     parts["peers"].add("machine")
     for file in ("fp8", "decode", "norm", "silu"):
         parts[file] -= {"host"}  # last measured without the native module

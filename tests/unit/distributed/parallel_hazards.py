@@ -24,6 +24,7 @@ import cudnn_sdpa.distributed.all_gather as by_gathering
 import cudnn_sdpa.distributed.ring as by_passing_on
 import cudnn_sdpa.distributed.ulysses as by_exchange
 from cudnn_sdpa import ArgumentError, UnsupportedError, nn
+from cudnn_sdpa.attention import value_checks
 from cudnn_sdpa.distributed import (
     context_parallel,
     context_parallel_varlen,
@@ -351,8 +352,8 @@ def disagreements() -> list[str]:
 
 
 def agreed_kinds(method: str) -> list[str]:
-    """Kinds of call that ranks have agreed about, but not at a time: an error on each rank, at once."""
-    rank, found = dist.get_rank(), []
+    """Kinds of calls that ranks agreed on, but not at a time: under `CUDNN_SDPA_DEBUG`, an error on each rank."""
+    found: list[str] = []
     short, longer = parts(tokens=8, heads=(4, 4)), parts(tokens=16, heads=(4, 4))
     kinds: list[tuple[Any, dict[str, Any]]] = [
         (short, {}),
@@ -363,6 +364,15 @@ def agreed_kinds(method: str) -> list[str]:
     ]
     for tensors, options in kinds * 2:
         context_parallel(*tensors, method=method, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(value_checks, "enabled", True)
+        found += _disagreements_of_known_kinds(kinds, method)
+    still_works()
+    return found
+
+
+def _disagreements_of_known_kinds(kinds: list[tuple[Any, dict[str, Any]]], method: str) -> list[str]:
+    rank, short, found = dist.get_rank(), kinds[0][0], []
     for other in (1, 2, 3, 4):
         tensors, options = kinds[other if rank else 0]
         begin = time.monotonic()
@@ -376,7 +386,6 @@ def agreed_kinds(method: str) -> list[str]:
         message = "scale: got str" if wrong else f"rank {1 - rank} refused this call of context_parallel.*scale"
         with pytest.raises(ArgumentError, match=message):
             context_parallel(*short, method=method, scale="wide" if wrong else 0.5, return_lse=True)
-    still_works()
     return found
 
 
@@ -397,7 +406,7 @@ def one_is_absent() -> str:
     message = "no answer of rank 1 of 2"
     if dist.get_rank() == 1:
         dist.barrier()
-        message = f"rank 0 refused this call of context_parallel.*{message}"
+        message = f"rank 0 refused this call of context_parallel.*{message}"  # whose record says so
     with pytest.raises(ArgumentError, match=message) as refused:
         context_parallel(q, k, v, group=group)
     if dist.get_rank() == 0:
@@ -406,13 +415,13 @@ def one_is_absent() -> str:
     return str(refused.value)
 
 
-def one_dies(method: str, *, has_come: bool) -> None:
+def one_dies(method: str, *, has_arrived: bool) -> None:
     """Before a call that ranks have agreed about, or once it has come to it, and the other waits in a collective."""
     q, k, v = parts(tokens=4)
     context_parallel(q, k, v, method=method)
     _set_pg_timeout(timedelta(seconds=1), dist.group.WORLD)
     if dist.get_rank() == 1:
-        if not has_come:
+        if not has_arrived:
             os._exit(7)
         parallel_attention.METHODS[method] = lambda *_, **__: os._exit(7)
     try:
