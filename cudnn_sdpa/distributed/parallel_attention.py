@@ -9,13 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, value_checks
-from cudnn_sdpa.attention.arguments import (
-    ForwardArguments,
-    ReferenceArguments,
-    as_sinks,
-    dtype_name,
-    shape_of,
-)
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, as_sinks
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
@@ -27,6 +21,7 @@ from cudnn_sdpa.distributed.symmetric_memory import Buffer
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.memory import dtype_name, shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int, is_integer
 
@@ -460,9 +455,7 @@ def _checked(
         dense = ForwardArguments if has_limits else ReferenceArguments
         arguments.check(dense(*asked)._replace(rng=rng))
     else:
-        cu_seqlens: object = packing[0]
-        if not isinstance(cu_seqlens, Tensor):
-            raise OptionError("cu_seqlens", type(cu_seqlens).__name__, "a torch.Tensor of B + 1 int32")
+        cu_seqlens = packing[0]
         max_seqlen = options.max_seqlen
         if max_seqlen is None or not is_integer(max_seqlen) or max_seqlen < 0:
             raise OptionError("max_seqlen", repr(max_seqlen), "the length of the longest sequence, an int")

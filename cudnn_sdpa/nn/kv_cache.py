@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from cudnn_sdpa.attention import value_checks
-from cudnn_sdpa.attention.arguments import check_lengths, dtype_name, shape_of
+from cudnn_sdpa.attention.arguments import check_lengths
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.paged.kv_cache_checks import (
@@ -22,7 +22,8 @@ from cudnn_sdpa.attention.paged.kv_cache_checks import (
     refuse_options,
 )
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
+from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor
+from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.nn.checks import check_counts
 
@@ -325,19 +326,13 @@ class KVCache:
             UnsupportedError: Keys or values require a gradient.
         """
         self._check_owner(step)
+        pair = self._pair(layer)
         expected = (self.batch, self.heads, step.tokens, self.head_dim)
         for name, rows in (("k", k), ("v", v)):
-            if not isinstance(rows, Tensor):
-                raise OptionError(name, type(rows).__name__, "a torch.Tensor")
-            if tuple(rows.shape) != expected:
-                raise ShapeError(name, shape_of(rows), f"shape {expected}: (B, Hkv, tokens, head dim)")
-            if rows.dtype != self.dtype:
-                raise DtypeError(name, dtype_name(rows.dtype), f"{dtype_name(self.dtype)}, the dtype of the cache")
-            if rows.device != self.device:
-                raise DeviceError(name, str(rows.device), f"{self.device}, the device of the cache")
+            check_is_tensor(name, rows)
+            check_tensor(name, rows, pair[0], of="the cache", shape=expected, meaning="(B, Hkv, tokens, head dim)")
         if needs_gradient(k, v):
             refuse_gradient("a KVCache")
-        pair = self._pair(layer)
         self._mark(step, layer)
         for rows, cached in zip((k, v), pair, strict=True):
             cached[self._rows, :, step.slots] = rows.transpose(1, 2)

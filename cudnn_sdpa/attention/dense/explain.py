@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, backward_arguments, memory, reference, sharding
+from cudnn_sdpa.attention import arguments, backward_arguments, reference, sharding
 from cudnn_sdpa.attention.arguments import (
     AttentionGradientCall,
     ForwardArguments,
@@ -28,6 +28,7 @@ from cudnn_sdpa.attention.dense.sdpa import SDPA, Keywords, call_of, sdpa
 from cudnn_sdpa.attention.dense.sdpa_backward import Keywords as BackwardKeywords
 from cudnn_sdpa.attention.dense.sdpa_backward import backward_call_of, sdpa_backward
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes

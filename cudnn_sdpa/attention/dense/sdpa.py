@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, backward_arguments, memory, sharding, value_checks
+from cudnn_sdpa.attention import arguments, backward_arguments, sharding, value_checks
 from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     GradientCall,
@@ -20,7 +20,7 @@ from cudnn_sdpa.attention.bias import new_gradient, without_causal_bias
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.dense import launch_backward, parts, plans, reference, tiers
 from cudnn_sdpa.attention.mask import UNBOUNDED, Alignment
-from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine import autograd_checks, memory
 from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, memory, sharding, value_checks
+from cudnn_sdpa.attention import arguments, sharding, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
@@ -24,7 +24,7 @@ from cudnn_sdpa.attention.fp8.arguments import (
     Fp8Scales,
 )
 from cudnn_sdpa.attention.mask import UNBOUNDED, Alignment
-from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine import autograd_checks, memory
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation

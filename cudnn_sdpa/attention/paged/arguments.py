@@ -10,22 +10,17 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import (
-    ForwardArguments,
-    ReferenceArguments,
-    check_is_dense,
-    check_lengths,
-    dtype_name,
-    shape_of,
-)
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, check_lengths
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
-from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.engine.memory import check_are_tensors, check_tensor, dtype_name, shape_of
+from cudnn_sdpa.errors import ArgumentError, DtypeError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 
 PageLayout = Literal["HND", "NHD"]
 HND: Final = "HND"
 NHD: Final = "NHD"
-LAYOUTS = {HND: "(pages, heads, page size, head dim)", NHD: "(pages, page size, heads, head dim)"}
+PAGE_DIMENSIONS = {HND: ("pages", "heads", "page size", "head dim"), NHD: ("pages", "page size", "heads", "head dim")}
+LAYOUTS = {name: f"({', '.join(dimensions)})" for name, dimensions in PAGE_DIMENSIONS.items()}
 
 #: Whose pages have which layout, for those who do not know theirs by this name.
 _USED_BY = {
@@ -160,15 +155,13 @@ def named() -> Iterator[None]:
 
 def check(call: PagedArguments) -> None:
     """Checks of tensors that apply on every device. They read no address and no value, so fake tensors pass."""
-    for name, shape in (("q", "(B, Hq, Sq, D)"), ("k_pages", LAYOUTS[HND]), ("v_pages", LAYOUTS[HND])):
-        tensor = getattr(call, name)
-        if tensor.dim() != 4:
-            raise ShapeError(name, shape_of(tensor), f"rank 4: {shape}, pages in the order of page_layout")
-    q, k, v = call.q, call.k, call.v
-    for name, tensor in (("q", q), ("k_pages", k), ("v_pages", v)):
+    for name, tensor in (("q", call.q), ("k_pages", call.k_pages), ("v_pages", call.v_pages)):
         if "float8" in str(tensor.dtype):
             hint = "Queries and pages in FP8 go through sdpa_fp8(..., page_table=...), with their scales."
             raise DtypeError(name, dtype_name(tensor.dtype), "float16 or bfloat16", hint)
+        shape = arguments.DIMENSIONS if name == "q" else PAGE_DIMENSIONS[call.page_layout]
+        check_tensor(name, tensor, call.q, shape=shape)
+    q, k, v = call.q, call.k, call.v
     if is_true(k.shape[0] == 0):
         raise ShapeError("k_pages", shape_of(k), "at least one page")
     heads = max(1, k.shape[1])
@@ -189,10 +182,7 @@ def check(call: PagedArguments) -> None:
     check_table("page_table", call.page_table, q)
     if call.page_table_v is not None:
         check_table("page_table_v", call.page_table_v, q)
-        if call.page_table_v.shape != call.page_table.shape:
-            raise ShapeError(
-                "page_table_v", shape_of(call.page_table_v), f"{tuple(call.page_table.shape)}, as page_table has"
-            )
+        check_same_pages(call.page_table, call.page_table_v)
     check_lengths("seq_lens_kv", call.seq_lens_kv, q)
     check_lengths("seq_lens_q", call.seq_lens_q, q)
 
@@ -215,13 +205,9 @@ def check_types(call: PagedArguments) -> None:
         arguments.check_types(
             ForwardArguments(call.q, call.k_pages, call.v_pages, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
         )
-    for name in ("page_table", "page_table_v", "seq_lens_kv", "seq_lens_q"):
-        tensor = getattr(call, name)
-        if tensor is None and name in ("page_table_v", "seq_lens_q"):
-            continue
-        if not isinstance(tensor, Tensor):
-            raise OptionError(name, type(tensor).__name__, "a torch.Tensor of int32")
-        check_is_dense(name, tensor)
+    required = {"page_table": call.page_table, "seq_lens_kv": call.seq_lens_kv}
+    optional = {"page_table_v": call.page_table_v, "seq_lens_q": call.seq_lens_q}
+    check_are_tensors({**required, **optional}, optional)
 
 
 def check_options(call: PagedArguments) -> None:
@@ -231,13 +217,10 @@ def check_options(call: PagedArguments) -> None:
 
 def check_table(name: str, table: Tensor, q: Tensor) -> None:
     """Checks the page ids of each sequence: int32, (B, max_pages), rows contiguous, on q's device."""
-    if table.dtype != torch.int32:
-        raise DtypeError(name, dtype_name(table.dtype), "int32", f"Convert with {name}.to(torch.int32).")
-    if table.dim() != 2 or is_true(table.shape[0] != q.shape[0]):
-        raise ShapeError(name, shape_of(table), f"shape ({q.shape[0]}, max_pages): the pages of each batch entry")
-    if table.device != q.device:
-        raise DeviceError(name, str(table.device), f"{q.device}, the device of q", f"Move it with {name}.to(q.device).")
-    if is_true(table.shape[1] > 1) and table.stride(1) != 1:
-        raise LayoutError(
-            name, f"stride {table.stride(1)} within rows", "1: each row dense", f"Use {name}.contiguous()."
-        )
+    shape = (q.shape[0], "max_pages")
+    check_tensor(name, table, q, dtype=torch.int32, shape=shape, meaning="the pages of each batch entry", dense=True)
+
+
+def check_same_pages(table_k: Tensor, table_v: Tensor) -> None:
+    """The page tables of keys and values have one shape."""
+    check_tensor("page_table_v", table_v, table_k, of="page_table", shape=table_k.shape, meaning="that of page_table")

@@ -8,12 +8,13 @@ from typing import NoReturn, TypedDict
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.arguments import CPU_DTYPES, allowed_dtypes, dtype_error, dtype_name, shape_of
+from cudnn_sdpa.attention.arguments import CPU_DTYPES, allowed_dtypes, dtype_error
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.paged.step import PagedStep
+from cudnn_sdpa.engine import memory
+from cudnn_sdpa.engine.memory import check_tensor, shape_of
 from cudnn_sdpa.engine.sharding import has_dtensor, refuse
-from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import DeviceError, LayoutError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.scalars import as_int
 
 
@@ -149,12 +150,7 @@ def check_rows(name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
     if has_dtensor(rows):
         refuse("PagedKVCache", "each rank has a cache of its own heads or sequences: give it the local tensors")
     expected = (step.batch, to.shape[1], step.tokens, to.shape[3])
-    if tuple(rows.shape) != expected:
-        raise ShapeError(name, shape_of(rows), f"shape {expected}: (B, Hkv, tokens, head dim)")
-    if rows.dtype != to.dtype:
-        raise DtypeError(name, dtype_name(rows.dtype), f"{dtype_name(to.dtype)}, the dtype of the cache")
-    if rows.device != to.device:
-        raise DeviceError(name, str(rows.device), f"{to.device}, the device of the cache")
+    check_tensor(name, rows, to, of="the cache", shape=expected, meaning="(B, Hkv, tokens, head dim)")
     if rows.is_cuda:
         try:
             memory.check_strides(rows, rows, rows)

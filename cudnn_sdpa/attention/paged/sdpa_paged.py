@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, memory, sharding, value_checks
+from cudnn_sdpa.attention import arguments, sharding, value_checks
 from cudnn_sdpa.attention.arguments import as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
 from cudnn_sdpa.attention.mask import Alignment
@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.paged import arguments as paged_arguments
 from cudnn_sdpa.attention.paged import launch, plans, reference
 from cudnn_sdpa.attention.paged.arguments import PagedArguments, PageLayout, ReferencePagedArguments
 from cudnn_sdpa.attention.paged.step import MARK
-from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine import autograd_checks, memory
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import backward_arguments, memory, reference, sharding
+from cudnn_sdpa.attention import backward_arguments, reference, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.varlen import plans
@@ -19,6 +19,7 @@ from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, Keywords, call_of, s
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import Keywords as BackwardKeywords
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import backward_call_of, sdpa_varlen_backward
 from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, backward_arguments, memory, sharding, value_checks
+from cudnn_sdpa.attention import arguments, backward_arguments, sharding, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen import launch, plans, reference
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments, VarlenGradientCall
-from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine import autograd_checks, memory
 from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
