@@ -6,12 +6,12 @@ import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED
+from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED, Alignment
 from cudnn_sdpa.engine import cpu_target, memory
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.backward_pass import BackwardCall
@@ -27,6 +27,17 @@ from cudnn_sdpa.engine.memory import (
 from cudnn_sdpa.errors import DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import LARGEST, as_int, is_integer
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
+
+
+class Softmax(TypedDict, total=False):
+    """The options of the softmax, which `sdpa`, `sdpa_varlen` and `sdpa_paged` share; they document them."""
+
+    is_causal: bool
+    causal_alignment: Alignment
+    window_size: tuple[int, int] | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
 
 
 def check_lengths(name: str, lengths: Tensor | None, q: Tensor, of: str = "q") -> None:

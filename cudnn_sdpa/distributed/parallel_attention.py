@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int, is_integer
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
 
 class Method(Protocol):
@@ -43,60 +44,35 @@ MethodName = Literal["all_gather", "ulysses", "ring"]
 METHODS: dict[str, Method] = {"all_gather": all_gather.run, "ulysses": ulysses.run, "ring": ring.run}
 
 
+class ParallelOptions(TypedDict, total=False):
+    """The options of `context_parallel` and `context_parallel_varlen` but `return_lse`."""
+
+    group: ProcessGroup | DeviceMesh | None
+    method: MethodName
+    is_causal: bool
+    window_size: tuple[int, int] | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    deterministic: bool | None
+
+
 @overload
 def context_parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: ProcessGroup | DeviceMesh | None = ...,
-    method: MethodName = ...,
-    is_causal: bool = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    return_lse: Literal[False] = ...,
-    deterministic: bool | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[ParallelOptions]
 ) -> Tensor: ...
 
 
 @overload
 def context_parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: ProcessGroup | DeviceMesh | None = ...,
-    method: MethodName = ...,
-    is_causal: bool = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    return_lse: Literal[True],
-    deterministic: bool | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[ParallelOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def context_parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: ProcessGroup | DeviceMesh | None = ...,
-    method: MethodName = ...,
-    is_causal: bool = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    return_lse: bool,
-    deterministic: bool | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[ParallelOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -199,16 +175,8 @@ def context_parallel_varlen(
     cu_seqlens: Tensor,
     max_seqlen: int,
     *,
-    group: ProcessGroup | DeviceMesh | None = ...,
-    method: MethodName = ...,
-    is_causal: bool = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
     return_lse: Literal[False] = ...,
-    deterministic: bool | None = ...,
+    **options: Unpack[ParallelOptions],
 ) -> Tensor: ...
 
 
@@ -220,16 +188,8 @@ def context_parallel_varlen(
     cu_seqlens: Tensor,
     max_seqlen: int,
     *,
-    group: ProcessGroup | DeviceMesh | None = ...,
-    method: MethodName = ...,
-    is_causal: bool = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
     return_lse: Literal[True],
-    deterministic: bool | None = ...,
+    **options: Unpack[ParallelOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -241,16 +201,8 @@ def context_parallel_varlen(
     cu_seqlens: Tensor,
     max_seqlen: int,
     *,
-    group: ProcessGroup | DeviceMesh | None = ...,
-    method: MethodName = ...,
-    is_causal: bool = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
     return_lse: bool,
-    deterministic: bool | None = ...,
+    **options: Unpack[ParallelOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -340,36 +292,27 @@ def _run_eagerly(
     qkv: tuple[Tensor, Tensor, Tensor],
     packing: tuple[Tensor, int] | None,
     *,
-    group: ProcessGroup | DeviceMesh | None,
-    method: str,
-    is_causal: bool,
-    window_size: tuple[int, int] | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout_p: float,
     return_lse: bool,
-    deterministic: bool | None,
+    **given: Unpack[ParallelOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    place = place_in(group)
+    place, method = place_in(given["group"]), given["method"]
 
     return_lse = as_bool(return_lse)
 
     def summarize() -> tuple[str, tuple[Options, tuple[Tensor, Tensor, Tensor], Tensor | None, Buffer | None]]:
         check_method(method)
-        if not isinstance(return_lse, bool):
-            raise OptionError("return_lse", repr(return_lse), "True or False")
+        arguments.check_flag("return_lse", return_lse)
         options = Options(
             place=place,
-            is_causal=as_bool(is_causal),
-            window=arguments.window_bounds(window_size),
-            scale=as_float(scale),
-            softcap=as_float(softcap),
-            dropout_p=as_float(dropout_p),
-            deterministic=is_deterministic(deterministic),
+            is_causal=as_bool(given["is_causal"]),
+            window=arguments.window_bounds(given["window_size"]),
+            scale=as_float(given["scale"]),
+            softcap=as_float(given["softcap"]),
+            dropout_p=as_float(given["dropout_p"]),
+            deterministic=is_deterministic(given["deterministic"]),
             max_seqlen=None if packing is None else as_int(packing[1]),
         )
-        tensors, scores = _checked(function, options, qkv, sinks=sinks, packing=packing)
+        tensors, scores = _checked(function, options, qkv, sinks=given["sinks"], packing=packing)
         check_supported(function, method, options, *tensors[:2])
         if method != "ulysses":  # which copies queries, too
             check_layout("q", tensors[0], options)

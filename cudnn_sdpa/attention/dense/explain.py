@@ -6,7 +6,7 @@ Nothing is computed: checked calls take their real path with meta tensors.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,8 +24,7 @@ from cudnn_sdpa.attention.dense import graphs, parts
 from cudnn_sdpa.attention.dense.buckets import Bucket
 from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries, output_layout
-from cudnn_sdpa.attention.dense.sdpa import SDPA, Keywords, call_of, sdpa
-from cudnn_sdpa.attention.dense.sdpa_backward import Keywords as BackwardKeywords
+from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa
 from cudnn_sdpa.attention.dense.sdpa_backward import backward_call_of, sdpa_backward
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine import memory
@@ -37,9 +36,6 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.target import Target
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 #: The arguments of one call of any kind of attention: a NamedTuple with `q`.
 Call = TypeVar("Call", bound=NamedTuple)
 
@@ -48,11 +44,11 @@ TO_CAST = ("q", "k", "v", "attn_mask")
 
 
 @describes(sdpa, sharding.dense)
-def describe_sdpa(**given: Unpack[Keywords]) -> Description:
+def describe_sdpa(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa` runs on a GPU with these arguments; tensors may also be on the CPU."""
-    checked = SDPA.checked(call_of(**given), as_cast)
+    checked = SDPA.checked(call_of(**given, sinks=sinks), as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
-    sinks, device = given["sinks"], device_of(original.q)
+    device = device_of(original.q)
     if refused is not None:
         return Description(graphs.sdpa_forward, partial(refuse, refused), device)
     original = original._replace(with_lse=original.with_lse or trains)
@@ -83,9 +79,9 @@ def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> 
 
 
 @describes(sdpa_backward)
-def describe_backward(**given: Unpack[BackwardKeywords]) -> Description:
+def describe_backward(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa_backward` runs on a GPU with these arguments."""
-    of, sinks = backward_call_of(**given), given["sinks"]
+    of = backward_call_of(**given, sinks=sinks)
     arguments.check_types(of.call)
     backward_arguments.check_types(of)
     call = of.call._replace(deterministic=is_deterministic(of.call.deterministic))

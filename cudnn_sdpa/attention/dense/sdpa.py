@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     GradientCall,
     ReferenceArguments,
+    Softmax,
     as_sinks,
     kind_of,
 )
@@ -30,73 +31,42 @@ from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class BackwardOptions(Softmax, total=False):
+    """The options that `sdpa` and `sdpa_backward` share."""
+
+    attn_mask: Tensor | None
+    alibi: bool
+    seq_lens_q: Tensor | None
+    seq_lens_kv: Tensor | None
+    deterministic: bool | None
+
+
+class SdpaOptions(BackwardOptions, total=False):
+    """The options of `sdpa` but `return_lse`."""
+
+    dropout_p: float
+    out: Tensor | None
+
 
 @overload
 def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    softcap: float | None = ...,
-    alibi: bool = ...,
-    sinks: Tensor | None = ...,
-    seq_lens_q: Tensor | None = ...,
-    seq_lens_kv: Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    deterministic: bool | None = ...,
-    out: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[SdpaOptions]
 ) -> Tensor: ...
 
 
 @overload
 def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    softcap: float | None = ...,
-    alibi: bool = ...,
-    sinks: Tensor | None = ...,
-    seq_lens_q: Tensor | None = ...,
-    seq_lens_kv: Tensor | None = ...,
-    return_lse: Literal[True],
-    deterministic: bool | None = ...,
-    out: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[SdpaOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    softcap: float | None = ...,
-    alibi: bool = ...,
-    sinks: Tensor | None = ...,
-    seq_lens_q: Tensor | None = ...,
-    seq_lens_kv: Tensor | None = ...,
-    return_lse: bool,
-    deterministic: bool | None = ...,
-    out: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[SdpaOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -213,33 +183,6 @@ def sdpa(
             return known  # type: ignore[no-any-return]
     result: Tensor | tuple[Tensor, Tensor] = SDPA(call_of(*given), Asked(_calls, given))
     return result
-
-
-class SharedKeywords(TypedDict):
-    """The arguments that `sdpa` and `sdpa_backward` share."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    is_causal: bool
-    causal_alignment: Alignment
-    window_size: tuple[int, int] | None
-    scale: float | None
-    attn_mask: Tensor | None
-    softcap: float | None
-    alibi: bool
-    sinks: Tensor | None
-    seq_lens_q: Tensor | None
-    seq_lens_kv: Tensor | None
-    deterministic: bool | None
-
-
-class Keywords(SharedKeywords):
-    """All arguments of `sdpa`."""
-
-    dropout_p: float
-    return_lse: bool
-    out: Tensor | None
 
 
 def call_of(

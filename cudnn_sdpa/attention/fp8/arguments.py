@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import DIMENSIONS, ForwardArguments, check_alike, check_flag, check_lengths
-from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED
+from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED, Alignment
 from cudnn_sdpa.attention.paged.arguments import HND, PAGE_DIMENSIONS, check_same_pages, check_table
 from cudnn_sdpa.engine.memory import check_are_tensors, check_is_tensor, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
+from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (*FP8_DTYPES, torch.bfloat16, torch.float16)
@@ -214,6 +218,74 @@ class Fp8BackwardArguments(NamedTuple):
         return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
 
+class Options(TypedDict):
+    """The options that all functions in FP8 share."""
+
+    is_causal: bool
+    causal_alignment: Alignment
+    window_size: tuple[int, int] | None
+    scale: float | None
+    seq_lens_q: Tensor | None
+    seq_lens_kv: Tensor | None
+
+
+def fields_of(options: Options) -> dict[str, Any]:
+    """The fields of a call with these options; they have not been checked."""
+    left, right = arguments.window_bounds(options["window_size"])
+    return {
+        "is_causal": as_bool(options["is_causal"]),
+        "causal_alignment": options["causal_alignment"],
+        "window_left": left,
+        "window_right": right,
+        "scale": as_float(options["scale"]),
+        "seq_lens_q": options["seq_lens_q"],
+        "seq_lens_kv": options["seq_lens_kv"],
+    }
+
+
+def call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: Fp8Scales,
+    *,
+    page_table: Tensor | None,
+    page_table_v: Tensor | None,
+    out_dtype: torch.dtype | None,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Fp8Arguments:
+    """The call that arguments of `sdpa_fp8` make; they have not been checked."""
+    return Fp8Arguments(
+        q,
+        k,
+        v,
+        *scales,
+        **fields_of(options),
+        page_table=page_table,
+        page_table_v=None if page_table_v is page_table else page_table_v,
+        out_dtype=out_dtype,
+        with_lse=as_bool(return_lse),
+    )
+
+
+def backward_call_of(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scales: Fp8BackwardScales,
+    *,
+    deterministic: bool | None,
+    **options: Unpack[Options],
+) -> Fp8BackwardArguments:
+    """The call that arguments of `sdpa_fp8_backward` make; they have not been checked."""
+    is_set = torch.are_deterministic_algorithms_enabled() if deterministic is None else as_bool(deterministic)
+    return Fp8BackwardArguments(grad_out, q, k, v, out, lse, *scales, **fields_of(options), deterministic=is_set)
+
+
 #: The tensors of a call that are not scales, and the page tables.
 TENSORS = ("q", "k", "v", "seq_lens_q", "seq_lens_kv")
 TENSORS_OF_BACKWARD = ("grad_out", "q", "k", "v", "out", "lse", "seq_lens_q", "seq_lens_kv")
@@ -224,19 +296,19 @@ TABLES = ("page_table", "page_table_v")
 SCALES = {name: f"scales.{name}" for name in (*Fp8Scales._fields, *Fp8BackwardScales._fields)}
 
 
+def options_of(call: ForwardArguments | Fp8Arguments | Fp8BackwardArguments) -> dict[str, Any]:
+    """The fields that calls of all functions in FP8 and of `sdpa` have, besides queries, keys and values."""
+    names = ("is_causal", "causal_alignment", "window_left", "window_right", "scale", "seq_lens_q", "seq_lens_kv")
+    return {name: getattr(call, name) for name in names}
+
+
 def as_dense(call: Fp8Arguments | Fp8BackwardArguments) -> ForwardArguments:
     """The tensors and options that calls in other dtypes have, too; with pages, k and v are pages."""
     return ForwardArguments(
         q=call.q,
         k=call.k,
         v=call.v,
-        seq_lens_q=call.seq_lens_q,
-        seq_lens_kv=call.seq_lens_kv,
-        is_causal=call.is_causal,
-        causal_alignment=call.causal_alignment,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        scale=call.scale,
+        **options_of(call),
         deterministic=isinstance(call, Fp8BackwardArguments) and call.deterministic,
         with_lse=isinstance(call, Fp8BackwardArguments) or call.with_lse,
     )

@@ -5,21 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, sharding
+from cudnn_sdpa.attention import sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.explain import as_cast, device_of, note_on_parts, notes_on_casts, refuse
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8 import fp8_attention, graphs, plans
-from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
+from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales, Options
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
-from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
@@ -30,52 +29,22 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import dense_stride_like
 from cudnn_sdpa.graph.target import Target
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @describes(sdpa_fp8, sharding.fp8)
-def describe_sdpa_fp8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: Fp8Scales,
-    *,
-    is_causal: bool,
-    causal_alignment: Alignment,
-    window_size: tuple[int, int] | None,
-    scale: float | None,
-    seq_lens_q: Tensor | None,
-    seq_lens_kv: Tensor | None,
-    page_table: Tensor | None,
-    page_table_v: Tensor | None,
-    out_dtype: torch.dtype | None,
-    return_lse: bool,
-) -> Description:
+def describe_sdpa_fp8(scales: Fp8Scales, **given: Any) -> Description:
     """What `sdpa_fp8` with these arguments runs on a GPU; tensors may also be on the CPU."""
     fp8_arguments.check_scales_type(scales, Fp8Scales)
-    left, right = arguments.window_bounds(window_size)
-    call = Fp8Arguments(
-        q,
-        k,
-        v,
-        *scales,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        page_table=page_table,
-        page_table_v=page_table_v,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-        out_dtype=out_dtype,
-        with_lse=return_lse,
-    )
+    call = fp8_arguments.call_of(**given, scales=scales)
     refused = _checked(FP8, call)
     if refused is not None:
         return refused
     forward = ForwardSpec.of(call)
     is_empty = forward.dense.is_empty
     notes = [] if is_empty else forward.extra_kernels()
-    return Description(graphs.sdpa_fp8_forward, forward.key, device_of(q), is_empty=is_empty, extra_kernels=notes)
+    return Description(graphs.sdpa_fp8_forward, forward.key, device_of(call.q), is_empty=is_empty, extra_kernels=notes)
 
 
 Fp8T = TypeVar("Fp8T", Fp8Arguments, Fp8BackwardArguments)
@@ -91,47 +60,14 @@ def _checked(operation: Operation[Fp8T], call: Fp8T) -> Description | None:
 
 
 @describes(sdpa_fp8_backward, sharding.fp8_backward)
-def describe_sdpa_fp8_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scales: Fp8BackwardScales,
-    *,
-    is_causal: bool,
-    causal_alignment: Alignment,
-    window_size: tuple[int, int] | None,
-    scale: float | None,
-    seq_lens_q: Tensor | None,
-    seq_lens_kv: Tensor | None,
-    deterministic: bool | None,
-) -> Description:
+def describe_sdpa_fp8_backward(scales: Fp8BackwardScales, **given: Any) -> Description:
     """What `sdpa_fp8_backward` with these arguments runs on a GPU; tensors may also be on the CPU."""
     fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
-    left, right = arguments.window_bounds(window_size)
-    call = Fp8BackwardArguments(
-        grad_out=grad_out,
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        lse=lse,
-        **scales._asdict(),
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-        deterministic=is_deterministic(deterministic),
-    )
+    call = fp8_arguments.backward_call_of(**given, scales=scales)
     refused = _checked(FP8_BACKWARD, call)
     if refused is not None:
         return refused
-    return _describe_backward_call(call, device_of(q), [])
+    return _describe_backward_call(call, device_of(call.q), [])
 
 
 def _describe_backward_call(call: Fp8BackwardArguments, device: int | None, around: list[str]) -> Description:
@@ -170,29 +106,13 @@ def describe_fp8_attention(
     v: Tensor,
     *,
     scaling: Fp8Scaling | None,
-    is_causal: bool,
-    causal_alignment: Alignment,
-    window_size: tuple[int, int] | None,
-    scale: float | None,
-    seq_lens_q: Tensor | None,
-    seq_lens_kv: Tensor | None,
     grad_dtype: torch.dtype | None,
+    **options: Unpack[Options],
 ) -> Description:
     """What `fp8_attention` with these arguments runs on a GPU now; tensors may also be on the CPU."""
-    fp8_arguments.check_tensors({"q": q, "k": k, "v": v, "seq_lens_q": seq_lens_q, "seq_lens_kv": seq_lens_kv})
-    left, right = arguments.window_bounds(window_size)
-    given = ForwardArguments(
-        q=q,
-        k=k,
-        v=v,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-    )
+    lengths = {"seq_lens_q": options["seq_lens_q"], "seq_lens_kv": options["seq_lens_kv"]}
+    fp8_arguments.check_tensors({"q": q, "k": k, "v": v, **lengths})
+    given = ForwardArguments(q=q, k=k, v=v, **fp8_arguments.fields_of(options))
     call = as_cast(given)
     refused = UnsupportedError.of(fp8_attention.check, call)
     grad_dtype = fp8_attention.check_scaling(scaling, grad_dtype, q)
@@ -231,6 +151,7 @@ def _describe_backward(
     """The backward pass for a gradient with the output's memory layout."""
     out = _dense((*of.q.shape[:3], of.v.shape[3]), of.q, DTYPE)
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
+    options: dict[str, Any] = dict.fromkeys(Fp8BackwardScales._fields, ONE) | fp8_arguments.options_of(of)
     backward = Fp8BackwardArguments(
         grad_out=_dense(out.shape, out, dtype),
         q=of.q,
@@ -238,14 +159,7 @@ def _describe_backward(
         v=of.v,
         out=out,
         lse=lse,
-        **dict.fromkeys(Fp8BackwardScales._fields, ONE),
-        seq_lens_q=of.seq_lens_q,
-        seq_lens_kv=of.seq_lens_kv,
-        is_causal=of.is_causal,
-        causal_alignment=of.causal_alignment,
-        window_left=of.window_left,
-        window_right=of.window_right,
-        scale=of.scale,
+        **options,
         deterministic=is_deterministic(None),
     )
     around = [*_notes_backward(scaling, dtype), *notes_on_casts(given, call, back=True)]
@@ -254,23 +168,9 @@ def _describe_backward(
 
 def _in_fp8(call: ForwardArguments, *, with_lse: bool) -> Fp8Arguments:
     """The call of `sdpa_fp8`: quantized tensors are dense, in the memory order of the originals."""
-    lengths_q, lengths_kv = (
-        None if x is None else torch.empty_like(x, device="meta") for x in (call.seq_lens_q, call.seq_lens_kv)
-    )
     q, k, v = (_dense(x.shape, x, DTYPE) for x in call.qkv)
     return Fp8Arguments(
-        q,
-        k,
-        v,
-        *Fp8Scales(*[ONE] * 6),
-        seq_lens_q=lengths_q,
-        seq_lens_kv=lengths_kv,
-        is_causal=call.is_causal,
-        causal_alignment=call.causal_alignment,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        scale=call.scale,
-        with_lse=with_lse,
+        q, k, v, *Fp8Scales(*[ONE] * 6), **fp8_arguments.options_of(without_data(call)), with_lse=with_lse
     )
 
 

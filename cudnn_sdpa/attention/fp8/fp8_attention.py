@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from cudnn_sdpa.attention import arguments, sharding, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, check_lengths
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
-from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients
+from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients, Options
 from cudnn_sdpa.attention.fp8.plans import ForwardSpec, spec_of, split_gradients
 from cudnn_sdpa.attention.fp8.quantize import (
     Wanted,
@@ -62,17 +62,6 @@ from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
-
-
-class Options(TypedDict):
-    """Keyword arguments that `sdpa_fp8` and `sdpa_fp8_backward` have, too."""
-
-    is_causal: bool
-    causal_alignment: Alignment
-    window_size: tuple[int, int] | None
-    scale: float | None
-    seq_lens_q: Tensor | None
-    seq_lens_kv: Tensor | None
 
 
 class Call(NamedTuple):
@@ -294,19 +283,7 @@ def fp8_attention(
         return _on_dtensors({**tensors, **options}, scaling, grad_dtype)
     cast = cast_for_autocast(ForwardArguments(q, k, v))
     q, k, v = cast.q, cast.k, cast.v
-    left, right = arguments.window_bounds(window_size)
-    of = ForwardArguments(
-        q=q,
-        k=k,
-        v=v,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        is_causal=options["is_causal"],
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=options["scale"],
-    )
+    of = ForwardArguments(q=q, k=k, v=v, **fp8_arguments.fields_of(options))
     check(of)
     made = check_scaling(scaling, grad_dtype, q)
     return _run(of, Call(options, scaling, made, is_deterministic(None)))

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.paged import kv_cache_checks, paging
 from cudnn_sdpa.attention.paged.arguments import HND, PageLayout, check_page_layout, in_heads_order
-from cudnn_sdpa.attention.paged.kv_cache_checks import AttendOptions, Options, PlanOptions
+from cudnn_sdpa.attention.paged.kv_cache_checks import AttendOptions, PlanOptions, StepOptions
 from cudnn_sdpa.attention.paged.page_pool import CacheUse, PagePool
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged.step import PagedStep
@@ -280,32 +280,17 @@ class PagedKVCache:
         layer: int = ...,
         *,
         return_lse: Literal[False] = ...,
-        out: Tensor | None = ...,
-        **options: Unpack[Options],
+        **options: Unpack[StepOptions],
     ) -> Tensor: ...
 
     @overload
     def attend(
-        self,
-        step: PagedStep,
-        q: Tensor,
-        layer: int = ...,
-        *,
-        return_lse: Literal[True],
-        out: Tensor | None = ...,
-        **options: Unpack[Options],
+        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: Literal[True], **options: Unpack[StepOptions]
     ) -> tuple[Tensor, Tensor]: ...
 
     @overload
     def attend(
-        self,
-        step: PagedStep,
-        q: Tensor,
-        layer: int = ...,
-        *,
-        return_lse: bool,
-        out: Tensor | None = ...,
-        **options: Unpack[Options],
+        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: bool, **options: Unpack[StepOptions]
     ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def attend(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NoReturn, TypedDict
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import CPU_DTYPES, allowed_dtypes, dtype_error
-from cudnn_sdpa.attention.mask import Alignment
+from cudnn_sdpa.attention.arguments import CPU_DTYPES, Softmax, allowed_dtypes, dtype_error
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.memory import check_tensor, shape_of
@@ -24,27 +23,22 @@ def check_count(name: str, count: object, least: int = 0) -> None:
         raise OptionError(name, repr(count), f"an int of at least {least}")
 
 
-class Options(TypedDict, total=False):
-    """The options of `sdpa_paged` that a step can have, without those of its results."""
-
-    is_causal: bool
-    causal_alignment: Alignment
-    window_size: tuple[int, int] | None
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-
-
-class PlanOptions(Options, total=False):
+class PlanOptions(Softmax, total=False):
     """The options of `PagedKVCache.plans`."""
 
     return_lse: bool
 
 
-class AttendOptions(PlanOptions, total=False):
-    """The options of `PagedKVCache.attend`."""
+class StepOptions(Softmax, total=False):
+    """The options of `PagedKVCache.attend` but `return_lse`."""
 
     out: Tensor | None
+
+
+class AttendOptions(StepOptions, total=False):
+    """The options of `PagedKVCache.attend`."""
+
+    return_lse: bool
 
 
 #: Their names.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,7 @@ from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.reference import sequences
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, Keywords, call_of, sdpa_varlen
-from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import Keywords as BackwardKeywords
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import backward_call_of, sdpa_varlen_backward
 from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine import memory
@@ -26,16 +25,13 @@ from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 @describes(sdpa_varlen, sharding.varlen)
-def describe_varlen(**given: Unpack[Keywords]) -> Description:
+def describe_varlen(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa_varlen` runs on a GPU with these arguments."""
-    checked = VARLEN.checked(call_of(**given), explain.as_cast)
+    checked = VARLEN.checked(call_of(**given, sinks=sinks), explain.as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
-    sinks, device = given["sinks"], explain.device_of(original.q)
+    device = explain.device_of(original.q)
     if refused is not None:
         return Description(graphs.sdpa_forward, partial(explain.refuse, refused), device)
     original = original._replace(with_lse=original.with_lse or trains)
@@ -57,9 +53,9 @@ def describe_varlen(**given: Unpack[Keywords]) -> Description:
 
 
 @describes(sdpa_varlen_backward)
-def describe_varlen_backward(**given: Unpack[BackwardKeywords]) -> Description:
+def describe_varlen_backward(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa_varlen_backward` runs on a GPU with these arguments."""
-    of, sinks = backward_call_of(**given), given["sinks"]
+    of = backward_call_of(**given, sinks=sinks)
     VARLEN.check_types(of.call)
     backward_arguments.check_types(of)
     call = of.call._replace(deterministic=is_deterministic(of.call.deterministic))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, backward_arguments, sharding, value_checks
-from cudnn_sdpa.attention.arguments import ForwardArguments, as_sinks, kind_of
+from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax, as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
@@ -25,6 +25,22 @@ from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class BackwardOptions(Softmax, total=False):
+    """The options that `sdpa_varlen` and `sdpa_varlen_backward` share."""
+
+    deterministic: bool | None
+
+
+class VarlenOptions(BackwardOptions, total=False):
+    """The options of `sdpa_varlen` but `return_lse`."""
+
+    dropout_p: float
+    out: Tensor | None
+
 
 @overload
 def sdpa_varlen(
@@ -36,16 +52,8 @@ def sdpa_varlen(
     max_seqlen_q: int,
     max_seqlen_kv: int,
     *,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
-    deterministic: bool | None = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
 
 
@@ -59,16 +67,8 @@ def sdpa_varlen(
     max_seqlen_q: int,
     max_seqlen_kv: int,
     *,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
     return_lse: Literal[True],
-    deterministic: bool | None = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -82,16 +82,8 @@ def sdpa_varlen(
     max_seqlen_q: int,
     max_seqlen_kv: int,
     *,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
     return_lse: bool,
-    deterministic: bool | None = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -191,33 +183,6 @@ def sdpa_varlen(
             return known  # type: ignore[no-any-return]
     result: Tensor | tuple[Tensor, Tensor] = VARLEN(call_of(*given), Asked(_calls, given))
     return result
-
-
-class SharedKeywords(TypedDict):
-    """The arguments that `sdpa_varlen` and `sdpa_varlen_backward` share."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_kv: Tensor
-    max_seqlen_q: int
-    max_seqlen_kv: int
-    is_causal: bool
-    causal_alignment: Alignment
-    window_size: tuple[int, int] | None
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-    deterministic: bool | None
-
-
-class Keywords(SharedKeywords):
-    """All arguments of `sdpa_varlen`."""
-
-    dropout_p: float
-    return_lse: bool
-    out: Tensor | None
 
 
 def call_of(
