@@ -6,7 +6,7 @@ import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -127,6 +127,22 @@ class ForwardArguments(NamedTuple):
             name in known or value is defaults[name] or (not isinstance(value, Tensor) and value == defaults[name])
             for name, value in zip(self._fields, self, strict=True)
         )
+
+
+_SOFTMAX = (
+    *("is_causal", "causal_alignment", "window_left", "window_right", "scale"),
+    *("softcap", "sinks", "dropout_p", "deterministic"),
+)
+
+
+def softmax_of(call: _Fields) -> dict[str, Any]:
+    """The fields of a call of any kind that say what its softmax is: for a call of another kind."""
+    return {name: getattr(call, name) for name in _SOFTMAX if name in call._fields}
+
+
+class _Fields(Protocol):
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
 
 
 class GradientCall(NamedTuple):

@@ -414,13 +414,7 @@ def _checked(
                 rng=rng,
                 max_seqlen_q=max_seqlen,
                 max_seqlen_kv=max_seqlen,
-                sinks=scores,
-                is_causal=asked.is_causal,
-                window_left=asked.window_left,
-                window_right=asked.window_right,
-                scale=asked.scale,
-                dropout_p=asked.dropout_p,
-                softcap=asked.softcap,
+                **arguments.softmax_of(asked),
             )
         )
     check_device("q", q, options.place)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, check_lengths
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, check_lengths, softmax_of
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.engine.memory import check_are_tensors, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import ArgumentError, DtypeError, OptionError, ShapeError
@@ -100,14 +100,7 @@ class PagedArguments(NamedTuple):
             q,
             k,
             v,
-            sinks=self.sinks,
-            is_causal=self.is_causal,
-            causal_alignment=self.causal_alignment,
-            window_left=self.window_left,
-            window_right=self.window_right,
-            scale=self.scale,
-            softcap=self.softcap,
-            deterministic=self.deterministic,
+            **softmax_of(self),
             seq_lens_q=seq_lens_q,
             seq_lens_kv=seq_lens_kv,
             with_lse=with_lse,

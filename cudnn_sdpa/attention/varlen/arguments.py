@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, softmax_of
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor, shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError
@@ -73,16 +73,8 @@ class VarlenArguments(NamedTuple):
             q=q,
             k=k,
             v=v,
-            sinks=self.sinks,
             rng=self.rng,
-            is_causal=self.is_causal,
-            causal_alignment=self.causal_alignment,
-            window_left=self.window_left,
-            window_right=self.window_right,
-            scale=self.scale,
-            dropout_p=self.dropout_p,
-            softcap=self.softcap,
-            deterministic=self.deterministic,
+            **softmax_of(self),
             with_lse=self.with_lse,
             out=out,
         )
@@ -133,19 +125,7 @@ def offsets_of_keys(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> Tensor | Non
 
 def check_options(call: VarlenArguments) -> None:
     """The options, which are not tensors."""
-    dense = ForwardArguments(
-        q=call.q,
-        k=call.k,
-        v=call.v,
-        is_causal=call.is_causal,
-        causal_alignment=call.causal_alignment,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        scale=call.scale,
-        dropout_p=call.dropout_p,
-        softcap=call.softcap,
-    )
-    arguments.check_options(dense)
+    arguments.check_options(ForwardArguments(q=call.q, k=call.k, v=call.v, **softmax_of(call)))
 
 
 def check(call: VarlenArguments) -> None:
