@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.explain import as_cast, device_of, note_on_parts, notes_on_casts, refuse
+from cudnn_sdpa.attention.dense.explain import as_cast, device_of, note_on_parts, notes_on_casts
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8 import fp8_attention, graphs, plans
 from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales, Options
@@ -43,7 +42,7 @@ def describe_sdpa_fp8(scales: Fp8Scales, **given: Any) -> Description:
         return refused
     forward = ForwardSpec.of(call)
     is_empty = forward.dense.is_empty
-    notes = [] if is_empty else forward.extra_kernels()
+    notes = forward.extra_kernels()
     return Description(graphs.sdpa_fp8_forward, forward.key, device_of(call.q), is_empty=is_empty, extra_kernels=notes)
 
 
@@ -56,7 +55,7 @@ def _checked(operation: Operation[Fp8T], call: Fp8T) -> Description | None:
     if refused is None:
         return None
     graph = graphs.sdpa_fp8_forward if isinstance(call, Fp8Arguments) else graphs.sdpa_fp8_backward
-    return Description(graph, partial(refuse, refused), device_of(call.q))
+    return Description.refused(graph, refused, device_of(call.q))
 
 
 @describes(sdpa_fp8_backward, sharding.fp8_backward)
@@ -75,7 +74,7 @@ def _describe_backward_call(call: Fp8BackwardArguments, device: int | None, arou
     try:
         parts = plans.split_backward(call)
     except UnsupportedError as error:
-        return Description(graphs.sdpa_fp8_backward, partial(refuse, error), device)
+        return Description.refused(graphs.sdpa_fp8_backward, error, device)
     backward = BackwardSpec.of(plans.part_of(without_data(call), parts[0]) if parts else call)
     is_empty = backward.dense.is_empty
     notes = [*around, *([note_on_parts("the gradient", len(parts))] if parts else []), *backward.extra_kernels()]
@@ -88,7 +87,7 @@ def _describe_backward_call(call: Fp8BackwardArguments, device: int | None, arou
         key=key,
         device=device,
         is_empty=is_empty,
-        extra_kernels=[] if is_empty else notes,
+        extra_kernels=notes,
     )
 
 
@@ -117,7 +116,7 @@ def describe_fp8_attention(
     refused = UnsupportedError.of(fp8_attention.check, call)
     grad_dtype = fp8_attention.check_scaling(scaling, grad_dtype, q)
     if refused is not None:
-        return Description(graphs.sdpa_fp8_forward, partial(refuse, refused), device_of(q))
+        return Description.refused(graphs.sdpa_fp8_forward, refused, device_of(q))
     trains = needs_gradient(q, k, v)
     of = _in_fp8(call, with_lse=trains)
     forward = ForwardSpec.of(of)
@@ -134,7 +133,7 @@ def describe_fp8_attention(
         key=key,
         device=device_of(q),
         is_empty=is_empty,
-        extra_kernels=[] if is_empty else [*around, *forward.extra_kernels()],
+        extra_kernels=[*around, *forward.extra_kernels()],
         backward=_describe_backward(given=given, call=call, of=of, scaling=scaling, dtype=grad_dtype)
         if trains
         else None,

@@ -29,7 +29,7 @@ def describe_paged(sinks: Tensor | None, **given: Any) -> Description:
     checked = PAGED.checked(call_of(**given, sinks=sinks), PAGED.cast)
     original, call, refused = checked.call, checked.cast, checked.refused
     if refused is not None:
-        return Description(graphs.paged_decode, partial(explain.refuse, refused), explain.device_of(call.q))
+        return Description.refused(graphs.paged_decode, refused, explain.device_of(call.q))
     launched, device = with_positive_scale(call), explain.device_of(call.q)
     described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
