@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 import sys
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
@@ -203,12 +203,17 @@ def check(call: ForwardArguments) -> None:
 
 def check_types(call: ForwardArguments) -> None:
     """Types that the operators' schemas would refuse as well, but without naming the argument."""
-    tensors = {"q": call.q, "k": call.k, "v": call.v}
     optional = {name: getattr(call, name) for name in ("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "out")}
-    check_are_tensors({**tensors, **optional}, optional)
-    if call.out is not None and not is_compiling() and call.out.is_neg():
+    check_operands({"q": call.q, "k": call.k, "v": call.v}, optional, call.with_lse)
+
+
+def check_operands(required: Mapping[str, object], optional: Mapping[str, object], with_lse: object) -> None:
+    """The types of a call's tensors, by name; `out` must not have the sign of its elements apart from its memory."""
+    check_are_tensors({**required, **optional}, optional)
+    out = optional["out"]
+    if isinstance(out, Tensor) and not is_compiling() and out.is_neg():
         raise LayoutError("out", "a negated view", "a tensor of its own", "Or pass what it is a view of.")
-    check_flag("return_lse", call.with_lse)
+    check_flag("return_lse", with_lse)
 
 
 def check_flag(name: str, flag: object) -> None:

@@ -21,7 +21,7 @@ from cudnn_sdpa.distributed.symmetric_memory import Buffer
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.memory import dtype_name, shape_of
+from cudnn_sdpa.engine.memory import check_are_tensors, dtype_name, shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int, is_integer
 
@@ -374,9 +374,8 @@ def _checked(
         if type(x).__name__ == "DTensor":
             raise OptionError(name, "a DTensor", "this rank's part as a plain tensor", f"Use {name}.to_local().")
     scores = as_sinks(sinks)
-    call = ForwardArguments(*qkv, sinks=scores, is_causal=options.is_causal, scale=options.scale)
-    arguments.check_types(call)
     q, k, v = qkv
+    check_are_tensors({"q": q, "k": k, "v": v, "sinks": sinks}, ("sinks",))
     autograd_checks.check(function, None, loops=False, q=q, k=k, v=v, sinks=sinks)
     q, k, v = (cast_tensor(x, qkv[0]) for x in qkv)
     asked = ForwardArguments(

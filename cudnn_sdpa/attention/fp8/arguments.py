@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import DIMENSIONS, ForwardArguments, check_alike, check_flag, check_lengths
 from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED, Alignment
-from cudnn_sdpa.attention.paged.arguments import HND, PAGE_DIMENSIONS, check_same_pages, check_table
+from cudnn_sdpa.attention.paged.arguments import HND, PAGE_DIMENSIONS, check_pages
 from cudnn_sdpa.engine.memory import check_are_tensors, check_is_tensor, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import as_bool, as_float
@@ -378,17 +378,11 @@ def check(call: Fp8Arguments) -> None:
         _check_dense(call._replace(q=q[:present], k=k[:present], v=v[:present], seq_lens_q=None, seq_lens_kv=None))
     except ShapeError as error:
         raise error.renamed({"sequence length": "page size"}) from None
-    if v.shape[0] != k.shape[0]:
-        raise ShapeError("v", f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of k")
-    if k.shape[2] < 1 or k.shape[2] & (k.shape[2] - 1):
-        raise ShapeError("k", f"pages of {k.shape[2]} tokens", "a power of two, such as 16 or 64")
+    check_pages(q, {"k": k, "v": v}, *call.tables)
     if call.seq_lens_kv is None:
         raise OptionError(
             "seq_lens_kv", "None", "the actual sequence lengths of the keys, which a page table does not give"
         )
-    for name, table in zip(TABLES, call.tables, strict=True):
-        check_table(name, table, q)
-    check_same_pages(*call.tables)
     check_lengths("seq_lens_q", call.seq_lens_q, q)
     check_lengths("seq_lens_kv", call.seq_lens_kv, q)
 

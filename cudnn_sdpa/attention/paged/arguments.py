@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, check_lengths, softmax_of
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
-from cudnn_sdpa.engine.memory import check_are_tensors, check_tensor, dtype_name, shape_of
+from cudnn_sdpa.engine.memory import check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import ArgumentError, DtypeError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 
@@ -167,15 +167,7 @@ def check(call: PagedArguments) -> None:
         arguments.check(call.as_dense(q[:present], k[:present], v[:present]))
     if call.out is not None:
         arguments.check_out(call.out, q, v, for_cudnn=arguments.has_limits(call))
-    if is_true(v.shape[0] != k.shape[0]):
-        raise ShapeError("v_pages", f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of k_pages")
-    if call.page_size < 1 or call.page_size & (call.page_size - 1):
-        hint = "Other sizes have no kernel in cuDNN."
-        raise ShapeError("k_pages", f"pages of {call.page_size} tokens", "a power of two, such as 16 or 64", hint)
-    check_table("page_table", call.page_table, q)
-    if call.page_table_v is not None:
-        check_table("page_table_v", call.page_table_v, q)
-        check_same_pages(call.page_table, call.page_table_v)
+    check_pages(q, {"k_pages": k, "v_pages": v}, call.page_table, call.page_table_v)
     check_lengths("seq_lens_kv", call.seq_lens_kv, q)
     check_lengths("seq_lens_q", call.seq_lens_q, q)
 
@@ -194,13 +186,10 @@ def check_page_layout(page_layout: object) -> None:
 def check_types(call: PagedArguments) -> None:
     """Types that the operators' schemas would refuse as well, but without naming the argument."""
     check_page_layout(call.page_layout)
-    with named():
-        arguments.check_types(
-            ForwardArguments(call.q, call.k_pages, call.v_pages, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
-        )
-    required = {"page_table": call.page_table, "seq_lens_kv": call.seq_lens_kv}
-    optional = {"page_table_v": call.page_table_v, "seq_lens_q": call.seq_lens_q}
-    check_are_tensors({**required, **optional}, optional)
+    required = {"q": call.q, "k_pages": call.k_pages, "v_pages": call.v_pages}
+    required |= {"page_table": call.page_table, "seq_lens_kv": call.seq_lens_kv}
+    optional = {"page_table_v": call.page_table_v, "seq_lens_q": call.seq_lens_q, "sinks": call.sinks, "out": call.out}
+    arguments.check_operands(required, optional, call.with_lse)
 
 
 def check_options(call: PagedArguments) -> None:
@@ -208,12 +197,22 @@ def check_options(call: PagedArguments) -> None:
     arguments.check_options(call.as_dense(call.q, call.k_pages, call.v_pages))
 
 
-def check_table(name: str, table: Tensor, q: Tensor) -> None:
-    """Checks the page ids of each sequence: int32, (B, max_pages), rows contiguous, on q's device."""
-    shape = (q.shape[0], "max_pages")
-    check_tensor(name, table, q, dtype=torch.int32, shape=shape, meaning="the pages of each batch entry", dense=True)
+def check_pages(q: Tensor, pages: dict[str, Tensor], table: Tensor, table_v: Tensor | None) -> None:
+    """The pages of keys and of values, (pages, Hkv, page size, D), and the page ids of each sequence.
 
-
-def check_same_pages(table_k: Tensor, table_v: Tensor) -> None:
-    """The page tables of keys and values have one shape."""
-    check_tensor("page_table_v", table_v, table_k, of="page_table", shape=table_k.shape, meaning="that of page_table")
+    Args:
+        q: The queries.
+        pages: Both by name.
+        table: The page table, int32 (B, max_pages), its rows dense.
+        table_v: That of values, None if it is the same.
+    """
+    (name_k, k), (name_v, v) = pages.items()
+    if is_true(v.shape[0] != k.shape[0]):
+        raise ShapeError(name_v, f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of {name_k}")
+    size = k.shape[2]
+    if size < 1 or size & (size - 1):
+        hint = "Other sizes have no kernel in cuDNN."
+        raise ShapeError(name_k, f"pages of {size} tokens", "a power of two, such as 16 or 64", hint)
+    shape, meaning = (q.shape[0], "max_pages"), "the pages of each batch entry"
+    check_tensor("page_table", table, q, dtype=torch.int32, shape=shape, meaning=meaning, dense=True)
+    check_tensor("page_table_v", table_v, q, dtype=torch.int32, shape=table.shape, meaning="as page_table", dense=True)

@@ -156,10 +156,11 @@ def check(call: VarlenArguments) -> None:
     check_tensor("cu_seqlens_kv", offsets_kv, offsets_q, of="cu_seqlens_q", shape=offsets_q.shape, meaning=meaning)
 
 
-def check_types_of_offsets(call: VarlenArguments) -> None:
+def check_types(call: VarlenArguments) -> None:
     """Types that the operators' schemas would refuse as well, but without naming the argument."""
-    check_is_tensor("cu_seqlens_q", call.cu_seqlens_q)
-    check_is_tensor("cu_seqlens_kv", call.cu_seqlens_kv, optional=True)
+    required = {"q": call.q, "k": call.k, "v": call.v, "cu_seqlens_q": call.cu_seqlens_q}
+    optional = {"cu_seqlens_kv": call.cu_seqlens_kv, "sinks": call.sinks, "out": call.out}
+    arguments.check_operands(required, optional, call.with_lse)
 
 
 def check_cumulative(name: str, offsets: Tensor, q: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, backward_arguments, sharding, value_checks
-from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax, as_sinks, kind_of
+from cudnn_sdpa.attention.arguments import Softmax, as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
@@ -233,13 +233,6 @@ def _is_cacheable(call: VarlenArguments) -> bool:
     return type(call.dropout_p) is float and call.dropout_p == 0.0 and not value_checks.enabled
 
 
-def _check_types(call: VarlenArguments) -> None:
-    arguments.check_types(
-        ForwardArguments(call.q, call.k, call.v, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
-    )
-    varlen_arguments.check_types_of_offsets(call)
-
-
 def _check_values(call: VarlenArguments) -> None:
     max_seqlens = call.max_seqlen_q, call.max_seqlen_kv
     rows = zip(("cu_seqlens_q", "cu_seqlens_kv"), call.offsets, (call.q, call.k), max_seqlens, strict=True)
@@ -291,7 +284,7 @@ VARLEN = Operation(
     autocast=casts("q", "k", "v"),
     is_cacheable=_is_cacheable,
     kind=kind_of,
-    check_types=_check_types,
+    check_types=varlen_arguments.check_types,
     check_options=varlen_arguments.check_options,
     check=varlen_arguments.check,
     check_values=_check_values,
