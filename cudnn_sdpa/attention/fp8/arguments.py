@@ -283,7 +283,17 @@ def backward_call_of(
 ) -> Fp8BackwardArguments:
     """The call that arguments of `sdpa_fp8_backward` make; they have not been checked."""
     is_set = torch.are_deterministic_algorithms_enabled() if deterministic is None else as_bool(deterministic)
-    return Fp8BackwardArguments(grad_out, q, k, v, out, lse, *scales, **fields_of(options), deterministic=is_set)
+    return Fp8BackwardArguments(
+        grad_out=grad_out,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        **scales._asdict(),
+        **fields_of(options),
+        deterministic=is_set,
+    )
 
 
 #: The tensors of a call that are not scales, and the page tables.

@@ -233,13 +233,13 @@ def sdpa_fp8_backward(
         if known is not MISSED:
             return Fp8Gradients._make(known)
     call = fp8_arguments.backward_call_of(
-        grad_out,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        scales,
+        grad_out=grad_out,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        scales=scales,
         is_causal=is_causal,
         causal_alignment=causal_alignment,
         window_size=window_size,
