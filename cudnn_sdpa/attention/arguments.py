@@ -5,61 +5,48 @@ from __future__ import annotations
 import reprlib
 import sys
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED
-from cudnn_sdpa.engine import cpu_target
+from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED, Alignment
+from cudnn_sdpa.engine import cpu_target, memory
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.backward_pass import BackwardCall
 from cudnn_sdpa.engine.call import Call
-from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.engine.memory import LOWEST, check_has_values, check_present, like_in_memory
-from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
+from cudnn_sdpa.engine.memory import (
+    check_are_tensors,
+    check_is_tensor,
+    check_tensor,
+    dtype_name,
+    like_in_memory,
+    shape_of,
+)
+from cudnn_sdpa.errors import DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import LARGEST, as_int, is_integer
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as it appears in messages."""
-    return str(dtype).removeprefix("torch.")
+class Softmax(TypedDict, total=False):
+    """The options of the softmax, which `sdpa`, `sdpa_varlen` and `sdpa_paged` share; they document them."""
+
+    is_causal: bool
+    causal_alignment: Alignment
+    window_size: tuple[int, int] | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
 
 
-def shape_of(tensor: Tensor) -> str:
-    """A tensor's shape as it appears in messages."""
-    return f"shape {tuple(tensor.shape)}"
-
-
-def check_is_dense(name: str, tensor: Tensor) -> None:
-    """Refuses tensors without strided memory: nested, sparse or freed ones."""
-    if tensor.is_nested:
-        raise LayoutError(name, "a nested tensor", "a dense tensor")
-    if tensor.layout != torch.strided:
-        raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
-    check_has_values(name, tensor)
-    if not is_compiling() and is_plain_memory():
-        check_present(name, tensor)
-
-
-def check_lengths(name: str, lengths: Tensor | None, q: Tensor, q_name: str = "q") -> None:
-    """Sequence lengths: dense, one int32 per batch entry, on the device of `q`, which the caller calls `q_name`."""
+def check_lengths(name: str, lengths: Tensor | None, q: Tensor, of: str = "q") -> None:
+    """Sequence lengths: dense, one int32 per batch entry, on the device of `q`, which the caller calls `of`."""
     if lengths is None:
         return
-    if not isinstance(lengths, Tensor):
-        raise OptionError(name, type(lengths).__name__, "a torch.Tensor or None")
-    check_is_dense(name, lengths)
-    if lengths.dtype != torch.int32:
-        raise DtypeError(name, dtype_name(lengths.dtype), "int32", f"Convert with {name}.to(torch.int32).")
-    if lengths.dim() != 1 or is_true(lengths.shape[0] != q.shape[0]):
-        raise ShapeError(name, shape_of(lengths), f"shape ({q.shape[0]},): one length per batch entry")
-    if lengths.device != q.device:
-        raise DeviceError(name, str(lengths.device), f"{q.device}, the device of {q_name}")
-    if is_true(lengths.shape[0] > 1) and lengths.stride(0) != 1:
-        raise LayoutError(name, f"stride {lengths.stride(0)}", "a dense tensor", f"Use {name}.contiguous().")
+    check_is_tensor(name, lengths, optional=True)
+    meaning = "one length per batch entry"
+    check_tensor(name, lengths, q, of=of, dtype=torch.int32, shape=q.shape[:1], meaning=meaning, dense=True)
 
 
 def check_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> None:
@@ -67,44 +54,13 @@ def check_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> None:
     if mask is None:
         return
     full = (*q.shape[:3], k.shape[2])
-    if mask.dtype not in (torch.bool, torch.float32, q.dtype):
-        expected = f"bool, {dtype_name(q.dtype)} as q has, or float32"
-        raise DtypeError("attn_mask", dtype_name(mask.dtype), expected, "Convert it with attn_mask.to(q.dtype).")
-    if mask.device != q.device:
-        raise DeviceError("attn_mask", str(mask.device), f"{q.device}, the device of q")
+    dtypes = (torch.bool, q.dtype, torch.float32)
+    check_tensor("attn_mask", mask, q, dtype=dtypes, hint="Convert it with attn_mask.to(q.dtype).")
     sizes = zip(reversed(mask.shape), reversed(full), strict=False)
     if mask.dim() > 4 or any(is_true(size != wanted) and not is_true(size == 1) for size, wanted in sizes):
         is_of_keys = mask.dim() == 2 and mask.shape == (q.shape[0], k.shape[2])
         hint = "Is it a padding mask (B, Skv)? Use attn_mask[:, None, None]." if is_of_keys else ""
         raise ShapeError("attn_mask", shape_of(mask), f"a shape that broadcasts to (B, Hq, Sq, Skv) = {full}", hint)
-
-
-def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
-    """Attention sinks: one float32 score per query head."""
-    if sinks is None:
-        return
-    if sinks.dtype != torch.float32:
-        raise DtypeError("sinks", dtype_name(sinks.dtype), "float32", "Convert with sinks.float().")
-    if sinks.dim() != 1 or sinks.shape[0] != q.shape[1]:
-        raise ShapeError("sinks", shape_of(sinks), f"shape ({q.shape[1]},): one score per head of q")
-    if sinks.device != q.device:
-        raise DeviceError("sinks", str(sinks.device), f"{q.device}, the device of q")
-    if sinks.shape[0] > 1 and sinks.stride(0) != 1:
-        raise LayoutError("sinks", f"stride {sinks.stride(0)}", "a dense tensor", "Use sinks.contiguous().")
-
-
-def check_rng(rng: Tensor | None, dropout_p: float, q: Tensor) -> None:
-    """Seed and offset of dropout, drawn by the public functions."""
-    if rng is None:
-        if dropout_p > 0:
-            raise OptionError("rng", "None", "seed and offset as a tensor of two int64, for dropout")
-        return
-    if rng.dtype != torch.int64:
-        raise DtypeError("rng", dtype_name(rng.dtype), "int64")
-    if rng.shape != (2,) or rng.stride(0) != 1:
-        raise ShapeError("rng", shape_of(rng), "a dense tensor of shape (2,)")
-    if rng.device != q.device:
-        raise DeviceError("rng", str(rng.device), f"{q.device}, the device of q")
 
 
 def as_sinks(sinks: Tensor | None) -> Tensor | None:
@@ -173,6 +129,22 @@ class ForwardArguments(NamedTuple):
         )
 
 
+_SOFTMAX = (
+    *("is_causal", "causal_alignment", "window_left", "window_right", "scale"),
+    *("softcap", "sinks", "dropout_p", "deterministic"),
+)
+
+
+def softmax_of(call: _Fields) -> dict[str, Any]:
+    """The fields of a call of any kind that say what its softmax is: for a call of another kind."""
+    return {name: getattr(call, name) for name in _SOFTMAX if name in call._fields}
+
+
+class _Fields(Protocol):
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+
+
 class GradientCall(NamedTuple):
     """A backward call of dense attention; see `BackwardCall`.
 
@@ -220,74 +192,53 @@ def check(call: ForwardArguments) -> None:
     check_lengths("seq_lens_q", call.seq_lens_q, call.q)
     check_lengths("seq_lens_kv", call.seq_lens_kv, call.q)
     check_mask(call.attn_mask, call.q, call.k)
-    check_sinks(call.sinks, call.q)
-    check_rng(call.rng, call.dropout_p, call.q)
+    heads, meaning = call.q.shape[1:2], "one score per head of q"
+    check_tensor("sinks", call.sinks, call.q, dtype=torch.float32, shape=heads, meaning=meaning, dense=True)
+    if call.rng is None and call.dropout_p > 0:
+        raise OptionError("rng", "None", "seed and offset as a tensor of two int64, for dropout")
+    check_tensor("rng", call.rng, call.q, dtype=torch.int64, shape=(2,), dense=True)
     if call.out is not None:
         check_out(call.out, call.q, call.v, for_cudnn=has_limits(call))
 
 
 def check_types(call: ForwardArguments) -> None:
     """Types that the operators' schemas would refuse as well, but without naming the argument."""
-    tensors: dict[str, Tensor] = {}
-    for name in ("q", "k", "v", "attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "out"):
-        tensor, optional = getattr(call, name), name not in ("q", "k", "v")
-        if tensor is None and optional:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise OptionError(name, type(tensor).__name__, "a torch.Tensor" + (" or None" if optional else ""))
-        _check_device_type(name, tensor)
-        if tensor.is_nested:
-            raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it and pass the sequence lengths.")
-        if tensor.layout != torch.strided:
-            raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
-        if tensor.is_quantized:
-            raise DtypeError(
-                name, dtype_name(tensor.dtype), "a dtype that is not quantized", f"Use {name}.dequantize()."
-            )
-        if type(tensor) is not Tensor or name == "out":
-            _check_values(name, tensor)
-        tensors[name] = tensor
-    if not is_compiling() and is_plain_memory():
-        for name, tensor in tensors.items():
-            if type(tensor) is not Tensor or tensor.data_ptr() < LOWEST or not tensor.is_cuda:
-                check_present(name, tensor)
-    if not isinstance(call.with_lse, bool):
-        raise OptionError("return_lse", repr(call.with_lse), "True or False")
+    optional = {name: getattr(call, name) for name in ("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "out")}
+    check_operands({"q": call.q, "k": call.k, "v": call.v}, optional, call.with_lse)
 
 
-def _check_values(name: str, tensor: Tensor) -> None:
-    """Refuses memory without values, and memory that must get those of a result with the other sign."""
-    check_has_values(name, tensor)
-    if name == "out" and not is_compiling() and tensor.is_neg():
-        raise LayoutError(name, "a negated view", "a tensor of its own", "Or pass what it is a view of.")
+def check_operands(required: Mapping[str, object], optional: Mapping[str, object], with_lse: object) -> None:
+    """The types of a call's tensors, by name; `out` must not have the sign of its elements apart from its memory."""
+    check_are_tensors({**required, **optional}, optional)
+    out = optional["out"]
+    if isinstance(out, Tensor) and not is_compiling() and out.is_neg():
+        raise LayoutError("out", "a negated view", "a tensor of its own", "Or pass what it is a view of.")
+    check_flag("return_lse", with_lse)
 
 
-def _check_device_type(name: str, tensor: Tensor) -> None:
-    if tensor.device.type not in ("cuda", "cpu", "meta"):
-        raise DeviceError(name, str(tensor.device), "a CUDA device, or the CPU for the reference")
+def check_flag(name: str, flag: object) -> None:
+    if not isinstance(flag, bool):
+        raise OptionError(name, repr(flag), "True or False")
+
+
+#: The dimensions of q, k and v.
+DIMENSIONS = ("batch", "heads", "sequence", "head dim")
 
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, for_cudnn: bool = True) -> None:
     """Ranks, sizes, dtypes and devices of query, key and value, with or without cuDNN's limits."""
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            hint = "Add the missing batch or head dimension with unsqueeze(0)." if tensor.dim() == 3 else ""
-            raise ShapeError(name, shape_of(tensor), "rank 4: (batch, heads, sequence, head dim)", hint)
-    _check_dtypes_and_devices(q, k, v, allowed_dtypes(q.device) if for_cudnn else CPU_DTYPES)
+    allowed = allowed_dtypes(q.device) if for_cudnn else CPU_DTYPES
+    if q.dtype not in allowed:
+        raise dtype_error("q", q.dtype, allowed, device=q.device, hint=_hint_on_dtype(q))
+    check_alike(q, k, v)
     check_sizes(q, k, v, 8 if for_cudnn else 1)
 
 
-def _check_dtypes_and_devices(q: Tensor, k: Tensor, v: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
-    _check_device_type("q", q)
-    if q.dtype not in allowed:
-        raise dtype_error("q", q.dtype, allowed, device=q.device, hint=_hint_on_dtype(q))
-    for name, tensor in (("k", k), ("v", v)):
-        if tensor.dtype != q.dtype:
-            raise DtypeError(name, dtype_name(tensor.dtype), f"{dtype_name(q.dtype)}, the dtype of q")
-        if tensor.device != q.device:
-            raise DeviceError(
-                name, str(tensor.device), f"{q.device}, the device of q", f"Move it with {name}.to(q.device)."
-            )
+def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Query, key and value have rank 4, one dtype and one device."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        hint = "Add the missing batch or head dimension with unsqueeze(0)." if x.dim() == 3 else ""
+        check_tensor(name, x, q, shape=DIMENSIONS, hint=hint)
 
 
 def allowed_dtypes(device: torch.device) -> tuple[torch.dtype, ...]:
@@ -344,8 +295,7 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor, multiple: int) -> None:
 
 def check_options(call: ForwardArguments) -> None:
     """The options, which are not tensors."""
-    if not isinstance(call.is_causal, bool):
-        raise OptionError("is_causal", repr(call.is_causal), "True or False")
+    check_flag("is_causal", call.is_causal)
     if call.causal_alignment not in ALIGNMENTS:
         raise OptionError("causal_alignment", repr(call.causal_alignment), " or ".join(map(repr, ALIGNMENTS)))
     if not isinstance(call.alibi, bool):
@@ -408,13 +358,7 @@ def _check_number(name: str, value: object, without: str, largest: float) -> Non
 
 def check_out(out: Tensor, q: Tensor, v: Tensor, *, for_cudnn: bool) -> None:
     """An output allocated by the caller, for dense or packed queries: shape, dtype, device and strides."""
-    shape = (*q.shape[:-1], v.shape[-1])
-    if out.shape != shape:
-        raise ShapeError("out", shape_of(out), f"shape {shape}")
-    if out.dtype != q.dtype:
-        raise DtypeError("out", dtype_name(out.dtype), f"{dtype_name(q.dtype)}, the dtype of q")
-    if out.device != q.device:
-        raise DeviceError("out", str(out.device), f"{q.device}, the device of q")
+    check_tensor("out", out, q, shape=(*q.shape[:-1], v.shape[-1]))
     if out.numel() != 0:
         memory.check_strides_of_out(out, for_cudnn=for_cudnn)
 

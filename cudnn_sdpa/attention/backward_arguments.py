@@ -8,9 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import AttentionGradientCall, check_is_dense, dtype_name, shape_of
-from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
-from cudnn_sdpa.graph.symbolic_shapes import is_true
+from cudnn_sdpa.attention.arguments import AttentionGradientCall
+from cudnn_sdpa.engine.memory import check_are_tensors, check_tensor
+from cudnn_sdpa.errors import OptionError
 
 
 class SdpaGradients(NamedTuple):
@@ -77,31 +77,13 @@ def gradients_of(
 
 def check_types(of: AttentionGradientCall) -> None:
     """What the operators' schemas would refuse as well, but without naming the argument."""
-    for name, tensor in zip(of._fields[:-2], of[:-2], strict=True):
-        if not isinstance(tensor, Tensor):
-            raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
-        if tensor.device.type not in ("cuda", "cpu", "meta"):
-            raise DeviceError(name, str(tensor.device), "a CUDA device, or the CPU for the reference")
-        check_is_dense(name, tensor)
+    check_are_tensors({"grad_out": of.grad_out, "out": of.out, "lse": of.lse})
 
 
 def check(of: AttentionGradientCall) -> None:
     """What the forward pass gave, and the gradient: shapes, dtypes and devices. Fake tensors pass."""
-    q, v = of.call.q, of.call.v
-    shape = (*q.shape[:-1], v.shape[-1])
+    q, shape = of.call.q, (*of.call.q.shape[:-1], of.call.v.shape[-1])
     for name, tensor in (("grad_out", of.grad_out), ("out", of.out)):
-        if tensor.dim() != len(shape) or any(is_true(n != m) for n, m in zip(tensor.shape, shape, strict=True)):
-            raise ShapeError(name, shape_of(tensor), f"shape {shape}, that of the output")
-        if tensor.dtype != q.dtype:
-            hint = f"Convert it with {name}.to(q.dtype)."
-            raise DtypeError(name, dtype_name(tensor.dtype), f"{dtype_name(q.dtype)}, the dtype of q", hint)
-    rows = shape[:-1]
-    if of.lse.dim() != len(rows) or any(is_true(n != m) for n, m in zip(of.lse.shape, rows, strict=True)):
-        raise ShapeError("lse", shape_of(of.lse), f"shape {rows}: one for each query and head")
-    if of.lse.dtype != torch.float32:
-        raise DtypeError("lse", dtype_name(of.lse.dtype), "float32, as return_lse=True gives it")
-    for name, tensor in (("grad_out", of.grad_out), ("out", of.out), ("lse", of.lse)):
-        if tensor.device != q.device:
-            raise DeviceError(
-                name, str(tensor.device), f"{q.device}, the device of q", f"Move it with {name}.to(q.device)."
-            )
+        check_tensor(name, tensor, q, shape=shape, meaning="that of the output")
+    rows, meaning = shape[:-1], "one for each query and head, as return_lse=True gives it"
+    check_tensor("lse", of.lse, q, dtype=torch.float32, shape=rows, meaning=meaning)

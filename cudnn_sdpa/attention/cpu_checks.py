@@ -12,9 +12,8 @@ from collections.abc import Callable, Hashable
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import AttentionT, ForwardArguments, GradientT
-from cudnn_sdpa.engine import cpu_target, fallback
+from cudnn_sdpa.engine import cpu_target, fallback, memory
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.fast_path import layout_signature
 from cudnn_sdpa.engine.memory import refuse_address

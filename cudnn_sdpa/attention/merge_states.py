@@ -8,12 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import check_is_dense, dtype_name, shape_of
 from cudnn_sdpa.engine.autograd_checks import refuse_transforms
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.engine.sharding import has_dtensor, refuse
-from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
-from cudnn_sdpa.graph.symbolic_shapes import is_true
+from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError, UnsupportedError
 
 
 def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -66,9 +65,7 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
             got = type(given).__name__ if not isinstance(given, (tuple, list)) else "none"
             raise OptionError(name, got, "a tuple or list of at least one tensor")
         for number, tensor in enumerate(given):
-            if not isinstance(tensor, Tensor):
-                raise OptionError(f"{name}[{number}]", type(tensor).__name__, "a torch.Tensor")
-            check_is_dense(f"{name}[{number}]", tensor)
+            check_is_tensor(f"{name}[{number}]", tensor)
     refuse_transforms("merge_states", *outs, *lses, loops=False)
     if has_dtensor(*outs, *lses):
         refuse("merge_states", "it is a function of the parts that one rank has")
@@ -79,23 +76,15 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
         raise ShapeError("outs[0]", shape_of(first), "(B, Hq, Sq, Dv) or (Tq, Hq, Dv)")
     if not first.is_floating_point() or first.element_size() < 2:
         raise DtypeError("outs[0]", dtype_name(first.dtype), "bfloat16, float16, float32 or float64")
-    of_outs = f"{dtype_name(first.dtype)}, as outs[0]"
-    of_lses = "float32, as return_lse=True gives it"
     for number, out in enumerate(outs):
-        _check_one(f"outs[{number}]", out, first, shape=first.shape, dtype=first.dtype, of_dtype=of_outs)
+        _check_one(f"outs[{number}]", out, first, dtype=first.dtype, shape=first.shape)
     for number, lse in enumerate(lses):
-        _check_one(f"lses[{number}]", lse, first, shape=first.shape[:-1], dtype=torch.float32, of_dtype=of_lses)
+        _check_one(f"lses[{number}]", lse, first, dtype=torch.float32, shape=first.shape[:-1])
 
 
-def _check_one(
-    name: str, tensor: Tensor, first: Tensor, *, shape: tuple[int, ...], dtype: torch.dtype, of_dtype: str
-) -> None:
-    if tensor.dim() != len(shape) or any(is_true(n != m) for n, m in zip(tensor.shape, shape, strict=True)):
-        raise ShapeError(name, shape_of(tensor), f"shape {tuple(shape)}, for outs[0] of shape {tuple(first.shape)}")
-    if tensor.dtype != dtype:
-        raise DtypeError(name, dtype_name(tensor.dtype), of_dtype)
-    if tensor.device != first.device:
-        raise DeviceError(name, str(tensor.device), f"{first.device}, the device of outs[0]")
+def _check_one(name: str, tensor: Tensor, first: Tensor, *, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    meaning = f"for outs[0] of shape {tuple(first.shape)}"
+    check_tensor(name, tensor, first, of="outs[0]", dtype=dtype, shape=shape, meaning=meaning)
     if needs_gradient(tensor):
         raise UnsupportedError(
             "the gradient of merge_states",

@@ -6,13 +6,14 @@ Memory grows with Sq × Skv. Half precision is computed in float32, float64 in f
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED, as_kernels_see
+from cudnn_sdpa.engine.launch import Layout
 
 
 class Scores(NamedTuple):
@@ -229,3 +230,32 @@ def summed(gradient: Tensor, like: Tensor) -> Tensor:
     """The gradient of keys or values: summed over the heads that `repeated` made."""
     batch, heads = like.shape[:2]
     return gradient.view(batch, heads, gradient.shape[1] // heads, *gradient.shape[2:]).sum(2)
+
+
+class _WithResults(Protocol):
+    @property
+    def q(self) -> Tensor: ...
+    @property
+    def out(self) -> Tensor | None: ...
+    @property
+    def with_lse(self) -> bool: ...
+
+
+def fill_without_keys(
+    call: _WithResults, layouts: tuple[Layout, Layout], sinks: Tensor | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The results where there are no queries or no keys: zeros, and the LSE of the sinks alone.
+
+    Args:
+        call: The call; only its `out` and `with_lse` are used, and the device of q.
+        layouts: Those of the output and the LSE.
+        sinks: The sinks in a shape that broadcasts to the LSE.
+    """
+    (shape, stride, dtype), (rows, strides, _) = layouts
+    device = call.q.device
+    out: Tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device) if call.out is None else call.out
+    out.zero_()
+    if not call.with_lse:
+        return out
+    lse = torch.empty_strided(rows, strides, dtype=torch.float32, device=device).fill_(-torch.inf)
+    return out, lse if sinks is None else torch.maximum(lse, sinks, out=lse)

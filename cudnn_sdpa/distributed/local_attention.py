@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients
 from cudnn_sdpa.attention.cpu_checks import check_offsets
 from cudnn_sdpa.attention.dense.sdpa import sdpa
@@ -19,7 +18,7 @@ from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import sdpa_varlen_backward
 from cudnn_sdpa.distributed.groups import Place
 from cudnn_sdpa.distributed.zigzag import chunks_of
-from cudnn_sdpa.engine import cpu_target
+from cudnn_sdpa.engine import cpu_target, memory
 from cudnn_sdpa.engine.dispatch_state import plain
 from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.layouts import dense_stride_like

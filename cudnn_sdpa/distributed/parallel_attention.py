@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, value_checks
-from cudnn_sdpa.attention.arguments import (
-    ForwardArguments,
-    ReferenceArguments,
-    as_sinks,
-    dtype_name,
-    shape_of,
-)
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, as_sinks
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
@@ -26,12 +20,14 @@ from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend,
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.memory import check_are_tensors, dtype_name, shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int, is_integer
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+    from typing_extensions import Unpack
 
 
 class Method(Protocol):
@@ -47,60 +43,35 @@ MethodName = Literal["all_gather", "ulysses", "ring"]
 METHODS: dict[str, Method] = {"all_gather": all_gather.run, "ulysses": ulysses.run, "ring": ring.run}
 
 
+class ParallelOptions(TypedDict, total=False):
+    """The options of `context_parallel` and `context_parallel_varlen` but `return_lse`."""
+
+    group: ProcessGroup | DeviceMesh | None
+    method: MethodName
+    is_causal: bool
+    window_size: tuple[int, int] | None
+    scale: float | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    deterministic: bool | None
+
+
 @overload
 def context_parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: ProcessGroup | DeviceMesh | None = ...,
-    method: MethodName = ...,
-    is_causal: bool = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    return_lse: Literal[False] = ...,
-    deterministic: bool | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[ParallelOptions]
 ) -> Tensor: ...
 
 
 @overload
 def context_parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: ProcessGroup | DeviceMesh | None = ...,
-    method: MethodName = ...,
-    is_causal: bool = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    return_lse: Literal[True],
-    deterministic: bool | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[ParallelOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def context_parallel(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    group: ProcessGroup | DeviceMesh | None = ...,
-    method: MethodName = ...,
-    is_causal: bool = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
-    return_lse: bool,
-    deterministic: bool | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[ParallelOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -203,16 +174,8 @@ def context_parallel_varlen(
     cu_seqlens: Tensor,
     max_seqlen: int,
     *,
-    group: ProcessGroup | DeviceMesh | None = ...,
-    method: MethodName = ...,
-    is_causal: bool = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
     return_lse: Literal[False] = ...,
-    deterministic: bool | None = ...,
+    **options: Unpack[ParallelOptions],
 ) -> Tensor: ...
 
 
@@ -224,16 +187,8 @@ def context_parallel_varlen(
     cu_seqlens: Tensor,
     max_seqlen: int,
     *,
-    group: ProcessGroup | DeviceMesh | None = ...,
-    method: MethodName = ...,
-    is_causal: bool = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
     return_lse: Literal[True],
-    deterministic: bool | None = ...,
+    **options: Unpack[ParallelOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -245,16 +200,8 @@ def context_parallel_varlen(
     cu_seqlens: Tensor,
     max_seqlen: int,
     *,
-    group: ProcessGroup | DeviceMesh | None = ...,
-    method: MethodName = ...,
-    is_causal: bool = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
-    dropout_p: float = ...,
     return_lse: bool,
-    deterministic: bool | None = ...,
+    **options: Unpack[ParallelOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -344,36 +291,27 @@ def _run_eagerly(
     qkv: tuple[Tensor, Tensor, Tensor],
     packing: tuple[Tensor, int] | None,
     *,
-    group: ProcessGroup | DeviceMesh | None,
-    method: str,
-    is_causal: bool,
-    window_size: tuple[int, int] | None,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    dropout_p: float,
     return_lse: bool,
-    deterministic: bool | None,
+    **given: Unpack[ParallelOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    place = place_in(group)
+    place, method = place_in(given["group"]), given["method"]
 
     return_lse = as_bool(return_lse)
 
     def summarize() -> tuple[str, tuple[Options, tuple[Tensor, Tensor, Tensor], Tensor | None]]:
         check_method(method)
-        if not isinstance(return_lse, bool):
-            raise OptionError("return_lse", repr(return_lse), "True or False")
+        arguments.check_flag("return_lse", return_lse)
         options = Options(
             place=place,
-            is_causal=as_bool(is_causal),
-            window=arguments.window_bounds(window_size),
-            scale=as_float(scale),
-            softcap=as_float(softcap),
-            dropout_p=as_float(dropout_p),
-            deterministic=is_deterministic(deterministic),
+            is_causal=as_bool(given["is_causal"]),
+            window=arguments.window_bounds(given["window_size"]),
+            scale=as_float(given["scale"]),
+            softcap=as_float(given["softcap"]),
+            dropout_p=as_float(given["dropout_p"]),
+            deterministic=is_deterministic(given["deterministic"]),
             max_seqlen=None if packing is None else as_int(packing[1]),
         )
-        tensors, scores = _checked(function, options, qkv, sinks=sinks, packing=packing)
+        tensors, scores = _checked(function, options, qkv, sinks=given["sinks"], packing=packing)
         check_supported(function, method, options, *tensors[:2])
         if method != "ulysses":  # which copies queries, too
             check_layout("q", tensors[0], options)
@@ -427,9 +365,8 @@ def _checked(
         if type(x).__name__ == "DTensor":
             raise OptionError(name, "a DTensor", "this rank's part as a plain tensor", f"Use {name}.to_local().")
     scores = as_sinks(sinks)
-    call = ForwardArguments(*qkv, sinks=scores, is_causal=options.is_causal, scale=options.scale)
-    arguments.check_types(call)
     q, k, v = qkv
+    check_are_tensors({"q": q, "k": k, "v": v, "sinks": sinks}, ("sinks",))
     autograd_checks.check(function, None, loops=False, q=q, k=k, v=v, sinks=sinks)
     q, k, v = (cast_tensor(x, qkv[0]) for x in qkv)
     asked = ForwardArguments(
@@ -451,9 +388,7 @@ def _checked(
         dense = ForwardArguments if has_limits else ReferenceArguments
         arguments.check(dense(*asked)._replace(rng=rng))
     else:
-        cu_seqlens: object = packing[0]
-        if not isinstance(cu_seqlens, Tensor):
-            raise OptionError("cu_seqlens", type(cu_seqlens).__name__, "a torch.Tensor of B + 1 int32")
+        cu_seqlens = packing[0]
         max_seqlen = options.max_seqlen
         if max_seqlen is None or not is_integer(max_seqlen) or max_seqlen < 0:
             raise OptionError("max_seqlen", repr(max_seqlen), "the length of the longest sequence, an int")
@@ -469,13 +404,7 @@ def _checked(
                 rng=rng,
                 max_seqlen_q=max_seqlen,
                 max_seqlen_kv=max_seqlen,
-                sinks=scores,
-                is_causal=asked.is_causal,
-                window_left=asked.window_left,
-                window_right=asked.window_right,
-                scale=asked.scale,
-                dropout_p=asked.dropout_p,
-                softcap=asked.softcap,
+                **arguments.softmax_of(asked),
             )
         )
     check_device("q", q, options.place)

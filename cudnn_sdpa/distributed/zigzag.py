@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import shape_of
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.groups import Place, check_device, place_in
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.call import Function
+from cudnn_sdpa.engine.memory import shape_of
 from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.errors import OptionError, ShapeError
 

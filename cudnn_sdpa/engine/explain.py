@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial, wraps
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -40,8 +41,8 @@ class Description:
         key: Gives the key of its plan for a target and a device; raises UnsupportedError if there can be none.
         device: Index of the GPU that the tensors are on; None for tensors elsewhere.
         is_empty: Whether there is nothing to compute, hence no plan.
-        extra_kernels: Kernels that run in addition to the plan, as text.
-        backward: The same of its gradient, if an input requires grad.
+        extra_kernels: Kernels that run in addition to the plan, as text; none if there is nothing to compute.
+        backward: Its gradient, if an input requires grad.
         bucket: Returns the key of its bucket's plan, None if it fits none; see `shape_policy`.
         verify: Runs the call and the reference, and returns the relative error of each result, and of the gradients if
             requested.
@@ -55,6 +56,19 @@ class Description:
     backward: Description | None = None
     bucket: Callable[[Target, int | None], PlanKey | None] | None = None
     verify: Callable[[bool], dict[str, float]] | None = None
+
+    def __post_init__(self) -> None:
+        if self.is_empty:
+            object.__setattr__(self, "extra_kernels", [])
+
+    @classmethod
+    def refused(cls, operation: GraphDefinition, error: UnsupportedError, device: int | None) -> Description:
+        """A call that has no plan, for known reasons."""
+
+        def refuse(*_: object) -> NoReturn:
+            raise error
+
+        return cls(operation, refuse, device)
 
 
 _describers: dict[Callable[..., object], Callable[..., Description]] = {}

@@ -1,15 +1,18 @@
-"""Checks of addresses, which no key contains, and new tensors for gradients."""
+"""Checks of tensors: their facts, strides, addresses and overlap; and new tensors for gradients."""
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeGuard
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from cudnn_sdpa.errors import LayoutError
+from cudnn_sdpa.engine.dispatch_state import is_plain_memory
+from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
@@ -19,6 +22,105 @@ MISALIGNED = ALIGNMENT - 1
 
 #: Memory usually has higher addresses. A lower address may be the offset of a tensor in storage that was freed.
 LOWEST = 1 << 40
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype as it appears in messages."""
+    return str(dtype).removeprefix("torch.")
+
+
+def shape_of(tensor: Tensor) -> str:
+    """A tensor's shape as it appears in messages."""
+    return f"shape {tuple(tensor.shape)}"
+
+
+def check_is_tensor(name: str, x: object, *, optional: bool = False, hint: str = "") -> None:
+    """Checks that an argument is a tensor with strided memory on a GPU, the CPU or "meta"; or None, where `optional`.
+
+    Raises:
+        OptionError: It is not a tensor.
+        DeviceError: It is on another device.
+        DtypeError: It is quantized.
+        LayoutError: It is nested, sparse or a `CausalBias`, or its memory was freed.
+    """
+    check_are_tensors({name: x}, (name,) if optional else (), hint)
+
+
+def check_are_tensors(arguments: Mapping[str, object], optional: Container[str] = (), hint: str = "") -> None:
+    """`check_is_tensor` of several arguments, by name."""
+    has_memory = not is_compiling() and is_plain_memory()
+    for name, x in arguments.items():
+        if x is None and name in optional:
+            continue
+        if not isinstance(x, Tensor):
+            expected = "a torch.Tensor or None" if name in optional else "a torch.Tensor"
+            raise OptionError(name, type(x).__name__, expected, hint)
+        if x.device.type not in ("cuda", "cpu", "meta"):
+            raise DeviceError(name, str(x.device), "a CUDA device, or the CPU for the reference")
+        if x.is_nested:
+            more = "Pad it and mask the padding, or use its parts."
+            raise LayoutError(name, "a nested tensor", "a dense tensor", more)
+        if x.layout != torch.strided:
+            raise LayoutError(name, str(x.layout), "a dense tensor", f"Use {name}.to_dense().")
+        if x.is_quantized:
+            raise DtypeError(name, dtype_name(x.dtype), "a dtype that is not quantized", f"Use {name}.dequantize().")
+        check_has_values(name, x)
+        if has_memory:
+            check_present(name, x)
+
+
+def check_tensor(
+    name: str,
+    x: Tensor | None,
+    like: Tensor,
+    *,
+    of: str = "q",
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+    shape: Sequence[int | str] = (),
+    meaning: str = "",
+    dense: bool = False,
+    hint: str = "",
+) -> None:
+    """Checks a tensor beside another one. It reads no address and no value, so fake tensors pass; None passes, too.
+
+    Args:
+        name: Its name.
+        x: The tensor.
+        like: The tensor whose device it must have.
+        of: The name of that.
+        dtype: The dtypes that it may have; by default only that of `like`.
+        shape: Its sizes; a text names one that may be any. By default it may have any shape.
+        meaning: What the shape stands for.
+        dense: Whether its last dimension must be contiguous.
+        hint: What to do about a wrong shape or dtype, where that is not to convert it.
+
+    Raises:
+        ArgumentError: Something about it is wrong.
+    """
+    if x is None:
+        return
+    if shape and not _has_shape(x, shape):
+        sizes = ", ".join(map(str, shape)) + ("," if len(shape) == 1 else "")
+        is_rank = all(isinstance(size, str) for size in shape)
+        expected = f"rank {len(shape)}: ({sizes})" if is_rank else f"shape ({sizes})"
+        raise ShapeError(name, shape_of(x), f"{expected}: {meaning}" if meaning else expected, hint)
+    allowed = (like.dtype,) if dtype is None else dtype if isinstance(dtype, tuple) else (dtype,)
+    if x.dtype not in allowed:
+        expected = " or ".join(dict.fromkeys(map(dtype_name, allowed)))
+        expected = f"{expected}, the dtype of {of}" if dtype is None else expected
+        raise DtypeError(name, dtype_name(x.dtype), expected, hint or f"Convert it with {name}.to({allowed[0]}).")
+    if x.device != like.device:
+        move = f"Move it with {name}.to({str(like.device)!r})."
+        raise DeviceError(name, str(x.device), f"{like.device}, the device of {of}", move)
+    if dense and is_true(x.shape[-1] > 1) and x.stride(-1) != 1:
+        got = f"stride {x.stride(-1)} in the last dimension"
+        raise LayoutError(name, got, "1, a dense tensor", f"Use {name}.contiguous().")
+
+
+def _has_shape(x: Tensor, shape: Sequence[int | str]) -> bool:
+    if x.dim() != len(shape):
+        return False
+    return not any(not isinstance(m, str) and is_true(n != m) for n, m in zip(x.shape, shape, strict=True))
 
 
 def check_address(name: str, tensor: Tensor) -> None:
@@ -78,6 +180,120 @@ def refuse_address(name: str, remainder: int, hint: str = "") -> NoReturn:
         f"storage aligned to {ALIGNMENT} bytes",
         hint or f"Use {name}.clone().",
     )
+
+
+def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Strides that cuDNN's kernels can read: a dense last dimension, and other strides that are multiples of 16 bytes.
+
+    The tensors are (B, H, S, D), those of packed sequences as one sequence.
+    """
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        check_strides_of(name, tensor)
+
+
+def check_strides_of(name: str, tensor: Tensor) -> None:
+    """Strides of one tensor, for `check_strides`; shape checks refuse ranks other than 4."""
+    if tensor.dim() != 4:
+        return
+    if tensor.stride(-1) != 1:
+        raise LayoutError(
+            name,
+            f"stride {tensor.stride(-1)} in the last dimension",
+            "1: each head vector dense",
+            f"Use {name}.contiguous().",
+        )
+    alignment = ALIGNMENT // tensor.element_size()
+    for dim, unit in enumerate(("batch entry", "head", "token")):
+        if tensor.shape[dim] != 1 and tensor.stride(dim) % alignment != 0:
+            raise LayoutError(
+                name,
+                f"stride {tensor.stride(dim)} from {unit} to {unit}",
+                f"a multiple of {alignment} elements ({ALIGNMENT} bytes)",
+                f"Use {name}.contiguous().",
+            )
+
+
+def check_addresses(hint: str = "", **tensors: object) -> None:
+    """Refuses tensors without memory, and misaligned addresses on CUDA; tensor subclasses pass."""
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        if tensor.is_cuda:
+            address = tensor.data_ptr()
+            if address < LOWEST:
+                check_present(name, tensor)
+            if address % ALIGNMENT != 0:
+                refuse_address(name, address % ALIGNMENT, hint)
+        else:
+            check_present(name, tensor)
+
+
+def check_lengths_present(lengths_q: Tensor | None, lengths_kv: Tensor | None) -> None:
+    """Lengths on a GPU have memory, in a warm call: PyTorch's own kernels would read a null pointer."""
+    if lengths_q is not None and lengths_q.data_ptr() < LOWEST:
+        check_present("seq_lens_q", lengths_q)
+    if lengths_kv is not None and lengths_kv.data_ptr() < LOWEST:
+        check_present("seq_lens_kv", lengths_kv)
+
+
+def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
+    """Addresses and overlap: the only checks of a warm call, because no key contains addresses."""
+    check_addresses(q=q, k=k, v=v)
+    if mask is not None and (not mask.is_cuda or mask.data_ptr() < LOWEST):
+        check_present("attn_mask", mask)
+    if out is None:
+        return
+    if isinstance(out, Tensor):
+        check_addresses("Let the function allocate it.", out=out)
+    for name, tensor in (("q", q), ("k", k), ("v", v), ("attn_mask", mask)):
+        if tensor is not None and _share_memory(out, tensor):
+            hint = "Allocate it with torch.empty_like(q)."
+            raise LayoutError("out", f"memory that overlaps {name}", "a separate buffer", hint)
+
+
+def aligned(name: str, tensor: Tensor) -> Tensor:
+    """The tensor, contiguous and at an aligned address; copied if it is not, as a slice may not be.
+
+    Raises:
+        LayoutError: It has no memory.
+    """
+    address = tensor.data_ptr()
+    if address and address % ALIGNMENT == 0 and tensor.is_contiguous():  # nearly always
+        return tensor
+    dense = tensor.contiguous()
+    address = dense.data_ptr()
+    if address == 0:
+        check_present(name, dense)
+    return dense if address % ALIGNMENT == 0 else dense.clone()
+
+
+def check_strides_of_out(out: Tensor, *, for_cudnn: bool) -> None:
+    """`out` must be writable: dense head vectors, strides that cuDNN's kernels take, no two elements at one address."""
+    alignment = ALIGNMENT // out.element_size() if for_cudnn else 1
+    if out.stride(-1) != 1:
+        raise LayoutError("out", f"stride {out.stride(-1)} in the last dimension", "1")
+    span = out.shape[-1]
+    for stride, size in sorted((out.stride(dim), out.shape[dim]) for dim in range(out.dim() - 1)):
+        if size == 1:
+            continue
+        if stride % alignment != 0:
+            raise LayoutError("out", f"a stride of {stride}", f"multiples of {alignment} elements ({ALIGNMENT} bytes)")
+        if stride < span:
+            raise LayoutError("out", f"strides {out.stride()} that overlap", "a separate address for each element")
+        span = stride * (size - 1) + span
+
+
+def _share_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether the address ranges of two tensors overlap. Interleaved but disjoint views count as sharing."""
+    if a.numel() == 0 or b.numel() == 0:
+        return False
+    first_a, first_b = a.data_ptr(), b.data_ptr()
+    return first_a < first_b + _extent(b) and first_b < first_a + _extent(a)
+
+
+def _extent(tensor: Tensor) -> int:
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def multiplied(tensor: Tensor, factor: float) -> Tensor:

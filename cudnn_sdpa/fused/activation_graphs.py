@@ -15,9 +15,9 @@ from torch import Tensor
 from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.errors import DtypeError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import ShapeError, UnsupportedError
 from cudnn_sdpa.fused.activation_tiling import backward_views, check_rows, forward_views, split
-from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, widened
+from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, widened
 from cudnn_sdpa.fused.graph_op import graph_op
 from cudnn_sdpa.fused.torch_ops import GraphCall
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
@@ -31,11 +31,7 @@ def check(*tensors: Tensor, names: Sequence[str] = ("gate", "up")) -> None:
     first, *others = tensors
     check_dtype(names[0], first)
     for name, other in zip(names[1:], others, strict=True):
-        check_same_device(name, other, names[0], first)
-        if other.dtype != first.dtype:
-            raise DtypeError(name, str(other.dtype), f"{first.dtype}, the dtype of {names[0]}")
-        if other.shape != first.shape:
-            raise ShapeError(name, f"shape {tuple(other.shape)}", f"shape {tuple(first.shape)}, as {names[0]} has")
+        check_beside(name, other, names[0], first, shape=first.shape, meaning=f"that of {names[0]}")
     check_savable(**dict(zip(names, tensors, strict=True)))
     check_rows(tensors, names)
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.memory import check_has_values, ends_behind, refuse_address
-from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError
+from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor, dtype_name, refuse_address
+from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.scalars import as_bool, check_known
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -31,7 +31,7 @@ def check_dtype(name: str, tensor: Tensor) -> None:
         LayoutError: It is nested, sparse or a `CausalBias`, or its memory was freed.
         DtypeError: It has another dtype.
     """
-    check_strided(name, tensor)
+    check_is_tensor(name, tensor)
     is_refused = tensor.is_cuda or (tensor.is_cpu and cpu_target.checks_dtypes())
     if tensor.dtype is torch.float64 and not is_refused:
         return
@@ -39,7 +39,7 @@ def check_dtype(name: str, tensor: Tensor) -> None:
         hint = "float64 runs on the CPU only." if tensor.dtype is torch.float64 else ""
         if not tensor.is_cuda and tensor.dtype is torch.float64:
             hint = cpu_target.note_on_dtypes()
-        raise DtypeError(name, str(tensor.dtype), EXPECTED, hint)
+        raise DtypeError(name, dtype_name(tensor.dtype), EXPECTED, hint)
 
 
 def checked_flag(name: str, flag: object) -> bool:
@@ -55,49 +55,23 @@ def checked_flag(name: str, flag: object) -> bool:
     return flag
 
 
-def check_strided(name: str, tensor: object) -> None:
-    """Checks that an argument is a strided tensor with memory.
+def check_beside(
+    name: str,
+    tensor: Tensor,
+    of: str,
+    x: Tensor,
+    *,
+    dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
+    shape: Sequence[int] = (),
+    meaning: str = "",
+) -> None:
+    """Checks that an argument is a strided tensor that fits `x`, the argument with the name `of`.
 
     Raises:
-        OptionError: It is not a tensor.
-        LayoutError: It is nested, sparse or a `CausalBias`, or its memory was freed.
+        ArgumentError: It is not: see `check_is_tensor` and `check_tensor`.
     """
-    if not isinstance(tensor, Tensor):
-        raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
-    if tensor.is_nested:
-        hint = "Use its parts, or .to_padded_tensor()."
-        raise LayoutError(name, "a nested tensor", "a tensor of one shape", hint)
-    if tensor.layout is not torch.strided:
-        raise LayoutError(name, f"the layout {tensor.layout}", "a strided tensor", f"Use {name}.to_dense().")
-    check_has_values(name, tensor)
-    if not is_compiling() and _lacks_memory(tensor):
-        hint = "Its storage was freed or resized, as sharded training does with unused weights."
-        raise LayoutError(name, "a tensor without memory", "memory that holds its elements", hint)
-
-
-def _lacks_memory(tensor: Tensor) -> bool:
-    """Whether a tensor extends past the end of its storage."""
-    if type(tensor) not in (Tensor, torch.nn.Parameter) or tensor.is_meta or tensor._is_zerotensor():
-        return False
-    try:
-        size = tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):  # a wrapper of a transform has no storage of its own
-        return False
-    return tensor.numel() > 0 and ends_behind(tensor, size)
-
-
-def check_same_device(name: str, tensor: Tensor, first: str, x: Tensor) -> None:
-    """Checks that an argument is a strided tensor on the device of `x`, the argument with the name `first`.
-
-    Raises:
-        OptionError: It is not a tensor.
-        LayoutError: It is nested or sparse, or its memory was freed.
-        DeviceError: It is on another device.
-    """
-    check_strided(name, tensor)
-    if tensor.device != x.device:
-        hint = f"Move it with {name}.to({first}.device)."
-        raise DeviceError(name, str(tensor.device), f"{x.device}, the device of {first}", hint)
+    check_is_tensor(name, tensor)
+    check_tensor(name, tensor, x, of=of, dtype=dtype, shape=shape, meaning=meaning)
 
 
 def check_savable(**tensors: Tensor | None) -> None:

@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks, sharding
-from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
-from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, shown, widened
+from cudnn_sdpa.engine.memory import check_tensor
+from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
+from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, shown, widened
 from cudnn_sdpa.fused.graph_op import Views, graph_op
 from cudnn_sdpa.fused.torch_ops import GraphCall, Options, Outputs, Value
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
@@ -43,9 +44,7 @@ def check(rank: int, *, x: Tensor, weight: Tensor, bias: Tensor | None, groups: 
     check_dtype("x", x)
     others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     for name, tensor in others.items():
-        check_same_device(name, tensor, "x", x)
-        if tensor.dtype != x.dtype:
-            raise DtypeError(name, str(tensor.dtype), f"{x.dtype}, the dtype of x")
+        check_beside(name, tensor, "x", x)
     check_known("groups", groups)
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
         raise OptionError("groups", shown(groups), "an int of at least 1")
@@ -55,8 +54,7 @@ def check(rank: int, *, x: Tensor, weight: Tensor, bias: Tensor | None, groups: 
         got = f"shape {tuple(weight.shape)} with {shown(groups)} groups"
         expected = f"(filters, channels / groups, then {rank} filter sizes) for x of shape {tuple(x.shape)}"
         raise ShapeError("weight", got, expected)
-    if bias is not None and tuple(bias.shape) != (weight.shape[0],):
-        raise ShapeError("bias", f"shape {tuple(bias.shape)}", f"shape ({weight.shape[0]},)")
+    check_tensor("bias", bias, x, of="x", shape=weight.shape[:1])
     for name, tensor, shape in (("x", x, x.shape[1:]), ("weight", weight, weight.shape)):
         if 0 in shape:
             raise ShapeError(name, f"shape {tuple(tensor.shape)}", "sizes of at least 1")

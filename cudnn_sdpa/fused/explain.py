@@ -5,10 +5,8 @@ Their graph functions describe the plans; here is what runs in addition.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -100,7 +98,7 @@ def _relu_squared(x: Tensor) -> Description:
 
 def _without_gradient(name: str, graph: GraphFunction, first: Tensor, *others: Tensor | None) -> Description:
     if needs_gradient(first, *others):
-        return Description(graph, partial(_refuse, no_gradient(name)), first.get_device() if first.is_cuda else None)
+        return Description.refused(graph, no_gradient(name), first.get_device() if first.is_cuda else None)
     return _completed(graph.describe(first, *others), first, [])
 
 
@@ -110,11 +108,13 @@ def _convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    geometry: tuple[object, object, object],
+    stride: object,
+    padding: object,
+    dilation: object,
     groups: int,
     activation: str | None,
 ) -> Description:
-    sizes = dict(zip(("stride", "padding", "dilation"), sizes_of(rank, *geometry), strict=True))
+    sizes = dict(zip(("stride", "padding", "dilation"), sizes_of(rank, stride, padding, dilation), strict=True))
     check_call(x, weight, bias, **sizes, groups=groups, activation=activation)
     if rank == 2 and groups == 1 and conv.is_patch_embedding(x, weight, **sizes):
         reasons = ["the stride equals the filter size: the patches are gathered, and PyTorch multiplies them"]
@@ -136,32 +136,8 @@ def _convolution(
     return _completed(forward, x, notes)
 
 
-def _convolution_of_rank(rank: int) -> Callable[..., Description]:
-    def describe(
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        stride: object,
-        padding: object,
-        dilation: object,
-        groups: int,
-        activation: str | None,
-    ) -> Description:
-        return _convolution(
-            rank,
-            x=x,
-            weight=weight,
-            bias=bias,
-            geometry=(stride, padding, dilation),
-            groups=groups,
-            activation=activation,
-        )
-
-    return describe
-
-
 for _rank, _function in enumerate((conv.conv1d, conv.conv2d, conv.conv3d), start=1):
-    describes(_function, convolution.ways)(_convolution_of_rank(_rank))
+    describes(_function, convolution.ways)(partial(_convolution, _rank))
 
 
 def _copies(**tensors: Tensor | None) -> list[str]:
@@ -176,11 +152,7 @@ def _completed(description: Description, x: Tensor, notes: list[str]) -> Descrip
         backward = description.backward
         backward = None if backward is None else replace(backward, key=_no_key)
         description = replace(description, key=_no_key, backward=backward)
-    return replace(description, extra_kernels=[] if description.is_empty else [*description.extra_kernels, *notes])
-
-
-def _refuse(error: UnsupportedError, *_: object) -> NoReturn:
-    raise error
+    return replace(description, extra_kernels=[*description.extra_kernels, *notes])
 
 
 def _no_key(*_: object) -> PlanKey:

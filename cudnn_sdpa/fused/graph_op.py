@@ -26,10 +26,11 @@ from cudnn_sdpa.engine.dispatch_state import (
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, items_of, kinds_of
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, check_one_device, readable_gradient
+from cudnn_sdpa.engine.memory import check_is_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import large, torch_ops
-from cudnn_sdpa.fused.checks import check_offsets, check_savable, check_strided, shown
+from cudnn_sdpa.fused.checks import check_offsets, check_savable, shown
 from cudnn_sdpa.fused.torch_ops import Gradients, GraphCall, Options, Outputs, Results, Value, as_tuple
 from cudnn_sdpa.graph.definition import GraphDefinition, function_digest
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
@@ -396,7 +397,7 @@ class GraphFunction(GraphDefinition):
             if value is None and name not in self._optional:
                 raise OptionError(name, "None", "a tensor or a number")
             if isinstance(value, Tensor):
-                check_strided(name, value)
+                check_is_tensor(name, value)
                 if value.device != tensors[0].device:
                     raise DeviceError(name, str(value.device), f"{tensors[0].device}, the device of the first tensor")
                 if value.dtype not in CUDNN_DTYPE_NAMES:

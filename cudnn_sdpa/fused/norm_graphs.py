@@ -13,8 +13,9 @@ from torch import Tensor
 
 from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autograd_checks import no_second_gradient
+from cudnn_sdpa.engine.memory import dtype_name
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
-from cudnn_sdpa.fused.checks import check_dtype, check_same_device, check_savable, shown, widened
+from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, shown, widened
 from cudnn_sdpa.fused.graph_op import Views, graph_op
 from cudnn_sdpa.fused.torch_ops import GraphCall, Options, Value
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
@@ -51,11 +52,8 @@ def check(x: Tensor, weights: Mapping[str, object], eps: object) -> None:
             is_shape = isinstance(weight, (int, tuple, list))
             hint = "There is no normalized_shape here: rows are the last dimension of x." if is_shape else ""
             raise OptionError(name, type(weight).__name__, "a torch.Tensor", hint)
-        check_same_device(name, weight, "x", x)
-        if tuple(weight.shape) != (x.shape[-1],):
-            raise ShapeError(name, f"shape {tuple(weight.shape)}", f"shape ({x.shape[-1]},), the last dimension of x")
-        if weight.dtype not in (x.dtype, torch.float32):
-            raise DtypeError(name, str(weight.dtype), f"{x.dtype}, the dtype of x, or float32")
+        dtypes, meaning = (x.dtype, torch.float32), "the last dimension of x"
+        check_beside(name, weight, "x", x, dtype=dtypes, shape=x.shape[-1:], meaning=meaning)
         tensors[name] = weight
     check_savable(**tensors)
 
@@ -73,11 +71,7 @@ def checked_eps(eps: object) -> float:
 def check_residual(x: Tensor, residual: Tensor | None) -> None:
     if residual is None:
         return
-    check_same_device("residual", residual, "x", x)
-    if residual.shape != x.shape:
-        raise ShapeError("residual", f"shape {tuple(residual.shape)}", f"shape {tuple(x.shape)}, as x has")
-    if residual.dtype != x.dtype:
-        raise DtypeError("residual", str(residual.dtype), f"{x.dtype}, the dtype of x")
+    check_beside("residual", residual, "x", x, shape=x.shape, meaning="that of x")
     check_savable(x=x, residual=residual)
 
 
@@ -320,7 +314,7 @@ def _check_layer(x: Tensor, weight: Tensor, bias: Tensor, eps: object, *, trains
     del trains
     check(x, {"weight": weight, "bias": bias}, eps)
     if weight.dtype != bias.dtype:
-        raise DtypeError("bias", str(bias.dtype), f"{weight.dtype}, the dtype of weight")
+        raise DtypeError("bias", dtype_name(bias.dtype), f"{dtype_name(weight.dtype)}, the dtype of weight")
 
 
 @graph_op(

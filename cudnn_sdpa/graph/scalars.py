@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.graph.symbolic_shapes import depends_on_data, is_compiling, is_true
+from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
 #: Larger than any sequence, and small enough that adding a position to it does not overflow.
 LARGEST = 2**31 - 1
@@ -102,6 +102,19 @@ def is_numpy_bool(value: object) -> bool:
     """Whether a value is numpy's truth value, which is no Python bool; its class has two names."""
     kind = type(value)
     return kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
+
+
+def depends_on_data(value: object) -> bool:
+    """Whether a number or a flag is known only when the compiled code runs, as `.item()` gives it."""
+    if not is_compiling() and not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return False
+    if not isinstance(value, (bool, torch.SymBool)):
+        if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            return False
+        value = value >= 0
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
+    return bool(guard_or_true(value)) and not guard_or_false(value)
 
 
 def check_known(name: str, value: object, hint: str = "") -> None:

@@ -33,17 +33,4 @@ def is_known(condition: bool | torch.SymBool) -> bool:
     return bool(condition)
 
 
-def depends_on_data(value: object) -> bool:
-    """Whether a number or a flag is known only when the compiled code runs, as `.item()` gives it."""
-    if not is_compiling() and not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        return False
-    if not isinstance(value, (bool, torch.SymBool)):
-        if not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-            return False
-        value = value >= 0
-    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
-
-    return bool(guard_or_true(value)) and not guard_or_false(value)
-
-
 is_compiling = torch.compiler.is_dynamo_compiling

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention.arguments import Softmax
 from cudnn_sdpa.attention.dense.sdpa import sdpa
-from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 
@@ -20,15 +20,10 @@ _CAUSAL = ("causal", "causal_bottom_right", "padding_causal")
 _SOFTMAXES = ("vanilla", "off-by-one", "learnable")
 
 
-class _Options(TypedDict):
+class _Options(Softmax, total=False):
     """Options of `sdpa` and `sdpa_varlen`."""
 
-    scale: float | None
     dropout_p: float
-    sinks: Tensor | None
-    window_size: tuple[int, int] | None
-    causal_alignment: Alignment
-    is_causal: bool
 
 
 class CoreAttention(torch.nn.Module):

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from cudnn_sdpa.attention import backward_arguments, value_checks
-from cudnn_sdpa.attention.arguments import shape_of
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.memory import shape_of
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.integrations import pytorch_pages

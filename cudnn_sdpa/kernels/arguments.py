@@ -7,14 +7,13 @@ from typing import Final, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import check_mask, check_qkv, check_scale, dtype_error
+from cudnn_sdpa.attention.arguments import check_flag, check_mask, check_qkv, check_scale, dtype_error
 from cudnn_sdpa.attention.bias import alignment_of_causal_bias, refuse_two_masks
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import cpu_target
-from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.engine.memory import LOWEST, check_has_values, check_present, is_causal_bias
-from cudnn_sdpa.errors import ArgumentError, DeviceError, LayoutError, OptionError, ShapeError
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
+from cudnn_sdpa.engine.memory import LOWEST, check_are_tensors, check_present, is_causal_bias
+from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.graph.symbolic_shapes import is_true
 
 Mode = Literal["fused", "tiled", "naive"]
 FUSED: Final = "fused"
@@ -80,21 +79,7 @@ class Gradient(NamedTuple):
 
 def check_types(call: KernelArguments) -> None:
     """Types that the operators' schemas would refuse as well, but without naming the argument."""
-    for name in ("q", "k", "v", "mask"):
-        tensor = getattr(call, name)
-        if tensor is None and name == "mask":
-            continue
-        if not isinstance(tensor, Tensor):
-            raise OptionError(name, type(tensor).__name__, "a torch.Tensor" + (" or None" if name == "mask" else ""))
-        if tensor.device.type not in ("cuda", "cpu", "meta"):
-            raise DeviceError(name, str(tensor.device), "a CUDA device, or the CPU for the reference")
-        if tensor.is_nested:
-            raise LayoutError(name, "a nested tensor", "a dense tensor", "Pad it and pass a mask.")
-        if tensor.layout != torch.strided:
-            raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
-        check_has_values(name, tensor)
-        if not is_compiling() and is_plain_memory():
-            check_present(name, tensor)
+    check_are_tensors({"q": call.q, "k": call.k, "v": call.v, "mask": call.mask}, ("mask",))
 
 
 def without_causal_bias(call: KernelArguments) -> KernelArguments:
@@ -118,8 +103,7 @@ def check_options(call: KernelArguments) -> None:
     """The options, which are not tensors."""
     if not isinstance(call.mode, str) or call.mode not in MODES:
         raise OptionError("mode", repr(call.mode), " or ".join(map(repr, MODES)))
-    if not isinstance(call.is_causal, bool):
-        raise OptionError("is_causal", repr(call.is_causal), "True or False")
+    check_flag("is_causal", call.is_causal)
     check_scale(call.scale)
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.dense.explain import device_of, refuse
+from cudnn_sdpa.attention.dense.explain import device_of
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
@@ -20,28 +19,12 @@ from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward
 
 
 @describes(attention)
-def describe_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mode: Mode = FUSED,
-    mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-) -> Description:
+def describe_attention(is_causal: bool, scale: float | None, **given: Any) -> Description:
     """What `kernels.attention` runs on a GPU with these arguments; tensors may also be on the CPU."""
-    call = KernelArguments(
-        q=q,
-        k=k,
-        v=v,
-        mask=mask,
-        mode=mode,
-        is_causal=as_bool(is_causal),
-        scale=None if scale is None else as_float(scale),
-    )
+    call = KernelArguments(**given, is_causal=as_bool(is_causal), scale=as_float(scale))
     checked = ATTENTION.checked(without_causal_bias(call), _as_cast)
     if checked.refused is not None:
-        return Description(attention_forward, partial(refuse, checked.refused), device_of(q))
+        return Description.refused(attention_forward, checked.refused, device_of(call.q))
     call, trains = checked.cast, checked.trains
     needs = tuple(x is not None and x.requires_grad for x in call.differentiable)
     spec = Spec.of(without_data(call._replace(with_statistics=trains)))
@@ -51,7 +34,7 @@ def describe_attention(
     return Description(
         operation=attention_forward,
         key=spec.key,
-        device=device_of(q),
+        device=device_of(call.q),
         is_empty=spec.is_empty,
         extra_kernels=notes,
         backward=backward,

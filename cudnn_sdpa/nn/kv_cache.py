@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
 from cudnn_sdpa.attention import value_checks
-from cudnn_sdpa.attention.arguments import check_lengths, dtype_name, shape_of
-from cudnn_sdpa.attention.dense.sdpa import sdpa
-from cudnn_sdpa.attention.mask import Alignment
+from cudnn_sdpa.attention.arguments import check_lengths
+from cudnn_sdpa.attention.dense.sdpa import SdpaOptions, sdpa
 from cudnn_sdpa.attention.paged.kv_cache_checks import (
     check_count,
     check_dtype,
@@ -22,27 +21,10 @@ from cudnn_sdpa.attention.paged.kv_cache_checks import (
     refuse_options,
 )
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError
+from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor
+from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.nn.checks import check_counts
-
-
-class AttendOptions(TypedDict, total=False):
-    """Options of `sdpa` that `KVCache.attend` takes."""
-
-    is_causal: bool
-    causal_alignment: Alignment
-    window_size: tuple[int, int] | None
-    scale: float | None
-    attn_mask: Tensor | None
-    dropout_p: float
-    softcap: float | None
-    alibi: bool
-    sinks: Tensor | None
-    seq_lens_q: Tensor | None
-    seq_lens_kv: Tensor | None
-    deterministic: bool | None
-    out: Tensor | None
 
 
 @dataclass(eq=False)
@@ -325,24 +307,18 @@ class KVCache:
             UnsupportedError: Keys or values require a gradient.
         """
         self._check_owner(step)
+        pair = self._pair(layer)
         expected = (self.batch, self.heads, step.tokens, self.head_dim)
         for name, rows in (("k", k), ("v", v)):
-            if not isinstance(rows, Tensor):
-                raise OptionError(name, type(rows).__name__, "a torch.Tensor")
-            if tuple(rows.shape) != expected:
-                raise ShapeError(name, shape_of(rows), f"shape {expected}: (B, Hkv, tokens, head dim)")
-            if rows.dtype != self.dtype:
-                raise DtypeError(name, dtype_name(rows.dtype), f"{dtype_name(self.dtype)}, the dtype of the cache")
-            if rows.device != self.device:
-                raise DeviceError(name, str(rows.device), f"{self.device}, the device of the cache")
+            check_is_tensor(name, rows)
+            check_tensor(name, rows, pair[0], of="the cache", shape=expected, meaning="(B, Hkv, tokens, head dim)")
         if needs_gradient(k, v):
             refuse_gradient("a KVCache")
-        pair = self._pair(layer)
         self._mark(step, layer)
         for rows, cached in zip((k, v), pair, strict=True):
             cached[self._rows, :, step.slots] = rows.transpose(1, 2)
 
-    def attend(self, step: KVStep, q: Tensor, layer: int = 0, **options: Unpack[AttendOptions]) -> Tensor:
+    def attend(self, step: KVStep, q: Tensor, layer: int = 0, **options: Unpack[SdpaOptions]) -> Tensor:
         """Attention of a step's new tokens on all tokens of their sequences.
 
         Args:
@@ -367,10 +343,10 @@ class KVCache:
             if step.may_lack(layer):
                 got = f"a step without keys and values of layer {layer}"
                 raise OptionError("step", got, "a step after append(step, k, v, layer)")
-            if not options.keys() <= AttendOptions.__optional_keys__:
-                refuse_options(options, AttendOptions.__optional_keys__)
+            if not options.keys() <= SdpaOptions.__optional_keys__:
+                refuse_options(options, SdpaOptions.__optional_keys__)
         check_queries(q, step.tokens)
-        given: AttendOptions = {
+        given: SdpaOptions = {
             "is_causal": True,
             "causal_alignment": "bottom_right",
             "seq_lens_q": step.seq_lens_q,

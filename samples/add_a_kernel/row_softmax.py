@@ -12,15 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import check_is_dense
 from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.dispatch_state import is_lazy, plain
 from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall, Prepared
-from cudnn_sdpa.engine.memory import check_present
+from cudnn_sdpa.engine.memory import check_is_tensor, check_present, check_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
-from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.errors import LayoutError, ShapeError
 from cudnn_sdpa.graph import target as targets
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride
@@ -182,18 +181,12 @@ def reference_gradients(of):
 
 def check_types(call):
     """What is no tensor in memory of its own is refused by name."""
-    if not isinstance(call.x, Tensor):
-        raise OptionError("x", type(call.x).__name__, "a torch.Tensor")
-    check_is_dense("x", call.x)
+    check_is_tensor("x", call.x)
 
 
 def check(call):
     """Checks that read no address and no value, so fake tensors pass."""
-    x = call.x
-    if x.dim() != 2:
-        raise ShapeError("x", f"{x.dim()} dimensions", "2: rows and columns")
-    if x.dtype not in DTYPES:
-        raise DtypeError("x", str(x.dtype), " or ".join(map(str, DTYPES)))
+    check_tensor("x", call.x, call.x, dtype=DTYPES, shape=("rows", "columns"))
 
 
 def check_memory(call):

@@ -11,6 +11,7 @@ from torch import Tensor
 from typing_extensions import assert_type
 
 import cudnn_sdpa
+from cudnn_sdpa.attention.dense.sdpa import SdpaOptions
 
 Both = tuple[Tensor, Tensor]
 
@@ -117,7 +118,7 @@ def test_options_of_few_values_are_checked_by_mypy() -> None:
     ):
         with pytest.raises(cudnn_sdpa.OptionError):
             call()
-    step_options: cudnn_sdpa.nn.kv_cache.AttendOptions = {"causal_alignment": "top_left"}
+    step_options: SdpaOptions = {"causal_alignment": "top_left"}
     assert step_options["causal_alignment"] == "top_left"
 
 

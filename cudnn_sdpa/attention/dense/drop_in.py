@@ -11,13 +11,13 @@ from torch.autograd import forward_ad
 from torch.nn import functional
 
 from cudnn_sdpa.attention import value_checks
-from cudnn_sdpa.attention.arguments import ForwardArguments, shape_of
+from cudnn_sdpa.attention.arguments import ForwardArguments, check_flag
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
 from cudnn_sdpa.engine.autograd_checks import PYTORCHS, refuse_context_parallel
-from cudnn_sdpa.engine.memory import check_present, is_causal_bias
+from cudnn_sdpa.engine.memory import check_is_tensor, check_present, is_causal_bias, shape_of
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked
-from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
@@ -168,21 +168,13 @@ def _reshaped(
 ) -> tuple[Tensor, Tensor, Tensor, SdpaOptions]:
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
-        if not isinstance(tensor, Tensor):
-            raise OptionError(name, type(tensor).__name__, "a torch.Tensor")
-        if tensor.is_nested:
-            raise LayoutError(
-                name, "a nested tensor", "a dense tensor", "Pad it and pass the sequence lengths to cudnn_sdpa.sdpa."
-            )
-        if tensor.layout != torch.strided:
-            raise LayoutError(name, str(tensor.layout), "a dense tensor", f"Use {name}.to_dense().")
+        check_is_tensor(name, tensor)
         if tensor.dim() < 2 or tensor.dim() != query.dim():
             got = shape_of(tensor)
             got += "" if name == "query" else f" and query {tuple(query.shape)}"
             raise ShapeError(name, got, "rank 2 or more, the same for query, key and value")
     enable_gqa, is_causal = as_bool(enable_gqa), as_bool(is_causal)
-    if not isinstance(enable_gqa, bool):
-        raise OptionError("enable_gqa", repr(enable_gqa), "True or False")
+    check_flag("enable_gqa", enable_gqa)
     batch = _batch_of(query, key, value)
     heads = {name: tensor.shape[-3] if tensor.dim() > 2 else 1 for name, tensor in named.items()}
     heads_q, heads_kv = heads["query"], max(heads["key"], heads["value"])

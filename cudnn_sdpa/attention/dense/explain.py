@@ -6,12 +6,12 @@ Nothing is computed: checked calls take their real path with meta tensors.
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, backward_arguments, memory, reference, sharding
+from cudnn_sdpa.attention import arguments, backward_arguments, reference, sharding
 from cudnn_sdpa.attention.arguments import (
     AttentionGradientCall,
     ForwardArguments,
@@ -24,10 +24,10 @@ from cudnn_sdpa.attention.dense import graphs, parts
 from cudnn_sdpa.attention.dense.buckets import Bucket
 from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries, output_layout
-from cudnn_sdpa.attention.dense.sdpa import SDPA, Keywords, call_of, sdpa
-from cudnn_sdpa.attention.dense.sdpa_backward import Keywords as BackwardKeywords
+from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa
 from cudnn_sdpa.attention.dense.sdpa_backward import backward_call_of, sdpa_backward
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
@@ -35,9 +35,6 @@ from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.target import Target
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 #: The arguments of one call of any kind of attention: a NamedTuple with `q`.
 Call = TypeVar("Call", bound=NamedTuple)
@@ -47,19 +44,19 @@ TO_CAST = ("q", "k", "v", "attn_mask")
 
 
 @describes(sdpa, sharding.dense)
-def describe_sdpa(**given: Unpack[Keywords]) -> Description:
+def describe_sdpa(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa` runs on a GPU with these arguments; tensors may also be on the CPU."""
-    checked = SDPA.checked(call_of(**given), as_cast)
+    checked = SDPA.checked(call_of(**given, sinks=sinks), as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
-    sinks, device = given["sinks"], device_of(original.q)
+    device = device_of(original.q)
     if refused is not None:
-        return Description(graphs.sdpa_forward, partial(refuse, refused), device)
+        return Description.refused(graphs.sdpa_forward, refused, device)
     original = original._replace(with_lse=original.with_lse or trains)
     call = without_data(call._replace(with_lse=original.with_lse))
     try:
         first, *others = parts.forward_calls(call)
     except UnsupportedError as error:
-        return Description(graphs.sdpa_forward, partial(refuse, error), device)
+        return Description.refused(graphs.sdpa_forward, error, device)
     forward = ForwardSpec.of(first)
     notes = [*notes_on_casts(original, call), *notes_on_sinks(sinks)]
     notes += [note_on_parts("the call", 1 + len(others))] * bool(others)
@@ -69,8 +66,8 @@ def describe_sdpa(**given: Unpack[Keywords]) -> Description:
         key=forward.key,
         device=device,
         is_empty=forward.is_empty or forward.dense.has_no_plan,
-        extra_kernels=[] if forward.is_empty else notes,
-        backward=with_sinks(sinks, _describe_backward(original, call)) if trains else None,
+        extra_kernels=notes,
+        backward=_describe_backward(original, call, sinks) if trains else None,
         bucket=None if sign_of_scale(call) is not None else partial(_key_of_bucket, forward),
         verify=lambda differentiate: errors_of(original, differentiate=differentiate),
     )
@@ -82,9 +79,9 @@ def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> 
 
 
 @describes(sdpa_backward)
-def describe_backward(**given: Unpack[BackwardKeywords]) -> Description:
+def describe_backward(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa_backward` runs on a GPU with these arguments."""
-    of, sinks = backward_call_of(**given), given["sinks"]
+    of = backward_call_of(**given, sinks=sinks)
     arguments.check_types(of.call)
     backward_arguments.check_types(of)
     call = of.call._replace(deterministic=is_deterministic(of.call.deterministic))
@@ -94,9 +91,7 @@ def describe_backward(**given: Unpack[BackwardKeywords]) -> Description:
     backward_arguments.check(of)
     memory.check_strides(*call.qkv)
     memory.check_memory(call.q, call.k, call.v, out=None, mask=call.attn_mask)
-    notes = [*notes_on_sinks(sinks), *notes_on_copies(of, dims=4)]
-    if sinks is not None and sinks.dtype != torch.float32 and of.needs[-1]:
-        notes.append("the gradient of sinks is converted back")
+    notes = [*notes_on_sinks(sinks), *notes_on_copies(of, dims=4), *notes_on_sink_gradient(sinks, of.needs[-1])]
     return describe_backward_call(as_read(of), device_of(call.q), notes)
 
 
@@ -127,7 +122,7 @@ def describe_backward_call(of: GradientCall, device: int | None, notes: list[str
     try:
         calls = parts.gradient_calls(of)
     except UnsupportedError as error:
-        return Description(graphs.sdpa_backward, partial(refuse, error), device)
+        return Description.refused(graphs.sdpa_backward, error, device)
     first = calls[0] if calls else of
     backward = BackwardSpec.of(first)
     notes = [*notes, *([] if first is of else [note_on_parts("the gradient", len(calls))])]
@@ -137,11 +132,11 @@ def describe_backward_call(of: GradientCall, device: int | None, notes: list[str
         key=backward.key,
         device=device,
         is_empty=not calls,
-        extra_kernels=notes if calls else [],
+        extra_kernels=notes,
     )
 
 
-def _describe_backward(original: ForwardArguments, call: ForwardArguments) -> Description:
+def _describe_backward(original: ForwardArguments, call: ForwardArguments, sinks: Tensor | None) -> Description:
     """The backward pass for a gradient with the layout of the output."""
     device = device_of(original.q)
     needs = Needs(*(x is not None and x.requires_grad for x in original.differentiable))
@@ -149,10 +144,8 @@ def _describe_backward(original: ForwardArguments, call: ForwardArguments) -> De
     out = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
     of = GradientCall(grad_out=out, out=out, lse=lse, call=call, needs=needs)
-    found = describe_backward_call(of, device, [])
-    if out.numel() and call.k.numel():
-        found.extra_kernels.extend(notes_on_casts(original, call, back=True))
-    return found
+    notes = notes_on_casts(original, call, back=True)
+    return describe_backward_call(of, device, notes + notes_on_sink_gradient(sinks, needs.sinks))
 
 
 def _notes_on_factor(of: GradientCall) -> list[str]:
@@ -230,11 +223,9 @@ def notes_on_sinks(sinks: Tensor | None) -> list[str]:
     return ["sinks are converted to float32"] if sinks is not None and sinks.dtype != torch.float32 else []
 
 
-def with_sinks(sinks: Tensor | None, backward: Description) -> Description:
-    """The backward pass with the conversion of their gradient."""
-    if sinks is not None and sinks.requires_grad and notes_on_sinks(sinks):
-        backward.extra_kernels.append("the gradient of sinks is converted back")
-    return backward
+def notes_on_sink_gradient(sinks: Tensor | None, is_needed: bool) -> list[str]:
+    """The conversion of the gradient of sinks in half precision."""
+    return ["the gradient of sinks is converted back"] if is_needed and notes_on_sinks(sinks) else []
 
 
 def note_on_parts(what: str, number: int) -> str:
@@ -242,11 +233,6 @@ def note_on_parts(what: str, number: int) -> str:
     if number == 1:
         return f"{what} is computed from copies of tensors that span too much memory, and its results are copied"
     return f"{what} is computed in {number} parts, as one launch cannot: this is the plan of the first"
-
-
-def refuse(error: UnsupportedError, *_: object) -> NoReturn:
-    """Raises a known refusal in place of making a key."""
-    raise error
 
 
 def errors_of(call: ForwardArguments, *, differentiate: bool) -> dict[str, float]:

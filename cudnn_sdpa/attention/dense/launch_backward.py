@@ -7,12 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, memory
+from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import GradientCall
 from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
 from cudnn_sdpa.attention.dense.launch import MIN_HALF, bind_plan
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, Needs
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.launch import BoundPlan, Layout, PlainCall, Prepared, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_like, dense_stride_like

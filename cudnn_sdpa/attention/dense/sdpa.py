@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, backward_arguments, memory, sharding, value_checks
+from cudnn_sdpa.attention import arguments, backward_arguments, sharding, value_checks
 from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     GradientCall,
     ReferenceArguments,
+    Softmax,
     as_sinks,
     kind_of,
 )
@@ -20,7 +21,7 @@ from cudnn_sdpa.attention.bias import new_gradient, without_causal_bias
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.dense import launch_backward, parts, plans, reference, tiers
 from cudnn_sdpa.attention.mask import UNBOUNDED, Alignment
-from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine import autograd_checks, memory
 from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
@@ -30,73 +31,42 @@ from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class BackwardOptions(Softmax, total=False):
+    """The options that `sdpa` and `sdpa_backward` share."""
+
+    attn_mask: Tensor | None
+    alibi: bool
+    seq_lens_q: Tensor | None
+    seq_lens_kv: Tensor | None
+    deterministic: bool | None
+
+
+class SdpaOptions(BackwardOptions, total=False):
+    """The options of `sdpa` but `return_lse`."""
+
+    dropout_p: float
+    out: Tensor | None
+
 
 @overload
 def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    softcap: float | None = ...,
-    alibi: bool = ...,
-    sinks: Tensor | None = ...,
-    seq_lens_q: Tensor | None = ...,
-    seq_lens_kv: Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    deterministic: bool | None = ...,
-    out: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[SdpaOptions]
 ) -> Tensor: ...
 
 
 @overload
 def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    softcap: float | None = ...,
-    alibi: bool = ...,
-    sinks: Tensor | None = ...,
-    seq_lens_q: Tensor | None = ...,
-    seq_lens_kv: Tensor | None = ...,
-    return_lse: Literal[True],
-    deterministic: bool | None = ...,
-    out: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[SdpaOptions]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def sdpa(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    softcap: float | None = ...,
-    alibi: bool = ...,
-    sinks: Tensor | None = ...,
-    seq_lens_q: Tensor | None = ...,
-    seq_lens_kv: Tensor | None = ...,
-    return_lse: bool,
-    deterministic: bool | None = ...,
-    out: Tensor | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[SdpaOptions]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -213,33 +183,6 @@ def sdpa(
             return known  # type: ignore[no-any-return]
     result: Tensor | tuple[Tensor, Tensor] = SDPA(call_of(*given), Asked(_calls, given))
     return result
-
-
-class SharedKeywords(TypedDict):
-    """The arguments that `sdpa` and `sdpa_backward` share."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    is_causal: bool
-    causal_alignment: Alignment
-    window_size: tuple[int, int] | None
-    scale: float | None
-    attn_mask: Tensor | None
-    softcap: float | None
-    alibi: bool
-    sinks: Tensor | None
-    seq_lens_q: Tensor | None
-    seq_lens_kv: Tensor | None
-    deterministic: bool | None
-
-
-class Keywords(SharedKeywords):
-    """All arguments of `sdpa`."""
-
-    dropout_p: float
-    return_lse: bool
-    out: Tensor | None
 
 
 def call_of(

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from cudnn_sdpa.attention.arguments import GradientCall
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
-from cudnn_sdpa.attention.dense.sdpa import SDPA, SharedKeywords, call_of
+from cudnn_sdpa.attention.dense.sdpa import SDPA, BackwardOptions, call_of
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.engine import autograd_checks
 
@@ -125,19 +125,17 @@ def sdpa_backward(
     return gradients_of(SDPA.explicit_gradients(of), SDPA.differentiable, of.needs, sinks)
 
 
-class Keywords(SharedKeywords):
-    """All arguments of `sdpa_backward`."""
-
-    grad_out: Tensor
-    out: Tensor
-    lse: Tensor
-    wanted: Sequence[str] | None
-
-
 def backward_call_of(
-    grad_out: Tensor, out: Tensor, lse: Tensor, *, wanted: Sequence[str] | None, **forward: Unpack[SharedKeywords]
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    wanted: Sequence[str] | None,
+    **options: Unpack[BackwardOptions],
 ) -> GradientCall:
     """The call that arguments of `sdpa_backward` make; they have not been checked."""
-    call = call_of(**forward, dropout_p=0.0, return_lse=True, out=None)
+    call = call_of(q=q, k=k, v=v, **options, dropout_p=0.0, return_lse=True, out=None)
     needs = needs_of(wanted, {name: getattr(call, name) for name in SDPA.differentiable})
     return GradientCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)

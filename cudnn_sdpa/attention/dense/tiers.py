@@ -9,12 +9,12 @@ from functools import partial
 
 import torch
 
-from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments, sign_of_scale, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
 from cudnn_sdpa.attention.dense.buckets import Bucket, BucketRun
 from cudnn_sdpa.attention.dense.launch import Run, bind
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
+from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Prepared
 from cudnn_sdpa.engine.memory import check_address, multiplied
@@ -179,7 +179,7 @@ def _run_parts(call: ForwardArguments) -> Result:
 
 def _fill_empty(call: ForwardArguments) -> Result:
     sinks = None if call.sinks is None else call.sinks.view(1, -1, 1)
-    return memory.fill_without_keys(call, plans.results(call), sinks)
+    return fill_without_keys(call, plans.results(call), sinks)
 
 
 def _wants_exact_shape_plan(policy: str, call: ForwardArguments) -> bool:

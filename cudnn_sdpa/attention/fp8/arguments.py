@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, check_is_dense, check_lengths, dtype_name, shape_of
-from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED
-from cudnn_sdpa.attention.paged.arguments import check_table
-from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.attention.arguments import DIMENSIONS, ForwardArguments, check_alike, check_flag, check_lengths
+from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED, Alignment
+from cudnn_sdpa.attention.paged.arguments import HND, PAGE_DIMENSIONS, check_pages
+from cudnn_sdpa.engine.memory import check_are_tensors, check_is_tensor, check_tensor, dtype_name, shape_of
+from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
+from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (*FP8_DTYPES, torch.bfloat16, torch.float16)
@@ -213,6 +218,84 @@ class Fp8BackwardArguments(NamedTuple):
         return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
 
+class Options(TypedDict):
+    """The options that all functions in FP8 share."""
+
+    is_causal: bool
+    causal_alignment: Alignment
+    window_size: tuple[int, int] | None
+    scale: float | None
+    seq_lens_q: Tensor | None
+    seq_lens_kv: Tensor | None
+
+
+def fields_of(options: Options) -> dict[str, Any]:
+    """The fields of a call with these options; they have not been checked."""
+    left, right = arguments.window_bounds(options["window_size"])
+    return {
+        "is_causal": as_bool(options["is_causal"]),
+        "causal_alignment": options["causal_alignment"],
+        "window_left": left,
+        "window_right": right,
+        "scale": as_float(options["scale"]),
+        "seq_lens_q": options["seq_lens_q"],
+        "seq_lens_kv": options["seq_lens_kv"],
+    }
+
+
+def call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: Fp8Scales,
+    *,
+    page_table: Tensor | None,
+    page_table_v: Tensor | None,
+    out_dtype: torch.dtype | None,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Fp8Arguments:
+    """The call that arguments of `sdpa_fp8` make; they have not been checked."""
+    return Fp8Arguments(
+        q,
+        k,
+        v,
+        *scales,
+        **fields_of(options),
+        page_table=page_table,
+        page_table_v=None if page_table_v is page_table else page_table_v,
+        out_dtype=out_dtype,
+        with_lse=as_bool(return_lse),
+    )
+
+
+def backward_call_of(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scales: Fp8BackwardScales,
+    *,
+    deterministic: bool | None,
+    **options: Unpack[Options],
+) -> Fp8BackwardArguments:
+    """The call that arguments of `sdpa_fp8_backward` make; they have not been checked."""
+    is_set = torch.are_deterministic_algorithms_enabled() if deterministic is None else as_bool(deterministic)
+    return Fp8BackwardArguments(
+        grad_out=grad_out,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        **scales._asdict(),
+        **fields_of(options),
+        deterministic=is_set,
+    )
+
+
 #: The tensors of a call that are not scales, and the page tables.
 TENSORS = ("q", "k", "v", "seq_lens_q", "seq_lens_kv")
 TENSORS_OF_BACKWARD = ("grad_out", "q", "k", "v", "out", "lse", "seq_lens_q", "seq_lens_kv")
@@ -223,19 +306,19 @@ TABLES = ("page_table", "page_table_v")
 SCALES = {name: f"scales.{name}" for name in (*Fp8Scales._fields, *Fp8BackwardScales._fields)}
 
 
+def options_of(call: ForwardArguments | Fp8Arguments | Fp8BackwardArguments) -> dict[str, Any]:
+    """The fields that calls of all functions in FP8 and of `sdpa` have, besides queries, keys and values."""
+    names = ("is_causal", "causal_alignment", "window_left", "window_right", "scale", "seq_lens_q", "seq_lens_kv")
+    return {name: getattr(call, name) for name in names}
+
+
 def as_dense(call: Fp8Arguments | Fp8BackwardArguments) -> ForwardArguments:
     """The tensors and options that calls in other dtypes have, too; with pages, k and v are pages."""
     return ForwardArguments(
         q=call.q,
         k=call.k,
         v=call.v,
-        seq_lens_q=call.seq_lens_q,
-        seq_lens_kv=call.seq_lens_kv,
-        is_causal=call.is_causal,
-        causal_alignment=call.causal_alignment,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        scale=call.scale,
+        **options_of(call),
         deterministic=isinstance(call, Fp8BackwardArguments) and call.deterministic,
         with_lse=isinstance(call, Fp8BackwardArguments) or call.with_lse,
     )
@@ -249,16 +332,10 @@ def check_scales_type(scales: object, kind: type[tuple[Tensor, ...]]) -> None:
 
 def check_tensors(tensors: Mapping[str, object]) -> None:
     """Checks types, as the operators' schemas do, and names the argument. Lengths may be None."""
+    check_are_tensors(tensors, ("seq_lens_q", "seq_lens_kv"))
     for name, tensor in tensors.items():
-        optional = name.startswith("seq_lens")
-        if tensor is None and optional:
-            continue
-        if not isinstance(tensor, Tensor):
-            raise OptionError(name, type(tensor).__name__, "a torch.Tensor" + (" or None" if optional else ""))
-        if tensor.device.type not in ("cuda", "cpu", "meta"):
-            raise DeviceError(name, str(tensor.device), "a CUDA device, or the CPU for the reference")
-        check_is_dense(name, tensor)
-        if not is_compiling() and tensor.is_neg() and tensor.dtype in FP8_DTYPES:  # no question that Dynamo can trace
+        # Dynamo cannot trace `is_neg`.
+        if isinstance(tensor, Tensor) and not is_compiling() and tensor.is_neg() and tensor.dtype in FP8_DTYPES:
             raise LayoutError(name, "a negated view", "a tensor of its own", "PyTorch negates no FP8: negate before.")
 
 
@@ -266,15 +343,9 @@ def check_types(call: Fp8Arguments) -> None:
     """Types that the operator's schema would refuse as well, but without naming the argument."""
     check_tensors({name: getattr(call, name) for name in TENSORS})
     _check_types_of_scales(call, Fp8Scales._fields)
-    if not isinstance(call.with_lse, bool):
-        raise OptionError("return_lse", repr(call.with_lse), "True or False")
-    if call.page_table is not None or call.page_table_v is not None:
-        for name in TABLES:
-            table = getattr(call, name)
-            if not isinstance(table, Tensor) and (table is not None or name == "page_table"):
-                raise OptionError(name, type(table).__name__, "a torch.Tensor of int32")
-            if table is not None:
-                check_is_dense(name, table)
+    check_flag("return_lse", call.with_lse)
+    check_is_tensor("page_table", call.page_table, optional=call.page_table_v is None)
+    check_is_tensor("page_table_v", call.page_table_v, optional=True)
     _check_out_dtype(call)
 
 
@@ -285,15 +356,8 @@ def check_types_of_backward(call: Fp8BackwardArguments) -> None:
 
 
 def _check_types_of_scales(call: Fp8Arguments | Fp8BackwardArguments, names: tuple[str, ...]) -> None:
-    for name in names:
-        scale = getattr(call, name)
-        if not isinstance(scale, Tensor):
-            hint = "Make one with torch.tensor([1.0], dtype=torch.float32, device=q.device)."
-            raise OptionError(f"scales.{name}", type(scale).__name__, _A_SCALE, hint)
-        check_is_dense(f"scales.{name}", scale)
-
-
-_A_SCALE = "a float32 tensor of one element"
+    hint = "Make one with torch.tensor([1.0], dtype=torch.float32, device=q.device)."
+    check_are_tensors({SCALES[name]: getattr(call, name) for name in names}, hint=hint)
 
 
 def _check_out_dtype(call: Fp8Arguments) -> None:
@@ -316,9 +380,7 @@ def check(call: Fp8Arguments) -> None:
         return
     q, k, v = call.q, call.k, call.v
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            shape = "(batch, heads, sequence, head dim)" if name == "q" else "(pages, heads, page size, head dim)"
-            raise ShapeError(name, shape_of(tensor), f"rank 4: {shape}")
+        check_tensor(name, tensor, q, shape=DIMENSIONS if name == "q" else PAGE_DIMENSIONS[HND])
     if k.shape[0] == 0:
         raise ShapeError("k", shape_of(k), "at least one page")
     present = min(1, q.shape[0])
@@ -326,18 +388,11 @@ def check(call: Fp8Arguments) -> None:
         _check_dense(call._replace(q=q[:present], k=k[:present], v=v[:present], seq_lens_q=None, seq_lens_kv=None))
     except ShapeError as error:
         raise error.renamed({"sequence length": "page size"}) from None
-    if v.shape[0] != k.shape[0]:
-        raise ShapeError("v", f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of k")
-    if k.shape[2] < 1 or k.shape[2] & (k.shape[2] - 1):
-        raise ShapeError("k", f"pages of {k.shape[2]} tokens", "a power of two, such as 16 or 64")
+    check_pages(q, {"k": k, "v": v}, *call.tables)
     if call.seq_lens_kv is None:
         raise OptionError(
             "seq_lens_kv", "None", "the actual sequence lengths of the keys, which a page table does not give"
         )
-    for name, table in zip(TABLES, call.tables, strict=True):
-        check_table(name, table, q)
-    if call.tables[0].shape != call.tables[1].shape:
-        raise ShapeError("page_table_v", shape_of(call.tables[1]), f"{tuple(call.tables[0].shape)}, as page_table has")
     check_lengths("seq_lens_q", call.seq_lens_q, q)
     check_lengths("seq_lens_kv", call.seq_lens_kv, q)
 
@@ -354,59 +409,31 @@ def check_backward(call: Fp8BackwardArguments) -> None:
     _check_common(call)
     shape = (*q.shape[:3], v.shape[3])
     for name, tensor in (("grad_out", call.grad_out), ("out", call.out)):
-        if tensor.shape != shape:
-            raise ShapeError(name, shape_of(tensor), f"shape {tuple(shape)}, that of the output")
-        if tensor.dtype not in FP8_DTYPES:
-            hint = f"Quantize it: ({name} * scale).to({q.dtype}), after a clamp to the range of that dtype."
-            raise DtypeError(name, dtype_name(tensor.dtype), _FP8, hint)
-    if call.lse.dtype != torch.float32:
-        raise DtypeError("lse", dtype_name(call.lse.dtype), "float32, as sdpa_fp8 gives it with return_lse=True")
-    if call.lse.shape != shape[:3]:
-        raise ShapeError("lse", shape_of(call.lse), f"shape {tuple(shape[:3])}: (batch, heads, queries)")
-    for name, tensor in (("grad_out", call.grad_out), ("out", call.out), ("lse", call.lse)):
-        if tensor.device != q.device:
-            raise DeviceError(name, str(tensor.device), f"{q.device}, the device of q")
+        hint = f"Quantize it: ({name} * scale).to({q.dtype}), after a clamp to the range of that dtype."
+        check_tensor(name, tensor, q, dtype=FP8_DTYPES, shape=shape, meaning="that of the output", hint=hint)
+    meaning = "(batch, heads, queries), as sdpa_fp8 gives it with return_lse=True"
+    check_tensor("lse", call.lse, q, dtype=torch.float32, shape=shape[:3], meaning=meaning)
     _check_scales(call, Fp8BackwardScales._fields)
-
-
-_FP8 = "float8_e4m3fn or float8_e5m2"
 
 
 def _check_common(call: Fp8Arguments | Fp8BackwardArguments) -> None:
     """The tensors that both passes have."""
-    for name in ("q", "k", "v"):
-        tensor = getattr(call, name)
-        if tensor.dim() != 4:
-            hint = "Add the missing batch or head dimension with unsqueeze(0)." if tensor.dim() == 3 else ""
-            raise ShapeError(name, shape_of(tensor), "rank 4: (batch, heads, sequence, head dim)", hint)
-    if call.q.dtype not in FP8_DTYPES:
-        hint = "Quantize it to FP8; cudnn_sdpa.sdpa takes float16 and bfloat16."
-        raise DtypeError("q", dtype_name(call.q.dtype), _FP8, hint)
+    hint = "Quantize it to FP8; cudnn_sdpa.sdpa takes float16 and bfloat16."
+    check_tensor("q", call.q, call.q, dtype=FP8_DTYPES, hint=hint)
+    check_alike(call.q, call.k, call.v)
     has_limits = arguments.has_limits(as_dense(call))
     arguments.check_sizes(call.q, call.k, call.v, HEAD_DIM_MULTIPLE if has_limits else 1)
-    for name in ("k", "v"):
-        tensor = getattr(call, name)
-        if tensor.dtype != call.q.dtype:
-            raise DtypeError(name, dtype_name(tensor.dtype), f"{dtype_name(call.q.dtype)}, the dtype of q")
-        if tensor.device != call.q.device:
-            hint = f"Move it with {name}.to(q.device)."
-            raise DeviceError(name, str(tensor.device), f"{call.q.device}, the device of q", hint)
     check_lengths("seq_lens_q", call.seq_lens_q, call.q)
     check_lengths("seq_lens_kv", call.seq_lens_kv, call.q)
 
 
 def _check_scales(call: Fp8Arguments | Fp8BackwardArguments, names: tuple[str, ...]) -> None:
+    """cuDNN reads one float32 per tensor, on the GPU."""
     for field in names:
-        name, scale = f"scales.{field}", getattr(call, field)
-        if scale.dtype != torch.float32:
-            hint = "Convert it with .float(): cuDNN reads the bits as float32."
-            raise DtypeError(name, dtype_name(scale.dtype), _A_SCALE, hint)
+        scale = getattr(call, field)
+        check_tensor(SCALES[field], scale, call.q, dtype=torch.float32)
         if scale.numel() != 1:
-            hint = "cuDNN has one scale per tensor."
-            raise ShapeError(name, shape_of(scale), _A_SCALE, hint)
-        if scale.device != call.q.device:
-            hint = "Move it once with .to(q.device): it is read on the GPU, never by the host."
-            raise DeviceError(name, str(scale.device), f"{call.q.device}, the device of q", hint)
+            raise ShapeError(SCALES[field], shape_of(scale), "one element: cuDNN has one scale per tensor")
 
 
 # The same calls without pages.

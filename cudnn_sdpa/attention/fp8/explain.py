@@ -4,22 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, sharding
+from cudnn_sdpa.attention import sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.explain import as_cast, device_of, note_on_parts, notes_on_casts, refuse
+from cudnn_sdpa.attention.dense.explain import as_cast, device_of, note_on_parts, notes_on_casts
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8 import fp8_attention, graphs, plans
-from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
+from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales, Options
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
-from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
@@ -30,52 +28,22 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import dense_stride_like
 from cudnn_sdpa.graph.target import Target
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 
 @describes(sdpa_fp8, sharding.fp8)
-def describe_sdpa_fp8(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: Fp8Scales,
-    *,
-    is_causal: bool,
-    causal_alignment: Alignment,
-    window_size: tuple[int, int] | None,
-    scale: float | None,
-    seq_lens_q: Tensor | None,
-    seq_lens_kv: Tensor | None,
-    page_table: Tensor | None,
-    page_table_v: Tensor | None,
-    out_dtype: torch.dtype | None,
-    return_lse: bool,
-) -> Description:
+def describe_sdpa_fp8(scales: Fp8Scales, **given: Any) -> Description:
     """What `sdpa_fp8` with these arguments runs on a GPU; tensors may also be on the CPU."""
     fp8_arguments.check_scales_type(scales, Fp8Scales)
-    left, right = arguments.window_bounds(window_size)
-    call = Fp8Arguments(
-        q,
-        k,
-        v,
-        *scales,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        page_table=page_table,
-        page_table_v=page_table_v,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-        out_dtype=out_dtype,
-        with_lse=return_lse,
-    )
+    call = fp8_arguments.call_of(**given, scales=scales)
     refused = _checked(FP8, call)
     if refused is not None:
         return refused
     forward = ForwardSpec.of(call)
     is_empty = forward.dense.is_empty
-    notes = [] if is_empty else forward.extra_kernels()
-    return Description(graphs.sdpa_fp8_forward, forward.key, device_of(q), is_empty=is_empty, extra_kernels=notes)
+    notes = forward.extra_kernels()
+    return Description(graphs.sdpa_fp8_forward, forward.key, device_of(call.q), is_empty=is_empty, extra_kernels=notes)
 
 
 Fp8T = TypeVar("Fp8T", Fp8Arguments, Fp8BackwardArguments)
@@ -87,51 +55,18 @@ def _checked(operation: Operation[Fp8T], call: Fp8T) -> Description | None:
     if refused is None:
         return None
     graph = graphs.sdpa_fp8_forward if isinstance(call, Fp8Arguments) else graphs.sdpa_fp8_backward
-    return Description(graph, partial(refuse, refused), device_of(call.q))
+    return Description.refused(graph, refused, device_of(call.q))
 
 
 @describes(sdpa_fp8_backward, sharding.fp8_backward)
-def describe_sdpa_fp8_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scales: Fp8BackwardScales,
-    *,
-    is_causal: bool,
-    causal_alignment: Alignment,
-    window_size: tuple[int, int] | None,
-    scale: float | None,
-    seq_lens_q: Tensor | None,
-    seq_lens_kv: Tensor | None,
-    deterministic: bool | None,
-) -> Description:
+def describe_sdpa_fp8_backward(scales: Fp8BackwardScales, **given: Any) -> Description:
     """What `sdpa_fp8_backward` with these arguments runs on a GPU; tensors may also be on the CPU."""
     fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
-    left, right = arguments.window_bounds(window_size)
-    call = Fp8BackwardArguments(
-        grad_out=grad_out,
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        lse=lse,
-        **scales._asdict(),
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-        deterministic=is_deterministic(deterministic),
-    )
+    call = fp8_arguments.backward_call_of(**given, scales=scales)
     refused = _checked(FP8_BACKWARD, call)
     if refused is not None:
         return refused
-    return _describe_backward_call(call, device_of(q), [])
+    return _describe_backward_call(call, device_of(call.q), [])
 
 
 def _describe_backward_call(call: Fp8BackwardArguments, device: int | None, around: list[str]) -> Description:
@@ -139,7 +74,7 @@ def _describe_backward_call(call: Fp8BackwardArguments, device: int | None, arou
     try:
         parts = plans.split_backward(call)
     except UnsupportedError as error:
-        return Description(graphs.sdpa_fp8_backward, partial(refuse, error), device)
+        return Description.refused(graphs.sdpa_fp8_backward, error, device)
     backward = BackwardSpec.of(plans.part_of(without_data(call), parts[0]) if parts else call)
     is_empty = backward.dense.is_empty
     notes = [*around, *([note_on_parts("the gradient", len(parts))] if parts else []), *backward.extra_kernels()]
@@ -152,7 +87,7 @@ def _describe_backward_call(call: Fp8BackwardArguments, device: int | None, arou
         key=key,
         device=device,
         is_empty=is_empty,
-        extra_kernels=[] if is_empty else notes,
+        extra_kernels=notes,
     )
 
 
@@ -170,34 +105,18 @@ def describe_fp8_attention(
     v: Tensor,
     *,
     scaling: Fp8Scaling | None,
-    is_causal: bool,
-    causal_alignment: Alignment,
-    window_size: tuple[int, int] | None,
-    scale: float | None,
-    seq_lens_q: Tensor | None,
-    seq_lens_kv: Tensor | None,
     grad_dtype: torch.dtype | None,
+    **options: Unpack[Options],
 ) -> Description:
     """What `fp8_attention` with these arguments runs on a GPU now; tensors may also be on the CPU."""
-    fp8_arguments.check_tensors({"q": q, "k": k, "v": v, "seq_lens_q": seq_lens_q, "seq_lens_kv": seq_lens_kv})
-    left, right = arguments.window_bounds(window_size)
-    given = ForwardArguments(
-        q=q,
-        k=k,
-        v=v,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=scale,
-    )
+    lengths = {"seq_lens_q": options["seq_lens_q"], "seq_lens_kv": options["seq_lens_kv"]}
+    fp8_arguments.check_tensors({"q": q, "k": k, "v": v, **lengths})
+    given = ForwardArguments(q=q, k=k, v=v, **fp8_arguments.fields_of(options))
     call = as_cast(given)
     refused = UnsupportedError.of(fp8_attention.check, call)
     grad_dtype = fp8_attention.check_scaling(scaling, grad_dtype, q)
     if refused is not None:
-        return Description(graphs.sdpa_fp8_forward, partial(refuse, refused), device_of(q))
+        return Description.refused(graphs.sdpa_fp8_forward, refused, device_of(q))
     trains = needs_gradient(q, k, v)
     of = _in_fp8(call, with_lse=trains)
     forward = ForwardSpec.of(of)
@@ -214,7 +133,7 @@ def describe_fp8_attention(
         key=key,
         device=device_of(q),
         is_empty=is_empty,
-        extra_kernels=[] if is_empty else [*around, *forward.extra_kernels()],
+        extra_kernels=[*around, *forward.extra_kernels()],
         backward=_describe_backward(given=given, call=call, of=of, scaling=scaling, dtype=grad_dtype)
         if trains
         else None,
@@ -231,6 +150,7 @@ def _describe_backward(
     """The backward pass for a gradient with the output's memory layout."""
     out = _dense((*of.q.shape[:3], of.v.shape[3]), of.q, DTYPE)
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
+    options: dict[str, Any] = dict.fromkeys(Fp8BackwardScales._fields, ONE) | fp8_arguments.options_of(of)
     backward = Fp8BackwardArguments(
         grad_out=_dense(out.shape, out, dtype),
         q=of.q,
@@ -238,14 +158,7 @@ def _describe_backward(
         v=of.v,
         out=out,
         lse=lse,
-        **dict.fromkeys(Fp8BackwardScales._fields, ONE),
-        seq_lens_q=of.seq_lens_q,
-        seq_lens_kv=of.seq_lens_kv,
-        is_causal=of.is_causal,
-        causal_alignment=of.causal_alignment,
-        window_left=of.window_left,
-        window_right=of.window_right,
-        scale=of.scale,
+        **options,
         deterministic=is_deterministic(None),
     )
     around = [*_notes_backward(scaling, dtype), *notes_on_casts(given, call, back=True)]
@@ -254,23 +167,9 @@ def _describe_backward(
 
 def _in_fp8(call: ForwardArguments, *, with_lse: bool) -> Fp8Arguments:
     """The call of `sdpa_fp8`: quantized tensors are dense, in the memory order of the originals."""
-    lengths_q, lengths_kv = (
-        None if x is None else torch.empty_like(x, device="meta") for x in (call.seq_lens_q, call.seq_lens_kv)
-    )
     q, k, v = (_dense(x.shape, x, DTYPE) for x in call.qkv)
     return Fp8Arguments(
-        q,
-        k,
-        v,
-        *Fp8Scales(*[ONE] * 6),
-        seq_lens_q=lengths_q,
-        seq_lens_kv=lengths_kv,
-        is_causal=call.is_causal,
-        causal_alignment=call.causal_alignment,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        scale=call.scale,
-        with_lse=with_lse,
+        q, k, v, *Fp8Scales(*[ONE] * 6), **fp8_arguments.options_of(without_data(call)), with_lse=with_lse
     )
 
 

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, memory, sharding, value_checks
-from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, check_lengths, dtype_name, shape_of
+from cudnn_sdpa.attention import arguments, sharding, value_checks
+from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, check_lengths
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
-from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients
+from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients, Options
 from cudnn_sdpa.attention.fp8.plans import ForwardSpec, spec_of, split_gradients
 from cudnn_sdpa.attention.fp8.quantize import (
     Wanted,
@@ -48,30 +48,20 @@ from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.reference import without_autocast
 from cudnn_sdpa.attention.support import rules_fp8
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
-from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
+from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, memory
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.autograd_checks import refuse_batch, refuse_second_gradient
 from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory, needs_gradient
+from cudnn_sdpa.engine.memory import check_tensor, dtype_name
 from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.engine.sharding import run as run_on_dtensors
-from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import DeviceError, OptionError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
-
-
-class Options(TypedDict):
-    """Keyword arguments that `sdpa_fp8` and `sdpa_fp8_backward` have, too."""
-
-    is_causal: bool
-    causal_alignment: Alignment
-    window_size: tuple[int, int] | None
-    scale: float | None
-    seq_lens_q: Tensor | None
-    seq_lens_kv: Tensor | None
 
 
 class Call(NamedTuple):
@@ -293,19 +283,7 @@ def fp8_attention(
         return _on_dtensors({**tensors, **options}, scaling, grad_dtype)
     cast = cast_for_autocast(ForwardArguments(q, k, v))
     q, k, v = cast.q, cast.k, cast.v
-    left, right = arguments.window_bounds(window_size)
-    of = ForwardArguments(
-        q=q,
-        k=k,
-        v=v,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        is_causal=options["is_causal"],
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=options["scale"],
-    )
+    of = ForwardArguments(q=q, k=k, v=v, **fp8_arguments.fields_of(options))
     check(of)
     made = check_scaling(scaling, grad_dtype, q)
     return _run(of, Call(options, scaling, made, is_deterministic(None)))
@@ -331,16 +309,9 @@ def check(of: ForwardArguments) -> None:
     arguments.check_options(of)
     if of.scale is not None and not of.scale >= fp8_arguments.MIN_SCALE:
         raise OptionError("scale", repr(of.scale), "a positive number, or None for 1/sqrt(head dim)")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.dim() != 4:
-            raise ShapeError(name, shape_of(tensor), "rank 4: (batch, heads, sequence, head dim)")
-        if tensor.dtype not in IN_DTYPES:
-            hint = "Convert it with .to(torch.bfloat16); sdpa_fp8 takes FP8 tensors."
-            raise DtypeError(name, dtype_name(tensor.dtype), "bfloat16 or float16", hint)
-        if tensor.dtype != q.dtype:
-            raise DtypeError(name, dtype_name(tensor.dtype), f"{dtype_name(q.dtype)}, the dtype of q")
-        if tensor.device != q.device:
-            raise DeviceError(name, str(tensor.device), f"{q.device}, the device of q")
+    hint = "Convert it with .to(torch.bfloat16); sdpa_fp8 takes FP8 tensors."
+    check_tensor("q", q, q, dtype=IN_DTYPES, hint=hint)
+    arguments.check_alike(q, k, v)
     has_limits = arguments.has_limits(of)
     arguments.check_sizes(q, k, v, fp8_arguments.HEAD_DIM_MULTIPLE if has_limits else 1)
     # Tensors inside a functorch transform have no address.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory, parts
+from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.plans import FIRST_RIGHT_LAST_TILE, GRAD_OUT_COPY, LAST_TILE, DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments, graphs, workarounds
@@ -24,6 +24,7 @@ from cudnn_sdpa.attention.fp8.arguments import (
 from cudnn_sdpa.attention.parts import GRADIENTS, Part
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
 from cudnn_sdpa.attention.support.rules_fp8 import RULES
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import Operand, PlanKey

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, memory, sharding, value_checks
+from cudnn_sdpa.attention import arguments, sharding, value_checks
 from cudnn_sdpa.attention.arguments import ForwardArguments, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
@@ -23,14 +23,13 @@ from cudnn_sdpa.attention.fp8.arguments import (
     Fp8Output,
     Fp8Scales,
 )
-from cudnn_sdpa.attention.mask import UNBOUNDED, Alignment
-from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.attention.mask import Alignment
+from cudnn_sdpa.engine import autograd_checks, memory
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target
 
@@ -128,23 +127,21 @@ def sdpa_fp8(
         known = _calls.find(*given)
         if known is not MISSED:
             return Fp8Output._make(known if return_lse else (*known, None))
-    left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
-    call = Fp8Arguments(
+    call = fp8_arguments.call_of(
         q,
         k,
         v,
-        *scales,
+        scales,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_size=window_size,
+        scale=scale,
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
         page_table=page_table,
-        page_table_v=None if page_table_v is page_table else page_table_v,
-        is_causal=as_bool(is_causal),
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=as_float(scale),
+        page_table_v=page_table_v,
         out_dtype=out_dtype,
-        with_lse=as_bool(return_lse),
+        return_lse=return_lse,
     )
     found = FP8(call, Asked(_calls, given))
     return Fp8Output._make(found if return_lse else (*found, None))
@@ -235,23 +232,21 @@ def sdpa_fp8_backward(
         known = _calls_of_backward.find(*given)
         if known is not MISSED:
             return Fp8Gradients._make(known)
-    left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
-    call = Fp8BackwardArguments(
+    call = fp8_arguments.backward_call_of(
         grad_out=grad_out,
         q=q,
         k=k,
         v=v,
         out=out,
         lse=lse,
-        **scales._asdict(),
+        scales=scales,
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_size=window_size,
+        scale=scale,
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
-        is_causal=as_bool(is_causal),
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=as_float(scale),
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else as_bool(deterministic),
+        deterministic=deterministic,
     )
     return Fp8Gradients._make(FP8_BACKWARD(call, Asked(_calls_of_backward, given)))
 

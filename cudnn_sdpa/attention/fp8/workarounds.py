@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, TABLES, Fp8Arguments, Fp8BackwardArguments
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.memory import LOWEST, MISALIGNED, check_present
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, dense_stride_like
 

@@ -10,22 +10,17 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import (
-    ForwardArguments,
-    ReferenceArguments,
-    check_is_dense,
-    check_lengths,
-    dtype_name,
-    shape_of,
-)
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, check_lengths, softmax_of
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
-from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.engine.memory import check_tensor, dtype_name, shape_of
+from cudnn_sdpa.errors import ArgumentError, DtypeError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 
 PageLayout = Literal["HND", "NHD"]
 HND: Final = "HND"
 NHD: Final = "NHD"
-LAYOUTS = {HND: "(pages, heads, page size, head dim)", NHD: "(pages, page size, heads, head dim)"}
+PAGE_DIMENSIONS = {HND: ("pages", "heads", "page size", "head dim"), NHD: ("pages", "page size", "heads", "head dim")}
+LAYOUTS = {name: f"({', '.join(dimensions)})" for name, dimensions in PAGE_DIMENSIONS.items()}
 
 #: Whose pages have which layout, for those who do not know theirs by this name.
 _USED_BY = {
@@ -105,14 +100,7 @@ class PagedArguments(NamedTuple):
             q,
             k,
             v,
-            sinks=self.sinks,
-            is_causal=self.is_causal,
-            causal_alignment=self.causal_alignment,
-            window_left=self.window_left,
-            window_right=self.window_right,
-            scale=self.scale,
-            softcap=self.softcap,
-            deterministic=self.deterministic,
+            **softmax_of(self),
             seq_lens_q=seq_lens_q,
             seq_lens_kv=seq_lens_kv,
             with_lse=with_lse,
@@ -160,15 +148,13 @@ def named() -> Iterator[None]:
 
 def check(call: PagedArguments) -> None:
     """Checks of tensors that apply on every device. They read no address and no value, so fake tensors pass."""
-    for name, shape in (("q", "(B, Hq, Sq, D)"), ("k_pages", LAYOUTS[HND]), ("v_pages", LAYOUTS[HND])):
-        tensor = getattr(call, name)
-        if tensor.dim() != 4:
-            raise ShapeError(name, shape_of(tensor), f"rank 4: {shape}, pages in the order of page_layout")
-    q, k, v = call.q, call.k, call.v
-    for name, tensor in (("q", q), ("k_pages", k), ("v_pages", v)):
+    for name, tensor in (("q", call.q), ("k_pages", call.k_pages), ("v_pages", call.v_pages)):
         if "float8" in str(tensor.dtype):
             hint = "Queries and pages in FP8 go through sdpa_fp8(..., page_table=...), with their scales."
             raise DtypeError(name, dtype_name(tensor.dtype), "float16 or bfloat16", hint)
+        shape = arguments.DIMENSIONS if name == "q" else PAGE_DIMENSIONS[call.page_layout]
+        check_tensor(name, tensor, call.q, shape=shape)
+    q, k, v = call.q, call.k, call.v
     if is_true(k.shape[0] == 0):
         raise ShapeError("k_pages", shape_of(k), "at least one page")
     heads = max(1, k.shape[1])
@@ -181,18 +167,7 @@ def check(call: PagedArguments) -> None:
         arguments.check(call.as_dense(q[:present], k[:present], v[:present]))
     if call.out is not None:
         arguments.check_out(call.out, q, v, for_cudnn=arguments.has_limits(call))
-    if is_true(v.shape[0] != k.shape[0]):
-        raise ShapeError("v_pages", f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of k_pages")
-    if call.page_size < 1 or call.page_size & (call.page_size - 1):
-        hint = "Other sizes have no kernel in cuDNN."
-        raise ShapeError("k_pages", f"pages of {call.page_size} tokens", "a power of two, such as 16 or 64", hint)
-    check_table("page_table", call.page_table, q)
-    if call.page_table_v is not None:
-        check_table("page_table_v", call.page_table_v, q)
-        if call.page_table_v.shape != call.page_table.shape:
-            raise ShapeError(
-                "page_table_v", shape_of(call.page_table_v), f"{tuple(call.page_table.shape)}, as page_table has"
-            )
+    check_pages(q, {"k_pages": k, "v_pages": v}, call.page_table, call.page_table_v)
     check_lengths("seq_lens_kv", call.seq_lens_kv, q)
     check_lengths("seq_lens_q", call.seq_lens_q, q)
 
@@ -211,17 +186,10 @@ def check_page_layout(page_layout: object) -> None:
 def check_types(call: PagedArguments) -> None:
     """Types that the operators' schemas would refuse as well, but without naming the argument."""
     check_page_layout(call.page_layout)
-    with named():
-        arguments.check_types(
-            ForwardArguments(call.q, call.k_pages, call.v_pages, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
-        )
-    for name in ("page_table", "page_table_v", "seq_lens_kv", "seq_lens_q"):
-        tensor = getattr(call, name)
-        if tensor is None and name in ("page_table_v", "seq_lens_q"):
-            continue
-        if not isinstance(tensor, Tensor):
-            raise OptionError(name, type(tensor).__name__, "a torch.Tensor of int32")
-        check_is_dense(name, tensor)
+    required = {"q": call.q, "k_pages": call.k_pages, "v_pages": call.v_pages}
+    required |= {"page_table": call.page_table, "seq_lens_kv": call.seq_lens_kv}
+    optional = {"page_table_v": call.page_table_v, "seq_lens_q": call.seq_lens_q, "sinks": call.sinks, "out": call.out}
+    arguments.check_operands(required, optional, call.with_lse)
 
 
 def check_options(call: PagedArguments) -> None:
@@ -229,15 +197,22 @@ def check_options(call: PagedArguments) -> None:
     arguments.check_options(call.as_dense(call.q, call.k_pages, call.v_pages))
 
 
-def check_table(name: str, table: Tensor, q: Tensor) -> None:
-    """Checks the page ids of each sequence: int32, (B, max_pages), rows contiguous, on q's device."""
-    if table.dtype != torch.int32:
-        raise DtypeError(name, dtype_name(table.dtype), "int32", f"Convert with {name}.to(torch.int32).")
-    if table.dim() != 2 or is_true(table.shape[0] != q.shape[0]):
-        raise ShapeError(name, shape_of(table), f"shape ({q.shape[0]}, max_pages): the pages of each batch entry")
-    if table.device != q.device:
-        raise DeviceError(name, str(table.device), f"{q.device}, the device of q", f"Move it with {name}.to(q.device).")
-    if is_true(table.shape[1] > 1) and table.stride(1) != 1:
-        raise LayoutError(
-            name, f"stride {table.stride(1)} within rows", "1: each row dense", f"Use {name}.contiguous()."
-        )
+def check_pages(q: Tensor, pages: dict[str, Tensor], table: Tensor, table_v: Tensor | None) -> None:
+    """The pages of keys and of values, (pages, Hkv, page size, D), and the page ids of each sequence.
+
+    Args:
+        q: The queries.
+        pages: Both by name.
+        table: The page table, int32 (B, max_pages), its rows dense.
+        table_v: That of values, None if it is the same.
+    """
+    (name_k, k), (name_v, v) = pages.items()
+    if is_true(v.shape[0] != k.shape[0]):
+        raise ShapeError(name_v, f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of {name_k}")
+    size = k.shape[2]
+    if size < 1 or size & (size - 1):
+        hint = "Other sizes have no kernel in cuDNN."
+        raise ShapeError(name_k, f"pages of {size} tokens", "a power of two, such as 16 or 64", hint)
+    shape, meaning = (q.shape[0], "max_pages"), "the pages of each batch entry"
+    check_tensor("page_table", table, q, dtype=torch.int32, shape=shape, meaning=meaning, dense=True)
+    check_tensor("page_table_v", table_v, q, dtype=torch.int32, shape=table.shape, meaning="as page_table", dense=True)

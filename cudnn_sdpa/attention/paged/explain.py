@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
+
+from torch import Tensor
 
 from cudnn_sdpa.attention import reference as dense_reference
 from cudnn_sdpa.attention import sharding
@@ -13,31 +15,28 @@ from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.paged import plans, reference
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import MAX_DECODED, DecodeSpec, is_decode
-from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, Keywords, call_of, sdpa_paged
+from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, call_of, sdpa_paged
 from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inputs
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import live_target
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 @describes(sdpa_paged, sharding.paged)
-def describe_paged(**given: Unpack[Keywords]) -> Description:
+def describe_paged(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa_paged` with these arguments runs on a GPU."""
-    checked = PAGED.checked(call_of(**given), PAGED.cast)
+    checked = PAGED.checked(call_of(**given, sinks=sinks), PAGED.cast)
     original, call, refused = checked.call, checked.cast, checked.refused
     if refused is not None:
-        return Description(graphs.paged_decode, partial(explain.refuse, refused), explain.device_of(call.q))
+        return Description.refused(graphs.paged_decode, refused, explain.device_of(call.q))
     launched, device = with_positive_scale(call), explain.device_of(call.q)
     described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
         described = describe_prefill(launched, device)
     notes = [
         *explain.notes_on_casts(original, call),
-        *explain.notes_on_sinks(given["sinks"]),
+        *explain.notes_on_sinks(sinks),
         *explain.notes_on_scale(call),
         *described.extra_kernels,
     ]

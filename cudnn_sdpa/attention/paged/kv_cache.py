@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.paged import kv_cache_checks, paging
 from cudnn_sdpa.attention.paged.arguments import HND, PageLayout, check_page_layout, in_heads_order
-from cudnn_sdpa.attention.paged.kv_cache_checks import AttendOptions, Options, PlanOptions
+from cudnn_sdpa.attention.paged.kv_cache_checks import AttendOptions, PlanOptions, StepOptions
 from cudnn_sdpa.attention.paged.page_pool import CacheUse, PagePool
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.attention.paged.step_plans import plans_of_steps
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.memory import MISALIGNED
-from cudnn_sdpa.errors import ArgumentError, DeviceError, ExecutionError, OptionError
+from cudnn_sdpa.engine.memory import MISALIGNED, check_are_tensors
+from cudnn_sdpa.errors import DeviceError, ExecutionError, OptionError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.manifest import PlanManifest
@@ -280,32 +279,17 @@ class PagedKVCache:
         layer: int = ...,
         *,
         return_lse: Literal[False] = ...,
-        out: Tensor | None = ...,
-        **options: Unpack[Options],
+        **options: Unpack[StepOptions],
     ) -> Tensor: ...
 
     @overload
     def attend(
-        self,
-        step: PagedStep,
-        q: Tensor,
-        layer: int = ...,
-        *,
-        return_lse: Literal[True],
-        out: Tensor | None = ...,
-        **options: Unpack[Options],
+        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: Literal[True], **options: Unpack[StepOptions]
     ) -> tuple[Tensor, Tensor]: ...
 
     @overload
     def attend(
-        self,
-        step: PagedStep,
-        q: Tensor,
-        layer: int = ...,
-        *,
-        return_lse: bool,
-        out: Tensor | None = ...,
-        **options: Unpack[Options],
+        self, step: PagedStep, q: Tensor, layer: int = ..., *, return_lse: bool, **options: Unpack[StepOptions]
     ) -> Tensor | tuple[Tensor, Tensor]: ...
 
     def attend(
@@ -375,10 +359,7 @@ class PagedKVCache:
 
     def _check_new(self, step: PagedStep, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
         """Checks new keys and values; returns the pages to write to."""
-        try:
-            arguments.check_types(arguments.ForwardArguments(k, k, v))
-        except ArgumentError as error:
-            raise error.renamed({"q": "k"}) from None
+        check_are_tensors({"k": k, "v": v})
         to_k = in_heads_order(self.k_pages(layer), self.page_layout)
         to_v = in_heads_order(self.v_pages(layer), self.page_layout)
         kv_cache_checks.check_rows("k", k, to_k, step)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NoReturn, TypedDict
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory
-from cudnn_sdpa.attention.arguments import CPU_DTYPES, allowed_dtypes, dtype_error, dtype_name, shape_of
-from cudnn_sdpa.attention.mask import Alignment
+from cudnn_sdpa.attention.arguments import CPU_DTYPES, Softmax, allowed_dtypes, dtype_error
 from cudnn_sdpa.attention.paged.step import PagedStep
+from cudnn_sdpa.engine import memory
+from cudnn_sdpa.engine.memory import check_tensor, shape_of
 from cudnn_sdpa.engine.sharding import has_dtensor, refuse
-from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import DeviceError, LayoutError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.scalars import as_int
 
 
@@ -23,27 +23,22 @@ def check_count(name: str, count: object, least: int = 0) -> None:
         raise OptionError(name, repr(count), f"an int of at least {least}")
 
 
-class Options(TypedDict, total=False):
-    """The options of `sdpa_paged` that a step can have, without those of its results."""
-
-    is_causal: bool
-    causal_alignment: Alignment
-    window_size: tuple[int, int] | None
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-
-
-class PlanOptions(Options, total=False):
+class PlanOptions(Softmax, total=False):
     """The options of `PagedKVCache.plans`."""
 
     return_lse: bool
 
 
-class AttendOptions(PlanOptions, total=False):
-    """The options of `PagedKVCache.attend`."""
+class StepOptions(Softmax, total=False):
+    """The options of `PagedKVCache.attend` but `return_lse`."""
 
     out: Tensor | None
+
+
+class AttendOptions(StepOptions, total=False):
+    """The options of `PagedKVCache.attend`."""
+
+    return_lse: bool
 
 
 #: Their names.
@@ -149,12 +144,7 @@ def check_rows(name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
     if has_dtensor(rows):
         refuse("PagedKVCache", "each rank has a cache of its own heads or sequences: give it the local tensors")
     expected = (step.batch, to.shape[1], step.tokens, to.shape[3])
-    if tuple(rows.shape) != expected:
-        raise ShapeError(name, shape_of(rows), f"shape {expected}: (B, Hkv, tokens, head dim)")
-    if rows.dtype != to.dtype:
-        raise DtypeError(name, dtype_name(rows.dtype), f"{dtype_name(to.dtype)}, the dtype of the cache")
-    if rows.device != to.device:
-        raise DeviceError(name, str(rows.device), f"{to.device}, the device of the cache")
+    check_tensor(name, rows, to, of="the cache", shape=expected, meaning="(B, Hkv, tokens, head dim)")
     if rows.is_cuda:
         try:
             memory.check_strides(rows, rows, rows)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory, parts
+from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.arguments import MIN_SCALE, sign_of_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.launch import apply_sinks
@@ -16,6 +16,7 @@ from cudnn_sdpa.attention.paged import paging, plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import DecodeSpec
 from cudnn_sdpa.attention.parts import Part
+from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.call import Result
@@ -62,7 +63,7 @@ def prepare(call: PagedArguments) -> Prepared:
 
 def _fill_empty(call: PagedArguments) -> Result:
     sinks = None if call.sinks is None else call.sinks.view(1, -1, 1)
-    return memory.fill_without_keys(call, plans.results(call), sinks)
+    return fill_without_keys(call, plans.results(call), sinks)
 
 
 def _prepare_with_positive_scale(call: PagedArguments, sign: float) -> Prepared:

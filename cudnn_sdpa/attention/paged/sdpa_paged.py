@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Literal, NoReturn, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, memory, sharding, value_checks
-from cudnn_sdpa.attention.arguments import as_sinks, kind_of
+from cudnn_sdpa.attention import arguments, sharding, value_checks
+from cudnn_sdpa.attention.arguments import Softmax, as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.paged import arguments as paged_arguments
 from cudnn_sdpa.attention.paged import launch, plans, reference
 from cudnn_sdpa.attention.paged.arguments import PagedArguments, PageLayout, ReferencePagedArguments
 from cudnn_sdpa.attention.paged.step import MARK
-from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine import autograd_checks, memory
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
@@ -25,6 +25,17 @@ from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class PagedOptions(Softmax, total=False):
+    """The options of `sdpa_paged` but `page_layout` and `return_lse`."""
+
+    page_table_v: Tensor | None
+    seq_lens_q: Tensor | None
+    out: Tensor | None
 
 
 @overload
@@ -35,17 +46,9 @@ def sdpa_paged(
     page_table: Tensor,
     seq_lens_kv: Tensor,
     *,
-    page_table_v: Tensor | None = ...,
-    seq_lens_q: Tensor | None = ...,
     page_layout: PageLayout,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[PagedOptions],
 ) -> Tensor: ...
 
 
@@ -57,17 +60,9 @@ def sdpa_paged(
     page_table: Tensor,
     seq_lens_kv: Tensor,
     *,
-    page_table_v: Tensor | None = ...,
-    seq_lens_q: Tensor | None = ...,
     page_layout: PageLayout,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
     return_lse: Literal[True],
-    out: Tensor | None = ...,
+    **options: Unpack[PagedOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -79,17 +74,9 @@ def sdpa_paged(
     page_table: Tensor,
     seq_lens_kv: Tensor,
     *,
-    page_table_v: Tensor | None = ...,
-    seq_lens_q: Tensor | None = ...,
     page_layout: PageLayout,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
     return_lse: bool,
-    out: Tensor | None = ...,
+    **options: Unpack[PagedOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -197,27 +184,6 @@ def sdpa_paged(
             return known  # type: ignore[no-any-return]
     result: Tensor | tuple[Tensor, Tensor] = PAGED(call_of(*given), Asked(_calls, given))
     return result
-
-
-class Keywords(TypedDict):
-    """All arguments of `sdpa_paged`."""
-
-    q: Tensor
-    k_pages: Tensor
-    v_pages: Tensor
-    page_table: Tensor
-    seq_lens_kv: Tensor
-    page_table_v: Tensor | None
-    seq_lens_q: Tensor | None
-    page_layout: PageLayout | None
-    is_causal: bool
-    causal_alignment: Alignment
-    window_size: tuple[int, int] | None
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-    return_lse: bool
-    out: Tensor | None
 
 
 def call_of(

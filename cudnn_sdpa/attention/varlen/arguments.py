@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, check_is_dense, dtype_name, shape_of
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, softmax_of
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
-from cudnn_sdpa.errors import ArgumentError, DeviceError, DtypeError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor, shape_of
+from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import LARGEST, is_integer
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 
@@ -72,16 +73,8 @@ class VarlenArguments(NamedTuple):
             q=q,
             k=k,
             v=v,
-            sinks=self.sinks,
             rng=self.rng,
-            is_causal=self.is_causal,
-            causal_alignment=self.causal_alignment,
-            window_left=self.window_left,
-            window_right=self.window_right,
-            scale=self.scale,
-            dropout_p=self.dropout_p,
-            softcap=self.softcap,
-            deterministic=self.deterministic,
+            **softmax_of(self),
             with_lse=self.with_lse,
             out=out,
         )
@@ -126,34 +119,21 @@ def offsets_of_keys(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> Tensor | Non
     if cu_seqlens_kv is cu_seqlens_q:
         return None
     if cu_seqlens_kv is None:
-        raise OptionError("cu_seqlens_kv", "NoneType", "a torch.Tensor of B + 1 int32")
+        raise OptionError("cu_seqlens_kv", "NoneType", "a torch.Tensor")
     return cu_seqlens_kv
 
 
 def check_options(call: VarlenArguments) -> None:
     """The options, which are not tensors."""
-    dense = ForwardArguments(
-        q=call.q,
-        k=call.k,
-        v=call.v,
-        is_causal=call.is_causal,
-        causal_alignment=call.causal_alignment,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        scale=call.scale,
-        dropout_p=call.dropout_p,
-        softcap=call.softcap,
-    )
-    arguments.check_options(dense)
+    arguments.check_options(ForwardArguments(q=call.q, k=call.k, v=call.v, **softmax_of(call)))
 
 
 def check(call: VarlenArguments) -> None:
     """Checks of tensors that apply on every device. They read no address and no value, so fake tensors pass."""
     for name in ("q", "k", "v", "out"):
         tensor = getattr(call, name)
-        if tensor is not None and tensor.dim() != 3:
-            hint = "sdpa takes tensors of rank 4." if tensor.dim() == 4 else ""
-            raise ShapeError(name, shape_of(tensor), "rank 3: (tokens, heads, head dim)", hint)
+        hint = "sdpa takes tensors of rank 4." if tensor is not None and tensor.dim() == 4 else ""
+        check_tensor(name, tensor, call.q, shape=("tokens", "heads", "head dim"), hint=hint)
     try:
         arguments.check(call._replace(out=None).as_dense())
     except ArgumentError as error:
@@ -172,33 +152,21 @@ def check(call: VarlenArguments) -> None:
                 hint,
             )
     offsets_q, offsets_kv = call.offsets
-    if offsets_q.shape != offsets_kv.shape:
-        raise ShapeError("cu_seqlens_kv", shape_of(offsets_kv), f"{tuple(offsets_q.shape)}, the shape of cu_seqlens_q")
+    meaning = "that of cu_seqlens_q"
+    check_tensor("cu_seqlens_kv", offsets_kv, offsets_q, of="cu_seqlens_q", shape=offsets_q.shape, meaning=meaning)
 
 
-def check_types_of_offsets(call: VarlenArguments) -> None:
+def check_types(call: VarlenArguments) -> None:
     """Types that the operators' schemas would refuse as well, but without naming the argument."""
-    check_type_of_offsets("cu_seqlens_q", call.cu_seqlens_q)
-    if call.cu_seqlens_kv is not None:  # PyTorch 2.9 does not trace `call.offsets`
-        check_type_of_offsets("cu_seqlens_kv", call.cu_seqlens_kv)
-
-
-def check_type_of_offsets(name: str, offsets: object) -> None:
-    """Cumulative sequence lengths are dense tensors."""
-    if not isinstance(offsets, Tensor):
-        raise OptionError(name, type(offsets).__name__, "a torch.Tensor of B + 1 int32")
-    check_is_dense(name, offsets)
+    required = {"q": call.q, "k": call.k, "v": call.v, "cu_seqlens_q": call.cu_seqlens_q}
+    optional = {"cu_seqlens_kv": call.cu_seqlens_kv, "sinks": call.sinks, "out": call.out}
+    arguments.check_operands(required, optional, call.with_lse)
 
 
 def check_cumulative(name: str, offsets: Tensor, q: Tensor) -> None:
     """Cumulative sequence lengths: int32, (B + 1,), dense, on the device of q."""
-    check_type_of_offsets(name, offsets)
-    if offsets.dtype != torch.int32:
-        raise DtypeError(name, dtype_name(offsets.dtype), "int32", f"Convert with {name}.to(torch.int32).")
-    if offsets.dim() != 1 or offsets.shape[0] < 1:
-        expected = "shape (B + 1,): 0, then the end of each of the B sequences"
-        raise ShapeError(name, shape_of(offsets), expected)
-    if offsets.device != q.device:
-        raise DeviceError(name, str(offsets.device), f"{q.device}, the device of q")
-    if offsets.shape[0] > 1 and offsets.stride(0) != 1:
-        raise LayoutError(name, f"stride {offsets.stride(0)}", "a dense tensor", f"Use {name}.contiguous().")
+    check_is_tensor(name, offsets)
+    meaning = "0, then the end of each of the B sequences"
+    check_tensor(name, offsets, q, dtype=torch.int32, shape=("B + 1",), meaning=meaning, dense=True)
+    if offsets.shape[0] < 1:
+        raise ShapeError(name, shape_of(offsets), f"shape (B + 1,): {meaning}")

@@ -4,61 +4,58 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import backward_arguments, memory, reference, sharding
+from cudnn_sdpa.attention import backward_arguments, reference, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.reference import sequences
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, Keywords, call_of, sdpa_varlen
-from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import Keywords as BackwardKeywords
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import backward_call_of, sdpa_varlen_backward
 from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
-
 
 @describes(sdpa_varlen, sharding.varlen)
-def describe_varlen(**given: Unpack[Keywords]) -> Description:
+def describe_varlen(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa_varlen` runs on a GPU with these arguments."""
-    checked = VARLEN.checked(call_of(**given), explain.as_cast)
+    checked = VARLEN.checked(call_of(**given, sinks=sinks), explain.as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
-    sinks, device = given["sinks"], explain.device_of(original.q)
+    device = explain.device_of(original.q)
     if refused is not None:
-        return Description(graphs.sdpa_forward, partial(explain.refuse, refused), device)
+        return Description.refused(graphs.sdpa_forward, refused, device)
     original = original._replace(with_lse=original.with_lse or trains)
     launched, scale_notes = with_positive_scale(call), explain.notes_on_scale(call)
     packed, layout = plans.spec_of(launched), plans.output_layout(call)
     is_empty = 0 in call.q.shape or 0 in call.k.shape
     notes = [*explain.notes_on_casts(original, call), *explain.notes_on_sinks(sinks), *scale_notes]
     notes += packed.extra_kernels(with_lse=original.with_lse)
-    backward = _describe_backward(original, without_data(call), layout) if trains else None
+    back = explain.notes_on_sink_gradient(sinks, sinks is not None and sinks.requires_grad)
     return Description(
         operation=graphs.sdpa_forward,
         key=partial(packed.forward_key, layout, original.with_lse),
         device=device,
         is_empty=is_empty,
-        extra_kernels=[] if is_empty else notes,
-        backward=None if backward is None else explain.with_sinks(sinks, backward),
+        extra_kernels=notes,
+        backward=_describe_backward(original, without_data(call), layout, back) if trains else None,
         verify=lambda differentiate: errors_varlen(original, differentiate=differentiate),
     )
 
 
 @describes(sdpa_varlen_backward)
-def describe_varlen_backward(**given: Unpack[BackwardKeywords]) -> Description:
+def describe_varlen_backward(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa_varlen_backward` runs on a GPU with these arguments."""
-    of, sinks = backward_call_of(**given), given["sinks"]
+    of = backward_call_of(**given, sinks=sinks)
     VARLEN.check_types(of.call)
     backward_arguments.check_types(of)
     call = of.call._replace(deterministic=is_deterministic(of.call.deterministic))
@@ -71,22 +68,25 @@ def describe_varlen_backward(**given: Unpack[BackwardKeywords]) -> Description:
     original = call._replace(sinks=None if sinks is None else sinks.detach().requires_grad_(of.needs[-1]))
     is_readable = explain.is_readable_layout(of.out, 3)
     layout = TensorLayout.of(of.out) if is_readable else TensorLayout.contiguous(of.out.shape, of.out.dtype)
-    found = _describe_backward(original, without_data(call), layout)
-    found.extra_kernels[:0] = [*explain.notes_on_sinks(sinks), *explain.notes_on_copies(of, dims=3)]
-    return explain.with_sinks(original.sinks, found)
+    notes = [*explain.notes_on_sinks(sinks), *explain.notes_on_copies(of, dims=3)]
+    notes += explain.notes_on_sink_gradient(sinks, of.needs[-1])
+    return _describe_backward(original, without_data(call), layout, notes)
 
 
-def _describe_backward(original: VarlenArguments, call: VarlenArguments, out: TensorLayout) -> Description:
-    """The backward pass for a gradient with the layout of the output."""
+def _describe_backward(
+    original: VarlenArguments, call: VarlenArguments, out: TensorLayout, notes: list[str]
+) -> Description:
+    """The backward pass for a gradient with the layout of the output, given the notes on what runs around it."""
     device, is_empty = explain.device_of(original.q), 0 in call.q.shape or 0 in call.k.shape
     try:
         part, part_out, number = (call, out, 0) if is_empty else _first_part(call, out)
     except UnsupportedError as error:
-        return Description(graphs.sdpa_backward, partial(explain.refuse, error), device)
+        return Description.refused(graphs.sdpa_backward, error, device)
     launched, scale_notes = with_positive_scale(part), explain.notes_on_scale(part)
     packed = plans.spec_of(launched)
     as_launched = replace(packed, q=dense_like(packed.q))
     notes = [
+        *notes,
         *([explain.note_on_parts("the gradient", number)] if number else []),
         *(f"{note}, and so are the gradients of q and k" for note in scale_notes),
         *packed.backward_kernels(sink_gradient=original.sinks is not None and original.sinks.requires_grad),
@@ -97,7 +97,7 @@ def _describe_backward(original: VarlenArguments, call: VarlenArguments, out: Te
         key=partial(as_launched.backward_key, part_out, part_out, call.deterministic),
         device=device,
         is_empty=is_empty,
-        extra_kernels=[] if is_empty else notes,
+        extra_kernels=notes,
     )
 
 

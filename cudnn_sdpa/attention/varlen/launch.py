@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import memory, parts
+from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.arguments import sign_of_scale, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense import launch_backward as dense_backward
@@ -15,10 +15,12 @@ from cudnn_sdpa.attention.dense.launch import apply_sinks
 from cudnn_sdpa.attention.dense.launch_backward import sink_gradient
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.parts import packed_gradient_limits
+from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, Prepared, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, like_in_memory, multiplied, without_memory
@@ -65,7 +67,7 @@ def _multiplied(q: Tensor, sign: float) -> Tensor:
 
 
 def _fill_empty(call: VarlenArguments) -> Result:
-    return memory.fill_without_keys(call, plans.results(call), call.sinks)
+    return fill_without_keys(call, plans.results(call), call.sinks)
 
 
 def readable(of: VarlenGradientCall) -> VarlenGradientCall:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cudnn_sdpa.attention import memory, parts
+from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.arguments import with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.parts import split_or_refuse
@@ -22,6 +22,7 @@ from cudnn_sdpa.attention.mask import TOP_LEFT, Mask, normalize_mask
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.errors import UnsupportedError

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, backward_arguments, memory, sharding, value_checks
-from cudnn_sdpa.attention.arguments import ForwardArguments, as_sinks, kind_of
+from cudnn_sdpa.attention import arguments, backward_arguments, sharding, value_checks
+from cudnn_sdpa.attention.arguments import Softmax, as_sinks, kind_of
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen import launch, plans, reference
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments, VarlenGradientCall
-from cudnn_sdpa.engine import autograd_checks
+from cudnn_sdpa.engine import autograd_checks, memory
 from cudnn_sdpa.engine.autocast import casts
 from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
@@ -24,6 +24,22 @@ from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class BackwardOptions(Softmax, total=False):
+    """The options that `sdpa_varlen` and `sdpa_varlen_backward` share."""
+
+    deterministic: bool | None
+
+
+class VarlenOptions(BackwardOptions, total=False):
+    """The options of `sdpa_varlen` but `return_lse`."""
+
+    dropout_p: float
+    out: Tensor | None
 
 
 @overload
@@ -36,16 +52,8 @@ def sdpa_varlen(
     max_seqlen_q: int,
     max_seqlen_kv: int,
     *,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
     return_lse: Literal[False] = ...,
-    deterministic: bool | None = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
 
 
@@ -59,16 +67,8 @@ def sdpa_varlen(
     max_seqlen_q: int,
     max_seqlen_kv: int,
     *,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
     return_lse: Literal[True],
-    deterministic: bool | None = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -82,16 +82,8 @@ def sdpa_varlen(
     max_seqlen_q: int,
     max_seqlen_kv: int,
     *,
-    is_causal: bool = ...,
-    causal_alignment: Alignment = ...,
-    window_size: tuple[int, int] | None = ...,
-    scale: float | None = ...,
-    dropout_p: float = ...,
-    softcap: float | None = ...,
-    sinks: Tensor | None = ...,
     return_lse: bool,
-    deterministic: bool | None = ...,
-    out: Tensor | None = ...,
+    **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -193,33 +185,6 @@ def sdpa_varlen(
     return result
 
 
-class SharedKeywords(TypedDict):
-    """The arguments that `sdpa_varlen` and `sdpa_varlen_backward` share."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor
-    cu_seqlens_kv: Tensor
-    max_seqlen_q: int
-    max_seqlen_kv: int
-    is_causal: bool
-    causal_alignment: Alignment
-    window_size: tuple[int, int] | None
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-    deterministic: bool | None
-
-
-class Keywords(SharedKeywords):
-    """All arguments of `sdpa_varlen`."""
-
-    dropout_p: float
-    return_lse: bool
-    out: Tensor | None
-
-
 def call_of(
     q: Tensor,
     k: Tensor,
@@ -266,13 +231,6 @@ def call_of(
 
 def _is_cacheable(call: VarlenArguments) -> bool:
     return type(call.dropout_p) is float and call.dropout_p == 0.0 and not value_checks.enabled
-
-
-def _check_types(call: VarlenArguments) -> None:
-    arguments.check_types(
-        ForwardArguments(call.q, call.k, call.v, sinks=call.sinks, out=call.out, with_lse=call.with_lse)
-    )
-    varlen_arguments.check_types_of_offsets(call)
 
 
 def _check_values(call: VarlenArguments) -> None:
@@ -326,7 +284,7 @@ VARLEN = Operation(
     autocast=casts("q", "k", "v"),
     is_cacheable=_is_cacheable,
     kind=kind_of,
-    check_types=_check_types,
+    check_types=varlen_arguments.check_types,
     check_options=varlen_arguments.check_options,
     check=varlen_arguments.check,
     check_values=_check_values,

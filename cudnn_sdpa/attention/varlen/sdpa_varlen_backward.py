@@ -11,7 +11,7 @@ from torch.nn import functional
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.varlen.arguments import VarlenGradientCall
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, SharedKeywords, call_of
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, BackwardOptions, call_of
 from cudnn_sdpa.engine import autograd_checks
 
 if TYPE_CHECKING:
@@ -109,20 +109,34 @@ def sdpa_varlen_backward(
     return gradients_of(VARLEN.explicit_gradients(of), VARLEN.differentiable, of.needs, sinks)
 
 
-class Keywords(SharedKeywords):
-    """All arguments of `sdpa_varlen_backward`."""
-
-    grad_out: Tensor
-    out: Tensor
-    lse: Tensor
-    wanted: Sequence[str] | None
-
-
 def backward_call_of(
-    grad_out: Tensor, out: Tensor, lse: Tensor, *, wanted: Sequence[str] | None, **forward: Unpack[SharedKeywords]
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    wanted: Sequence[str] | None,
+    **options: Unpack[BackwardOptions],
 ) -> VarlenGradientCall:
     """The call that arguments of `sdpa_varlen_backward` make; they have not been checked."""
-    call = call_of(**forward, dropout_p=0.0, return_lse=True, out=None)
+    call = call_of(
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
+        **options,
+        dropout_p=0.0,
+        return_lse=True,
+        out=None,
+    )
     q, k, v = call.qkv
     needs = needs_of(wanted, {"q": q, "k": k, "v": v, "sinks": call.sinks})
     return VarlenGradientCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)

@@ -199,9 +199,9 @@ def test_misaligned_tensors_are_refused():
 
 def test_float64_is_refused_on_a_gpu():
     x, weight = (torch.randn(shape, device="cuda", dtype=torch.float64) for shape in ((4, 256), (256,)))
-    with pytest.raises(DtypeError, match=r"x: got torch\.float64"):
+    with pytest.raises(DtypeError, match=r"x: got float64"):
         rms_norm(x, weight)
-    with pytest.raises(DtypeError, match=r"gate: got torch\.float64"):
+    with pytest.raises(DtypeError, match=r"gate: got float64"):
         silu_mul(x, x)
 
 

@@ -31,7 +31,7 @@ def test_the_published_engines_are_those_of_cudnn(target, option):
         assert cell(call["operation"], option, target=target).to_dict() == call
 
 
-@pytest.mark.parametrize("target, sm", [("a100", 80), ("l40s", 89), ("h200", 90), ("b200", 100), ("rtx5090", 120)])
+@pytest.mark.parametrize(("target", "sm"), [("a100", 80), ("l40s", 89), ("h200", 90), ("b200", 100), ("rtx5090", 120)])
 def test_the_published_reasons_are_those_of_the_rules(target, sm):
     """What no rule says is left out: cuDNN's own errors, and sentences that name the GPU."""
     published = json.loads((PUBLISHED / f"{target}.json").read_text())

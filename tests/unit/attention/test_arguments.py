@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -239,7 +238,7 @@ def test_an_output_that_requires_grad_is_refused():
 
 
 def test_gpu_only_checks_of_memory():
-    from cudnn_sdpa.attention import memory as checks
+    from cudnn_sdpa.engine import memory as checks
 
     q, k, v = (torch.randn(2, 4, 8, 16, dtype=torch.float16) for _ in range(3))
     checks.check_strides(q, k, v)
@@ -265,6 +264,12 @@ def test_float32_and_integers_are_refused_for_tensors_of_a_gpu():
         with pytest.raises(DtypeError) as caught:
             checks.check_qkv(tensor, tensor, tensor)
         assert_names(caught.value, "q", str(dtype).removeprefix("torch."), "float16 or bfloat16")
-    elsewhere = SimpleNamespace(dim=lambda: 4, device=torch.device("xla"), dtype=torch.float16)
-    with pytest.raises(DeviceError, match="q: got xla; expected a CUDA device"):
-        checks.check_qkv(elsewhere, elsewhere, elsewhere)
+
+
+def test_tensors_on_other_devices_are_refused():
+    class Elsewhere(torch.Tensor):
+        device = torch.device("xla")
+
+    q, k, v = arguments().values()
+    with pytest.raises(DeviceError, match="k: got xla; expected a CUDA device"):
+        sdpa(q, k.as_subclass(Elsewhere), v)

@@ -11,7 +11,7 @@ import cudnn_sdpa
 from cudnn_sdpa import DeviceError
 from cudnn_sdpa.engine.fast_path import layout_signature
 from cudnn_sdpa.engine.launch import check_one_device
-from cudnn_sdpa.fused.checks import check_same_device
+from cudnn_sdpa.fused.checks import check_beside
 
 
 @pytest.fixture
@@ -23,11 +23,11 @@ def two():
 def test_checks_compare_indices(two):
     first, second = two
     check_one_device("ab", (first, first))
-    check_same_device("b", first, "a", first)
+    check_beside("b", first, "a", first)
     with pytest.raises(DeviceError, match="b: got cuda:1; expected cuda:0, the device of a"):
         check_one_device("ab", (first, second))
     with pytest.raises(DeviceError, match="b: got cuda:1; expected cuda:0, the device of a"):
-        check_same_device("b", second, "a", first)
+        check_beside("b", second, "a", first)
 
 
 def test_calls_of_another_gpu_are_not_known_ones(two):

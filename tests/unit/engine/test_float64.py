@@ -84,12 +84,12 @@ def test_float64_is_refused_on_gpus():
     with FakeTensorMode():
         x, elsewhere = (torch.empty(2, 8, dtype=torch.float64, device=device) for device in ("cpu", "cuda"))
     assert cudnn_sdpa.rms_norm(x).dtype is torch.float64
-    with pytest.raises(DtypeError, match=r"x: got torch\.float64(.*)on the CPU only"):
+    with pytest.raises(DtypeError, match=r"x: got float64(.*)on the CPU only"):
         cudnn_sdpa.rms_norm(elsewhere)
 
 
 def test_other_dtypes_are_refused():
-    with pytest.raises(DtypeError, match=r"got torch\.int64"):
+    with pytest.raises(DtypeError, match=r"got int64"):
         cudnn_sdpa.silu_mul(torch.ones(2, 8, dtype=torch.int64), torch.ones(2, 8, dtype=torch.int64))
 
 

@@ -273,11 +273,11 @@ def test_convolutions_that_are_almost_patches(options, assert_rounded):
 X, W, B = torch.ones(2, 6, 9, 9), torch.ones(8, 6, 3, 3), torch.ones(8)
 WRONG = {
     "no tensor": ((None, W), {}, OptionError, "x: got NoneType; expected a torch.Tensor"),
-    "dtype": ((X.cfloat(), W.cfloat()), {}, DtypeError, "x: got torch.complex64"),
+    "dtype": ((X.cfloat(), W.cfloat()), {}, DtypeError, "x: got complex64"),
     "no weight": ((X, None), {}, OptionError, "weight: got NoneType; expected a torch.Tensor"),
-    "weight's dtype": ((X, W.half()), {}, DtypeError, "weight: got torch.float16; expected torch.float32"),
+    "weight's dtype": ((X, W.half()), {}, DtypeError, "weight: got float16; expected float32"),
     "bias no tensor": ((X, W, 0.0), {}, OptionError, "bias: got float; expected a torch.Tensor"),
-    "bias' dtype": ((X.half(), W.half(), B), {}, DtypeError, "bias: got torch.float32; expected torch.float16"),
+    "bias' dtype": ((X.half(), W.half(), B), {}, DtypeError, "bias: got float32; expected float16"),
     "no batch": (
         (X[0], W),
         {},

@@ -15,7 +15,6 @@ from fake_gpu import gpu_on_the_cpu
 import cudnn_sdpa
 import cudnn_sdpa.engine.explain
 from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa, sdpa_varlen
-from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
 from cudnn_sdpa.attention.dense import launch_backward, tiers
 from cudnn_sdpa.attention.dense.plans import Needs
@@ -24,6 +23,7 @@ from cudnn_sdpa.attention.varlen import launch
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.planning.support import target_of

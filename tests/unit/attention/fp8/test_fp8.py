@@ -343,7 +343,7 @@ WRONG = {
         "Fp8BackwardScales",
         "Fp8Scales",
     ),
-    "a number": (with_scale("scale_s", 1.0), OptionError, "scales.scale_s", "float", "a float32 tensor of one element"),
+    "a number": (with_scale("scale_s", 1.0), OptionError, "scales.scale_s", "float", "a torch.Tensor"),
     "float64": (with_scale("descale_q", number(1.0).double()), DtypeError, "scales.descale_q", "float64", "float32"),
     "bfloat16 scale": (
         with_scale("scale_o", number(1.0).bfloat16()),

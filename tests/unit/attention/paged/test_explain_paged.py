@@ -11,7 +11,6 @@ import torch
 import cudnn_sdpa
 import cudnn_sdpa.engine.explain
 from cudnn_sdpa import PagedKVCache, explain, sdpa_paged
-from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.paged import launch as paged_launch
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
@@ -19,6 +18,7 @@ from cudnn_sdpa.attention.paged.plans import Gathered
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
 from cudnn_sdpa.attention.paged.step import MARK
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.planning.support import target_of
 from cudnn_sdpa.plans.cache import PlanCache

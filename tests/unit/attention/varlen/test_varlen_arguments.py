@@ -18,8 +18,8 @@ from cudnn_sdpa import (
     sdpa_varlen,
     sdpa_varlen_backward,
 )
-from cudnn_sdpa.attention import memory
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.explain import describer_of
 
 R, Z = torch.randn, torch.empty
@@ -63,7 +63,13 @@ WRONG = {
     "no offsets": ({"cu_seqlens_q": None}, OptionError, "cu_seqlens_q", "NoneType", "a torch.Tensor"),
     "offsets in int64": ({"cu_seqlens_kv": OFFSETS.long()}, DtypeError, "cu_seqlens_kv", "int64", "int32"),
     "offsets of rank 2": ({"cu_seqlens_q": OFFSETS[None]}, ShapeError, "cu_seqlens_q", "shape (1, 4)", "(B + 1,)"),
-    "other sequences": ({"cu_seqlens_kv": OFFSETS[:3]}, ShapeError, "cu_seqlens_kv", "shape (3,)", "(4,), the shape"),
+    "other sequences": (
+        {"cu_seqlens_kv": OFFSETS[:3]},
+        ShapeError,
+        "cu_seqlens_kv",
+        "shape (3,)",
+        "that of cu_seqlens_q",
+    ),
     "length is a tensor": ({"max_seqlen_q": torch.tensor(7)}, OptionError, "max_seqlen_q", "tensor(7)", LONGEST),
     "length is a float": ({"max_seqlen_kv": 7.0}, OptionError, "max_seqlen_kv", "7.0", LONGEST),
     "length is a bool": ({"max_seqlen_kv": True}, OptionError, "max_seqlen_kv", "True", LONGEST),
