@@ -171,7 +171,7 @@ def _rms_backward(
     grad_out, *grads_total = grads
     total = totals[0] if totals else x
     grad_out = torch.zeros_like(total) if grad_out is None else grad_out
-    call = rms_norm_gradients.call(grad_out, total, weight, scale, shift)
+    call = rms_norm_gradients.call(grad_out, total, weight, scale=scale, shift=shift)
     grad_total = grads_total[0] if grads_total else None
     *_, needs_grad_residual = needs
     if grad_total is None and not needs_grad_residual:
