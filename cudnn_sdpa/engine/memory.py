@@ -64,7 +64,8 @@ def check_are_tensors(arguments: Mapping[str, object], optional: Container[str] 
             raise LayoutError(name, str(x.layout), "a dense tensor", f"Use {name}.to_dense().")
         if x.is_quantized:
             raise DtypeError(name, dtype_name(x.dtype), "a dtype that is not quantized", f"Use {name}.dequantize().")
-        check_has_values(name, x)
+        if type(x) is not Tensor:
+            check_has_values(name, x)
         if has_memory:
             check_present(name, x)
 
@@ -120,7 +121,10 @@ def check_tensor(
 def _has_shape(x: Tensor, shape: Sequence[int | str]) -> bool:
     if x.dim() != len(shape):
         return False
-    return not any(not isinstance(m, str) and is_true(n != m) for n, m in zip(x.shape, shape, strict=True))
+    for found, size in zip(x.shape, shape, strict=True):
+        if not isinstance(size, str) and is_true(found != size):
+            return False
+    return True
 
 
 def check_address(name: str, tensor: Tensor) -> None:
