@@ -11,13 +11,18 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import live_properties
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, plan_offline
 from cudnn_sdpa.plans import default_store
-from cudnn_sdpa.plans.file_format import StoredPlan
+from cudnn_sdpa.plans.build import plan_of
+from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.device_memory import relaxed_capture
+from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
 
 _log = logging.getLogger("cudnn_sdpa")
 
@@ -183,6 +188,24 @@ class BackgroundPlanner:
         if not self._closed:
             _log.log(logging.DEBUG if message in self._warned else logging.WARNING, "%s", message)
             self._warned.add(message)
+
+
+def build_in_background(key: PlanKey) -> Request | None:
+    """Requests a plan for the plan cache; None if the request is rejected."""
+    assert key.device is not None
+    return background.request(key, live_properties(key.device), partial(_hold, key))
+
+
+def _hold(key: PlanKey, stored: StoredPlan) -> None:
+    """Loads a plan in the background, because CUDA loads a kernel only after all queued work is done."""
+    try:
+        with relaxed_capture():  # caching this plan may evict another
+            plan_cache.put(plan_of(key, stored))
+    except BadPlanFileError as error:
+        _log.warning("a plan that was built in the background cannot be used: %s: %s", key, error)
+        store = default_store.active()
+        if store is not None:
+            store.reject(key, str(error))
 
 
 background = BackgroundPlanner()
