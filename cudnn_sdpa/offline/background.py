@@ -9,7 +9,6 @@ import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -32,9 +31,6 @@ IDLE_SECONDS = 60.0
 #: Maximum number of pending requests; callers may retry later.
 MAX_WAITING = 256
 
-#: Number of built plans kept in memory for their requesters; older ones are only in the plan store.
-MAX_BUILT = 64
-
 #: Helpers run at the lowest CPU priority.
 NICENESS = 10
 
@@ -45,19 +41,17 @@ class Request:
     Attributes:
         key: The plan's key.
         properties: Properties of its GPU.
-        then: Callback with the plan, called in the background; None to keep the plan here.
+        then: Callback with the plan, called in the background.
         is_done: Whether the build and the callback have finished or failed.
-        stored: The plan, if kept; None until it is done, if it failed, or if many have been built since.
     """
 
-    __slots__ = ("is_done", "key", "properties", "stored", "then")
+    __slots__ = ("is_done", "key", "properties", "then")
 
-    def __init__(self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None] | None) -> None:
+    def __init__(self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None]) -> None:
         self.key = key
         self.properties = properties
         self.then = then
         self.is_done = False
-        self.stored: StoredPlan | None = None
 
 
 class BackgroundPlanner:
@@ -72,15 +66,12 @@ class BackgroundPlanner:
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._pending: dict[PlanKey, Request] = {}
-        self._built: deque[Request] = deque()
         self._helpers: list[Helper] = []
         self._threads: list[threading.Thread] = []
         self._warned: set[str] = set()
         self._closed = bool(interpreter.why_no_helper())
 
-    def request(
-        self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None] | None = None
-    ) -> Request | None:
+    def request(self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None]) -> Request | None:
         """Requests a plan, and a call of `then` with it. Repeating a pending request returns the same one.
 
         Returns:
@@ -135,9 +126,7 @@ class BackgroundPlanner:
             while (request := self._next()) is not None:
                 try:
                     stored = self._plan(helper, request)
-                    if stored is None or request.then is None:
-                        request.stored = stored
-                    else:
+                    if stored is not None:
                         request.then(stored)
                 except Exception as error:  # noqa: BLE001 - after any error, the next plan may still succeed
                     self._warn(f"a plan was not built in the background: {type(error).__name__}: {error}")
@@ -179,9 +168,6 @@ class BackgroundPlanner:
         request.is_done = True
         with self._lock:
             self._pending.pop(request.key, None)
-            self._built.append(request)
-            if len(self._built) > MAX_BUILT:
-                self._built.popleft().stored = None
 
     def _warn(self, message: str) -> None:
         """Logs a warning once: the same failure may recur for every shape of a server."""
