@@ -40,7 +40,6 @@ class KVStep:
         is_over: Which sequences have become too long, (B, 1, 1, 1) booleans: their output is NaN.
         owner: The cache.
         generation: That of the cache when it was reserved; None in compiled functions.
-        is_used: Whether keys have been appended.
         written: The layers with appended keys; not updated in compiled functions.
         is_compiled: Whether a compiled function has appended keys, of layers that `written` lacks.
     """
@@ -52,13 +51,12 @@ class KVStep:
     is_over: Tensor = field(repr=False)
     owner: KVCache = field(repr=False)
     generation: int | None = field(repr=False)
-    is_used: bool = field(default=False, repr=False)
     written: set[int] = field(default_factory=set, repr=False)
     is_compiled: bool = field(default=False, repr=False)
 
     def may_lack(self, layer: int) -> bool:
         """Whether it has no keys of a layer, as far as that is known."""
-        return not self.is_used or (layer not in self.written and not self.is_compiled)
+        return layer not in self.written and not self.is_compiled
 
     @property
     def batch(self) -> int:
@@ -366,7 +364,6 @@ class KVCache:
             step.written.add(layer)
         else:
             step.is_compiled = True
-        step.is_used = True
 
     def _check_owner(self, step: object) -> None:
         if not isinstance(step, KVStep) or step.owner is not self:

@@ -8,15 +8,19 @@ import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import live_properties
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, plan_offline
 from cudnn_sdpa.plans import default_store
-from cudnn_sdpa.plans.file_format import StoredPlan
+from cudnn_sdpa.plans.build import plan_of
+from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.device_memory import relaxed_capture
+from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
 
 _log = logging.getLogger("cudnn_sdpa")
 
@@ -25,9 +29,6 @@ IDLE_SECONDS = 60.0
 
 #: Maximum number of pending requests; callers may retry later.
 MAX_WAITING = 256
-
-#: Number of built plans kept in memory for their requesters; older ones are only in the plan store.
-MAX_BUILT = 64
 
 #: Helpers run at the lowest CPU priority.
 NICENESS = 10
@@ -39,19 +40,17 @@ class Request:
     Attributes:
         key: The plan's key.
         properties: Properties of its GPU.
-        then: Callback with the plan, called in the background; None to keep the plan here.
+        then: Callback with the plan, called in the background.
         is_done: Whether the build and the callback have finished or failed.
-        stored: The plan, if kept; None until it is done, if it failed, or if many have been built since.
     """
 
-    __slots__ = ("is_done", "key", "properties", "stored", "then")
+    __slots__ = ("is_done", "key", "properties", "then")
 
-    def __init__(self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None] | None) -> None:
+    def __init__(self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None]) -> None:
         self.key = key
         self.properties = properties
         self.then = then
         self.is_done = False
-        self.stored: StoredPlan | None = None
 
 
 class BackgroundPlanner:
@@ -66,15 +65,12 @@ class BackgroundPlanner:
         self._lock = threading.Lock()
         self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._pending: dict[PlanKey, Request] = {}
-        self._built: deque[Request] = deque()
         self._helpers: list[Helper] = []
         self._threads: list[threading.Thread] = []
         self._warned: set[str] = set()
         self._closed = bool(interpreter.why_no_helper())
 
-    def request(
-        self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None] | None = None
-    ) -> Request | None:
+    def request(self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None]) -> Request | None:
         """Requests a plan, and a call of `then` with it. Repeating a pending request returns the same one.
 
         Returns:
@@ -129,9 +125,7 @@ class BackgroundPlanner:
             while (request := self._next()) is not None:
                 try:
                     stored = self._plan(helper, request)
-                    if stored is None or request.then is None:
-                        request.stored = stored
-                    else:
+                    if stored is not None:
                         request.then(stored)
                 except Exception as error:  # noqa: BLE001 - after any error, the next plan may still succeed
                     self._warn(f"a plan was not built in the background: {type(error).__name__}: {error}")
@@ -169,15 +163,30 @@ class BackgroundPlanner:
         request.is_done = True
         with self._lock:
             self._pending.pop(request.key, None)
-            self._built.append(request)
-            if len(self._built) > MAX_BUILT:
-                self._built.popleft().stored = None
 
     def _warn(self, message: str) -> None:
         """Logs a warning once: the same failure may recur for every shape of a server."""
         if not self._closed:
             _log.log(logging.DEBUG if message in self._warned else logging.WARNING, "%s", message)
             self._warned.add(message)
+
+
+def build_in_background(key: PlanKey) -> Request | None:
+    """Requests a plan for the plan cache; None if the request is rejected."""
+    assert key.device is not None
+    return background.request(key, live_properties(key.device), partial(_hold, key))
+
+
+def _hold(key: PlanKey, stored: StoredPlan) -> None:
+    """Loads a plan in the background, because CUDA loads a kernel only after all queued work is done."""
+    try:
+        with relaxed_capture():  # caching this plan may evict another
+            plan_cache.put(plan_of(key, stored))
+    except BadPlanFileError as error:
+        _log.warning("a plan that was built in the background cannot be used: %s: %s", key, error)
+        store = default_store.active()
+        if store is not None:
+            store.reject(key, str(error))
 
 
 background = BackgroundPlanner()

@@ -139,7 +139,6 @@ TAKEN_IN_CHILDREN = {
     "cudnn_sdpa.plans.device_memory._arenas_lock",
     "cudnn_sdpa.plans.device_memory._constants_lock",
     "cudnn_sdpa.plans.nvrtc.Kernel._lock",
-    "cudnn_sdpa.attention.dense.tiers.RecurringShapes._lock",
 }
 
 

@@ -9,8 +9,8 @@ with the sequence length, and each head of each batch entry is a sequence.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -149,11 +149,8 @@ def _packed(tensor: TensorLayout, rows: int, *, split_heads: bool) -> TensorLayo
 # Forward calls that run the plan of their bucket.
 
 
-class Successor(Protocol):
-    """Replaces a bucket's plan by the exact-shape plan once that is available."""
-
-    def find(self, call: ForwardArguments) -> Run | None:
-        """What runs the call on the exact-shape plan, None until that is available. Called at each use."""
+#: Gives what runs a call on its exact-shape plan; None until that is available. Called at each use.
+FindExact = Callable[[ForwardArguments], Run | None]
 
 
 class BucketRun:
@@ -164,11 +161,11 @@ class BucketRun:
         table_bytes: Size of the tables in GPU memory.
     """
 
-    __slots__ = ("_bound", "_device", "_successor", "_tables", "is_captured", "table_bytes")
+    __slots__ = ("_bound", "_device", "_find_exact", "_tables", "is_captured", "table_bytes")
 
-    def __init__(self, bucket: Bucket, plan: Plan, scale: float, successor: Successor | None) -> None:
+    def __init__(self, bucket: Bucket, plan: Plan, scale: float, find_exact: FindExact | None) -> None:
         """Makes the tables on the current stream of the plan's GPU, which must be the current device."""
-        self._successor = successor
+        self._find_exact = find_exact
         self._device = plan.device
         tables = bucket.tables(torch.device("cuda", plan.device))
         self.is_captured = torch.cuda.is_current_stream_capturing()
@@ -186,7 +183,7 @@ class BucketRun:
 
     def __call__(self, call: ForwardArguments) -> Result:
         """Launches the plan, or the exact-shape plan if that is available now."""
-        exact = None if self._successor is None else self._successor.find(call)
+        exact = None if self._find_exact is None else self._find_exact(call)
         if exact is not None:
             return exact(call)
         self._tables.prepare(current_raw_stream(self._device))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import threading
+import math
 import time
 from functools import partial
 
@@ -21,16 +20,12 @@ from cudnn_sdpa.engine.memory import check_address, multiplied
 from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.graph.target import live_properties, live_target
-from cudnn_sdpa.offline.background import Request, background
-from cudnn_sdpa.plans import autotune, default_store, shape_policy
-from cudnn_sdpa.plans.build import build_plan, plan_of
+from cudnn_sdpa.graph.target import live_target
+from cudnn_sdpa.offline.background import Request, build_in_background
+from cudnn_sdpa.plans import autotune, shape_policy
+from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
-from cudnn_sdpa.plans.device_memory import relaxed_capture
-from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
 from cudnn_sdpa.plans.plan import Plan
-
-_log = logging.getLogger("cudnn_sdpa")
 
 #: Calls within this many seconds count as one use, such as those of a model's layers or of a benchmark's loop.
 SECONDS_PER_USE = 0.25
@@ -41,102 +36,74 @@ USES_BEFORE_EXACT_SHAPE_PLAN = 3
 #: The same for single queries, whose key lengths recur in every generation as a cache grows.
 USES_BEFORE_DECODE_PLAN = 10
 
-#: Factor on the number of uses after a failed build.
-RETRY_FACTOR = 8
-
-#: Maximum number of shapes tracked.
-MAX_SHAPES = 4096
-
-
-class ShapeUsage:
-    """The uses of one shape by any call, and the build of its exact-shape plan."""
-
-    __slots__ = ("_counted", "_key", "_request", "_uses", "_wanted")
-
-    def __init__(self, key: PlanKey) -> None:
-        self._key = key
-        self._uses = 0
-        self._counted = -SECONDS_PER_USE
-        queries = next(operand.layout.shape[2] for operand in key.inputs if operand.name == "q")
-        self._wanted = USES_BEFORE_DECODE_PLAN if queries == 1 else USES_BEFORE_EXACT_SHAPE_PLAN
-        self._request: Request | None = None
-
-    def use(self) -> Plan | None:
-        """Counts a use. Returns the exact-shape plan once it is available and may replace the bucket's."""
-        request = self._request
-        now = time.monotonic()
-        is_new = now - self._counted >= SECONDS_PER_USE
-        if not is_new and (request is None or not request.is_done):
-            return None
-        if torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled():
-            return None
-        if is_new:
-            self._counted = now
-            self._uses += 1
-            cached = plan_cache.peek(self._key)  # by `warmup`, `explain`, or another call of the same shape
-            if cached is not None:
-                return cached
-        if request is not None:
-            return self._take() if request.is_done else None
-        if self._uses >= self._wanted and not plan_cache.builds_are_forbidden:
-            assert self._key.device is not None
-            self._request = background.request(self._key, live_properties(self._key.device), self._hold)
-        return None
-
-    def _hold(self, stored: StoredPlan) -> None:
-        """Loads a plan in the background, because CUDA loads a kernel only after all queued work is done."""
-        try:
-            with relaxed_capture():  # caching this plan may evict another
-                plan_cache.put(plan_of(self._key, stored))
-        except BadPlanFileError as error:
-            _log.warning("a plan that was built in the background cannot be used: %s: %s", self._key, error)
-            store = default_store.active()
-            if store is not None:
-                store.reject(self._key, str(error))
-
-    def _take(self) -> Plan | None:
-        self._request = None
-        plan = plan_cache.peek(self._key)
-        if plan is None:  # the failure may have been transient
-            self._uses, self._wanted = 0, self._wanted * RETRY_FACTOR
-        return plan
-
-
-class RecurringShapes:
-    """The usage of all shapes by key. It outlives cached calls, which are dropped with their tables or the policy."""
-
-    def __init__(self) -> None:
-        self._by_key: dict[PlanKey, ShapeUsage] = {}
-        self._lock = threading.RLock()
-
-    def of(self, key: PlanKey) -> ShapeUsage:
-        """The usage of a shape."""
-        with self._lock:
-            usage = self._by_key.get(key)
-            if usage is None:
-                while len(self._by_key) >= MAX_SHAPES:
-                    del self._by_key[next(iter(self._by_key))]
-                usage = self._by_key[key] = ShapeUsage(key)
-            return usage
-
-    def clear(self) -> None:
-        """Resets all counts."""
-        with self._lock:
-            self._by_key.clear()
-
-
-recurring_shapes = RecurringShapes()
-
-
 #: Under "tiered", the number of shapes of a bucket that get exact-shape plans before the bucket's plan is built, which
 #: takes about 10 times as long as another plan of a known kind.
 SHAPES_BEFORE_BUCKET = 3
 
+#: Factor on the number of uses after a failed build.
+RETRY_FACTOR = 8
+
+#: Maximum number of shapes and buckets whose usage is known; past it, all counts begin again.
+MAX_SHAPES = 4096
+
 #: Maximum GPU memory for the tables of all bucket calls.
 MAX_TABLE_BYTES = 64 << 20
 
-#: Maximum number of buckets tracked.
-MAX_BUCKETS = 1024
+
+class Usage:
+    """How often a shape or a bucket was used, and from how many uses on its plan is worth building.
+
+    Attributes:
+        uses: Of a shape: its uses on its bucket's plan. Of a bucket without a plan: the shapes that it has had.
+        wanted: The number of uses before its plan is built; infinite if cuDNN has none.
+    """
+
+    __slots__ = ("_counted", "_request", "uses", "wanted")
+
+    def __init__(self, wanted: float) -> None:
+        self.uses = 0
+        self.wanted = wanted
+        self._counted = -SECONDS_PER_USE
+        self._request: Request | None = None
+
+    @classmethod
+    def of(cls, key: PlanKey, wanted: float) -> Usage:
+        """The usage of the shape or the bucket with this key."""
+        if len(usages) >= MAX_SHAPES and key not in usages:
+            usages.clear()
+        return usages.setdefault(key, cls(wanted))
+
+    @classmethod
+    def _drop(cls, plan: Plan | None) -> None:
+        """Forgets all usage when the plan cache is cleared."""
+        if plan is None:
+            usages.clear()
+
+    def use(self, key: PlanKey) -> Plan | None:
+        """Counts a use of a shape. Returns its exact-shape plan once that is held and may replace the bucket's."""
+        now, request = time.monotonic(), self._request
+        is_new = now - self._counted >= SECONDS_PER_USE
+        is_done = request is not None and request.is_done
+        if not (is_new or is_done):
+            return None
+        if torch.cuda.is_current_stream_capturing() or torch.are_deterministic_algorithms_enabled():
+            return None
+        plan = plan_cache.peek(key)  # of the helper process, `warmup`, `explain`, or another call of the same shape
+        if plan is not None:
+            self._request = None
+            return plan
+        if is_new:
+            self._counted, self.uses = now, self.uses + 1
+        if is_done:  # without a plan: it failed, perhaps only this time
+            self._request, self.uses, self.wanted = None, 0, self.wanted * RETRY_FACTOR
+        if self._request is None and self.uses >= self.wanted and not plan_cache.builds_are_forbidden:
+            self._request = build_in_background(key)
+        return None
+
+
+#: The usage of shapes and buckets by key. It outlives cached calls, which are dropped with their tables or the policy.
+usages: dict[PlanKey, Usage] = {}
+plan_cache._tables.add(Usage)
 
 
 def prepare(call: ForwardArguments) -> Prepared:
@@ -197,62 +164,48 @@ def _with_bucket(forward: ForwardSpec, key: PlanKey, policy: str, scale: float) 
     plan = plan_cache.peek(bucket_key)
     if plan is None and plan_cache.find(key) is not None:
         return None
-    plan = plan or plan_cache.find(bucket_key)
-    if plan is None and (not tiered or _varies(bucket_key, key)):
-        plan = _build(bucket_key)
+    plan = plan or plan_cache.find(bucket_key) or _build(bucket_key, key, tiered=tiered)
     if plan is None:
         return None
-    successor = ExactShapePlan(forward, key, scale) if tiered else None
-    run = BucketRun(bucket, plan, scale, successor)
+    exact = None
+    if tiered:
+        wanted = USES_BEFORE_DECODE_PLAN if forward.dense.sq == 1 else USES_BEFORE_EXACT_SHAPE_PLAN
+        exact = partial(_run_of_exact_shape, Usage.of(key, wanted), forward, key, scale)
+    run = BucketRun(bucket, plan, scale, exact)
     if run.is_captured:  # its tables are valid only in the graph
         return Prepared(run, None)
     _make_room(run.table_bytes)
     return Prepared(run, plan, is_current=lambda: shape_policy.active() == policy)
 
 
-def _build(bucket_key: PlanKey) -> Plan | None:
-    """Builds a bucket's plan; None if cuDNN has none."""
-    if bucket_key in _seen.without_plan:
+def _run_of_exact_shape(
+    usage: Usage, forward: ForwardSpec, key: PlanKey, scale: float, call: ForwardArguments
+) -> Run | None:
+    """Counts a use. Returns what runs the call on its exact-shape plan, once that may replace the bucket's."""
+    plan = usage.use(key)
+    if plan is None:
+        return None
+    run = bind(forward, plan, call, scale)
+    OPERATIONS["sdpa"].remember(call, Prepared(run, plan))
+    return run
+
+
+def _build(bucket_key: PlanKey, key: PlanKey, *, tiered: bool) -> Plan | None:
+    """Builds a bucket's plan; None if cuDNN has none, or if its first shapes are to have exact-shape plans."""
+    bucket = Usage.of(bucket_key, SHAPES_BEFORE_BUCKET)
+    if bucket.wanted == math.inf:
+        return None
+    if tiered and key not in usages and bucket.uses < bucket.wanted:
+        Usage.of(key, USES_BEFORE_EXACT_SHAPE_PLAN)
+        bucket.uses += 1
+        return None
+    if tiered and key in usages and not usages[key].uses:  # one of the first, whose plan was evicted
         return None
     try:
         return plan_cache.get(bucket_key, partial(build_plan, graphs.sdpa_forward))
     except UnsupportedError:
-        _seen.without_plan.add(bucket_key)
+        bucket.wanted = math.inf
         return None
-
-
-class _Seen:
-    """Shapes of buckets whose plan is missing; reset when the plan cache is cleared.
-
-    Attributes:
-        shapes: Keys of the shapes, by the bucket's key.
-        without_plan: Buckets for which cuDNN has no plan.
-    """
-
-    def __init__(self) -> None:
-        self.shapes: dict[PlanKey, set[PlanKey]] = {}
-        self.without_plan: set[PlanKey] = set()
-        plan_cache._tables.add(self)
-
-    def _drop(self, plan: Plan | None) -> None:
-        if plan is None:
-            self.shapes.clear()
-            self.without_plan.clear()
-
-
-_seen = _Seen()
-
-
-def _varies(bucket_key: PlanKey, key: PlanKey) -> bool:
-    """Whether enough shapes of the bucket were seen for its plan to be worth building."""
-    if len(_seen.shapes) >= MAX_BUCKETS:
-        _seen.shapes.clear()
-        _seen.without_plan.clear()
-    keys = _seen.shapes.setdefault(bucket_key, set())
-    if len(keys) < SHAPES_BEFORE_BUCKET:
-        keys.add(key)
-        return False
-    return key not in keys
 
 
 def _make_room(size: int) -> None:
@@ -265,23 +218,3 @@ def _make_room(size: int) -> None:
 def forget_buckets() -> None:
     """Drops all bucket calls; their next use prepares them again, under the policy of that time."""
     OPERATIONS["sdpa"].forget(BucketRun)
-
-
-class ExactShapePlan:
-    """Replaces the plan of a bucket by the exact-shape plan."""
-
-    __slots__ = ("_forward", "_scale", "_usage")
-
-    def __init__(self, forward: ForwardSpec, key: PlanKey, scale: float) -> None:
-        self._usage: ShapeUsage = recurring_shapes.of(key)
-        self._forward = forward
-        self._scale = scale
-
-    def find(self, call: ForwardArguments) -> Run | None:
-        """Counts a use. Returns what runs the call on the exact-shape plan, once that may replace the bucket's."""
-        plan = self._usage.use()
-        if plan is None:
-            return None
-        run = bind(self._forward, plan, call, self._scale)
-        OPERATIONS["sdpa"].remember(call, Prepared(run, plan))
-        return run

@@ -14,7 +14,7 @@ from cudnn_sdpa.attention.paged.arguments import HND, PageLayout, check_page_lay
 from cudnn_sdpa.attention.paged.kv_cache_checks import AttendOptions, PlanOptions, StepOptions
 from cudnn_sdpa.attention.paged.page_pool import CacheUse, PagePool
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
-from cudnn_sdpa.attention.paged.step import PagedStep
+from cudnn_sdpa.attention.paged.step import PagedStep, Row
 from cudnn_sdpa.attention.paged.step_plans import plans_of_steps
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.memory import MISALIGNED, check_are_tensors
@@ -35,8 +35,7 @@ class PagedKVCache:
 
     Append the keys and values of a step's tokens, of all layers, before you fork their sequences or reserve another
     step for them. The step's tables and lengths are read without checks, so do not write to them. A step is refused if
-    one of its sequences was freed, evicted or truncated since; so are keys of another layer once a fork has a copy of
-    the step's page.
+    one of its sequences was freed, evicted or truncated since; so are keys once a fork has a copy of the step's page.
 
     Args:
         pages: Number of pages.
@@ -201,13 +200,11 @@ class PagedKVCache:
             copies = self._pool.grow(numbers, added)
             if copies:
                 paging.copy_pages((self._k, self._v), copies)
-            rows = [(self._pool.pages_of(number), self._pool.length(number)) for number in numbers]
-            step.sequences = None
-            filled = [(*row, more) for row, more in zip(rows, added, strict=True)]
-            step.fill(filled)
-            generations = [(number, self._pool.generation(number)) for number in numbers]
-            grown = [generation for generation, more in zip(generations, added, strict=True) if more]
-            step.begin(grown, filled, self._pool.invalidations)
+            rows = [
+                Row(number, self._pool.pages_of(number), self._pool.length(number), more)
+                for number, more in zip(numbers, added, strict=True)
+            ]
+            step.begin(rows, self._pool.generation)
         except BaseException:
             self._pool.restore(before)
             raise
@@ -221,7 +218,7 @@ class PagedKVCache:
     def _current(self, step: PagedStep) -> None:
         """Refuses a step whose pages may belong to other sequences by now."""
         self._own(step)
-        if step.invalidations != self._pool.invalidations and not is_compiling():
+        if step.generation != self._pool.generation and not is_compiling():
             step.check_current(self._pool)
 
     def append(self, step: PagedStep, k: Tensor, v: Tensor, layer: int = 0) -> None:
@@ -239,7 +236,7 @@ class PagedKVCache:
             UnsupportedError: They require grad.
         """
         self._current(step)
-        if step.is_shared and self._checked(layer) not in step.appended:
+        if not is_compiling() and step.generation != self._pool.generation:
             step.refuse_shared()
         are_tensors = isinstance(k, Tensor) and isinstance(v, Tensor)
         if are_tensors and k.is_cuda and v.is_cuda and not (k.is_nested or v.is_nested):
@@ -269,7 +266,6 @@ class PagedKVCache:
                 kv_cache_checks.refuse_gradient("a PagedKVCache")
             step.write((k, v), pages)
         step.written.add(layer)
-        step.appended.add(layer)
 
     @overload
     def attend(

@@ -36,8 +36,8 @@ class _Sequence:
     Attributes:
         pages: Its pages, in order.
         length: Number of tokens.
-        generation: Changes when steps that were reserved before become stale: when tokens are dropped, or the last
-            page is replaced.
+        generation: The pool's when the sequence last lost tokens, or its last page was replaced: steps from before are
+            stale.
     """
 
     pages: list[int] = field(default_factory=list)
@@ -53,13 +53,13 @@ class PagePool:
     timeout from a signal handler) interrupted a change.
 
     Attributes:
-        invalidations: How often a generation has changed or a sequence was freed, so that steps became stale.
-        copied: The pages that were copied for one of their owners, and `invalidations` after the last such copy.
+        generation: Counts the changes that make steps stale: tokens dropped, pages replaced, sequences freed.
+        copied: The pages that were copied for one of their owners, and the generation since the last such copy.
     """
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_size = page_size
-        self.invalidations = 0
+        self.generation = 0
         self.copied: dict[int, int] = {}
         self._free = list(range(pages - 1, -1, -1))  # the last one is taken first
         self._owners = [0] * pages
@@ -81,8 +81,8 @@ class PagePool:
         """Pages of a sequence, in order; do not modify."""
         return self._lookup(sequence).pages
 
-    def generation(self, sequence: int) -> int | None:
-        """The generation of a sequence, which steps compare; None if it was freed."""
+    def generation_of(self, sequence: int) -> int | None:
+        """The generation of a sequence: steps from before are stale. None if it was freed."""
         known = self._sequences.get(sequence)
         return None if known is None else known.generation
 
@@ -128,13 +128,13 @@ class PagePool:
         if needed > len(self._free):
             raise OutOfPagesError(needed, len(self._free))
         taken = self._free[len(self._free) - needed :]
-        unused, copies, grown = list(taken), [], {}
+        unused, copies, grown, next_generation = list(taken), [], {}, self.generation + 1
         for number, old, more, new, splits in requests:
             pages, generation = old.pages, old.generation
             if splits and left[pages[-1]]:
                 left[pages[-1]] -= 1
                 copies.append((pages[-1], unused[-1]))
-                pages, generation = [*pages[:-1], unused.pop()], generation + 1
+                pages, generation = [*pages[:-1], unused.pop()], next_generation
             if new:
                 pages = [*pages, *(unused.pop() for _ in range(new))]
             grown[number] = _Sequence(pages, old.length + more, generation)
@@ -145,8 +145,7 @@ class PagePool:
             self._owners[page] = 1
         for page, _ in copies:
             self._owners[page] -= 1
-            self.invalidations += 1
-            self.copied[page] = self.invalidations
+            self.generation = self.copied[page] = next_generation
         self._is_counted = True
         return copies
 
@@ -173,7 +172,7 @@ class PagePool:
             keep = -(-length // self.page_size)
             self._count()
             self._is_counted = False
-            self._sequences[sequence] = _Sequence(old.pages[:keep], length, old.generation + 1)
+            self._sequences[sequence] = _Sequence(old.pages[:keep], length, self.generation + 1)
             self._release(old.pages[keep:])
 
     def free(self, sequence: int) -> None:
@@ -214,12 +213,12 @@ class PagePool:
                 owners[page] += 1
         self._owners = owners
         self._free = [page for page in range(len(owners) - 1, -1, -1) if not owners[page]]
-        self.invalidations += 1  # the interrupted change may not have counted itself
+        self.generation += 1  # the interrupted change may not have counted itself
         self._is_counted = True
 
     def _release(self, pages: list[int]) -> None:
         """Decrements the owner counts of pages that a sequence has lost; the last part of a change."""
-        self.invalidations += 1
+        self.generation += 1
         for page in reversed(pages):
             self._owners[page] -= 1
             if not self._owners[page]:

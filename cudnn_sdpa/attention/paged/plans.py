@@ -339,7 +339,7 @@ def prefill_spec(call: PagedArguments) -> tuple[VarlenSpec, TensorLayout]:
 
 
 def packed_spec(call: VarlenArguments, batch: int) -> VarlenSpec:
-    """The spec of a call, its sizes rounded up so that few plans serve many calls; `plans_of_steps` knows the sizes."""
+    """The spec of a call, its sizes rounded up so that few plans serve many calls."""
     rows, max_kv_len = call.q.shape[0], call.max_seqlen_kv
     return varlen_plans.spec_of(call, (row_bucket(rows), sequence_bucket(batch) * max_kv_len))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from array import array
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -17,6 +17,15 @@ from cudnn_sdpa.errors import OptionError
 #: pages of this size. Its value is (pages, columns of the table, page size).
 MARK = "_cudnn_sdpa_pages"
 Mark = tuple[int, int, int]
+
+
+class Row(NamedTuple):
+    """A sequence of a step: its number, its pages, its length with the new tokens, and how many these are."""
+
+    sequence: int
+    pages: list[int]
+    length: int
+    added: int
 
 
 @dataclass(eq=False)
@@ -33,13 +42,10 @@ class PagedStep:
         numbers: The buffer that all of these are views of.
         cache: A weak reference to the cache.
         has_absent: Whether a sequence has fewer new tokens than the step has room for.
-        sequences: The sequences with new tokens, each with its generation; None if `reserve` was interrupted.
-        invalidations: The pool's `invalidations` when generations were last compared.
+        rows: The sequences.
+        generation: The pool's when the step was reserved, or was last found to be current; None if `reserve` was
+            interrupted.
         written: The layers whose keys have been appended.
-        rows: The pages of each sequence, its length with the new tokens, and their number.
-        begun: The pool's `invalidations` when the step was reserved.
-        is_shared: Whether a page with new tokens was copied for another sequence since.
-        appended: The layers whose keys have been appended since the step was reserved.
     """
 
     page_table: Tensor
@@ -49,13 +55,9 @@ class PagedStep:
     numbers: Tensor = field(repr=False)
     cache: weakref.ref[object] = field(repr=False)
     has_absent: bool = False
-    sequences: list[tuple[int, int | None]] | None = field(default_factory=list, repr=False)
-    invalidations: int = field(default=-1, repr=False)
+    rows: list[Row] = field(default_factory=list, repr=False)
+    generation: int | None = field(default=0, repr=False)
     written: set[int] = field(default_factory=set, repr=False)
-    rows: list[tuple[list[int], int, int]] = field(default_factory=list, repr=False)
-    begun: int = field(default=-1, repr=False)
-    is_shared: bool = field(default=False, repr=False)
-    appended: set[int] = field(default_factory=set, repr=False)
 
     @property
     def batch(self) -> int:
@@ -99,65 +101,63 @@ class PagedStep:
             cache=weakref.ref(cache),
         )
 
-    def fill(self, rows: list[tuple[list[int], int, int]]) -> None:
-        """Fills the tensors with one asynchronous copy; the remaining rows become empty sequences.
+    def begin(self, rows: list[Row], generation: int) -> None:
+        """Assigns sequences, as of the pool's generation, and clears `written`.
 
-        Args:
-            rows: For each sequence its pages, its length with the new tokens, and the number of new tokens.
+        On a GPU `written` stays: a replayed CUDA graph may append again.
         """
+        self.generation = None  # until all is done
+        self.fill(rows)
+        if not self.numbers.is_cuda:
+            self.written.clear()
+        self.rows, self.generation = rows, generation
+
+    def fill(self, rows: list[Row]) -> None:
+        """Fills the tensors with one asynchronous copy; the remaining rows become empty sequences."""
         batch, tokens = self.batch, self.tokens
         numbers = bytearray(8 * self.numbers.numel())
         positions = memoryview(numbers)[: 8 * batch * tokens].cast("q")
         ints = memoryview(numbers)[8 * batch * tokens :].cast("i")
-        for row, (pages, length, more) in enumerate(rows):
-            ints[row], ints[batch + row] = length, more
+        for row, (_, pages, length, added) in enumerate(rows):
+            ints[row], ints[batch + row] = length, added
             begin = 2 * batch + row * self.page_table.shape[1]
             ints[begin : begin + len(pages)] = array("i", pages)
-            positions[row * tokens : row * tokens + more] = array("q", range(length - more, length))
-        self.has_absent = any(more < tokens for _, _, more in rows)
+            positions[row * tokens : row * tokens + added] = array("q", range(length - added, length))
+        self.has_absent = any(row.added < tokens for row in rows)
         if not numbers:
             return
         with torch.inference_mode():  # independent of the mode that the step was created in
             host = torch.frombuffer(numbers, dtype=torch.int64)
             self.numbers.copy_(host.pin_memory() if self.numbers.is_cuda else host, non_blocking=True)
 
-    def begin(
-        self, sequences: list[tuple[int, int | None]], rows: list[tuple[list[int], int, int]], invalidations: int
-    ) -> None:
-        """Assigns sequences with their generations, as of the pool's `invalidations`, and clears `written`.
-
-        On a GPU `written` stays: a replayed CUDA graph may append again.
-        """
-        if not self.numbers.is_cuda:
-            self.written.clear()
-        self.appended.clear()
-        self.sequences, self.rows, self.is_shared = sequences, rows, False
-        self.begun = self.invalidations = invalidations
-
     def check_current(self, pool: PagePool) -> None:
-        """Checks that the generations of its sequences are unchanged.
+        """Checks that its sequences still have its pages, and takes over the pool's generation.
+
+        It keeps its own if one of the pages was copied for another sequence, which new keys would not reach.
 
         Raises:
             OptionError: The step is stale: a sequence was freed, or has lost tokens or pages since.
         """
-        invalidations, hint = pool.invalidations, "Call reserve again."
-        if self.sequences is None:
+        hint = "Call reserve again."
+        if self.generation is None:
             raise OptionError("step", "a step whose reserve was interrupted", "one that reserve returned", hint)
-        for number, generation in self.sequences:
-            now = pool.generation(number)
-            if now != generation:
-                what = "freed" if now is None else "evicted, truncated or given a page of its own"
-                got = f"a step of sequence {number}, which has been {what} since"
+        is_shared = False
+        for sequence, pages, length, added in self.rows:
+            if not added:
+                continue
+            changed = pool.generation_of(sequence)
+            if changed is None or changed > self.generation:
+                what = "freed" if changed is None else "evicted, truncated or given a page of its own"
+                got = f"a step of sequence {sequence}, which has been {what} since"
                 raise OptionError("step", got, "a step that was reserved after that", hint)
-        if pool.copied and not self.is_shared:
-            size, begun, copied = pool.page_size, self.begun, pool.copied
-            new = (page for pages, end, more in self.rows if more for page in pages[(end - more) // size :])
-            self.is_shared = any(copied.get(page, -1) > begun for page in new)
-        self.invalidations = invalidations
+            new = pages[(length - added) // pool.page_size :]
+            is_shared |= any(pool.copied.get(page, 0) > self.generation for page in new)
+        if not is_shared:
+            self.generation = pool.generation
 
     def refuse_shared(self) -> NoReturn:
-        """Raises the error for keys of a layer that a fork's copy of the page would miss."""
-        got = "keys and values of a layer after a page of the step was copied for a fork, which would miss them"
+        """Raises the error for keys that a fork's copy of the page would miss."""
+        got = "keys and values after a page of the step was copied for a fork, which would miss them"
         raise OptionError("step", got, "all layers of the step before the fork", "Fork after the step.")
 
     def check_written(self, layer: int) -> None:
@@ -166,7 +166,7 @@ class PagedStep:
         Raises:
             OptionError: They have not.
         """
-        if self.sequences:
+        if any(row.added for row in self.rows):
             hint = "Or write the pages yourself, and call sdpa_paged with the step's page_table and seq_lens_kv."
             got = f"a step without keys and values of layer {layer}"
             raise OptionError("step", got, "a step after append(step, k, v, layer)", hint)

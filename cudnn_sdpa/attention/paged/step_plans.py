@@ -1,58 +1,35 @@
-"""The plans that a server's steps need, to warm up before its first request."""
+"""The plans that a server's steps need, to warm up before its first request: a dry run on meta tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
-from typing import NamedTuple, Protocol, TypedDict, cast
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.paged import plans
-from cudnn_sdpa.attention.paged.arguments import PagedArguments, PageLayout
-from cudnn_sdpa.attention.paged.kv_cache_checks import PlanOptions, check_count
-from cudnn_sdpa.attention.paged.plans import row_bucket
-from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
-from cudnn_sdpa.attention.paged.step import PagedStep
-from cudnn_sdpa.attention.varlen.plans import sequence_bucket
+from cudnn_sdpa.attention.paged.arguments import PageLayout
+from cudnn_sdpa.attention.paged.kv_cache_checks import PlanOptions, check_count, refuse_options
+from cudnn_sdpa.attention.paged.plans import MAX_DECODED
+from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, call_of, sdpa_paged
+from cudnn_sdpa.attention.paged.step import Mark, PagedStep
 from cudnn_sdpa.errors import OptionError, ShapeError
-from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.manifest import PlanManifest
 
 _META = torch.device("meta")
 
-#: Options whose names differ between `sdpa_paged` and `PagedArguments`.
-_NAMES = {"return_lse": "with_lse"}
-
-
-class _CallOptions(TypedDict, total=False):
-    """The options of a step as fields of `PagedArguments`."""
-
-    page_layout: str
-    is_causal: bool
-    causal_alignment: str
-    window_left: int
-    window_right: int
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-    with_lse: bool
-
 
 class Cache(Protocol):
-    """The part of `PagedKVCache` that is used here."""
+    """The part of `PagedKVCache`, which imports this module, that is used here."""
 
     page_layout: PageLayout
-    _mark: tuple[int, int, int]
+    _mark: Mark
 
-    def k_pages(self) -> Tensor:
-        """The keys of a layer."""
-
-    def v_pages(self) -> Tensor:
-        """The values of a layer."""
+    def k_pages(self) -> Tensor: ...
+    def v_pages(self) -> Tensor: ...
 
 
 def plans_of_steps(
@@ -62,86 +39,46 @@ def plans_of_steps(
     if not isinstance(q, Tensor) or q.dim() != 4 or 0 in q.shape:
         got = f"shape {tuple(q.shape)}" if isinstance(q, Tensor) else type(q).__name__
         raise ShapeError("q", got, "queries of a step, (B, Hq, tokens, D), no size 0")
-    counts = _counts("batches", batches), _counts("tokens", tokens)
-    call_options = _options(options, cache.page_layout)
-    pages = [torch.empty_like(x, device=_META) for x in (cache.k_pages(), cache.v_pages())]
-    keys: dict[Hashable, list[PlanKey]] = {}
-    for batch in counts[0]:
-        for count in counts[1]:
-            step = None
-            for form in _forms(batch, count):
-                if form not in keys:
-                    step = step or PagedStep.new(cache=cache, mark=cache._mark, batch=batch, tokens=count, device=_META)
-                    keys[form] = list(
-                        plans.keys(_call(step, q, pages, call_options, present=form.present), target, None)
-                    )
-    return PlanManifest.of([key for step_keys in keys.values() for key in step_keys])
+    if not options.keys() <= PlanOptions.__optional_keys__:
+        refuse_options(options, PlanOptions.__optional_keys__)
+    pages = {"k_pages": cache.k_pages(), "v_pages": cache.v_pages(), "page_layout": cache.page_layout}
+    arguments: dict[str, Any] = {**(sdpa_paged.__kwdefaults__ or {}), **options, **pages}
+    arguments |= {name: torch.empty_like(x, device=_META) for name, x in arguments.items() if isinstance(x, Tensor)}
+
+    def keys_of(batch: int, count: int) -> list[PlanKey]:
+        step = PagedStep.new(cache=cache, mark=cache._mark, batch=batch, tokens=count, device=_META)
+        of_step = {"q": queries_like(q, batch, count), "page_table": step.page_table, "seq_lens_kv": step.seq_lens_kv}
+        keys: list[PlanKey] = []
+        # `attend` passes `seq_lens_q` for several tokens, and for single ones if some are absent.
+        for seq_lens_q in (step.seq_lens_q, None) if count == 1 else (step.seq_lens_q,):
+            call = call_of(**arguments | of_step | {"seq_lens_q": seq_lens_q})
+            PAGED.check_all(call)
+            PAGED.check_strides(call)
+            PAGED.check_memory(call)
+            keys += PAGED.keys(call, target, None)
+        return keys
+
+    sizes, counts = _counts("batches", batches), sorted(_counts("tokens", tokens))
+    steps = (keys for batch in sizes for keys in _distinct(partial(keys_of, batch), counts))
+    return PlanManifest.of(list({key for keys in steps for key in keys}))
 
 
-class _Form(NamedTuple):
-    """What decides the plans of a step: steps of equal form share their plans, as most do.
+def _distinct(keys_of: Callable[[int], list[PlanKey]], counts: list[int]) -> Iterable[list[PlanKey]]:
+    """The keys of all these numbers of tokens, in ascending order, without asking for each.
 
-    Attributes:
-        present: Whether the step has `seq_lens_q`, as some tokens may be absent.
-        in_place_batch: The batch size, if cuDNN reads the step's tables directly.
-        split_batch: The batch size, if the step is split.
-        sequences: The bucket of the number of sequences.
-        decoded: The bucket of the number of queries, for decode plans.
-        rows: The bucket of the number of queries, for prefill plans.
-        token_bits: The bucket of the number of new tokens.
+    Past decode steps, plans follow from the number of tokens by rounding it up and comparing it with bounds. So if two
+    numbers have the same plans, those between have them, too.
     """
-
-    present: bool
-    in_place_batch: int | None
-    split_batch: int | None
-    sequences: int
-    decoded: int
-    rows: int
-    token_bits: int
-
-
-def _forms(batch: int, tokens: int) -> Iterator[_Form]:
-    rows = batch * tokens
-    # With several tokens `PagedKVCache.attend` always passes seq_lens_q.
-    for present in (True, False) if tokens == 1 else (True,):
-        yield _Form(
-            present=present,
-            in_place_batch=batch if not present else None,
-            split_batch=batch if rows > known_issues.MAX_GRID else None,
-            sequences=sequence_bucket(batch),
-            decoded=sequence_bucket(rows),
-            rows=row_bucket(rows),
-            token_bits=(tokens - 1).bit_length(),
-        )
-
-
-def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: _CallOptions, *, present: bool) -> PagedArguments:
-    call = PagedArguments(
-        q=queries_like(q, step.batch, step.tokens),
-        k_pages=pages[0],
-        v_pages=pages[1],
-        page_table=step.page_table,
-        page_table_v=None,
-        seq_lens_kv=step.seq_lens_kv,
-        seq_lens_q=step.seq_lens_q if present else None,
-        **options,
-    )
-    PAGED.check_all(call)
-    PAGED.check_strides(call)
-    PAGED.check_memory(call)
-    return call
-
-
-def _options(options: PlanOptions, page_layout: str) -> _CallOptions:
-    """The options of `attend` as fields of `PagedArguments`, without data."""
-    left, right = arguments.window_bounds(options.get("window_size"))
-    known = PlanOptions.__optional_keys__
-    for name in options.keys() - known:
-        raise OptionError(name, "an argument", f"one of {', '.join(sorted(known))}", "It does not affect a plan.")
-    others = {name: value for name, value in options.items() if name != "window_size"}
-    data = {name: torch.empty_like(x, device=_META) if isinstance(x, Tensor) else x for name, x in others.items()}
-    fields = {"sinks": None, "page_layout": page_layout, "window_left": left, "window_right": right}
-    return cast("_CallOptions", fields | {_NAMES.get(name, name): x for name, x in data.items()})
+    found = {i: keys_of(count) for i, count in enumerate(counts) if count <= MAX_DECODED}
+    spans = [(len(found), len(counts) - 1)] if len(found) < len(counts) else []
+    while spans:
+        first, last = spans.pop()
+        for i in (first, last):
+            found[i] = found.get(i) or keys_of(counts[i])
+        middle = (first + last) // 2
+        if found[first] != found[last] and first < middle:
+            spans += [(first, middle), (middle, last)]
+    return found.values()
 
 
 def _counts(name: str, counts: object) -> list[int]:

@@ -17,6 +17,7 @@ from cudnn_sdpa.attention.dense.buckets import BucketRun
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.offline.background import background
 from cudnn_sdpa.plans import device_memory
+from cudnn_sdpa.plans.build import plan_of
 
 BF16 = torch.bfloat16
 
@@ -49,11 +50,11 @@ def tiered(monkeypatch):
     """Uses buckets from the first shape on, counts every call as a use, and leaves no background work."""
     monkeypatch.setattr(tiers, "SHAPES_BEFORE_BUCKET", 0)
     monkeypatch.setattr(tiers, "SECONDS_PER_USE", 0.0)
-    tiers.recurring_shapes.clear()
+    tiers.usages.clear()
     with shape_policy("tiered"):
         yield
         assert background.wait(120)
-    tiers.recurring_shapes.clear()
+    tiers.usages.clear()
 
 
 def random_call(number):
@@ -357,8 +358,10 @@ def test_no_plan_builds_requests_no_background_builds(tiered):  # noqa: ARG001
 
 
 def test_a_plan_that_cannot_be_loaded_leaves_the_bucket_in_place(tiered, caplog, monkeypatch):  # noqa: ARG001
-    load = tiers.plan_of
-    monkeypatch.setattr(tiers, "plan_of", lambda key, stored: load(key, replace(stored, data=stored.data[:1000])))
+    def load(key, stored):
+        return plan_of(key, replace(stored, data=stored.data[:1000]))
+
+    monkeypatch.setattr("cudnn_sdpa.offline.background.plan_of", load)
     tensors = inputs(200)
     use_often(tensors)
     assert background.wait(120)

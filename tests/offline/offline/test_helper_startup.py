@@ -58,10 +58,11 @@ from cudnn_sdpa.graph.target import Target, load_properties
 properties = load_properties("h200")
 q = torch.empty(1, 4, 128, 64, dtype=torch.bfloat16)
 key = describe_sdpa(q, q, q).key(Target.from_properties(properties), None)
+kept = []
 started = {
     "planner": lambda: planner.plan_offline(key, properties).engine,
     "pool": lambda: [made.engine for _, made in plan_all([key], properties, workers=1)],
-    "background": lambda: (background.request(key, properties), background.wait(100))[0].stored.engine,
+    "background": lambda: (background.request(key, properties, kept.append), background.wait(100), kept[0].engine)[2],
     "doctor": lambda: probe.probed(100)["frontend"],
 }
 for name, start in started.items():

@@ -13,6 +13,7 @@ from cudnn_sdpa.attention.dense import buckets, tiers
 from cudnn_sdpa.attention.dense.buckets import Bucket, BucketRun
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.offline import background as background_plans
 from cudnn_sdpa.plans import cache
 from cudnn_sdpa.plans.file_format import BadPlanFileError
 
@@ -44,11 +45,11 @@ def patch():
     with gpu_on_the_cpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bucket, "tables", lambda bucket, _: tables(bucket, "cpu"))
         patch.setattr(buckets, "DeviceTables", Tables)
-        patch.setattr(tiers, "live_properties", lambda _: {})
-        patch.setattr(tiers, "plan_of", lambda key, _: loaded(key))
-        tiers.recurring_shapes.clear()
+        patch.setattr(background_plans, "live_properties", lambda _: {})
+        patch.setattr(background_plans, "plan_of", lambda key, _: loaded(key))
+        tiers.usages.clear()
         yield patch
-        tiers.recurring_shapes.clear()
+        tiers.usages.clear()
 
 
 def inputs(rows, queries=None):
@@ -107,6 +108,13 @@ def test_a_shape_whose_plan_was_evicted_is_counted_once():
             assert kinds([10, 11, 12]) == ["exact"] * 3
             plan_cache.resize(1)
             plan_cache.resize(512)
+
+
+def test_clearing_the_plan_cache_forgets_the_shapes():
+    with shape_policy("tiered"):
+        assert kinds([10, 11, 12, 13])[-1] == "bucket"
+        plan_cache.clear()
+        assert kinds([14, 15, 16, 17]) == ["exact", "exact", "exact", "bucket"]
 
 
 def test_a_cached_bucket_plan_serves_the_first_shape():
@@ -246,11 +254,11 @@ def test_the_memory_of_tables_is_limited(patch):
 
 
 def test_the_number_of_tracked_buckets_is_limited(patch):
-    patch.setattr(tiers, "MAX_BUCKETS", 2)
+    patch.setattr(tiers, "MAX_SHAPES", 4)
     with shape_policy("tiered"):
         for left in range(3, 7):
             assert serve(10, window_size=(left, -1)) == "exact"
-            assert len(tiers._seen.shapes) <= 2
+            assert len(tiers.usages) <= 4
 
 
 class Clock:
@@ -276,7 +284,7 @@ class FakeBackground:
         self.requests = []
 
     def request(self, key, properties, then):
-        request = tiers.Request(key, properties, then)
+        request = background_plans.Request(key, properties, then)
         self.requests.append(request)
         return request
 
@@ -284,7 +292,7 @@ class FakeBackground:
 @pytest.fixture
 def background(patch):
     fake = FakeBackground()
-    patch.setattr(tiers, "background", fake)
+    patch.setattr(background_plans, "background", fake)
     return fake
 
 
@@ -442,7 +450,7 @@ def test_a_failed_request_is_repeated_much_later(clock, background, patch, caplo
     def refuse(*_):
         raise BadPlanFileError("cuDNN does not take it")
 
-    patch.setattr(tiers, "plan_of", refuse)
+    patch.setattr(background_plans, "plan_of", refuse)
     done(clock, background, None if fault == "not built" else "damaged")
     assert use(clock, 24) == ["bucket"] * 24
     assert len(background.requests) == 1
@@ -455,4 +463,4 @@ def test_a_failed_request_is_repeated_much_later(clock, background, patch, caplo
 def test_the_number_of_tracked_shapes_is_limited(patch):
     patch.setattr(tiers, "MAX_SHAPES", 3)
     assert kinds(range(30, 40)) == ["bucket"] * 10
-    assert len(tiers.recurring_shapes._by_key) == 3
+    assert len(tiers.usages) <= 3

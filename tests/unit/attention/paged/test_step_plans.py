@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import random
 
 import pytest
 import torch
 
-from cudnn_sdpa import DeviceError, OptionError, PagedKVCache, ShapeError, UnsupportedError
+from cudnn_sdpa import DeviceError, OptionError, PagedKVCache, ShapeError, UnsupportedError, sdpa_paged
 from cudnn_sdpa.attention.paged import plans
 from cudnn_sdpa.attention.paged.explain import describe_paged
+from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, call_of
 from cudnn_sdpa.attention.paged.step_plans import plans_of_steps, queries_like
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.manifest import PlanManifest
@@ -72,6 +74,37 @@ def test_a_split_batch_has_the_plans_of_its_parts(cache, monkeypatch):
     monkeypatch.setattr(plans, "MAX_GATHERED_BYTES", 2 * 256 * 2 * 128 * 2)  # of two sequences
     found = plans_of_steps(cache, queries(), [5], [50], {}, TARGET)
     assert sorted(plan["inputs"][0]["layout"]["shape"][0] for plan in found.plans) == [3, 5]  # of 1 and 2, twice
+
+
+def step_keys(cache, batch, tokens, **options):
+    """The plans of the calls of a step, split or not."""
+    step = cache.new_step(batch, tokens)
+    tensors = queries(batch, tokens), cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
+    names = inspect.signature(sdpa_paged).parameters
+    forms = (None, step.seq_lens_q) if tokens == 1 else (step.seq_lens_q,)
+    for present in forms:
+        defaults = {name: x.default for name, x in names.items()} | dict(zip(names, tensors, strict=False))
+        call = call_of(**{**defaults, "page_layout": "HND", "seq_lens_q": present, **options})
+        yield from PAGED.keys(call, TARGET, None)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"softcap": 9.0}, {"causal_alignment": "top_left", "window_size": (45, 0)}, {"sinks": SINKS}],
+    ids=[*"abc"],
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_no_plan_of_a_step_is_missing(cache, monkeypatch, options, deterministic):
+    """Also where gathering splits some batches of a bucket, and where a window only hides keys of longer chunks."""
+    monkeypatch.setattr(plans, "MAX_GATHERED_BYTES", 11 * 256 * 2 * 128 * 2)  # of eleven sequences
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        batches, counts = range(8, 14), (1, 2, 5, 9, 33, 44, 45, 46, 47, 60, 130)
+        found = plans_of_steps(cache, queries(), batches, counts, options, TARGET)
+        wanted = [key for batch in batches for count in counts for key in step_keys(cache, batch, count, **options)]
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert found.plans == PlanManifest.of(wanted).plans
 
 
 def test_known_wrong_decode_kernels_are_replaced(cache):
