@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import forked_python
@@ -67,8 +68,8 @@ def test_generated_calls_of_every_operation_are_quick(quick):
 
 @pytest.mark.slow
 def test_each_test_is_quick_or_in_one_of_the_shards(quick):
-    shards = [collected("--tests", "rest", "--shard", f"{number}/2") for number in (1, 2)]
-    assert Counter(quick + shards[0] + shards[1]) == Counter(collected("--tests", "all"))
+    shards = [collected("--tests", "rest", "--shard", f"{number}/3") for number in (1, 2, 3)]
+    assert Counter(chain(quick, *shards)) == Counter(collected("--tests", "all"))
     assert len(quick) < min(map(len, shards)) / 4
 
 
@@ -145,13 +146,13 @@ def ci(tmp_path: Path):
 
 def test_each_shard_comes_in_turn(ci):
     made = [ci(commits)[1] for commits in range(6, 10)]
-    assert made == [["test", f"test-rest SHARD={number}/2"] for number in (1, 2, 1, 2)]
+    assert made == [["test", f"test-rest SHARD={number}/3"] for number in (1, 2, 3, 1)]
 
 
 def test_the_last_lines_say_what_was_not_run(ci):
     status, _, lines = ci(7)
     assert status == 0
-    assert lines[-2] == "Ran: make test, and shard 2/2 of make test-rest."
+    assert lines[-2] == "Ran: make test, and shard 2/3 of make test-rest."
     assert lines[-1].startswith("Not run: the rest of make test-rest")
     for target in re.findall(r"^(test-(?!rest|all)\S+):", (ROOT / "Makefile").read_text(), re.MULTILINE):
         assert f"make {target}" in lines[-1]
@@ -161,7 +162,7 @@ def test_the_last_lines_say_what_was_not_run(ci):
 def test_failures_and_time_that_runs_out_are_red(ci, status):
     found, made, lines = ci(7, test_rest=status)
     assert found == status
-    assert made == ["test", "test-rest SHARD=2/2"]
+    assert made == ["test", "test-rest SHARD=2/3"]
     assert lines[-2] == "Ran: make test."
     assert any("was stopped" in line for line in lines) is (status >= 124)
 
