@@ -397,7 +397,8 @@ class GraphFunction(GraphDefinition):
             if value is None and name not in self._optional:
                 raise OptionError(name, "None", "a tensor or a number")
             if isinstance(value, Tensor):
-                if is_compiling() or not value._is_zerotensor():  # autograd gives such gradients; a launch has them filled
+                # Autograd passes zero tensors as gradients; a launch has them filled.
+                if is_compiling() or not value._is_zerotensor():
                     check_is_tensor(name, value)
                 if value.device != tensors[0].device:
                     raise DeviceError(name, str(value.device), f"{tensors[0].device}, the device of the first tensor")

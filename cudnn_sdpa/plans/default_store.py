@@ -92,7 +92,6 @@ def _from_environment() -> PlanStore | None:
 
 
 def _default_folder() -> Path:
-    """The folder "plans" in the user's cache folder."""
     return in_users_cache("plans")
 
 
@@ -135,7 +134,6 @@ def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int 
 
 
 def is_off(path: str | os.PathLike[str]) -> bool:
-    """Whether the value is "off", in upper or lower case."""
     return isinstance(path, str) and path.strip().lower() == OFF
 
 

@@ -32,7 +32,7 @@ class OpenFolderError(UnsafeFolderError):
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Whether only this user and root can have written it."""
+    """Whether only this user and root can have written a file."""
     return (
         not _acts_for_another()
         and status.st_uid in (os.geteuid(), 0)
@@ -172,7 +172,7 @@ def _overflow_uid() -> int | None:
 
 
 def _acts_for_another() -> bool:
-    """Whether this process has another user's rights than who started it, as a set-uid program has."""
+    """Whether this process has the rights of another user than its caller's, as a set-uid program has."""
     return os.getuid() != os.geteuid()
 
 

@@ -122,7 +122,7 @@ def _set(policy: str) -> None:
 
 
 def _value() -> str:
-    """The policy in force; empty as long as the environment names none that exists, which the next call raises."""
+    """The policy in force; empty while the environment names an unknown one, which the next call raises."""
     try:
         return active()
     except OptionError:
