@@ -107,7 +107,6 @@ def live_properties(device: int) -> DeviceProperties:
 
 @functools.cache
 def live_target(device: int) -> Target:
-    """The target for the GPU with index `device` in this process."""
     return Target.from_properties(live_properties(device))
 
 
@@ -172,10 +171,10 @@ def _loaded(name_or_path: str | Path) -> DeviceProperties:
 
 
 def check_name(name_or_path: str, argument: str) -> None:
-    """Checks that it is what `load_properties` takes, without cuDNN.
+    """Checks an argument of `load_properties`, without cuDNN.
 
     Raises:
-        OptionError: It is not.
+        OptionError: The argument is neither a name nor a readable file.
     """
     if name_or_path.lower() not in bundled_targets():
         try:
