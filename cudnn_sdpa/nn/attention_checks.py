@@ -75,7 +75,7 @@ def check_cross_attention(
 
 
 def check_groups(module: AttentionModule, heads: tuple[int, int, int]) -> None:
-    """Checks that the heads of one process, of queries, keys and values, are whole groups.
+    """Checks that the query, key and value heads of one process are whole groups.
 
     Raises:
         UnsupportedError: They are not.
@@ -152,7 +152,7 @@ def check_call(
     if position_ids is not None:
         check_positions(position_ids)
         batch, tokens, _ = x.shape
-        if not module.packed:  # each process may have given its part of the sequence; `rope` compares with the heads
+        if not module.packed:  # x may be a part of the sequence; `rope` compares with the heads
             tokens = position_ids.shape[-1]
         if position_ids.shape[-1] != tokens or (position_ids.dim() == 2 and position_ids.shape[0] not in (1, batch)):
             raise ShapeError("position_ids", shape_of(position_ids), f"(S,) or (B, S), as x has ({shape_of(x)})")
@@ -178,20 +178,20 @@ def check_parallel(cp_group: object, cp_method: object, context_dim: int | None)
         return
     if context_dim is not None:
         raise OptionError("cp_group", "a group", "None: cross-attention (context_dim) has two sequences")
-    groups.place_in(cp_group)
+    groups.group_rank_of(cp_group)
 
 
 def positions_of(x: Tensor, cp_group: ProcessGroup | DeviceMesh | None) -> Tensor:
-    """The positions of tokens (B, S, features): 0 to S - 1, or those of this rank's part of the sequence."""
+    """Positions of tokens (B, S, features): 0 to S - 1, or those of this rank's part of the sequence."""
     if cp_group is None:
         return torch.arange(x.shape[1], device=x.device)
     from cudnn_sdpa.distributed import groups, shard
 
-    return shard(torch.arange(x.shape[1] * groups.place_in(cp_group).ranks, device=x.device), 0, cp_group)
+    return shard(torch.arange(x.shape[1] * groups.group_rank_of(cp_group).ranks, device=x.device), 0, cp_group)
 
 
 def refuse_beside_group(**given: object) -> None:
-    """Refuses arguments of a call that are about whole sequences.
+    """Refuses arguments that describe whole sequences, with which a rank's part has no meaning.
 
     Raises:
         UnsupportedError: One is given.
