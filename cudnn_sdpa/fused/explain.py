@@ -1,6 +1,6 @@
-"""What calls of norms, activations and convolutions would run, for `explain`.
+"""Descriptions of norms, activations and convolutions, for `explain`.
 
-Their graph functions describe the plans; here is what runs in addition.
+Graph functions describe their plans; this module adds the kernels around them.
 """
 
 from __future__ import annotations

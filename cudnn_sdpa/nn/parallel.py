@@ -1,4 +1,4 @@
-"""Tensor parallelism of modules: `parallel_plan`, what PyTorch's `parallelize_module` does to each of them."""
+"""Tensor parallelism of modules: `parallel_plan`, the argument of PyTorch's `parallelize_module`."""
 
 from __future__ import annotations
 

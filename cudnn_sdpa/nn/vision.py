@@ -341,7 +341,6 @@ class VisionEncoder(nn.Module):
 
 
 def _without_ones(shape: torch.Size) -> list[int]:
-    """A shape without leading ones."""
     sizes = list(shape)
     while sizes[:1] == [1]:
         del sizes[0]
