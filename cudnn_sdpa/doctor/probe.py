@@ -83,7 +83,7 @@ class Facts:
     environment: dict[str, str]
     driver: str  # version of NVIDIA's kernel module
     gpu_nodes: int  # GPUs of the machine or container, visible to PyTorch or not
-    native: str  # "C++", or "Python: " with the reason
+    native: str  # see `loader.forecast`
     torch: str  # version
     cuda: str | None  # version that PyTorch was built for
     hip: str | None

@@ -168,7 +168,6 @@ def _token_major(x: Tensor, length: int) -> Tensor:
 
 
 def _separates_sequences(mask: Tensor | None) -> bool:
-    """Whether a mask already separates packed sequences."""
     return mask is not None and (mask.dtype != mask_encoding.DTYPE or mask_encoding.is_packed(mask))
 
 
@@ -184,7 +183,7 @@ class _Call(NamedTuple):
 
 
 def _by_arguments(call: _Call, others: Arguments, options: Options, *, inspect: bool) -> Tensor | None:
-    """Attention within packed sequences that offsets or positions separate; None if they do not."""
+    """Attention within packed sequences that offsets or positions separate; None if there are none."""
     if others.get("cu_seq_lens_q") is not None:
         return _by_offsets(call, others, options)
     positions = others.get("position_ids")
