@@ -75,7 +75,7 @@ class ArgumentError(CudnnSdpaError, ValueError):
         return type(self), (self.argument, self.got, self.expected, self.hint)
 
     def renamed(self, names: Mapping[str, str]) -> ArgumentError:
-        """The same error for a function that names its arguments differently."""
+        """A copy of the error for a function that names its arguments differently."""
         rename = _renamer(names)
         # By position: torch.compile drops keyword arguments of an exception from its message.
         return type(self)(rename(self.argument), rename(self.got), rename(self.expected), rename(self.hint))
@@ -142,7 +142,7 @@ class UnsupportedError(CudnnSdpaError, NotImplementedError):
         return None
 
     def renamed(self, names: Mapping[str, str]) -> UnsupportedError:
-        """The same error for a function that names its arguments differently."""
+        """A copy of the error for a function that names its arguments differently."""
         rename = _renamer(names)
         return type(self)(rename(self.what), [rename(reason) for reason in self.reasons], rename(self.suggestion))
 

@@ -67,7 +67,7 @@ class _NoSecondGradient(Function):
 
 
 def refusing_gradients(lse: Tensor, out: Tensor) -> Tensor:
-    """A copy of an LSE that depends on what the output depends on; its gradient is refused."""
+    """A copy of an LSE in the graph of the output; refuses its gradient."""
     return _NoGradientOfLSE.apply(lse, out)  # type: ignore[no-any-return]
 
 

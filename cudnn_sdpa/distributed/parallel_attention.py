@@ -236,8 +236,8 @@ def context_parallel_varlen(
             T / P is even.
         k: Its keys (T / P, Hkv, D).
         v: Its values (T / P, Hkv, Dv).
-        cu_seqlens: Where the sequences begin in all tokens, and at last where they end, (B + 1,) int32, the same on
-            each rank. Lengths may be 0. Rows past the last offset get zeros, as their gradients do.
+        cu_seqlens: Offsets of the sequences in all tokens, the last one their end, (B + 1,) int32, the same on each
+            rank. Lengths may be 0. Rows past the last offset get zeros, as their gradients do.
         max_seqlen: Length of the longest sequence, or more.
         group: As in `context_parallel`.
         method: "all_gather", "ulysses" or "ring".

@@ -44,7 +44,7 @@ from cudnn_sdpa.plans.plan import Plan
 #: Larger integers overflow float32.
 _MAX_NUMBER = 2**127
 
-#: The option that tells a builder whether a gradient is wanted.
+#: The builder's option that says whether a gradient is wanted.
 TRAINS = "trains"
 
 #: Operands, results and options as the graph reads and writes them.
@@ -455,7 +455,7 @@ class GraphFunction(GraphDefinition):
 
         Raises:
             UnsupportedError: cuDNN has no plan for it.
-            PlanBuildError: It is missing and may not be built now.
+            PlanBuildError: The plan is missing and may not be built now.
         """
         signature = self._signature(values, static, False)
         entry: _BoundCall | None = self.table.get(signature)
@@ -840,7 +840,7 @@ def graph_op(
             Where one call of a graph function gives all gradients, it may return that call, which it has not made:
             `return f.call(...)`, if the results of `f` are the gradients of the first operands in their order, and
             `return f.call(...).of("weight", ...)` if they are those of other operands. Like passes then launch the
-            call in C++, and do not ask `backward` again. So what it returns must depend on layouts, options, numbers
+            call in C++, and do not ask `backward` again. So its choice must depend on layouts, options, numbers
             and `needs` alone, and it must have no other effect.
         keeps_results: Whether `backward` gets the results. Otherwise `results` is empty, less memory is saved, and the
             results may be modified in place. A slice says which it gets: `slice(1, None)` all but the first.

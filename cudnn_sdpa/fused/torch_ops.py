@@ -135,7 +135,7 @@ def find(token: str) -> Function:
     """The graph function with this token; its module is imported if necessary.
 
     Raises:
-        OptionError: It has changed since the token was made.
+        OptionError: The function has changed since the token was made.
     """
     function = _functions.get(token)
     if function is None:
@@ -184,7 +184,7 @@ def gradients(
         values: Its operands.
         results: Its results; empty if it does not keep them.
         static: Its options.
-        needs: Which operands require a gradient; None is all.
+        needs: Whether each operand requires a gradient; None is all.
 
     Raises:
         UnsupportedError: The function has no backward.

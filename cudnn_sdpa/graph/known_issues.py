@@ -40,7 +40,7 @@ class KnownIssue:
     """A bug of cuDNN, described by `bug`.
 
     Attributes:
-        source: Where it was reported, or on which version and GPU this library's tests met it.
+        source: The report, or the version and the GPU of this library's tests that showed it.
         treatment: The workaround, or that the plan is refused.
         concerns: Whether a plan on a version with the bug is affected.
         avoids: Whether the plan works around it.

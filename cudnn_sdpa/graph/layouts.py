@@ -84,7 +84,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def canonical_stride(shape: Sequence[int], stride: Sequence[int], *, channels_last: bool = False) -> tuple[int, ...]:
-    """`stride` with every size-1 dimension's entry replaced by what a dense tensor of the same memory order has there.
+    """`stride` with the entries of size-1 dimensions replaced by those of a dense tensor of the same memory order.
 
     cuDNN infers the memory order (NCHW, NHWC) from all strides, even those that address nothing: it treats a filter
     (8, 8, 3, 1) with strides (24, 1, 8, 1) differently from one with (24, 1, 8, 8). If all larger dimensions are in

@@ -59,7 +59,7 @@ class Target:
         cudnn: cuDNN's version, as `cudnnGetVersion` gives it (9.19.0 is 91900).
         frontend: Version of nvidia-cudnn-frontend.
         name: Marketing name of the GPU, for people; not compared.
-        source: Where the properties come from, if cuDNN did not report them on such a GPU; not compared.
+        source: Source of the properties, if cuDNN did not report them on such a GPU; not compared.
         sm: Compute capability as one number: 90 for 9.0. From the properties.
     """
 
@@ -120,7 +120,7 @@ def serial_of(device: int) -> str:
 
 
 def bundled_targets() -> dict[str, str]:
-    """Names of the GPUs that `load_properties` knows, each with where its properties come from.
+    """Names of the GPUs of `load_properties`, each with the source of its properties.
 
     Returns:
         For each name, `"measured"` (reported by cuDNN on such a GPU) or `"from public specifications"`.
@@ -131,7 +131,7 @@ def bundled_targets() -> dict[str, str]:
 
 @functools.cache
 def bundled_capabilities() -> dict[str, int]:
-    """Names of the GPUs that `load_properties` knows, each with its compute capability as one number.
+    """Names of the GPUs of `load_properties`, each with its compute capability as one number.
 
     Unlike `load_properties`, this does not load cuDNN.
     """
@@ -152,7 +152,7 @@ def load_properties(name_or_path: str | Path, argument: str = "target") -> Devic
         argument: The caller's name for it, for the error.
 
     Raises:
-        OptionError: It is neither, or the file does not describe a GPU.
+        OptionError: The argument is neither, or the file does not describe a GPU.
     """
     try:
         return _loaded(name_or_path)

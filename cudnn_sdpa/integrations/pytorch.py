@@ -61,7 +61,7 @@ def register(*, device: str = "cuda") -> None:
 
     Raises:
         OptionError: `device` is neither.
-        LibraryError: The operators of this PyTorch have other arguments than this version knows.
+        LibraryError: The operators of this PyTorch have other arguments than in the supported versions.
 
     Examples:
         >>> import torch
@@ -126,7 +126,7 @@ class _Installation:
         """Registers our kernels under a dispatch key.
 
         Raises:
-            LibraryError: An operator has other arguments than its kernel knows.
+            LibraryError: An operator has other arguments than its kernel.
         """
         installation = cls(key)
         kernels = [

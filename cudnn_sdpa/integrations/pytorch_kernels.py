@@ -53,7 +53,7 @@ class Kernel:
             before: The replaced kernel, if any.
 
         Raises:
-            LibraryError: The operator has other arguments or results than the function knows.
+            LibraryError: The operator has other arguments or results than the function.
         """
         self._name, self._function, self._before = schema.name, function, before
         parameters = inspect.signature(function).parameters

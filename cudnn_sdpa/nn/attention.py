@@ -217,7 +217,7 @@ class Attention(nn.Module):
 
         Raises:
             OptionError: `module` is not exactly a `torch.nn.MultiheadAttention`, or an option is wrong.
-            UnsupportedError: It computes something that this module does not, with every reason.
+            UnsupportedError: `module` computes something that this class does not, with every reason.
         """
         check_type("module", module, nn.MultiheadAttention)
         check_flags(cross=cross)

@@ -78,7 +78,7 @@ def check_groups(module: AttentionModule, heads: tuple[int, int, int]) -> None:
     """Checks that the query, key and value heads of one process are whole groups.
 
     Raises:
-        UnsupportedError: They are not.
+        UnsupportedError: A group is split.
     """
     q, k, v = heads
     if k == v and (q * module.num_kv_heads == k * module.num_heads or module.num_kv_heads == k == 1):
@@ -105,7 +105,7 @@ def check_convertible(module: nn.MultiheadAttention, cross: bool) -> None:
     """Checks that PyTorch's attention has an equivalent.
 
     Raises:
-        UnsupportedError: It has none, with every reason.
+        UnsupportedError: There is no equivalent, with every reason.
     """
     check_type("module.out_proj", module.out_proj, *LINEAR)
     same = module.kdim == module.vdim == module.embed_dim
@@ -166,7 +166,7 @@ def check_parallel(cp_group: object, cp_method: object, context_dim: int | None)
     """Checks the group over which sequences are spread, and the method.
 
     Raises:
-        OptionError: One is wrong, or it is cross-attention.
+        OptionError: An argument is wrong, or the layer is cross-attention.
     """
     if cp_group is None and cp_method == "all_gather":
         return
@@ -194,7 +194,7 @@ def refuse_beside_group(**given: object) -> None:
     """Refuses arguments that describe whole sequences, with which a rank's part has no meaning.
 
     Raises:
-        UnsupportedError: One is given.
+        UnsupportedError: Such an argument is given.
     """
     names = [name for name, value in given.items() if value is not None]
     if names:

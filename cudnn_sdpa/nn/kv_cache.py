@@ -36,7 +36,7 @@ class KVStep:
         seq_lens_kv: Length of each sequence including the new tokens, (B,) int32.
         seq_lens_q: Number of new tokens of each sequence, (B,) int32; None if it is `tokens` for all.
         slots: Rows of the cache for the new tokens, (B, tokens) int64; unused tokens share a spare row.
-        is_over: Which sequences have become too long, (B, 1, 1, 1) booleans: their output is NaN.
+        is_over: Sequences that have become too long, (B, 1, 1, 1) booleans: their output is NaN.
         owner: The cache.
         generation: The cache's generation at `reserve`; None in compiled functions.
         is_used: Whether keys have been appended.
@@ -275,7 +275,7 @@ class KVCache:
             step: The last result of `reserve`, outside a compiled function.
 
         Raises:
-            OptionError: It is another step.
+            OptionError: `step` is not the last one.
         """
         self._check_owner(step)
         if step is not self._newest:

@@ -31,7 +31,7 @@ def parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict
 
     Raises:
         OptionError: `module` has none of these modules.
-        UnsupportedError: One of them has packed projections.
+        UnsupportedError: A module has packed projections.
 
     Examples:
         >>> from cudnn_sdpa.nn import TransformerLayer, parallel_plan

@@ -141,7 +141,7 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
     """The folder as an absolute path, independent of later changes of the working directory.
 
     Raises:
-        UnsafeFolderError: It names the home of an unknown user.
+        UnsafeFolderError: The path names the home of an unknown user.
     """
     try:
         return Path(path).expanduser().absolute()
@@ -153,7 +153,7 @@ def open_store(path: str | os.PathLike[str] | None, argument: str, capacity: int
     """Opens a folder that the caller named as `argument`; None is the one in the user's cache folder.
 
     Raises:
-        OptionError: It cannot be used or is open to others.
+        OptionError: The folder cannot be used or is open to others.
     """
     is_path = isinstance(path, (str, os.PathLike)) and os.fspath(path) and "\0" not in os.fspath(path)
     if not (path is None or is_path):

@@ -102,7 +102,7 @@ _arenas_lock = threading.Lock()
 def take_memory(device: int, size: int) -> Tensor:
     """Memory on a device as uint8, aligned to 256 bytes, its size rounded up.
 
-    It was allocated on another stream, so the caller calls `record_stream`.
+    The memory was allocated on another stream, so the caller calls `record_stream`.
     """
     with _arenas_lock:
         return _arenas.setdefault(device, _Arena(device)).take(size)

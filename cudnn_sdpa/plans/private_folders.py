@@ -51,7 +51,7 @@ def open_private(folder: Path, *, make: bool = True) -> int:
         A descriptor, which reaches its files even if its path changes.
 
     Raises:
-        UnsafeFolderError: It is open to others, is not a folder, or cannot be used.
+        UnsafeFolderError: The path is open to others, is not a folder, or cannot be used.
     """
     try:
         real = _walk(folder, make)
@@ -77,7 +77,7 @@ def check_above(folder: Path) -> None:
 
     Raises:
         UnsafeFolderError: Others can replace it.
-        OSError: It cannot be inspected.
+        OSError: The folder cannot be inspected.
     """
     with contextlib.suppress(FileNotFoundError):
         _walk(folder, make=False)

@@ -60,7 +60,7 @@ def of_environment() -> str:
     """The policy that the environment names.
 
     Raises:
-        OptionError: It names none that exists.
+        OptionError: The environment names an unknown policy.
     """
     name = os.environ.get(VARIABLE) or DEFAULT
     if name not in POLICIES:

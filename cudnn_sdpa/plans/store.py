@@ -94,7 +94,7 @@ class PlanStore:
             log_level: Level of failures to save or read plans. Unsafe or damaged files are always a warning.
 
         Raises:
-            UnsafeFolderError: It cannot be created, is not a folder, or is open to others.
+            UnsafeFolderError: The folder cannot be created, is not a folder, or is open to others.
         """
         self.folder = folder.absolute()
         self.capacity = capacity
@@ -111,7 +111,7 @@ class PlanStore:
         """Opens the folder, which may have been removed, or made writable by others, since its last use.
 
         Raises:
-            UnsafeFolderError: It cannot be used.
+            UnsafeFolderError: The folder cannot be used.
         """
         descriptor = private_folders.open_private(self.folder, make=make)
         try:
