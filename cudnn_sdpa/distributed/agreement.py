@@ -66,7 +66,6 @@ class _Rendezvous:
         self.store.set(self.names[self.group_rank.rank], json.dumps([signature, error]))
 
     def refuse(self, error: BaseException) -> None:
-        """Publishes an error, and leaves."""
         with contextlib.suppress(RuntimeError):  # of an ended store; the refusal matters more
             self.publish("", f"{type(error).__name__}: {error}")
         self.leave()
@@ -169,11 +168,6 @@ def _no_answer(whose: str, function: str) -> OptionError:
 
 
 def _check(group_rank: GroupRank, rank: int, record: list[str], own: str, *, function: str) -> None:
-    """Compares the record of a rank with this rank's.
-
-    Raises:
-        OptionError: The records differ, or `rank` has refused the call.
-    """
     signature, error = record
     if error:
         raise OptionError("group", f"rank {rank} refused this call of {function}", "no error there", error)

@@ -132,7 +132,6 @@ class _AllGather(Function):
 
 
 def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gradients:
-    """Gradients of q, k, v and the sinks."""
     q, k, v, sinks, cu_seqlens, out, lse = saved
     dim, groups = options.dim, head_groups(k, v, options)
     whole = parts_of_gathered(options, k.shape[dim] * options.group_rank.ranks)
@@ -188,7 +187,6 @@ def _select(x: Tensor, options: Options, heads: slice, rows: slice) -> Tensor:
 
 
 def _store_gradients(options: Options, sends: tuple[slice, Pending[Tensor]], grad_k: Tensor, grad_v: Tensor) -> None:
-    """Writes the gradients of this rank's keys and values, of some heads."""
     heads, pending = sends
     sum_k, sum_v = split_kv(pending.wait().movedim(0, options.dim), grad_k.shape[-1])
     grad_k[:, heads].copy_(sum_k)

@@ -87,15 +87,12 @@ class Part:
 
     @classmethod
     def whole(cls, tokens: int, is_causal: bool, window: tuple[int, int]) -> Part:
-        """Attention of all queries to all keys of a sequence."""
         span = Span(0, tokens)
         every = slice(*span)
         return cls(rows=every, columns=every, queries=span, keys=span, is_causal=is_causal, window=window)
 
 
 class PartCall(NamedTuple):
-    """The tensors of a part's call."""
-
     part: Part
     q: Tensor
     k: Tensor
@@ -185,7 +182,6 @@ def parts_of_ring(options: Options, tokens: int, step: int) -> Iterator[Part]:
 
 
 def narrowed(x: Tensor, dim: int, to: slice) -> Tensor:
-    """A slice of a tensor along a dimension."""
     return x.narrow(dim, to.start, to.stop - to.start)
 
 

@@ -465,11 +465,7 @@ def _check_gradients(
     cu_seqlens: Tensor | None,
     summary: str,
 ) -> None:
-    """Refuses a call whose gradients a rank would refuse in the backward pass, where the others would wait for it.
-
-    Raises:
-        UnsupportedError: With every reason, and a method that can.
-    """
+    """Refuses a call whose gradients a rank would refuse in the backward pass, where the others would wait for it."""
     q, k, _ = qkv
     if gradient_checks.is_known(summary, options, qkv):
         return

@@ -97,7 +97,6 @@ class _Ring(Function):
 
 
 def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gradients:
-    """Gradients of q, k, v and the sinks."""
     q, k, v, sinks, cu_seqlens, out, lse = saved
     dim, group_rank = options.dim, options.group_rank
     exact = _sum_dtype(options, q)

@@ -139,7 +139,6 @@ class _Ulysses(Function):
 
 
 def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gradients:
-    """Gradients of q, k, v and the sinks."""
     *of_groups, sinks, cu_seqlens, out, lse = saved
     dim, group_rank = options.dim, options.group_rank
     calls = [of_groups[at : at + 5] for at in range(0, len(of_groups), 5)]

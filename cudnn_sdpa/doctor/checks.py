@@ -72,7 +72,6 @@ CURES = {
 
 
 def cure_of(message: str, default: str) -> str:
-    """The cure for a library's message."""
     return next((cure for pattern, cure in CURES.items() if re.search(pattern, message, re.IGNORECASE)), default)
 
 

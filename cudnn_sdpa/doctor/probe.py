@@ -244,7 +244,6 @@ def _error_in(facts: dict[str, object], name: str) -> Iterator[None]:
 
 
 def probe_torch() -> dict[str, object]:
-    """PyTorch's cuDNN, and the GPUs that it sees."""
     gpus: list[dict[str, object]] = []
     facts: dict[str, object] = {"gpus": gpus}
     if torch.version.cuda is None:
@@ -260,7 +259,6 @@ def probe_torch() -> dict[str, object]:
 
 
 def probe_cudnn() -> dict[str, object]:
-    """The versions of the frontend and its cuDNN."""
     facts: dict[str, object] = {}
     with _error_in(facts, "cudnn_error"):
         facts["frontend"] = backend.frontend_version()

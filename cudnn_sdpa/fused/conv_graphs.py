@@ -112,7 +112,6 @@ def check_call(
     groups: object,
     activation: object,
 ) -> None:
-    """Checks a call whose stride has one value per dimension."""
     rank = len(stride) if isinstance(stride, tuple) else x.dim() - 2
     check(rank, x=x, weight=weight, bias=bias, groups=groups)
     check_activation(activation)

@@ -244,7 +244,6 @@ class GraphFunction(GraphDefinition):
         return self._returned(run(tensors, _numbers(values)), trains=False)
 
     def _on_dtensors(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Result:
-        """Runs a call on DTensors: each rank runs its part."""
         values, _ = self.arguments(operands, options)
         tensors = dict(zip(self.operands, values, strict=True))
         static = {name: value for name, value in options.items() if name in self.options}
@@ -280,7 +279,6 @@ class GraphFunction(GraphDefinition):
         return (trains, is_deterministic(), *layouts, *options.items(), *kinds_of(options.values()))
 
     def _runs(self, entry: _BoundCall, operands: tuple[Value, ...], trains: bool) -> Callable[..., Result]:
-        """The launch of calls with a known signature, given their operands."""
         if trains:
             rest = (None,) * (len(self.operands) - len(operands))
             tracked = self._tracked((*operands, *rest), entry.static, entry.run)
@@ -693,7 +691,6 @@ def _native_gradients(
     numbers: tuple[float, ...],
     can_learn: bool,
 ) -> tuple[Sequence[Tensor | None], RepeatableCall | None]:
-    """See `Differentiation`."""
     of, like = options
     found, call = of.gradients_and_call(_NativeContext(saved, numbers, like), grads, needs)
     return found, _repeatable_gradient(of.function, call, needs) if can_learn and call is not None else None

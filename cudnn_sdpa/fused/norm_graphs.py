@@ -39,7 +39,6 @@ def default_eps(x: Tensor) -> float:
 
 
 def check(x: Tensor, weights: Mapping[str, object], eps: object) -> None:
-    """Checks x, eps, weight and bias."""
     check_dtype("x", x)
     if x.dim() == 0:
         raise ShapeError("x", "no dimension", "one dimension or more")
@@ -76,7 +75,6 @@ def check_residual(x: Tensor, residual: Tensor | None) -> None:
 
 
 def _contiguous(*operands: Value, **_: object) -> list[Value]:
-    """Operands with dense rows, copied if they are not."""
     return [x.contiguous() if isinstance(x, Tensor) else x for x in operands]
 
 
@@ -147,7 +145,6 @@ def rms_norm_gradients(
     scale: Symbol | None = None,
     shift: Symbol | None = None,
 ) -> Symbol | tuple[Symbol, Symbol]:
-    """Gradients of x and, if there is one, the weight."""
     shifted = weight if shift is None else g.add(a=weight, b=shift)
     grad_x, grad_weight, _ = g.rmsnorm_backward(
         name="rms_norm_gradients", grad=grad, input=x, scale=shifted, inv_variance=scale, has_dbias=False
@@ -291,7 +288,6 @@ def _layer_gradients_reference(
 def layer_norm_gradients(
     g: GraphBuilder, grad: Symbol, x: Symbol, weight: Symbol, mean: Symbol, scale: Symbol
 ) -> tuple[Symbol, ...]:
-    """Gradients of x, weight and bias."""
     gradients = g.layernorm_backward(
         name="layer_norm_gradients", grad=grad, input=x, scale=weight, mean=mean, inv_variance=scale
     )

@@ -276,7 +276,6 @@ class _Substitution(ast.NodeTransformer):
         self._lists: Mapping[str, Sequence[float]] = {"_": symbols, "f": numbers}
 
     def apply(self, text: str) -> ast.expr:
-        """The text as an expression of constants."""
         expression: ast.expr = self.visit(ast.parse(f"({text})", mode="eval").body)
         return expression
 
@@ -298,7 +297,6 @@ def run_gpu(function: Function, values: Sequence[Value], static: Options) -> Seq
 
 
 def run_reference(function: Function, values: Sequence[Value], static: Options) -> Outputs:
-    """The operator on the CPU."""
     if function.reference is None:
         reasons = ["its operands are not on an NVIDIA GPU, and it has no reference="]
         raise UnsupportedError(function.__name__, reasons, "tensors on a GPU")
@@ -331,7 +329,6 @@ def _decode(
     symbols: Sequence[int] | None,
     options: str,
 ) -> tuple[Function, tuple[Value, ...], Options]:
-    """Function, operands and options of an operator's arguments."""
     function = find(token)
     iterators: dict[str, Iterator[Value]] = {"t": iter(tensors), "n": iter(numbers)}
     values = tuple(None if kind == "-" else next(iterators[kind]) for kind in kinds)

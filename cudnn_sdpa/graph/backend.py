@@ -119,7 +119,6 @@ def cudnn_version() -> int:
 
 
 def frontend_version() -> str:
-    """Version of nvidia-cudnn-frontend."""
     return str(cudnn().__version__)
 
 
@@ -164,7 +163,6 @@ def create_handle() -> Handle:
 
 
 def raw_handle(handle: Handle) -> int:
-    """The `cudnnHandle_t` in `handle` as a number."""
     return int(handle.backend_handle)
 
 

@@ -156,11 +156,7 @@ class GraphDefinition:
         return symbols, self._checked(results, key, list(symbols.values()))
 
     def _checked(self, results: Results, key: PlanKey, operands: Sequence[Symbol]) -> tuple[Symbol, ...]:
-        """The builder's results, if they match the key.
-
-        Raises:
-            OptionError: They do not match.
-        """
+        """The builder's results, if they match the key."""
         symbols = tuple(results) if isinstance(results, (tuple, list)) else (results,)
         code = self._builder.__code__
         builder = f"the graph builder of {key.name} ({code.co_filename}, line {code.co_firstlineno})"

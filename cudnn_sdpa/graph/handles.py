@@ -62,7 +62,6 @@ class Slot:
         self._filled: torch.Tensor | None = None
 
     def bind(self, stream: int) -> None:
-        """Binds the handle to `stream`, the current stream of the current device."""
         if stream == 0 and self._workspace is None:
             self._workspace = _memory(SCRATCH_BYTES)
             self.scratch = self._workspace.data_ptr()

@@ -95,7 +95,6 @@ class PlanKey:
 
     @property
     def name(self) -> str:
-        """The operation's short name."""
         return self.operation.rpartition(":")[2]
 
     def to_json(self) -> dict[str, object]:

@@ -81,7 +81,6 @@ def _layouts_of_user(key: PlanKey) -> list[TensorLayout]:
 
 
 def _is_below_3d(key: PlanKey) -> bool:
-    """Whether all tensors of a user's graph have fewer than three dimensions."""
     layouts = _layouts_of_user(key)
     return bool(layouts) and max(len(x.shape) for x in layouts) < 3
 
@@ -259,7 +258,6 @@ def _max_offset_of_tensors(key: PlanKey) -> int:
 
 
 def _has_token_major_gradients(key: PlanKey) -> bool:
-    """Whether the gradients of keys and values are token-major."""
     return all(
         operand.layout.stride[1] <= operand.layout.stride[2] for operand in key.outputs if operand.name != "grad_q"
     )

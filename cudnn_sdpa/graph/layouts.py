@@ -64,7 +64,6 @@ class TensorLayout:
 
     @classmethod
     def from_json(cls, data: JsonObject) -> TensorLayout:
-        """Inverse of `to_json`."""
         return cls(tuple(data["shape"]), tuple(data["stride"]), _DTYPE_BY_NAME[data["dtype"]])
 
     def __str__(self) -> str:
@@ -199,7 +198,6 @@ def dense_stride_like(shape: Sequence[int], model: Sequence[int], model_stride: 
 
 
 def dense_like(layout: TensorLayout) -> TensorLayout:
-    """The layout of a dense tensor of the same shape and memory order."""
     stride = dense_stride_like(layout.shape, layout.shape, layout.stride)
     return replace(layout, stride=stride)
 

@@ -101,7 +101,6 @@ def _frozen(value: object) -> object:
 
 @functools.cache
 def live_properties(device: int) -> DeviceProperties:
-    """cuDNN's device properties of the GPU with index `device` in this process."""
     return backend.device_properties(device)
 
 

@@ -117,7 +117,6 @@ def attention(
 
 
 def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: mask_encoding.Band, options: Options) -> Tensor:
-    """Attention with a band aligned bottom-right."""
     query, key, value = qkv
     queries, keys = query.shape[2], key.shape[2]
     left, right, lengths = band
@@ -259,7 +258,6 @@ def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
 
 
 def _with_bias(mask: Tensor | None, position_bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A learned bias, with -inf for masked keys."""
     if mask is None:
         return position_bias
     if mask.dtype == mask_encoding.DTYPE:
@@ -288,7 +286,6 @@ def _padded_with_lengths(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _padded_with_mask(mask: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and a mask, padded; padding is masked."""
     keys = key.shape[2]
     if mask.shape[-1] != keys:
         return key, value, mask

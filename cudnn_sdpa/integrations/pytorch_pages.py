@@ -175,7 +175,6 @@ def with_used_keys(call: VarlenArguments, seqused_k: Tensor) -> VarlenArguments:
 
 
 def _offsets_of(lengths: Tensor) -> Tensor:
-    """Offsets (B + 1,) of packed sequences of these lengths (B,)."""
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 

@@ -165,7 +165,6 @@ def _attention(
     backend: int,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output and the LSE (Hq, T)."""
     if num_splits is not None:
         raise UnsupportedError(
             f"num_splits={num_splits}",

@@ -38,7 +38,6 @@ class AttentionModule(Protocol):
 
 
 def head_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """The number of key and value heads, and the head dim, checked."""
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check_counts(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
     if num_heads % num_kv_heads:
@@ -137,7 +136,6 @@ def check_call(
     rotations: object,
     step: object,
 ) -> None:
-    """Checks the arguments of a call against the module and against each other."""
     if module.context_dim is None:
         for name, value in (("context", context), ("context_lens", context_lens)):
             if value is not None:

@@ -32,7 +32,6 @@ def check_flags(**flags: object) -> None:
 
 
 def check_number(name: str, number: object, *, below: float | None = None) -> None:
-    """Checks that an argument is a number of at least 0, and less than `below`."""
     expected = "a number of at least 0" if below is None else f"a number from 0 up to, not including, {below:g}"
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise OptionError(name, type(number).__name__, expected)

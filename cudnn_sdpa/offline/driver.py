@@ -110,7 +110,6 @@ def _compile(source: str, folder: Path) -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Removes folders of killed compilations."""
     for scratch in parent.glob(f"{_SCRATCH}*"):
         with contextlib.suppress(OSError):
             if abs(time.time() - scratch.stat().st_mtime) > _ABANDONED_SECONDS:

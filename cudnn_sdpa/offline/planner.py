@@ -161,7 +161,6 @@ class Helper:
         return answer
 
     def close(self) -> None:
-        """Ends the helper, if there is one."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()

@@ -31,7 +31,6 @@ MAX_WORKERS = 8
 
 
 def default_workers(plans: int) -> int:
-    """Default number of helper processes for this many plans."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_WORKERS, cores, plans))
 

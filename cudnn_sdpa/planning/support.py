@@ -396,7 +396,6 @@ def table(matrix: list[Cell]) -> tuple[list[dict[str, str]], list[str]]:
 
 
 def environment(sm: int | None = None, cudnn: int | str | None = None, target: str | None = None) -> dict[str, str]:
-    """The GPU and versions of a matrix."""
     gpu = target_of(sm, cudnn) if target is None else Target.from_properties(load_properties(target))
     versions = {"cudnn_sdpa": __version__, "cudnn": backend.version_string(gpu.cudnn)}
     if target is None:

@@ -54,7 +54,6 @@ _overrides = Overrides(lambda: (Setting.store, Setting.is_resolved), _put)
 
 
 def active() -> PlanStore | None:
-    """The plan store in use."""
     if not Setting.is_resolved:
         with _setting_lock:
             if not Setting.is_resolved:
@@ -138,11 +137,7 @@ def is_off(path: str | os.PathLike[str]) -> bool:
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
-    """The folder as an absolute path, independent of later changes of the working directory.
-
-    Raises:
-        UnsafeFolderError: The path names the home of an unknown user.
-    """
+    """The folder as an absolute path, independent of later changes of the working directory."""
     try:
         return Path(path).expanduser().absolute()
     except RuntimeError as error:

@@ -32,8 +32,6 @@ ENGINE = "own kernels"
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A kernel and its grid."""
-
     kernel: Kernel
     blocks: int
     threads: int
@@ -58,7 +56,7 @@ class KernelProgram:
 
     @property
     def workspace(self) -> int:
-        """Bytes of all scratch tensors."""
+        """Size in bytes of all scratch tensors."""
         return sum(4 * math.prod(shape) for shape in self.scratch.values())
 
 
@@ -127,7 +125,6 @@ class KernelPlan(Plan):
         self._scratch = [(program.slots[name], shape) for name, shape in program.scratch.items()]
 
     def launch(self, pointers: Sequence[int]) -> None:
-        """See `Plan.launch`."""
         fields, scratch = self._fields[:], []  # local to this call: many threads launch a plan at once
         for place, slot, is_number in self._slots:
             address = int(pointers[slot])

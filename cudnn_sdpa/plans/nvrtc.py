@@ -42,14 +42,11 @@ class _NotAKernelError(ExecutionError):
 
 @dataclass(frozen=True)
 class _Identity:
-    """The identity of a compiled kernel in the plan store."""
-
     name: str
     digest: str
     sm: int
 
     def identity(self) -> dict[str, object]:
-        """See `PlanKey.identity`."""
         version = {"package": __version__, "cuda": torch.version.cuda}
         return {"kernel": self.name, "source": self.digest, "sm": self.sm, **version}
 

@@ -41,13 +41,10 @@ class ShapePolicyUse(Override[str]):
 
 
 class Setting:
-    """The policy of this process."""
-
     policy = ""
 
 
 def active() -> str:
-    """The policy in force."""
     policy = Setting.policy
     if not policy:
         named = of_environment()

@@ -244,7 +244,6 @@ class PlanStore:
             self._counters[counter] += 1
 
     def _warn(self, text: str, error: Exception) -> None:
-        """Logs the first error of each kind."""
         if text not in self._warned:
             self._warned.add(text)
             _log.log(self._log_level, text, self.folder, error)
@@ -278,7 +277,6 @@ def _is_plan_name(name: str) -> bool:
 
 
 def _listed(folder: int) -> list[_File]:
-    """All plan files, including those being written."""
     files = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -290,7 +288,7 @@ def _listed(folder: int) -> list[_File]:
 
 
 def _sweep(folder: int) -> None:
-    """Removes files that killed processes have left half-written."""
+    """Removes files of killed processes."""
     for file in _listed(folder):
         if not file.is_plan and abs(time.time() - file.used) > _ABANDONED_SECONDS:
             with contextlib.suppress(OSError):
