@@ -127,6 +127,7 @@ def in_agreement(group_rank: GroupRank, function: str, summarize: Callable[[], t
         agreements.count += 1
         rendezvous.refuse(error)
         raise
+    # Before `_check` raises, so that all ranks count the same rendezvous.
     agreements.count += 1
     rendezvous.leave()
     for rank, record in enumerate(records):

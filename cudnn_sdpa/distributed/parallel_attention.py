@@ -416,9 +416,8 @@ def _checked(
         expected = (
             "an even, positive number of tokens: two chunks of the sequence, as cudnn_sdpa.distributed.shard gives"
         )
-        raise ShapeError(
-            "q", shape_of(q), expected, f"Pad the sequence to a multiple of {2 * options.group_rank.ranks}."
-        )
+        hint = f"Pad the sequence to a multiple of {2 * options.group_rank.ranks}."
+        raise ShapeError("q", shape_of(q), expected, hint)
     if packing is not None:
         value_checks.check_offsets("cu_seqlens", packing[0], tokens * options.group_rank.ranks, as_int(packing[1]))
     return (q, k, v), scores

@@ -94,10 +94,8 @@ class GraphFunction(GraphDefinition):
     Attributes:
         operands: Names of the builder's tensors and numbers, in its order.
         options: The static options with their defaults; `inspect.Parameter.empty` where there is none.
-        takes_needs: Whether `backward` has the parameter `needs`.
         ways: Divisions of a call, among ranks or because it is large; None if none is declared.
         token: The name by which the torch operator finds the function.
-        table: Calls bound to their plans.
         calls: The native module's calls. A function with a signature of its own may try them before `run`, if Dynamo
             does not trace.
     """
@@ -233,6 +231,7 @@ class GraphFunction(GraphDefinition):
         run: Run = partial(self._run_elsewhere, values, static)
         if tensors[0].is_cuda and not any(x.numel() == 0 for x in tensors):
             entry = self.prepared(values, static)
+            # The signature is of the caller's operands: a plan for casts or copies of them would not fit.
             is_as_given = len(values) >= len(operands) and all(map(_is_same, operands, values))
             if is_as_given and isinstance(entry, _BoundCall) and options.keys() <= self.options.keys():
                 self.table.add(self._signature(operands, options, trains), entry)
@@ -264,7 +263,7 @@ class GraphFunction(GraphDefinition):
             trains = needs_gradient(*tensors)
             entry = self._look_up(operands, options, trains)
             return None if entry is None else self._runs(entry, operands, trains)
-        except NOT_A_CALL:  # which the checks will say
+        except NOT_A_CALL:  # the checks name the wrong argument
             return None
 
     def _could_cast(self, tensors: Sequence[Tensor]) -> bool:
@@ -313,7 +312,7 @@ class GraphFunction(GraphDefinition):
         call = RepeatableCall(entry.bound, tensors, range(count), is_single=count == 1)
         if not trains:
             self.calls.learn(operands, options, call)
-        elif not any(x.is_inference() for x in tensors):
+        elif not any(x.is_inference() for x in tensors):  # which autograd cannot save
             values = (*operands, *(None,) * (len(self.operands) - len(operands)))
             needs = [isinstance(x, Tensor) and x.requires_grad for x in values]
             saved = self.saved(values, entry.static, needs)

@@ -182,7 +182,6 @@ class GraphBuilder:
 
     Attributes:
         types: The `cudnn` module, for its enumerations (`g.types.diagonal_alignment.TOP_LEFT`).
-        locations: Source locations of the operations.
         device_options: Arguments for another builder for the same GPU.
     """
 

@@ -43,7 +43,6 @@ class Slot:
     again until no call has intervened.
 
     Attributes:
-        raw: The `cudnnHandle_t`.
         bound: One number, the stream of the handle; -1 for none, and during a change.
         scratch: Address of the scratch memory, a workspace.
         filled: Address of the prologue memory; 0 before its first use.

@@ -108,12 +108,7 @@ def unregister() -> None:
 
 
 class _Installation:
-    """Our kernels in PyTorch's dispatcher; PyTorch's registry keeps this object and calls `remove`.
-
-    Attributes:
-        current: The installation of this process, if any.
-        key: The dispatch key.
-    """
+    """Our kernels in PyTorch's dispatcher, under one dispatch key; PyTorch's registry keeps it and calls `remove`."""
 
     current: _Installation | None = None
 

@@ -94,6 +94,7 @@ def _plan_all(
                 raise result
             yield key, _as_our_error(key, result) if isinstance(result, Exception) else result
     finally:
+        # A thread that waits for an answer ends when its helper is killed, and uses the pipes until then.
         pending.clear()
         for helper in helpers:
             helper.kill()

@@ -52,7 +52,7 @@ class Support:
     Attributes:
         question: The configuration, as text.
         supported: Whether there is a kernel.
-        reasons: Every known reason why there is none.
+        reasons: Every known reason against it.
         suggestion: The nearest configuration that works, or an empty string.
         engine: cuDNN's engine, if cuDNN was queried.
     """
@@ -329,7 +329,6 @@ class Cell:
     """A cell of a matrix.
 
     Attributes:
-        option: The option, as text.
         answers: Answers for the forward pass and for training; empty if the operation does not have the option.
     """
 

@@ -51,7 +51,7 @@ class AutotuneCandidate:
         engine: cuDNN's engine.
         knobs: The engine's settings.
         microseconds: Median device time of a launch; None if it was not timed.
-        reason: Why it was discarded; empty if it was not.
+        reason: The reason for its exclusion; empty if there is none.
     """
 
     engine: str
@@ -71,7 +71,7 @@ class AutotuneEntry:
         key: The plan's key, as text.
         candidates: The proposals of cuDNN's heuristics, in order.
         winner: Index of the candidate that is used from now on.
-        reason: Why candidates were not compared, so that the first one stays; empty if they were.
+        reason: The reason for keeping the first candidate without a comparison; empty if there was one.
     """
 
     key: str

@@ -37,9 +37,6 @@ class StoredPlan:
     """A compiled plan and its description.
 
     Attributes:
-        identity: The identity of its key; see `PlanKey.identity`.
-        engine: cuDNN's engine.
-        knobs: The engine's settings.
         workspace: Size in bytes of the workspace that each launch needs.
         tuned: Whether `autotune` chose it by measured time; missing in files of older versions.
     """

@@ -166,6 +166,7 @@ class PlanStore:
                     file_format.write(name, folder, contents)
                 except OSError as error:
                     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                    # A full disk: plans of the store make room, with some to spare for the file system.
                     if not is_full or not self._evict(folder, 2 * len(contents), name):
                         raise
                     file_format.write(name, folder, contents)
