@@ -1,4 +1,4 @@
-"""The type of objects of JSON files and messages, and how their files are read."""
+"""The type of JSON objects in files and messages, and reading of their files."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import os
 from pathlib import Path
 from typing import Any, TypeAlias
 
-#: Whoever reads a value checks it.
+#: Values are checked where they are read.
 JsonObject: TypeAlias = dict[str, Any]
 
 
 def read_text(path: str | Path) -> str:
-    """The text of a file; of a pipe, what its writer gives, and nothing at once if it has no writer.
+    """The text of a file; of a pipe, the text of its writer, empty if it has none.
 
     Raises:
-        OSError: It cannot be read.
-        UnicodeDecodeError: It is no text.
+        OSError: The file cannot be read.
+        UnicodeDecodeError: The file is no text.
     """
     with open(path, encoding="utf-8", opener=_without_waiting) as file:
         os.set_blocking(file.fileno(), True)

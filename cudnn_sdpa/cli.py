@@ -79,7 +79,6 @@ def show_help(ctx: typer.Context) -> None:
 
 
 def require_gpu(command: str) -> None:
-    """Exits if there is no GPU."""
     import cudnn_sdpa._pytorch  # noqa: F401 - raises with a cure if PyTorch cannot be imported
 
     if not _has_gpu():

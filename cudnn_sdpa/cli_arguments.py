@@ -30,7 +30,7 @@ def function_of(name: str) -> Callable[..., object]:
 
 
 def _nearest(name: str, names: Iterable[str]) -> str:
-    """A hint at the name that may have been meant; empty if none is like it."""
+    """A hint at a similar name; empty if there is none."""
     found = difflib.get_close_matches(name, list(names), 1)
     return f"Did you mean {found[0]}?" if found else ""
 

@@ -43,7 +43,6 @@ __all__ = [
 
 
 def _renamer(names: Mapping[str, str]) -> Callable[[object], str]:
-    """A function that renames arguments in a text."""
     word = re.compile(r"\b(?:" + "|".join(map(re.escape, names)) + r")\b")
     return lambda text: word.sub(lambda match: names[match[0]], str(text))
 
@@ -59,7 +58,7 @@ class ArgumentError(CudnnSdpaError, ValueError):
         argument: The name of the wrong argument.
         got: Its value, or a description of it.
         expected: The values that are valid.
-        hint: A way to mend the call, or an empty string.
+        hint: A way to fix the call, or an empty string.
     """
 
     def __init__(self, argument: str, got: object, expected: object, hint: str = "") -> None:
@@ -76,9 +75,9 @@ class ArgumentError(CudnnSdpaError, ValueError):
         return type(self), (self.argument, self.got, self.expected, self.hint)
 
     def renamed(self, names: Mapping[str, str]) -> ArgumentError:
-        """The same error for a function that names its arguments differently."""
+        """A copy of the error for a function that names its arguments differently."""
         rename = _renamer(names)
-        # By position: of others, torch.compile shows nothing.
+        # By position: torch.compile drops keyword arguments of an exception from its message.
         return type(self)(rename(self.argument), rename(self.got), rename(self.expected), rename(self.hint))
 
 
@@ -143,7 +142,7 @@ class UnsupportedError(CudnnSdpaError, NotImplementedError):
         return None
 
     def renamed(self, names: Mapping[str, str]) -> UnsupportedError:
-        """The same error for a function that names its arguments differently."""
+        """A copy of the error for a function that names its arguments differently."""
         rename = _renamer(names)
         return type(self)(rename(self.what), [rename(reason) for reason in self.reasons], rename(self.suggestion))
 

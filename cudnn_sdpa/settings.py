@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-#: Number of the latest values in a row, set by calls, whose overrides a `with` statement may still enter.
+#: Number of the latest values set by calls whose overrides a `with` statement may still enter.
 _MAX_SET = 16
 
 
@@ -60,7 +60,7 @@ class Overrides(Generic[T]):
         self._lock = renewed_in_children(threading.RLock())
 
     def _add(self, entry: _Entry[T], instead_of: _Entry[T] | None = None) -> None:
-        """Puts a value in force, for `with` statements in place of the one that their override has set."""
+        """Puts a value in force; for a `with` statement, in place of the value that its override has set."""
         with self._lock:
             if not self._entries:
                 self._base = self._get()
@@ -94,7 +94,7 @@ class Overrides(Generic[T]):
         while True:
             latest = self._latest()
             self._put(self._base if latest is None else latest.value)
-            if self._latest() is latest:  # otherwise it has changed meanwhile
+            if self._latest() is latest:  # a signal handler may have changed the entries meanwhile
                 return
 
 

@@ -1,4 +1,4 @@
-"""What the autograd functions of context parallelism share: what they save, and what is refused."""
+"""Saved state and refusals, common to the autograd functions of context parallelism."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Gradients = tuple[Tensor | None, ...]
 
 
 def save(ctx: Any, options: Options, tensors: tuple[Tensor | None, ...]) -> None:
-    """Saves what the backward pass needs, which runs on autograd's threads, where no fallback is in force."""
+    """Saves the state of the backward pass, which runs on autograd's threads, where no fallback is in force."""
     ctx.save_for_backward(*tensors)
     ctx.options, ctx.may_fall_back = options, fallback.is_in_force()
     ctx.set_materialize_grads(False)
@@ -32,10 +32,10 @@ def resumed(
 ) -> Gradients:
     """The results of a backward pass: None for options and offsets, then the gradients.
 
-    Every rank runs all of it, whatever gradients it needs, because the others wait for its part.
+    Every rank runs the whole pass, whatever gradients it needs, because the others wait for its part.
 
     Raises:
-        UnsupportedError: The LSE has a gradient, or it is a batch of gradients.
+        UnsupportedError: The LSE has a gradient, or there is a batch of gradients.
     """
     autograd_checks.refuse_gradient_of("lse", grad_lse)
     autograd_checks.refuse_batch(grad_out)
@@ -45,7 +45,7 @@ def resumed(
     with torch.no_grad(), may_fall_back, dtypes_stay, collectives.settled():
         grad_out = torch.zeros_like(saved[-2]) if grad_out is None else grad_out
         found = gradients(ctx.options, grad_out, saved)
-    if torch.is_grad_enabled():  # create_graph: what depends on these must not seem constant
+    if torch.is_grad_enabled():  # create_graph: second gradients must raise, and not be zero
         present = [x for x in found if x is not None]
         depended_on = [x for x in (grad_out, *saved) if x is not None and x.requires_grad]
         tied = iter(_NoSecondGradient.apply(method, len(present), *present, *depended_on))
@@ -67,7 +67,7 @@ class _NoSecondGradient(Function):
 
 
 def refusing_gradients(lse: Tensor, out: Tensor) -> Tensor:
-    """A copy of an LSE that depends on what the output depends on; its gradient is refused."""
+    """A copy of an LSE in the graph of the output; refuses its gradient."""
     return _NoGradientOfLSE.apply(lse, out)  # type: ignore[no-any-return]
 
 

@@ -1,4 +1,4 @@
-"""Collectives of `torch.distributed` that run while something is computed, along the first dimension of tensors."""
+"""Collectives of `torch.distributed` along the first dimension of tensors, asynchronous to kernels."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cudnn_sdpa.distributed.groups import Place
+from cudnn_sdpa.distributed.groups import GroupRank
 from cudnn_sdpa.engine.dispatch_state import plain
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-#: Tags of messages between two ranks, which gloo tells apart by them.
+#: Tags by which gloo distinguishes messages between two ranks.
 KEYS, GRADIENTS, HEADS = 1, 2, 3
 
-#: What a kernel copies at a time: with elements of two bytes it reaches a third of the memory's bandwidth.
+#: The element type of copies: elements of two bytes reach a third of the memory's bandwidth.
 WIDEST = torch.complex128
 
 T = TypeVar("T")
@@ -35,19 +35,14 @@ class Message(NamedTuple):
 
 
 class _Staged(NamedTuple):
-    """Contiguous memory for a received tensor.
-
-    Attributes:
-        tensor: The memory.
-        to: Where it belongs.
-    """
+    """Contiguous memory for a received tensor that belongs into `to`."""
 
     tensor: Tensor
     to: Tensor
 
 
 class _Started(threading.local):
-    """What this thread has started within `settled`, and whether communication has failed there."""
+    """Messages that this thread has started within `settled`, and whether communication has failed there."""
 
     def __init__(self) -> None:
         self.pending: list[Pending[object]] = []
@@ -58,7 +53,7 @@ _started = _Started()
 
 
 class Pending(Generic[T_co]):
-    """A tensor, or several, on their way. It holds what is sent and received, which must not be freed before."""
+    """Received tensors in transit. Holds the buffers, which must not be freed before the end."""
 
     __slots__ = ("_held", "_received", "_staged", "_works")
 
@@ -93,10 +88,10 @@ class Pending(Generic[T_co]):
 
 @contextlib.contextmanager
 def settled() -> Iterator[None]:
-    """Leaves no message on its way if its body raises, as where a kernel is refused: a later call would get it.
+    """Completes all started messages if its body raises, as for a refused kernel: a later call would receive them.
 
-    The other ranks have started the same, or will, before they need more of this rank. After an interruption nobody
-    waits for them.
+    The other ranks have started the same messages, or will, before they need more of this rank. An interruption
+    (`KeyboardInterrupt`) does not wait.
     """
     outside = _started.pending, _started.has_failed
     _started.pending, _started.has_failed = [], False
@@ -111,30 +106,30 @@ def settled() -> Iterator[None]:
         _started.pending, _started.has_failed = outside
 
 
-def all_gather(x: Tensor, place: Place) -> Pending[Tensor]:
-    """Starts to gather the tensors of all ranks, one after the other along the first dimension."""
+def all_gather(x: Tensor, group_rank: GroupRank) -> Pending[Tensor]:
+    """Starts to gather the tensors of all ranks, one after another along the first dimension."""
     x = plain(x).contiguous()
-    received = x.new_empty(x.shape[0] * place.ranks, *x.shape[1:])
-    return Pending(received, x, [_gather(received, x, group=place.group, async_op=True)])
+    received = x.new_empty(x.shape[0] * group_rank.ranks, *x.shape[1:])
+    return Pending(received, x, [_gather(received, x, group=group_rank.group, async_op=True)])
 
 
-def reduce_scatter(x: Tensor, place: Place) -> Pending[Tensor]:
-    """Starts to sum the tensors of all ranks, each of which gets its part of the sum along the first dimension."""
+def reduce_scatter(x: Tensor, group_rank: GroupRank) -> Pending[Tensor]:
+    """Starts to sum the tensors of all ranks; each rank receives its part of the sum along the first dimension."""
     x = plain(x).contiguous()
-    received = x.new_empty(x.shape[0] // place.ranks, *x.shape[1:])
-    return Pending(received, x, [_reduce(received, x, group=place.group, async_op=True)])
+    received = x.new_empty(x.shape[0] // group_rank.ranks, *x.shape[1:])
+    return Pending(received, x, [_reduce(received, x, group=group_rank.group, async_op=True)])
 
 
-def pass_on(xs: Sequence[Tensor], place: Place, tag: int) -> Pending[list[Tensor]]:
+def ring_shift(xs: Sequence[Tensor], group_rank: GroupRank, tag: int) -> Pending[list[Tensor]]:
     """Starts to send tensors to the next rank, and to receive those of the previous one."""
     xs = [plain(x).contiguous() for x in xs]
     received = [torch.empty_like(x) for x in xs]
-    sends = [dist.P2POp(dist.isend, x, place.neighbor(1), place.group, tag) for x in xs]
-    receives = [dist.P2POp(dist.irecv, x, place.neighbor(-1), place.group, tag) for x in received]
+    sends = [dist.P2POp(dist.isend, x, group_rank.neighbor(1), group_rank.group, tag) for x in xs]
+    receives = [dist.P2POp(dist.irecv, x, group_rank.neighbor(-1), group_rank.group, tag) for x in received]
     return Pending(received, xs, dist.batch_isend_irecv([*sends, *receives]))
 
 
-def exchange(sends: list[Message], receives: list[Message], received: T, place: Place) -> Pending[T]:
+def exchange(sends: list[Message], receives: list[Message], received: T, group_rank: GroupRank) -> Pending[T]:
     """Starts to send tensors to other ranks and to receive theirs, in the same order between any two.
 
     Each message is two chunks of tokens (2, tokens, …), of any strides. All ranks send each other as many bytes.
@@ -143,9 +138,9 @@ def exchange(sends: list[Message], receives: list[Message], received: T, place: 
         sends: Messages to other ranks.
         receives: Memory of the messages from other ranks.
         received: Result of `wait`.
-        place: The group, and this rank in it.
+        group_rank: The group.
     """
-    global_ranks = [place.neighbor(rank - place.rank) for rank in range(place.ranks)]
+    global_ranks = [group_rank.neighbor(rank - group_rank.rank) for rank in range(group_rank.ranks)]
     sends = [Message(x if _has_contiguous_chunks(x) else copy(x.new_empty(x.shape), x), rank) for x, rank in sends]
     staged: list[_Staged] = []
     buffers: list[Message] = []
@@ -155,7 +150,7 @@ def exchange(sends: list[Message], receives: list[Message], received: T, place: 
         buffers.append(Message(x if _has_contiguous_chunks(x) else staged[-1].tensor, rank))
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(operation, chunk, global_ranks[message.rank], place.group, HEADS)
+            dist.P2POp(operation, chunk, global_ranks[message.rank], group_rank.group, HEADS)
             for operation, messages in ((dist.isend, sends), (dist.irecv, buffers))
             for message in messages
             for chunk in message.tensor
@@ -165,7 +160,7 @@ def exchange(sends: list[Message], receives: list[Message], received: T, place: 
 
 
 def copy(to: Tensor, x: Tensor) -> Tensor:
-    """Copies a tensor to memory of its shape, in elements of 16 bytes if both may be seen as such."""
+    """Copies a tensor to memory of its shape, in elements of 16 bytes if layouts and addresses allow it."""
     if all(map(_is_wide, (to, x))):
         to.view(WIDEST).copy_(x.view(WIDEST))
         return to

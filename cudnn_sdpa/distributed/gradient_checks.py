@@ -1,4 +1,4 @@
-"""Which calls have no gradients, found before the first message: in the backward pass the other ranks would wait.
+"""Calls without gradients, refused before the first message: in the backward pass the other ranks would wait.
 
 Tensors without data stand for those of the calls that the backward pass will make. This rank's calls are checked, and
 some of other ranks', so that all ranks raise the same error.
@@ -17,7 +17,7 @@ from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall, offsets_of_keys
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.distributed import all_gather, ring, ulysses
-from cudnn_sdpa.distributed.local_attention import Attention, Options, Part, arguments_of, new_results, without_data
+from cudnn_sdpa.distributed.local_attention import Options, Part, PartCall, arguments_of, new_results, without_data
 from cudnn_sdpa.engine import cpu_target, fallback
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.fast_path import layout_signature
@@ -30,13 +30,13 @@ from cudnn_sdpa.graph.target import Target, live_target
 class Calls(Protocol):
     """The calls of a method whose gradients are computed, at least those of this rank."""
 
-    def __call__(self, options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attention]:
-        """With tensors without data."""
+    def __call__(self, options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCall]:
+        """Called with tensors without data."""
 
 
 CALLS: dict[str, Calls] = {"all_gather": all_gather.calls, "ulysses": ulysses.calls, "ring": ring.calls}
 
-#: Arguments that suggestions name, and that context parallelism does not have.
+#: Arguments of suggestions that context parallelism lacks.
 MISSING = ("attn_mask", "seq_lens")
 
 #: Maximum number of accepted calls that are remembered.
@@ -46,19 +46,24 @@ _known: set[Hashable] = set()
 
 
 def is_known(summary: str, options: Options, qkv: Iterable[Tensor]) -> bool:
-    """Whether a call like this one was accepted."""
-    return _kind(summary, options, qkv) in _known
+    """Whether a call with this signature was accepted."""
+    return _signature(summary, options, qkv) in _known
 
 
 def remember(summary: str, options: Options, qkv: Iterable[Tensor]) -> None:
-    """Remembers a call that was accepted."""
     if len(_known) >= MAX_REMEMBERED:
         _known.clear()
-    _known.add(_kind(summary, options, qkv))
+    _known.add(_signature(summary, options, qkv))
 
 
-def _kind(summary: str, options: Options, qkv: Iterable[Tensor]) -> Hashable:
-    return summary, options.place.ranks, *map(layout_signature, qkv), cpu_target.active_name(), fallback.is_in_force()
+def _signature(summary: str, options: Options, qkv: Iterable[Tensor]) -> Hashable:
+    return (
+        summary,
+        options.group_rank.ranks,
+        *map(layout_signature, qkv),
+        cpu_target.active_name(),
+        fallback.is_in_force(),
+    )
 
 
 def refusal(
@@ -69,27 +74,27 @@ def refusal(
     sinks: Tensor | None,
     cu_seqlens: Tensor | None,
 ) -> UnsupportedError | None:
-    """Why a rank's backward pass would be refused; None if none would."""
+    """The error with which a rank's backward pass would be refused; None if there is none."""
     device = qkv[0].get_device() if qkv[0].is_cuda else None
     target = cpu_target.active() if device is None else live_target(device)
     if target is None or fallback.is_in_force() or not is_plain_memory(*qkv):
         return None
     q, k, v = map(without_data, qkv)
     offsets = None if cu_seqlens is None else torch.zeros_like(cu_seqlens, device="cpu")  # "meta" is slow in Python
-    is_alone = options.place.ranks == 1
+    is_alone = options.group_rank.ranks == 1
     if is_alone:
         whole = Part.whole(q.shape[options.dim], is_causal=options.is_causal, window=options.window)
-        calls = iter([Attention(whole, q, k, v)])
+        calls = iter([PartCall(whole, q, k, v)])
     else:
         calls = CALLS[method](options, q, k, v)
-    if not (is_alone or options.dropout_p):  # their gradients are computed apart
+    if not (is_alone or options.dropout_p):  # `gradient_of_sinks` computes theirs
         sinks = None
     seen: set[Hashable] = set()
     for call in calls:
         part = call.part
-        kind = part.is_causal, part.window, part.queries == part.keys, *map(layout_signature, call[1:])
-        if kind not in seen:
-            seen.add(kind)
+        signature = part.is_causal, part.window, part.queries == part.keys, *map(layout_signature, call[1:])
+        if signature not in seen:
+            seen.add(signature)
             try:
                 for key in _keys(options, call, sinks, offsets, target=target, device=device):
                     known_issues.check(key)
@@ -99,23 +104,23 @@ def refusal(
 
 
 def what_works(refused: UnsupportedError) -> str:
-    """The suggestions of an error that can be followed here."""
+    """The suggestions of an error that apply to context parallelism."""
     return "; ".join(x for x in refused.suggestion.split("; ") if not any(name in x for name in MISSING))
 
 
 def _keys(
     options: Options,
-    call: Attention,
+    call: PartCall,
     sinks: Tensor | None,
     cu_seqlens: Tensor | None,
     *,
     target: Target,
     device: int | None,
 ) -> Iterator[PlanKey]:
-    """The keys of the plans of a call's backward pass.
+    """Keys of the plans of a call's backward pass.
 
     Raises:
-        UnsupportedError: There is none.
+        UnsupportedError: A plan does not exist.
     """
     part, q, k, v = call
     fields = arguments_of(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)

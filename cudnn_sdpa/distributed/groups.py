@@ -1,4 +1,4 @@
-"""Process groups: this process's place in one, and whether a tensor is where its backend communicates."""
+"""Process groups with this process's rank, and the devices that their backends serve."""
 
 from __future__ import annotations
 
@@ -10,14 +10,8 @@ from torch import Tensor
 from cudnn_sdpa.errors import DeviceError, OptionError
 
 
-class Place(NamedTuple):
-    """A process group, and this process's place in it.
-
-    Attributes:
-        group: The group.
-        rank: This process's rank in it.
-        ranks: The number of processes.
-    """
+class GroupRank(NamedTuple):
+    """A process group, and this process's rank among its `ranks` processes."""
 
     group: dist.ProcessGroup
     rank: int
@@ -25,19 +19,18 @@ class Place(NamedTuple):
 
     @property
     def others(self) -> list[int]:
-        """The other ranks."""
         return [rank for rank in range(self.ranks) if rank != self.rank]
 
     def neighbor(self, distance: int) -> int:
-        """The global rank of the process that many ranks on."""
+        """The global rank of the process at this distance after the own rank."""
         return int(dist.get_global_rank(self.group, (self.rank + distance) % self.ranks))
 
 
-def place_in(group: object) -> Place:
-    """This process's place in a process group, a one-dimensional device mesh, or (None) among all processes.
+def group_rank_of(group: object) -> GroupRank:
+    """The rank in a process group, in a one-dimensional device mesh, or (None) among all processes.
 
     Raises:
-        OptionError: It is none of these, this process is not in it, or there are no process groups.
+        OptionError: The argument is none of these, lacks this process, or there are no process groups.
     """
     expected = "a torch.distributed.ProcessGroup, a DeviceMesh of one dimension, or None for all processes"
     if not dist.is_available() or not dist.is_initialized():
@@ -55,18 +48,18 @@ def place_in(group: object) -> Place:
     rank = dist.get_rank(group)
     if rank < 0:
         raise OptionError("group", "a group without this process", expected)
-    return Place(group, rank, dist.get_world_size(group))
+    return GroupRank(group, rank, dist.get_world_size(group))
 
 
-def check_device(name: str, tensor: Tensor, place: Place) -> None:
+def check_device(name: str, tensor: Tensor, group_rank: GroupRank) -> None:
     """Refuses a tensor on a device that the group's backend does not serve.
 
     Raises:
-        DeviceError: It is on one.
+        DeviceError: The backend serves other devices.
     """
-    served = {device.type for device in getattr(place.group, "_device_types", ())}
+    served = {device.type for device in getattr(group_rank.group, "_device_types", ())}
     if served and tensor.device.type not in served:
-        backend = dist.get_backend(place.group)
+        backend = dist.get_backend(group_rank.group)
         hint = "Move it, or make the group with a backend for that device."
         expected = f"{' or '.join(sorted(served))}, the devices of the group's backend {backend}"
         raise DeviceError(name, str(tensor.device), expected, hint)

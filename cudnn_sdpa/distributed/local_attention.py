@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.dense.sdpa_backward import sdpa_backward
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import sdpa_varlen_backward
-from cudnn_sdpa.distributed.groups import Place
+from cudnn_sdpa.distributed.groups import GroupRank
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine import cpu_target, memory
 from cudnn_sdpa.engine.dispatch_state import plain
@@ -28,20 +28,13 @@ State = tuple[Tensor, Tensor]  #: an output and its LSE
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a call, which are equal on all ranks.
+    """Options of a call, equal on all ranks except for the rank.
 
     Attributes:
-        place: The group, and this rank in it.
-        is_causal: Whether later keys are masked.
-        window: The bounds around the diagonal.
-        scale: The factor of the scores.
-        softcap: The bound of the scores.
-        dropout_p: The probability of dropout.
-        deterministic: Whether results are bit-exact.
-        max_seqlen: The longest of packed sequences; None for dense tensors.
+        max_seqlen: Length of the longest packed sequence; None for dense tensors.
     """
 
-    place: Place
+    group_rank: GroupRank
     is_causal: bool
     window: tuple[int, int]
     scale: float | None
@@ -52,27 +45,21 @@ class Options:
 
     @property
     def is_packed(self) -> bool:
-        """Whether sequences are packed."""
         return self.max_seqlen is not None
 
     @property
     def dim(self) -> int:
-        """The dimension of the sequence."""
+        """Dimension of the sequence."""
         return 0 if self.is_packed else 2
 
     @property
     def has_window(self) -> bool:
-        """Whether a window bounds what a query sees, besides a causal mask."""
+        """Whether a window masks keys that the causal mask does not."""
         return self.window[0] != UNBOUNDED or (self.window[1] != UNBOUNDED and not self.is_causal)
 
 
 class Span(NamedTuple):
-    """Consecutive tokens of the whole sequence.
-
-    Attributes:
-        begin: The first.
-        end: One more than the last.
-    """
+    """Consecutive tokens of the whole sequence, from `begin` up to `end`, exclusive."""
 
     begin: int
     end: int
@@ -83,11 +70,11 @@ class Part:
     """Attention of some of this rank's queries to some keys.
 
     Attributes:
-        rows: These queries, of those that the rank holds.
-        columns: These keys, of those that are at hand.
-        queries: Where the queries are in the whole sequence; None if that does not matter.
-        keys: Where the keys are.
-        is_causal: Whether it is causal, with the last query at the last key.
+        rows: The queries, among this rank's.
+        columns: The keys, among the available ones.
+        queries: Positions of the queries in the whole sequence.
+        keys: Positions of the keys in the whole sequence.
+        is_causal: Whether a causal mask applies, with the last query at the last key.
         window: The bounds around the diagonal.
     """
 
@@ -100,22 +87,12 @@ class Part:
 
     @classmethod
     def whole(cls, tokens: int, is_causal: bool, window: tuple[int, int]) -> Part:
-        """All queries to all keys of a sequence."""
         span = Span(0, tokens)
         every = slice(*span)
         return cls(rows=every, columns=every, queries=span, keys=span, is_causal=is_causal, window=window)
 
 
-class Attention(NamedTuple):
-    """A call for a part.
-
-    Attributes:
-        part: The part.
-        q: Its queries.
-        k: Its keys.
-        v: Its values.
-    """
-
+class PartCall(NamedTuple):
     part: Part
     q: Tensor
     k: Tensor
@@ -123,23 +100,23 @@ class Attention(NamedTuple):
 
 
 def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
-    """The parts of this rank's attention to gathered keys: each of its two chunks is one call.
+    """Parts of this rank's attention to gathered keys: one call for each of its two chunks.
 
-    The last query of a chunk stands at the last key that it is given. Where a window reaches beyond it to the right,
-    the diagonal moves by as much, and so do the window's bounds.
+    The last query of a chunk stands at the last key of its part. Where a window reaches beyond it to the right, the
+    diagonal moves by as much, and so do the window's bounds.
 
     Args:
         options: The options of the call.
         tokens: The tokens of the whole sequence.
     """
-    chunk = tokens // (2 * options.place.ranks)
+    chunk = tokens // (2 * options.group_rank.ranks)
     left, right = options.window
     right = 0 if options.is_causal else right
     if left == right == UNBOUNDED and not options.is_packed:
         nowhere = Span(0, 0)
         return [Part(slice(0, 2 * chunk), slice(0, tokens), nowhere, nowhere, is_causal=False)]
     found = []
-    for number, index in enumerate(chunks_of(options.place)):
+    for number, index in enumerate(chunks_of(options.group_rank)):
         begin, end = index * chunk, (index + 1) * chunk
         last = tokens if right == UNBOUNDED else min(tokens, end + right)
         first = 0 if left == UNBOUNDED else max(0, begin - left)
@@ -156,11 +133,11 @@ def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
 
 
 def split_at_diagonal(part: Part) -> list[Part]:
-    """The same attention in two parts, if its backward pass is quicker so: to keys before all queries, and to the rest.
+    """Splits a part if that makes its backward pass faster: keys before all queries, and the square rest.
 
-    cuDNN's backward kernels skip what a causal mask hides only where a part is square. The gradient of the queries is
-    then the sum of two that are rounded. A window with a right bound leaves few keys before the first chunk, which
-    stays whole.
+    cuDNN's backward kernels skip masked tiles of a causal mask only where a part is square. The gradient of the queries
+    is then a sum of two rounded ones. A window with a right bound leaves few keys before the first chunk, which stays
+    whole.
     """
     rows = part.rows.stop - part.rows.start
     before = part.columns.stop - part.columns.start - rows
@@ -175,27 +152,27 @@ def split_at_diagonal(part: Part) -> list[Part]:
 
 
 def parts_of_ring(options: Options, tokens: int, step: int) -> Iterator[Part]:
-    """The parts of this rank's attention to the keys of the rank `step` before it.
+    """Parts of this rank's attention to the keys of the rank `step` before it.
 
     Args:
         options: The options of the call.
         tokens: The tokens of the whole sequence.
-        step: Number of ranks that the keys have passed.
+        step: Distance to the rank of the keys.
     """
-    place = options.place
-    chunk = tokens // (2 * place.ranks)
+    group_rank = options.group_rank
+    chunk = tokens // (2 * group_rank.ranks)
     halves = slice(0, chunk), slice(chunk, 2 * chunk)
     whole, nowhere = slice(0, 2 * chunk), Span(0, 0)
     if not options.is_packed:
         rows, columns = whole, whole
-        if options.is_causal and 0 < step <= place.rank:
+        if options.is_causal and 0 < step <= group_rank.rank:
             columns = halves[0]
-        elif options.is_causal and step > place.rank:
+        elif options.is_causal and step > group_rank.rank:
             rows = halves[1]
         yield Part(rows, columns, nowhere, nowhere, is_causal=options.is_causal and step == 0)
         return
-    owner = place._replace(rank=(place.rank - step) % place.ranks)
-    for number_q, index_q in enumerate(chunks_of(place)):
+    owner = group_rank._replace(rank=(group_rank.rank - step) % group_rank.ranks)
+    for number_q, index_q in enumerate(chunks_of(group_rank)):
         for number_kv, index_kv in enumerate(chunks_of(owner)):
             if options.is_causal and index_kv > index_q:
                 continue
@@ -205,7 +182,6 @@ def parts_of_ring(options: Options, tokens: int, step: int) -> Iterator[Part]:
 
 
 def narrowed(x: Tensor, dim: int, to: slice) -> Tensor:
-    """Some of a tensor along a dimension."""
     return x.narrow(dim, to.start, to.stop - to.start)
 
 
@@ -216,10 +192,10 @@ def without_data(x: Tensor) -> Tensor:
 
 
 def check_layout(name: str, x: Tensor, options: Options) -> None:
-    """Refuses a tensor that no kernel reads; on the CPU one that the GPU's would not.
+    """Refuses a tensor that no kernel reads, on the CPU with the rules of the GPU.
 
     Raises:
-        LayoutError: Its strides or its address are wrong.
+        LayoutError: Strides or address are wrong.
     """
     if not (x.is_cuda or x.is_meta):
         if cpu_target.active() is not None:
@@ -235,7 +211,7 @@ def check_layout(name: str, x: Tensor, options: Options) -> None:
         check_offsets(**{name: x})
 
 
-def readable(x: Tensor, options: Options) -> Tensor:
+def make_readable(x: Tensor, options: Options) -> Tensor:
     """The tensor, or a dense copy if no kernel reads it. Differentiable."""
     try:
         check_layout("x", x, options)
@@ -244,13 +220,13 @@ def readable(x: Tensor, options: Options) -> Tensor:
     return x
 
 
-def apart(both: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Keys and values, or their gradients, of one tensor that has them side by side: views."""
+def split_kv(both: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Keys and values, or their gradients, as views of one tensor with both in its last dimension."""
     return both[..., :size], both[..., size:]
 
 
 def offsets_within(cu_seqlens: Tensor, span: Span) -> Tensor:
-    """Where the parts of packed sequences within a span begin and end in it: data on the device, read by no host."""
+    """Offsets of packed sequences, clipped to a span and relative to it: data on the device, read by no host."""
     return cu_seqlens.clamp(span.begin, span.end) - span.begin
 
 
@@ -274,7 +250,7 @@ def attend_backward(
     v: Tensor,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v of a part, given the gradient, the output and the LSE of its queries for all keys."""
+    """Gradients of q, k and v of a part, given the gradient, output and LSE of its queries for all keys."""
     grad_out, out, lse = given
     arguments = arguments_of(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     function: Callable[..., SdpaGradients] = sdpa_varlen_backward if options.is_packed else sdpa_backward
@@ -288,7 +264,7 @@ def attend_backward(
 def arguments_of(
     options: Options, part: Part, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None
 ) -> dict[str, Any]:
-    """The arguments of a part's call that its backward pass has, too."""
+    """Arguments of a part's call that are also those of its backward pass."""
     found: dict[str, Any] = {
         "q": q,
         "k": k,
@@ -327,10 +303,10 @@ def gradient_of_sinks(
     heads = [-1 if dim == 1 else 1 for dim in range(lse.dim())]
     weights = torch.exp(sinks.to(exact).view(heads) - torch.where(torch.isneginf(lse), torch.inf, lse).to(exact))
     mean = (grad_out.to(exact) * out).sum(-1)
-    if cu_seqlens is not None:  # rows past the last offset, where the gradient may be NaN
+    if cu_seqlens is not None:  # rows past the last offset may have gradients of NaN
         chunk = out.shape[0] // 2
         within = torch.arange(chunk, device=out.device)
-        positions = torch.cat([index * chunk + within for index in chunks_of(options.place)])
+        positions = torch.cat([index * chunk + within for index in chunks_of(options.group_rank)])
         mean.masked_fill_((positions >= cu_seqlens[-1]).unsqueeze(1), 0.0)
     others = [dim for dim in range(lse.dim()) if dim != 1]
     return -(weights * mean).sum(others).to(sinks.dtype)

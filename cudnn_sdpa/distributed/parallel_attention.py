@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
 from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement
-from cudnn_sdpa.distributed.groups import check_device, place_in
+from cudnn_sdpa.distributed.groups import check_device, group_rank_of
 from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend, check_layout
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 
 class Method(Protocol):
-    """A way of context parallelism: the output and the LSE of this rank's queries."""
+    """A method of context parallelism: the output and the LSE of this rank's queries."""
 
     def __call__(
         self, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
     ) -> State:
-        """Every rank calls it with its own part."""
+        """Called by every rank with its own part."""
 
 
 MethodName = Literal["all_gather", "ulysses", "ring"]
@@ -44,7 +44,7 @@ METHODS: dict[str, Method] = {"all_gather": all_gather.run, "ulysses": ulysses.r
 
 
 class ParallelOptions(TypedDict, total=False):
-    """The options of `context_parallel` and `context_parallel_varlen` but `return_lse`."""
+    """Options of `context_parallel` and `context_parallel_varlen`, except `return_lse`."""
 
     group: ProcessGroup | DeviceMesh | None
     method: MethodName
@@ -236,8 +236,8 @@ def context_parallel_varlen(
             T / P is even.
         k: Its keys (T / P, Hkv, D).
         v: Its values (T / P, Hkv, Dv).
-        cu_seqlens: Where the sequences begin in all tokens, and at last where they end, (B + 1,) int32, the same on
-            each rank. Lengths may be 0. Rows past the last offset get zeros, as their gradients do.
+        cu_seqlens: Offsets of the sequences in all tokens, the last one their end, (B + 1,) int32, the same on each
+            rank. Lengths may be 0. Rows past the last offset get zeros, as their gradients do.
         max_seqlen: Length of the longest sequence, or more.
         group: As in `context_parallel`.
         method: "all_gather", "ulysses" or "ring".
@@ -294,7 +294,7 @@ def _run_eagerly(
     return_lse: bool,
     **given: Unpack[ParallelOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    place, method = place_in(given["group"]), given["method"]
+    group_rank, method = group_rank_of(given["group"]), given["method"]
 
     return_lse = as_bool(return_lse)
 
@@ -302,7 +302,7 @@ def _run_eagerly(
         check_method(method)
         arguments.check_flag("return_lse", return_lse)
         options = Options(
-            place=place,
+            group_rank=group_rank,
             is_causal=as_bool(given["is_causal"]),
             window=arguments.window_bounds(given["window_size"]),
             scale=as_float(given["scale"]),
@@ -313,7 +313,7 @@ def _run_eagerly(
         )
         tensors, scores = _checked(function, options, qkv, sinks=given["sinks"], packing=packing)
         check_supported(function, method, options, *tensors[:2])
-        if method != "ulysses":  # which copies queries, too
+        if method != "ulysses":  # the exchange copies queries, too
             check_layout("q", tensors[0], options)
         summary = _summary(method, options, tensors, sinks=scores, packing=packing)
         if needs_gradient(*tensors, scores):
@@ -321,9 +321,9 @@ def _run_eagerly(
             _check_gradients(function, method, options, tensors, sinks=scores, cu_seqlens=offsets, summary=summary)
         return summary, (options, tensors, scores)
 
-    options, (q, k, v), scores = in_agreement(place, function, summarize)
+    options, (q, k, v), scores = in_agreement(group_rank, function, summarize)
     cu_seqlens = None if packing is None else packing[0]
-    if place.ranks == 1:
+    if group_rank.ranks == 1:
         part = Part.whole(q.shape[options.dim], is_causal=options.is_causal, window=options.window)
         out, lse = attend(options, part, q=q, k=k, v=v, sinks=scores, cu_seqlens=cu_seqlens)
     else:
@@ -337,10 +337,10 @@ _run: Callable[..., Tensor | tuple[Tensor, Tensor]] = _disable(_run_eagerly)
 
 
 def check_method(method: object) -> None:
-    """Refuses what is no method.
+    """Refuses an unknown method.
 
     Raises:
-        OptionError: It is none.
+        OptionError: The method is unknown.
     """
     if not isinstance(method, str) or method not in METHODS:
         raise OptionError("method", repr(method), " or ".join(map(repr, METHODS)))
@@ -353,13 +353,13 @@ def _checked(
     sinks: Tensor | None,
     packing: tuple[Tensor, int] | None,
 ) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
-    """The tensors as autocast casts them, and the sinks in float32, after all checks of them.
+    """The checked tensors, cast by autocast, and the sinks in float32.
 
-    As elsewhere, values are read on the CPU, and under `CUDNN_SDPA_DEBUG`.
+    Lengths and other values are checked on the CPU, and on the GPU under `CUDNN_SDPA_DEBUG`.
 
     Raises:
         ArgumentError: An argument is wrong.
-        UnsupportedError: It is to be differentiated in another way than by autograd.
+        UnsupportedError: A transform other than autograd would differentiate the call.
     """
     for name, x in zip(("q", "k", "v", "sinks"), (*qkv, sinks), strict=True):
         if type(x).__name__ == "DTensor":
@@ -407,7 +407,7 @@ def _checked(
                 **arguments.softmax_of(asked),
             )
         )
-    check_device("q", q, options.place)
+    check_device("q", q, options.group_rank)
     tokens = q.shape[options.dim]
     if k.shape[options.dim] != tokens:
         expected = f"{tokens} tokens, as q has: keys and values are of the same tokens as queries"
@@ -416,19 +416,20 @@ def _checked(
         expected = (
             "an even, positive number of tokens: two chunks of the sequence, as cudnn_sdpa.distributed.shard gives"
         )
-        raise ShapeError("q", shape_of(q), expected, f"Pad the sequence to a multiple of {2 * options.place.ranks}.")
+        hint = f"Pad the sequence to a multiple of {2 * options.group_rank.ranks}."
+        raise ShapeError("q", shape_of(q), expected, hint)
     if packing is not None:
-        value_checks.check_offsets("cu_seqlens", packing[0], tokens * options.place.ranks, as_int(packing[1]))
+        value_checks.check_offsets("cu_seqlens", packing[0], tokens * options.group_rank.ranks, as_int(packing[1]))
     return (q, k, v), scores
 
 
 def check_supported(function: str, method: str, options: Options, q: Tensor, k: Tensor) -> None:
-    """Refuses what a method cannot do, and names one that can.
+    """Refuses calls that a method does not support, and names a method that does.
 
     Raises:
         UnsupportedError: With every reason.
     """
-    ranks = options.place.ranks
+    ranks = options.group_rank.ranks
     if ranks == 1:
         return
     divides = ulysses.repeats(q.shape[1], k.shape[1], ranks) is not None
@@ -463,11 +464,7 @@ def _check_gradients(
     cu_seqlens: Tensor | None,
     summary: str,
 ) -> None:
-    """Refuses a call whose gradients a rank would refuse in the backward pass, where the others would wait for it.
-
-    Raises:
-        UnsupportedError: With every reason, and a method that can.
-    """
+    """Refuses a call whose gradients a rank would refuse in the backward pass, where the others would wait for it."""
     q, k, _ = qkv
     if gradient_checks.is_known(summary, options, qkv):
         return
@@ -477,7 +474,7 @@ def _check_gradients(
         gradient_checks.remember(summary, options, qkv)
         return
     what, others = f"the gradient of {function}", []
-    if options.place.ranks > 1:
+    if options.group_rank.ranks > 1:
         what += f' by method="{method}"'
         others = [
             other
@@ -491,7 +488,7 @@ def _check_gradients(
 
 
 def _reasons_against_gathering(options: Options, q: Tensor) -> dict[str, str]:
-    """Why "all_gather" cannot do a call, with what could be given up."""
+    """Reasons against "all_gather", each with the option to give up."""
     if not options.is_packed or options.max_seqlen is None:
         return {}
     found = {}
@@ -518,7 +515,7 @@ def _summary(
     sinks: Tensor | None,
     packing: tuple[Tensor, int] | None,
 ) -> str:
-    """What must be equal on all ranks."""
+    """Everything that must be equal on all ranks, as text."""
     named = dict(zip(("q", "k", "v", "sinks"), (*qkv, sinks), strict=True))
     if packing is not None:
         named["cu_seqlens"] = packing[0]

@@ -1,7 +1,7 @@
-"""Context parallelism on a ring: keys and values go from rank to rank, and partial results are merged by their LSE.
+"""Context parallelism on a ring: keys and values pass from rank to rank, and partial results are merged by their LSE.
 
-While a kernel computes with the keys of one rank, those of the next are on their way. In the backward pass the
-gradients of keys and values follow them one step behind. No rank ever holds more keys than its own and one other's.
+While a kernel computes with the keys of one rank, those of the next are in transit. In the backward pass the gradients
+of keys and values follow them one step behind. No rank ever holds more keys than its own and one other's.
 ("Ring Attention with Blockwise Transformers", Liu et al., 2023.)
 """
 
@@ -18,44 +18,42 @@ from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.autograd import Gradients, resumed, save
 from cudnn_sdpa.distributed.collectives import GRADIENTS, KEYS, Pending
 from cudnn_sdpa.distributed.local_attention import (
-    Attention,
     Options,
     Part,
+    PartCall,
     State,
     attend,
     attend_backward,
     gradient_of_sinks,
+    make_readable,
     narrowed,
     new_results,
     parts_of_ring,
-    readable,
 )
 from cudnn_sdpa.engine.call import Function
 
 
 def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
     """The output and the LSE of this rank's queries. Differentiable."""
-    k, v = (readable(x, options) for x in (k, v))  # the first step's, which no message copies
+    k, v = (make_readable(x, options) for x in (k, v))  # for the first step; messages of later steps are dense
     out, lse = _Ring.apply(options, cu_seqlens, q, k, v, sinks)
     return out, lse
 
 
-def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attention]:
+def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCall]:
     """The calls of all ranks whose gradients are computed, given tensors without data."""
-    dim, place = options.dim, options.place
-    own = [readable(x, options).movedim(dim, 0) for x in (k, v)]
+    dim, group_rank = options.dim, options.group_rank
+    own = [make_readable(x, options).movedim(dim, 0) for x in (k, v)]
     received = [x.contiguous() for x in own]
-    for rank in (0, place.ranks - 1):  # which make all kinds of calls in two steps
-        of_rank = replace(options, place=place._replace(rank=rank))
+    for rank in (0, group_rank.ranks - 1):  # their first two steps have every signature of the ring
+        of_rank = replace(options, group_rank=group_rank._replace(rank=rank))
         for step in range(2):
-            for part in parts_of_ring(of_rank, k.shape[dim] * place.ranks, step):
+            for part in parts_of_ring(of_rank, k.shape[dim] * group_rank.ranks, step):
                 of_k, of_v = _keys_and_values(options, part, received if step else own)
-                yield Attention(part, narrowed(q, dim, part.rows), of_k, of_v)
+                yield PartCall(part, narrowed(q, dim, part.rows), of_k, of_v)
 
 
 class _Ring(Function):
-    """The attention of this rank's queries, and its gradients."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -66,19 +64,19 @@ class _Ring(Function):
         v: Tensor,
         sinks: Tensor | None,
     ) -> State:
-        dim, place = options.dim, options.place
+        dim, group_rank = options.dim, options.group_rank
         exact = _sum_dtype(options, q) if sinks is None else torch.promote_types(q.dtype, torch.float32)
         total = lse = q.new_empty(0)
         if options.is_packed:
             total = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=exact, device=q.device)
             lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
         columns = [x.movedim(dim, 0) for x in (k, v)]
-        for step in range(place.ranks):
-            receives = collectives.pass_on(columns, place, KEYS) if step + 1 < place.ranks else None
-            for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
+        for step in range(group_rank.ranks):
+            receives = collectives.ring_shift(columns, group_rank, KEYS) if step + 1 < group_rank.ranks else None
+            for part in parts_of_ring(options, k.shape[dim] * group_rank.ranks, step):
                 own, (of_k, of_v) = narrowed(q, dim, part.rows), _keys_and_values(options, part, columns)
                 found = attend(options, part, q=own, k=of_k, v=of_v, sinks=None, cu_seqlens=cu_seqlens)
-                if step == 0 and not options.is_packed:  # of all rows
+                if step == 0 and not options.is_packed:
                     total, lse = found[0].to(exact), found[1]
                 else:
                     _merge(narrowed(total, dim, part.rows), narrowed(lse, dim, part.rows), *found)
@@ -99,23 +97,22 @@ class _Ring(Function):
 
 
 def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gradients:
-    """The gradients of q, k, v and the sinks."""
     q, k, v, sinks, cu_seqlens, out, lse = saved
-    dim, place = options.dim, options.place
+    dim, group_rank = options.dim, options.group_rank
     exact = _sum_dtype(options, q)
     grad_q = q.new_empty(0)
     columns = [x.movedim(dim, 0) for x in (k, v)]
     following: Pending[list[Tensor]] | None = None
-    for step in range(place.ranks):
-        is_last = step + 1 == place.ranks
-        receives = None if is_last else collectives.pass_on(columns, place, KEYS)
+    for step in range(group_rank.ranks):
+        is_last = step + 1 == group_rank.ranks
+        receives = None if is_last else collectives.ring_shift(columns, group_rank, KEYS)
         found = []
-        for part in parts_of_ring(options, k.shape[dim] * place.ranks, step):
+        for part in parts_of_ring(options, k.shape[dim] * group_rank.ranks, step):
             grad_rows, out_rows, lse_rows = (narrowed(x, dim, part.rows) for x in (grad_out, out, lse))
             given, own = (grad_rows, out_rows, lse_rows), narrowed(q, dim, part.rows)
             of_k, of_v = _keys_and_values(options, part, columns)
             found.append((part, attend_backward(options, part, given, q=own, k=of_k, v=of_v, cu_seqlens=cu_seqlens)))
-        if step == 0 and not options.is_packed:  # of all rows and columns
+        if step == 0 and not options.is_packed:  # this part has all rows and columns
             (_, (dq, dk, dv)), *found = found
             grad_q, sums = dq.to(exact), [x.movedim(dim, 0) for x in (dk, dv)]  # rounded already
         elif following is None:
@@ -127,7 +124,7 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
             narrowed(grad_q, dim, part.rows).add_(dq)
             for total, grad in zip(sums, (dk, dv), strict=True):
                 narrowed(total, 0, part.columns).add_(grad.movedim(dim, 0))
-        following = collectives.pass_on([x.to(k.dtype) for x in sums] if is_last else sums, place, GRADIENTS)
+        following = collectives.ring_shift([x.to(k.dtype) for x in sums] if is_last else sums, group_rank, GRADIENTS)
         if receives is not None:
             columns = receives.wait()
     assert following is not None
@@ -137,24 +134,23 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
 
 
 def _keys_and_values(options: Options, part: Part, columns: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """The keys and values of a part."""
     of_k, of_v = (narrowed(x, 0, part.columns).movedim(0, options.dim) for x in columns)
     return of_k, of_v
 
 
 def _sum_dtype(options: Options, q: Tensor) -> torch.dtype:
-    """The dtype of what is summed over the steps.
+    """The dtype of sums over the steps.
 
-    It is that of the results where a sum has two terms, whose results are rounded already: it is rounded once, as a sum
-    in float32 would be at its end, and half as much memory is read and written.
+    A sum of two results, which are rounded to their dtype already, is in that dtype: it is rounded once, as a float32
+    sum would be at its end, and half as much memory is read and written.
     """
-    if q.dtype == torch.float64 or (options.place.ranks == 2 and not options.is_packed):
+    if q.dtype == torch.float64 or (options.group_rank.ranks == 2 and not options.is_packed):
         return q.dtype
     return torch.float32
 
 
 def _merge(total: Tensor, lse: Tensor, out: Tensor, lse_of_part: Tensor) -> None:
-    """Adds the result for some keys in place, both weighted by their share: `merge_states` for two, in float32."""
+    """Adds a part's result in place, both weighted by their share: `merge_states` for two, in float32."""
     merged = torch.logaddexp(lse, lse_of_part)
     scaled = total * _share(lse, merged).unsqueeze(-1)
     torch.addcmul(scaled, out, _share(lse_of_part, merged).unsqueeze(-1), out=total)
@@ -162,5 +158,5 @@ def _merge(total: Tensor, lse: Tensor, out: Tensor, lse_of_part: Tensor) -> None
 
 
 def _share(lse: Tensor, merged: Tensor) -> Tensor:
-    """The share of some keys in the whole softmax; 0 where there are none."""
+    """The share of some keys in the whole softmax; 0 where the row has no keys."""
     return torch.exp(lse - torch.where(torch.isneginf(merged), 0.0, merged))

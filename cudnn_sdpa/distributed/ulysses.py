@@ -1,8 +1,8 @@
 """Context parallelism by exchange of heads: each rank computes some heads of the whole sequence.
 
-An exchange before attention gives each rank all tokens of its heads, one after it gives the tokens back. ("DeepSpeed
-Ulysses", Jacobs et al., 2023.) While a kernel computes with some heads of packed sequences, the next ones are on their
-way, and so are the results of the last ones.
+An exchange before attention gives each rank all tokens of its heads, and one after it returns the tokens. ("DeepSpeed
+Ulysses", Jacobs et al., 2023.) While a kernel computes with some heads of packed sequences, the next ones are in
+transit, and so are the previous results.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.autograd import Gradients, refusing_gradients, resumed, save
 from cudnn_sdpa.distributed.collectives import Message, Pending, copy
-from cudnn_sdpa.distributed.groups import Place
+from cudnn_sdpa.distributed.groups import GroupRank
 from cudnn_sdpa.distributed.local_attention import (
-    Attention,
     Options,
     Part,
+    PartCall,
     State,
     attend,
     attend_backward,
@@ -32,48 +32,43 @@ from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.dispatch_state import plain
 
-#: Most groups of a rank's heads, packed and dense, and the fewest bytes of a group's queries. On two H200s a kernel
-#: loses more to communication beside it, and to being two, than dense attention of long sequences would wait for it.
+#: Maximum number of groups of a rank's heads, packed and dense, and minimum bytes of a group's queries. On two H200s
+#: two kernels beside communication take longer than one dense kernel of a long sequence that waits for it.
 MAX_GROUPS, MAX_DENSE_GROUPS, MIN_BYTES = 2, 1, 16 << 20
 
 
 def repeats(heads_q: int, heads_kv: int, ranks: int) -> int | None:
-    """How often each head of keys is repeated, so that each rank has some of its own; None if heads do not divide."""
+    """The number of copies of each key head, so that each rank has its own; None if heads do not divide."""
     number = math.lcm(heads_kv, ranks)
     return None if heads_q % number else number // heads_kv
 
 
 class _Heads(NamedTuple):
-    """Of the heads that each rank computes, one of several equal groups.
-
-    Attributes:
-        number: Which.
-        groups: How many there are.
-    """
+    """One of several equal groups of the heads that each rank computes."""
 
     number: int
     groups: int
 
     def of(self, rank: int, heads: int, ranks: int) -> slice:
-        """These heads of a rank, among all heads."""
+        """The group's heads of a rank, among all heads."""
         size = heads // ranks // self.groups
         begin = (rank * self.groups + self.number) * size
         return slice(begin, begin + size)
 
 
 class _Results(NamedTuple):
-    """Results of some heads on their way to the ranks of their tokens.
+    """Results of some heads in transit to the ranks of their tokens.
 
     Attributes:
-        pending: Those of other ranks' heads.
-        kept: Where those of this rank's heads belong, and where they are.
+        pending: Results of other ranks' heads.
+        kept: Destination and source of the results of this rank's heads.
     """
 
     pending: Pending[None]
     kept: list[tuple[Tensor, Tensor]]
 
     def wait(self) -> None:
-        """Puts all where they belong. Called when the last ones leave, it copies this rank's while they do."""
+        """Completes the results. Copies this rank's own first, which overlaps the last messages."""
         for to, x in self.kept:
             copy(to, x)
         self.pending.wait()
@@ -84,7 +79,7 @@ ALL = _Heads(0, 1)
 
 def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
     """The output and the LSE of this rank's queries. Differentiable."""
-    times = repeats(q.shape[1], k.shape[1], options.place.ranks)
+    times = repeats(q.shape[1], k.shape[1], options.group_rank.ranks)
     assert times is not None
     if times > 1:
         k, v = (x.repeat_interleave(times, 1) for x in (k, v))
@@ -94,9 +89,9 @@ def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
     return out, lse
 
 
-def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attention]:
-    """The calls for some heads whose gradients are computed, given tensors without data: the same on all ranks."""
-    dim, ranks = options.dim, options.place.ranks
+def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCall]:
+    """The calls for some heads whose gradients are computed, equal on all ranks, given tensors without data."""
+    dim, ranks = options.dim, options.group_rank.ranks
     heads_kv = math.lcm(k.shape[1], ranks)
     shares = ranks * (1 if options.dropout_p else len(_groups(options, q, heads_kv)))
     found = []
@@ -104,12 +99,10 @@ def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[Attenti
         rows = x.movedim(dim, 0)
         whole = x.new_empty(rows.shape[0] * ranks, *rows.shape[1:-2], heads // shares, x.shape[-1])
         found.append(whole.movedim(0, dim))
-    yield Attention(_whole(options, q), *found)
+    yield PartCall(_whole(options, q), *found)
 
 
 class _Ulysses(Function):
-    """The attention of this rank's queries, and its gradients."""
-
     @staticmethod
     def forward(
         ctx: Any,
@@ -120,23 +113,23 @@ class _Ulysses(Function):
         v: Tensor,
         sinks: Tensor | None,
     ) -> State:
-        dim, place = options.dim, options.place
+        dim, group_rank = options.dim, options.group_rank
         part = _whole(options, q)
         rows = [x.movedim(dim, 0) for x in (q, k, v)]
         groups = _groups(options, rows[0], heads_kv=k.shape[1])
-        receives = [_send_heads(rows, heads, place) for heads in groups]
-        out, lse = new_results(q, v)  # no views, which autograd lets nobody change in place
+        receives = [_send_heads(rows, heads, group_rank) for heads in groups]
+        out, lse = new_results(q, v)  # not views: autograd forbids changes in place to views of a function's results
         results = [out.movedim(dim, 0), _lse_rows(lse, dim)]
         sends, saved = [], []
         for heads, pending in zip(groups, receives, strict=True):
             own = [x.movedim(0, dim) for x in pending.wait()]
-            some = None if sinks is None else sinks[heads.of(place.rank, q.shape[1], place.ranks)]
+            some = None if sinks is None else sinks[heads.of(group_rank.rank, q.shape[1], group_rank.ranks)]
             found = attend(options, part, q=own[0], k=own[1], v=own[2], sinks=some, cu_seqlens=cu_seqlens)
             saved += [*own, *found]
-            sends.append(_send_tokens([found[0].movedim(dim, 0), _lse_rows(found[1], dim)], results, heads, place))
+            sends.append(_send_tokens([found[0].movedim(dim, 0), _lse_rows(found[1], dim)], results, heads, group_rank))
         for pending_results in sends:
             pending_results.wait()
-        offsets = None if cu_seqlens is None else cu_seqlens.clone()  # the caller may refill them
+        offsets = None if cu_seqlens is None else cu_seqlens.clone()  # the caller may refill `cu_seqlens`
         save(ctx, options, (*saved, sinks, offsets, out, lse))
         return out, lse
 
@@ -146,23 +139,22 @@ class _Ulysses(Function):
 
 
 def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gradients:
-    """The gradients of q, k, v and the sinks."""
     *of_groups, sinks, cu_seqlens, out, lse = saved
-    dim, place = options.dim, options.place
+    dim, group_rank = options.dim, options.group_rank
     calls = [of_groups[at : at + 5] for at in range(0, len(of_groups), 5)]
     groups = [_Heads(index, len(calls)) for index in range(len(calls))]
     part = _whole(options, grad_out)
     rows = grad_out.movedim(dim, 0)
-    receives = [_send_heads([rows], heads, place) for heads in groups]
+    receives = [_send_heads([rows], heads, group_rank) for heads in groups]
     grads: list[Tensor] = []
     sends = []
     for heads, pending, (q, k, v, *results) in zip(groups, receives, calls, strict=True):
         given = (pending.wait()[0].movedim(0, dim), *results)
         found = attend_backward(options, part, given, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
         if not grads:  # after the first kernel, whose workspace is free again
-            shares = len(groups) * place.ranks
+            shares = len(groups) * group_rank.ranks
             grads = [x.new_empty(*rows.shape[:-2], x.shape[1] * shares, x.shape[-1]) for x in (q, k, v)]
-        sends.append(_send_tokens([x.movedim(dim, 0) for x in found], grads, heads, place))
+        sends.append(_send_tokens([x.movedim(dim, 0) for x in found], grads, heads, group_rank))
     for pending_grads in sends:
         pending_grads.wait()
     grad_sinks = gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
@@ -172,50 +164,50 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
 def _run_by_autograd(
     options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
 ) -> State:
-    """The same by differentiable calls alone, which keep their random numbers."""
-    place, dim = options.place, options.dim
+    """Differentiable calls alone, which keep their random numbers."""
+    group_rank, dim = options.group_rank, options.dim
     part = _whole(options, q)
-    q, k, v = (_HeadsForTokens.apply(x.movedim(dim, 0), place).movedim(0, dim) for x in (q, k, v))
-    own = None if sinks is None else sinks.chunk(place.ranks)[place.rank]
+    q, k, v = (_HeadsForTokens.apply(x.movedim(dim, 0), group_rank).movedim(0, dim) for x in (q, k, v))
+    own = None if sinks is None else sinks.chunk(group_rank.ranks)[group_rank.rank]
     out, lse = attend(options, part, q=q, k=k, v=v, sinks=own, cu_seqlens=cu_seqlens)
-    out = _TokensForHeads.apply(out.movedim(dim, 0), place).movedim(0, dim)
+    out = _TokensForHeads.apply(out.movedim(dim, 0), group_rank).movedim(0, dim)
     with torch.no_grad():
-        lse = _tokens_for_heads(_lse_rows(lse, dim), place).squeeze(-1).movedim(0, dim)
+        lse = _tokens_for_heads(_lse_rows(lse, dim), group_rank).squeeze(-1).movedim(0, dim)
     return out, refusing_gradients(lse, out)
 
 
 class _HeadsForTokens(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return _send_heads([x], ALL, place).wait()[0]
+    def forward(ctx: Any, x: Tensor, group_rank: GroupRank) -> Tensor:
+        ctx.group_rank = group_rank
+        return _send_heads([x], ALL, group_rank).wait()[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _TokensForHeads.apply(grad, ctx.place), None
+        return _TokensForHeads.apply(grad, ctx.group_rank), None
 
 
 class _TokensForHeads(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
-        ctx.place = place
-        return _tokens_for_heads(x, place)
+    def forward(ctx: Any, x: Tensor, group_rank: GroupRank) -> Tensor:
+        ctx.group_rank = group_rank
+        return _tokens_for_heads(x, group_rank)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _HeadsForTokens.apply(grad, ctx.place), None
+        return _HeadsForTokens.apply(grad, ctx.group_rank), None
 
 
-def _tokens_for_heads(x: Tensor, place: Place) -> Tensor:
-    """From (all tokens, …, heads / P, D) to (tokens of this rank, …, heads, D)."""
-    whole = x.new_empty(x.shape[0] // place.ranks, *x.shape[1:-2], x.shape[-2] * place.ranks, x.shape[-1])
-    _send_tokens([x], [whole], ALL, place).wait()
+def _tokens_for_heads(x: Tensor, group_rank: GroupRank) -> Tensor:
+    """(all tokens, …, heads / P, D) -> (tokens of this rank, …, heads, D)."""
+    whole = x.new_empty(x.shape[0] // group_rank.ranks, *x.shape[1:-2], x.shape[-2] * group_rank.ranks, x.shape[-1])
+    _send_tokens([x], [whole], ALL, group_rank).wait()
     return whole
 
 
 def _whole(options: Options, mine: Tensor) -> Part:
     """Attention to the whole sequence, of which this rank has `mine`."""
-    tokens = mine.shape[options.dim] * options.place.ranks
+    tokens = mine.shape[options.dim] * options.group_rank.ranks
     return Part.whole(tokens, is_causal=options.is_causal, window=options.window)
 
 
@@ -224,56 +216,62 @@ def _lse_rows(lse: Tensor, dim: int) -> Tensor:
 
 
 def _groups(options: Options, rows: Tensor, heads_kv: int) -> list[_Heads]:
-    """The heads that are exchanged at a time: whole heads of keys, with all queries that share them."""
-    heads = heads_kv // options.place.ranks
+    """Groups of heads that are exchanged together: whole key heads, with all query heads that share them."""
+    heads = heads_kv // options.group_rank.ranks
     in_bytes = rows.numel() * rows.element_size()
     wanted = max(1, min(MAX_GROUPS if options.is_packed else MAX_DENSE_GROUPS, heads, in_bytes // MIN_BYTES))
     number = max(n for n in range(1, wanted + 1) if heads % n == 0)
     return [_Heads(index, number) for index in range(number)]
 
 
-def _send_heads(xs: list[Tensor], heads: _Heads, place: Place) -> Pending[list[Tensor]]:
+def _send_heads(xs: list[Tensor], heads: _Heads, group_rank: GroupRank) -> Pending[list[Tensor]]:
     """Starts to exchange (tokens of this rank, …, heads, D) for (all tokens, …, some of this rank's heads, D)."""
     sends: list[Message] = []
     receives: list[Message] = []
     wholes: list[Tensor] = []
     mine = [_two_chunks(plain(x)) for x in xs]
     for x in mine:
-        heads_of_rank = x.shape[-2] // place.ranks // heads.groups
-        whole = x.new_empty(x.shape[1] * 2 * place.ranks, *x.shape[2:-2], heads_of_rank, x.shape[-1])
-        for rank in place.others:
-            sends.append(Message(x[..., heads.of(rank, x.shape[-2], place.ranks), :], rank))
-            receives.append(Message(_chunks(whole, rank, place), rank))
+        heads_of_rank = x.shape[-2] // group_rank.ranks // heads.groups
+        whole = x.new_empty(x.shape[1] * 2 * group_rank.ranks, *x.shape[2:-2], heads_of_rank, x.shape[-1])
+        for rank in group_rank.others:
+            sends.append(Message(x[..., heads.of(rank, x.shape[-2], group_rank.ranks), :], rank))
+            receives.append(Message(_chunks(whole, rank, group_rank), rank))
         wholes.append(whole)
-    pending = collectives.exchange(sends, receives, wholes, place)
+    pending = collectives.exchange(sends, receives, wholes, group_rank)
     for x, whole in zip(mine, wholes, strict=True):  # while messages are on their way
-        copy(_chunks(whole, place.rank, place), x[..., heads.of(place.rank, x.shape[-2], place.ranks), :])
+        copy(
+            _chunks(whole, group_rank.rank, group_rank),
+            x[..., heads.of(group_rank.rank, x.shape[-2], group_rank.ranks), :],
+        )
     return pending
 
 
-def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, place: Place) -> _Results:
-    """Starts the opposite exchange, into tensors of all heads of this rank's tokens."""
+def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, group_rank: GroupRank) -> _Results:
+    """Starts the exchange that inverts `_send_heads`, into tensors of all heads of this rank's tokens."""
     sends: list[Message] = []
     receives: list[Message] = []
     xs, mine = [plain(x) for x in xs], [_two_chunks(x) for x in to]
     for x, own in zip(xs, mine, strict=True):
-        for rank in place.others:
-            sends.append(Message(_chunks(x, rank, place), rank))
-            receives.append(Message(own[..., heads.of(rank, own.shape[-2], place.ranks), :], rank))
+        for rank in group_rank.others:
+            sends.append(Message(_chunks(x, rank, group_rank), rank))
+            receives.append(Message(own[..., heads.of(rank, own.shape[-2], group_rank.ranks), :], rank))
     kept = [
-        (own[..., heads.of(place.rank, own.shape[-2], place.ranks), :], _chunks(x, place.rank, place))
+        (
+            own[..., heads.of(group_rank.rank, own.shape[-2], group_rank.ranks), :],
+            _chunks(x, group_rank.rank, group_rank),
+        )
         for x, own in zip(xs, mine, strict=True)
     ]
-    return _Results(collectives.exchange(sends, receives, None, place), kept)
+    return _Results(collectives.exchange(sends, receives, None, group_rank), kept)
 
 
 def _two_chunks(x: Tensor) -> Tensor:
-    """A rank's tokens as (2, tokens of a chunk, …)."""
+    """(tokens of a rank, …) -> (2, tokens of a chunk, …)."""
     return x.unflatten(0, (2, -1))  # type: ignore[no-untyped-call,no-any-return]
 
 
-def _chunks(whole: Tensor, rank: int, place: Place) -> Tensor:
-    """Of a whole sequence the two chunks that a rank holds, (2, tokens of a chunk, …)."""
-    first, last = chunks_of(place._replace(rank=rank))
-    chunks: Tensor = whole.unflatten(0, (2 * place.ranks, -1))  # type: ignore[no-untyped-call]
+def _chunks(whole: Tensor, rank: int, group_rank: GroupRank) -> Tensor:
+    """The two chunks of a rank in a whole sequence, (2, tokens of a chunk, …)."""
+    first, last = chunks_of(group_rank._replace(rank=rank))
+    chunks: Tensor = whole.unflatten(0, (2 * group_rank.ranks, -1))  # type: ignore[no-untyped-call]
     return chunks[first : last + 1 : last - first]

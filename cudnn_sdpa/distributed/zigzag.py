@@ -1,4 +1,4 @@
-"""Where tokens are: of 2·P chunks of a sequence, rank r of P holds chunks r and 2P−1−r.
+"""The order of tokens on ranks: of 2·P chunks of a sequence, rank r of P holds chunks r and 2P−1−r.
 
 Under a causal mask a later chunk sees more keys, so an early and a late one together make all ranks' work equal.
 """
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.groups import Place, check_device, place_in
+from cudnn_sdpa.distributed.groups import GroupRank, check_device, group_rank_of
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.memory import shape_of
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def chunks_of(place: Place) -> tuple[int, int]:
-    """The numbers of the two chunks that this rank holds."""
-    return place.rank, 2 * place.ranks - 1 - place.rank
+def chunks_of(group_rank: GroupRank) -> tuple[int, int]:
+    """Indices of the two chunks that this rank holds."""
+    return group_rank.rank, 2 * group_rank.ranks - 1 - group_rank.rank
 
 
 def in_sequence_order(gathered: Tensor, ranks: int) -> Tensor:
-    """The parts of all ranks, one after the other along the first dimension, in the order of the sequence."""
+    """The sequence out of the parts of all ranks, one after another along the first dimension."""
     first, second = gathered.unflatten(0, (ranks, 2, -1)).unbind(1)  # type: ignore[no-untyped-call]
     return torch.cat([first, second.flip(0)]).flatten(0, 1)
 
 
 def in_rank_order(whole: Tensor, ranks: int) -> Tensor:
-    """The opposite: the parts that the ranks hold, one after the other."""
+    """The parts of all ranks, one after another, out of the sequence; inverts `in_sequence_order`."""
     first, second = whole.unflatten(0, (2, ranks, -1)).unbind(0)  # type: ignore[no-untyped-call]
     return torch.stack([first, second.flip(0)], 1).flatten(0, 2)
 
@@ -67,11 +67,11 @@ def shard(x: Tensor, dim: int, group: ProcessGroup | DeviceMesh | None = None) -
         tensor([[5, 6, 7, 8]])
         >>> dist.destroy_process_group()
     """
-    place, dim = place_in(group), _dimension(x, dim)
+    group_rank, dim = group_rank_of(group), _dimension(x, dim)
     _check_plain(x, "a plain tensor of the whole sequence", "Use x.full_tensor().")
-    _check_multiple("x", x, dim, 2 * place.ranks)
-    parts = x.chunk(2 * place.ranks, dim)
-    return torch.cat([parts[number] for number in chunks_of(place)], dim)
+    _check_multiple("x", x, dim, 2 * group_rank.ranks)
+    parts = x.chunk(2 * group_rank.ranks, dim)
+    return torch.cat([parts[number] for number in chunks_of(group_rank)], dim)
 
 
 def unshard(x: Tensor, dim: int, group: ProcessGroup | DeviceMesh | None = None) -> Tensor:
@@ -100,25 +100,25 @@ def unshard(x: Tensor, dim: int, group: ProcessGroup | DeviceMesh | None = None)
         True
         >>> dist.destroy_process_group()
     """
-    place, dim = place_in(group), _dimension(x, dim)
+    group_rank, dim = group_rank_of(group), _dimension(x, dim)
     _check_plain(x, "this rank's part as a plain tensor", "Use x.to_local().")
-    check_device("x", x, place)
+    check_device("x", x, group_rank)
     _check_multiple("x", x, dim, 2)
-    return gathered(x.movedim(dim, 0), place).movedim(0, dim).contiguous()
+    return gathered(x.movedim(dim, 0), group_rank).movedim(0, dim).contiguous()
 
 
-def gathered(x: Tensor, place: Place) -> Tensor:
+def gathered(x: Tensor, group_rank: GroupRank) -> Tensor:
     """The whole sequence, along the first dimension; differentiable."""
-    return _Gathered.apply(x, place)  # type: ignore[no-any-return]
+    return _Gathered.apply(x, group_rank)  # type: ignore[no-any-return]
 
 
 class _Gathered(Function):
     """Gathers parts; their gradients are summed, in float32 or better, and scattered."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, place: Place) -> Tensor:
-        ctx.place, ctx.dtype = place, x.dtype
-        return in_sequence_order(collectives.all_gather(x, place).wait(), place.ranks)
+    def forward(ctx: Any, x: Tensor, group_rank: GroupRank) -> Tensor:
+        ctx.group_rank, ctx.dtype = group_rank, x.dtype
+        return in_sequence_order(collectives.all_gather(x, group_rank).wait(), group_rank.ranks)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -126,7 +126,7 @@ class _Gathered(Function):
             autograd_checks.refuse_second_gradient("unshard")
         exact = grad.to(torch.promote_types(grad.dtype, torch.float32)).resolve_conj()
         numbers = torch.view_as_real(exact) if exact.is_complex() else exact  # which every backend sums
-        part = collectives.reduce_scatter(in_rank_order(numbers, ctx.place.ranks), ctx.place).wait()
+        part = collectives.reduce_scatter(in_rank_order(numbers, ctx.group_rank.ranks), ctx.group_rank).wait()
         return (torch.view_as_complex(part) if exact.is_complex() else part).to(ctx.dtype), None
 
 
@@ -139,7 +139,7 @@ def _dimension(x: object, dim: object) -> int:
 
 
 def _check_plain(x: Tensor, expected: str, hint: str) -> None:
-    """Refuses DTensors: their own placements say which rank has what, and none is a zig-zag."""
+    """Refuses DTensors: their placements say which rank holds which tokens, and none is a zig-zag."""
     if has_dtensor(x):
         raise OptionError("x", "a DTensor", expected, hint)
 

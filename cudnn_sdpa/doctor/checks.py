@@ -72,14 +72,13 @@ CURES = {
 
 
 def cure_of(message: str, default: str) -> str:
-    """The cure for a library's message."""
     return next((cure for pattern, cure in CURES.items() if re.search(pattern, message, re.IGNORECASE)), default)
 
 
 _error, _warning, _note = (partial(Finding, level) for level in Level)
 
 
-#: What each part of the probing process does, and the cure if that ends it.
+#: An activity for each part of the probing process, and the cure if the process ends in it.
 _PARTS = {
     "torch": (
         "PyTorch looked for its GPUs",
@@ -91,14 +90,14 @@ _PARTS = {
 
 
 def broken_off(facts: Facts) -> Iterator[Finding]:
-    """The probing process ran to its end."""
+    """Checks that the probing process ran to its end."""
     if facts.broken_off:
         what, cure = _PARTS[facts.broken_in]
         yield _error(f"A process ended while {what}", facts.broken_off, cure_of(facts.broken_off, cure))
 
 
 def torch(facts: Facts) -> Iterator[Finding]:
-    """PyTorch is new enough, and built for CUDA if the machine has an NVIDIA GPU."""
+    """Checks that PyTorch is new enough, and built for CUDA if the machine has an NVIDIA GPU."""
     if tuple(int(part) for part in re.findall(r"\d+", facts.torch)[:2]) < MIN_TORCH:
         found = f"torch {facts.torch}; 2.9 or newer is needed"
         yield _error("PyTorch is too old", found, "pip install --upgrade torch.")
@@ -109,7 +108,7 @@ def torch(facts: Facts) -> Iterator[Finding]:
 
 
 def gpus(facts: Facts) -> Iterator[Finding]:
-    """A CUDA build of PyTorch sees GPUs, of a generation that has kernels."""
+    """Checks that a CUDA build of PyTorch sees GPUs, of a generation that has kernels."""
     if facts.cuda is None or facts.broken_in == "torch":
         return
     if not facts.gpus:
@@ -128,7 +127,7 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def packages(facts: Facts) -> Iterator[Finding]:
-    """There is one cuDNN package, for PyTorch's CUDA."""
+    """Checks that there is one cuDNN package, for PyTorch's CUDA."""
     installed = sorted(name for name in facts.packages if name.startswith("nvidia-cudnn-cu"))
     fitting = f"nvidia-cudnn-cu{facts.cuda.split('.')[0]}" if facts.cuda else max(installed, default="")
     if installed not in ([], [fitting]):
@@ -139,7 +138,7 @@ def packages(facts: Facts) -> Iterator[Finding]:
 
 
 def cudnn(facts: Facts) -> Iterator[Finding]:
-    """The frontend and its cuDNN can be loaded, and PyTorch uses the same cuDNN, all of it from one folder."""
+    """Checks that the frontend and its cuDNN can be loaded, and that PyTorch uses the same files."""
     if facts.cudnn_error:
         yield _error("cuDNN cannot be used", facts.cudnn_error, cure_of(facts.cudnn_error, ONE_CUDNN))
     if facts.torch_cudnn_error:
@@ -153,7 +152,7 @@ def cudnn(facts: Facts) -> Iterator[Finding]:
 
 
 def call(facts: Facts) -> Iterator[Finding]:
-    """A call works, and its result is correct."""
+    """Checks that a call works, and that its result is correct."""
     if facts.call_error and facts.cudnn:
         default = "Fix the problems above first; if there are none, report the output of `doctor --json`."
         cure = cure_of(facts.call_error, default)
@@ -168,7 +167,7 @@ def call(facts: Facts) -> Iterator[Finding]:
 
 
 def settings(facts: Facts) -> Iterator[Finding]:
-    """Environment variables of this library exist, and have values that they can have."""
+    """Checks that environment variables of this library exist and have valid values."""
     for problem in facts.refused_settings:
         yield _error("Calls refuse the value of an environment variable", problem, "Correct it, or unset it.")
     for problem in facts.ignored_settings:
@@ -176,7 +175,7 @@ def settings(facts: Facts) -> Iterator[Finding]:
 
 
 def store(facts: Facts) -> Iterator[Finding]:
-    """Plans are stored for later processes."""
+    """Checks that plans are stored for later processes."""
     if not facts.plan_store_problem:
         return
     if facts.plan_store_is_readable:
@@ -189,13 +188,13 @@ def store(facts: Facts) -> Iterator[Finding]:
 
 
 def native(facts: Facts) -> Iterator[Finding]:
-    """Calls on a GPU go through the native module, unless the user has switched it off."""
+    """Checks that GPU calls go through the native module, unless the user has switched it off."""
     if facts.gpus and facts.native.startswith("Python") and not facts.native.endswith("=off"):
         cure = "Do what it says, then run `python -m cudnn_sdpa build-native`; without it only speed is lost."
         yield _note("Calls go through Python, not C++", facts.native.removeprefix("Python: "), cure)
 
 
-#: Causes before their effects.
+#: In the order of causes before effects.
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...]
 CHECKS = settings, broken_off, torch, gpus, packages, cudnn, call, store, native
 

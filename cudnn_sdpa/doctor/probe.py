@@ -32,7 +32,7 @@ from cudnn_sdpa.plans import default_store, private_folders, shape_policy
 from cudnn_sdpa.plans.cache import capacity_from_environment
 from cudnn_sdpa.plans.private_folders import UnsafeFolderError
 
-#: A first plan takes a second, importing PyTorch a few, on a slow network disk a minute.
+#: A first plan takes a second, an import of PyTorch a few, on a slow network disk a minute.
 TIMEOUT_SECONDS = 300.0
 
 _PROGRAM = "from cudnn_sdpa.doctor.probe import main; main()"
@@ -42,7 +42,7 @@ _PACKAGES = ("torch", "triton", "cudnn-sdpa")
 _VARIABLES = re.compile(
     r"CUDNN_\w+|CUDA_(VISIBLE_DEVICES|HOME|PATH)|NVIDIA_VISIBLE_DEVICES|LD_(LIBRARY_PATH|PRELOAD)|XDG_CACHE_HOME|CC|CXX"
 )
-#: What reads the variables of this library that not every value suits.
+#: Readers of this library's variables with a limited set of values.
 _READ: dict[str, Callable[[], object]] = {
     "CUDNN_SDPA_CACHE_SIZE": capacity_from_environment,
     "CUDNN_SDPA_CPU_CHECKS": cpu_target.of_environment,
@@ -54,7 +54,7 @@ _READ: dict[str, Callable[[], object]] = {
         os.environ.get(explain.TARGET_VARIABLE) or "h200", explain.TARGET_VARIABLE
     ),
 }
-#: The others, and those of this project's tests.
+#: Variables that accept any value, and those of this project's tests.
 _OTHERS = (
     *("DEBUG", "IN_HELPER", "NATIVE_DIR", "PLAN_DIR", "TRUSTED_FOLDERS"),
     *("COMPILED_PLANS", "GPU_REPORT", "NEEDS_BROWSER", "TEST_NATIVE"),
@@ -76,14 +76,14 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts. Those of the probing process keep their defaults if it did not reach them."""
+    """All facts. Those of the probing process keep their defaults if it ended before."""
 
     python: str
     packages: dict[str, str]
     environment: dict[str, str]
     driver: str  # version of NVIDIA's kernel module
     gpu_nodes: int  # GPUs of the machine or container, visible to PyTorch or not
-    native: str  # whether calls go through the native module, and why not
+    native: str  # see `loader.forecast`
     torch: str  # version
     cuda: str | None  # version that PyTorch was built for
     hip: str | None
@@ -91,10 +91,10 @@ class Facts:
     plan_store_problem: str = ""  # why plans cannot be saved
     plan_store_is_readable: bool = False  # although they cannot be saved
     refused_settings: tuple[str, ...] = ()  # values of this library's variables that calls refuse
-    ignored_settings: tuple[str, ...] = ()  # those in whose place defaults are used, and names that nothing reads
+    ignored_settings: tuple[str, ...] = ()  # invalid ones replaced by defaults, and unknown names
 
-    broken_off: str = ""  # how the probing process ended, if it failed
-    broken_in: str = ""  # and in which of PARTS
+    broken_off: str = ""  # end of the probing process, if it failed
+    broken_in: str = ""  # its part of PARTS
     gpus: tuple[Gpu, ...] = ()
     gpus_error: str = ""
     torch_cudnn: int | None = None
@@ -109,15 +109,11 @@ class Facts:
 
 
 class SettingsFacts(TypedDict):
-    """Facts about environment variables."""
-
     refused_settings: tuple[str, ...]
     ignored_settings: tuple[str, ...]
 
 
 class StoreFacts(TypedDict, total=False):
-    """The facts about the plan store."""
-
     plan_store: str
     plan_store_problem: str
     plan_store_is_readable: bool
@@ -152,7 +148,7 @@ def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
 
 
 def probed(timeout: float) -> JsonObject:
-    """What the probing process found, and how it ended if it failed."""
+    """Facts of the probing process, and its end if it failed."""
     reader, writer = os.pipe()  # libraries print to the standard streams
     with os.fdopen(reader) as answers:
         try:
@@ -179,7 +175,7 @@ def probed(timeout: float) -> JsonObject:
 
 
 def settings() -> SettingsFacts:
-    """What is wrong with the environment variables of this library."""
+    """Invalid and unknown environment variables of this library."""
     refused: list[str] = []
     ignored: list[str] = []
     handler, log = logging.Handler(), logging.getLogger("cudnn_sdpa")
@@ -212,7 +208,7 @@ def gpu_nodes() -> int:
 
 
 def store() -> StoreFacts:
-    """The plan store as a process would open it; nothing is created."""
+    """The plan store of a process with this environment; nothing is created."""
     facts: StoreFacts = {}
     try:
         folder = default_store.folder_of_environment()
@@ -240,7 +236,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _error_in(facts: dict[str, object], name: str) -> Iterator[None]:
-    """Whatever is raised becomes a fact, in one line."""
+    """Turns any exception into a fact of one line."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding
@@ -248,7 +244,6 @@ def _error_in(facts: dict[str, object], name: str) -> Iterator[None]:
 
 
 def probe_torch() -> dict[str, object]:
-    """PyTorch's cuDNN, and the GPUs that it sees."""
     gpus: list[dict[str, object]] = []
     facts: dict[str, object] = {"gpus": gpus}
     if torch.version.cuda is None:
@@ -264,7 +259,6 @@ def probe_torch() -> dict[str, object]:
 
 
 def probe_cudnn() -> dict[str, object]:
-    """The versions of the frontend and its cuDNN."""
     facts: dict[str, object] = {}
     with _error_in(facts, "cudnn_error"):
         facts["frontend"] = backend.frontend_version()

@@ -1,4 +1,4 @@
-"""The graphs of gated activations, forward and backward, with their checks and references.
+"""Graphs of gated activations, forward and backward, with their checks and references.
 
 Tensors are (..., n), and views of them as matrices where a plan reads and writes them. Where `up` is None, `gate` holds
 both in its halves.
@@ -37,7 +37,7 @@ def check(*tensors: Tensor, names: Sequence[str] = ("gate", "up")) -> None:
 
 
 def check_halves(gate: Tensor, up: Tensor | None) -> None:
-    """The same for two operands, or one that holds both."""
+    """Checks two operands, or one that holds both."""
     if up is not None:
         check(gate, up)
         return
@@ -54,7 +54,7 @@ def _refuse_gradient(name: str, *tensors: Tensor | None) -> None:
 
 
 def no_gradient(name: str) -> UnsupportedError:
-    """The error of a function for inference that is called with a gradient."""
+    """The error of a function for inference whose operand requires a gradient."""
     reasons = ["an argument requires grad, and there is no backward pass for it"]
     return UnsupportedError(f"the gradient of {name}", reasons, "torch.no_grad(), silu_mul, or PyTorch's own functions")
 
@@ -64,7 +64,7 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _readable(gate: Tensor, up: Tensor | None = None) -> list[Tensor | None]:
-    """Rows of one element are copied if they have gaps: cuDNN reads no others."""
+    """Copies rows of one element that have gaps: cuDNN reads no others."""
     halves = _halves(gate, up)
     return [x.contiguous() for x in halves] if _is_column(halves[0]) else [gate, up]
 
@@ -88,13 +88,13 @@ def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor | None 
 
 
 def _check_saved(_grad: Tensor, *tensors: Tensor | None) -> None:
-    """Hooks on saved tensors may have given them other layouts."""
+    """Checks saved tensors, to which hooks may have given other layouts."""
     if None not in tensors:
         check_rows([x for x in tensors if x is not None], ("gate", "up")[: len(tensors)])
 
 
 def _readable_gradients(grad: Tensor, gate: Tensor, up: Tensor | None = None) -> list[Tensor | None]:
-    """The gradient of one tensor for both is written into its halves: dense, at the strides of a dense `gate`."""
+    """Dense operands: where one tensor holds both, its gradient has the strides of a dense `gate`."""
     return [grad.contiguous(), gate.contiguous() if up is None else gate, up]
 
 
@@ -109,7 +109,7 @@ def _silu_and_slope(g: GraphBuilder, x: Symbol) -> tuple[Symbol, Symbol]:
 
 
 def _ways(arguments: Mapping[str, object]) -> Sequence[sharding.Way]:
-    """Any dimension of all operands; where one holds both halves, any but the last."""
+    """Shards any dimension of all operands; where one holds both halves, any but the last."""
     holds_both = arguments.get("up") is None
     return sharding.along({name: int(holds_both) for name in ("gate", "up", "grad") if name in arguments})(arguments)
 
@@ -124,7 +124,7 @@ def _ways(arguments: Mapping[str, object]) -> Sequence[sharding.Way]:
     shard=_ways,
 )
 def silu_mul_gradients(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol | None = None) -> tuple[Symbol, Symbol]:
-    """The gradients of gate and up; one tensor where one holds both."""
+    """Gradients of gate and up; one tensor where one holds both."""
     silu, slope = _silu_and_slope(g, gate)
     return g.mul(a=g.mul(a=grad, b=up), b=slope), g.mul(a=silu, b=grad)
 

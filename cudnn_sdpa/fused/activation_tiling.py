@@ -1,4 +1,4 @@
-"""The views in which activations pass tensors to cuDNN: rows, in the fastest form, without a copy.
+"""Views of tensors as matrices in the fastest form for cuDNN's activations, without copies.
 
 cuDNN's kernels work on tiles of a matrix, and its heuristics choose the tile by the number of rows. A contiguous tensor
 can be viewed as any matrix; in the halves of a projection, each row is a matrix. The fastest form was measured on an
@@ -32,17 +32,17 @@ _ROW = 64
 #: Row length that is faster for less than `_LARGE` elements.
 _LONGER_ROW = 128
 
-#: Lengths into which a row may be split, in the order of preference.
+#: Lengths of the parts of a split row, in the order of preference.
 _SPLIT_LENGTHS = (64, 128, 256)
 
 
 def forward_views(operands: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
-    """Tensors (..., n) in the views in which a forward pass is fastest; of one tensor for gate and up, its halves."""
+    """The fastest views of tensors (..., n) in a forward pass; of one tensor for gate and up, its halves."""
     return _views(operands, results, options, gradients=False)
 
 
 def backward_views(operands: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
-    """The same for a backward pass, whose first operand is the gradient of the output."""
+    """The fastest views in a backward pass, whose first operand is the gradient of the output."""
     return _views(operands, results, options, gradients=True)
 
 
@@ -65,7 +65,7 @@ def split(both: Value) -> tuple[Tensor, Tensor]:
 
 
 def tiled_shape(rows: Sequence[Tensor], *, gradients: bool) -> tuple[int, int, int]:
-    """The shape in which cuDNN is fastest on rows (rows, n), as which they can be viewed."""
+    """The fastest view of rows (rows, n)."""
     count, size = rows[0].shape
     if all(x.is_contiguous() for x in rows):
         return _contiguous_form(count * size, size, gradients=gradients)
@@ -78,7 +78,7 @@ def tiled_shape(rows: Sequence[Tensor], *, gradients: bool) -> tuple[int, int, i
 
 
 def _contiguous_form(count: int, size: int, *, gradients: bool) -> tuple[int, int, int]:
-    """The form of `count` elements in contiguous rows of `size`."""
+    """The fastest view of `count` elements in contiguous rows of `size`."""
     squares = count % _SQUARE**2 == 0 and count // _SQUARE**2 <= _MAX_MATRICES
     if squares and (gradients or count >= _LARGE):
         return -1, _SQUARE, _SQUARE
@@ -88,14 +88,14 @@ def _contiguous_form(count: int, size: int, *, gradients: bool) -> tuple[int, in
 
 
 def _split_length(count: int, size: int, *, gradients: bool) -> int | None:
-    """The length into which to split `count` rows of `size` with gaps between them; None is not to split them."""
+    """The length of the parts of `count` rows of `size` with gaps between them; None to leave them whole."""
     if gradients and size >= 32 * 32 and size % (32 * 16) == 0 and size % 4096:
-        return size // 32  # whole sectors of memory; rows of a multiple of 4096 are faster split into 64
+        return size // 32  # whole sectors of memory; rows of a multiple of 4096 are faster in parts of 64
     if count * size < _LARGE:
         return None
     if size == _SQUARE**2:
         return _SQUARE
-    for length in _SPLIT_LENGTHS:  # that fill a kernel's tiles of 64, 128 or 256 rows
+    for length in _SPLIT_LENGTHS:  # enough to fill a kernel's tiles of 64, 128 or 256 rows
         parts = size // length
         if size % length == 0 and (parts % 64 == 0 or 32 < parts <= length):
             return length
@@ -106,7 +106,7 @@ def check_rows(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
     """Checks that tensors (..., n) can be viewed as rows with a dense last dimension.
 
     Raises:
-        LayoutError: One of them would have to be copied.
+        LayoutError: A tensor would have to be copied.
     """
     for name, x in zip(names, tensors, strict=True):
         if x.dim() == 0 or is_empty(x):

@@ -19,7 +19,7 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 EXPECTED = "float16, bfloat16 or float32"
 
-#: Maximum number of items of a value, bits of an integer, and characters that a message shows.
+#: Maximum number of a value's items, of an integer's bits, and of characters in a message.
 _MAX_ITEMS, _MAX_BITS, _MAX_CHARACTERS = 8, 64, 60
 
 
@@ -27,9 +27,9 @@ def check_dtype(name: str, tensor: Tensor) -> None:
     """Checks that an argument is a strided tensor of a supported dtype; float64 is allowed on the CPU, for gradcheck.
 
     Raises:
-        OptionError: It is not a tensor.
-        LayoutError: It is nested, sparse or a `CausalBias`, or its memory was freed.
-        DtypeError: It has another dtype.
+        OptionError: The argument is not a tensor.
+        LayoutError: The tensor is nested, sparse or a `CausalBias`, or its memory was freed.
+        DtypeError: The dtype is not supported.
     """
     check_is_tensor(name, tensor)
     is_refused = tensor.is_cuda or (tensor.is_cpu and cpu_target.checks_dtypes())
@@ -46,7 +46,7 @@ def checked_flag(name: str, flag: object) -> bool:
     """A flag, also numpy's, as a bool.
 
     Raises:
-        OptionError: It is none, or depends on data in compiled code.
+        OptionError: The value is no flag, or depends on data in compiled code.
     """
     check_known(name, flag)
     flag = as_bool(flag)
@@ -68,7 +68,7 @@ def check_beside(
     """Checks that an argument is a strided tensor that fits `x`, the argument with the name `of`.
 
     Raises:
-        ArgumentError: It is not: see `check_is_tensor` and `check_tensor`.
+        ArgumentError: The argument does not fit: see `check_is_tensor` and `check_tensor`.
     """
     check_is_tensor(name, tensor)
     check_tensor(name, tensor, x, of=of, dtype=dtype, shape=shape, meaning=meaning)
@@ -78,7 +78,7 @@ def check_savable(**tensors: Tensor | None) -> None:
     """Checks that autograd can save these tensors, if one of them requires a gradient.
 
     Raises:
-        LayoutError: One of them was made in inference mode.
+        LayoutError: A tensor was made in inference mode.
     """
     if is_compiling() or not needs_gradient(*tensors.values()):
         return
@@ -89,11 +89,11 @@ def check_savable(**tensors: Tensor | None) -> None:
 
 
 def check_offsets(operands: Mapping[str, object], parts: Mapping[str, int]) -> None:
-    """Refuses CPU tensors that begin where a GPU's kernels could not read them; allocations themselves are aligned.
+    """Refuses CPU tensors at offsets that a GPU's kernels could not read; allocations themselves are aligned.
 
     Args:
         operands: The operands by name.
-        parts: Where parts of operands or results begin, in bytes.
+        parts: Offsets of parts of operands or results, in bytes.
     """
     tensors = {name: x for name, x in operands.items() if isinstance(x, Tensor)}
     begins = {name: int(x.storage_offset()) * x.element_size() for name, x in tensors.items()}
@@ -117,5 +117,5 @@ def shown(value: object) -> str:
 
 
 def widened(tensor: Tensor) -> Tensor:
-    """The dtype in which a reference computes: float64 for float64, otherwise float32."""
+    """The dtype of a reference's computation: float64 for float64, otherwise float32."""
     return tensor if tensor.dtype is torch.float64 else tensor.float()

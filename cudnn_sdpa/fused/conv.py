@@ -194,7 +194,8 @@ def _convolve(
 ) -> Tensor:
     strides, zeros, spacing = sizes_of(rank, stride, padding, dilation)
     groups = as_index(groups)
-    is_float32 = isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_cuda  # seen in each call
+    # Checked in known calls, too: the setting may change between calls.
+    is_float32 = isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_cuda
     if is_float32 and not _may_be_tf32() and not could_cast((x,)):
         reasons = ["cuDNN multiplies float32 in TF32 here, and torch.backends.cudnn.allow_tf32 is False"]
         raise UnsupportedError("a convolution of float32", reasons, "bfloat16 or float16, or PyTorch's own functions")
@@ -237,14 +238,14 @@ def _is_plain(tensor: object) -> TypeGuard[Tensor]:
 def _may_be_tf32() -> bool:
     try:
         return bool(torch.backends.cudnn.allow_tf32)
-    except RuntimeError:  # PyTorch's newer setting is in use, and the older one may no longer be read
+    except RuntimeError:  # PyTorch forbids reading the older setting once the newer one is in use
         return str(torch.backends.cudnn.conv.fp32_precision) != "ieee"  # type: ignore[attr-defined]
 
 
 def has_separate_activation(
     x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, activation: str | None
 ) -> bool:
-    """Whether cuDNN may lack a kernel that fuses the activation, according to plans for five generations of GPUs.
+    """Whether cuDNN may lack a kernel that fuses the activation, by plans for five generations of GPUs.
 
     cuDNN 9.19 has none on an H200 for groups of channels that do not fill one 16-byte load.
     """

@@ -1,7 +1,7 @@
-"""The graphs of convolution, forward and backward, with their checks and references.
+"""Graphs of convolution, forward and backward, with their checks and references.
 
-All tensors have their channels innermost. cuDNN needs at least two dimensions, so its plans see 1-D convolutions as
-those of images of one row.
+All tensors have their channels innermost. cuDNN needs at least two dimensions, so its plans run 1-D convolutions as 2-D
+ones on images of one row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MAX_SIZE = 2**31 - 1
 
 
 def check(rank: int, *, x: Tensor, weight: Tensor, bias: Tensor | None, groups: object) -> None:
-    """Checks everything except stride, padding and dilation."""
+    """Checks all arguments except stride, padding and dilation."""
     check_dtype("x", x)
     others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     for name, tensor in others.items():
@@ -63,7 +63,6 @@ def check(rank: int, *, x: Tensor, weight: Tensor, bias: Tensor | None, groups: 
 
 
 def check_extent(x: Tensor, weight: Tensor, *, padding: Sizes, dilation: Sizes) -> None:
-    """Checks that the filter is not larger than the padded x."""
     for length, size, zeros, spacing in zip(x.shape[2:], weight.shape[2:], padding, dilation, strict=True):
         if is_true(length + 2 * zeros > MAX_SIZE):
             raise OptionError("padding", str(zeros), f"no more than {MAX_SIZE} elements including padding")
@@ -113,7 +112,6 @@ def check_call(
     groups: object,
     activation: object,
 ) -> None:
-    """Checks a call whose stride has one value per dimension."""
     rank = len(stride) if isinstance(stride, tuple) else x.dim() - 2
     check(rank, x=x, weight=weight, bias=bias, groups=groups)
     check_activation(activation)
@@ -133,7 +131,7 @@ def _channels_last(*operands: Tensor, **_: object) -> list[Tensor]:
 
 
 def _as_2d(operands: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
-    """Convolutions as cuDNN runs them: 1-D ones as images of one row, and a bias (K,) as (1, K, 1, …)."""
+    """Convolutions in cuDNN's form: 1-D ones as images of one row, and a bias (K,) as (1, K, 1, …)."""
     rank = next(x.dim() for x in operands if isinstance(x, Tensor)) - 2
 
     def viewed(x: Value) -> Value:
@@ -171,7 +169,7 @@ def _reference(
     vector = None if bias is None else widened(bias.flatten())
     # Row-major copies: oneDNN misreads filters in channels_last_3d with strides of size-1 dimensions (PyTorch 2.13).
     x_copy, filters = (widened(tensor).clone(memory_format=torch.contiguous_format) for tensor in (x, weight))
-    # Longer strides give the same, but after one of 2**31 - 1 oneDNN fails in every later call (PyTorch 2.15, AVX2).
+    # Longer strides have the same result, but one of 2**31 - 1 breaks every later call of oneDNN (PyTorch 2.15, AVX2).
     stride = tuple(min(step, size + 2 * pad) for step, size, pad in zip(stride, x.shape[2:], padding, strict=True))
     y = convolve(x_copy, filters, vector, stride=stride, padding=padding, dilation=dilation, groups=groups)
     return channels_last(ACTIVATIONS[activation](y).to(x.dtype))
@@ -195,12 +193,12 @@ def _wgrad_reference(grad: Tensor, x: Tensor, *, shape: Sizes, **sizes: Sizes) -
 
 
 def ways(_: Mapping[str, object]) -> Sequence[sharding.Way]:
-    """How a convolution may be divided: each part has a part of the batch, and all filters."""
+    """Shards the batch; each part has all filters."""
     return [sharding.Way("the batch", {"x": 0}, 0)]
 
 
 def _flops(y: Tensor, shape: Sizes) -> int:
-    """Of a convolution or of one of its gradients, given its result or the gradient of that: two for each product."""
+    """Floating-point operations of a convolution or of a gradient: two for each product."""
     return 2 * y.numel() * math.prod(shape[1:])
 
 
@@ -243,7 +241,7 @@ def _dgrad_backward(
 def conv_dgrad(
     g: GraphBuilder, grad: Symbol, weight: Symbol, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
 ) -> Symbol:
-    """The gradient of the input of a convolution; `shape` is its shape without the batch."""
+    """The gradient of a convolution's input; `shape` is the input's, without the batch."""
     del shape  # the key has it
     return g.conv_dgrad(loss=grad, filter=weight, **_geometry(stride, padding, dilation))
 
@@ -277,7 +275,7 @@ def _wgrad_backward(
 def conv_wgrad(
     g: GraphBuilder, grad: Symbol, x: Symbol, *, shape: Sizes, stride: Sizes, padding: Sizes, dilation: Sizes
 ) -> Symbol:
-    """The gradient of the weight of a convolution; `shape` is its shape."""
+    """The gradient of a convolution's weight; `shape` is the weight's."""
     del shape  # the key has it
     return g.conv_wgrad(image=x, loss=grad, **_geometry(stride, padding, dilation))
 
@@ -310,7 +308,7 @@ def _backward(
 
 
 def _read_by_backward(_: object, needs: Sequence[bool]) -> tuple[bool, bool, bool]:
-    """The gradient of x does not read x, that of the weight not the weight."""
+    """The gradient of x reads the weight, and that of the weight reads x."""
     needs_grad_x, needs_grad_weight, _ = needs
     return needs_grad_weight, needs_grad_x, False
 

@@ -1,6 +1,6 @@
-"""What calls of norms, activations and convolutions would run, for `explain`.
+"""Descriptions of norms, activations and convolutions, for `explain`.
 
-Their graph functions describe the plans; here is what runs in addition.
+Graph functions describe their plans; this module adds the kernels around them.
 """
 
 from __future__ import annotations
@@ -156,10 +156,6 @@ def _completed(description: Description, x: Tensor, notes: list[str]) -> Descrip
 
 
 def _no_key(*_: object) -> PlanKey:
-    """The key function of a call in float64, which runs on the CPU only.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    """The key function of a call in float64, which runs on the CPU only."""
     reasons = [f"cuDNN's kernels take {EXPECTED}, not float64: on the CPU it runs in PyTorch"]
     raise UnsupportedError("float64", reasons, "tensors converted to torch.bfloat16")

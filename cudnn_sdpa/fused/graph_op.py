@@ -44,25 +44,18 @@ from cudnn_sdpa.plans.plan import Plan
 #: Larger integers overflow float32.
 _MAX_NUMBER = 2**127
 
-#: The option that tells a builder whether a gradient is wanted.
+#: The builder's option that says whether a gradient is wanted.
 TRAINS = "trains"
 
 #: Operands, results and options as the graph reads and writes them.
 Views = tuple[Sequence[Value], Sequence[Tensor], Options]
 
-#: What launches a call, given its tensors and its numbers.
+#: Launches a call, given its tensors and its numbers.
 Run = Callable[[Sequence[Tensor], tuple[float, ...]], Sequence[Tensor]]
 
 
-class _Entry:
-    """A call bound to its plan.
-
-    Attributes:
-        bound: The bound plan.
-        static: The options.
-        is_single: Whether it has one result.
-        plan: The plan.
-    """
+class _BoundCall:
+    """A call bound to its plan."""
 
     __slots__ = ("bound", "is_single", "plan", "static")
 
@@ -72,18 +65,22 @@ class _Entry:
 
     @property
     def results(self) -> list[Layout]:
-        """Layouts of the results."""
         return self.bound.results
 
     def run(
         self, tensors: Sequence[Tensor], numbers: tuple[float, ...], into: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """The results for these tensors and numbers, in `into` if it is given."""
+        """Results for these tensors and numbers, in `into` if it is given."""
         return self.bound(tensors, into=into, numbers=numbers)
 
 
 class GraphFunction(GraphDefinition):
     """A fused cuDNN operation as a function of tensors; made by `graph_op`.
+
+    A call like an earlier one is launched at once, in C++ or in Python. Any other is bound to the builder's parameters,
+    cast, checked, and given tensors that kernels can read. Then it runs through autograd, through PyTorch's dispatcher
+    if something intercepts operators, or at once: on the GPU its plan is found or built, on the CPU the reference runs,
+    elsewhere there are only layouts.
 
     A call goes the way of all operations. One like an earlier call is launched at once, in C++ or in Python. Any other
     is bound to the builder's parameters, cast, checked, and given tensors that kernels can read. Then it runs through
@@ -97,13 +94,10 @@ class GraphFunction(GraphDefinition):
     Attributes:
         operands: Names of the builder's tensors and numbers, in its order.
         options: The static options with their defaults; `inspect.Parameter.empty` where there is none.
-        takes_needs: Whether `backward` has the parameter `needs`.
-        ways: How a call may be divided, among ranks or because it is large; None if that is not declared.
-        flops: Counts the floating-point operations of a call; None counts none.
-        token: The name by which the torch operator finds it.
-        table: The calls that are bound to their plans.
-        calls: Those that the native module launches. A function with a signature of its own may ask it before `run`, if
-            Dynamo does not trace.
+        ways: Divisions of a call, among ranks or because it is large; None if none is declared.
+        token: The name by which the torch operator finds the function.
+        calls: The native module's calls. A function with a signature of its own may try them before `run`, if Dynamo
+            does not trace.
     """
 
     def __init__(
@@ -159,7 +153,7 @@ class GraphFunction(GraphDefinition):
         self.ways = sharding.along(shard) if isinstance(shard, Mapping) else shard
         functions = (builder, backward, reference, outputs, readable, views, reads)
         self.token = torch_ops.register(self, function_digest(*functions))
-        self.table: CallTable[_Entry] = CallTable()
+        self.table: CallTable[_BoundCall] = CallTable()
         self.calls = NativeCalls(numbers=len(self.operands))
 
     def __reduce__(self) -> str:
@@ -167,7 +161,7 @@ class GraphFunction(GraphDefinition):
         return self.__qualname__
 
     def __call__(self, *operands: Value, **options: object) -> Any:
-        """The results for these operands: tensors, numbers, or None for optional ones.
+        """Results for these operands: tensors, numbers, or None for optional ones.
 
         Raises:
             ArgumentError: An argument is wrong.
@@ -176,7 +170,7 @@ class GraphFunction(GraphDefinition):
         return self.run(operands, options)
 
     def run(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Any:
-        """The same, for a tuple of operands and a dictionary of options: saves 0.2 µs."""
+        """`__call__` for a tuple of operands and a dictionary of options: saves 0.2 µs."""
         if options and not options.keys() <= self.options.keys():
             operands, options = self._in_order(operands, options)
         if not is_compiling():
@@ -193,7 +187,7 @@ class GraphFunction(GraphDefinition):
         return self._first(operands, options)
 
     def call(self, *operands: Value, **options: object) -> GraphCall:
-        """A call that is not made yet, for the `backward` of another function to return.
+        """A call to be made later, returned by the `backward` of another function.
 
         Its results are the gradients of the first operands of that function, in their order;
         `call(...).of("x", "weight")` says that they are those of other operands.
@@ -216,7 +210,7 @@ class GraphFunction(GraphDefinition):
         return GraphCall(self, given, static)
 
     def _first(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Result:
-        """A call that is not known, with arguments that have not been checked."""
+        """Runs a call of an unknown signature, with unchecked arguments."""
         if sharding.has_dtensor(*operands):
             return self._on_dtensors(operands, options)
         values, static = self.arguments(operands, options)
@@ -229,7 +223,7 @@ class GraphFunction(GraphDefinition):
             return self._returned(torch_ops.run(self, values, static), trains=trains)
         values = tuple(plain(x) if isinstance(x, Tensor) and is_lazy(x) else x for x in values)
         tensors = _tensors(values)
-        # What autocast casts has been cast; references on the CPU run below it as they do in the dispatcher.
+        # `arguments` has cast for autocast already; references on the CPU run below it, as they do in the dispatcher.
         bypasses = can_bypass_dispatcher(*tensors, may_cast=not tensors[0].is_cuda)
         if not bypasses or any(map(is_batch, tensors)) or not _has_runner(tensors[0]):
             _views = views_of_leaves(*tensors) if trains else []  # the operator applies a function of PyTorch's
@@ -237,8 +231,9 @@ class GraphFunction(GraphDefinition):
         run: Run = partial(self._run_elsewhere, values, static)
         if tensors[0].is_cuda and not any(x.numel() == 0 for x in tensors):
             entry = self.prepared(values, static)
+            # The signature is of the caller's operands: a plan for casts or copies of them would not fit.
             is_as_given = len(values) >= len(operands) and all(map(_is_same, operands, values))
-            if is_as_given and isinstance(entry, _Entry) and options.keys() <= self.options.keys():
+            if is_as_given and isinstance(entry, _BoundCall) and options.keys() <= self.options.keys():
                 self.table.add(self._signature(operands, options, trains), entry)
             run = entry.run
         if trains:
@@ -248,7 +243,6 @@ class GraphFunction(GraphDefinition):
         return self._returned(run(tensors, _numbers(values)), trains=False)
 
     def _on_dtensors(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Result:
-        """The results of a call on DTensors: each rank runs its part of the call."""
         values, _ = self.arguments(operands, options)
         tensors = dict(zip(self.operands, values, strict=True))
         static = {name: value for name, value in options.items() if name in self.options}
@@ -261,7 +255,7 @@ class GraphFunction(GraphDefinition):
         return sharding.run(self.__name__.removesuffix("_rows"), ways, tensors, on_local_tensors)
 
     def _find(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Callable[..., Result] | None:
-        """What runs a call at once, if calls like it are known and nothing must intercept it."""
+        """The launch of a call with a known signature that nothing must intercept."""
         try:
             tensors = _tensors(operands)
             if not can_be_recognized(tensors, self._could_cast):
@@ -269,22 +263,21 @@ class GraphFunction(GraphDefinition):
             trains = needs_gradient(*tensors)
             entry = self._look_up(operands, options, trains)
             return None if entry is None else self._runs(entry, operands, trains)
-        except NOT_A_CALL:  # which the checks will say
+        except NOT_A_CALL:  # the checks name the wrong argument
             return None
 
     def _could_cast(self, tensors: Sequence[Tensor]) -> bool:
         return self.autocast and could_cast(tensors)
 
-    def _look_up(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> _Entry | None:
+    def _look_up(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> _BoundCall | None:
         return self.table.get(self._signature(operands, options, trains))
 
     def _signature(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> Hashable:
-        """Everything that determines a call's plan and how it is bound; of numbers, which are data, the type."""
+        """Everything that determines a call's plan and its binding; of numbers, which are data, the type."""
         layouts = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in operands]
         return (trains, is_deterministic(), *layouts, *options.items(), *kinds_of(options.values()))
 
-    def _runs(self, entry: _Entry, operands: tuple[Value, ...], trains: bool) -> Callable[..., Result]:
-        """What runs calls like one whose plan is bound, given their operands."""
+    def _runs(self, entry: _BoundCall, operands: tuple[Value, ...], trains: bool) -> Callable[..., Result]:
         if trains:
             rest = (None,) * (len(self.operands) - len(operands))
             tracked = self._tracked((*operands, *rest), entry.static, entry.run)
@@ -299,7 +292,7 @@ class GraphFunction(GraphDefinition):
     def _in_order(
         self, operands: tuple[Value, ...], options: Mapping[str, Any]
     ) -> tuple[tuple[Value, ...], Mapping[str, object]]:
-        """A call without operands by name; a wrong one as it is, for the checks."""
+        """Binds operands given by name; wrong arguments are left for the checks."""
         rest = self.operands[len(operands) :]
         named = [name for name in rest if name in options]
         others = {name: value for name, value in options.items() if name not in named}
@@ -309,7 +302,7 @@ class GraphFunction(GraphDefinition):
         return (*operands, *[options.get(name) for name in rest[:last]]), others
 
     def _teach(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> None:
-        """Teaches the native module calls like one that is known."""
+        """Registers a call of a known signature with the native module."""
         tensors = _tensors(operands)
         trains = needs_gradient(*tensors)
         entry = self._look_up(operands, options, trains)
@@ -319,7 +312,7 @@ class GraphFunction(GraphDefinition):
         call = RepeatableCall(entry.bound, tensors, range(count), is_single=count == 1)
         if not trains:
             self.calls.learn(operands, options, call)
-        elif not any(x.is_inference() for x in tensors):
+        elif not any(x.is_inference() for x in tensors):  # which autograd cannot save
             values = (*operands, *(None,) * (len(self.operands) - len(operands)))
             needs = [isinstance(x, Tensor) and x.requires_grad for x in values]
             saved = self.saved(values, entry.static, needs)
@@ -330,21 +323,21 @@ class GraphFunction(GraphDefinition):
         return _Tracked(run, self.saved(values, static, [isinstance(x, Tensor) and x.requires_grad for x in values]))
 
     def saved(self, values: Sequence[Value], static: Options, needs: Sequence[bool] | None = None) -> Saved:
-        """What a call saves for its backward pass, given which operands require a gradient, or any."""
+        """State for a call's backward pass, given which operands require a gradient."""
         needs = tuple(needs or [True] * len(values))
         return Saved(self, static, pattern=Pattern(values), needs=needs, values=values)
 
     def _returned(self, results: Sequence[Tensor], *, trains: bool) -> Result:
-        """The results that a caller gets: those for `backward` alone are left out."""
+        """The results for the caller, without those for `backward` alone."""
         returned = self.without_auxiliary(results, trains=trains)
         return returned[0] if len(returned) == 1 else tuple(returned)
 
     def without_auxiliary(self, results: Sequence[Tensor], *, trains: bool) -> Sequence[Tensor]:
-        """The results without those that are for `backward` alone."""
+        """Results without those for `backward` alone."""
         return results[: len(results) - self.auxiliary] if trains else results
 
     def _run_elsewhere(self, values: Sequence[Value], static: Options, *_: object) -> Outputs:
-        """A call that needs no plan: on the CPU, on tensors without memory or without elements."""
+        """Runs a call without a plan: on the CPU, on tensors without memory or without elements."""
         values = tuple([float(x) if isinstance(x, int) else x for x in values])
         tensors = _tensors(values)
         if any(x.is_meta for x in tensors):
@@ -358,7 +351,7 @@ class GraphFunction(GraphDefinition):
     # The arguments.
 
     def arguments(self, operands: Sequence[Value], options: Mapping[str, object]) -> tuple[tuple[Value, ...], Options]:
-        """All operands, as autocast casts them, and all options; both checked."""
+        """All operands, cast for autocast, and all options; both checked."""
         if len(operands) > len(self.operands):
             got = f"{len(operands)} of them"
             raise OptionError(f"operands of {self.__name__}", got, f"no more than {', '.join(self.operands)}")
@@ -397,7 +390,7 @@ class GraphFunction(GraphDefinition):
             if value is None and name not in self._optional:
                 raise OptionError(name, "None", "a tensor or a number")
             if isinstance(value, Tensor):
-                # Autograd may give zeros without memory as a gradient; they are filled before a launch.
+                # Autograd passes zeros without memory as gradients; they are filled before a launch.
                 if is_compiling() or not value._is_zerotensor():
                     check_is_tensor(name, value)
                 if value.device != tensors[0].device:
@@ -421,7 +414,7 @@ class GraphFunction(GraphDefinition):
 
         Raises:
             LayoutError: Elements of a result share an address.
-            UnsupportedError: The call is too large, and nothing says how it may be split.
+            UnsupportedError: The call is too large, and no way to split it is declared.
         """
         assert self._outputs is not None
         meta = [without_memory(x) for x in values]
@@ -432,7 +425,7 @@ class GraphFunction(GraphDefinition):
                 got = f"result {number} with strides {result.stride()}"
                 raise LayoutError("outputs", got, "an address of its own for every element", "Use .contiguous().")
         if (split := large.split_of(self, meta, results)) is not None:
-            self.outputs(split.part(self, meta, 0), static)  # may be too large, too
+            self.outputs(split.part(self, meta, 0), static)  # raises if the parts are too large, too
         return results
 
     def _viewed(self, values: Sequence[Value], results: Sequence[Tensor], static: Options) -> Views:
@@ -449,20 +442,20 @@ class GraphFunction(GraphDefinition):
             for name, x in zip(self.operands, values, strict=True)
             if x is not None
         ]
-        outputs = [Operand(f"output{place}", layout) for place, layout in enumerate(layouts)]
+        outputs = [Operand(f"output{index}", layout) for index, layout in enumerate(layouts)]
         return self.key(
             inputs=inputs, outputs=outputs, options=static, target=target, device=device, deterministic=deterministic
         )
 
-    def prepared(self, values: tuple[Value, ...], static: Options) -> _Entry | large.LargeCall:
+    def prepared(self, values: tuple[Value, ...], static: Options) -> _BoundCall | large.LargeCall:
         """A call, with all operands and options and tensors that kernels can read, bound to its plan or split.
 
         Raises:
             UnsupportedError: cuDNN has no plan for it.
-            PlanBuildError: It is missing and may not be built now.
+            PlanBuildError: The plan is missing and may not be built now.
         """
         signature = self._signature(values, static, False)
-        entry: _Entry | None = self.table.get(signature)
+        entry: _BoundCall | None = self.table.get(signature)
         if entry is None:
             check_one_device(self.operands, values)
             results = self.outputs(values, static)
@@ -473,7 +466,7 @@ class GraphFunction(GraphDefinition):
             self.table.add(signature, entry)
         return entry
 
-    def _bind(self, values: tuple[Value, ...], results: Outputs, static: Options) -> _Entry:
+    def _bind(self, values: tuple[Value, ...], results: Outputs, static: Options) -> _BoundCall:
         device = _tensors(values)[0].get_device()
         viewed = self._viewed(values, results, static)
         key = self._key(viewed, live_target(device), device, deterministic=is_deterministic())
@@ -485,22 +478,22 @@ class GraphFunction(GraphDefinition):
             numbers={name: float(x) for name, x in given.items() if isinstance(x, (int, float))},
             additions=Additions(addresses=self._parts(values, results, viewed)),
         )
-        return _Entry(bound, static, is_single=len(results) == 1)
+        return _BoundCall(bound, static, is_single=len(results) == 1)
 
     def _parts(self, values: Sequence[Value], results: Sequence[Tensor], viewed: Views) -> dict[str, Address]:
-        """What the views add: an operand is part of the one before it, a result part of the first."""
+        """Operands and results of the views beyond the call's: parts of the operand before, or of the first result."""
         read, written, _ = viewed
         parts = {}
-        for place, (x, view) in enumerate(zip(values, read, strict=True)):
-            whole = values[place - 1]
+        for index, (x, view) in enumerate(zip(values, read, strict=True)):
+            whole = values[index - 1]
             if x is None and isinstance(view, Tensor) and isinstance(whole, Tensor):
-                parts[self.operands[place]] = Address(self.operands[place - 1], view.data_ptr() - whole.data_ptr())
-        for place, view in enumerate(written[len(results) :], start=len(results)):
-            parts[f"output{place}"] = Address("output0", int(view.storage_offset()) * view.element_size())
+                parts[self.operands[index]] = Address(self.operands[index - 1], view.data_ptr() - whole.data_ptr())
+        for index, view in enumerate(written[len(results) :], start=len(results)):
+            parts[f"output{index}"] = Address("output0", int(view.storage_offset()) * view.element_size())
         return parts
 
     def describe(self, *operands: Value, **options: object) -> Description:
-        """What a call with these arguments runs on a GPU, and what its gradient runs."""
+        """The description of a call with these arguments on a GPU, and of its gradient."""
         given, static = self.arguments(operands, options)
         if sharding.has_dtensor(*given):
             local = sharding.local_arguments(self.__name__, self.ways, dict(zip(self.operands, given, strict=True)))
@@ -549,23 +542,16 @@ class GraphFunction(GraphDefinition):
 
 
 class Pattern:
-    """Which operands of a call are tensors, and which numbers.
-
-    Attributes:
-        tensors: Places of the tensors.
-        numbers: Places of the numbers.
-        tensors_of: The tensors, out of all operands.
-        numbers_of: The numbers.
-    """
+    """Positions of tensors and of numbers among a call's operands, and getters of them out of all operands."""
 
     __slots__ = ("numbers", "numbers_of", "tensors", "tensors_of")
 
     def __init__(self, values: Sequence[object]) -> None:
-        self.tensors = [place for place, x in enumerate(values) if isinstance(x, Tensor)]
-        self.numbers = [place for place, x in enumerate(values) if isinstance(x, (int, float))]
+        self.tensors = [index for index, x in enumerate(values) if isinstance(x, Tensor)]
+        self.numbers = [index for index, x in enumerate(values) if isinstance(x, (int, float))]
         self.tensors_of: Callable[[Sequence[object]], tuple[Tensor, ...]] = items_of(self.tensors)
         self.numbers_of: Callable[[Sequence[object]], tuple[float, ...]] = items_of(self.numbers)
-        if any(isinstance(x, int) for x in values):  # which float32 may not represent
+        if any(isinstance(x, int) for x in values):  # float32 may not represent an int
             self.numbers_of = _numbers
 
 
@@ -574,11 +560,10 @@ _Like = list[tuple[tuple[int, ...], torch.dtype, torch.device]]
 
 
 class SavedValues(Protocol):
-    """Where `Saved` finds what it saved of a call: autograd's `ctx`, or what the native module gives.
+    """Saved values of a call: autograd's `ctx`, or the native module's.
 
     Attributes:
-        saved_tensors: The operands that `backward` reads, then the results that are kept.
-        numbers: The numbers among the operands.
+        saved_tensors: The operands that `backward` reads, then the kept results.
         like: The returned results, if one may have no gradient.
     """
 
@@ -593,14 +578,9 @@ class SavedValues(Protocol):
 
 
 class Saved:
-    """What a call saves for its backward pass, and the gradients from it; autograd's graph holds this and no plan.
+    """State of a call for its backward pass; autograd's graph holds this and no plan."""
 
-    Attributes:
-        function: The function.
-        pattern: Which operands are tensors.
-    """
-
-    __slots__ = ("_kept_of", "_places", "_static", "_unread", "function", "pattern")
+    __slots__ = ("_kept_of", "_positions", "_static", "_unread", "function", "pattern")
 
     def __init__(
         self,
@@ -613,13 +593,12 @@ class Saved:
     ) -> None:
         self.function, self.pattern, self._static = function, pattern, static
         reads = [True] * len(values) if function.reads is None else function.reads(values, needs)
-        self._places = [place for place in pattern.tensors if reads[place]]
-        self._kept_of = items_of(self._places)
-        unread = {place: values[place] for place in pattern.tensors if not reads[place]}
-        self._unread = [(place, (x.shape, x.stride(), x.dtype)) for place, x in unread.items() if isinstance(x, Tensor)]
+        self._positions = [index for index in pattern.tensors if reads[index]]
+        self._kept_of = items_of(self._positions)
+        unread = {index: values[index] for index in pattern.tensors if not reads[index]}
+        self._unread = [(index, (x.shape, x.stride(), x.dtype)) for index, x in unread.items() if isinstance(x, Tensor)]
 
     def save(self, ctx: Any, values: tuple[Value, ...], results: Sequence[Tensor]) -> None:
-        """Saves the tensors and numbers of a call."""
         ctx.save_for_backward(*self._kept_of(values), *results[self.function.kept])
         ctx.set_materialize_grads(False)
         ctx.tracked, ctx.numbers = self, self.pattern.numbers_of(values)
@@ -630,25 +609,25 @@ class Saved:
     def gradients(
         self, ctx: SavedValues, grads: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> Sequence[Tensor | None]:
-        """The gradients of the operands, from those of the results and what was saved."""
+        """The gradients of the operands, from those of the results and the saved values."""
         return self.gradients_and_call(ctx, grads, needs)[0]
 
     def gradients_and_call(
         self, ctx: SavedValues, grads: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> tuple[Sequence[Tensor | None], GraphCall | None]:
-        """The gradients, and the call that gave them, if `backward` returned one."""
+        """The gradients, and their call, if `backward` returned one."""
         if not [grad for grad in grads if grad is not None]:
             return (None,) * len(needs), None
         values: list[Value] = [None] * len(needs)
-        saved = ctx.saved_tensors  # once: hooks may load them, and checkpointing counts
-        for place, tensor in zip(self._places, saved):  # noqa: B905 - results follow
-            values[place] = tensor
-        for place, number in zip(self.pattern.numbers, ctx.numbers, strict=True):
-            values[place] = number
-        for place, (shape, stride, dtype) in self._unread:
-            values[place] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        given = tuple([self._given(ctx, place, grad) for place, grad in enumerate(grads)])
-        results = saved[len(self._places) :]
+        saved = ctx.saved_tensors  # read once: hooks may load them, and checkpointing counts accesses
+        for index, tensor in zip(self._positions, saved):  # noqa: B905 - results follow
+            values[index] = tensor
+        for index, number in zip(self.pattern.numbers, ctx.numbers, strict=True):
+            values[index] = number
+        for index, (shape, stride, dtype) in self._unread:
+            values[index] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        given = tuple([self._given(ctx, index, grad) for index, grad in enumerate(grads)])
+        results = saved[len(self._positions) :]
         return self._gradients(given, values, results, needs)
 
     def _gradients(
@@ -658,7 +637,7 @@ class Saved:
         results: Sequence[Tensor],
         needs: tuple[bool, ...],
     ) -> tuple[tuple[Tensor | None, ...], GraphCall | None]:
-        """What `backward` returns. In plain PyTorch it may compute a batch of gradients, by cuDNN it cannot."""
+        """Runs `backward`. In plain PyTorch it may compute a batch of gradients, by cuDNN it cannot."""
         try:
             return torch_ops.gradients(self.function, grads, values, results=results, static=self._static, needs=needs)
         except (ExecutionError, torch.OutOfMemoryError):
@@ -668,8 +647,8 @@ class Saved:
                 raise autograd_checks.refusal_of_batch() from error
             raise
 
-    def differentiation(self, values: tuple[Value, ...], results: Sequence[Layout]) -> Differentiation[_Given]:
-        """What the native module needs to have this compute the gradients of such calls."""
+    def differentiation(self, values: tuple[Value, ...], results: Sequence[Layout]) -> Differentiation[_NativeState]:
+        """The native module's description of the gradients of such calls."""
         returned = results[: len(results) - self.function.auxiliary]
         device = next(x for x in values if isinstance(x, Tensor)).device
         return Differentiation(
@@ -681,28 +660,28 @@ class Saved:
             results=range(len(results))[self.function.kept],
         )
 
-    def _given(self, ctx: SavedValues, place: int, grad: Tensor | None) -> Tensor | None:
-        """The gradient of a result as `backward` gets it."""
+    def _given(self, ctx: SavedValues, index: int, grad: Tensor | None) -> Tensor | None:
+        """The gradient of a result as an argument of `backward`."""
         if grad is None and self.function.materialize_grads:
-            shape, dtype, device = ctx.like[place]
+            shape, dtype, device = ctx.like[index]
             return torch.zeros(shape, dtype=dtype, device=device)
         return readable_gradient(grad) if type(grad) is Tensor and not is_batch(grad) else grad
 
 
 class _NativeContext(NamedTuple):
-    """What the native module has saved of a call."""
+    """Values that the native module has saved of a call."""
 
     saved_tensors: tuple[Tensor, ...]
     numbers: tuple[float, ...]
     like: _Like
 
 
-#: What they need besides.
-_Given: TypeAlias = "tuple[Saved, _Like]"
+#: State of the native module's gradients, besides saved tensors and numbers.
+_NativeState: TypeAlias = "tuple[Saved, _Like]"
 
 
 def _native_gradients(
-    options: _Given,
+    options: _NativeState,
     grads: tuple[Tensor | None, ...],
     saved: tuple[Tensor, ...],
     needs: tuple[bool, ...],
@@ -711,14 +690,13 @@ def _native_gradients(
     numbers: tuple[float, ...],
     can_learn: bool,
 ) -> tuple[Sequence[Tensor | None], RepeatableCall | None]:
-    """See `Differentiation`."""
     of, like = options
     found, call = of.gradients_and_call(_NativeContext(saved, numbers, like), grads, needs)
     return found, _repeatable_gradient(of.function, call, needs) if can_learn and call is not None else None
 
 
 def _repeatable_gradient(function: GraphFunction, call: GraphCall, needs: Sequence[bool]) -> RepeatableCall | None:
-    """The call that a function's `backward` returned, if it was one launch that gives all needed gradients."""
+    """The call that `backward` returned, if it was one launch with all needed gradients."""
     gradient, tensors = call.function, _tensors(call.operands)
     assert isinstance(gradient, GraphFunction)
     if not can_be_recognized(tensors, gradient._could_cast):
@@ -726,26 +704,20 @@ def _repeatable_gradient(function: GraphFunction, call: GraphCall, needs: Sequen
     entry = gradient._look_up(call.operands, call.options, False)
     if entry is None or entry.bound.numbers:
         return None
-    places = torch_ops.gradient_places(function, call, len(entry.bound.results))
-    needed = [place for place, need in enumerate(needs) if need]
-    if not set(needed) <= set(places):
+    positions = torch_ops.gradient_positions(function, call, len(entry.bound.results))
+    needed = [index for index, need in enumerate(needs) if need]
+    if not set(needed) <= set(positions):
         return None
-    return RepeatableCall(entry.bound, tensors, [places.index(place) for place in needed])
+    return RepeatableCall(entry.bound, tensors, [positions.index(index) for index in needed])
 
 
 class _Tracked(NamedTuple):
-    """A call that autograd follows.
-
-    Attributes:
-        run: Launches it.
-        saved: What it saves.
-    """
+    """A call that autograd follows."""
 
     run: Run
     saved: Saved
 
     def forward(self, ctx: Any, values: tuple[Value, ...]) -> Result:
-        """Launches the call, and saves what `backward` reads."""
         run, saved = self
         results = run(saved.pattern.tensors_of(values), saved.pattern.numbers_of(values))
         saved.save(ctx, values, results)
@@ -791,7 +763,7 @@ def _has_runner(tensor: Tensor) -> bool:
 
 
 def without_memory(value: Value) -> Value:
-    """An operand; a tensor without memory in place of a tensor."""
+    """An operand for shape computations: tensors become meta tensors."""
     if not isinstance(value, Tensor):
         return float(value) if isinstance(value, int) else value  # PyTorch's own functions take no int of 65 bits
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
@@ -864,7 +836,7 @@ def graph_op(
             Where one call of a graph function gives all gradients, it may return that call, which it has not made:
             `return f.call(...)`, if the results of `f` are the gradients of the first operands in their order, and
             `return f.call(...).of("weight", ...)` if they are those of other operands. Like passes then launch the
-            call in C++, and do not ask `backward` again. So what it returns must depend on layouts, options, numbers
+            call in C++, and do not ask `backward` again. So its choice must depend on layouts, options, numbers
             and `needs` alone, and it must have no other effect.
         keeps_results: Whether `backward` gets the results. Otherwise `results` is empty, less memory is saved, and the
             results may be modified in place. A slice says which it gets: `slice(1, None)` all but the first.

@@ -1,8 +1,8 @@
 """Calls of graph functions on more than 2³¹ elements, in parts that run one after another.
 
-Beyond that many, cuDNN 9.19 has no engine for norms, and nothing is known of other versions. What ranks may share, a
-`Way`, may also be computed in parts. They are views of the operands, and each writes its part of results that are
-allocated once; results that are sums are summed in float32.
+Beyond that many, cuDNN 9.19 has no engine for norms, and other versions are untested. A `Way` to shard a call among
+ranks also splits it into parts. These are views of the operands, and each writes its part of results that are allocated
+once; results that are sums are summed in float32.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.symbolic_shapes import is_known
 from cudnn_sdpa.plans.plan import allocate
 
-#: Parts begin at multiples of this, if they can: then kernels can read and write there, whatever the length of rows.
+#: Parts begin at multiples of this where possible, so that they are aligned whatever the length of rows.
 _MULTIPLE = 64
 
 
 class Split(NamedTuple):
-    """How a large call is split.
+    """Split of a large call.
 
     Attributes:
-        way: What each part has a part of.
-        size: Its size.
+        way: The split dimension of each operand and result.
+        size: Size of that dimension.
         part_size: Its size in each part but the last.
     """
 
@@ -41,11 +41,10 @@ class Split(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Number of parts."""
         return -(-self.size // self.part_size)
 
     def part(self, function: Function, values: Sequence[Value], begin: int) -> tuple[Value, ...]:
-        """The operands of the part that begins there."""
+        """The operands of the part that begins at an index."""
         return tuple([self._part(name, x, begin) for name, x in zip(function.operands, values, strict=True)])
 
     def _part(self, name: str, x: Value, begin: int) -> Value:
@@ -57,15 +56,15 @@ class Split(NamedTuple):
         return view if is_read_there else view.clone()
 
     def of(self, x: Tensor, dim: int, begin: int) -> Tensor:
-        """The part of a tensor that begins there."""
+        """The slice of a tensor for the part that begins at an index."""
         return x.narrow(dim, begin, min(self.part_size, self.size - begin))
 
 
 def split_of(function: Function, values: Sequence[Value], results: Sequence[Tensor]) -> Split | None:
-    """How a call is split, if it is too large for one plan. Its parts may be too large, too.
+    """The split of a call that is too large for one plan. Parts may be too large, too.
 
     Raises:
-        UnsupportedError: It is too large, and nothing says how it may be split.
+        UnsupportedError: No way to split is declared.
     """
     tensors = [x for x in (*values, *results) if isinstance(x, Tensor)]
     if not any(is_known(_last(x) > known_issues.MAX_OFFSET) for x in tensors):
@@ -92,7 +91,7 @@ def _last(x: Tensor) -> int:
 
 
 def _fitting(x: Tensor, dim: int) -> int:
-    """How many entries of a dimension one plan reaches, 0 if not even one."""
+    """Maximum number of entries of a dimension for one plan, 0 if one is too large."""
     size, stride = x.shape[dim], x.stride(dim)
     inner = _last(x) - (size - 1) * stride
     if inner > known_issues.MAX_OFFSET:
@@ -101,11 +100,7 @@ def _fitting(x: Tensor, dim: int) -> int:
 
 
 class LargeCall:
-    """A call that is split: launches its parts.
-
-    Attributes:
-        results: Layouts of the results.
-    """
+    """Launches a call in parts; `results` are the layouts of the whole results."""
 
     def __init__(
         self, function: Function, split: Split, values: Sequence[Value], results: Sequence[Tensor], static: Options
@@ -117,7 +112,7 @@ class LargeCall:
     def run(
         self, tensors: Sequence[Tensor], numbers: tuple[float, ...], into: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """The results for these tensors and numbers, in `into` if it is given."""
+        """Results for these tensors and numbers, in `into` if it is given."""
         given: dict[type, Iterator[Value]] = {Tensor: iter(tensors), float: iter(numbers)}
         values = [next(given[kind]) if kind in given else None for kind in self._kinds]
         with torch.no_grad(), torch.cuda.device(tensors[0].device):
@@ -152,7 +147,7 @@ class LargeCall:
 
 
 def _is_written_there(x: Tensor, layout: Layout) -> bool:
-    """Whether a plan's result of this layout may be written into a tensor."""
+    """Whether a plan may write a result of this layout into a tensor."""
     return x.data_ptr() % ALIGNMENT == 0 and TensorLayout.of(x) == TensorLayout.of(
         torch.empty_strided(*layout[:2], dtype=layout[2], device="meta")
     )

@@ -1,4 +1,4 @@
-"""The graphs of normalization, forward and backward, with their checks and references.
+"""Graphs of normalization, forward and backward, with their checks and references.
 
 Callers pass x as (..., n), weight and bias as (n,). The graphs read and write them as (rows, 1, 1, n).
 """
@@ -29,17 +29,16 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, 
 MAX_EPS = torch.finfo(torch.float32).max
 
 
-#: The machine epsilons of the dtypes in which a norm is computed.
+#: Machine epsilons of the dtypes of a norm's computation.
 _EPS, _EPS_OF_DOUBLE = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64))
 
 
 def default_eps(x: Tensor) -> float:
-    """The eps of PyTorch's `rms_norm`, if none is given."""
+    """The default eps of PyTorch's `rms_norm`."""
     return _EPS_OF_DOUBLE if getattr(x, "dtype", None) is torch.float64 else _EPS
 
 
 def check(x: Tensor, weights: Mapping[str, object], eps: object) -> None:
-    """Checks x, eps, and the weight and bias."""
     check_dtype("x", x)
     if x.dim() == 0:
         raise ShapeError("x", "no dimension", "one dimension or more")
@@ -76,19 +75,18 @@ def check_residual(x: Tensor, residual: Tensor | None) -> None:
 
 
 def _contiguous(*operands: Value, **_: object) -> list[Value]:
-    """The operands with dense rows; others are copied."""
     return [x.contiguous() if isinstance(x, Tensor) else x for x in operands]
 
 
 def _readable(x: Tensor, weight: Tensor | None, *others: Value, trains: bool, **_: object) -> list[Value]:
-    """The same; for rows of one element, cuDNN trains with a weight alone: it is made."""
+    """Operands with dense rows; a weight of ones for rows of one element, where cuDNN's training needs one."""
     if weight is None and trains and is_true(x.shape[-1] == 1):
         weight = x.new_ones(1)
     return _contiguous(x, weight, *others)
 
 
 def _as_rows(operands: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
-    """Tensors (..., n) as cuDNN reads them: (rows, 1, 1, n), and (1, 1, 1, n) for (n,)."""
+    """Tensors (..., n) in cuDNN's form, (rows, 1, 1, n), and (n,) as (1, 1, 1, n)."""
 
     def rows(x: Tensor) -> Tensor:
         return x.view(-1, 1, 1, x.shape[-1])
@@ -97,7 +95,7 @@ def _as_rows(operands: Sequence[Value], results: Sequence[Tensor], options: Opti
 
 
 def _factor(weight: Tensor | None, shift: float | None, rows: Tensor) -> Tensor | float:
-    """The factor of the rows, in the dtype in which they are computed."""
+    """The factor of the rows, in the dtype of the computation."""
     return 1.0 if weight is None else weight.to(rows.dtype) + (shift or 0.0)
 
 
@@ -147,7 +145,6 @@ def rms_norm_gradients(
     scale: Symbol | None = None,
     shift: Symbol | None = None,
 ) -> Symbol | tuple[Symbol, Symbol]:
-    """The gradients of x and, if there is one, the weight."""
     shifted = weight if shift is None else g.add(a=weight, b=shift)
     grad_x, grad_weight, _ = g.rmsnorm_backward(
         name="rms_norm_gradients", grad=grad, input=x, scale=shifted, inv_variance=scale, has_dbias=False
@@ -183,7 +180,7 @@ def _rms_backward(
 
 
 def _read_by_rms_backward(operands: Sequence[Value], _: object) -> list[bool]:
-    """With a residual, it reads the sum instead of x."""
+    """The backward pass reads the sum instead of x if there is a residual."""
     *_, residual = operands
     return [residual is None, True, False, False, False]
 
@@ -212,7 +209,7 @@ _FUSED_BYTES = 128
 def fuses(x: Tensor, weight: Tensor | None) -> bool:
     """Whether a residual and an activation run in the kernel of the norm.
 
-    So it is for 1 to 65,536 columns on 9.19 with an H100, and on 9.28 with an A100, H200 and B200.
+    That holds for 1 to 65,536 columns on 9.19 with an H100, and on 9.28 with an A100, H200 and B200.
     """
     has_kernel = is_true(x.shape[-1] * x.element_size() % _FUSED_BYTES == 0)
     return has_kernel and (weight is None or weight.dtype == x.dtype)
@@ -291,7 +288,6 @@ def _layer_gradients_reference(
 def layer_norm_gradients(
     g: GraphBuilder, grad: Symbol, x: Symbol, weight: Symbol, mean: Symbol, scale: Symbol
 ) -> tuple[Symbol, ...]:
-    """The gradients of x, weight and bias."""
     gradients = g.layernorm_backward(
         name="layer_norm_gradients", grad=grad, input=x, scale=weight, mean=mean, inv_variance=scale
     )

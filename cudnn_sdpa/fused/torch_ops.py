@@ -32,7 +32,7 @@ Options: TypeAlias = dict[str, object]
 
 Outputs: TypeAlias = tuple[Tensor, ...]
 
-#: What a reference returns, and what a backward does.
+#: Results of a reference, and of a backward.
 Results: TypeAlias = Tensor | tuple[Tensor, ...] | list[Tensor]
 Gradients: TypeAlias = "Tensor | tuple[Tensor | None, ...] | list[Tensor | None] | GraphCall | None"
 
@@ -40,7 +40,7 @@ ResultT = TypeVar("ResultT", Tensor, Tensor | None)
 
 
 class Prepared(Protocol):
-    """A call that is bound to its plan, or split."""
+    """A call bound to its plan, or split."""
 
     @property
     def results(self) -> Sequence[Layout]: ...
@@ -51,7 +51,7 @@ class Prepared(Protocol):
 
 
 class Saved(Protocol):
-    """What the backward pass of a call needs."""
+    """State of a call for its backward pass."""
 
     def save(self, ctx: Any, values: tuple[Value, ...], results: Sequence[Tensor]) -> None: ...
 
@@ -85,14 +85,11 @@ class Function(Protocol):
 
 @dataclass(frozen=True)
 class GraphCall:
-    """A call of a graph function that has not run; made by `GraphFunction.call` for a `backward` to return.
+    """A call of a graph function, returned unrun by a `backward`; made by `GraphFunction.call`.
 
-    Calling it runs it, and gives its results.
+    Calling it runs the function.
 
     Attributes:
-        function: The function.
-        operands: Its operands.
-        options: Its options.
         names: The operands whose gradients the results are, in the order of the results; None for the first operands.
     """
 
@@ -102,7 +99,7 @@ class GraphCall:
     names: tuple[str, ...] | None = None
 
     def of(self, *names: str) -> GraphCall:
-        """The call as one whose results are the gradients of these operands of the function that is differentiated."""
+        """A call whose results are the gradients of these operands of the differentiated function."""
         return replace(self, names=names)
 
     def __call__(self) -> Any:
@@ -138,7 +135,7 @@ def find(token: str) -> Function:
     """The graph function with this token; its module is imported if necessary.
 
     Raises:
-        OptionError: It has changed since the token was made.
+        OptionError: The function has changed since the token was made.
     """
     function = _functions.get(token)
     if function is None:
@@ -154,7 +151,7 @@ def find(token: str) -> Function:
 
 
 def run(function: Function, values: Sequence[Value], static: Options) -> Sequence[Tensor]:
-    """The results of a graph function, through PyTorch's dispatcher."""
+    """Runs a graph function through PyTorch's dispatcher."""
     kinds = "".join("t" if isinstance(x, Tensor) else "-" if x is None else "n" for x in values)
     tensors = [x for x in values if isinstance(x, Tensor)]
     numbers = [float(x) for x in values if x is not None and not isinstance(x, Tensor)]
@@ -167,7 +164,6 @@ def run(function: Function, values: Sequence[Value], static: Options) -> Sequenc
 
 
 def as_tuple(results: ResultT | tuple[ResultT, ...] | list[ResultT]) -> tuple[ResultT, ...]:
-    """A function's results, one tensor or several, as a tuple."""
     return tuple(results) if isinstance(results, (tuple, list)) else (results,)
 
 
@@ -188,7 +184,7 @@ def gradients(
         values: Its operands.
         results: Its results; empty if it does not keep them.
         static: Its options.
-        needs: Which operands require a gradient; None is all.
+        needs: Whether each operand requires a gradient; None is all.
 
     Raises:
         UnsupportedError: The function has no backward.
@@ -207,17 +203,17 @@ def gradients(
 
 
 def _made(function: Function, call: GraphCall) -> tuple[Tensor | None, ...]:
-    """The gradients that a call gives which a function's backward returned, one for each operand."""
+    """Runs the call that a function's backward returned; gives one gradient for each operand."""
     found: tuple[Tensor, ...] = as_tuple(call())
-    by_place = dict(zip(gradient_places(function, call, len(found)), found, strict=True))
-    return tuple([by_place.get(place) for place in range(len(function.operands))])
+    by_position = dict(zip(gradient_positions(function, call, len(found)), found, strict=True))
+    return tuple([by_position.get(position) for position in range(len(function.operands))])
 
 
-def gradient_places(function: Function, call: GraphCall, count: int) -> list[int]:
-    """The operand of a function whose gradient each of the results is of a call that its backward returned.
+def gradient_positions(function: Function, call: GraphCall, count: int) -> list[int]:
+    """Positions of the operands whose gradients are the results of a call that a backward returned.
 
     Raises:
-        OptionError: There are more or fewer results, or an operand that does not exist or is named twice.
+        OptionError: There are more or fewer results, or an operand does not exist or is named twice.
     """
     names = function.operands[:count] if call.names is None else call.names
     if len(names) != count or len(set(names)) != count or not set(names) <= set(function.operands):
@@ -228,10 +224,10 @@ def gradient_places(function: Function, call: GraphCall, count: int) -> list[int
 
 
 def checked_option(name: str, value: object) -> object:
-    """An option as a plain value, which `_encoded` supports: `numpy.float64`, for one, is a float with another type.
+    """An option as a plain value, which `_encoded` supports: `numpy.float64`, for one, is a float of another type.
 
     Raises:
-        OptionError: It is none.
+        OptionError: The value is not plain.
     """
     if isinstance(value, tuple):
         return tuple([checked_option(name, item) for item in value])
@@ -274,13 +270,12 @@ def _decoded_options(text: str, symbols: Sequence[int], numbers: Sequence[float]
 
 
 class _Substitution(ast.NodeTransformer):
-    """Replaces the references that `_encoded` writes by their sizes and floats."""
+    """Replaces the references of `_encoded` by their sizes and floats."""
 
     def __init__(self, symbols: Sequence[int], numbers: Sequence[float]) -> None:
         self._lists: Mapping[str, Sequence[float]] = {"_": symbols, "f": numbers}
 
     def apply(self, text: str) -> ast.expr:
-        """The text as an expression of constants."""
         expression: ast.expr = self.visit(ast.parse(f"({text})", mode="eval").body)
         return expression
 
@@ -302,7 +297,6 @@ def run_gpu(function: Function, values: Sequence[Value], static: Options) -> Seq
 
 
 def run_reference(function: Function, values: Sequence[Value], static: Options) -> Outputs:
-    """The operator on the CPU."""
     if function.reference is None:
         reasons = ["its operands are not on an NVIDIA GPU, and it has no reference="]
         raise UnsupportedError(function.__name__, reasons, "tensors on a GPU")
@@ -335,7 +329,6 @@ def _decode(
     symbols: Sequence[int] | None,
     options: str,
 ) -> tuple[Function, tuple[Value, ...], Options]:
-    """The function, its operands and its options, from the operator's arguments."""
     function = find(token)
     iterators: dict[str, Iterator[Value]] = {"t": iter(tensors), "n": iter(numbers)}
     values = tuple(None if kind == "-" else next(iterators[kind]) for kind in kinds)
@@ -344,11 +337,7 @@ def _decode(
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the calls of graph functions while active.
-
-    Attributes:
-        calls: The function, operands and options of each.
-    """
+    """Records the calls of graph functions while active, as (function, operands, options)."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -49,7 +49,7 @@ _INSTALL = "install it with: pip install 'cudnn-sdpa[cu13]' (PyTorch for CUDA 13
 
 
 class Symbol(Protocol):
-    """A symbolic tensor of a graph: what is used of the frontend's `tensor`."""
+    """A symbolic tensor of a graph: the part of the frontend's `tensor` that this package uses."""
 
     def get_dim(self) -> list[int]: ...
 
@@ -66,12 +66,12 @@ class Symbol(Protocol):
     def set_ragged_offset(self, offsets: Symbol, /) -> Symbol: ...
 
 
-#: What a builder function returns.
+#: The results of a builder function.
 Results: TypeAlias = Symbol | Sequence[Symbol]
 
 
 class Operations(Protocol):
-    """cuDNN's pointwise operations as methods: what a `score_mod` receives."""
+    """cuDNN's pointwise operations as methods: the argument of a `score_mod`."""
 
     def __getattr__(self, name: str) -> Callable[..., Symbol]: ...
 
@@ -110,7 +110,6 @@ def cudnn() -> ModuleType:
 
 
 def version_string(version: int) -> str:
-    """91900 -> "9.19.0"."""
     return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
@@ -120,7 +119,6 @@ def cudnn_version() -> int:
 
 
 def frontend_version() -> str:
-    """Version of nvidia-cudnn-frontend."""
     return str(cudnn().__version__)
 
 
@@ -135,7 +133,7 @@ def mapped_files() -> list[str]:
 
 
 def loaded_libraries() -> dict[str, str]:
-    """Which file each NVIDIA library of this process was loaded from: {"libcudnn": "/…/libcudnn.so.9", …}."""
+    """The file of each loaded NVIDIA library: {"libcudnn": "/…/libcudnn.so.9", …}."""
     pattern = re.compile(r"/(libcudnn|libcudnn_graph|libcuda|libnvrtc|libcublasLt|libcudart)\.so[.\d]*$")
     libraries: dict[str, str] = {}
     for path in mapped_files():
@@ -165,28 +163,25 @@ def create_handle() -> Handle:
 
 
 def raw_handle(handle: Handle) -> int:
-    """The `cudnnHandle_t` in `handle` as a number."""
     return int(handle.backend_handle)
 
 
 def set_stream(handle: Handle, stream: int) -> None:
-    """Binds `handle` to the CUDA stream `stream`."""
     cudnn().set_stream(handle, stream)
 
 
 class DeviceOptions(TypedDict, total=False):
-    """The GPU that a `GraphBuilder` plans for: its handle, or the properties of one that is not here."""
+    """The GPU that a `GraphBuilder` plans for: its handle, or the properties of an absent one."""
 
     handle: Handle | None
     properties: DeviceProperties | None
 
 
 class GraphBuilder:
-    """What a builder function receives as `g`: cuDNN's graph, with every operation as a method.
+    """cuDNN's graph, with every operation as a method: the argument `g` of builder functions.
 
     Attributes:
         types: The `cudnn` module, for its enumerations (`g.types.diagonal_alignment.TOP_LEFT`).
-        locations: Source locations of the operations.
         device_options: Arguments for another builder for the same GPU.
     """
 
@@ -311,11 +306,10 @@ class GraphBuilder:
 
     @property
     def has_attention(self) -> bool:
-        """Whether attention is among the operations."""
         return self._has("sdpa")
 
     def _has(self, operation: str) -> bool:
-        """Whether an operation of this name, or one that begins so, is in the graph."""
+        """Whether the graph has an operation with this name or prefix."""
         return any(location.operation.startswith(operation) for location in self.locations)
 
     def _propose(self) -> None:
@@ -352,7 +346,6 @@ class BuiltGraph:
     workspace: int
 
     def serialize(self) -> bytes:
-        """The compiled plan in cuDNN's own format."""
         return bytes(self.graph.serialize())
 
     def executor(self, uids: list[int]) -> Execute:
@@ -369,7 +362,7 @@ def load_graph(handle: Handle, data: bytes, engine: str, knobs: dict[str, int]) 
     """A graph with a plan serialized by `BuiltGraph.serialize`; nothing is planned or compiled.
 
     Raises:
-        Exception: cuDNN rejects the bytes, which are not a plan for this GPU and version.
+        Exception: The bytes are not a plan for this GPU and version.
     """
     graph: PyGraph = cudnn().pygraph(handle=handle)
     try:
@@ -422,7 +415,7 @@ _NON_BLOCKING = 1
 
 
 def new_stream() -> int | None:
-    """A stream of the current device that PyTorch does not know of; it is never destroyed.
+    """A stream of the current device that PyTorch does not use; never destroyed.
 
     None if CUDA's runtime is not found, as in a PyTorch that is linked to it statically.
 
@@ -439,7 +432,7 @@ def new_stream() -> int | None:
 
 
 def end_capture(stream: int) -> None:
-    """Ends a capture of `stream`, if there is one, and drops what it captured."""
+    """Ends a capture of `stream`, if there is one, and drops the captured graph."""
     runtime = _cuda_runtime()
     status, graph = ctypes.c_int(), ctypes.c_void_p()
     if runtime is None or runtime.cudaStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status)):
@@ -454,8 +447,8 @@ def end_capture(stream: int) -> None:
 def no_error_left() -> Iterator[None]:
     """While active, the frontend leaves CUDA's last error as it was.
 
-    Where the frontend's call of CUDA's runtime fails, as for lack of memory, it raises, but the runtime remembers the
-    error, and PyTorch would report it after its next kernel, which has done nothing wrong.
+    If a call of CUDA's runtime fails, as for lack of memory, the frontend raises, but the runtime keeps the error, and
+    PyTorch would report it after its next kernel, which has done nothing wrong.
     """
     runtime = _cuda_runtime()
     was_there = runtime is None or runtime.cudaPeekAtLastError() != 0
@@ -467,9 +460,9 @@ def no_error_left() -> Iterator[None]:
 
 
 def execution_error(error: Exception, plan: str) -> ExecutionError:
-    """The `ExecutionError` for an error raised by a launch of `plan`, which CUDA's runtime then forgets."""
+    """The `ExecutionError` for an error raised by a launch of `plan`; clears CUDA's last error."""
     if (runtime := _cuda_runtime()) is not None:
-        runtime.cudaGetLastError()  # PyTorch has looked at it after each of its own kernels
+        runtime.cudaGetLastError()  # PyTorch checks it after each of its own kernels
     return ExecutionError(f"cuDNN {version_string(cudnn_version())} could not launch {plan}: {error}")
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _MODULES = {*sys.stdlib_module_names, "torch", "numpy"}
 _CONSTANTS = (bool, int, float, str, bytes, type(None))
 
-#: Operations whose result may have one of several shapes, so that it must be declared; cuDNN checks that one.
+#: Operations whose result may have one of several shapes, so that it must be declared; cuDNN checks the declaration.
 _DECLARED = ("conv_dgrad", "conv_wgrad", "reduction", "reshape", "resample")
 
 
@@ -43,8 +43,8 @@ class GraphDefinition:
 
     The builder is called as ``builder(g, **inputs, **options)``, where `g` is cuDNN's graph, `inputs` are symbolic
     tensors and `options` plain values, all of them out of a `PlanKey`. It returns the graph's outputs, one symbol or
-    a tuple. It must not depend on anything else. Closures and globals may hold constants, modules and functions for
-    which the same holds; these are part of the identity, and a builder with any others is rejected.
+    a tuple, and depends on nothing else. Closures and globals may hold constants, modules and functions of the same
+    kind; these are part of the identity, and a builder with any others is rejected.
     """
 
     def __init__(self, builder: Callable[..., object]) -> None:
@@ -53,15 +53,17 @@ class GraphDefinition:
             raise OptionError("the graph builder", type(builder).__name__, expected)
         self.__doc__ = builder.__doc__
         self._builder = builder
-        #: Whether operands are read as channels-last where sizes of 1 make the order ambiguous.
+        #: Whether operands are channels-last where sizes of 1 make the order ambiguous.
         self.channels_last = False
         self.name = f"{builder.__module__}:{builder.__qualname__}"
-        for _ in _identity(builder, seen=set(), complete=False):  # refuse now what can be refused now
+        for _ in _identity(
+            builder, seen=set(), complete=False
+        ):  # an invalid builder fails at its definition, not at its first call
             pass
 
     @functools.cached_property
     def digest(self) -> str:
-        """A digest that changes with the builder, what it uses, and the package's version."""
+        """A digest of the builder, of everything that it uses, and of the package's version."""
         return _digest(self._builder)
 
     def key(
@@ -89,13 +91,13 @@ class GraphDefinition:
     def compile(self, key: PlanKey, g: GraphBuilder) -> BuiltGraph:
         """Builds the graph of `key` in `g`, then plans and compiles it.
 
-        The operands' UIDs are 1, 2, … for the inputs, then the outputs, in the order of a launch's pointers. An
-        input with the offsets of another comes before it and is not passed to the builder.
+        The operands' UIDs are 1, 2, … for the inputs, then the outputs, in the order of a launch's pointers. Offsets
+        precede the input that they belong to, and are not passed to the builder.
 
         Raises:
             UnsupportedError: cuDNN does not support the graph, or is known to compute it wrongly.
-            ShapeError: A user's declared output shapes differ from those that the graph infers.
-            OptionError: Something that the builder uses has changed since its first key was made.
+            ShapeError: A user's declared output shapes differ from the inferred ones.
+            OptionError: A function or constant of the builder has changed since its first key was made.
         """
         if _digest(self._builder) != self.digest:
             got, expected = "other constants or functions that it uses", "the same as for its first plan"
@@ -124,11 +126,11 @@ class GraphDefinition:
             locations = locations_in_file(g.locations, self._builder.__code__.co_filename)
             if not locations or is_ours:
                 raise
-            reasons = [*error.reasons, f"the graph's operations: {locations}"]  # cuDNN does not say which one
+            reasons = [*error.reasons, f"the graph's operations: {locations}"]  # cuDNN's message names no operation
             raise UnsupportedError(error.what, reasons, error.suggestion) from None
 
     def _build(self, key: PlanKey, g: GraphBuilder) -> tuple[dict[str, Symbol], tuple[Symbol, ...]]:
-        """Runs the builder in `g`; returns the symbols of the operands by name, and those of the results."""
+        """Runs the builder in `g`; returns the operands' symbols by name, and the results' symbols."""
         symbols: dict[str, Symbol] = {}
         for uid, operand in enumerate(key.inputs, start=1):
             layout = operand.layout
@@ -145,7 +147,7 @@ class GraphDefinition:
         try:
             arguments = {name: symbol for name, symbol in symbols.items() if name not in offsets}
             results = self._builder(g, **arguments, **key.option_values)
-        except RuntimeError as error:  # what cuDNN's own builder methods raise
+        except RuntimeError as error:  # of cuDNN's own builder methods
             raise UnsupportedError(key.name, [f"{error}{_location_of(error, self._builder)}"]) from None
         except (AttributeError, TypeError) as error:  # an unknown method, or wrong arguments
             got = f"{error}{_location_of(error, self._builder)}"
@@ -154,11 +156,7 @@ class GraphDefinition:
         return symbols, self._checked(results, key, list(symbols.values()))
 
     def _checked(self, results: Results, key: PlanKey, operands: Sequence[Symbol]) -> tuple[Symbol, ...]:
-        """The builder's results, checked against the key.
-
-        Raises:
-            OptionError: They do not match.
-        """
+        """The builder's results, if they match the key."""
         symbols = tuple(results) if isinstance(results, (tuple, list)) else (results,)
         code = self._builder.__code__
         builder = f"the graph builder of {key.name} ({code.co_filename}, line {code.co_firstlineno})"
@@ -175,7 +173,7 @@ class GraphDefinition:
 
 
 class InferringBuilder(GraphBuilder):
-    """Plans nothing; records which operation made each symbol, and infers the shapes of results that a user declares.
+    """Plans nothing; records the operation behind each symbol, and infers the shapes of results that a user declares.
 
     cuDNN rejects most impossible shapes. Pointwise operations accept any result shape, though, and read and write out
     of bounds if it is larger than their operands.
@@ -199,7 +197,7 @@ class InferringBuilder(GraphBuilder):
         return call
 
     def check(self, key: PlanKey, results: Sequence[Symbol]) -> None:
-        """Compares the outputs of `key` with the inferred shapes, where these can be inferred.
+        """Compares the outputs of `key` with the inferred shapes, where known.
 
         Raises:
             ShapeError: They differ.
@@ -250,9 +248,9 @@ def find_operation(name: str, *, only_imported: bool = False) -> GraphDefinition
 
 
 def function_digest(*functions: object) -> str:
-    """A digest that changes with these functions, everything they use, and the package's version.
+    """A digest of these functions, of everything that they use, and of the package's version.
 
-    If a function uses objects from outside, changes cannot be detected, so the digest is new in every process.
+    A function that uses an object without an identity gets a digest that is new in every process.
     """
     digest = hashlib.sha256(__version__.encode())
     for function in functions:
@@ -283,8 +281,8 @@ def _identity(function: types.FunctionType, seen: set[types.FunctionType], *, co
     """Text that changes whenever `function` may compute something else.
 
     Raises:
-        OptionError: It uses something from outside that is no part of a key; with `complete`, also if it uses a name
-            that is not yet defined.
+        OptionError: The function uses an object that can be no part of a key; with `complete`, also a name that is not
+            yet defined.
     """
     if function in seen:
         return

@@ -1,8 +1,8 @@
-"""Which cuDNN kernels are known to be bitwise deterministic, or known not to be."""
+"""cuDNN kernels known to be bitwise deterministic, or known not to be."""
 
 from __future__ import annotations
 
-#: The KERNEL_CFG of single-query kernels, for versions without the STREAM_K knob, which shows whether keys are split.
+#: KERNEL_CFG of single-query kernels, for versions without the STREAM_K knob, which shows a split of the keys.
 _SINGLE_QUERIES = 35
 
 #: Engines of data-center Blackwell.
@@ -20,9 +20,9 @@ def has_only_repeatable(sm: int, queries: int) -> bool:
 
 
 def is_repeatable_convolution(engine: str, sm: int, version: int) -> bool:
-    """Whether a forward kernel of a convolution that cuDNN calls deterministic is so: pytorch#188288, pytorch#188318.
+    """Whether a kernel that cuDNN calls deterministic is so: pytorch#188288, pytorch#188318.
 
-    Engine 5 of 9.23 is not on SM 8.6; it is seen with 9.23.1, and 9.24 mends it (pytorch#189483).
+    Engine 5 of 9.23 is not on SM 8.6: seen with 9.23.1, fixed in 9.24 (pytorch#189483).
     """
     return not (engine == "eng5" and sm == 86 and 92300 <= version < 92400)
 

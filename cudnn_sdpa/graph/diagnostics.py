@@ -1,4 +1,4 @@
-"""Error texts: why cuDNN declines a graph, the builder's source locations, and safe excerpts of files."""
+"""Error texts: cuDNN's reasons to decline a graph, the builder's source locations, and safe excerpts of files."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 _log = logging.getLogger("cudnn_sdpa")
 
-#: The frontend's message for a plan with deselected numerical notes, and what it means here.
+#: The frontend's message for a plan with deselected numerical notes, and its meaning here.
 _DESELECTED = "Deselecting execution plan"
 _NONDETERMINISTIC = "cuDNN marks it as nondeterministic, and deterministic kernels were requested"
 
@@ -41,7 +41,7 @@ def summarized(reason: str) -> str:
 
 
 def _summary_of_configurations(texts: list[str]) -> str:
-    """The number of declined configurations and their distinct causes, without call stacks."""
+    """Number of declined configurations and their distinct causes, without call stacks."""
     causes: dict[str, None] = {}
     for text in texts:
         reasons = [(status, why) for status, why in _REASON.findall(text) if not _STACK_FRAME.fullmatch(why)]
@@ -51,7 +51,7 @@ def _summary_of_configurations(texts: list[str]) -> str:
     return f"cuDNN proposes {many if len(texts) > 1 else one} this graph" + (f": {'; '.join(causes)}" if causes else "")
 
 
-# Source locations of a graph's operations: cuDNN's reasons name neither.
+# Source locations of a graph's operations, which cuDNN's reasons do not name.
 
 
 class SourceLocation(NamedTuple):
@@ -76,7 +76,7 @@ def recording(name: str, method: Any, locations: list[SourceLocation]) -> Any:
 
 
 def locations_in_file(locations: Sequence[SourceLocation], file: str) -> str:
-    """The operations that code in this file added, with their lines."""
+    """Operations that code in this file added, with their lines."""
     return ", ".join(f"{each.operation} ({file}, line {each.line})" for each in locations if each.file == file)
 
 

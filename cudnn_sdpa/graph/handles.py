@@ -20,11 +20,11 @@ from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.backend import Handle
 from cudnn_sdpa.settings import renewed_in_children
 
-#: Size of a slot's scratch memory: launches on the default stream that need no more allocate no workspace. Most forward
-#: plans need 256 bytes; those of single queries up to half of this.
+#: Size of a slot's scratch memory, the workspace of small launches on the default stream. Most forward plans need 256
+#: bytes; those of single queries up to half of this.
 SCRATCH_BYTES = 1 << 20
 
-#: Size of a slot's memory for what the library's own kernels fill before a plan reads it, also on the default stream.
+#: Size of a slot's prologue memory, which the library's own kernels fill and a plan on the default stream reads.
 FILLED_BYTES = 1 << 18
 
 
@@ -35,19 +35,18 @@ class Slot:
     the scratch memory at once. The default stream is never captured and uses no graph's memory pool; on other streams
     every launch allocates its memory.
 
-    What kernels fill must last until the plan has read it. Between their launch and the plan's, the same thread may
-    begin another call: a signal handler's, or a finalizer's that the garbage collector runs. So that memory is taken
-    and given back, and a call that finds it taken allocates its own.
+    Prologue memory must keep its contents until the plan has read it. Between the kernels' launch and the plan's, the
+    same thread may begin another call: a signal handler's, or a finalizer's that the garbage collector runs. So a call
+    acquires that memory and releases it, and a call that finds it in use allocates its own.
 
-    The same call in between may be on another stream, and bind the handle to that. So a launch looks at `bound` last,
-    and binds again until nothing has come in between.
+    Such a nested call may be on another stream, and bind the handle to it. So a launch checks `bound` last, and binds
+    again until no call has intervened.
 
     Attributes:
-        raw: The `cudnnHandle_t`.
-        bound: One number, the stream it is bound to; -1 for none, and while that changes.
-        scratch: Address of the scratch memory, which is a workspace.
-        filled: Address of the memory that kernels fill; 0 before it is first needed.
-        taken: One byte: whether a call that is being launched has taken that.
+        bound: One number, the stream of the handle; -1 for none, and during a change.
+        scratch: Address of the scratch memory, a workspace.
+        filled: Address of the prologue memory; 0 before its first use.
+        taken: One byte: 1 while a call that is being launched uses the prologue memory.
     """
 
     __slots__ = ("_bindings", "_filled", "_workspace", "bound", "filled", "handle", "raw", "scratch", "taken")
@@ -56,13 +55,12 @@ class Slot:
         self.handle = handle
         self.raw = backend.raw_handle(handle)
         self.scratch = self.filled = self._bindings = 0
-        self.bound = array("q", (-1,))  # this and the next for native code, which needs no attribute to see them
+        self.bound = array("q", (-1,))  # these two are arrays so that native code reads memory instead of attributes
         self.taken = bytearray(1)
         self._workspace: torch.Tensor | None = None
         self._filled: torch.Tensor | None = None
 
     def bind(self, stream: int) -> None:
-        """Binds the handle to `stream`, the current stream of the current device."""
         if stream == 0 and self._workspace is None:
             self._workspace = _memory(SCRATCH_BYTES)
             self.scratch = self._workspace.data_ptr()
@@ -70,11 +68,13 @@ class Slot:
             self.bound[0], self._bindings = -1, self._bindings + 1
             this = self._bindings
             backend.set_stream(self.handle, stream)
-            if self._bindings == this:  # not another one since, of a handler that ran when `set_stream` returned
+            if (
+                self._bindings == this
+            ):  # a signal handler may have run when `set_stream` returned, and bound another one
                 self.bound[0] = stream  # last, so that the next launch retries what fails above
 
     def make_filled(self) -> int:
-        """The address of the memory that kernels fill, allocated now. The default stream must be the current one."""
+        """Allocates the prologue memory and returns its address. The default stream must be the current one."""
         if self._filled is None:
             self._filled = _memory(FILLED_BYTES)
             self.filled = self._filled.data_ptr()
@@ -82,11 +82,10 @@ class Slot:
 
 
 def _memory(size: int) -> torch.Tensor:
-    """Memory on the current device, for its current stream."""
     return torch.empty(size, dtype=torch.uint8, device="cuda")
 
 
-# Slots of finished threads by device, and all slots ever made. Only single atomic list operations touch them: the
+# Slots of finished threads by device, and all slots ever made. Atomic list operations are their only accesses: the
 # thread whose garbage collection runs `_ThreadSlots.__del__` could itself hold a lock.
 _free: dict[int, deque[Slot]] = {}
 _created: list[int] = []
@@ -143,7 +142,7 @@ class _Loader(NamedTuple):
 
 
 _loaders: dict[int, _Loader] = {}
-_streams: dict[int, int] = {}  # kept where no handle can be made, since they are never destroyed
+_streams: dict[int, int] = {}  # kept where no handle can be made: streams are never destroyed
 _loading_lock = renewed_in_children(threading.RLock())
 
 
@@ -151,10 +150,10 @@ _loading_lock = renewed_in_children(threading.RLock())
 def loading_handle(device: int) -> Iterator[Handle]:
     """The handle of `device` that loads plans, for one thread at a time.
 
-    The frontend launches a plan that it loads once, while it captures the handle's stream, and drops the graph. What
-    another thread enqueued on that stream would be captured too, and never run. If the handle is on the default stream,
-    the frontend captures a stream that the default stream waits for: until that ends, CUDA refuses every launch on the
-    default stream. So this handle has a stream of its own, which the default stream does not wait for.
+    The frontend launches a plan that it loads once, while it captures the handle's stream, and drops the graph. Work
+    that another thread enqueues on that stream would be captured too, and never run. If the handle is on the default
+    stream, the frontend captures a stream that the default stream waits for: until that ends, CUDA refuses every launch
+    on the default stream. So this handle has a stream of its own, for which the default stream does not wait.
     """
     with _loading_lock:
         if device not in _loaders:

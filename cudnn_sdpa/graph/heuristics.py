@@ -86,7 +86,7 @@ def build_others(
         operation: The operation.
         key: The key of its plan.
         first: The proposal that is already built. Proposals ranked before it could not be built.
-        max_count: How many to compile at most.
+        max_count: Maximum number of compiled plans.
         **device_options: The handle or the properties for `GraphBuilder`.
     """
     builder = ProposalsBuilder(**device_options)

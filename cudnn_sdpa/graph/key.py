@@ -23,7 +23,7 @@ FIRST_CLUSTERS = 90
 
 
 class Role(str, Enum):
-    """Where an operand's values come from."""
+    """The source of an operand's values."""
 
     TENSOR = "tensor"  #: the caller's memory on the GPU
     SCALAR = "scalar"  #: one value in host memory, read at each launch
@@ -32,12 +32,11 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One input or output of an operation: its name for the builder, its layout, and its source.
+    """One input or output of an operation.
 
     Attributes:
         name: The builder's parameter; for an output, a name of its own.
-        layout: Its layout in memory.
-        role: Where its values come from.
+        role: Source of its values.
         fill: The value of a constant.
         ragged: Name of the input with the offset of each batch entry; empty if the batch stride gives it.
     """
@@ -92,12 +91,10 @@ class PlanKey:
 
     @property
     def option_values(self) -> dict[str, object]:
-        """The static options by name."""
         return {name: value for name, _, value in self.options}
 
     @property
     def name(self) -> str:
-        """The operation's short name."""
         return self.operation.rpartition(":")[2]
 
     def to_json(self) -> dict[str, object]:
@@ -113,9 +110,9 @@ class PlanKey:
 
     @property
     def is_gpu_specific(self) -> bool:
-        """Whether a plan made on one GPU cannot be loaded on another.
+        """Whether a plan made on one GPU cannot be loaded on another of the same model.
 
-        Which multiprocessors can form a cluster differs between chips of one model, and cuDNN stores that in plans of
+        The multiprocessors that can form a cluster differ between chips of one model, and cuDNN stores them in plans of
         convolutions: a plan for other clusters leaves some of its results unwritten (seen on 9.19 with an H200).
         Attention kernels on Hopper use no clusters; those on Blackwell have not been examined. Plans made without a GPU
         use none.
@@ -124,7 +121,7 @@ class PlanKey:
         return self.device is not None and self.target.sm >= FIRST_CLUSTERS and not is_attention
 
     def identity(self) -> dict[str, object]:
-        """Everything that determines the plan, JSON-ready: the same in all processes."""
+        """Everything that determines the plan, JSON-ready and equal in all processes."""
         target, device = self.target, self.device
         return {
             **({"gpu": serial_of(device)} if device is not None and self.is_gpu_specific else {}),
@@ -137,7 +134,7 @@ class PlanKey:
         }
 
     def without_device(self) -> PlanKey:
-        """The key of the same plan made without this GPU."""
+        """The key of a plan for the same model of GPU, made without this GPU."""
         return replace(self, device=None)
 
     @classmethod

@@ -37,11 +37,10 @@ MAX_OFFSET = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class KnownIssue:
-    """A bug of cuDNN.
+    """A bug of cuDNN, described by `bug`.
 
     Attributes:
-        bug: What goes wrong.
-        source: Where it was reported, or on which version and GPU this library's tests met it.
+        source: The report, or the version and the GPU of this library's tests that showed it.
         treatment: The workaround, or that the plan is refused.
         concerns: Whether a plan on a version with the bug is affected.
         avoids: Whether the plan works around it.
@@ -82,7 +81,6 @@ def _layouts_of_user(key: PlanKey) -> list[TensorLayout]:
 
 
 def _is_below_3d(key: PlanKey) -> bool:
-    """Whether all tensors of a user's graph have fewer than three dimensions."""
     layouts = _layouts_of_user(key)
     return bool(layouts) and max(len(x.shape) for x in layouts) < 3
 
@@ -114,7 +112,6 @@ def _is_read_correctly(x: TensorLayout) -> bool:
 
 
 def _max_offset(layouts: Iterable[TensorLayout]) -> int:
-    """The largest offset, in elements."""
     return max(sum((n - 1) * stride for n, stride in zip(x.shape, x.stride, strict=True)) for x in layouts)
 
 
@@ -229,7 +226,6 @@ def _has_one_row_of_bias(key: PlanKey) -> bool:
 
 
 def _has_only_causal_mask(key: PlanKey) -> bool:
-    """Whether the only mask is causal, aligned top-left or bottom-right."""
     masks = ("bias", "seq_len_kv", "highest")
     return key.option_values.get("band") in ((None, 0, False), (None, 0, True)) and not any(_has(key, x) for x in masks)
 
@@ -257,20 +253,18 @@ def _has_dense_rows(key: PlanKey, name: str) -> bool:
 
 
 def _max_offset_of_tensors(key: PlanKey) -> int:
-    """The largest offset, in elements, in queries, keys, values or outputs."""
     names = ("q", "k", "v", "out", "grad_out")
     return _max_offset(operand.layout for operand in key.inputs if operand.name in names)
 
 
 def _has_token_major_gradients(key: PlanKey) -> bool:
-    """Whether the gradients of keys and values are token-major."""
     return all(
         operand.layout.stride[1] <= operand.layout.stride[2] for operand in key.outputs if operand.name != "grad_q"
     )
 
 
 def _exceeds_a_grid(key: PlanKey) -> bool:
-    """Whether there are more batch entries or heads than the kernels of this plan can have."""
+    """Whether batch entries or heads outnumber the blocks of a dimension of CUDA's grid."""
     batch, heads, queries, _ = _shape(key, "q")
     if _is_packed(key):
         is_limited = key.option_values.get("deterministic") if _is_backward(key) else _has(key, "sink")
@@ -467,7 +461,7 @@ ATTENTION_ISSUES = (
 
 
 def concerning(key: PlanKey) -> list[KnownIssue]:
-    """The bugs of this version that affect a plan."""
+    """Bugs of the key's version that affect its plan."""
     version = key.target.cudnn
     rows = ATTENTION_ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
     return [issue for issue in rows if issue.first <= version < issue.fixed and issue.concerns(key)]
@@ -485,5 +479,5 @@ def check(key: PlanKey) -> None:
 
 
 def not_in_capture(key: PlanKey) -> str:
-    """Why a launch of this plan may not be captured in a CUDA graph; empty if it may."""
+    """The bugs for which a launch of this plan may not be captured in a CUDA graph; empty if it may."""
     return "; ".join(str(issue) for issue in concerning(key) if issue.in_capture)

@@ -15,7 +15,7 @@ import torch
 from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
 
-#: Names under which cuDNN knows the dtypes (members of ``cudnn.data_type``).
+#: cuDNN's names of the dtypes (members of ``cudnn.data_type``).
 CUDNN_DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.float16: "HALF",
     torch.bfloat16: "BFLOAT16",
@@ -32,7 +32,7 @@ CUDNN_DTYPE_NAMES: dict[torch.dtype, str] = {
 
 _DTYPE_BY_NAME = {str(dtype).removeprefix("torch."): dtype for dtype in CUDNN_DTYPE_NAMES}
 
-#: Bytes to which cuDNN's kernels need every pointer and every stride aligned (one 128-bit load).
+#: Alignment in bytes of every pointer and every stride of cuDNN's kernels (one 128-bit load).
 ALIGNMENT = 16
 
 
@@ -56,7 +56,6 @@ class TensorLayout:
 
     @classmethod
     def contiguous(cls, shape: Sequence[int], dtype: torch.dtype) -> TensorLayout:
-        """The layout of a new row-major tensor."""
         return cls(tuple(shape), contiguous_stride(shape), dtype)
 
     def to_json(self) -> dict[str, object]:
@@ -65,7 +64,6 @@ class TensorLayout:
 
     @classmethod
     def from_json(cls, data: JsonObject) -> TensorLayout:
-        """Inverse of `to_json`."""
         return cls(tuple(data["shape"]), tuple(data["stride"]), _DTYPE_BY_NAME[data["dtype"]])
 
     def __str__(self) -> str:
@@ -85,7 +83,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def canonical_stride(shape: Sequence[int], stride: Sequence[int], *, channels_last: bool = False) -> tuple[int, ...]:
-    """`stride` with every size-1 dimension's entry replaced by what a dense tensor of the same memory order has there.
+    """`stride` with the entries of size-1 dimensions replaced by those of a dense tensor of the same memory order.
 
     cuDNN infers the memory order (NCHW, NHWC) from all strides, even those that address nothing: it treats a filter
     (8, 8, 3, 1) with strides (24, 1, 8, 1) differently from one with (24, 1, 8, 8). If all larger dimensions are in
@@ -94,7 +92,7 @@ def canonical_stride(shape: Sequence[int], stride: Sequence[int], *, channels_la
     Args:
         shape: Sizes.
         stride: Strides, in elements.
-        channels_last: Which of the two it is if sizes of 1 make that ambiguous.
+        channels_last: The order where sizes of 1 make it ambiguous.
     """
     compare = _comparisons(shape, stride)
     single = [compare.is_true(size == 1) for size in shape]
@@ -122,11 +120,11 @@ def has_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def layouts_of(tensors: Sequence[torch.Tensor], *, channels_last: bool = False) -> list[TensorLayout]:
-    """The layouts of one graph's operands. Where sizes of 1 make an order ambiguous, it follows the others.
+    """The layouts of one graph's operands. An order that sizes of 1 make ambiguous follows the other operands.
 
     Args:
         tensors: The operands.
-        channels_last: The order if it is ambiguous for all of them.
+        channels_last: The order if it is ambiguous for all operands.
     """
     last = channels_last or any(has_channels_last(x.shape, x.stride()) for x in tensors)
     return [TensorLayout.of(x, channels_last=last) for x in tensors]
@@ -159,14 +157,13 @@ def _memory_order(
 
 
 def _follows(order: Sequence[int], shape: Sequence[int], stride: Sequence[int], compare: _Comparisons) -> bool:
-    """Whether the dimensions larger than 1 are in this order."""
     is_true, is_larger = compare
     strides = [stride[i] for i in order if not is_true(shape[i] == 1) and not is_true(stride[i] == 0)]
     return not any(is_larger(strides[i], strides[i - 1]) for i in range(1, len(strides)))
 
 
 def is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether a stride of 0 makes elements share an address."""
+    """Whether elements share an address along a dimension of stride 0."""
     return any(is_true(stride == 0) and is_true(size > 1) for size, stride in zip(shape, strides, strict=True))
 
 
@@ -201,7 +198,6 @@ def dense_stride_like(shape: Sequence[int], model: Sequence[int], model_stride: 
 
 
 def dense_like(layout: TensorLayout) -> TensorLayout:
-    """The layout of a dense tensor of the same shape and memory order."""
     stride = dense_stride_like(layout.shape, layout.shape, layout.stride)
     return replace(layout, stride=stride)
 
@@ -210,7 +206,7 @@ def dense_like(layout: TensorLayout) -> TensorLayout:
 
 
 def _is_larger(a: int, b: int) -> bool:
-    """Whether one stride is larger than another; if that depends on data, whether it is a multiple."""
+    """Whether one stride is larger than another; for strides that depend on data, whether it is a multiple."""
     condition = cast("bool | torch.SymBool", a > b)
     if not isinstance(condition, torch.SymBool):
         return bool(condition)
@@ -229,7 +225,6 @@ class _Comparisons(NamedTuple):
 
 
 def _comparisons(*sizes: Sequence[int]) -> _Comparisons:
-    """The comparisons for these sizes."""
     if not is_compiling() and type(sum(map(sum, sizes))) is int:
         return _Comparisons(bool, operator.gt)
     return _Comparisons(is_true, _is_larger)

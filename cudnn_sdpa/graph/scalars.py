@@ -1,4 +1,4 @@
-"""Options that are one number or flag: numpy's scalars become Python's, and what compiled code cannot know is named."""
+"""Options that are one number or flag: numpy's scalars become Python's, and values unknown to compiled code raise."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def as_int(number: object) -> object: ...
 def as_int(number: object) -> object:
     """A length or bound as an int of at most `LARGEST`, also from numpy; other types are returned unchanged.
 
-    So is a symbol that depends on data: the operators check it when they run.
+    A symbol that depends on data is returned unchanged, too: the operators check it when they run.
     """
     number = as_index(number)
     # torch.compile shows symbols as plain integers.
@@ -77,7 +77,7 @@ def as_float(number: object) -> object:
         return number
     try:
         return float(number)
-    except OverflowError:  # the checks report it
+    except OverflowError:  # left unchanged for the checks to report
         return number
 
 
@@ -99,13 +99,13 @@ def as_bool(flag: object) -> object:
 
 
 def is_numpy_bool(value: object) -> bool:
-    """Whether a value is numpy's truth value, which is no Python bool; its class has two names."""
+    """Whether a value is numpy's truth value, whose class has one of two names and is not Python's bool."""
     kind = type(value)
     return kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
 
 
 def depends_on_data(value: object) -> bool:
-    """Whether a number or a flag is known only when the compiled code runs, as `.item()` gives it."""
+    """Whether a number or a flag is unknown until compiled code runs, as that of `.item()`."""
     if not is_compiling() and not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return False
     if not isinstance(value, (bool, torch.SymBool)):
@@ -121,7 +121,7 @@ def check_known(name: str, value: object, hint: str = "") -> None:
     """Refuses an option that depends on data, as `.item()` gives it in compiled code: a plan or a branch needs it.
 
     Raises:
-        OptionError: It does.
+        OptionError: The option depends on data.
     """
     if depends_on_data(value):
         expected = "a value that is known when the code is compiled"

@@ -59,7 +59,7 @@ class Target:
         cudnn: cuDNN's version, as `cudnnGetVersion` gives it (9.19.0 is 91900).
         frontend: Version of nvidia-cudnn-frontend.
         name: Marketing name of the GPU, for people; not compared.
-        source: Where the properties come from, if cuDNN did not report them on such a GPU; not compared.
+        source: Source of the properties, if cuDNN did not report them on such a GPU; not compared.
         sm: Compute capability as one number: 90 for 9.0. From the properties.
     """
 
@@ -101,13 +101,11 @@ def _frozen(value: object) -> object:
 
 @functools.cache
 def live_properties(device: int) -> DeviceProperties:
-    """cuDNN's device properties of the GPU with index `device` in this process."""
     return backend.device_properties(device)
 
 
 @functools.cache
 def live_target(device: int) -> Target:
-    """The target for the GPU with index `device` in this process."""
     return Target.from_properties(live_properties(device))
 
 
@@ -121,7 +119,7 @@ def serial_of(device: int) -> str:
 
 
 def bundled_targets() -> dict[str, str]:
-    """Names of the GPUs that `load_properties` knows, each with where its properties come from.
+    """Names of the GPUs of `load_properties`, each with the source of its properties.
 
     Returns:
         For each name, `"measured"` (reported by cuDNN on such a GPU) or `"from public specifications"`.
@@ -132,7 +130,7 @@ def bundled_targets() -> dict[str, str]:
 
 @functools.cache
 def bundled_capabilities() -> dict[str, int]:
-    """Names of the GPUs that `load_properties` knows, each with its compute capability as one number.
+    """Names of the GPUs of `load_properties`, each with its compute capability as one number.
 
     Unlike `load_properties`, this does not load cuDNN.
     """
@@ -153,7 +151,7 @@ def load_properties(name_or_path: str | Path, argument: str = "target") -> Devic
         argument: The caller's name for it, for the error.
 
     Raises:
-        OptionError: It is neither, or the file does not describe a GPU.
+        OptionError: The argument is neither, or the file does not describe a GPU.
     """
     try:
         return _loaded(name_or_path)
@@ -172,10 +170,10 @@ def _loaded(name_or_path: str | Path) -> DeviceProperties:
 
 
 def check_name(name_or_path: str, argument: str) -> None:
-    """Checks that it is what `load_properties` takes, without cuDNN.
+    """Checks an argument of `load_properties`, without cuDNN.
 
     Raises:
-        OptionError: It is not.
+        OptionError: The argument is neither a name nor a readable file.
     """
     if name_or_path.lower() not in bundled_targets():
         try:

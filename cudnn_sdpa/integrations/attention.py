@@ -117,7 +117,6 @@ def attention(
 
 
 def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: mask_encoding.Band, options: Options) -> Tensor:
-    """Attention with a band aligned bottom-right."""
     query, key, value = qkv
     queries, keys = query.shape[2], key.shape[2]
     left, right, lengths = band
@@ -168,7 +167,6 @@ def _token_major(x: Tensor, length: int) -> Tensor:
 
 
 def _separates_sequences(mask: Tensor | None) -> bool:
-    """Whether a mask already separates packed sequences."""
     return mask is not None and (mask.dtype != mask_encoding.DTYPE or mask_encoding.is_packed(mask))
 
 
@@ -184,7 +182,7 @@ class _Call(NamedTuple):
 
 
 def _by_arguments(call: _Call, others: Arguments, options: Options, *, inspect: bool) -> Tensor | None:
-    """Attention within packed sequences that offsets or positions separate; None if they do not."""
+    """Attention within packed sequences that offsets or positions separate; None if there are none."""
     if others.get("cu_seq_lens_q") is not None:
         return _by_offsets(call, others, options)
     positions = others.get("position_ids")
@@ -260,7 +258,6 @@ def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
 
 
 def _with_bias(mask: Tensor | None, position_bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """A learned bias, with -inf for masked keys."""
     if mask is None:
         return position_bias
     if mask.dtype == mask_encoding.DTYPE:
@@ -289,7 +286,6 @@ def _padded_with_lengths(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Te
 
 
 def _padded_with_mask(mask: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys, values and a mask, padded; padding is masked."""
     keys = key.shape[2]
     if mask.shape[-1] != keys:
         return key, value, mask

@@ -17,7 +17,7 @@ from torch import Tensor
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.graph.symbolic_shapes import is_true
 
-#: Arguments that work in all cases.
+#: Arguments for every case, named in errors.
 SUGGESTION = "use_cache=False, or cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k"
 
 #: Messages of device assertions have at most 255 characters.
@@ -35,7 +35,7 @@ class Documents(NamedTuple):
 
 
 class _LastRead(NamedTuple):
-    """The result for a tensor of positions and its version."""
+    """Documents of a tensor of positions, and its version."""
 
     positions: weakref.ref[Tensor]
     version: int | None
@@ -94,7 +94,7 @@ def _read(positions: Tensor) -> Documents | None:
 
 
 def _assert_one_document(positions: Tensor) -> None:
-    """An asynchronous device assertion that no document begins within a sequence."""
+    """Enqueues a device assertion that no document begins within a sequence."""
     torch._assert_async((positions.diff(dim=-1) > 0).all(), _MESSAGE)
 
 

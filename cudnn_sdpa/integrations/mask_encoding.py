@@ -75,7 +75,7 @@ def structure(mask: Tensor, query: Tensor) -> Band | Packed:
 
 
 def drawn(mask: Tensor, query: Tensor, keys: int) -> Tensor:
-    """An encoded mask as a boolean one (B or 1, 1, Sq, Skv)."""
+    """Draws an encoded mask as a boolean one (B or 1, 1, Sq, Skv)."""
     decoded = structure(mask, query)
     key = torch.arange(keys, device=mask.device)
     row = torch.arange(query.shape[2], device=mask.device).view(1, 1, -1, 1)

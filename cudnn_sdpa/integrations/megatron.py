@@ -159,7 +159,7 @@ class CoreAttention(torch.nn.Module):
         packed: Any,
         options: _Options,
     ) -> Tensor:
-        """Attention within packed sequences; `dense` are arguments that have no meaning there."""
+        """Attention within packed sequences; `dense` are arguments without meaning there."""
         offsets, lengths = (packed.cu_seqlens_q, packed.cu_seqlens_kv), (packed.max_seqlen_q, packed.max_seqlen_kv)
         padded = (packed.cu_seqlens_q_padded, packed.cu_seqlens_kv_padded)
         reasons = {
@@ -189,7 +189,7 @@ class CoreAttention(torch.nn.Module):
         return out.flatten(1)
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:
-        """The generator that dropout draws from: each rank's own, unless sequence parallelism has set that already."""
+        """The generator of dropout: each rank's own, unless sequence parallelism has set one."""
         if not (self.dropout and self.training) or self.config.sequence_parallel:
             return contextlib.nullcontext()
         tracker = importlib.import_module("megatron.core.tensor_parallel").get_cuda_rng_tracker()

@@ -23,7 +23,7 @@ NAME = "cudnn_sdpa"
 
 _DEVICES = {"cuda": "CUDA", "cpu": "CPU"}  #: dispatch keys
 
-#: What implements each operator, and its number of results. `torch_attn` is behind `torch.nn.attention.varlen`.
+#: The implementation of each operator, and its number of results. `torch_attn` is behind `torch.nn.attention.varlen`.
 _FUNCTIONS: dict[str, dict[str, tuple[Callable[..., object], int]]] = {
     "aten": {
         "_scaled_dot_product_cudnn_attention": (pytorch_dense.attention, 9),
@@ -61,7 +61,7 @@ def register(*, device: str = "cuda") -> None:
 
     Raises:
         OptionError: `device` is neither.
-        LibraryError: The operators of this PyTorch have other arguments than this version knows.
+        LibraryError: The operators of this PyTorch have other arguments than in the supported versions.
 
     Examples:
         >>> import torch
@@ -108,12 +108,7 @@ def unregister() -> None:
 
 
 class _Installation:
-    """Our kernels in PyTorch's dispatcher; PyTorch's registry keeps it and calls `remove`.
-
-    Attributes:
-        current: The one that is there; None if there is none.
-        key: The dispatch key.
-    """
+    """Our kernels in PyTorch's dispatcher, under one dispatch key; PyTorch's registry keeps it and calls `remove`."""
 
     current: _Installation | None = None
 
@@ -123,10 +118,10 @@ class _Installation:
 
     @classmethod
     def install(cls, key: str) -> _Installation:
-        """Puts our kernels under a dispatch key.
+        """Registers our kernels under a dispatch key.
 
         Raises:
-            LibraryError: An operator has other arguments than its kernel knows.
+            LibraryError: An operator has other arguments than its kernel.
         """
         installation = cls(key)
         kernels = [
@@ -135,9 +130,9 @@ class _Installation:
             for name, function in functions.items()
             if (operator := _operator(namespace, name)) is not None
         ]
-        pytorch_varlen.learn_rules()
+        pytorch_varlen.detect_rules()
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # that kernels are put in place of others, as is wanted
+            warnings.simplefilter("ignore", UserWarning)  # PyTorch warns that kernels replace others, as is intended
             for namespace in _FUNCTIONS:
                 library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
                 installation._libraries.append(library)
@@ -148,7 +143,7 @@ class _Installation:
         return installation
 
     def remove(self) -> None:
-        """Takes the kernels away; a second time it does nothing."""
+        """Removes the kernels; a second call does nothing."""
         libraries, self._libraries = self._libraries, []
         for library in libraries:
             library._destroy()
@@ -157,10 +152,10 @@ class _Installation:
 
 
 def _operator(namespace: str, name: str) -> Any:
-    """One of PyTorch's operators; None if this PyTorch does not have it."""
+    """One of PyTorch's operators; None if this PyTorch lacks it."""
     if namespace == "torch_attn":
         try:
-            importlib.import_module("torch.nn.attention.varlen")  # defines them
+            importlib.import_module("torch.nn.attention.varlen")  # defines the operators
         except ImportError:
             return None
     return getattr(getattr(torch.ops, namespace), name, None)

@@ -19,7 +19,9 @@ _calls = NativeCalls()
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "attn_mask": "attn_bias", "rng": "philox_seed", "lse": "logsumexp"}
 
-_NEEDS = Needs(q=True, k=True, v=True, attn_mask=False, sinks=False)  #: PyTorch asks for these three alone
+_NEEDS = Needs(
+    q=True, k=True, v=True, attn_mask=False, sinks=False
+)  #: PyTorch's operator returns the gradients of query, key and value
 
 Results = tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, None]
 
@@ -36,7 +38,7 @@ def attention(
     *,
     scale: float | None = None,
 ) -> Results:
-    """PyTorch's operator: the output, the LSE (B, Hq, Sq, 1), and what its backward takes.
+    """PyTorch's operator: the output, the LSE (B, Hq, Sq, 1), and arguments of its backward.
 
     The LSE is computed without `compute_log_sumexp`, too, except in inference mode, where it is memory that nothing has
     written to, as are without dropout the philox seed and offset. PyTorch sets the argument where an input requires
@@ -77,7 +79,7 @@ def _attention(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor | None]:
-    """The output, or the output and the LSE; and the random numbers of dropout."""
+    """The output, with the LSE if wanted; and the random numbers of dropout."""
     given = (query, key, value, attn_bias, with_lse, is_causal, scale)
     if _calls.find is not None and dropout_p == 0 and not value_checks.enabled:
         with torch.no_grad():

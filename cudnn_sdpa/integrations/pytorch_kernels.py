@@ -18,16 +18,16 @@ from cudnn_sdpa.engine.native.calls import NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
 from cudnn_sdpa.errors import LibraryError, UnsupportedError
 
-#: Maximum number of kinds of calls remembered as made while a fallback was in force.
+#: Maximum number of remembered signatures of calls made while a fallback was in force.
 MAX_ALLOWED = 8192
 
-#: Kinds of forward calls made while a fallback was in force. Their gradients may fall back: those of a GPU are computed
-#: by threads of autograd's, which do not have the setting.
+#: Signatures of forward calls made while a fallback was in force. Their gradients may fall back, too:
+#: autograd's threads, which compute those of a GPU, do not have the setting.
 _allowed: set[Hashable] = set()
 
 
 def kernel_before(operator: Any, key: str) -> Any:
-    """What runs an operator for a dispatch key now; None if nothing does, or if this PyTorch cannot tell."""
+    """The current kernel of an operator for a dispatch key; None if there is none, or if this PyTorch cannot say."""
     get_kernel = getattr(torch.library, "get_kernel", None)
     if get_kernel is None:
         return None
@@ -38,22 +38,22 @@ def kernel_before(operator: Any, key: str) -> Any:
 
 
 class Kernel:
-    """One of our functions as a kernel: arguments by name, defaults for those that this PyTorch does not have.
+    """One of our functions as a kernel: arguments by name, defaults for those that this PyTorch lacks.
 
-    Where the function raises `UnsupportedError` and a fallback is in force, what was there before runs instead.
+    Where the function raises `UnsupportedError` and a fallback is in force, the replaced kernel runs instead.
     """
 
     def __init__(self, function: Callable[..., object], results: int, schema: Any, before: Any) -> None:
         """Makes the kernel of an operator.
 
         Args:
-            function: Our function; parameters without a default are those that every PyTorch has.
-            results: How many results it has.
+            function: Our function; every PyTorch has its parameters without a default.
+            results: The number of its results.
             schema: The operator's schema.
-            before: The kernel that it replaces, None if there is none.
+            before: The replaced kernel, if any.
 
         Raises:
-            LibraryError: The operator has other arguments or results than the function knows.
+            LibraryError: The operator has other arguments or results than the function.
         """
         self._name, self._function, self._before = schema.name, function, before
         parameters = inspect.signature(function).parameters
@@ -91,7 +91,7 @@ class Kernel:
         )
 
     def _named(self, args: Sequence[object], kwargs: dict[str, object]) -> dict[str, object]:
-        """The arguments by name; the dispatcher leaves the last ones out where they are the defaults."""
+        """The arguments by name; the dispatcher leaves trailing ones out where they are the defaults."""
         return dict(zip(self._names, args, strict=False)) | kwargs
 
     def _run(self, args: Sequence[object], kwargs: dict[str, object]) -> object:
@@ -117,13 +117,13 @@ class Kernel:
 
 
 def launch(operation: Operation[CallT], call: CallT, calls: NativeCalls, given: tuple[object, ...]) -> Any:
-    """The results of a call that PyTorch's dispatcher has brought, past autograd and autocast: neither acts again.
+    """Runs a call of PyTorch's dispatcher, below autograd and autocast, neither of which acts again.
 
     Args:
-        operation: What is called.
+        operation: The operation.
         call: The call.
-        calls: The calls that are launched natively.
-        given: What decides the call: all its tensors and options.
+        calls: The native module's calls of this kernel.
+        given: The call's signature: all its tensors and options.
     """
     with undisturbed(operation.first_of(call)):
         return operation(call, Asked(calls, given))
@@ -132,12 +132,12 @@ def launch(operation: Operation[CallT], call: CallT, calls: NativeCalls, given: 
 def launch_backward(
     operation: Operation[Any], backward: GradientT, check: Callable[[GradientT], None]
 ) -> Sequence[Tensor]:
-    """The needed gradients of a backward call that PyTorch's dispatcher has brought, past autograd.
+    """Runs a backward call of PyTorch's dispatcher, below autograd; returns the needed gradients.
 
     Args:
         operation: The operation.
-        backward: The call, which nothing has checked.
-        check: Checks what the forward call does not say.
+        backward: The unchecked call.
+        check: Checks the arguments that the forward call lacks.
 
     Raises:
         ArgumentError: An argument is wrong.
@@ -148,7 +148,7 @@ def launch_backward(
 
 @contextlib.contextmanager
 def undisturbed(query: Tensor) -> Iterator[None]:
-    """Without gradients, and without autocast and a fallback if they are in force."""
+    """Disables gradients, autocast and a fallback while active."""
     with torch.no_grad():
         if not (is_autocasting() or fallback.is_in_force()):
             yield

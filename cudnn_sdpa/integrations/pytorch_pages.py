@@ -1,7 +1,7 @@
 """`varlen_attn` on pages, and on a part of each sequence's keys.
 
-Where sequences begin is known to the GPU alone, and is not read back: rows are gathered by positions that are computed
-there, and no size depends on a length.
+Offsets are on the GPU alone, and are not read back: rows are gathered by positions that are computed there, and no size
+depends on a length.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _check(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> Non
 
 
 def _decode(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Each sequence's queries in rows of their own, (B, max_q), of which the last may be unused."""
+    """Attention with each sequence's queries in rows of their own, (B, max_q), of which the last may be unused."""
     tokens, batch, width = call.q.shape[0], call.cu_seqlens_q.shape[0] - 1, call.max_seqlen_q
     device, begins = call.q.device, call.cu_seqlens_q[:-1]
     places = (begins.unsqueeze(1) + torch.arange(width, dtype=torch.int32, device=device)).clamp_(0, tokens - 1)
@@ -103,7 +103,7 @@ def _decode(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tu
 
 
 def _prefill(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention on gathered keys and values, of as many sequences at a time as fit in the memory for them."""
+    """Attention on gathered keys and values, of as many sequences at a time as `MAX_GATHERED_BYTES` allows."""
     batch, (_, page_size, heads, dim) = block_table.shape[0], call.k.shape
     max_seqlen = min(call.max_seqlen_kv, block_table.shape[1] * page_size)
     a_sequence = max_seqlen * heads * (dim + call.v.shape[3]) * call.k.element_size()
@@ -122,7 +122,7 @@ def _prefill(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> t
 def _on_gathered_part(
     call: VarlenArguments, block_table: Tensor, seqused_k: Tensor, max_seqlen: int, part: slice
 ) -> tuple[Tensor, Tensor]:
-    """The same for some sequences; queries before theirs are a sequence without keys, those behind are in none."""
+    """Attention of some sequences. Earlier queries become a sequence without keys, later ones belong to none."""
     ends = call.cu_seqlens_q[part.start : part.stop + 1]
     of_part = call._replace(
         cu_seqlens_q=torch.nn.functional.pad(ends, (1, 0)),
@@ -175,12 +175,11 @@ def with_used_keys(call: VarlenArguments, seqused_k: Tensor) -> VarlenArguments:
 
 
 def _offsets_of(lengths: Tensor) -> Tensor:
-    """Offsets (B + 1,) of sequences of these lengths (B,), end to end."""
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
 
 
 def _positions(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """The sequence of each of so many packed rows, and its place in it; rows behind the last repeat the last."""
+    """Sequence index and position within it of each packed row; rows past the end repeat the last."""
     row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
     row = torch.minimum(row, (offsets[-1] - 1).clamp_min(0))
     sequence = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=offsets.shape[0] - 2)

@@ -29,7 +29,7 @@ def _check_gradient(of: VarlenGradientCall) -> None:
     backward_arguments.check(of)
 
 
-_NEEDS = (True, True, True, False)  #: PyTorch asks for the gradients of query, key and value
+_NEEDS = (True, True, True, False)  #: gradients of query, key and value
 
 _NAMES = {
     "q": "query",
@@ -50,7 +50,7 @@ _BACKENDS = (FLASH, SDPBackend.CUDNN_ATTENTION.value)
 
 
 class _Rules:
-    """What this PyTorch's operators promise.
+    """Differences between the operators of PyTorch's versions.
 
     Attributes:
         values_have_their_head_dim: Whether the head dim of values may differ from that of queries.
@@ -59,8 +59,8 @@ class _Rules:
     values_have_their_head_dim = False
 
 
-def learn_rules() -> None:
-    """Asks PyTorch what the results of `varlen_attn` look like: compiled code relies on it."""
+def detect_rules() -> None:
+    """Runs PyTorch's fake `varlen_attn`: compiled code relies on the shapes of its results."""
     try:
         operator = torch.ops.torch_attn._varlen_attn
     except AttributeError:
@@ -88,7 +88,7 @@ def attention(
     num_splits: int | None = None,
     backend: int = FLASH,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """PyTorch's operator: the output (T, Hq, Dv), the LSE (Hq, T), and the state of random numbers, which are none."""
+    """PyTorch's operator: the output (T, Hq, Dv), the LSE (Hq, T), and an empty state of random numbers."""
     out, lse = _attention(
         query,
         key,
@@ -126,7 +126,7 @@ def attention_into(
     num_splits: int | None = None,
     backend: int = FLASH,
 ) -> Tensor:
-    """PyTorch's operator: the same with the output written into `out`; the LSE (Hq, T)."""
+    """PyTorch's operator: writes the output into `out`, and returns the LSE (Hq, T)."""
     _, lse = _attention(
         query,
         key,
@@ -165,7 +165,6 @@ def _attention(
     backend: int,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output and the LSE (Hq, T)."""
     if num_splits is not None:
         raise UnsupportedError(
             f"num_splits={num_splits}",
@@ -231,7 +230,7 @@ def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
 
 
 def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor | None:
-    """The offsets of keys as a call holds them: None if they are those of queries."""
+    """The offsets of keys in a call's form: None if they are those of queries."""
     if cu_seq_k is None:
         raise OptionError("cu_seq_k", "None", "the offsets of keys, as there is no block_table")
     is_same = cu_seq_k is cu_seq_q or (
@@ -245,7 +244,7 @@ def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor | None
 
 
 def _check_value_dim(query: Tensor, value: Tensor) -> None:
-    """Compiled code believes what PyTorch says of the results."""
+    """Refuses a head dim of values that the fake operator of this PyTorch would compile wrongly."""
     if value.shape[-1] != query.shape[-1] and not _Rules.values_have_their_head_dim:
         raise UnsupportedError(
             "varlen_attn with values of another head dim",

@@ -71,7 +71,7 @@ def _attention_class() -> Any:
     module: Any = importlib.import_module("torchtitan.protocols.module").Module
 
     def initialize(self: Any, config: Any) -> None:
-        module.__init__(self)  # and not that of `base`, which activates another implementation
+        module.__init__(self)  # not that of `base`, which activates another implementation
         self.window_size = config.window_size
         if torch.nn.attention.current_flash_attention_impl() != pytorch.NAME:
             pytorch.register()

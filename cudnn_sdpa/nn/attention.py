@@ -217,7 +217,7 @@ class Attention(nn.Module):
 
         Raises:
             OptionError: `module` is not exactly a `torch.nn.MultiheadAttention`, or an option is wrong.
-            UnsupportedError: It computes something that this module does not, with every reason.
+            UnsupportedError: `module` computes something that this class does not, with every reason.
         """
         check_type("module", module, nn.MultiheadAttention)
         check_flags(cross=cross)
@@ -375,7 +375,7 @@ class Attention(nn.Module):
             return self._separate_heads(x, context, rotations)
         if context is not None:
             q = self.q_proj(x)
-            if self.num_kv_heads > 1:  # with fewer query heads, the groups of a key head would be wrong
+            if self.num_kv_heads > 1:  # with part of the query heads, the groups of a key head would be wrong
                 unsharded("q_proj", q, self.num_heads * self.head_dim)
             q = q.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             return q, *(context if isinstance(context, tuple) else self.project_context(context))
@@ -393,7 +393,7 @@ class Attention(nn.Module):
     def _separate_heads(
         self, x: Tensor, context: Tensor | KeysAndValues | None, rotations: Rotations | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The same by separate projections, of which tensor parallelism leaves a process some heads."""
+        """Queries, keys and values (B, H, S, D) of separate projections, which may have some of the heads."""
         q = self._heads_of("q_proj", x)
         if context is not None:
             k, v = context if isinstance(context, tuple) else self.project_context(context)
@@ -417,10 +417,12 @@ class Attention(nn.Module):
         return projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-any-return,no-untyped-call]
 
     def _sinks(self, q: Tensor) -> Tensor | None:
-        """The sinks of the query heads of this process, in float32."""
+        """The sinks of this process's query heads, in float32."""
         if self.sinks is None:
             return None
-        weight = None if self.packed else getattr(self.q_proj, "weight", None)  # a wrapper may have none
+        weight = (
+            None if self.packed else getattr(self.q_proj, "weight", None)
+        )  # a wrapper of the projection may lack `weight`
         return sinks_of_heads(self.sinks, weight, q).float()
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:

@@ -38,7 +38,6 @@ class AttentionModule(Protocol):
 
 
 def head_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
-    """The number of key and value heads, and the head dim, checked."""
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     check_counts(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
     if num_heads % num_kv_heads:
@@ -75,10 +74,10 @@ def check_cross_attention(
 
 
 def check_groups(module: AttentionModule, heads: tuple[int, int, int]) -> None:
-    """Checks that the heads of one process, of queries, keys and values, are whole groups.
+    """Checks that the query, key and value heads of one process are whole groups.
 
     Raises:
-        UnsupportedError: They are not.
+        UnsupportedError: A group is split.
     """
     q, k, v = heads
     if k == v and (q * module.num_kv_heads == k * module.num_heads or module.num_kv_heads == k == 1):
@@ -105,7 +104,7 @@ def check_convertible(module: nn.MultiheadAttention, cross: bool) -> None:
     """Checks that PyTorch's attention has an equivalent.
 
     Raises:
-        UnsupportedError: It has none, with every reason.
+        UnsupportedError: There is no equivalent, with every reason.
     """
     check_type("module.out_proj", module.out_proj, *LINEAR)
     same = module.kdim == module.vdim == module.embed_dim
@@ -137,7 +136,6 @@ def check_call(
     rotations: object,
     step: object,
 ) -> None:
-    """Checks the arguments of a call against the module and against each other."""
     if module.context_dim is None:
         for name, value in (("context", context), ("context_lens", context_lens)):
             if value is not None:
@@ -152,7 +150,7 @@ def check_call(
     if position_ids is not None:
         check_positions(position_ids)
         batch, tokens, _ = x.shape
-        if not module.packed:  # each process may have given its part of the sequence; `rope` compares with the heads
+        if not module.packed:  # x may be a part of the sequence; `rope` compares with the heads
             tokens = position_ids.shape[-1]
         if position_ids.shape[-1] != tokens or (position_ids.dim() == 2 and position_ids.shape[0] not in (1, batch)):
             raise ShapeError("position_ids", shape_of(position_ids), f"(S,) or (B, S), as x has ({shape_of(x)})")
@@ -166,7 +164,7 @@ def check_parallel(cp_group: object, cp_method: object, context_dim: int | None)
     """Checks the group over which sequences are spread, and the method.
 
     Raises:
-        OptionError: One is wrong, or it is cross-attention.
+        OptionError: An argument is wrong, or the layer is cross-attention.
     """
     if cp_group is None and cp_method == "all_gather":
         return
@@ -178,23 +176,23 @@ def check_parallel(cp_group: object, cp_method: object, context_dim: int | None)
         return
     if context_dim is not None:
         raise OptionError("cp_group", "a group", "None: cross-attention (context_dim) has two sequences")
-    groups.place_in(cp_group)
+    groups.group_rank_of(cp_group)
 
 
 def positions_of(x: Tensor, cp_group: ProcessGroup | DeviceMesh | None) -> Tensor:
-    """The positions of tokens (B, S, features): 0 to S - 1, or those of this rank's part of the sequence."""
+    """Positions of tokens (B, S, features): 0 to S - 1, or those of this rank's part of the sequence."""
     if cp_group is None:
         return torch.arange(x.shape[1], device=x.device)
     from cudnn_sdpa.distributed import groups, shard
 
-    return shard(torch.arange(x.shape[1] * groups.place_in(cp_group).ranks, device=x.device), 0, cp_group)
+    return shard(torch.arange(x.shape[1] * groups.group_rank_of(cp_group).ranks, device=x.device), 0, cp_group)
 
 
 def refuse_beside_group(**given: object) -> None:
-    """Refuses arguments of a call that are about whole sequences.
+    """Refuses arguments that describe whole sequences, with which a rank's part has no meaning.
 
     Raises:
-        UnsupportedError: One is given.
+        UnsupportedError: Such an argument is given.
     """
     names = [name for name, value in given.items() if value is not None]
     if names:

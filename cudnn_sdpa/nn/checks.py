@@ -14,14 +14,13 @@ from cudnn_sdpa.graph.scalars import as_bool
 
 
 class Factory(TypedDict, total=False):
-    """Where and in which dtype a module creates its parameters: arguments of PyTorch's modules and factories."""
+    """Device and dtype of a module's parameters: arguments of PyTorch's modules and factories."""
 
     device: torch.device | str | int | None
     dtype: torch.dtype | None
 
 
 def check_counts(**counts: object) -> None:
-    """Checks that arguments are integers of at least 1."""
     for name, count in counts.items():
         check_count(name, count, least=1)
 
@@ -33,7 +32,6 @@ def check_flags(**flags: object) -> None:
 
 
 def check_number(name: str, number: object, *, below: float | None = None) -> None:
-    """Checks that an argument is a number of at least 0, and less than `below`."""
     expected = "a number of at least 0" if below is None else f"a number from 0 up to, not including, {below:g}"
     if isinstance(number, bool) or not isinstance(number, (int, float)):
         raise OptionError(name, type(number).__name__, expected)
@@ -47,7 +45,6 @@ def check_choice(name: str, choice: object, choices: tuple[str, ...]) -> None:
 
 
 def check_tokens(name: str, x: object, features: int) -> None:
-    """Checks that an argument is a tensor (B, S, features)."""
     if not isinstance(x, Tensor):
         raise OptionError(name, type(x).__name__, "a torch.Tensor")
     if x.dim() != 3 or x.shape[2] != features:

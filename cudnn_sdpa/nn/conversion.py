@@ -15,7 +15,7 @@ def check_type(name: str, module: nn.Module, *kinds: type) -> None:
     """Checks that a module's class is one of these: a subclass may compute something else.
 
     Raises:
-        OptionError: It is another class.
+        OptionError: The class is another one.
         UnsupportedError: Hooks would be lost.
     """
     if type(module) not in kinds:

@@ -105,6 +105,5 @@ class Fp8Attention(nn.Module):
 
 
 def _owner_of(scaling: Fp8Scaling) -> Fp8Attention | None:
-    """The layer that uses these scales, if it still exists."""
     owner = _owners.get(scaling)
     return None if owner is None else owner()

@@ -35,11 +35,10 @@ class KVStep:
         positions: Positions of the new tokens in their sequences, (B, tokens) int64; for rotary embeddings.
         seq_lens_kv: Length of each sequence including the new tokens, (B,) int32.
         seq_lens_q: Number of new tokens of each sequence, (B,) int32; None if it is `tokens` for all.
-        slots: Rows of the cache for the new tokens, (B, tokens) int64; tokens without a row of their own share a spare
-            row.
-        is_over: Which sequences have become too long, (B, 1, 1, 1) booleans: their output is NaN.
+        slots: Rows of the cache for the new tokens, (B, tokens) int64; unused tokens share a spare row.
+        is_over: Sequences that have become too long, (B, 1, 1, 1) booleans: their output is NaN.
         owner: The cache.
-        generation: That of the cache when it was reserved; None in compiled functions.
+        generation: The cache's generation at `reserve`; None in compiled functions.
         written: The layers with appended keys; not updated in compiled functions.
         is_compiled: Whether a compiled function has appended keys, of layers that `written` lacks.
     """
@@ -55,7 +54,7 @@ class KVStep:
     is_compiled: bool = field(default=False, repr=False)
 
     def may_lack(self, layer: int) -> bool:
-        """Whether it has no keys of a layer, as far as that is known."""
+        """Whether keys of a layer may be missing; compiled functions do not record them."""
         return layer not in self.written and not self.is_compiled
 
     @property
@@ -69,7 +68,7 @@ class KVStep:
         return self.positions.shape[1]
 
     def cache(self) -> KVCache:
-        """The cache that reserved it."""
+        """The cache of the step."""
         return self.owner
 
 
@@ -139,7 +138,7 @@ class KVCache:
             self._rows = torch.arange(batch, device=device).unsqueeze(1)
         self.dtype, self.device = dtype, self._lengths.device
         self._newest: KVStep | None = None
-        self._generation = 0  # how often tokens were removed: steps from before are stale
+        self._generation = 0  # number of removals of tokens: earlier steps are stale
         self._version = self._lengths._version  # of the lengths past which all rows are zero
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -274,7 +273,7 @@ class KVCache:
             step: The last result of `reserve`, outside a compiled function.
 
         Raises:
-            OptionError: It is another step.
+            OptionError: `step` is not the last one.
         """
         self._check_owner(step)
         if step is not self._newest:

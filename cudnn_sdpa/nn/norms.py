@@ -197,7 +197,6 @@ NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms_norm": RMSNorm, "layer_norm"
 
 
 def norm_from_torch(name: str, module: nn.Module) -> RMSNorm | LayerNorm:
-    """The equivalent of one of PyTorch's norms."""
     check_type(name, module, nn.LayerNorm, nn.RMSNorm)
     if isinstance(module, nn.RMSNorm):
         return RMSNorm.from_torch(module)

@@ -1,4 +1,4 @@
-"""Tensor parallelism of modules: `parallel_plan`, what PyTorch's `parallelize_module` does to each of them."""
+"""Tensor parallelism of modules: `parallel_plan`, the argument of PyTorch's `parallelize_module`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict
 
     Raises:
         OptionError: `module` has none of these modules.
-        UnsupportedError: One of them has packed projections.
+        UnsupportedError: A module has packed projections.
 
     Examples:
         >>> from cudnn_sdpa.nn import TransformerLayer, parallel_plan

@@ -1,4 +1,4 @@
-"""What `parallel_plan` does to modules beyond PyTorch's own styles; imported only with `torch.distributed`."""
+"""Styles of `parallel_plan` beyond PyTorch's own; imported only with `torch.distributed`."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from cudnn_sdpa.errors import OptionError
 
 
 class GatheredTokens(ParallelStyle):
-    """Makes the tokens that a module reads DTensors that each process has whole, once for all projections.
+    """Converts the tokens that a module reads to DTensors, whole on each process, once for all projections.
 
-    So their gradients are added before they are summed over processes, once. PyTorch's `PrepareModuleInput` does that
-    for a fixed number of positional arguments; these are x and, for cross-attention, the context, by position or name.
+    So their gradients are added before a single sum over processes. PyTorch's `PrepareModuleInput` does that for a
+    fixed number of positional arguments; these are x and, for cross-attention, the context, by position or name.
 
     Args:
-        placement: How processes have plain tokens: `Replicate()`, or a part of the sequence each, `Shard(1)`.
-        names: The first positional arguments.
+        placement: Placement of plain tokens: `Replicate()`, or a part of the sequence on each process, `Shard(1)`.
+        names: Names of the first positional arguments.
 
     Raises:
-        OptionError: In a call: it has no tokens.
+        OptionError: A call has no tokens.
     """
 
     def __init__(self, placement: Placement, names: tuple[str, ...] = ("x", "context")) -> None:
@@ -37,7 +37,7 @@ class GatheredTokens(ParallelStyle):
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             args = (*[self._gathered(x, device_mesh) for x in args[:count]], *args[count:])
-            if not args and self.names[0] not in kwargs:  # projections would take parts of the sequence for all of it
+            if not args and self.names[0] not in kwargs:  # projections would treat a part of the sequence as the whole
                 got = f"arguments named {', '.join(kwargs)}" if kwargs else "no argument"
                 raise OptionError(self.names[0], got, f"tokens by position or as {self.names[0]}")
             named = {name: self._gathered(kwargs[name], device_mesh) for name in self.names if name in kwargs}

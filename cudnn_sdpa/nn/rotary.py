@@ -178,7 +178,6 @@ class RotaryEmbedding(nn.Module):
 
 
 def check_positions(position_ids: object) -> None:
-    """Checks that positions are an integer tensor with one or two dimensions."""
     if not isinstance(position_ids, Tensor):
         raise OptionError("position_ids", type(position_ids).__name__, "a torch.Tensor")
     if position_ids.dtype not in (torch.int32, torch.int64):

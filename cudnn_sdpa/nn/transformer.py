@@ -129,7 +129,7 @@ class TransformerLayer(nn.Module):
 
         Raises:
             OptionError: `module` is not exactly a `torch.nn.TransformerEncoderLayer`.
-            UnsupportedError: It computes something that this layer does not, with every reason.
+            UnsupportedError: `module` computes something that this class does not, with every reason.
         """
         check_type("module", module, nn.TransformerEncoderLayer)
         activation = _activation_of(module)

@@ -87,7 +87,7 @@ class PatchEmbed(nn.Module):
 
         Raises:
             OptionError: `module` is not exactly a `torch.nn.Conv2d`.
-            UnsupportedError: It is not a patch embedding, with every reason.
+            UnsupportedError: `module` is not a patch embedding, with every reason.
         """
         check_type("module", module, nn.Conv2d)
         reasons = {
@@ -341,7 +341,6 @@ class VisionEncoder(nn.Module):
 
 
 def _without_ones(shape: torch.Size) -> list[int]:
-    """A shape without leading ones."""
     sizes = list(shape)
     while sizes[:1] == [1]:
         del sizes[0]

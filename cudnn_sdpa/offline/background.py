@@ -38,8 +38,7 @@ class Request:
     """A request for a plan.
 
     Attributes:
-        key: The plan's key.
-        properties: Properties of its GPU.
+        properties: Properties of the plan's GPU.
         then: Callback with the plan, called in the background.
         is_done: Whether the build and the callback have finished or failed.
     """
@@ -142,7 +141,7 @@ class BackgroundPlanner:
             return self._queue.get(timeout=IDLE_SECONDS)
         except queue.Empty:
             pass
-        with self._lock:  # so that no request arrives between the last check and the thread's end
+        with self._lock:  # or a request could arrive between the last check and the thread's end
             if not self._queue.empty():
                 return self._queue.get()
             self._threads = [thread for thread in self._threads if thread is not threading.current_thread()]

@@ -19,7 +19,7 @@ from cudnn_sdpa.plans import private_folders
 _SOURCE = Path(__file__).with_name("stand_in_driver.c")
 _MARKER = "cudnn_sdpa_stand_in_driver"
 
-#: Prefix of temporary compilation folders, and the age at which one is left over from a killed process.
+#: Prefix of temporary compilation folders, and the age in seconds of leftovers of killed processes.
 _SCRATCH = "tmp"
 _ABANDONED_SECONDS = 600.0
 
@@ -110,7 +110,6 @@ def _compile(source: str, folder: Path) -> None:
 
 
 def _sweep(parent: Path) -> None:
-    """Removes folders left by killed compilations."""
     for scratch in parent.glob(f"{_SCRATCH}*"):
         with contextlib.suppress(OSError):
             if abs(time.time() - scratch.stat().st_mtime) > _ABANDONED_SECONDS:

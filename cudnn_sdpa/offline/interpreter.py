@@ -1,4 +1,4 @@
-"""Starting helper Python processes: their command, search path, and when none may start.
+"""Helper Python processes: their command, their search path, and the reasons against starting one.
 
 `python -c` and `python -m` put the current folder on the search path, before the standard library. So every process is
 started from here, with code whose first line sets the search path to this process's.
@@ -31,7 +31,7 @@ def command(program: str, *arguments: str) -> list[str]:
 
 
 def why_no_python() -> str:
-    """Why there is no interpreter to start; empty if there is one."""
+    """The reason for which no interpreter can be started; empty if one can."""
     frozen = getattr(sys, "frozen", False) or "__compiled__" in globals()  # PyInstaller and others; Nuitka
     if frozen or hasattr(sys.modules.get("__main__"), "__compiled__"):
         return (
@@ -44,7 +44,7 @@ def why_no_python() -> str:
 
 
 def why_no_helper() -> str:
-    """Why no helper process can be started here; empty if one can."""
+    """The reason for which no helper process can be started; empty if one can."""
     if os.environ.get(IN_HELPER):
         return (
             "this is a helper process itself, which imports the modules that define operations; explain, warmup and "
@@ -57,7 +57,7 @@ def check() -> None:
     """Checks that a helper process can be started.
 
     Raises:
-        OfflineError: It cannot; the message says why.
+        OfflineError: No helper can be started; the message has the reason.
     """
     reason = why_no_helper()
     if reason:
@@ -65,7 +65,7 @@ def check() -> None:
 
 
 def exit_reason(code: int) -> str:
-    """How a process ended, from its return code of `subprocess`."""
+    """A process's end in words, from its return code of `subprocess`."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

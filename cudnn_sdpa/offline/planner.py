@@ -42,13 +42,10 @@ class OfflinePlan:
     """A plan compiled without its GPU.
 
     Attributes:
-        engine: cuDNN's engine.
-        knobs: The engine's settings.
         workspace: Size in bytes of the workspace that each launch needs.
-        build_seconds: Time for planning and compiling.
         data: The plan in cuDNN's serialized form.
-        libraries: The file that each NVIDIA library of the helper was loaded from.
-        note: Why a plan built on the GPU would be much faster; empty if it would not.
+        libraries: The file of each NVIDIA library of the helper.
+        note: The reason for which a plan built on the GPU would be much faster; empty if it would not.
     """
 
     engine: str
@@ -60,7 +57,6 @@ class OfflinePlan:
     note: str = ""
 
     def stored_form(self, key: PlanKey) -> StoredPlan:
-        """The stored form; `key` is the plan's key."""
         return StoredPlan(
             identity=key.identity(),
             engine=self.engine,
@@ -72,7 +68,7 @@ class OfflinePlan:
 
 
 #: The helper's program. It ends with the parent, also when that is killed, and also while it imports PyTorch: its input
-#: then has no writer. `PR_SET_PDEATHSIG` would end it with the thread that has started it.
+#: then has no writer. `PR_SET_PDEATHSIG` would end it with the parent's thread that has started it.
 _PROGRAM = """
 import os, select, signal, threading
 def end_with_parent():
@@ -152,7 +148,7 @@ class Helper:
         assert process.stdin is not None
         self._requests += 1
         try:
-            with contextlib.suppress(BrokenPipeError):  # it has ended, which reading will show
+            with contextlib.suppress(BrokenPipeError):  # the helper has ended, which reading will show
                 process.stdin.write(json.dumps({**request, "number": self._requests}).encode() + b"\n")
                 process.stdin.flush()
             answer = self._read_answer(process, timeout)
@@ -165,7 +161,6 @@ class Helper:
         return answer
 
     def close(self) -> None:
-        """Ends the helper, if there is one."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -203,7 +198,7 @@ class Helper:
                 )
             except OSError as error:  # missing interpreter, too many open files or processes, no memory
                 raise OfflineError(f"the helper process that plans with cuDNN cannot be started: {error}") from error
-            if self._killed.is_set():  # in the meantime
+            if self._killed.is_set():  # another thread has killed it meanwhile
                 self._process.kill()
         return self._process
 
@@ -281,7 +276,7 @@ def plan_offline(key: PlanKey, properties: DeviceProperties, helper: Helper = _h
 
 
 def plan_to_keep(key: PlanKey, properties: DeviceProperties, helper: Helper) -> OfflinePlan:
-    """As `plan_offline`, for a plan that the GPU will load instead of building one.
+    """Plans and compiles like `plan_offline`, for a plan that the GPU will load instead of building one.
 
     Raises:
         UnsupportedError: cuDNN has no plan; lists its reasons.
@@ -294,7 +289,7 @@ def plan_to_keep(key: PlanKey, properties: DeviceProperties, helper: Helper) -> 
 
 
 def engine_offline(key: PlanKey, properties: DeviceProperties) -> str:
-    """The engine that cuDNN's heuristics propose for `key`, not compiled; raises as `plan_offline` does."""
+    """The engine that cuDNN's heuristics propose for `key`, not compiled; errors are those of `plan_offline`."""
     engine: str = _answer(_helper, key, properties, heuristics=True)["engine"]
     return engine
 

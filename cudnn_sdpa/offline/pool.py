@@ -17,13 +17,13 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_to_keep
 
-#: A plan as this process makes it, for instance one that is loaded on its GPU.
+#: A plan made in this process, for instance one that is loaded on its GPU.
 Made = TypeVar("Made")
 
-#: What became of a key: a helper's plan, this process's, or an error.
+#: The result for a key: a helper's plan, this process's, or an error.
 Outcome: TypeAlias = OfflinePlan | Made | BaseException
 
-#: A request whose answer shows that a helper has started.
+#: A request to test whether a helper has started.
 READY = {"ready": True}
 
 #: Maximum default number of helper processes: each takes about 500 MB.
@@ -31,7 +31,6 @@ MAX_WORKERS = 8
 
 
 def default_workers(plans: int) -> int:
-    """Default number of helper processes for this many plans."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(MAX_WORKERS, cores, plans))
 
@@ -40,7 +39,7 @@ def check_workers(workers: int | None, min_workers: int) -> None:
     """Checks a number of helper processes.
 
     Raises:
-        OptionError: It is invalid.
+        OptionError: The number is invalid.
     """
     if workers is not None and (type(workers) is not int or workers < min_workers):
         raise OptionError("workers", repr(workers), f"an integer of at least {min_workers}, or None for one per core")
@@ -95,6 +94,7 @@ def _plan_all(
                 raise result
             yield key, _as_our_error(key, result) if isinstance(result, Exception) else result
     finally:
+        # A thread that waits for an answer ends when its helper is killed, and uses the pipes until then.
         pending.clear()
         for helper in helpers:
             helper.kill()

@@ -124,7 +124,7 @@ def warmup(
 
 
 def _is_for_this_process(key: PlanKey) -> bool:
-    """Whether helpers, which see no GPU, would make a slower plan, or have no part in it."""
+    """Whether helpers, which see no GPU, would make a slower plan or none."""
     return key.is_gpu_specific or isinstance(find_operation(key.operation, only_imported=True), KernelOp)
 
 
@@ -190,13 +190,12 @@ def compile_plans(
 
 
 def _is_in(store: PlanStore, key: PlanKey) -> bool:
-    """Whether a folder has a plan."""
     operation = find_operation(key.operation, only_imported=True)
     return operation.is_in(store, key) if isinstance(operation, KernelOp) else store.has(key)
 
 
 def _not_kept(store: PlanStore) -> str:
-    """Why a plan has failed that was built."""
+    """The failure of a plan that was built, but is not in the folder."""
     evicted = f"later plans have taken its place (it holds {store.capacity:,} bytes, as far as the disk has room)"
     return f"{store.folder} does not have it: {store.write_error or evicted}"
 

@@ -34,7 +34,7 @@ _CLUSTER_NOTE = (
 
 
 def preload() -> None:
-    """Loads NVRTC and cuBLASLt from the pip packages, where cuDNN does not look for them."""
+    """Loads NVRTC and cuBLASLt from the pip packages, which cuDNN does not search."""
     spec = importlib.util.find_spec("nvidia")
     for root in spec.submodule_search_locations or [] if spec else []:
         for pattern in ("*/lib/libnvrtc-builtins.so*", "*/lib/libnvrtc.so*", "*/lib/libcublasLt.so*"):

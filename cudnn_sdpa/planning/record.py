@@ -28,9 +28,9 @@ from cudnn_sdpa.plans.manifest import PlanManifest
 _log = logging.getLogger("cudnn_sdpa")
 
 Keys = Iterator[PlanKey]
-#: What gets a call in place of what runs it.
+#: Records a call instead of running it.
 Recording = Callable[..., tuple[Tensor, ...]]
-#: What makes a call from an operator's arguments and passes it on, and what gives the keys of the call.
+#: A function that decodes an operator's arguments and passes the call to a `Recording`, and the keys of the call.
 KeysOfOperator = tuple[Callable[[Recording], Callable[..., object]], Callable[..., Keys]]
 
 
@@ -75,7 +75,7 @@ def _record_used() -> Iterator[PlanManifest]:
     try:
         with plan_cache.watch_uses() as used:
             yield manifest
-    finally:  # what a server has recorded until it is stopped counts, too
+    finally:  # also when a server is interrupted
         _fill(manifest, used)
     if not used and not torch.cuda.is_available():
         _log.warning(
@@ -125,7 +125,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_without_gpu(arguments: object) -> bool:
-    """Whether a call is neither on a GPU nor being traced."""
+    """Whether all tensors of a call are on the CPU or meta, and none is traced."""
     tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     return all(x.device.type in ("cpu", "meta") and not isinstance(x, FakeTensor) for x in tensors)
 
@@ -145,15 +145,13 @@ def _graph_keys(target: Target, function: GraphFunction, values: Sequence[Value]
 
 #: Operators that run no plan.
 _WITHOUT_PLANS = ("", "dropout_seed")
-#: For other operators: the function that makes a call from its arguments, and the one that gives the call's keys. Those
-#: of operations come later.
+#: By operator; those of operations are added at their first use, since operations may be imported later.
 _KEYS: dict[str, KeysOfOperator] = {
     "graph_function": (fused_torch_ops.decoded, _graph_keys),
 }
 
 
 def _keys_of_operation(operation: Operation[CallT]) -> dict[str, KeysOfOperator]:
-    """The entries of `_KEYS` for the operators of an operation."""
 
     def forward_keys(target: Target, call: CallT) -> Keys:
         return operation.keys(call, target, None)
@@ -162,7 +160,7 @@ def _keys_of_operation(operation: Operation[CallT]) -> dict[str, KeysOfOperator]
         return operation.gradient_keys(backward, target, None)
 
     def with_and_without_auxiliary(target: Target, call: CallT) -> Keys:
-        """Both plans: the operator always returns all results, and the arguments do not show whether they are used."""
+        """Both plans: the operator always returns all results, and its arguments do not show which are used."""
         for is_complete in (False, True):
             yield from forward_keys(target, operation.complete(call, is_complete=is_complete))
 
@@ -178,7 +176,6 @@ def _keys_of_operation(operation: Operation[CallT]) -> dict[str, KeysOfOperator]
 
 
 def _keys_of_operator(name: str) -> KeysOfOperator:
-    """The entry of `_KEYS` for an operator; operations may have been imported after this module."""
     if name not in _KEYS:
         for operation in OPERATIONS.values():
             _KEYS.update(_keys_of_operation(operation))

@@ -28,7 +28,7 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline.planner import plan_offline
 
-#: The functions of each operation; a separate backward function comes last.
+#: The functions of each operation, a separate backward function last.
 OPERATIONS: dict[str, tuple[Callable[..., object], ...]] = {
     "sdpa": (sdpa,),
     "sdpa_varlen": (sdpa_varlen,),
@@ -40,7 +40,7 @@ DIRECTIONS = (FORWARD, BACKWARD)
 CAPABILITIES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 
 #: Sizes of the meta tensors. They do not matter, unless a tensor has too many elements for one plan: the gradients of
-#: such a call are computed in parts, so that support for the smallest part decides.
+#: such a call are computed in parts, and the smallest part decides about support.
 BATCH, HEADS = 2, 8
 MAX_ELEMENTS = 2**31 - 1
 
@@ -52,7 +52,7 @@ class Support:
     Attributes:
         question: The configuration, as text.
         supported: Whether there is a kernel.
-        reasons: Every known reason why there is none.
+        reasons: Every known reason against it.
         suggestion: The nearest configuration that works, or an empty string.
         engine: cuDNN's engine, if cuDNN was queried.
     """
@@ -195,7 +195,7 @@ def descriptions(
     skv: int,
     options: Mapping[str, object],
 ) -> list[Description]:
-    """What a call with meta tensors would run; the backward pass last, if requested."""
+    """Descriptions of a call with meta tensors; the backward pass last, if requested."""
     trains = direction == BACKWARD and dtype.is_floating_point and dtype not in FP8_DTYPES
     is_small = BATCH * HEADS * max(sq, skv) * max(head_dim, head_dim_v) <= MAX_ELEMENTS
     batch, heads = (BATCH, HEADS) if is_small else (1, 1)
@@ -314,7 +314,7 @@ ROWS: dict[str, dict[str, object]] = {
 SIZES = {"head_dim": 128, "sq": 512, "skv": 1024}
 
 
-#: Words for which of forward and training have kernels.
+#: Words for kernels of both, of one, or of neither of forward and training.
 WORDS = {
     (): "–",
     (True, True): "yes",
@@ -329,8 +329,6 @@ class Cell:
     """A cell of a matrix.
 
     Attributes:
-        option: The option, as text.
-        operation: "sdpa", "sdpa_varlen" or "sdpa_fp8".
         answers: Answers for the forward pass and for training; empty if the operation does not have the option.
     """
 
@@ -350,7 +348,7 @@ class Cell:
 
     @property
     def reasons(self) -> list[str]:
-        """Why no more is supported."""
+        """Reasons for the lack of further support."""
         return list(dict.fromkeys(reason for answer in self.answers for reason in answer.reasons))
 
     def to_dict(self) -> dict[str, object]:
@@ -383,7 +381,7 @@ def cells(**target: object) -> Iterator[Cell]:
 
 
 def table(matrix: list[Cell]) -> tuple[list[dict[str, str]], list[str]]:
-    """The rows of a matrix, and the reasons whose numbers stand in them.
+    """The rows of a matrix, and the numbered reasons.
 
     A row is an option and, per operation, the word, or the engines if cuDNN was queried, with the numbers of reasons.
     """
@@ -397,7 +395,6 @@ def table(matrix: list[Cell]) -> tuple[list[dict[str, str]], list[str]]:
 
 
 def environment(sm: int | None = None, cudnn: int | str | None = None, target: str | None = None) -> dict[str, str]:
-    """The GPU and versions that a matrix is for."""
     gpu = target_of(sm, cudnn) if target is None else Target.from_properties(load_properties(target))
     versions = {"cudnn_sdpa": __version__, "cudnn": backend.version_string(gpu.cudnn)}
     if target is None:

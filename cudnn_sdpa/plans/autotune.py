@@ -51,7 +51,7 @@ class AutotuneCandidate:
         engine: cuDNN's engine.
         knobs: The engine's settings.
         microseconds: Median device time of a launch; None if it was not timed.
-        reason: Why it was discarded; empty if it was not.
+        reason: The reason for its exclusion; empty if there is none.
     """
 
     engine: str
@@ -71,7 +71,7 @@ class AutotuneEntry:
         key: The plan's key, as text.
         candidates: The proposals of cuDNN's heuristics, in order.
         winner: Index of the candidate that is used from now on.
-        reason: Why candidates were not compared, so that the first one stays; empty if they were.
+        reason: The reason for keeping the first candidate without a comparison; empty if there was one.
     """
 
     key: str
@@ -109,8 +109,8 @@ class AutotuneReport:
         return "\n".join(map(str, self.entries))
 
 
-#: Candidates per key and report of each active context, the latest last; threads may leave theirs in any order. Others
-#: read whether there is one.
+#: (candidates per key, report) of each active context, the latest last; threads may leave theirs in any order. Read by
+#: other modules to see whether tuning is in force.
 in_force: list[tuple[int, AutotuneReport]] = []
 
 
@@ -170,7 +170,7 @@ def _tuning(candidates: int) -> Iterator[AutotuneReport]:
 
 
 def not_tunable(key: PlanKey) -> str:
-    """Why the plan of `key` is not tuned; empty if it is."""
+    """The reason for which the plan of `key` is not tuned; empty if it is."""
     if key.deterministic or key.option_values.get("deterministic") is True:
         return "it is deterministic, and times would decide its rounding"
     decisive = [operand.name for operand in key.inputs if operand.role is Role.TENSOR and _is_decisive(operand.layout)]
@@ -178,17 +178,18 @@ def not_tunable(key: PlanKey) -> str:
 
 
 def _is_decisive(layout: TensorLayout) -> bool:
-    """Whether it is that of lengths, offsets or page ids; a single int64 is a generator's seed or offset."""
+    """Lengths, offsets or page ids are decisive; a single int64 is a generator's seed or offset."""
     return layout.dtype is torch.int32 or (layout.dtype is torch.int64 and math.prod(layout.shape) > 1)
 
 
 class UntunedPlan(Plan):
     """cuDNN's first choice for a key, until its first launch under `autotune` has selected the fastest candidate.
 
-    The fastest replaces it in the plan cache. A call bound to this plan keeps it, and it then launches the fastest.
+    The fastest candidate replaces this plan in the cache. A call bound to this plan keeps it, and launches the fastest
+    through it.
 
     Attributes:
-        fastest: The plan to launch; None until it is known.
+        fastest: The plan to launch; None before tuning.
         on_tuned: Callback with this plan and the fastest; set by the cache.
     """
 
@@ -202,7 +203,7 @@ class UntunedPlan(Plan):
         self.on_tuned: Callable[[UntunedPlan, Plan], None] = lambda *_: None
 
     def launch(self, pointers: Sequence[int]) -> None:
-        """As `Plan.launch`. The first one under `autotune` waits for the GPU and returns the fastest plan's results."""
+        """Launches the plan; under `autotune`, the first launch tunes it, which waits for the GPU."""
         if self.fastest is None and not (current_raw_stream(self.device) and torch._C._cuda_isCurrentStreamCapturing()):
             with _measuring, relaxed_capture():  # plans are also freed here
                 if self.fastest is None:
@@ -237,16 +238,16 @@ class UntunedPlan(Plan):
 
 
 def tensor_at(address: int, layout: TensorLayout, device: torch.device) -> Tensor:
-    """The memory at an address as a tensor that does not own it."""
+    """A tensor over the memory at an address, without owning it."""
     last = sum((size - 1) * stride for size, stride in zip(layout.shape, layout.stride, strict=True))
     storage = torch._C._construct_storage_from_data_pointer(address, device, (last + 1) * layout.dtype.itemsize)
     return torch.empty(0, dtype=layout.dtype, device=device).set_(storage, 0, layout.shape, layout.stride)
 
 
 def compare(launches: Sequence[Callable[[], None]], outputs: list[Tensor]) -> list[tuple[float | None, str]]:
-    """The device time of each candidate in microseconds, or None and why it was discarded.
+    """The device time of each candidate in microseconds, or None and the reason for which it was discarded.
 
-    The first one is taken as correct. The contents of the outputs are restored afterwards.
+    The first candidate is taken as correct. The contents of the outputs are restored afterwards.
     """
     before = [output.clone() for output in outputs]
     try:
@@ -262,14 +263,14 @@ def compare(launches: Sequence[Callable[[], None]], outputs: list[Tensor]) -> li
 
 
 def fastest(candidates: Sequence[AutotuneCandidate]) -> int:
-    """The index of the candidate to use: the first one unless another takes clearly less time."""
+    """The index of the candidate to use: the first one, unless another is faster by more than `MARGIN`."""
     times = [math.inf if each.microseconds is None else each.microseconds for each in candidates]
     best = times.index(min(times))
     return best if times[best] < times[0] * (1 - MARGIN) else 0
 
 
 def device_times(launches: Sequence[Callable[[], None]]) -> list[float]:
-    """Median device time of each, in microseconds, over several interleaved rounds. Waits for the GPU."""
+    """Median device time of each launch, in microseconds, over interleaved rounds. Waits for the GPU."""
     spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in launches]
     for _ in range(ROUNDS):
         torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]
@@ -286,7 +287,7 @@ def device_times(launches: Sequence[Callable[[], None]]) -> list[float]:
 def differs(result: Tensor, expected: Tensor) -> bool:
     """Whether two results differ by more than rounding error, in the norm or in one row of the last dimension.
 
-    The row's norm has a typical row's added, so that a row of nearly zeros need not match in all digits.
+    The norm of a typical row is added to that of each row, so that a row of nearly zeros need not match in all digits.
     """
     errors, norms = [], []
     for a, b in zip(_rows(result), _rows(expected), strict=True):
@@ -307,7 +308,7 @@ def _reason_to_discard(launch: Callable[[], None], outputs: list[Tensor], expect
 
 
 def _run(launch: Callable[[], None], outputs: list[Tensor]) -> list[Tensor]:
-    """The results of a launch; elements that it does not write are NaN."""
+    """Results of a launch, with NaN in elements that it does not write."""
     for output in outputs:
         output.fill_(math.nan if output.is_floating_point() else -1)
     launch()
@@ -315,12 +316,12 @@ def _run(launch: Callable[[], None], outputs: list[Tensor]) -> list[Tensor]:
 
 
 def _is_informative(result: Tensor) -> bool:
-    """Whether comparing with this result can reveal a wrong one."""
+    """Zeros and non-finite results would agree with those of many wrong candidates."""
     return any(bool((rows.isfinite() & (rows != 0)).any()) for rows in _rows(result))
 
 
 def _rows(result: Tensor) -> Iterator[Tensor]:
-    """Rows of the last dimension in float64, in chunks, because all of them would take several times the memory."""
+    """Rows of the last dimension in float64, in chunks: all of them would take several times the memory."""
     rows = result.reshape(-1, result.shape[-1] if result.dim() else 1)
     chunks = rows.split(max(1, _CHUNK_ELEMENTS // rows.shape[1]))  # type: ignore[no-untyped-call]
     return (chunk.double() for chunk in chunks)

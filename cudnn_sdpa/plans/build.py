@@ -78,7 +78,7 @@ def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
 
 
 def _loaded(handle: Handle, key: PlanKey, stored: StoredPlan) -> backend.BuiltGraph:
-    """The graph of a stored plan; raises what `plan_of` does."""
+    """The graph of a stored plan; errors are those of `plan_of`."""
     try:
         built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
         if built.workspace != stored.workspace:
@@ -121,7 +121,7 @@ def _compile(operation: GraphDefinition, key: PlanKey) -> Plan:
 
 
 def _with_candidates(plan: Plan, operation: GraphDefinition, handle: Handle) -> Plan:
-    """cuDNN's first choice with its other proposals; the first launch selects the fastest."""
+    """cuDNN's first choice with its other proposals, among which the first launch selects."""
     if reason := autotune.not_tunable(plan.key):
         autotune.note(plan.key, [AutotuneCandidate(plan.engine, plan.knobs)], reason=reason)
         return plan
@@ -131,7 +131,6 @@ def _with_candidates(plan: Plan, operation: GraphDefinition, handle: Handle) -> 
 
 
 def _handle_for(key: PlanKey) -> Handle:
-    """This thread's handle for the current device, made if need be."""
     assert key.device is not None
     _refuse_while_capturing(key)
     return handles.build_handle(key.device)

@@ -80,12 +80,7 @@ class Table(Protocol):
 
 
 class _Build(NamedTuple):
-    """A build that has not finished.
-
-    Attributes:
-        thread: The thread that builds.
-        finished: Set when it has finished, or failed.
-    """
+    """A running build, and the thread that builds; `finished` is also set if it fails."""
 
     thread: int
     finished: threading.Event
@@ -139,19 +134,19 @@ class PlanCache:
 
     @property
     def builds_are_forbidden(self) -> bool:
-        """Whether `no_plan_builds` is in force."""
         return self._forbidden > 0
 
     def get(self, key: PlanKey, build: Callable[[PlanKey], Plan], *, to_use: bool = True) -> Plan:
         """The plan of `key`. If it is missing, one thread loads it or calls `build`, and other threads wait.
 
-        A call in the same thread, from a signal handler or a finalizer, builds it too: it cannot wait for itself.
+        A nested call in the building thread, from a signal handler or a finalizer, builds the plan too, since it cannot
+        wait for itself.
 
-        The caller that uses the plan sets its `last_used` to `next_use()`. The use for which it was built is no hit;
-        pass `to_use=False` if there will be none.
+        The caller sets the plan's `last_used` to `next_use()` when it launches. The use for which a plan was built is
+        no hit; pass `to_use=False` if there will be none.
 
         Raises:
-            PlanBuildError: It is missing, and `no_plan_builds` is in force.
+            PlanBuildError: The plan is missing, and `no_plan_builds` is in force.
         """
         while True:
             with self._lock:
@@ -191,7 +186,7 @@ class PlanCache:
             time.sleep(_END_SECONDS)  # for running launches
 
     def _leave_if_ending(self) -> None:
-        """Ends this thread at a safe point, before interpreter shutdown does."""
+        """Ends this thread at a safe point, before interpreter shutdown aborts the process."""
         if self._is_ending and threading.current_thread() is not threading.main_thread():
             raise SystemExit("the interpreter is shutting down, and plans can no longer be launched")
 
@@ -259,7 +254,7 @@ class PlanCache:
             table._drop(plan)
 
     def info(self) -> PlanCacheInfo:
-        """The counters."""
+        """The counters of the cache."""
         with self._lock:
             uses = next_use() - self._uses_not_counted
             self._uses_not_counted += 1
@@ -278,7 +273,7 @@ class PlanCache:
     def clear(self) -> None:
         """Drops all plans and resets the counters.
 
-        A plan launched in a CUDA graph stays alive so that the graph can be replayed; the cache only drops its
+        A plan launched in a CUDA graph stays alive so that the graph can be replayed; the cache drops only its own
         reference.
         """
         with self._lock:
@@ -326,7 +321,7 @@ class PlanCache:
                 keys.append(plan.key)
 
     def plans(self) -> list[Plan]:
-        """The plans held now, least recently used first."""
+        """Held plans, least recently used first."""
         with self._lock:
             return sorted(self._plans.values(), key=lambda plan: plan.last_used)
 

@@ -54,7 +54,6 @@ _overrides = Overrides(lambda: (Setting.store, Setting.is_resolved), _put)
 
 
 def active() -> PlanStore | None:
-    """The plan store in use."""
     if not Setting.is_resolved:
         with _setting_lock:
             if not Setting.is_resolved:
@@ -92,7 +91,6 @@ def _from_environment() -> PlanStore | None:
 
 
 def _default_folder() -> Path:
-    """The folder "plans" in the user's cache folder."""
     return in_users_cache("plans")
 
 
@@ -135,16 +133,11 @@ def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int 
 
 
 def is_off(path: str | os.PathLike[str]) -> bool:
-    """Whether the value is "off", in upper or lower case."""
     return isinstance(path, str) and path.strip().lower() == OFF
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
-    """The folder as an absolute path, independent of later changes of the working directory.
-
-    Raises:
-        UnsafeFolderError: It names the home of an unknown user.
-    """
+    """The folder as an absolute path, independent of later changes of the working directory."""
     try:
         return Path(path).expanduser().absolute()
     except RuntimeError as error:
@@ -155,7 +148,7 @@ def open_store(path: str | os.PathLike[str] | None, argument: str, capacity: int
     """Opens a folder that the caller named as `argument`; None is the one in the user's cache folder.
 
     Raises:
-        OptionError: It cannot be used or is open to others.
+        OptionError: The folder cannot be used or is open to others.
     """
     is_path = isinstance(path, (str, os.PathLike)) and os.fspath(path) and "\0" not in os.fspath(path)
     if not (path is None or is_path):

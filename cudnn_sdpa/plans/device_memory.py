@@ -57,7 +57,7 @@ _ALIGNMENT = 256
 
 
 class _Arena:
-    """Memory of one device. Allocations are not reused; a chunk is freed when all its allocations are."""
+    """Memory of one device. Allocations are not reused; a chunk is freed with the last of its allocations."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -74,7 +74,7 @@ class _Arena:
         return memory
 
     def _fetch(self, size: int) -> Tensor:
-        """Allocates in a thread without a private pool."""
+        """Allocates in another thread, which has no private pool."""
         results: list[Tensor | BaseException] = []
 
         def work() -> None:
@@ -100,9 +100,9 @@ _arenas_lock = threading.Lock()
 
 
 def take_memory(device: int, size: int) -> Tensor:
-    """Bytes on a device, (size rounded up,) uint8, aligned to 256 bytes.
+    """Memory on a device as uint8, aligned to 256 bytes, its size rounded up.
 
-    They were allocated on another stream, so the caller calls `record_stream`.
+    The memory was allocated on another stream, so the caller calls `record_stream`.
     """
     with _arenas_lock:
         return _arenas.setdefault(device, _Arena(device)).take(size)
@@ -122,10 +122,6 @@ class DeviceTables:
 
     Another stream waits for the kernels that write them, and their memory is not reused before that stream has
     finished reading.
-
-    Attributes:
-        addresses: Addresses of the tensors, by name.
-        size: Their size in bytes.
     """
 
     __slots__ = ("_captured", "_memory", "_streams", "_written", "addresses", "size")
@@ -162,7 +158,7 @@ class DeviceTables:
             self._written.record()
 
     def prepare(self, stream: int) -> None:
-        """Makes them safe to read for launches on `stream`, the current one."""
+        """Makes the tensors safe to read for launches on `stream`, the current one."""
         if stream and not self._captured and torch._C._cuda_isCurrentStreamCapturing():
             with relaxed_capture():
                 self._written.synchronize()
@@ -196,9 +192,9 @@ def constants_of(key: PlanKey) -> dict[str, Tensor]:
 def _constant(device: int, layout: TensorLayout, value: int) -> Tensor:
     """A filled tensor that lives as long as the process: launches of an evicted plan may still be pending.
 
-    There is one per layout and value, mostly of 512 bytes on the GPU.
+    Each layout and value has one tensor, mostly of 512 bytes on the GPU.
     """
-    with _constants_lock:  # otherwise two threads could make two, and one would be freed with its plan
+    with _constants_lock:  # or two threads make two tensors, and one is freed with its plan
         tensor = _constants.get((device, layout, value))
         if tensor is None:
             size = math.prod(layout.shape) * layout.dtype.itemsize

@@ -37,12 +37,7 @@ class StoredPlan:
     """A compiled plan and its description.
 
     Attributes:
-        identity: The identity of its key; see `PlanKey.identity`.
-        engine: cuDNN's engine.
-        knobs: The engine's settings.
         workspace: Size in bytes of the workspace that each launch needs.
-        build_seconds: Time that planning and compiling took.
-        data: The plan in cuDNN's own format.
         tuned: Whether `autotune` chose it by measured time; missing in files of older versions.
     """
 
@@ -55,7 +50,6 @@ class StoredPlan:
     tuned: bool = False
 
     def encode(self) -> bytes:
-        """The contents of a file."""
         description = {
             "key": self.identity,
             "engine": self.engine,
@@ -73,7 +67,7 @@ class StoredPlan:
         """The plan in a file's contents.
 
         Raises:
-            BadPlanFileError: They are not a plan, or damaged.
+            BadPlanFileError: The contents are not a plan, or damaged.
         """
         if not contents.startswith(_MAGIC):
             raise BadPlanFileError("it is not a plan in this version's format")
@@ -105,7 +99,7 @@ def canonical(description: object) -> bytes:
 
 
 def name_of(identity: dict[str, object]) -> str:
-    """The name of the file of the plan with this identity."""
+    """File name of the plan with this identity."""
     return hashlib.sha256(canonical({"format": FORMAT, "key": identity})).hexdigest() + ".plan"
 
 
@@ -117,8 +111,8 @@ def read(name: str, folder: int) -> bytes | None:
     """The contents of a file in an open folder; None if it is missing.
 
     Raises:
-        BadPlanFileError: Another user could have written it, it is not a regular file, or it is far too large.
-        OSError: It cannot be read.
+        BadPlanFileError: Another user could have written the file, it is not a regular one, or it is far too large.
+        OSError: The file cannot be read.
     """
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
@@ -136,10 +130,10 @@ def read(name: str, folder: int) -> bytes | None:
 
 
 def write(name: str, folder: int, contents: bytes) -> None:
-    """Writes a file of an open folder, complete or not at all, for those who may read the folder.
+    """Writes a file of an open folder, complete or not at all, readable for all who may read the folder.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     temporary = TEMPORARY + secrets.token_hex(8)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -158,6 +152,6 @@ def write(name: str, folder: int, contents: bytes) -> None:
 
 
 def touch(name: str, folder: int) -> None:
-    """Sets a file's time by the clock that it is compared with; the file system's own is some ms behind."""
+    """Sets a file's time by the clock that it is compared with; the file system's own is some milliseconds behind."""
     now = time.time_ns()
     os.utime(name, ns=(now, now), dir_fd=folder)

@@ -1,6 +1,6 @@
-"""Plans of the library's own kernels: a key decides which kernels run, in how many blocks, and what they are given.
+"""Plans of the library's own kernels: a key determines the kernels, their grids and their arguments.
 
-Everything else that holds of plans holds of these: they are cached, recorded, explained, and calls are bound to them.
+Such plans are cached, recorded, explained and bound to calls like those of cuDNN.
 """
 
 from __future__ import annotations
@@ -26,14 +26,12 @@ from cudnn_sdpa.plans.nvrtc import Kernel
 from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream
 from cudnn_sdpa.plans.store import PlanStore
 
-#: What `explain` shows as the engine of such plans.
+#: The engine's name in `explain`.
 ENGINE = "own kernels"
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A kernel and its grid."""
-
     kernel: Kernel
     blocks: int
     threads: int
@@ -41,25 +39,24 @@ class KernelCall:
 
 @dataclass(frozen=True)
 class KernelProgram:
-    """What a launch of a plan runs: kernels one after the other, all with the same argument.
+    """Kernels that a launch runs one after another, all with the same argument.
 
     Attributes:
-        calls: The kernels.
-        fields: The argument, a structure of 64-bit values, without addresses and numbers.
-        places: Where the address of each operand, output and scratch tensor goes, or the bits of a number.
+        fields: The argument, a structure of 64-bit values, before addresses and scalars are filled in.
+        slots: Index in `fields` of the address of each operand, output and scratch tensor, or of a scalar's bits.
         scratch: Shapes of float32 tensors that only this launch uses, by name.
-        knobs: What was chosen, for `explain`.
+        knobs: Choices of the program, shown by `explain`.
     """
 
     calls: Sequence[KernelCall]
     fields: Sequence[int]
-    places: Mapping[str, int]
+    slots: Mapping[str, int]
     scratch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     knobs: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def workspace(self) -> int:
-        """Bytes of all scratch tensors."""
+        """Size in bytes of all scratch tensors."""
         return sum(4 * math.prod(shape) for shape in self.scratch.values())
 
 
@@ -67,8 +64,8 @@ class KernelOp(GraphDefinition):
     """An operation that the library's own kernels compute.
 
     Args:
-        program: Gives what a key's plan launches; must depend on nothing else.
-        folder: Where the sources are, whose change makes other plans.
+        program: Makes the program of a key; must depend on nothing else.
+        folder: Folder of the sources, which are part of the digest.
     """
 
     def __init__(self, program: Callable[[PlanKey], KernelProgram], folder: Path) -> None:
@@ -80,7 +77,7 @@ class KernelOp(GraphDefinition):
 
     @functools.cached_property
     def digest(self) -> str:
-        """A digest that changes with the sources and the package's version."""
+        """A digest of the sources and the package's version."""
         digest = hashlib.sha256(__version__.encode())
         for source in sorted(self._folder.iterdir()):
             if source.suffix in (".cu", ".cuh", ".py"):
@@ -88,7 +85,6 @@ class KernelOp(GraphDefinition):
         return digest.hexdigest()
 
     def compile(self, key: PlanKey, g: GraphBuilder) -> BuiltGraph:
-        """There is no graph."""
         raise AssertionError("cuDNN compiles no kernels of the library's own")
 
     def plan(self, key: PlanKey) -> Plan:
@@ -101,13 +97,12 @@ class KernelOp(GraphDefinition):
     def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
         """Compiles the kernels of a plan for the GPU of its key, which need not be present, into a store.
 
-        Returns whether any was compiled.
+        Returns whether any kernel was missing there.
         """
         compiled = [call.kernel.compile_into(store, key.target.sm) for call in self.program(key).calls]
         return any(compiled)
 
     def is_in(self, store: PlanStore, key: PlanKey) -> bool:
-        """Whether a store has the kernels of a plan."""
         return all(store.has(call.kernel.identity(key.target.sm)) for call in self.program(key).calls)
 
 
@@ -126,12 +121,11 @@ class KernelPlan(Plan):
             self._kernels = [(call.kernel.on(key.device), call.blocks, call.threads) for call in program.calls]
         self._fields = array("q", program.fields)
         operands = (*key.inputs, *key.outputs)
-        self._slots = [(program.places[x.name], slot, x.role is Role.SCALAR) for slot, x in enumerate(operands)]
-        self._scratch = [(program.places[name], shape) for name, shape in program.scratch.items()]
+        self._slots = [(program.slots[x.name], slot, x.role is Role.SCALAR) for slot, x in enumerate(operands)]
+        self._scratch = [(program.slots[name], shape) for name, shape in program.scratch.items()]
 
     def launch(self, pointers: Sequence[int]) -> None:
-        """See `Plan.launch`."""
-        fields, scratch = self._fields[:], []  # of this call alone: many threads call at once
+        fields, scratch = self._fields[:], []  # local to this call: many threads launch a plan at once
         for place, slot, is_number in self._slots:
             address = int(pointers[slot])
             fields[place] = ctypes.c_uint32.from_address(address).value if is_number else address

@@ -48,7 +48,7 @@ class PlanManifest:
 
     @classmethod
     def load(cls, path: str | Path) -> PlanManifest:
-        """Reads a manifest; plans that it has several times are merged.
+        """Reads a manifest; repeated plans are merged.
 
         Raises:
             OptionError: The file cannot be read, or does not follow the schema; the message says where.
@@ -82,11 +82,11 @@ class PlanManifest:
 
 
 def _violation(data: object, plans: Sequence[tuple[int, object]]) -> tuple[str, str] | None:
-    """Where a manifest does not follow the schema, and why; None if it does.
+    """The path of the first violation of the schema, and the error; None if the manifest follows it.
 
     Args:
         data: The manifest.
-        plans: Its distinct plans, each with its place.
+        plans: Its distinct plans, each with its index.
     """
     from jsonschema import Draft202012Validator  # takes 50 ms
     from jsonschema.exceptions import best_match
@@ -95,11 +95,11 @@ def _violation(data: object, plans: Sequence[tuple[int, object]]) -> tuple[str, 
     of_plan = {"$ref": "#/$defs/plan", "$defs": schema["$defs"]}
     head = {**data, "plans": []} if isinstance(data, dict) and isinstance(data.get("plans"), list) else data
     parts = [("$", head, schema), *((f"$.plans[{number}]", plan, of_plan) for number, plan in plans)]
-    for place, part, rules in parts:
+    for path, part, rules in parts:
         if not _surely_follows(part, rules, schema["$defs"]):
             error = best_match(Draft202012Validator(rules).iter_errors(part))
             if error is not None:
-                return place + error.json_path[1:], error.message
+                return path + error.json_path[1:], error.message
     return None
 
 
@@ -114,7 +114,7 @@ _TYPES: dict[type, frozenset[str]] = {
     float: frozenset(("number",)),
 }
 
-#: Deepest values that `_surely_follows` looks at.
+#: Maximum depth of values for `_surely_follows`.
 _MAX_DEPTH = 16
 
 _Follows = Callable[[object, JsonObject], bool]
@@ -125,7 +125,7 @@ def _has_others(rule: Any, value: JsonObject, rules: JsonObject, follows: _Follo
     return not others if rule is False else all(follows(part, rule) for part in others)
 
 
-#: Whether a value follows a keyword of a schema, given the keyword's rule, the value and all rules of the schema.
+#: Checks of a value against a keyword of a schema, given the keyword's rule, the value and all rules of the schema.
 _KEYWORDS: dict[str, Callable[[Any, Any, JsonObject, _Follows], bool]] = {
     "type": lambda rule, x, *_: not _TYPES[type(x)].isdisjoint([rule] if isinstance(rule, str) else rule),
     "required": lambda rule, x, *_: bool(set(rule) <= x.keys()),
@@ -145,9 +145,9 @@ _KEYWORDS: dict[str, Callable[[Any, Any, JsonObject, _Follows], bool]] = {
 
 
 def _surely_follows(value: object, rules: JsonObject, defs: JsonObject, depth: int = 0) -> bool:
-    """Whether a value follows a schema of the keywords that the manifest's has.
+    """Checks a value against a schema, for the keywords that the manifest's schema has.
 
-    It takes a tenth of the time of `jsonschema`, which decides, and says why, where this is False.
+    This takes a tenth of the time of `jsonschema`, which has the last word, and explains it, where this is False.
     """
     rules = defs[rules["$ref"].rpartition("/")[2]] if "$ref" in rules else rules
 

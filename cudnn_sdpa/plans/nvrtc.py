@@ -42,14 +42,11 @@ class _NotAKernelError(ExecutionError):
 
 @dataclass(frozen=True)
 class _Identity:
-    """The identity of a compiled kernel in the plan store."""
-
     name: str
     digest: str
     sm: int
 
     def identity(self) -> dict[str, object]:
-        """See `PlanKey.identity`."""
         version = {"package": __version__, "cuda": torch.version.cuda}
         return {"kernel": self.name, "source": self.digest, "sm": self.sm, **version}
 
@@ -71,11 +68,11 @@ class LoadedKernel:
         self._function = function
         self._device = device
         self._launch = _driver().cuLaunchKernel
-        #: Addresses of `cuLaunchKernel` and of the kernel, and the bytes of shared memory of a block, for native code.
+        #: For native code: addresses of `cuLaunchKernel` and of the kernel, bytes of shared memory of a block.
         self.native = ctypes.cast(self._launch, ctypes.c_void_p).value or 0, function, shared
 
     def launch(self, blocks: int, threads: int, fields: array[int], stream: int) -> None:
-        """Launches it on `stream` of its device, which must be the current device.
+        """Launches the kernel on `stream` of its device, which must be the current device.
 
         Args:
             blocks: Blocks in the grid.
@@ -101,7 +98,7 @@ class LoadedKernel:
 #: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8
 
-#: Dynamic shared memory, in bytes, that a kernel may have without asking for it.
+#: Dynamic shared memory, in bytes, beyond which a kernel needs `cuFuncSetAttribute`.
 _SHARED_UNASKED = 48 << 10
 
 
@@ -115,7 +112,7 @@ class Kernel:
     Args:
         path: The file. With macros, it may include the headers (.cuh) of its folder, and those of `HEADERS`.
         name: The kernel's name, declared `extern "C"`.
-        defines: Macros that it is compiled with.
+        defines: Macros for the compilation.
         shared: Bytes of dynamic shared memory of a block.
     """
 
@@ -144,7 +141,7 @@ class Kernel:
         return kernel
 
     def identity(self, sm: int) -> _Identity:
-        """What it is called in the plan store, compiled for compute capability `sm`."""
+        """The kernel's identity in the plan store, compiled for compute capability `sm`."""
         digest = hashlib.sha256(self.path.read_bytes())
         if self.defines:  # others include nothing
             for header in sorted({*self.path.parent.glob("*.cuh"), *HEADERS.glob("*.cuh")}):
@@ -169,9 +166,9 @@ class Kernel:
         return self._in_memory(cubin, device)
 
     def compile_into(self, store: PlanStore, sm: int) -> bool:
-        """Compiles it for GPUs of compute capability `sm` and saves it in a store, unless that has it; needs no GPU.
+        """Compiles the kernel for GPUs of compute capability `sm` into a store that lacks it; needs no GPU.
 
-        Returns whether it was compiled.
+        Returns whether it was missing.
         """
         key = self.identity(sm)
         if store.load(key) is not None:
@@ -202,7 +199,7 @@ class Kernel:
         return self.compile_verbosely(sm)[0]
 
     def compile_verbosely(self, sm: int, *more: str) -> tuple[bytes, str]:
-        """The same, with further options of NVRTC; gives its messages, too."""
+        """Compiles with further options of NVRTC; returns the code and NVRTC's messages."""
         nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
         source, file = self.path.read_bytes(), self.path.name.encode()
         given = [f"--gpu-architecture=sm_{sm}", *more]

@@ -49,16 +49,14 @@ class Plan:
     of threads and streams can launch one plan at once.
 
     Attributes:
-        key: Its key.
-        engine: Name of cuDNN's engine.
-        knobs: The engine's settings.
+        engine: Name of cuDNN's engine, whose settings are `knobs`.
         workspace: Size in bytes of the workspace that each launch needs.
         build_seconds: Time for planning and compiling, or for loading.
         loaded: Whether it came from the plan store.
         last_used: Number of its last use; set by the cache.
         added_at: Use number when the cache added it, before its first use.
         held: Whether it is in the plan cache; set by the cache.
-        captured: Whether a CUDA graph contains a launch of it; see `captured_plans`.
+        captured: Whether a CUDA graph contains a launch; see `captured_plans`.
         tuned: Whether it was chosen by measured time; see `autotune`.
         constants: Device tensors for operands whose values the key fixes, by name.
     """
@@ -144,7 +142,6 @@ class Plan:
         return slot
 
     def refuse(self, error: RuntimeError) -> NoReturn:
-        """Raises the error of a launch that cuDNN has refused."""
         raise backend.execution_error(error, str(self.key)) from error
 
     def _keep_for_graphs(self) -> None:
@@ -157,7 +154,6 @@ class Plan:
 
 
 def stored_form(plan: Plan) -> StoredPlan:
-    """The stored form of a built plan."""
     return StoredPlan(
         identity=plan.key.identity(),
         engine=plan.engine,

@@ -32,7 +32,7 @@ class OpenFolderError(UnsafeFolderError):
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Whether only this user and root can have written it."""
+    """Whether only this user and root can have written a file."""
     return (
         not _acts_for_another()
         and status.st_uid in (os.geteuid(), 0)
@@ -51,7 +51,7 @@ def open_private(folder: Path, *, make: bool = True) -> int:
         A descriptor, which reaches its files even if its path changes.
 
     Raises:
-        UnsafeFolderError: It is open to others, is not a folder, or cannot be used.
+        UnsafeFolderError: The path is open to others, is not a folder, or cannot be used.
     """
     try:
         real = _walk(folder, make)
@@ -77,7 +77,7 @@ def check_above(folder: Path) -> None:
 
     Raises:
         UnsafeFolderError: Others can replace it.
-        OSError: It cannot be inspected.
+        OSError: The folder cannot be inspected.
     """
     with contextlib.suppress(FileNotFoundError):
         _walk(folder, make=False)
@@ -172,7 +172,7 @@ def _overflow_uid() -> int | None:
 
 
 def _acts_for_another() -> bool:
-    """Whether this process has another user's rights than who started it, as a set-uid program has."""
+    """Whether this process has the rights of another user than its caller's, as a set-uid program has."""
     return os.getuid() != os.geteuid()
 
 

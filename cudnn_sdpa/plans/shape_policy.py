@@ -41,13 +41,10 @@ class ShapePolicyUse(Override[str]):
 
 
 class Setting:
-    """The policy of this process."""
-
     policy = ""
 
 
 def active() -> str:
-    """The policy in force."""
     policy = Setting.policy
     if not policy:
         named = of_environment()
@@ -60,7 +57,7 @@ def of_environment() -> str:
     """The policy that the environment names.
 
     Raises:
-        OptionError: It names none that exists.
+        OptionError: The environment names an unknown policy.
     """
     name = os.environ.get(VARIABLE) or DEFAULT
     if name not in POLICIES:
@@ -122,7 +119,7 @@ def _set(policy: str) -> None:
 
 
 def _value() -> str:
-    """The policy in force; empty as long as the environment names none that exists, which the next call raises."""
+    """The policy in force; empty while the environment names an unknown one, which the next call raises."""
     try:
         return active()
     except OptionError:

@@ -33,7 +33,7 @@ DEFAULT_BYTES = 1 << 30
 #: The fraction of its capacity that a full store keeps, so that not every later save has to evict.
 _KEPT_FRACTION = 0.9
 
-#: The fraction of its capacity that a process writes before it looks again at what others have written.
+#: The fraction of its capacity that a process writes before it rescans the folder, to which others write too.
 _UNSEEN_FRACTION = 1 / 16
 
 #: Age at which a file that is being written belongs to a killed process.
@@ -72,10 +72,10 @@ class PlanStoreInfo:
 
 
 class Identified(Hashable, Protocol):
-    """The key of a plan, or of anything else that is compiled for a GPU."""
+    """The key of a plan, or of other code that is compiled for a GPU."""
 
     def identity(self) -> dict[str, object]:
-        """Everything that it depends on, JSON-ready."""
+        """All inputs of the compilation, JSON-ready."""
         ...
 
 
@@ -94,7 +94,7 @@ class PlanStore:
             log_level: Level of failures to save or read plans. Unsafe or damaged files are always a warning.
 
         Raises:
-            UnsafeFolderError: It cannot be created, is not a folder, or is open to others.
+            UnsafeFolderError: The folder cannot be created, is not a folder, or is open to others.
         """
         self.folder = folder.absolute()
         self.capacity = capacity
@@ -111,7 +111,7 @@ class PlanStore:
         """Opens the folder, which may have been removed, or made writable by others, since its last use.
 
         Raises:
-            UnsafeFolderError: It cannot be used.
+            UnsafeFolderError: The folder cannot be used.
         """
         descriptor = private_folders.open_private(self.folder, make=make)
         try:
@@ -166,6 +166,7 @@ class PlanStore:
                     file_format.write(name, folder, contents)
                 except OSError as error:
                     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+                    # A full disk: plans of the store make room, with some to spare for the file system.
                     if not is_full or not self._evict(folder, 2 * len(contents), name):
                         raise
                     file_format.write(name, folder, contents)
@@ -185,13 +186,13 @@ class PlanStore:
     def ignore(self, key: Identified, why: str) -> None:
         """Counts and logs an intact plan of `key` that cuDNN rejects; the file stays until a new plan replaces it.
 
-        If the cause is the GPU or its memory, other processes can still use it.
+        The cause may be this GPU or its memory, and other processes may still load the plan.
         """
         _log.warning("ignoring the stored plan %s: %s; it will be built again", self.path(key), why)
         self._count("rejected")
 
     def info(self) -> PlanStoreInfo:
-        """The counters."""
+        """The counters of the store."""
         sizes: list[int] = []
         with contextlib.suppress(OSError, UnsafeFolderError), self._opened() as folder:
             sizes = [file.size for file in _listed(folder) if file.is_plan]
@@ -210,8 +211,8 @@ class PlanStore:
     def _make_room(self, folder: int, added: int, name: str) -> None:
         """Keeps the folder within its capacity when a file of this size and name is added.
 
-        Scanning thousands of files takes longer than building a plan, so that a process does it seldom. What others
-        write meanwhile may exceed the capacity by a fraction for each of them.
+        Scanning thousands of files takes longer than building a plan, so scans are rare. Meanwhile other processes
+        write, and each may exceed the capacity by a fraction.
         """
         if added > self._room:
             _sweep(folder)
@@ -244,7 +245,6 @@ class PlanStore:
             self._counters[counter] += 1
 
     def _warn(self, text: str, error: Exception) -> None:
-        """Logs the first error of each kind."""
         if text not in self._warned:
             self._warned.add(text)
             _log.log(self._log_level, text, self.folder, error)
@@ -263,23 +263,21 @@ class _File:
 
     @property
     def is_plan(self) -> bool:
-        """Whether it is complete."""
         return _is_plan_name(self.name)
 
 
 @functools.lru_cache(maxsize=4096)
 def _name_of(key: Identified) -> str:
-    """The name of the plan's file; a first call asks for the same one several times."""
+    """File name of a plan, cached: a first call asks for it several times."""
     return file_format.name_of(key.identity())
 
 
 def _is_plan_name(name: str) -> bool:
-    """Whether `file_format.name_of` makes such names; a file with another one is somebody else's."""
+    """Whether `file_format.name_of` makes such names; any other file is foreign."""
     return re.fullmatch(r"[0-9a-f]{64}\.plan", name) is not None
 
 
 def _listed(folder: int) -> list[_File]:
-    """All plan files, including those being written."""
     files = []
     with os.scandir(folder) as entries:
         for entry in entries:
@@ -291,7 +289,7 @@ def _listed(folder: int) -> list[_File]:
 
 
 def _sweep(folder: int) -> None:
-    """Removes files that killed processes have left half-written."""
+    """Removes files of killed processes."""
     for file in _listed(folder):
         if not file.is_plan and abs(time.time() - file.used) > _ABANDONED_SECONDS:
             with contextlib.suppress(OSError):

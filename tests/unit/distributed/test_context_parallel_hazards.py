@@ -15,7 +15,7 @@ import torch.distributed as dist
 from processes import Ranks
 
 from cudnn_sdpa.distributed import agreement, parallel_attention
-from cudnn_sdpa.distributed.groups import Place
+from cudnn_sdpa.distributed.groups import GroupRank
 from cudnn_sdpa.distributed.local_attention import Options
 
 METHODS = ("all_gather", "ulysses", "ring")
@@ -139,14 +139,14 @@ class Group:
 
 def places(store, ranks=2):
     """Several ranks in this process."""
-    return [Place(Group(f"{rank} of {ranks} in this process", store), rank, ranks) for rank in range(ranks)]
+    return [GroupRank(Group(f"{rank} of {ranks} in this process", store), rank, ranks) for rank in range(ranks)]
 
 
 def test_ranks_on_other_kinds_of_devices_differ():
     """A group may serve both: the one would wait for the other's messages."""
-    place = Place(None, 0, 2)
+    group_rank = GroupRank(None, 0, 2)
     options = Options(
-        place, is_causal=True, window=(-1, -1), scale=None, softcap=None, dropout_p=0.0, deterministic=False
+        group_rank, is_causal=True, window=(-1, -1), scale=None, softcap=None, dropout_p=0.0, deterministic=False
     )
     summaries = [
         parallel_attention._summary("ring", options, (x, x, x), sinks=None, packing=None)
@@ -159,8 +159,8 @@ def refused():
     raise ValueError("not here")
 
 
-def one_after_the_other(place, summaries):
-    return [outcome(place, summarize) for summarize in summaries]
+def one_after_the_other(group_rank, summaries):
+    return [outcome(group_rank, summarize) for summarize in summaries]
 
 
 def at_once(ranks, summaries):
@@ -173,10 +173,10 @@ def test_only_the_first_call_of_a_kind_is_compared():
     """Later ones wait for nobody, and the store is as empty as before."""
     store = dist.HashStore()
     ranks = places(store)
-    kinds = [lambda: ("one", 1), lambda: ("other", 2)]
-    assert at_once(ranks, kinds) == [[1, 2]] * 2
-    for place in ranks:
-        assert one_after_the_other(place, kinds * 2) == [1, 2] * 2
+    signatures = [lambda: ("one", 1), lambda: ("other", 2)]
+    assert at_once(ranks, signatures) == [[1, 2]] * 2
+    for group_rank in ranks:
+        assert one_after_the_other(group_rank, signatures * 2) == [1, 2] * 2
     assert at_once(ranks, [refused, lambda: ("third", 3)]) == [["ValueError: not here", 3]] * 2
     assert store.num_keys() == 0
 
@@ -189,11 +189,11 @@ def test_a_group_that_is_made_again_finds_no_old_records():
 
 
 def test_ranks_forget_the_same_kinds(monkeypatch):
-    monkeypatch.setattr(agreement, "MAX_KINDS", 2)
+    monkeypatch.setattr(agreement, "MAX_SIGNATURES", 2)
     ranks = places(dist.HashStore())
     at_once(ranks, [lambda number=number: (str(number), number) for number in (1, 2, 1, 3, 1, 3)])
-    for place in ranks:
-        assert agreement._agreements[place.group].kinds == {"f; 3", "f; 1"}
+    for group_rank in ranks:
+        assert agreement._agreements[group_rank.group].signatures == {"f; 3", "f; 1"}
 
 
 def test_while_a_graph_is_captured_nothing_is_compared(monkeypatch):
@@ -214,7 +214,7 @@ def test_a_rank_that_reads_late_finds_what_the_other_published(first_call, monke
     may_read, records = threading.Event(), agreement._Rendezvous.records
 
     def late(rendezvous, function):
-        if rendezvous.place.rank == 1:
+        if rendezvous.group_rank.rank == 1:
             assert may_read.wait(20)
         return records(rendezvous, function)
 
@@ -236,10 +236,10 @@ def test_a_rank_that_reads_late_finds_what_the_other_published(first_call, monke
     assert store.num_keys() == 0
 
 
-def outcome(place, summarize):
+def outcome(group_rank, summarize):
     """What a call gives, or its error."""
     try:
-        return agreement.in_agreement(place, "f", summarize)
+        return agreement.in_agreement(group_rank, "f", summarize)
     except (ValueError, KeyboardInterrupt) as error:
         return f"{type(error).__name__}: {error}"
 
@@ -249,9 +249,9 @@ def outcomes(arrivals, calls, timeout=20.0):
     store = dist.HashStore()
     store.set_timeout(timedelta(seconds=timeout))
 
-    def of_rank(place, seconds, summarize):
+    def of_rank(group_rank, seconds, summarize):
         time.sleep(seconds)
-        return outcome(place, summarize)
+        return outcome(group_rank, summarize)
 
     with ThreadPoolExecutor(len(arrivals)) as threads:
         return list(threads.map(of_rank, places(store, len(arrivals)), arrivals, calls))
