@@ -1,16 +1,18 @@
 """cuDNN attention and the fused operations around it as plain PyTorch functions; every plan is cached.
 
-Importing this package starts no CUDA and loads no cuDNN; the first call on a GPU does.
+Importing this package registers its operators with PyTorch, starts no CUDA and loads no cuDNN: the first call on a GPU
+does. A public name is imported on the first access to it.
 """
+
+import importlib as _importlib
+import typing as _typing
 
 from cudnn_sdpa import _start
 from cudnn_sdpa._version import __version__
 
-if _start.is_command_line():  # the command line prints its help without PyTorch and imports what a command needs
-    _start.import_lazily(__name__)
-else:
-    import cudnn_sdpa._pytorch  # noqa: F401 - first, since nothing works without it
-    from cudnn_sdpa import kernels as kernels  # as `nn` is, for `cudnn_sdpa.kernels.attention`
+if _typing.TYPE_CHECKING:
+    from cudnn_sdpa import kernels as kernels
+    from cudnn_sdpa import nn as nn
     from cudnn_sdpa.attention.backward_arguments import SdpaGradients
     from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
     from cudnn_sdpa.attention.dense.sdpa import sdpa
@@ -130,3 +132,69 @@ __all__ = [
     "use_plan_store",
     "warmup",
 ]
+
+#: The public names, by the module that has them.
+_NAMES = {
+    "attention.backward_arguments": "SdpaGradients",
+    "attention.dense.drop_in": "scaled_dot_product_attention",
+    "attention.dense.sdpa": "sdpa",
+    "attention.dense.sdpa_backward": "sdpa_backward",
+    "attention.fp8.arguments": "Fp8BackwardScales Fp8Gradients Fp8Output Fp8Scales",
+    "attention.fp8.fp8_attention": "fp8_attention",
+    "attention.fp8.scaling": "Fp8Scaling",
+    "attention.fp8.sdpa_fp8": "sdpa_fp8 sdpa_fp8_backward",
+    "attention.merge_states": "merge_states",
+    "attention.paged.kv_cache": "PagedKVCache",
+    "attention.paged.page_pool": "CacheUse",
+    "attention.paged.sdpa_paged": "sdpa_paged",
+    "attention.paged.step": "PagedStep",
+    "attention.varlen.sdpa_varlen": "sdpa_varlen",
+    "attention.varlen.sdpa_varlen_backward": "sdpa_varlen_backward",
+    "engine.cpu_target": "cpu_checks",
+    "engine.explain": "Explanation explain",
+    "engine.fallback": "fallback",
+    "errors": (
+        "ArgumentError CudnnSdpaError DeviceError DtypeError ExecutionError LayoutError LayoutWarning LibraryError"
+        " OfflineError OptionError OutOfPagesError PlanBuildError ShapeError UnsupportedError"
+    ),
+    "fused.activation": "gelu_mul relu_squared silu_mul",
+    "fused.conv": "conv1d conv2d conv3d",
+    "fused.graph_op": "GraphFunction graph_op",
+    "fused.norm": "layer_norm rms_norm",
+    "nn": "Fp8Attention",
+    "offline.warmup": "WarmupReport compile_plans warmup",
+    "planning.record": "record_plans",
+    "planning.support": "Support support",
+    "plans.autotune": "AutotuneCandidate AutotuneEntry AutotuneReport autotune",
+    "plans.cache": "PlanCache PlanCacheInfo no_plan_builds plan_cache",
+    "plans.default_store": "use_plan_store",
+    "plans.manifest": "PlanManifest",
+    "plans.shape_policy": "shape_policy",
+    "plans.store": "PlanStore PlanStoreInfo",
+}
+_MODULES = {name: f"cudnn_sdpa.{module}" for module, names in _NAMES.items() for name in names.split()}
+_PACKAGES = ("distributed", "errors", "integrations", "kernels", "nn")
+
+
+def _register() -> None:
+    """Imports PyTorch, and registers the operators: saved programs name them without another word of this package."""
+    import cudnn_sdpa._pytorch  # first, since nothing works without it
+    import cudnn_sdpa.engine.torch_ops  # noqa: F401
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES and name not in _PACKAGES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _register()
+    module = _importlib.import_module(_MODULES.get(name, f"cudnn_sdpa.{name}"))
+    found = module if name in _PACKAGES else getattr(module, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+if not _start.is_command_line():  # the command line prints its help without PyTorch
+    _register()

@@ -319,8 +319,8 @@ def gpu_on_the_cpu(
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that kernels are put in place of others, as is wanted
-            for name, cuda in engine_ops.implementations.items():
-                operators.impl(name, cuda, "CPU", allow_override=True)
+            for name in engine_ops.HOMES:
+                operators.impl(name, engine_ops.implementations(name).cuda, "CPU", allow_override=True)
         plan_cache.clear()
         try:
             yield

@@ -26,7 +26,6 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_sdpa.engine import autograd_checks, fallback, sharding
 from cudnn_sdpa.engine.autocast import could_cast, is_deterministic
@@ -51,7 +50,7 @@ from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, Entry, layout_sig
 from cudnn_sdpa.engine.launch import Layout, PlainCall, Prepared, check_one_device
 from cudnn_sdpa.engine.memory import MISALIGNED, without_memory
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
-from cudnn_sdpa.engine.torch_ops import define, library, new_seed
+from cudnn_sdpa.engine.torch_ops import Implementations, implement, new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.scalars import check_known
@@ -960,8 +959,26 @@ class Operation(Generic[CallT]):
         cuda, cpu, fake = map(self.forward_implementations, runs)
         for which, on_gpu in cuda.items():
             schema, returned = schemas[which]
-            define(self.operators[which], schema, returned, cuda=on_gpu, cpu=cpu[which], fake=fake[which])
-            register_flop_formula(self.operator(which), get_raw=True)(self._count_forward)
+            name = self.operators[which]
+            found = Implementations(cuda=on_gpu, cpu=cpu[which], fake=fake[which], flops=self._count_forward)
+            if self.backward is not None and which != "forward_out":
+                found = self._with_gradient(found, which)
+            implement(name, f"{name}({schema}) -> {returned}", found)
+
+    def _with_gradient(self, found: Implementations, which: str) -> Implementations:
+        """A forward operator's implementations with what autograd runs for it."""
+        if which == "forward" and self._flag:
+            return found._replace(backward=autograd_checks.no_log_sum_exp)
+
+        def save_inputs(ctx: Any, inputs: tuple[object, ...], output: Result) -> None:
+            self.save(ctx, self.call_of(inputs, is_complete=True), _as_tuple(output))
+
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+            needs = tuple(ctx.needs_input_grad[: self._gradients])
+            others = (None,) * (self._inputs - self._gradients)
+            return (*self.gradients(ctx, grads, needs), *others)
+
+        return found._replace(backward=backward, setup_context=save_inputs)
 
     def _operator_on_gpu(self, call: CallT) -> Result:
         """A forward call from PyTorch's dispatcher, which nothing may have checked."""
@@ -986,27 +1003,16 @@ class Operation(Generic[CallT]):
         return self.flops(self.call_of(inputs[given : given + self._inputs]))[1]
 
     def _register_gradients(self, backward_pass: BackwardPass[Any]) -> None:
-        def save_inputs(ctx: Any, inputs: tuple[object, ...], output: Result) -> None:
-            self.save(ctx, self.call_of(inputs, is_complete=True), _as_tuple(output))
-
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            needs = tuple(ctx.needs_input_grad[: self._gradients])
-            others = (None,) * (self._inputs - self._gradients)
-            return (*self.gradients(ctx, grads, needs), *others)
-
         hints = typing.get_type_hints(backward_pass.call)
         given = {name: _SCHEMA_TYPES[hints[name]] for name in backward_pass.tensors}
         inputs = ", ".join(f"{kind} {name}" for name, kind in (given | self._types).items())
         runs = self._gradients_on_gpu, backward_pass.reference, self._checked_fake_gradients
-        implementations = map(self.backward_implementation, runs)
-        define(self.operators["backward"], f"{inputs}, bool[] needs", "Tensor[]", *implementations)
-        register_flop_formula(self.operator("backward"), get_raw=True)(self._count_backward)
-        register = torch.library.register_autograd
-        names = {which: f"cudnn_sdpa::{name}" for which, name in self.operators.items()}
-        if self._flag:
-            register(names["forward"], autograd_checks.no_log_sum_exp, lib=library)
-        register(names["forward_all" if self._flag else "forward"], backward, setup_context=save_inputs, lib=library)
-        register(names["backward"], autograd_checks.no_gradient_of_gradient, lib=library)
+        cuda, cpu, fake = map(self.backward_implementation, runs)
+        name = self.operators["backward"]
+        schema = f"{name}({inputs}, bool[] needs) -> Tensor[]"
+        refuse = autograd_checks.no_gradient_of_gradient
+        found = Implementations(cuda=cuda, cpu=cpu, fake=fake, flops=self._count_backward, backward=refuse)
+        implement(name, schema, found)
 
 
 #: All operations, by name.

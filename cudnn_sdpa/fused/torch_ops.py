@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, TypeVar, cast
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_sdpa.engine.launch import Layout, readable_gradient
 from cudnn_sdpa.engine.sharding import Ways
-from cudnn_sdpa.engine.torch_ops import define, library
+from cudnn_sdpa.engine.torch_ops import SCHEMAS, Implementations, implement
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph.definition import find_operation
 
@@ -376,21 +375,21 @@ def _needs(tensors_need: Iterable[bool], kinds: str) -> tuple[bool, ...]:
     return tuple(kind == "t" and bool(next(needed)) for kind in kinds)
 
 
-define(
-    "graph_function",
-    "str name, str kinds, Tensor[] tensors, float[] numbers, SymInt[]? symbols, str options",
-    "Tensor[]",
-    cuda=decoded(run_gpu),
-    cpu=decoded(run_reference),
-    fake=decoded(fake_results),
-)
-
-
 def _count_flops(*inputs: Any, out_val: object = None, **_: object) -> int:
     del out_val
     function, values, static = _decode(*inputs)
     return 0 if function.flops is None else function.flops(*values, **static)
 
 
-register_flop_formula(torch.ops.cudnn_sdpa.graph_function, get_raw=True)(_count_flops)
-torch.library.register_autograd("cudnn_sdpa::graph_function", _backward, setup_context=_setup_context, lib=library)
+implement(
+    "graph_function",
+    *SCHEMAS[__name__],
+    Implementations(
+        cuda=decoded(run_gpu),
+        cpu=decoded(run_reference),
+        fake=decoded(fake_results),
+        flops=_count_flops,
+        backward=_backward,
+        setup_context=_setup_context,
+    ),
+)

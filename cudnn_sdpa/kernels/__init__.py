@@ -1,6 +1,5 @@
 """From-scratch CUDA attention: kernels of this library's own, for what cuDNN lacks, and to be read."""
 
-from cudnn_sdpa.kernels import instead_of_sdpa as _  # noqa: F401 - has `fallback("kernels")` know these
 from cudnn_sdpa.kernels.attention import CUDAAttention, attention
 from cudnn_sdpa.kernels.reference import reference_attention
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.kernels.arguments import FUSED, MAX_FUSED_DIM, TILED, Mode
 from cudnn_sdpa.kernels.attention import attention
@@ -25,6 +24,3 @@ def instead_of_sdpa(call: ForwardArguments) -> Tensor | None:
         return None
     mode: Mode = FUSED if dim <= MAX_FUSED_DIM else TILED
     return attention(call.q, call.k, call.v, mode=mode, mask=call.attn_mask, is_causal=call.is_causal, scale=call.scale)
-
-
-SDPA.kernels = instead_of_sdpa

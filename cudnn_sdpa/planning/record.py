@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cudnn_sdpa.engine.backward_pass import BackwardCall
 from cudnn_sdpa.engine.call import CallT
 from cudnn_sdpa.engine.operation import OPERATIONS, Operation
+from cudnn_sdpa.engine.torch_ops import implementations
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops as fused_torch_ops
 from cudnn_sdpa.fused.graph_op import GraphFunction
@@ -177,6 +178,7 @@ def _keys_of_operation(operation: Operation[CallT]) -> dict[str, KeysOfOperator]
 
 def _keys_of_operator(name: str) -> KeysOfOperator:
     if name not in _KEYS:
+        implementations(name)  # operations are imported when they are first used
         for operation in OPERATIONS.values():
             _KEYS.update(_keys_of_operation(operation))
     return _KEYS[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from functools import cache
@@ -238,10 +239,19 @@ def test_exactly_the_public_names_are_exported():
 
 
 def test_the_root_has_no_public_names_that_are_not_exported():
-    names = {
-        name for name, value in vars(cudnn_sdpa).items() if not name.startswith("_") and not inspect.ismodule(value)
-    }
+    names = {name for name in dir(cudnn_sdpa) if name[0] != "_" and not inspect.ismodule(getattr(cudnn_sdpa, name))}
     assert names == set(cudnn_sdpa.__all__) - {"__version__"}
+
+
+def test_type_checkers_see_what_the_first_access_to_a_name_gives():
+    """The imports for type checkers, and the modules that are imported on demand."""
+    root = ast.parse(Path(cudnn_sdpa.__file__).read_text())
+    block = next(node for node in root.body if isinstance(node, ast.If))
+    shown = {alias.name: node.module for node in block.body for alias in node.names if node.module != "cudnn_sdpa"}
+    assert shown == cudnn_sdpa._MODULES
+    assert sorted([*shown, "__version__"]) == cudnn_sdpa.__all__
+    for name, module in shown.items():
+        assert getattr(cudnn_sdpa, name) is getattr(sys.modules[module], name)
 
 
 @pytest.mark.parametrize("name", [name for name in cudnn_sdpa.__all__ if name != "__version__"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -262,6 +263,12 @@ def _check_gradient(call: ForwardArguments) -> None:
         check_call(call, check_strides_of_dense, _check_gradient_keys)
 
 
+def _by_kernels(call: ForwardArguments) -> Tensor | None:
+    """See `kernels.instead_of_sdpa`, which is above this module: imported where `fallback("kernels")` runs it."""
+    kernels = importlib.import_module("cudnn_sdpa.kernels.instead_of_sdpa")
+    return kernels.instead_of_sdpa(call)  # type: ignore[no-any-return]
+
+
 _calls = NativeCalls()
 
 SDPA = Operation(
@@ -299,5 +306,6 @@ SDPA = Operation(
         check_for_gpu=lambda of: check_backward_call(of, of.call, check_strides_of_dense, _check_backward_keys),
     ),
     pytorchs=reference.pytorchs,
+    kernels=_by_kernels,
     ways=sharding.dense,
 )
