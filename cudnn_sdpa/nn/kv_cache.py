@@ -345,14 +345,14 @@ class KVCache:
             if not options.keys() <= SdpaOptions.__optional_keys__:
                 refuse_options(options, SdpaOptions.__optional_keys__)
         check_queries(q, step.tokens)
-        given: SdpaOptions = {
+        sdpa_options: SdpaOptions = {
             "is_causal": True,
             "causal_alignment": "bottom_right",
             "seq_lens_q": step.seq_lens_q,
             "seq_lens_kv": step.seq_lens_kv,
             **options,
         }
-        out = sdpa(q, keys, values, **given)
+        out = sdpa(q, keys, values, **sdpa_options)
         fill = out.masked_fill if out.requires_grad else out.masked_fill_  # backward needs the unmodified output
         return fill(step.is_over, float("nan"))
 
