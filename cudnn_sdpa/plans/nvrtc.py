@@ -143,7 +143,7 @@ class Kernel:
     def identity(self, sm: int) -> _Identity:
         """The kernel's identity in the plan store, compiled for compute capability `sm`."""
         digest = hashlib.sha256(self.path.read_bytes())
-        if self.defines:  # others include nothing
+        if self.defines:  # sources without macros include no headers
             for header in sorted({*self.path.parent.glob("*.cuh"), *HEADERS.glob("*.cuh")}):
                 digest.update(header.read_bytes())
             digest.update(repr(sorted(self.defines.items())).encode())
