@@ -138,9 +138,9 @@ def in_agreement(group_rank: GroupRank, function: str, summarize: Callable[[], t
 
 def _store(group_rank: GroupRank) -> Store | None:
     """The group's store; None if there is none, as in groups of a fake backend, or if no other rank would read it."""
-    found = getattr(group_rank.group, "get_group_store", None)
+    get_store = getattr(group_rank.group, "get_group_store", None)
     try:
-        return None if found is None or group_rank.ranks == 1 else found()
+        return None if get_store is None or group_rank.ranks == 1 else get_store()
     except RuntimeError:
         return None
 

@@ -119,10 +119,10 @@ class _AllGather(Function):
             for part in parts:
                 part_q, part_out, part_lse = (_select(x, options, heads_q, part.rows) for x in (q, out, lse))
                 part_k, part_v = _columns(options, part, keys, values)
-                some = None if sinks is None else sinks[heads_q]
-                found = attend(options, part, q=part_q, k=part_k, v=part_v, sinks=some, cu_seqlens=cu_seqlens)
-                part_out.copy_(found[0])
-                part_lse.copy_(found[1])
+                group_sinks = None if sinks is None else sinks[heads_q]
+                result = attend(options, part, q=part_q, k=part_k, v=part_v, sinks=group_sinks, cu_seqlens=cu_seqlens)
+                part_out.copy_(result[0])
+                part_lse.copy_(result[1])
         save(ctx, options, (q, k, v, sinks, cu_seqlens, out, lse))
         return out, lse
 
@@ -152,8 +152,8 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
         sum_k, sum_v = split_kv(sums.movedim(0, dim), k.shape[-1])
         for part in parts:
             of_q, of_grad, of_out, of_lse = (_select(x, options, heads_q, part.rows) for x in (q, grad_out, out, lse))
-            given, (of_k, of_v) = (of_grad, of_out, of_lse), _columns(options, part, keys, values)
-            dq, dk, dv = attend_backward(options, part, given, q=of_q, k=of_k, v=of_v, cu_seqlens=cu_seqlens)
+            outputs, (of_k, of_v) = (of_grad, of_out, of_lse), _columns(options, part, keys, values)
+            dq, dk, dv = attend_backward(options, part, outputs, q=of_q, k=of_k, v=of_v, cu_seqlens=cu_seqlens)
             _select(grad_q, options, heads_q, part.rows).add_(dq)
             narrowed(sum_k, dim, part.columns).add_(dk)
             narrowed(sum_v, dim, part.columns).add_(dv)

@@ -44,13 +44,13 @@ def resumed(
     dtypes_stay = torch.autocast(saved[-2].device.type, enabled=False)  # as in a backward pass outside of autocast
     with torch.no_grad(), may_fall_back, dtypes_stay, collectives.settled():
         grad_out = torch.zeros_like(saved[-2]) if grad_out is None else grad_out
-        found = gradients(ctx.options, grad_out, saved)
+        grads = gradients(ctx.options, grad_out, saved)
     if torch.is_grad_enabled():  # create_graph: second gradients must raise, and not be zero
-        present = [x for x in found if x is not None]
+        present = [x for x in grads if x is not None]
         depended_on = [x for x in (grad_out, *saved) if x is not None and x.requires_grad]
         tied = iter(_NoSecondGradient.apply(method, len(present), *present, *depended_on))
-        found = tuple(None if x is None else next(tied) for x in found)
-    return None, None, *found
+        grads = tuple(None if x is None else next(tied) for x in grads)
+    return None, None, *grads
 
 
 class _NoSecondGradient(Function):

@@ -128,12 +128,12 @@ def _keys(
     left, right = part.window
     fields |= {"window_left": left, "window_right": right, "dropout_p": options.dropout_p, "sinks": sinks}
     out, lse = new_results(q, v)
-    given = {"grad_out": out, "out": out, "lse": lse}
+    outputs = {"grad_out": out, "out": out, "lse": lse}
     needs = True, True, True
     if cu_seqlens is None:
-        dense = GradientCall(**given, call=ForwardArguments(**fields), needs=(*needs, False, sinks is not None))
+        dense = GradientCall(**outputs, call=ForwardArguments(**fields), needs=(*needs, False, sinks is not None))
         return SDPA.gradient_keys(dense, target, device)
     fields["cu_seqlens_kv"] = offsets_of_keys(fields["cu_seqlens_q"], fields["cu_seqlens_kv"])
     packed = VarlenArguments(**fields, rng=None)
-    of = VarlenGradientCall(**given, call=packed, needs=(*needs, sinks is not None))
-    return VARLEN.gradient_keys(of, target, device)
+    backward = VarlenGradientCall(**outputs, call=packed, needs=(*needs, sinks is not None))
+    return VARLEN.gradient_keys(backward, target, device)

@@ -115,7 +115,7 @@ def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
     if left == right == UNBOUNDED and not options.is_packed:
         nowhere = Span(0, 0)
         return [Part(slice(0, 2 * chunk), slice(0, tokens), nowhere, nowhere, is_causal=False)]
-    found = []
+    parts = []
     for number, index in enumerate(chunks_of(options.group_rank)):
         begin, end = index * chunk, (index + 1) * chunk
         last = tokens if right == UNBOUNDED else min(tokens, end + right)
@@ -126,10 +126,10 @@ def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
         window = (bounds[0], UNBOUNDED if is_causal else bounds[1])
         rows, keys = slice(number * chunk, (number + 1) * chunk), Span(first, last)
         queries = Span(begin, end)
-        found.append(
+        parts.append(
             Part(rows=rows, columns=slice(*keys), queries=queries, keys=keys, is_causal=is_causal, window=window)
         )
-    return found
+    return parts
 
 
 def split_at_diagonal(part: Part) -> list[Part]:
@@ -244,28 +244,28 @@ def attend(
 def attend_backward(
     options: Options,
     part: Part,
-    given: tuple[Tensor, Tensor, Tensor],
+    outputs: tuple[Tensor, Tensor, Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of a part, given the gradient, output and LSE of its queries for all keys."""
-    grad_out, out, lse = given
+    grad_out, out, lse = outputs
     arguments = arguments_of(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     function: Callable[..., SdpaGradients] = sdpa_varlen_backward if options.is_packed else sdpa_backward
-    found = function(grad_out=grad_out, out=out, lse=lse, **arguments)
-    assert found.dq is not None
-    assert found.dk is not None
-    assert found.dv is not None
-    return found.dq, found.dk, found.dv
+    grads = function(grad_out=grad_out, out=out, lse=lse, **arguments)
+    assert grads.dq is not None
+    assert grads.dk is not None
+    assert grads.dv is not None
+    return grads.dq, grads.dk, grads.dv
 
 
 def arguments_of(
     options: Options, part: Part, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None
 ) -> dict[str, Any]:
     """Arguments of a part's call that are also those of its backward pass."""
-    found: dict[str, Any] = {
+    keywords: dict[str, Any] = {
         "q": q,
         "k": k,
         "v": v,
@@ -276,14 +276,14 @@ def arguments_of(
         "deterministic": options.deterministic,
     }
     is_square = q.shape[options.dim] == k.shape[options.dim]
-    if part.is_causal or found["window_size"] is not None:
-        found["causal_alignment"] = "top_left" if is_square and not options.is_packed else BOTTOM_RIGHT
+    if part.is_causal or keywords["window_size"] is not None:
+        keywords["causal_alignment"] = "top_left" if is_square and not options.is_packed else BOTTOM_RIGHT
     if cu_seqlens is not None and options.max_seqlen is not None:
-        found["cu_seqlens_q"] = offsets = offsets_within(cu_seqlens, part.queries)
-        found["cu_seqlens_kv"] = offsets if part.keys == part.queries else offsets_within(cu_seqlens, part.keys)
-        found["max_seqlen_q"] = min(q.shape[0], options.max_seqlen)
-        found["max_seqlen_kv"] = min(k.shape[0], options.max_seqlen)
-    return found
+        keywords["cu_seqlens_q"] = offsets = offsets_within(cu_seqlens, part.queries)
+        keywords["cu_seqlens_kv"] = offsets if part.keys == part.queries else offsets_within(cu_seqlens, part.keys)
+        keywords["max_seqlen_q"] = min(q.shape[0], options.max_seqlen)
+        keywords["max_seqlen_kv"] = min(k.shape[0], options.max_seqlen)
+    return keywords
 
 
 def new_results(q: Tensor, v: Tensor) -> State:

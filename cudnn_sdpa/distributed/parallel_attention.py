@@ -292,9 +292,9 @@ def _run_eagerly(
     packing: tuple[Tensor, int] | None,
     *,
     return_lse: bool,
-    **given: Unpack[ParallelOptions],
+    **kwargs: Unpack[ParallelOptions],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    group_rank, method = group_rank_of(given["group"]), given["method"]
+    group_rank, method = group_rank_of(kwargs["group"]), kwargs["method"]
 
     return_lse = as_bool(return_lse)
 
@@ -303,15 +303,15 @@ def _run_eagerly(
         arguments.check_flag("return_lse", return_lse)
         options = Options(
             group_rank=group_rank,
-            is_causal=as_bool(given["is_causal"]),
-            window=arguments.window_bounds(given["window_size"]),
-            scale=as_float(given["scale"]),
-            softcap=as_float(given["softcap"]),
-            dropout_p=as_float(given["dropout_p"]),
-            deterministic=is_deterministic(given["deterministic"]),
+            is_causal=as_bool(kwargs["is_causal"]),
+            window=arguments.window_bounds(kwargs["window_size"]),
+            scale=as_float(kwargs["scale"]),
+            softcap=as_float(kwargs["softcap"]),
+            dropout_p=as_float(kwargs["dropout_p"]),
+            deterministic=is_deterministic(kwargs["deterministic"]),
             max_seqlen=None if packing is None else as_int(packing[1]),
         )
-        tensors, scores = _checked(function, options, qkv, sinks=given["sinks"], packing=packing)
+        tensors, scores = _checked(function, options, qkv, sinks=kwargs["sinks"], packing=packing)
         check_supported(function, method, options, *tensors[:2])
         if method != "ulysses":  # the exchange copies queries, too
             check_layout("q", tensors[0], options)
@@ -483,29 +483,29 @@ def _check_gradients(
             and gradient_checks.refusal(other, options, **tensors) is None
         ]
     suggestion = f'method="{others[0]}"' if others else gradient_checks.what_works(refused)
-    found = UnsupportedError(what, refused.reasons, suggestion)
-    raise found if q.is_cuda else cpu_target.for_gpu(found)
+    error = UnsupportedError(what, refused.reasons, suggestion)
+    raise error if q.is_cuda else cpu_target.for_gpu(error)
 
 
 def _reasons_against_gathering(options: Options, q: Tensor) -> dict[str, str]:
     """Reasons against "all_gather", each with the option to give up."""
     if not options.is_packed or options.max_seqlen is None:
         return {}
-    found = {}
+    reasons = {}
     right = 0 if options.is_causal else options.window[1]
     if options.has_window and right != 0:
-        found[
+        reasons[
             "of packed sequences, a chunk's last query stands at the last key that it is given, which is right for a "
             "causal mask, or a window whose right bound is 0"
         ] = "window_size=(left, 0)"
     has_limits = (q.is_cuda or cpu_target.active() is not None) and not fallback.is_in_force()
     queries = min(q.shape[0] // 2, options.max_seqlen)
     if has_limits and right == 0 and queries > 1 and options.dropout_p and options.softcap is None:
-        found[
+        reasons[
             "of packed sequences, a chunk's last query stands at the last key that it is given, and cuDNN has no "
             "dropout for masks that are aligned there, unless there is softcap"
         ] = "no dropout"
-    return found
+    return reasons
 
 
 def _summary(

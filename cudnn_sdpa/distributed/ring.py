@@ -75,11 +75,11 @@ class _Ring(Function):
             receives = collectives.ring_shift(columns, group_rank, KEYS) if step + 1 < group_rank.ranks else None
             for part in parts_of_ring(options, k.shape[dim] * group_rank.ranks, step):
                 own, (of_k, of_v) = narrowed(q, dim, part.rows), _keys_and_values(options, part, columns)
-                found = attend(options, part, q=own, k=of_k, v=of_v, sinks=None, cu_seqlens=cu_seqlens)
+                result = attend(options, part, q=own, k=of_k, v=of_v, sinks=None, cu_seqlens=cu_seqlens)
                 if step == 0 and not options.is_packed:
-                    total, lse = found[0].to(exact), found[1]
+                    total, lse = result[0].to(exact), result[1]
                 else:
-                    _merge(narrowed(total, dim, part.rows), narrowed(lse, dim, part.rows), *found)
+                    _merge(narrowed(total, dim, part.rows), narrowed(lse, dim, part.rows), *result)
             if receives is not None:
                 columns = receives.wait()
         if sinks is not None:
@@ -106,21 +106,23 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
     for step in range(group_rank.ranks):
         is_last = step + 1 == group_rank.ranks
         receives = None if is_last else collectives.ring_shift(columns, group_rank, KEYS)
-        found = []
+        part_grads = []
         for part in parts_of_ring(options, k.shape[dim] * group_rank.ranks, step):
             grad_rows, out_rows, lse_rows = (narrowed(x, dim, part.rows) for x in (grad_out, out, lse))
-            given, own = (grad_rows, out_rows, lse_rows), narrowed(q, dim, part.rows)
+            outputs, own = (grad_rows, out_rows, lse_rows), narrowed(q, dim, part.rows)
             of_k, of_v = _keys_and_values(options, part, columns)
-            found.append((part, attend_backward(options, part, given, q=own, k=of_k, v=of_v, cu_seqlens=cu_seqlens)))
+            part_grads.append(
+                (part, attend_backward(options, part, outputs, q=own, k=of_k, v=of_v, cu_seqlens=cu_seqlens))
+            )
         if step == 0 and not options.is_packed:  # this part has all rows and columns
-            (_, (dq, dk, dv)), *found = found
+            (_, (dq, dk, dv)), *part_grads = part_grads
             grad_q, sums = dq.to(exact), [x.movedim(dim, 0) for x in (dk, dv)]  # rounded already
         elif following is None:
             grad_q = torch.zeros(q.shape, dtype=exact, device=q.device)
             sums = [torch.zeros(x.shape, dtype=exact, device=x.device) for x in columns]
         else:
             sums = [x.to(exact) for x in following.wait()]
-        for part, (dq, dk, dv) in found:
+        for part, (dq, dk, dv) in part_grads:
             narrowed(grad_q, dim, part.rows).add_(dq)
             for total, grad in zip(sums, (dk, dv), strict=True):
                 narrowed(total, 0, part.columns).add_(grad.movedim(dim, 0))

@@ -94,12 +94,12 @@ def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCal
     dim, ranks = options.dim, options.group_rank.ranks
     heads_kv = math.lcm(k.shape[1], ranks)
     shares = ranks * (1 if options.dropout_p else len(_groups(options, q, heads_kv)))
-    found = []
+    tensors = []
     for x, heads in ((q, q.shape[1]), (k, heads_kv), (v, heads_kv)):
         rows = x.movedim(dim, 0)
         whole = x.new_empty(rows.shape[0] * ranks, *rows.shape[1:-2], heads // shares, x.shape[-1])
-        found.append(whole.movedim(0, dim))
-    yield PartCall(_whole(options, q), *found)
+        tensors.append(whole.movedim(0, dim))
+    yield PartCall(_whole(options, q), *tensors)
 
 
 class _Ulysses(Function):
@@ -123,10 +123,12 @@ class _Ulysses(Function):
         sends, saved = [], []
         for heads, pending in zip(groups, receives, strict=True):
             own = [x.movedim(0, dim) for x in pending.wait()]
-            some = None if sinks is None else sinks[heads.of(group_rank.rank, q.shape[1], group_rank.ranks)]
-            found = attend(options, part, q=own[0], k=own[1], v=own[2], sinks=some, cu_seqlens=cu_seqlens)
-            saved += [*own, *found]
-            sends.append(_send_tokens([found[0].movedim(dim, 0), _lse_rows(found[1], dim)], results, heads, group_rank))
+            group_sinks = None if sinks is None else sinks[heads.of(group_rank.rank, q.shape[1], group_rank.ranks)]
+            result = attend(options, part, q=own[0], k=own[1], v=own[2], sinks=group_sinks, cu_seqlens=cu_seqlens)
+            saved += [*own, *result]
+            sends.append(
+                _send_tokens([result[0].movedim(dim, 0), _lse_rows(result[1], dim)], results, heads, group_rank)
+            )
         for pending_results in sends:
             pending_results.wait()
         offsets = None if cu_seqlens is None else cu_seqlens.clone()  # the caller may refill `cu_seqlens`
@@ -149,12 +151,12 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
     grads: list[Tensor] = []
     sends = []
     for heads, pending, (q, k, v, *results) in zip(groups, receives, calls, strict=True):
-        given = (pending.wait()[0].movedim(0, dim), *results)
-        found = attend_backward(options, part, given, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+        outputs = (pending.wait()[0].movedim(0, dim), *results)
+        group_grads = attend_backward(options, part, outputs, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
         if not grads:  # after the first kernel, whose workspace is free again
             shares = len(groups) * group_rank.ranks
             grads = [x.new_empty(*rows.shape[:-2], x.shape[1] * shares, x.shape[-1]) for x in (q, k, v)]
-        sends.append(_send_tokens([x.movedim(dim, 0) for x in found], grads, heads, group_rank))
+        sends.append(_send_tokens([x.movedim(dim, 0) for x in group_grads], grads, heads, group_rank))
     for pending_grads in sends:
         pending_grads.wait()
     grad_sinks = gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)

@@ -125,7 +125,7 @@ class _Gathered(Function):
         if torch.is_grad_enabled() and grad.requires_grad:
             autograd_checks.refuse_second_gradient("unshard")
         exact = grad.to(torch.promote_types(grad.dtype, torch.float32)).resolve_conj()
-        numbers = torch.view_as_real(exact) if exact.is_complex() else exact  # which every backend sums
+        numbers = torch.view_as_real(exact) if exact.is_complex() else exact  # not every backend sums complex numbers
         part = collectives.reduce_scatter(in_rank_order(numbers, ctx.group_rank.ranks), ctx.group_rank).wait()
         return (torch.view_as_complex(part) if exact.is_complex() else part).to(ctx.dtype), None
 

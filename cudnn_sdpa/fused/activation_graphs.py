@@ -82,8 +82,8 @@ def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor | None 
     one, other = _halves(gate, up)
     x, factor, dy = widened(one), widened(other), widened(grad)
     sigmoid = torch.sigmoid(x)
-    found = dy * factor * sigmoid * (1 + x * (1 - sigmoid)), dy * x * sigmoid
-    grad_gate, grad_up = (part.to(gate.dtype).contiguous() for part in found)
+    grads = dy * factor * sigmoid * (1 + x * (1 - sigmoid)), dy * x * sigmoid
+    grad_gate, grad_up = (part.to(gate.dtype).contiguous() for part in grads)
     return torch.cat([grad_gate, grad_up], -1) if up is None else (grad_gate, grad_up)
 
 

@@ -206,8 +206,8 @@ class GraphFunction(GraphDefinition):
             >>> torch.autograd.grad(tanh(x).sum(), x)[0].sum()
             tensor(16.)
         """
-        given, static = self._in_order(operands, options)
-        return GraphCall(self, given, static)
+        values, static = self._in_order(operands, options)
+        return GraphCall(self, values, static)
 
     def _first(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Result:
         """Runs a call of an unknown signature, with unchecked arguments."""
@@ -238,8 +238,8 @@ class GraphFunction(GraphDefinition):
             run = entry.run
         if trains:
             tracked = self._tracked(values, static, run)
-            found: Result = Differentiable.apply(tracked, *values)
-            return found
+            result: Result = Differentiable.apply(tracked, *values)
+            return result
         return self._returned(run(tensors, _numbers(values)), trains=False)
 
     def _on_dtensors(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Result:
@@ -248,8 +248,8 @@ class GraphFunction(GraphDefinition):
         static = {name: value for name, value in options.items() if name in self.options}
 
         def on_local_tensors(local: dict[str, Any], _: object) -> Result:
-            found: Result = self.run(tuple([local[name] for name in self.operands]), static)
-            return found
+            result: Result = self.run(tuple([local[name] for name in self.operands]), static)
+            return result
 
         ways = None if self.ways is None else self.ways(tensors)
         return sharding.run(self.__name__.removesuffix("_rows"), ways, tensors, on_local_tensors)
@@ -470,12 +470,12 @@ class GraphFunction(GraphDefinition):
         device = _tensors(values)[0].get_device()
         viewed = self._viewed(values, results, static)
         key = self._key(viewed, live_target(device), device, deterministic=is_deterministic())
-        given = dict(zip(self.operands, values, strict=True))
+        by_name = dict(zip(self.operands, values, strict=True))
         bound = BoundPlan(
             plan=plan_cache.get(key, partial(build_plan, self)),
-            operands=[name for name, x in given.items() if isinstance(x, Tensor)],
+            operands=[name for name, x in by_name.items() if isinstance(x, Tensor)],
             results=[(tuple(x.shape), tuple(x.stride()), x.dtype) for x in results],
-            numbers={name: float(x) for name, x in given.items() if isinstance(x, (int, float))},
+            numbers={name: float(x) for name, x in by_name.items() if isinstance(x, (int, float))},
             additions=Additions(addresses=self._parts(values, results, viewed)),
         )
         return _BoundCall(bound, static, is_single=len(results) == 1)
@@ -494,19 +494,19 @@ class GraphFunction(GraphDefinition):
 
     def describe(self, *operands: Value, **options: object) -> Description:
         """The description of a call with these arguments on a GPU, and of its gradient."""
-        given, static = self.arguments(operands, options)
-        if sharding.has_dtensor(*given):
-            local = sharding.local_arguments(self.__name__, self.ways, dict(zip(self.operands, given, strict=True)))
-            given = tuple(local.values())
-        tensors = _tensors(given)
+        checked, static = self.arguments(operands, options)
+        if sharding.has_dtensor(*checked):
+            local = sharding.local_arguments(self.__name__, self.ways, dict(zip(self.operands, checked, strict=True)))
+            checked = tuple(local.values())
+        tensors = _tensors(checked)
         trains = needs_gradient(*tensors) and self.backward is not None
-        values = tuple(without_memory(x) for x in given)
+        values = tuple(without_memory(x) for x in checked)
         with torch.no_grad():
-            found = self._describe(values, static, tensors[0].get_device() if tensors[0].is_cuda else None)
+            description = self._describe(values, static, tensors[0].get_device() if tensors[0].is_cuda else None)
             if not trains:
-                return found
-            needs = tuple(isinstance(x, Tensor) and x.requires_grad for x in given)
-            return replace(found, backward=self._describe_gradients(found, values, static, needs))
+                return description
+            needs = tuple(isinstance(x, Tensor) and x.requires_grad for x in checked)
+            return replace(description, backward=self._describe_gradients(description, values, static, needs))
 
     def _describe(self, values: tuple[Value, ...], static: Options, device: int | None) -> Description:
         if any(x.numel() == 0 for x in _tensors(values)):
@@ -537,8 +537,8 @@ class GraphFunction(GraphDefinition):
             return None
         (function, operands, options), *others = recorded.calls
         notes = [f"{other.__name__}, a separate plan" for other, *_ in others]
-        found = function._describe(operands, options, forward.device)
-        return replace(found, extra_kernels=found.extra_kernels + notes)
+        description = function._describe(operands, options, forward.device)
+        return replace(description, extra_kernels=description.extra_kernels + notes)
 
 
 class Pattern:
@@ -626,9 +626,9 @@ class Saved:
             values[index] = number
         for index, (shape, stride, dtype) in self._unread:
             values[index] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        given = tuple([self._given(ctx, index, grad) for index, grad in enumerate(grads)])
+        materialized = tuple([self._given(ctx, index, grad) for index, grad in enumerate(grads)])
         results = saved[len(self._positions) :]
-        return self._gradients(given, values, results, needs)
+        return self._gradients(materialized, values, results, needs)
 
     def _gradients(
         self,
@@ -690,9 +690,9 @@ def _native_gradients(
     numbers: tuple[float, ...],
     can_learn: bool,
 ) -> tuple[Sequence[Tensor | None], RepeatableCall | None]:
-    of, like = options
-    found, call = of.gradients_and_call(_NativeContext(saved, numbers, like), grads, needs)
-    return found, _repeatable_gradient(of.function, call, needs) if can_learn and call is not None else None
+    state, like = options
+    operand_grads, call = state.gradients_and_call(_NativeContext(saved, numbers, like), grads, needs)
+    return operand_grads, _repeatable_gradient(state.function, call, needs) if can_learn and call is not None else None
 
 
 def _repeatable_gradient(function: GraphFunction, call: GraphCall, needs: Sequence[bool]) -> RepeatableCall | None:

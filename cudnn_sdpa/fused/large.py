@@ -113,8 +113,8 @@ class LargeCall:
         self, tensors: Sequence[Tensor], numbers: tuple[float, ...], into: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
         """Results for these tensors and numbers, in `into` if it is given."""
-        given: dict[type, Iterator[Value]] = {Tensor: iter(tensors), float: iter(numbers)}
-        values = [next(given[kind]) if kind in given else None for kind in self._kinds]
+        remaining: dict[type, Iterator[Value]] = {Tensor: iter(tensors), float: iter(numbers)}
+        values = [next(remaining[kind]) if kind in remaining else None for kind in self._kinds]
         with torch.no_grad(), torch.cuda.device(tensors[0].device):
             results = [allocate(*layout) for layout in self.results] if into is None else list(into)
             sums: dict[int, Tensor] = {}
@@ -139,11 +139,11 @@ class LargeCall:
             for x, layout in zip(parts, call.results, strict=True)
         ]
         call.run([x for x in part if isinstance(x, Tensor)], tuple([x for x in part if isinstance(x, float)]), into)
-        for number, (x, found) in enumerate(zip(parts, into, strict=True)):
+        for number, (x, result) in enumerate(zip(parts, into, strict=True)):
             if x is None:
-                sums[number] = sums[number] + found if number in sums else found.float()
-            elif x is not found:
-                x.copy_(found)
+                sums[number] = sums[number] + result if number in sums else result.float()
+            elif x is not result:
+                x.copy_(result)
 
 
 def _is_written_there(x: Tensor, layout: Layout) -> bool:

@@ -103,7 +103,7 @@ def rms_norm(
     compiles = is_compiling()
     if eps is None:
         eps = default_eps(x)
-    if compiles or type(eps) is not float or not 0.0 <= eps <= MAX_EPS:  # in each call: it is data
+    if compiles or type(eps) is not float or not 0.0 <= eps <= MAX_EPS:  # checked in each call: eps is data
         eps = checked_eps(eps)
     if zero_centered is not False:
         zero_centered = checked_flag("zero_centered", zero_centered)
@@ -171,7 +171,7 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
 
     From "Layer Normalization" (Ba et al., 2016).
     """
-    if is_compiling() or type(eps) is not float or not 0.0 <= eps <= MAX_EPS:  # in each call: it is data
+    if is_compiling() or type(eps) is not float or not 0.0 <= eps <= MAX_EPS:  # checked in each call: eps is data
         eps = checked_eps(eps)
     if weight is None or bias is None:  # cuDNN needs both
         check(x, {"weight": weight, "bias": bias}, eps)

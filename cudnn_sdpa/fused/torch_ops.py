@@ -193,8 +193,10 @@ def gradients(
         raise UnsupportedError(f"the gradient of {function.__name__}", ["the operation has no backward="])
     needs = needs or (True,) * len(values)
     needed = {"needs": needs} if function.takes_needs else {}
-    given = function.backward(tuple(grads), tuple(values), results, **needed, **static)
-    call, grad_inputs = (given, _made(function, given)) if isinstance(given, GraphCall) else (None, as_tuple(given))
+    returned = function.backward(tuple(grads), tuple(values), results, **needed, **static)
+    call, grad_inputs = (
+        (returned, _made(function, returned)) if isinstance(returned, GraphCall) else (None, as_tuple(returned))
+    )
     if len(grad_inputs) != len(values):
         expected = f"{len(values)}, one for each operand, None where there is none"
         raise OptionError("backward", f"{len(grad_inputs)} gradients", expected)
@@ -203,8 +205,8 @@ def gradients(
 
 def _made(function: Function, call: GraphCall) -> tuple[Tensor | None, ...]:
     """Runs the call that a function's backward returned; gives one gradient for each operand."""
-    found: tuple[Tensor, ...] = as_tuple(call())
-    by_position = dict(zip(gradient_positions(function, call, len(found)), found, strict=True))
+    results: tuple[Tensor, ...] = as_tuple(call())
+    by_position = dict(zip(gradient_positions(function, call, len(results)), results, strict=True))
     return tuple([by_position.get(position) for position in range(len(function.operands))])
 
 

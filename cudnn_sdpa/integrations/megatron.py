@@ -128,14 +128,14 @@ class CoreAttention(torch.nn.Module):
             UnsupportedError: cuDNN, this GPU or this library does not support it.
             ArgumentError: An argument is wrong.
         """
-        kind = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
+        mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
         options: _Options = {
             "scale": self.scale,
             "dropout_p": self.dropout if self.training else 0.0,
             "sinks": self.softmax_offset,
             "window_size": self.window_size,
             "causal_alignment": "bottom_right",
-            "is_causal": kind in _CAUSAL and self.window_size is None,
+            "is_causal": mask_type in _CAUSAL and self.window_size is None,
         }
         with self._random_numbers():
             if packed_seq_params is not None:
@@ -143,7 +143,7 @@ class CoreAttention(torch.nn.Module):
                 return self._packed(query, key, value, dense, packed=packed_seq_params, options=options)
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             mask = None if attention_mask is None else ~attention_mask
-            if kind == "arbitrary" and mask is None and self.window_size is None:
+            if mask_type == "arbitrary" and mask is None and self.window_size is None:
                 raise OptionError("attention_mask", "None", "a mask, as the mask type is arbitrary")
             if attention_bias is not None:
                 mask = attention_bias if mask is None else attention_bias.masked_fill(~mask, -torch.inf)

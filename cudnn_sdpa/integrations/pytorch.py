@@ -136,8 +136,8 @@ class _Installation:
             for namespace in _FUNCTIONS:
                 library: Any = torch.library.Library(namespace, "IMPL")  # type: ignore[no-untyped-call]
                 installation._libraries.append(library)
-                for of, name, kernel in kernels:
-                    if of == namespace:
+                for operator_namespace, name, kernel in kernels:
+                    if operator_namespace == namespace:
                         library.impl(name, kernel, key, with_keyset=True, allow_override=True)
         cls.current = installation
         return installation

@@ -80,10 +80,10 @@ def _attention(
     scale: float | None,
 ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor | None]:
     """The output, with the LSE if wanted; and the random numbers of dropout."""
-    given = (query, key, value, attn_bias, with_lse, is_causal, scale)
+    signature = (query, key, value, attn_bias, with_lse, is_causal, scale)
     if _calls.find is not None and dropout_p == 0 and not value_checks.enabled:
         with torch.no_grad():
-            known = _calls.find(*given)
+            known = _calls.find(*signature)
         if known is not MISSED:
             return known, None
     call = _call(query, key, value, attn_bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
@@ -92,7 +92,7 @@ def _attention(
         SDPA.check(call if not dropout_p else call._replace(dropout_p=0.0))
         SDPA._check_gradient(call)  # so that the forward pass raises, and not the backward pass
     if not dropout_p:
-        return launch(SDPA, call, _calls, given), None
+        return launch(SDPA, call, _calls, signature), None
     with torch.no_grad():
         rng = new_seed(query)
         inputs = call._replace(rng=rng)[:-2]
@@ -157,8 +157,8 @@ def gradients(
     call = _call(query, key, value, attn_bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale, rng=rng)
     try:
         lse = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
-        of = GradientCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=_NEEDS)
-        grad_q, grad_k, grad_v = launch_backward(SDPA, of, backward_arguments.check)
+        backward = GradientCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=_NEEDS)
+        grad_q, grad_k, grad_v = launch_backward(SDPA, backward, backward_arguments.check)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     return grad_q, grad_k, grad_v

@@ -67,7 +67,7 @@ class Kernel:
                 f"{self._name} of PyTorch {torch.__version__} is not what this version of cudnn_sdpa knows: {schema}"
             )
         self._is_in_order = not self._unknown and self._names == list(parameters)[: len(self._names)]
-        self._places = [self._names.index(name) for name in ("query", "key", "value")]
+        self._positions = [self._names.index(name) for name in ("query", "key", "value")]
         self._is_gradient = "grad_out" in self._names
 
     def __call__(self, keys: Any, *args: Any, **kwargs: object) -> object:
@@ -75,19 +75,19 @@ class Kernel:
         in_force = fallback.is_in_force()
         if not (in_force or (self._is_gradient and _allowed)):
             return self._run(args, kwargs)
-        kind = tuple((args[place].device, args[place].dtype, args[place].shape) for place in self._places)
+        signature = tuple((args[index].device, args[index].dtype, args[index].shape) for index in self._positions)
         if in_force and not self._is_gradient:
             if len(_allowed) >= MAX_ALLOWED:
                 _allowed.clear()
-            _allowed.add(kind)
-        if self._before is None or not (in_force or kind in _allowed):
+            _allowed.add(signature)
+        if self._before is None or not (in_force or signature in _allowed):
             return self._run(args, kwargs)
         if self._named(args, kwargs).get("dropout_p"):
             return self._run_without_fallback(args, kwargs)
         return fallback.or_else(
             lambda: self._run(args, kwargs),
             lambda: self._before.call_boxed(keys, *args, **kwargs),
-            lambda: (self._name, args[self._places[0]].dtype),
+            lambda: (self._name, args[self._positions[0]].dtype),
         )
 
     def _named(self, args: Sequence[object], kwargs: dict[str, object]) -> dict[str, object]:
@@ -116,17 +116,17 @@ class Kernel:
             raise UnsupportedError(error.what, [*error.reasons, why], error.suggestion) from None
 
 
-def launch(operation: Operation[CallT], call: CallT, calls: NativeCalls, given: tuple[object, ...]) -> Any:
+def launch(operation: Operation[CallT], call: CallT, calls: NativeCalls, signature: tuple[object, ...]) -> Any:
     """Runs a call of PyTorch's dispatcher, below autograd and autocast, neither of which acts again.
 
     Args:
         operation: The operation.
         call: The call.
         calls: The native module's calls of this kernel.
-        given: The call's signature: all its tensors and options.
+        signature: The call's signature: all its tensors and options.
     """
     with undisturbed(operation.first_of(call)):
-        return operation(call, Asked(calls, given))
+        return operation(call, Asked(calls, signature))
 
 
 def launch_backward(

@@ -46,8 +46,8 @@ def attention(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor | No
         return out.zero_(), torch.full(rows, -torch.inf, dtype=torch.float32, device=call.q.device)
     with undisturbed(call.q):
         run = _decode if call.max_seqlen_q <= MAX_DECODED else _prefill
-        found, lse = run(call, block_table, seqused_k)
-        return found if call.out is None and found.stride() == stride else out.copy_(found), lse
+        result, lse = run(call, block_table, seqused_k)
+        return result if call.out is None and result.stride() == stride else out.copy_(result), lse
 
 
 def _check(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> None:
@@ -80,9 +80,9 @@ def _decode(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tu
     """Attention with each sequence's queries in rows of their own, (B, max_q), of which the last may be unused."""
     tokens, batch, width = call.q.shape[0], call.cu_seqlens_q.shape[0] - 1, call.max_seqlen_q
     device, begins = call.q.device, call.cu_seqlens_q[:-1]
-    places = (begins.unsqueeze(1) + torch.arange(width, dtype=torch.int32, device=device)).clamp_(0, tokens - 1)
+    rows = (begins.unsqueeze(1) + torch.arange(width, dtype=torch.int32, device=device)).clamp_(0, tokens - 1)
     out, lse = sdpa_paged(
-        call.q[places].transpose(1, 2),
+        call.q[rows].transpose(1, 2),
         k_pages=call.k,
         v_pages=call.v,
         page_table=block_table,
@@ -94,12 +94,12 @@ def _decode(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tu
         scale=call.scale,
         return_lse=True,
     )
-    sequence, place = _positions(call.cu_seqlens_q, tokens)
-    row = torch.add(place, sequence, alpha=width).clamp_(0, batch * width - 1)
+    sequence, position = _positions(call.cu_seqlens_q, tokens)
+    row = torch.add(position, sequence, alpha=width).clamp_(0, batch * width - 1)
     is_of_none = torch.arange(tokens, device=device) >= call.cu_seqlens_q[-1]
-    found = out.transpose(1, 2).flatten(0, 1)[row]
-    found_lse = lse.transpose(1, 2).flatten(0, 1)[row]
-    return found.masked_fill_(is_of_none[:, None, None], 0.0), found_lse.masked_fill_(is_of_none[:, None], -torch.inf)
+    result = out.transpose(1, 2).flatten(0, 1)[row]
+    result_lse = lse.transpose(1, 2).flatten(0, 1)[row]
+    return result.masked_fill_(is_of_none[:, None, None], 0.0), result_lse.masked_fill_(is_of_none[:, None], -torch.inf)
 
 
 def _prefill(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,17 +139,17 @@ def _on_gathered(
 ) -> tuple[Tensor, Tensor]:
     pages, page_size = call.k.shape[:2]
     offsets = _offsets_of(seqused_k.clamp(0, block_table.shape[1] * page_size))
-    sequence, place = _positions(offsets, block_table.shape[0] * max_seqlen)
-    column = (place // page_size).clamp_(0, block_table.shape[1] - 1)
-    page, slot = block_table[sequence, column].clamp(0, pages - 1), place % page_size
+    sequence, position = _positions(offsets, block_table.shape[0] * max_seqlen)
+    column = (position // page_size).clamp_(0, block_table.shape[1] - 1)
+    page, slot = block_table[sequence, column].clamp(0, pages - 1), position % page_size
     packed = call._replace(
         k=call.k[page, slot],
         v=call.v[page, slot],
         cu_seqlens_kv=offsets,
         max_seqlen_kv=max_seqlen,
     )
-    found: tuple[Tensor, Tensor] = launch(VARLEN, packed, _calls, tuple(packed))
-    return found
+    result: tuple[Tensor, Tensor] = launch(VARLEN, packed, _calls, tuple(packed))
+    return result
 
 
 def with_used_keys(call: VarlenArguments, seqused_k: Tensor) -> VarlenArguments:
@@ -169,8 +169,8 @@ def with_used_keys(call: VarlenArguments, seqused_k: Tensor) -> VarlenArguments:
         return call
     with undisturbed(call.q):
         used = _offsets_of(torch.minimum(seqused_k.clamp_min(0), slots))
-        sequence, place = _positions(used, tokens)
-        row = (offsets[sequence] + place).clamp_(0, tokens - 1)
+        sequence, position = _positions(used, tokens)
+        row = (offsets[sequence] + position).clamp_(0, tokens - 1)
         return call._replace(k=call.k[row], v=call.v[row], cu_seqlens_kv=used)
 
 

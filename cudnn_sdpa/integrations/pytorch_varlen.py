@@ -22,11 +22,11 @@ from cudnn_sdpa.integrations.pytorch_kernels import launch, launch_backward
 _calls = NativeCalls()
 
 
-def _check_gradient(of: VarlenGradientCall) -> None:
-    tokens, heads = of.call.q.shape[:2]
-    if of.lse.shape != (tokens, heads):
-        raise ShapeError("lse", shape_of(of.lse.transpose(0, 1)), f"shape {(heads, tokens)}: (heads, tokens)")
-    backward_arguments.check(of)
+def _check_gradient(backward: VarlenGradientCall) -> None:
+    tokens, heads = backward.call.q.shape[:2]
+    if backward.lse.shape != (tokens, heads):
+        raise ShapeError("lse", shape_of(backward.lse.transpose(0, 1)), f"shape {(heads, tokens)}: (heads, tokens)")
+    backward_arguments.check(backward)
 
 
 _NEEDS = (True, True, True, False)  #: gradients of query, key and value
@@ -207,17 +207,17 @@ def _attention(
 
 
 def _run(call: VarlenArguments) -> tuple[Tensor, Tensor]:
-    given = tuple(call)
+    signature = tuple(call)
     if _calls.find is not None and not value_checks.enabled:
         with torch.no_grad():
-            known = _calls.find(*given)
+            known = _calls.find(*signature)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
     if needs_gradient(call.q, call.k, call.v) and call.out is None:
         VARLEN.check(call)
         VARLEN._check_gradient(call)  # so that the forward pass raises, and not the backward pass
-    found: tuple[Tensor, Tensor] = launch(VARLEN, call, _calls, given)
-    return found
+    result: tuple[Tensor, Tensor] = launch(VARLEN, call, _calls, signature)
+    return result
 
 
 def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
@@ -292,8 +292,8 @@ def gradients(
         )
         if lse.dim() != 2:
             raise ShapeError("lse", shape_of(lse), "two dimensions: (heads, tokens)")
-        of = VarlenGradientCall(grad_out, out, lse.detach().transpose(0, 1).contiguous(), call, needs=_NEEDS)
-        grad_q, grad_k, grad_v = launch_backward(VARLEN, of, _check_gradient)
+        backward = VarlenGradientCall(grad_out, out, lse.detach().transpose(0, 1).contiguous(), call, needs=_NEEDS)
+        grad_q, grad_k, grad_v = launch_backward(VARLEN, backward, _check_gradient)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     return grad_q, grad_k, grad_v

@@ -144,9 +144,9 @@ def check_call(
         _check_context(module, x, context)
     check_lengths("seq_lens", seq_lens, x, "x")
     check_lengths("context_lens", context_lens, x, "x")
-    for name, given in (("position_ids", position_ids), ("rotations", rotations)):
-        if given is not None and module.rope is None:
-            raise OptionError(name, type(given).__name__, "None: this module has no rope")
+    for name, argument in (("position_ids", position_ids), ("rotations", rotations)):
+        if argument is not None and module.rope is None:
+            raise OptionError(name, type(argument).__name__, "None: this module has no rope")
     if position_ids is not None:
         check_positions(position_ids)
         batch, tokens, _ = x.shape
@@ -188,13 +188,13 @@ def positions_of(x: Tensor, cp_group: ProcessGroup | DeviceMesh | None) -> Tenso
     return shard(torch.arange(x.shape[1] * groups.group_rank_of(cp_group).ranks, device=x.device), 0, cp_group)
 
 
-def refuse_beside_group(**given: object) -> None:
+def refuse_beside_group(**arguments: object) -> None:
     """Refuses arguments that describe whole sequences, with which a rank's part has no meaning.
 
     Raises:
         UnsupportedError: Such an argument is given.
     """
-    names = [name for name, value in given.items() if value is not None]
+    names = [name for name, value in arguments.items() if value is not None]
     if names:
         reasons = [f"{name} is for whole sequences, of which cp_group gives each rank a part" for name in names]
         raise UnsupportedError("Attention with cp_group", reasons, "cudnn_sdpa.distributed.context_parallel_varlen")
@@ -206,9 +206,9 @@ def _check_context(module: AttentionModule, x: Tensor, context: Tensor | tuple[T
             raise OptionError("context", "a tuple", "the two tensors that project_context returns")
         heads, dim = module.num_kv_heads, module.head_dim
         for part in context:
-            found = part.shape[1] if part.dim() == 4 else 0
-            if not module.packed and found and heads % found == 0:  # this process's heads
-                heads = found
+            part_heads = part.shape[1] if part.dim() == 4 else 0
+            if not module.packed and part_heads and heads % part_heads == 0:  # this process's heads
+                heads = part_heads
             if part.dim() != 4 or (part.shape[1], part.shape[3]) != (heads, dim):
                 expected = f"(B, {heads}, Skv, {dim}), as project_context of this module returns"
                 raise ShapeError("context", shape_of(part), expected)

@@ -129,7 +129,7 @@ class KVCache:
         self.batch, self.heads, self.head_dim, self.max_length = batch, heads, head_dim, max_length
         # Tokens without a row are written to the last one, which attention does not read.
         shape = (batch, heads, max_length + 1, head_dim)
-        with torch.inference_mode(False):  # so that it can be written to in every mode
+        with torch.inference_mode(False):  # tensors of inference mode cannot be written to outside it
             self._pairs = [
                 (torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
                 for _ in range(layers)
@@ -139,7 +139,7 @@ class KVCache:
         self.dtype, self.device = dtype, self._lengths.device
         self._newest: KVStep | None = None
         self._generation = 0  # number of removals of tokens: earlier steps are stale
-        self._version = self._lengths._version  # of the lengths past which all rows are zero
+        self._version = self._lengths._version  # of the lengths when rows past them were last cleared
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restores a pickle or a copy, which may be made in inference mode."""
@@ -247,8 +247,8 @@ class KVCache:
             has_row = has_row & (offsets < seq_lens.unsqueeze(1))
         self._lengths.add_(tokens if seq_lens is None else seq_lens)
         if not is_compiling():
-            self._version += 1  # of the write above
-        lengths = self._lengths.clone()  # the next step modifies the cache's own
+            self._version += 1  # for the write above, which is not the user's
+        lengths = self._lengths.clone()  # the next step changes the cache's lengths in place
         is_over = lengths > self.max_length
         # Layers after a NaN produce NaN keys, too; they must not be written to rows that shorter sequences read as
         # padding.
@@ -343,14 +343,14 @@ class KVCache:
             if not options.keys() <= SdpaOptions.__optional_keys__:
                 refuse_options(options, SdpaOptions.__optional_keys__)
         check_queries(q, step.tokens)
-        given: SdpaOptions = {
+        sdpa_options: SdpaOptions = {
             "is_causal": True,
             "causal_alignment": "bottom_right",
             "seq_lens_q": step.seq_lens_q,
             "seq_lens_kv": step.seq_lens_kv,
             **options,
         }
-        out = sdpa(q, keys, values, **given)
+        out = sdpa(q, keys, values, **sdpa_options)
         fill = out.masked_fill if out.requires_grad else out.masked_fill_  # backward needs the unmodified output
         return fill(step.is_over, float("nan"))
 

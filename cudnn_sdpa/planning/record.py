@@ -168,12 +168,12 @@ def _keys_of_operation(operation: Operation[CallT]) -> dict[str, KeysOfOperator]
     def adapt(which: str) -> Callable[[Recording], Callable[..., object]]:
         return lambda run: operation.forward_implementations(run)[which]
 
-    kinds = {"forward": forward_keys, "forward_all": forward_keys, "forward_out": with_and_without_auxiliary}
-    found: dict[str, KeysOfOperator]
-    found = {name: (adapt(which), kinds[which]) for which, name in operation.operators.items() if which in kinds}
+    keys_of = {"forward": forward_keys, "forward_all": forward_keys, "forward_out": with_and_without_auxiliary}
+    entries: dict[str, KeysOfOperator]
+    entries = {name: (adapt(which), keys_of[which]) for which, name in operation.operators.items() if which in keys_of}
     if operation.backward is not None:
-        found[operation.operators["backward"]] = (operation.backward_implementation, gradient_keys)
-    return found
+        entries[operation.operators["backward"]] = (operation.backward_implementation, gradient_keys)
+    return entries
 
 
 def _keys_of_operator(name: str) -> KeysOfOperator:

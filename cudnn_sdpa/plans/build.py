@@ -69,7 +69,7 @@ def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
     assert key.device is not None
     start = time.perf_counter()
     with torch.cuda.device(key.device), relaxed_capture(), backend.no_error_left():
-        _handle_for(key)  # with which this thread launches: it may capture a CUDA graph next
+        _handle_for(key)  # makes this thread's launch handle before a capture that may follow
         with handles.loading_handle(key.device) as handle:
             built = _loaded(handle, key, stored)
         plan = Plan(key, built, constants_of(key))

@@ -126,12 +126,12 @@ class KernelPlan(Plan):
 
     def launch(self, pointers: Sequence[int]) -> None:
         fields, scratch = self._fields[:], []  # local to this call: many threads launch a plan at once
-        for place, slot, is_number in self._slots:
+        for index, slot, is_number in self._slots:
             address = int(pointers[slot])
-            fields[place] = ctypes.c_uint32.from_address(address).value if is_number else address
-        for place, shape in self._scratch:
+            fields[index] = ctypes.c_uint32.from_address(address).value if is_number else address
+        for index, shape in self._scratch:
             scratch.append(allocate((math.prod(shape),), (1,), torch.float32))
-            fields[place] = scratch[-1].data_ptr()
+            fields[index] = scratch[-1].data_ptr()
         stream = current_raw_stream(self.device)
         for kernel, blocks, threads in self._kernels:
             kernel.launch(blocks, threads, fields, stream)

@@ -143,7 +143,7 @@ class Kernel:
     def identity(self, sm: int) -> _Identity:
         """The kernel's identity in the plan store, compiled for compute capability `sm`."""
         digest = hashlib.sha256(self.path.read_bytes())
-        if self.defines:  # others include nothing
+        if self.defines:  # sources without macros include no headers
             for header in sorted({*self.path.parent.glob("*.cuh"), *HEADERS.glob("*.cuh")}):
                 digest.update(header.read_bytes())
             digest.update(repr(sorted(self.defines.items())).encode())
@@ -202,14 +202,14 @@ class Kernel:
         """Compiles with further options of NVRTC; returns the code and NVRTC's messages."""
         nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
         source, file = self.path.read_bytes(), self.path.name.encode()
-        given = [f"--gpu-architecture=sm_{sm}", *more]
+        flags = [f"--gpu-architecture=sm_{sm}", *more]
         if self.defines:
-            given += ["--std=c++17", *(f"--include-path={folder}" for folder in (self.path.parent, HEADERS))]
-            given += [f"--define-macro={name}={value}" for name, value in self.defines.items()]
-        options = (ctypes.c_char_p * len(given))(*map(os.fsencode, given))
+            flags += ["--std=c++17", *(f"--include-path={folder}" for folder in (self.path.parent, HEADERS))]
+            flags += [f"--define-macro={name}={value}" for name, value in self.defines.items()]
+        options = (ctypes.c_char_p * len(flags))(*map(os.fsencode, flags))
         status = nvrtc.nvrtcCreateProgram(ctypes.byref(program), source, file, 0, None, None)
         try:
-            status = status or nvrtc.nvrtcCompileProgram(program, len(given), options)
+            status = status or nvrtc.nvrtcCompileProgram(program, len(flags), options)
             status = status or nvrtc.nvrtcGetCUBINSize(program, ctypes.byref(size))
             cubin = ctypes.create_string_buffer(size.value)
             status = status or nvrtc.nvrtcGetCUBIN(program, cubin)
