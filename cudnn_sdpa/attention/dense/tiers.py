@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -22,13 +23,15 @@ from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import live_properties, live_target
-from cudnn_sdpa.offline.background import Request, background
 from cudnn_sdpa.plans import autotune, default_store, shape_policy
 from cudnn_sdpa.plans.build import build_plan, plan_of
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
 from cudnn_sdpa.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from cudnn_sdpa.offline.background import Request
 
 _log = logging.getLogger("cudnn_sdpa")
 
@@ -80,6 +83,8 @@ class ShapeUsage:
             return self._take() if request.is_done else None
         if self._uses >= self._wanted and not plan_cache.builds_are_forbidden:
             assert self._key.device is not None
+            from cudnn_sdpa.offline.background import background
+
             self._request = background.request(self._key, live_properties(self._key.device), self._hold)
         return None
 

@@ -13,6 +13,7 @@ from cudnn_sdpa.attention.dense import buckets, tiers
 from cudnn_sdpa.attention.dense.buckets import Bucket, BucketRun
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.offline.background import Request
 from cudnn_sdpa.plans import cache
 from cudnn_sdpa.plans.file_format import BadPlanFileError
 
@@ -276,7 +277,7 @@ class FakeBackground:
         self.requests = []
 
     def request(self, key, properties, then):
-        request = tiers.Request(key, properties, then)
+        request = Request(key, properties, then)
         self.requests.append(request)
         return request
 
@@ -284,7 +285,7 @@ class FakeBackground:
 @pytest.fixture
 def background(patch):
     fake = FakeBackground()
-    patch.setattr(tiers, "background", fake)
+    patch.setattr("cudnn_sdpa.offline.background.background", fake)
     return fake
 
 
