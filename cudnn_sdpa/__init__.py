@@ -182,14 +182,16 @@ def _register() -> None:
     import cudnn_sdpa.engine.torch_ops  # noqa: F401
 
 
-def __getattr__(name: str) -> object:
-    if name not in _MODULES and name not in _PACKAGES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _register()
-    module = _importlib.import_module(_MODULES.get(name, f"cudnn_sdpa.{name}"))
-    found = module if name in _PACKAGES else getattr(module, name)
-    globals()[name] = found
-    return found
+if not _typing.TYPE_CHECKING:  # for type checkers, a name that is not above is an error
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULES and name not in _PACKAGES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _register()
+        module = _importlib.import_module(_MODULES.get(name, f"cudnn_sdpa.{name}"))
+        found = module if name in _PACKAGES else getattr(module, name)
+        globals()[name] = found
+        return found
 
 
 def __dir__() -> list[str]:

@@ -385,7 +385,7 @@ def _count_flops(*inputs: Any, out_val: object = None, **_: object) -> int:
 
 implement(
     "graph_function",
-    *SCHEMAS[__name__],
+    SCHEMAS[__name__][0],
     Implementations(
         cuda=decoded(run_gpu),
         cpu=decoded(run_reference),

@@ -351,17 +351,15 @@ def _last_line(code: types.CodeType) -> int:
 @functools.cache
 def _loaded_globals(code: types.CodeType) -> frozenset[str]:
     """The global names that code looks up; cached, since this takes milliseconds and code does not change."""
+    names = set()
     for instruction in dis.get_instructions(code):
-        if instruction.opname == "IMPORT_NAME" and str(instruction.argval).partition(".")[0] not in _MODULES:
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names.add(instruction.argval)
+        elif instruction.opname == "IMPORT_NAME" and str(instruction.argval).partition(".")[0] not in _MODULES:
             raise OptionError(
                 f"the graph builder {code.co_name}",
                 f"a builder that imports {instruction.argval!r}",
                 "imports of Python, torch and numpy only: anything else would be in no key",
                 "Pass the value as an option instead.",
             )
-    names = {
-        instruction.argval
-        for instruction in dis.get_instructions(code)
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME")
-    }
     return frozenset(names).union(*(_loaded_globals(c) for c in code.co_consts if isinstance(c, types.CodeType)))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import statistics
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -271,6 +270,8 @@ def fastest(candidates: Sequence[AutotuneCandidate]) -> int:
 
 def device_times(launches: Sequence[Callable[[], None]]) -> list[float]:
     """Median device time of each launch, in microseconds, over interleaved rounds. Waits for the GPU."""
+    import statistics  # with fractions and decimals, which nothing else needs
+
     spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in launches]
     for _ in range(ROUNDS):
         torch.cuda._sleep(HEAD_START)  # type: ignore[no-untyped-call]

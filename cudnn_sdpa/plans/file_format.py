@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import json
 import os
-import secrets
 import stat
 import time
 from dataclasses import dataclass
@@ -135,7 +134,7 @@ def write(name: str, folder: int, contents: bytes) -> None:
     Raises:
         OSError: The file cannot be written.
     """
-    temporary = TEMPORARY + secrets.token_hex(8)
+    temporary = TEMPORARY + os.urandom(8).hex()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:
         with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as file:

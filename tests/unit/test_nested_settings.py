@@ -253,7 +253,7 @@ def test_an_invalid_path_is_an_option_error(path, tmp_path, monkeypatch):
     with pytest.raises(OptionError, match=r"^path: got"):
         use_plan_store(path)
     with pytest.raises(OptionError, match=r"^folder: got"):
-        cudnn_sdpa.compile_plans(cudnn_sdpa.plans.manifest.PlanManifest(), "h200", path)
+        cudnn_sdpa.compile_plans(cudnn_sdpa.PlanManifest(), "h200", path)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -126,3 +126,8 @@ def explained_and_warmed(q: Tensor) -> None:  # needs a compiler and a GPU
     assert_type(cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, q, q), cudnn_sdpa.Explanation)
     assert_type(cudnn_sdpa.warmup("plans.json"), cudnn_sdpa.WarmupReport)
     assert_type(cudnn_sdpa.compile_plans("plans.json", "h200", "plans"), cudnn_sdpa.WarmupReport)
+
+
+def test_a_misspelt_name_is_an_error_for_mypy() -> None:
+    with pytest.raises(AttributeError):
+        _ = cudnn_sdpa.spda  # type: ignore[attr-defined]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -21,11 +22,13 @@ from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import live_target
-from cudnn_sdpa.offline.background import Request, build_in_background
 from cudnn_sdpa.plans import autotune, shape_policy
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.plan import Plan
+
+if TYPE_CHECKING:
+    from cudnn_sdpa.offline.background import Request
 
 #: Calls within this many seconds count as one use, such as those of a model's layers or of a benchmark's loop.
 SECONDS_PER_USE = 0.25
@@ -97,6 +100,8 @@ class Usage:
         if is_done:  # without a plan: it failed, perhaps only this time
             self._request, self.uses, self.wanted = None, 0, self.wanted * RETRY_FACTOR
         if self._request is None and self.uses >= self.wanted and not plan_cache.builds_are_forbidden:
+            from cudnn_sdpa.offline.background import build_in_background  # few programs get this far
+
             self._request = build_in_background(key)
         return None
 
