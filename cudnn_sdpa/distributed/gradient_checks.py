@@ -12,10 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
-from cudnn_sdpa.attention.dense.sdpa import SDPA
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall, offsets_of_keys
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
+from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
+from cudnn_sdpa.attention.varlen.arguments import offsets_of_keys
+from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.distributed import all_gather, ring, ulysses
 from cudnn_sdpa.distributed.local_attention import Attention, Options, Part, arguments_of, new_results, without_data
 from cudnn_sdpa.engine import cpu_target, fallback
@@ -126,9 +125,9 @@ def _keys(
     given = {"grad_out": out, "out": out, "lse": lse}
     needs = True, True, True
     if cu_seqlens is None:
-        dense = GradientCall(**given, call=ForwardArguments(**fields), needs=(*needs, False, sinks is not None))
-        return SDPA.gradient_keys(dense, target, device)
+        dense = SdpaBackwardCall(**given, call=SdpaCall(**fields), needs=(*needs, False, sinks is not None))
+        return dense.make_readable().keys(target, device)
     fields["cu_seqlens_kv"] = offsets_of_keys(fields["cu_seqlens_q"], fields["cu_seqlens_kv"])
-    packed = VarlenArguments(**fields, rng=None)
-    of = VarlenGradientCall(**given, call=packed, needs=(*needs, sinks is not None))
-    return VARLEN.gradient_keys(of, target, device)
+    packed = VarlenCall(**fields, rng=None)
+    of = VarlenBackwardCall(**given, call=packed, needs=(*needs, sinks is not None))
+    return of.make_readable().keys(target, device)

@@ -22,6 +22,7 @@ from cudnn_sdpa.attention.arguments import (
 )
 from cudnn_sdpa.attention.dense import graphs, parts
 from cudnn_sdpa.attention.dense.buckets import Bucket
+from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries, output_layout
 from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa
@@ -235,7 +236,7 @@ def note_on_parts(what: str, number: int) -> str:
     return f"{what} is computed in {number} parts, as one launch cannot: this is the plan of the first"
 
 
-def errors_of(call: ForwardArguments, *, differentiate: bool) -> dict[str, float]:
+def errors_of(call: SdpaCall, *, differentiate: bool) -> dict[str, float]:
     """Relative errors of a dense call's output, of its LSE if returned, and of its gradients.
 
     Args:

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.paged import plans
-from cudnn_sdpa.attention.paged.arguments import PagedArguments, PageLayout
+from cudnn_sdpa.attention.paged.arguments import PageLayout
+from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.kv_cache_checks import PlanOptions, check_count
 from cudnn_sdpa.attention.paged.plans import row_bucket
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
@@ -115,8 +116,8 @@ def _forms(batch: int, tokens: int) -> Iterator[_Form]:
         )
 
 
-def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: _CallOptions, *, present: bool) -> PagedArguments:
-    call = PagedArguments(
+def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: _CallOptions, *, present: bool) -> PagedCall:
+    call = PagedCall(
         q=queries_like(q, step.batch, step.tokens),
         k_pages=pages[0],
         v_pages=pages[1],
@@ -127,8 +128,8 @@ def _call(step: PagedStep, q: Tensor, pages: list[Tensor], options: _CallOptions
         **options,
     )
     PAGED.check_all(call)
-    PAGED.check_strides(call)
-    PAGED.check_memory(call)
+    call.check_strides()
+    call.check_memory()
     return call
 
 

@@ -20,7 +20,7 @@ from cudnn_sdpa import (
     sdpa,
     sdpa_varlen,
 )
-from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.engine import fallback as module
 from cudnn_sdpa.engine import operation
 
@@ -47,13 +47,13 @@ def declined(monkeypatch):
 def ways(monkeypatch):
     """Records where calls run: on PyTorch's attention, or on the reference."""
     taken = []
-    pytorch, reference = F.scaled_dot_product_attention, SDPA.reference
+    pytorch, reference = F.scaled_dot_product_attention, SdpaCall.reference
 
     def on(name, function):
         return lambda *args, **options: taken.append(name) or function(*args, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", on("pytorch", pytorch))
-    monkeypatch.setattr(SDPA, "reference", on("reference", reference))
+    monkeypatch.setattr(SdpaCall, "reference", on("reference", reference))
     return taken
 
 

@@ -20,23 +20,17 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from cudnn_sdpa.engine import autograd_checks, fallback, sharding
+from cudnn_sdpa.engine import autograd_checks, fallback, sharding, value_checks
 from cudnn_sdpa.engine.autocast import could_cast, is_deterministic
-from cudnn_sdpa.engine.backward_pass import (
-    BackwardCall,
-    BackwardPass,
-    NativelySaved,
-    SavedCall,
-)
-from cudnn_sdpa.engine.call import CallT, Differentiable, Fields, Result, views_of_leaves
+from cudnn_sdpa.engine.call import Differentiable, Fields, Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import (
     can_be_recognized,
     can_bypass_dispatcher,
@@ -51,12 +45,11 @@ from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, Entry, layout_sig
 from cudnn_sdpa.engine.launch import Layout, PlainCall, Prepared, check_one_device
 from cudnn_sdpa.engine.memory import MISALIGNED, without_memory
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
+from cudnn_sdpa.engine.operation.call import BackwardCall, Call, CallT
 from cudnn_sdpa.engine.torch_ops import define, library, new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
-from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.scalars import check_known
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
-from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.plan import Plan
 
 KindT = TypeVar("KindT")
@@ -85,6 +78,33 @@ _OPTIONS = {"with_lse": "return_lse"}
 
 #: What does the same as an option that depends on data.
 _INSTEAD = {"scale": "Multiply q by it, and pass scale=1.0.", "is_causal": "torch.cond chooses between two calls."}
+
+
+class SavedCall(Protocol):
+    """What was saved of a call for its gradients: autograd's `ctx`, or what the native module gives.
+
+    Attributes:
+        saved_tensors: The tensors of the call, then the results that are saved.
+        options: Its options.
+        may_fall_back: Whether a fallback was in force.
+    """
+
+    @property
+    def saved_tensors(self) -> tuple[Tensor | None, ...]: ...
+
+    @property
+    def options(self) -> tuple[object, ...]: ...
+
+    @property
+    def may_fall_back(self) -> bool: ...
+
+
+class NativelySaved(NamedTuple):
+    """What the native module has saved of a call."""
+
+    saved_tensors: tuple[Tensor | None, ...]
+    options: tuple[object, ...]
+    may_fall_back: bool
 
 
 class _Tracked(NamedTuple):
@@ -190,83 +210,45 @@ class Operation(Generic[CallT]):
         name: Its operators are `cudnn_sdpa::NAME_forward`, `NAME_forward_X` with auxiliary results if the call has a
             field `with_X` (`NAME_forward_lse`), `NAME_forward_out` if it has `out`, and `NAME_backward`.
         function: Name of the public function, for messages.
-        call: The NamedTuple of a call.
-        reference_call: The same for calls that only the reference runs, without cuDNN's limits; None without fallback.
-        autocast: The inputs as autocast casts them, if it is on, by name.
-        is_cacheable: Whether calls like this one may be recognized: no random numbers, no checks of values.
-        kind: What the fallback logs once for each reason.
-        check_types: Checks what the operators' schemas would refuse as well, but without naming the argument.
-        check_options: Checks of options.
-        check: Checks of tensors that read no address and no value, so fake tensors pass.
-        check_values: Checks of values, such as lengths.
-        check_strides: Checks that kernels can read the strides.
-        check_memory: Checks of addresses.
-        checks_values: Whether values are checked on the GPU, too, which waits for it.
-        check_for_gpu: Refuses a call on the CPU that a GPU would refuse.
-        check_gradient: Refuses a call whose gradients are known to be unsupported: any, if nothing is differentiable.
-        results: Layouts of all results.
-        reference: All results in plain PyTorch.
-        prepare: Binds a forward call to its plan.
-        keys: The keys of the plans of a forward call, on a target.
-        flops: Floating-point operations of a forward call, and of its backward call.
-        backward: The backward pass; None if no input can have a gradient.
-        mark: What decides how a call is bound, besides layouts and options; None for nothing.
+        call: The class of a call.
+        reference_call: The class of calls that only the reference runs, without cuDNN's limits; None without fallback.
+        backward: The class of a backward call; None if no input can have a gradient.
+        differentiable: The inputs that can have gradients; they are the first fields of a call.
         gives: The results that are always given, by name. `out` is written into the first.
         auxiliary: Those that are given if they are wanted, and saved for the backward pass.
         forward: Name of the forward operator, if not `NAME_forward`.
         names: What messages call the inputs, if not by the names of their fields.
         loops: Whether `torch.vmap` may run it once for each entry of a batch.
         forward_mode: What can be differentiated in forward mode instead.
-        pytorchs: What PyTorch's own function gives for a call that cuDNN declines, None where that lacks an option;
-            None if PyTorch has no such function.
-        kernels: The same by kernels of the library's own; set by these, which are above operations.
-        ways: How a call on DTensors may be divided among ranks.
+        kernels: The first result by kernels of the library's own, for `fallback("kernels")`; None if they lack an
+            option. Set by these, which are above operations.
     """
 
     name: str
     function: str
     call: type[CallT]
-    reference_call: type[CallT] | None
-    autocast: Callable[[CallT], dict[str, object]]
-    is_cacheable: Callable[[CallT], bool]
-    kind: Callable[[CallT], Hashable]
-    check_types: Callable[[CallT], None]
-    check_options: Callable[[CallT], None]
-    check: Callable[[CallT], None]
-    check_values: Callable[[CallT], None]
-    check_strides: Callable[[CallT], None]
-    check_memory: Callable[[CallT], None]
-    checks_values: Callable[[], bool]
-    check_for_gpu: Callable[[CallT], None]
-    check_gradient: Callable[[CallT], None]
-    results: Callable[[CallT], tuple[Layout, ...]]
-    reference: Callable[[CallT], tuple[Tensor, ...]]
-    prepare: Callable[[CallT], Prepared]
-    keys: Callable[[CallT, Target, int | None], Iterator[PlanKey]]
-    flops: Callable[[CallT], tuple[int, int]]
-    backward: BackwardPass[Any] | None = None
-    mark: Callable[[CallT], Hashable] | None = None
+    reference_call: type[CallT] | None = None
+    backward: type[BackwardCall[CallT]] | None = None
+    differentiable: tuple[str, ...] = ()
     gives: tuple[str, ...] = ("out",)
     auxiliary: tuple[str, ...] = ("lse",)
     forward: str | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     loops: bool = True
     forward_mode: str = "torch.nn.functional.scaled_dot_product_attention"
-    pytorchs: Callable[[CallT], Tensor | None] | None = None
     kernels: Callable[[CallT], Tensor | None] | None = None
-    ways: sharding.Ways | None = None
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(self.call)
-        self.fields = tuple(hints)
+        self.fields = self.call._fields
         flags = tuple(name for name in self.fields if name.startswith("with_"))
         self.takes_out = self.fields[-1] == "out"
         wanted = (*flags, "out") if self.takes_out else flags
         self._types = {name: _SCHEMA_TYPES[hints[name]] for name in self.fields if name not in wanted}
         self._tensors = sum(kind.startswith("Tensor") for kind in self._types.values())
         self._inputs = len(self._types)
-        #: The inputs that can have gradients.
-        self.differentiable = () if self.backward is None else self.backward.inputs
+        self._can_draw = "rng" in self._types
+        self._has_extra_key = self.call.extra_key is not Call.extra_key
         self._gradients = len(self.differentiable)
         # Of a call: its tensors, those that can have gradients, its options, both, all but the tensors, and what
         # recognizes it besides tensors.
@@ -293,10 +275,11 @@ class Operation(Generic[CallT]):
             self.operators["forward_out"] = f"{forward}_out"
         if self.backward is not None:
             self.operators["backward"] = f"{self.name}_backward"
-            self._pass = self.backward  #: of operations that have one
+            self._backward_call = self.backward  #: of operations that have one
             #: The tensors of a backward call besides those of the forward call.
+            self._given_names = self.backward._fields[:-2]
             self._given_of: Callable[[BackwardCall[CallT]], tuple[Tensor, ...]] = _fields(slice(-2))
-            self._given, self._saved = len(self.gives), self.backward.saved(self.name, self.gives, self.auxiliary)
+            self._given, self._saved = len(self.gives), self._saved_results(self.backward._fields)
         #: The calls that are bound to their plans.
         self.table: CallTable[Entry] = CallTable()
         self._known_to_be_differentiable: set[Hashable] = set()
@@ -304,6 +287,20 @@ class Operation(Generic[CallT]):
         if self.backward is not None:
             self._register_gradients(self.backward)
         OPERATIONS[self.name] = self
+
+    def _saved_results(self, fields: tuple[str, ...]) -> slice:
+        """Which results are saved: those that a backward call has.
+
+        Raises:
+            ValueError: A backward call has other fields than the results say.
+        """
+        gradients, results = tuple(f"grad_{name}" for name in self.gives), (*self.gives, *self.auxiliary)
+        saved = fields[len(gradients) : -2]
+        first = results.index(saved[0]) if saved else 0
+        found = slice(first, first + len(saved))
+        if fields != (*gradients, *results[found], "call", "needs"):
+            raise ValueError(f"{self.name}: a backward call of other fields than {(*gradients, '…', 'call', 'needs')}")
+        return found
 
     # The way of a call.
 
@@ -324,9 +321,9 @@ class Operation(Generic[CallT]):
         if has_subclass(*tensors) and sharding.has_dtensor(*tensors):
             return self._on_dtensors(call)
         self._check_known(call)
-        self.check_types(call)
+        call.check_types()
         if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
-            self.check_options(call)
+            call.check_options()
         call = self.cast(call)
         self.check_differentiation(call)
         if self._draws(call) and getattr(call, "rng", None) is None:
@@ -340,7 +337,7 @@ class Operation(Generic[CallT]):
             return self._run_with_fallback(call, self.reference_call)
         if self.reference_call is not None and self.kernels is not None and instead == fallback.KERNELS:
             return self._run_or_by_kernels(call, self.reference_call, self.kernels)
-        self.check(call)
+        call.check()
         return self._run(call)
 
     def _check_known(self, call: CallT) -> None:
@@ -357,21 +354,20 @@ class Operation(Generic[CallT]):
         if self._out_of(call) is not None:
             reasons = ["out would have to be sharded as the result is, which each call decides"]
             raise UnsupportedError(f"{self.function} with out on DTensors", reasons, "the call without out")
-        self.check_types(call)
+        call.check_types()
         if not is_compiling():
-            self.check_options(call)
+            call.check_options()
         layouts = [None if x is None else without_memory(x) for x in self._tensors_of(call)]
         whole = _made(self.reference_call or self.call, (*layouts, *self._others_of(call)))
         if self._draws(call):
             whole = whole._replace(rng=torch.empty(2, dtype=torch.int64, device="meta"))
         try:
-            self.check(whole)
+            whole.check()
         except (ArgumentError, UnsupportedError) as error:
             raise error.renamed({"meta": self.first_of(call).device.type}) from None
         arguments = dict(zip(self.fields, call, strict=True))
-        ways = None if self.ways is None else self.ways(arguments)
         try:
-            return sharding.run(self.function, ways, arguments, self._on_local_tensors)
+            return sharding.run(self.function, call.strategies(), arguments, self._on_local_tensors)
         except UnsupportedError as error:
             raise (error.renamed(self.names) if self.names else error) from None
 
@@ -396,7 +392,7 @@ class Operation(Generic[CallT]):
 
     def cast(self, call: CallT) -> CallT:
         """The call as autocast casts it, with the setting of deterministic algorithms that it follows."""
-        changed = self.autocast(call) if is_compiling() or is_autocasting() else {}
+        changed = call.autocast() if is_compiling() or is_autocasting() else {}
         if "deterministic" in self._types and type(getattr(call, "deterministic", None)) is not bool:
             changed["deterministic"] = is_deterministic(getattr(call, "deterministic", None))
         # Not by _replace: PyTorch 2.9 cannot compile a function that returns what that gives.
@@ -414,7 +410,7 @@ class Operation(Generic[CallT]):
                 self.function, self._out_of(call), loops=self.loops, forward_mode=self.forward_mode, **tensors
             )
         if not self.differentiable and needs_gradient(*self._tensors_of(call)):
-            self.check_gradient(call)
+            call.check_gradient()
 
     def checked(self, call: CallT, cast: Callable[[CallT], CallT]) -> Checked[CallT]:
         """A call that is only described, checked in full, as it is before its launch.
@@ -427,24 +423,24 @@ class Operation(Generic[CallT]):
             ArgumentError: An argument is wrong.
             UnsupportedError: The call is declined.
         """
-        self.check_types(call)
+        call.check_types()
         if "deterministic" in self._types:
             call = call._replace(deterministic=is_deterministic(getattr(call, "deterministic", None)))
         as_cast = cast(call)
-        self.check_options(as_cast)
+        as_cast.check_options()
         if self._draws(call):
             as_cast = as_cast._replace(rng=torch.empty(2, dtype=torch.int64, device=self.first_of(call).device))
-        self.check(as_cast)
-        self.check_strides(as_cast)
-        self.check_memory(as_cast)
+        as_cast.check()
+        as_cast.check_strides()
+        as_cast.check_memory()
         refused = UnsupportedError.of(self.check_differentiation, call)
         return Checked(call, as_cast, refused, needs_gradient(*self._differentiable_of(call)))
 
     def check_all(self, call: CallT) -> None:
         """All checks that read no address and no value, of a call that autocast has cast."""
-        self.check_types(call)
-        self.check_options(call)
-        self.check(call)
+        call.check_types()
+        call.check_options()
+        call.check()
         self.check_differentiation(call)
 
     def _run(self, call: CallT) -> Result:
@@ -452,7 +448,7 @@ class Operation(Generic[CallT]):
         tensors = (*self._tensors_of(call), self._out_of(call))
         bypasses = can_bypass_dispatcher(*tensors)
         if needs_gradient(*tensors):
-            self._check_gradient(call)
+            self.check_gradient(call)
             return self._differentiate(call, None, by_operator=not bypasses)
         if bypasses:
             return self.runner(call)(call)
@@ -464,7 +460,7 @@ class Operation(Generic[CallT]):
         def run() -> Result:
             return self._run_or_decline(call, reference_call)
 
-        return fallback.or_else(run, lambda: self._run_on_pytorch(call), lambda: self.kind(call))
+        return fallback.or_else(run, lambda: self._run_on_pytorch(call), call.log_key)
 
     def _run_or_by_kernels(
         self, call: CallT, reference_call: type[CallT], kernels: Callable[[CallT], Tensor | None]
@@ -474,11 +470,11 @@ class Operation(Generic[CallT]):
         def run() -> Result:
             return self._run_or_decline(call, reference_call)
 
-        return fallback.or_by_kernels(run, lambda: kernels(call), lambda: self.kind(call))
+        return fallback.or_by_kernels(run, lambda: kernels(call), call.log_key)
 
     def _run_or_decline(self, call: CallT, reference_call: type[CallT]) -> Result:
         without_limits = _made(reference_call, call)
-        fallback.check_or_decline(self.function, lambda: self.check(call), lambda: self.check(without_limits))
+        fallback.check_or_decline(self.function, call.check, without_limits.check)
         return self._run(call)
 
     def _traced(self, call: CallT) -> Result:
@@ -503,28 +499,28 @@ class Operation(Generic[CallT]):
 
     def on_gpu(self, call: CallT) -> Result:
         """A checked forward call on the GPU: its plan is found or prepared, and launched."""
-        if self.checks_values():
-            self.check_values(call)
-        self.check_strides(call)
-        self.check_memory(call)
+        if value_checks.enabled:
+            call.check_values()
+        call.check_strides()
+        call.check_memory()
         out = self._out_of(call)
         if out is not None and not out.is_inference():
             torch.autograd.graph.increment_version(out)
-        result: Result = self._entry(self.signature(call), call, self.prepare).run(call)
+        result: Result = self._entry(self.signature(call), call.bind).run(call)
         return result
 
     def _on_cpu(self, call: CallT) -> Result:
         """A checked forward call by the reference, if a GPU would run it."""
-        self.check_values(call)
+        call.check_values()
         if self._is_for_cudnn(call):
-            self.check_for_gpu(call)
-        self.check_memory(call)
-        return self._wanted(call, self._into_out_of(call, self.reference(call)))
+            call.check_for_gpu()
+        call.check_memory()
+        return self._wanted(call, self._into_out_of(call, call.reference()))
 
     def fake_results(self, call: CallT) -> Result:
         """What the results of a call look like, without memory."""
         self._check_operator(call)
-        found = tuple(_new(self.first_of(call), layout) for layout in self.results(call))
+        found = tuple(_new(self.first_of(call), layout) for layout in call.outputs())
         out = self._out_of(call)
         return self._wanted(call, found if out is None else (out, *found[1:]))
 
@@ -534,9 +530,9 @@ class Operation(Generic[CallT]):
         call = _made(self.reference_call, call)
         complete = self.complete(call)
         if self._out_of(call) is not None:
-            self.check_memory(call)
+            call.check_memory()
             complete = complete._replace(out=None)
-        result = None if self.pytorchs is None else self.pytorchs(call)
+        result = call.alternative()
         if result is not None:
             return self._into_out_of(call, (result,))[0]
         tracked = _Tracked(self, complete, None, returns_all=True, by_reference=True)
@@ -555,15 +551,16 @@ class Operation(Generic[CallT]):
 
     def first_of(self, call: CallT) -> Tensor:
         """The first tensor of a call, which says where it runs."""
-        return call[0]  # type: ignore[return-value]
+        first: Tensor = call[0]
+        return first
 
     def _draws(self, call: CallT) -> bool:
         """Whether a call needs random numbers."""
-        return "rng" in self._types and bool(getattr(call, "dropout_p", 0.0))
+        return self._can_draw and bool(getattr(call, "dropout_p", 0.0))
 
     def _out_of(self, call: CallT) -> Tensor | None:
         """Where the first result goes, if not into new memory."""
-        return call[-1] if self.takes_out else None  # type: ignore[return-value]
+        return call[-1] if self.takes_out else None
 
     def _is_for_cudnn(self, call: CallT) -> bool:
         """Whether cuDNN's limits apply to a call."""
@@ -587,7 +584,10 @@ class Operation(Generic[CallT]):
     def _find(self, call: CallT) -> Callable[[CallT], Result] | None:
         """What runs a call at once, if calls like it are known and nothing must intercept it."""
         try:
-            if not self.is_cacheable(call) or (self._flag and type(call[self._inputs]) is not bool):
+            if value_checks.enabled or (self._flag and type(call[self._inputs]) is not bool):
+                return None
+            dropout_p = getattr(call, "dropout_p", 0.0) if self._can_draw else 0.0
+            if type(dropout_p) is not float or dropout_p:
                 return None
             out = self._out_of(call)
             tensors = [x for x in (*self._tensors_of(call), out) if x is not None]
@@ -608,7 +608,7 @@ class Operation(Generic[CallT]):
 
     def _into_out(self, call: CallT, entry: Entry) -> Result:
         """A known call whose result goes into a given tensor, which may overlap others in this call alone."""
-        self.check_memory(call)
+        call.check_memory()
         out = self._out_of(call)
         if out is not None and not out.is_inference():
             torch.autograd.graph.increment_version(out)
@@ -621,16 +621,17 @@ class Operation(Generic[CallT]):
             None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in self._tensors_of(call)
         ]
         options = self._recognized_of(call)
-        mark = None if self.mark is None else self.mark(call)
         out = self._out_of(call)
-        return (*layouts, *options, *map(type, options), None if out is None else layout_signature(out), mark)
+        of_out = None if out is None else layout_signature(out)
+        extra = call.extra_key() if self._has_extra_key else None
+        return (*layouts, *options, *map(type, options), of_out, extra)
 
-    def _entry(self, name: Hashable, call: KindT, prepare: Callable[[KindT], Prepared]) -> Entry | Prepared:
-        """The prepared call of this signature, prepared now if there is none."""
+    def _entry(self, name: Hashable, bind: Callable[[], Prepared]) -> Entry | Prepared:
+        """The prepared call of this signature, bound now if there is none."""
         entry: Entry | None = self.table.get(name)
         if entry is not None:
             return entry
-        prepared = prepare(call)
+        prepared = bind()
         return prepared if prepared.plan is None else self._add(name, prepared, prepared.plan)
 
     # The native way.
@@ -686,16 +687,16 @@ class Operation(Generic[CallT]):
 
     # Gradients.
 
-    def _check_gradient(self, call: CallT) -> None:
+    def check_gradient(self, call: CallT) -> None:
         """Refuses a call whose gradients are known to be unsupported: now, and not when the loss is differentiated."""
         if not self.first_of(call).is_cuda:
             if self._is_for_cudnn(call):
-                self.check_gradient(call)
+                call.check_gradient()
             return
         name = self.signature(self.complete(call))
         if self._is_known_to_be_differentiable(name, call):
             return
-        self.check_gradient(call)
+        call.check_gradient()
         if len(self._known_to_be_differentiable) >= MAX_REMEMBERED:
             self._known_to_be_differentiable.clear()
         self._known_to_be_differentiable.add((name, self._which_require_grad(call)))
@@ -756,23 +757,22 @@ class Operation(Generic[CallT]):
             return [None] * len(needs)
         saved = ctx.saved_tensors  # once: checkpoints let nothing be read twice
         call = self.call(*saved[: self._tensors], *ctx.options, *self._wants_all)
-        backward_pass = self._pass
-        backward = backward_pass.call(*grads, *saved[self._tensors :], call, needs)
+        backward = self._backward_call(*grads, *saved[self._tensors :], call, needs)
         tensors = self._given_of(backward)
         found: Sequence[Tensor]
         if by_reference:
-            found = backward_pass.reference(backward)
+            found = backward.reference()
         elif is_intercepted:
             found = self.operator("backward")(*tensors, *self._inputs_of(call), list(needs))
         elif not given[0].is_cuda:
-            found = (backward_pass.fake_gradients if given[0].is_meta else backward_pass.reference)(backward)
+            found = backward.fake_gradients() if given[0].is_meta else backward.reference()
         elif not ctx.may_fall_back:  # as in the forward pass: this may be another thread, of autograd
             found = self._gradients_on_gpu(backward)
         else:
             found = fallback.or_else(
                 lambda: self._gradients_on_gpu(backward),
-                lambda: backward_pass.reference(backward),
-                lambda: self.kind(call),
+                backward.reference,
+                call.log_key,
             )
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
@@ -784,15 +784,15 @@ class Operation(Generic[CallT]):
             ArgumentError: An argument is wrong.
             UnsupportedError: cuDNN has no kernel for it, or it is to be differentiated itself.
         """
-        call, given = backward.call, self._pass.tensors
+        call, given = backward.call, self._given_names
         if sharding.has_dtensor(*self._tensors_of(call), *self._given_of(backward)):
             sharding.refuse(f"{self.function}_backward", "autograd differentiates calls on DTensors by itself")
         if not is_compiling():
             tensors = {name: getattr(backward, name) for name in given}
             backward = backward._replace(**{name: plain(x) for name, x in tensors.items() if isinstance(x, Tensor)})
         self._check_known(call)
-        self.check_types(call)
-        self._pass.check_types(backward)
+        call.check_types()
+        backward.check_types()
         call = call._replace(deterministic=is_deterministic(getattr(call, "deterministic", None)))
         backward = backward._replace(call=call)
         names = (*(self.names.get(name, name) for name in self.fields[: self._tensors]), *given)
@@ -804,7 +804,7 @@ class Operation(Generic[CallT]):
             return self._backward_by_operator(backward)
         call = autograd_checks.resolved(call)
         backward = backward._replace(call=call)
-        self.check_options(call)
+        call.check_options()
         bypasses = can_bypass_dispatcher(*tensors.values())
         if self.reference_call is None or not fallback.is_in_force():
             self._check_backward(backward)
@@ -817,7 +817,7 @@ class Operation(Generic[CallT]):
             )
             return self._run_backward(backward, bypasses)
 
-        return fallback.or_else(run, lambda: self._pass.reference(without_limits), lambda: self.kind(call))
+        return fallback.or_else(run, without_limits.reference, call.log_key)
 
     def _backward_by_operator(self, backward: BackwardCall[CallT]) -> list[Tensor]:
         tensors, inputs = self._given_of(backward), self._inputs_of(backward.call)
@@ -825,36 +825,36 @@ class Operation(Generic[CallT]):
         return found
 
     def _check_backward(self, backward: BackwardCall[CallT]) -> None:
-        self.check(backward.call)
-        self._pass.check(backward)
+        backward.call.check()
+        backward.check()
 
     def _run_backward(self, backward: BackwardCall[CallT], bypasses: bool) -> list[Tensor]:
         """A checked backward call that a caller made, where its tensors are."""
         call, first = backward.call, self.first_of(backward.call)
         if first.is_cuda:
-            if self.checks_values():
-                self.check_values(call)
-            self.check_strides(call)
+            if value_checks.enabled:
+                call.check_values()
+            call.check_strides()
             if bypasses:  # otherwise they may hold their memory elsewhere
-                self.check_memory(call)
+                call.check_memory()
         elif not first.is_meta:
             if bypasses:
-                self.check_values(call)
-            self._pass.check_for_gpu(backward)
-            self.check_memory(call)
+                call.check_values()
+            backward.check_for_gpu()
+            call.check_memory()
         if not bypasses:
             return self._backward_by_operator(backward)
         if first.is_cuda:
             return self._gradients_on_gpu(backward)
-        return (self._pass.fake_gradients if first.is_meta else self._pass.reference)(backward)
+        return backward.fake_gradients() if first.is_meta else backward.reference()
 
     def _checked_fake_gradients(self, backward: BackwardCall[CallT]) -> list[Tensor]:
         """What the needed gradients of a call in compiled code look like, which nothing has checked."""
         if self.reference_call is not None:  # whose limits are those of the forward pass
             without_limits = backward._replace(call=_made(self.reference_call, backward.call))
-            self.check_options(without_limits.call)
+            without_limits.call.check_options()
             self._check_backward(without_limits)
-        return self._pass.fake_gradients(backward)
+        return backward.fake_gradients()
 
     def repeatable_gradient(
         self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
@@ -863,7 +863,7 @@ class Operation(Generic[CallT]):
         if any(grad is None or needs_operator(grad) for grad in grads[: self._given]):
             return None
         call = self.call(*ctx.saved_tensors[: self._tensors], *ctx.options, *self._wants_all)
-        backward = self._pass.call(*grads[: self._given], *ctx.saved_tensors[self._tensors :], call, needs)
+        backward = self._backward_call(*grads[: self._given], *ctx.saved_tensors[self._tensors :], call, needs)
         entry: Entry | None = self.table.get(self._signature_of_gradient(backward))
         if entry is None or not isinstance(entry.run, PlainCall):
             return None
@@ -874,37 +874,27 @@ class Operation(Generic[CallT]):
 
     def _gradients_on_gpu(self, backward: BackwardCall[CallT]) -> list[Tensor]:
         """The needed gradients of a backward call on the GPU."""
-        readable = self._pass.readable(backward)
-        prepared = self._entry(self._signature_of_gradient(readable), readable, self._prepare_gradients)
+        readable = backward.make_readable()
+        prepared = self._entry(self._signature_of_gradient(readable), lambda: self._bind_gradients(readable))
         return list(_as_tuple(prepared.run(readable)))
 
-    def gradients_from_dispatcher(self, backward: BackwardCall[CallT], check: Callable[[], None]) -> list[Tensor]:
-        """The needed gradients of a backward call that PyTorch's dispatcher has brought, past all that intercepts it.
-
-        Args:
-            backward: The call, which nothing has checked.
-            check: Checks what the forward call does not say.
-        """
+    def gradients_from_dispatcher(self, backward: BackwardCall[CallT]) -> list[Tensor]:
+        """The needed gradients of an unchecked backward call from PyTorch's dispatcher, past all that intercepts it."""
         if self.table.get(self._signature_of_gradient(backward)) is None:
-            self.check(backward.call)
-            check()
+            self._check_backward(backward)
         if not self.first_of(backward.call).is_cuda:
             return self._backward_by_operator(backward)
         return self._gradients_on_gpu(backward)
 
-    def _prepare_gradients(self, backward: BackwardCall[CallT]) -> Prepared:
-        names = (*self.fields[: self._tensors], *self._pass.tensors)
+    def _bind_gradients(self, backward: BackwardCall[CallT]) -> Prepared:
+        names = (*self.fields[: self._tensors], *self._given_names)
         tensors = (*self._tensors_of(backward.call), *self._given_of(backward))
         check_one_device(names, tensors)  # a saved-tensor hook may have moved them
-        return self._pass.prepare(backward)
+        return backward.bind()
 
     def _signature_of_gradient(self, backward: BackwardCall[CallT]) -> Hashable:
         layouts = map(layout_signature, self._given_of(backward))
         return "backward", *layouts, backward.needs, self.signature(backward.call)
-
-    def gradient_keys(self, backward: BackwardCall[CallT], target: Target, device: int | None) -> Iterator[PlanKey]:
-        """The keys of the plans of a backward call, on a target."""
-        return self._pass.keys(self._pass.readable(backward), target, device)
 
     # PyTorch's operators.
 
@@ -939,12 +929,12 @@ class Operation(Generic[CallT]):
         self, run: Callable[[BackwardCall[CallT]], Sequence[Tensor]]
     ) -> Callable[..., Sequence[Tensor]]:
         """The backward operator as `run` implements it."""
-        given = len(self._pass.tensors)
+        given = len(self._given_names)
 
         def implementation(*arguments: Any) -> Sequence[Tensor]:
             *others, needs = arguments
             call = self.call_of(others[given:], is_complete=True)
-            return run(self._pass.call(*others[:given], call, tuple(needs)))
+            return run(self._backward_call(*others[:given], call, tuple(needs)))
 
         return implementation
 
@@ -975,17 +965,17 @@ class Operation(Generic[CallT]):
 
     def _check_operator(self, call: CallT) -> None:
         """The checks of a call from PyTorch's dispatcher, which has checked the types."""
-        self.check_options(call)
-        self.check(call)
+        call.check_options()
+        call.check()
 
     def _count_forward(self, *inputs: object, **_: object) -> int:
-        return self.flops(self.call_of(inputs[: self._inputs]))[0]
+        return self.call_of(inputs[: self._inputs]).flops()[0]
 
     def _count_backward(self, *inputs: object, **_: object) -> int:
-        given = len(self._pass.tensors)
-        return self.flops(self.call_of(inputs[given : given + self._inputs]))[1]
+        given = len(self._given_names)
+        return self.call_of(inputs[given : given + self._inputs]).flops()[1]
 
-    def _register_gradients(self, backward_pass: BackwardPass[Any]) -> None:
+    def _register_gradients(self, backward_call: type[BackwardCall[CallT]]) -> None:
         def save_inputs(ctx: Any, inputs: tuple[object, ...], output: Result) -> None:
             self.save(ctx, self.call_of(inputs, is_complete=True), _as_tuple(output))
 
@@ -994,10 +984,10 @@ class Operation(Generic[CallT]):
             others = (None,) * (self._inputs - self._gradients)
             return (*self.gradients(ctx, grads, needs), *others)
 
-        hints = typing.get_type_hints(backward_pass.call)
-        given = {name: _SCHEMA_TYPES[hints[name]] for name in backward_pass.tensors}
+        hints = typing.get_type_hints(backward_call)
+        given = {name: _SCHEMA_TYPES[hints[name]] for name in self._given_names}
         inputs = ", ".join(f"{kind} {name}" for name, kind in (given | self._types).items())
-        runs = self._gradients_on_gpu, backward_pass.reference, self._checked_fake_gradients
+        runs = self._gradients_on_gpu, backward_call.reference, self._checked_fake_gradients
         implementations = map(self.backward_implementation, runs)
         define(self.operators["backward"], f"{inputs}, bool[] needs", "Tensor[]", *implementations)
         register_flop_formula(self.operator("backward"), get_raw=True)(self._count_backward)
@@ -1020,7 +1010,7 @@ def _fields(places: slice) -> Callable[[Fields], tuple[FieldT, ...]]:
 
 def _made(kind: type[CallT], values: Iterable[object]) -> CallT:
     """A call with these fields. In compiled code, PyTorch 2.9 knows the properties of what `_make` gives alone."""
-    return kind._make(values)  # type: ignore[attr-defined,no-any-return]
+    return kind._make(values)
 
 
 def _new(like: Tensor, layout: Layout) -> Tensor:

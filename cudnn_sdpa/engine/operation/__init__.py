@@ -1,0 +1,5 @@
+"""An operation, described once: what is done with a call follows from the description and the class of its calls."""
+
+from cudnn_sdpa.engine.operation.pipeline import OPERATIONS, Asked, Operation
+
+__all__ = ["OPERATIONS", "Asked", "Operation"]
