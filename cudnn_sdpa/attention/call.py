@@ -86,4 +86,5 @@ class CudnnBackwardCall(BackwardCall[CudnnCallT]):
 
     def check(self) -> None:
         """See `BackwardCall`."""
+        self.call.check()
         backward_arguments.check(self)

@@ -19,7 +19,6 @@ from cudnn_sdpa.attention.varlen.reference import sequences
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import backward_call_of, sdpa_varlen_backward
 from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
-from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
@@ -62,10 +61,9 @@ def describe_varlen_backward(sinks: Tensor | None, **given: Any) -> Description:
     call = of.call._replace(deterministic=is_deterministic(of.call.deterministic))
     of = of._replace(call=call)
     call.check_options()
-    call.check()
     of.check()
-    memory.check_strides(*call.as_dense().qkv)
-    memory.check_memory(call.q, call.k, call.v, None)
+    call.check_strides()
+    call.check_memory()
     original = call._replace(sinks=None if sinks is None else sinks.detach().requires_grad_(of.needs[-1]))
     is_readable = explain.is_readable_layout(of.out, 3)
     layout = TensorLayout.of(of.out) if is_readable else TensorLayout.contiguous(of.out.shape, of.out.dtype)

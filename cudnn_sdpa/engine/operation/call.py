@@ -136,7 +136,8 @@ class BackwardCall(_Tuple, Generic[CallT]):
         """Checks the types of what a public backward function is given besides the forward call."""
 
     def check(self) -> None:
-        """Checks its shapes, dtypes and devices."""
+        """Checks shapes, dtypes and devices, also of the forward call."""
+        self.call.check()
 
     def check_for_gpu(self) -> None:
         """Refuses a backward call on the CPU that a GPU would refuse."""

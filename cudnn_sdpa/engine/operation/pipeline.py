@@ -1,11 +1,4 @@
-"""An operation, described once: what is done with a call of it follows from the description.
-
-A call is a NamedTuple: the tensors first, then the options, and last what is wanted of it, where there is a choice:
-`with_…`, whether auxiliary results are, and `out`. From the description of an operation follow PyTorch's operators with
-their schemas, the autograd rule, recognition, the checks and their order, the fallback, and the operator's part in
-`explain`, `record_plans` and `torch.compile`.
-
-The order of things, for all operations:
+"""The way of a call, the same for all operations: what is asked of it (see `call`), and in which order.
 
 1. The public function has asked the native module, which does not know the call.
 2. A call whose signature is known is launched at once, if nothing must intercept it. The native module is taught it.
@@ -20,17 +13,16 @@ from __future__ import annotations
 
 import functools
 import typing
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from cudnn_sdpa.engine import autograd_checks, fallback, sharding, value_checks
 from cudnn_sdpa.engine.autocast import could_cast, is_deterministic
-from cudnn_sdpa.engine.call import Differentiable, Fields, Result, views_of_leaves
+from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.dispatch_state import (
     can_be_recognized,
     can_bypass_dispatcher,
@@ -38,114 +30,24 @@ from cudnn_sdpa.engine.dispatch_state import (
     is_autocasting,
     is_transformed,
     needs_gradient,
-    needs_operator,
-    plain,
 )
 from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, Entry, layout_signature
-from cudnn_sdpa.engine.launch import Layout, PlainCall, Prepared, check_one_device
-from cudnn_sdpa.engine.memory import MISALIGNED, without_memory
+from cudnn_sdpa.engine.launch import Layout, PlainCall, Prepared
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call, CallT
-from cudnn_sdpa.engine.torch_ops import define, library, new_seed
-from cudnn_sdpa.errors import ArgumentError, UnsupportedError
+from cudnn_sdpa.engine.torch_ops import new_seed
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.scalars import check_known
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.plans.plan import Plan
 
 KindT = TypeVar("KindT")
-FieldT = TypeVar("FieldT")
-
-#: Some fields of a call.
-_Fields: TypeAlias = Callable[[CallT], tuple[FieldT, ...]]
-
-#: Maximum number of kinds of calls remembered as differentiable.
-MAX_REMEMBERED = 8192
-
-_SCHEMA_TYPES: dict[object, str] = {
-    Tensor: "Tensor",
-    Tensor | None: "Tensor?",
-    int: "SymInt",
-    bool: "bool",
-    str: "str",
-    float: "float",
-    float | None: "float?",
-    torch.dtype | None: "ScalarType?",
-}
-
 
 #: What the public functions call an option, if not by the name of its field.
 _OPTIONS = {"with_lse": "return_lse"}
 
 #: What does the same as an option that depends on data.
 _INSTEAD = {"scale": "Multiply q by it, and pass scale=1.0.", "is_causal": "torch.cond chooses between two calls."}
-
-
-class SavedCall(Protocol):
-    """What was saved of a call for its gradients: autograd's `ctx`, or what the native module gives.
-
-    Attributes:
-        saved_tensors: The tensors of the call, then the results that are saved.
-        options: Its options.
-        may_fall_back: Whether a fallback was in force.
-    """
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor | None, ...]: ...
-
-    @property
-    def options(self) -> tuple[object, ...]: ...
-
-    @property
-    def may_fall_back(self) -> bool: ...
-
-
-class NativelySaved(NamedTuple):
-    """What the native module has saved of a call."""
-
-    saved_tensors: tuple[Tensor | None, ...]
-    options: tuple[object, ...]
-    may_fall_back: bool
-
-
-class _Tracked(NamedTuple):
-    """A call that autograd follows.
-
-    Attributes:
-        operation: Its operation.
-        call: The call, with all results.
-        entry: Its entry, if the fast path found it.
-        returns_all: Whether all results are returned.
-        by_reference: Whether it runs in plain PyTorch, on any device, as cuDNN declines it.
-    """
-
-    operation: Operation[Any]
-    call: object
-    entry: Entry | None
-    returns_all: bool
-    by_reference: bool = False
-
-    def forward(self, ctx: Any, _: tuple[object, ...]) -> Result:
-        """Runs the call, and saves what its gradients need; a result more than is wanted would take 2 µs."""
-        operation, call, entry, returns_all, by_reference = self
-        run = operation._on_cpu if by_reference else operation.runner(call) if entry is None else entry.run
-        found = _as_tuple(run(call))
-        if operation.differentiable:
-            operation.save(ctx, call, found)
-        ctx.tracked = _TrackedGradient(operation, by_reference)
-        return _alone(found if returns_all else operation._split(found)[0])
-
-
-class _TrackedGradient(NamedTuple):
-    """What autograd's graph holds of such a call, besides tensors and options."""
-
-    operation: Operation[Any]
-    by_reference: bool
-
-    def gradients(
-        self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
-    ) -> list[Tensor | None]:
-        """The gradient of each differentiable input."""
-        return self.operation.gradients(ctx, grads, needs, by_reference=self.by_reference)
 
 
 class Asked(NamedTuple):
@@ -158,31 +60,6 @@ class Asked(NamedTuple):
 
     calls: NativeCalls
     arguments: tuple[object, ...]
-
-
-class _NativeGradient:
-    """Computes gradients of calls that the native module has launched; autograd's graph holds it, and so no plan."""
-
-    __slots__ = ("operation",)
-
-    def __init__(self, operation: Operation[Any]) -> None:
-        self.operation = operation
-
-    def __call__(
-        self,
-        options: tuple[object, ...],
-        grads: tuple[Tensor | None, ...],
-        saved: tuple[Tensor | None, ...],
-        needs: tuple[bool, ...],
-        *,
-        may_fall_back: bool,
-        numbers: tuple[float, ...],
-        can_learn: bool,
-    ) -> tuple[list[Tensor | None], RepeatableCall | None]:
-        """See `Differentiation`."""
-        context = NativelySaved(saved, options, may_fall_back)
-        found = self.operation.gradients(context, grads, needs)
-        return found, self.operation.repeatable_gradient(context, grads, needs) if can_learn else None
 
 
 @dataclass(frozen=True)
@@ -202,9 +79,22 @@ class Checked(Generic[CallT]):
     trains: bool
 
 
+#: The types of fields in operators' schemas.
+SCHEMA_TYPES: dict[object, str] = {
+    Tensor: "Tensor",
+    Tensor | None: "Tensor?",
+    int: "SymInt",
+    bool: "bool",
+    str: "str",
+    float: "float",
+    float | None: "float?",
+    torch.dtype | None: "ScalarType?",
+}
+
+
 @dataclass(eq=False)
-class Operation(Generic[CallT]):
-    """One operation, described once.
+class Pipeline(Generic[CallT]):
+    """The description of an operation, and the way of its calls.
 
     Attributes:
         name: Its operators are `cudnn_sdpa::NAME_forward`, `NAME_forward_X` with auxiliary results if the call has a
@@ -244,20 +134,18 @@ class Operation(Generic[CallT]):
         flags = tuple(name for name in self.fields if name.startswith("with_"))
         self.takes_out = self.fields[-1] == "out"
         wanted = (*flags, "out") if self.takes_out else flags
-        self._types = {name: _SCHEMA_TYPES[hints[name]] for name in self.fields if name not in wanted}
+        self._types = {name: SCHEMA_TYPES[hints[name]] for name in self.fields if name not in wanted}
         self._tensors = sum(kind.startswith("Tensor") for kind in self._types.values())
         self._inputs = len(self._types)
         self._can_draw = "rng" in self._types
         self._has_extra_key = self.call.extra_key is not Call.extra_key
         self._gradients = len(self.differentiable)
-        # Of a call: its tensors, those that can have gradients, its options, both, all but the tensors, and what
-        # recognizes it besides tensors.
-        self._tensors_of: _Fields[CallT, Tensor | None] = _fields(slice(self._tensors))
-        self._differentiable_of: _Fields[CallT, Tensor | None] = _fields(slice(self._gradients))
-        self._options_of: _Fields[CallT, object] = _fields(slice(self._tensors, self._inputs))
-        self._inputs_of: _Fields[CallT, object] = _fields(slice(self._inputs))
-        self._others_of: _Fields[CallT, object] = _fields(slice(self._tensors, None))
-        self._recognized_of: _Fields[CallT, object] = _fields(slice(self._tensors, self._inputs + len(flags)))
+        # Where, among the fields of a call, are its tensors, those that can have gradients, its options, both, all but
+        # the tensors, and what recognizes it besides tensors. PyTorch's compiler takes slices for constants.
+        self._tensors_at, self._differentiable_at = slice(self._tensors), slice(self._gradients)
+        self._options_at, self._inputs_at = slice(self._tensors, self._inputs), slice(self._inputs)
+        self._others_at = slice(self._tensors, None)
+        self._recognized_at = slice(self._tensors, self._inputs + len(flags))
         if self.fields[: self._gradients] != self.differentiable or self.fields[self._inputs :] != wanted:
             raise ValueError(f"{self.name}: fields in another order than {(*self.differentiable, '…', *wanted)}")
         if any(kind.startswith("Tensor") for kind in list(self._types.values())[self._tensors :]):
@@ -278,15 +166,10 @@ class Operation(Generic[CallT]):
             self._backward_call = self.backward  #: of operations that have one
             #: The tensors of a backward call besides those of the forward call.
             self._given_names = self.backward._fields[:-2]
-            self._given_of: Callable[[BackwardCall[CallT]], tuple[Tensor, ...]] = _fields(slice(-2))
             self._given, self._saved = len(self.gives), self._saved_results(self.backward._fields)
         #: The calls that are bound to their plans.
         self.table: CallTable[Entry] = CallTable()
         self._known_to_be_differentiable: set[Hashable] = set()
-        self._register_operators()
-        if self.backward is not None:
-            self._register_gradients(self.backward)
-        OPERATIONS[self.name] = self
 
     def _saved_results(self, fields: tuple[str, ...]) -> slice:
         """Which results are saved: those that a backward call has.
@@ -301,6 +184,79 @@ class Operation(Generic[CallT]):
         if fields != (*gradients, *results[found], "call", "needs"):
             raise ValueError(f"{self.name}: a backward call of other fields than {(*gradients, '…', 'call', 'needs')}")
         return found
+
+    # The parts of a call.
+
+    def _tensors_of(self, call: CallT) -> tuple[Tensor | None, ...]:
+        return call[self._tensors_at]
+
+    def _differentiable_of(self, call: CallT) -> tuple[Tensor | None, ...]:
+        return call[self._differentiable_at]
+
+    def _options_of(self, call: CallT) -> tuple[object, ...]:
+        return call[self._options_at]
+
+    def _inputs_of(self, call: CallT) -> tuple[object, ...]:
+        """The tensors and the options."""
+        return call[self._inputs_at]
+
+    def _others_of(self, call: CallT) -> tuple[object, ...]:
+        """All but the tensors."""
+        return call[self._others_at]
+
+    def _given_of(self, backward: BackwardCall[CallT]) -> tuple[Tensor, ...]:
+        """The tensors of a backward call besides those of the forward call."""
+        return backward[:-2]
+
+    # What a call wants.
+
+    def complete(self, call: CallT, *, is_complete: bool = True) -> CallT:
+        """The call with all results, or with those alone that are always given."""
+        return call._replace(**{self._flag: is_complete}) if self._flag else call
+
+    def _is_complete(self, call: CallT) -> bool:
+        """Whether a call wants all results."""
+        return not self._flag or bool(call[self._inputs])
+
+    def first_of(self, call: CallT) -> Tensor:
+        """The first tensor of a call, which says where it runs."""
+        first: Tensor = call[0]
+        return first
+
+    def _draws(self, call: CallT) -> bool:
+        """Whether a call needs random numbers."""
+        return self._can_draw and bool(getattr(call, "dropout_p", 0.0))
+
+    def _out_of(self, call: CallT) -> Tensor | None:
+        """Where the first result goes, if not into new memory."""
+        return call[-1] if self.takes_out else None
+
+    def _is_for_cudnn(self, call: CallT) -> bool:
+        """Whether cuDNN's limits apply to a call."""
+        return type(call) is self.call
+
+    def _split(self, found: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Of all results those that are always given, and the auxiliary ones."""
+        return found[: len(self.gives)], found[len(self.gives) :]
+
+    def _wanted(self, call: CallT, found: tuple[Tensor, ...]) -> Result:
+        """Of all results those that a call wants: alone if it is one."""
+        return alone(found if self._is_complete(call) else self._split(found)[0])
+
+    def _into_out_of(self, call: CallT, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """The results, the first of them written into `out` if that is given."""
+        out = self._out_of(call)
+        return found if out is None else (out.copy_(found[0]), *found[1:])
+
+    if TYPE_CHECKING:  # what the classes above have
+
+        def operator(self, which: str) -> Any: ...
+        def check_gradient(self, call: CallT) -> None: ...
+        def _is_known_to_be_differentiable(self, name: Hashable, call: CallT) -> bool: ...
+        def _differentiate(self, call: CallT, entry: Entry | None, *, by_operator: bool = False) -> Result: ...
+        def _differentiate_reference(self, call: CallT) -> tuple[Tensor, ...]: ...
+        def _differentiation(self, call: CallT) -> Differentiation[tuple[object, ...]]: ...
+        def _on_dtensors(self, call: CallT) -> Result: ...
 
     # The way of a call.
 
@@ -345,50 +301,6 @@ class Operation(Generic[CallT]):
         for name, value in zip(self.fields, call, strict=True):
             if self._types.get(name) in ("float", "float?", "bool") or name == self._flag:
                 check_known(_OPTIONS.get(name, name), value, _INSTEAD.get(name, ""))
-
-    def _on_dtensors(self, call: CallT) -> Result:
-        """The results of a call on DTensors: each rank runs its part of the call.
-
-        The whole call is checked first, so that all ranks raise the same.
-        """
-        if self._out_of(call) is not None:
-            reasons = ["out would have to be sharded as the result is, which each call decides"]
-            raise UnsupportedError(f"{self.function} with out on DTensors", reasons, "the call without out")
-        call.check_types()
-        if not is_compiling():
-            call.check_options()
-        layouts = [None if x is None else without_memory(x) for x in self._tensors_of(call)]
-        whole = _made(self.reference_call or self.call, (*layouts, *self._others_of(call)))
-        if self._draws(call):
-            whole = whole._replace(rng=torch.empty(2, dtype=torch.int64, device="meta"))
-        try:
-            whole.check()
-        except (ArgumentError, UnsupportedError) as error:
-            raise error.renamed({"meta": self.first_of(call).device.type}) from None
-        arguments = dict(zip(self.fields, call, strict=True))
-        try:
-            return sharding.run(self.function, call.strategies(), arguments, self._on_local_tensors)
-        except UnsupportedError as error:
-            raise (error.renamed(self.names) if self.names else error) from None
-
-    def _on_local_tensors(self, arguments: Mapping[str, object], division: sharding.Division) -> Result:
-        """The results of this rank's part of a call.
-
-        Each part draws its own random numbers for dropout, also where all ranks have the same seed.
-        """
-        call = _made(self.call, [arguments[name] for name in self.fields])
-        if self._draws(call):
-            reasons = []
-            if division.is_replicated:
-                reasons.append("ranks that compute the same would draw different random numbers")
-            if self.reference_call is not None and fallback.is_in_force():
-                reasons.append("PyTorch's own attention, which the fallback may run, draws the same in each rank")
-            if reasons:
-                suggestion = "tensors sharded over all mesh dimensions and no fallback, or dropout_p=0.0"
-                raise UnsupportedError(f"{self.function} with dropout_p on DTensors like these", reasons, suggestion)
-            call = call._replace(rng=new_seed(self.first_of(call)) + division.part())
-        result: Result = self(call)
-        return result
 
     def cast(self, call: CallT) -> CallT:
         """The call as autocast casts it, with the setting of deterministic algorithms that it follows."""
@@ -473,7 +385,7 @@ class Operation(Generic[CallT]):
         return fallback.or_by_kernels(run, lambda: kernels(call), call.log_key)
 
     def _run_or_decline(self, call: CallT, reference_call: type[CallT]) -> Result:
-        without_limits = _made(reference_call, call)
+        without_limits = made(reference_call, call)
         fallback.check_or_decline(self.function, call.check, without_limits.check)
         return self._run(call)
 
@@ -481,14 +393,14 @@ class Operation(Generic[CallT]):
         """The call in compiled code, which differentiates all that a graph returns."""
         if not needs_gradient(*self._tensors_of(call), self._out_of(call)):
             return self._by_operator(call)
-        given, auxiliary = self._split(_as_tuple(self._by_operator(self.complete(call))))
+        given, auxiliary = self._split(as_tuple(self._by_operator(self.complete(call))))
         return self._wanted(call, (*given, *(x.detach() for x in auxiliary)))
 
     def _by_operator(self, call: CallT) -> Result:
         """The call through PyTorch's dispatcher."""
         inputs, out = self._inputs_of(call), self._out_of(call)
         if out is not None:
-            return self._wanted(call, (out, *_as_tuple(self.operator("forward_out")(*inputs, out))))
+            return self._wanted(call, (out, *as_tuple(self.operator("forward_out")(*inputs, out))))
         found: Result = self.operator("forward_all" if self._flag and self._is_complete(call) else "forward")(*inputs)
         return found
 
@@ -527,7 +439,7 @@ class Operation(Generic[CallT]):
     def _run_on_pytorch(self, call: CallT) -> Result:
         """A checked call by PyTorch's own function or by the reference, on any device: what the fallback runs."""
         assert self.reference_call is not None
-        call = _made(self.reference_call, call)
+        call = made(self.reference_call, call)
         complete = self.complete(call)
         if self._out_of(call) is not None:
             call.check_memory()
@@ -535,49 +447,8 @@ class Operation(Generic[CallT]):
         result = call.alternative()
         if result is not None:
             return self._into_out_of(call, (result,))[0]
-        tracked = _Tracked(self, complete, None, returns_all=True, by_reference=True)
-        found = _as_tuple(Differentiable.apply(tracked, *self._differentiable_of(call)))
+        found = self._differentiate_reference(complete)
         return self._wanted(call, self._into_out_of(call, found))
-
-    # What a call wants.
-
-    def complete(self, call: CallT, *, is_complete: bool = True) -> CallT:
-        """The call with all results, or with those alone that are always given."""
-        return call._replace(**{self._flag: is_complete}) if self._flag else call
-
-    def _is_complete(self, call: CallT) -> bool:
-        """Whether a call wants all results."""
-        return not self._flag or bool(call[self._inputs])
-
-    def first_of(self, call: CallT) -> Tensor:
-        """The first tensor of a call, which says where it runs."""
-        first: Tensor = call[0]
-        return first
-
-    def _draws(self, call: CallT) -> bool:
-        """Whether a call needs random numbers."""
-        return self._can_draw and bool(getattr(call, "dropout_p", 0.0))
-
-    def _out_of(self, call: CallT) -> Tensor | None:
-        """Where the first result goes, if not into new memory."""
-        return call[-1] if self.takes_out else None
-
-    def _is_for_cudnn(self, call: CallT) -> bool:
-        """Whether cuDNN's limits apply to a call."""
-        return type(call) is self.call
-
-    def _split(self, found: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-        """Of all results those that are always given, and the auxiliary ones."""
-        return found[: len(self.gives)], found[len(self.gives) :]
-
-    def _wanted(self, call: CallT, found: tuple[Tensor, ...]) -> Result:
-        """Of all results those that a call wants: alone if it is one."""
-        return _alone(found if self._is_complete(call) else self._split(found)[0])
-
-    def _into_out_of(self, call: CallT, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The results, the first of them written into `out` if that is given."""
-        out = self._out_of(call)
-        return found if out is None else (out.copy_(found[0]), *found[1:])
 
     # The fast path.
 
@@ -589,8 +460,8 @@ class Operation(Generic[CallT]):
             dropout_p = getattr(call, "dropout_p", 0.0) if self._can_draw else 0.0
             if type(dropout_p) is not float or dropout_p:
                 return None
-            out = self._out_of(call)
-            tensors = [x for x in (*self._tensors_of(call), out) if x is not None]
+            out = call[-1] if self.takes_out else None  # `_out_of` without its call
+            tensors = [x for x in (*call[self._tensors_at], out) if x is not None]
             if not can_be_recognized(tensors, could_cast):
                 return None
             trains = needs_gradient(*tensors)
@@ -618,10 +489,10 @@ class Operation(Generic[CallT]):
     def signature(self, call: CallT) -> Hashable:
         """Everything that decides a call's plan and how it is bound."""
         layouts = [  # `layout_signature` without its calls
-            None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in self._tensors_of(call)
+            None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call[self._tensors_at]
         ]
-        options = self._recognized_of(call)
-        out = self._out_of(call)
+        options = call[self._recognized_at]
+        out = call[-1] if self.takes_out else None
         of_out = None if out is None else layout_signature(out)
         extra = call.extra_key() if self._has_extra_key else None
         return (*layouts, *options, *map(type, options), of_out, extra)
@@ -654,17 +525,6 @@ class Operation(Generic[CallT]):
         elif not any(x is not None and x.is_inference() for x in tensors):
             asked.calls.learn(asked.arguments, {}, native, self._differentiation(call))
 
-    def _differentiation(self, call: CallT) -> Differentiation[tuple[object, ...]]:
-        return Differentiation(
-            name=f"cudnn_sdpa::{self.name}",
-            gradients=_NativeGradient(self),
-            options=self._options_of(call),
-            inputs=self._differentiable_of(call),
-            saved=self._tensors_of(call),
-            results=range(self._saved.start, self._saved.stop),
-            asks_for_fallback=self.reference_call is not None,
-        )
-
     def _add(self, name: Hashable, prepared: Prepared, plan: Plan) -> Entry:
         entry = Entry(prepared.run, plan)
         self.table.add(name, entry)
@@ -685,274 +545,6 @@ class Operation(Generic[CallT]):
         """Forgets the calls that something of this kind runs; they are prepared again."""
         self.table.forget(lambda entry: isinstance(entry.run, kind))
 
-    # Gradients.
-
-    def check_gradient(self, call: CallT) -> None:
-        """Refuses a call whose gradients are known to be unsupported: now, and not when the loss is differentiated."""
-        if not self.first_of(call).is_cuda:
-            if self._is_for_cudnn(call):
-                call.check_gradient()
-            return
-        name = self.signature(self.complete(call))
-        if self._is_known_to_be_differentiable(name, call):
-            return
-        call.check_gradient()
-        if len(self._known_to_be_differentiable) >= MAX_REMEMBERED:
-            self._known_to_be_differentiable.clear()
-        self._known_to_be_differentiable.add((name, self._which_require_grad(call)))
-
-    def _is_known_to_be_differentiable(self, name: Hashable, call: CallT) -> bool:
-        return (name, self._which_require_grad(call)) in self._known_to_be_differentiable
-
-    def _which_require_grad(self, call: CallT) -> tuple[bool, ...]:
-        return tuple([x is not None and x.requires_grad for x in self._differentiable_of(call)])
-
-    def _differentiate(self, call: CallT, entry: Entry | None, *, by_operator: bool = False) -> Result:
-        """The results of a call, differentiable by autograd."""
-        try:
-            if by_operator:  # the operator applies a function of PyTorch's
-                _views = views_of_leaves(*self._differentiable_of(call))
-                return self._wanted(call, _as_tuple(self._by_operator(self.complete(call))))
-            complete = self.call(*self._inputs_of(call), *self._wants_all)
-            tracked = _Tracked(self, complete, entry, self._is_complete(call))
-            result: Result = Differentiable.apply(tracked, *self._differentiable_of(call))
-        except RuntimeError:
-            autograd_checks.refuse_inference_tensors(call)
-            raise
-        return result
-
-    def save(self, ctx: Any, call: CallT, found: tuple[Tensor, ...]) -> None:
-        """Saves what the backward pass needs, given all results."""
-        ctx.save_for_backward(*self._tensors_of(call), *found[self._saved])
-        ctx.options = self._options_of(call)
-        ctx.may_fall_back = self.reference_call is not None and fallback.is_in_force()
-        ctx.set_materialize_grads(False)
-
-    def gradients(
-        self,
-        ctx: SavedCall,
-        grads: tuple[Tensor | None, ...],
-        needs: tuple[bool, ...],
-        *,
-        by_reference: bool = False,
-    ) -> list[Tensor | None]:
-        """The gradient of each differentiable input, None where none is needed, from what `save` saved.
-
-        Args:
-            ctx: Where it was saved.
-            grads: The gradients of the results that were returned.
-            needs: Which gradients are needed.
-            by_reference: Whether it runs in plain PyTorch.
-        """
-        if len(grads) > self._given:
-            for name, grad in zip(self.auxiliary, grads[self._given :], strict=True):
-                autograd_checks.refuse_gradient_of(name, grad)
-            grads = grads[: self._given]
-        given = [grad for grad in grads if grad is not None]
-        is_intercepted = any(map(needs_operator, given))
-        if is_intercepted:
-            for grad in given:
-                autograd_checks.refuse_batch(grad)
-        if not given or not any(needs):
-            return [None] * len(needs)
-        saved = ctx.saved_tensors  # once: checkpoints let nothing be read twice
-        call = self.call(*saved[: self._tensors], *ctx.options, *self._wants_all)
-        backward = self._backward_call(*grads, *saved[self._tensors :], call, needs)
-        tensors = self._given_of(backward)
-        found: Sequence[Tensor]
-        if by_reference:
-            found = backward.reference()
-        elif is_intercepted:
-            found = self.operator("backward")(*tensors, *self._inputs_of(call), list(needs))
-        elif not given[0].is_cuda:
-            found = backward.fake_gradients() if given[0].is_meta else backward.reference()
-        elif not ctx.may_fall_back:  # as in the forward pass: this may be another thread, of autograd
-            found = self._gradients_on_gpu(backward)
-        else:
-            found = fallback.or_else(
-                lambda: self._gradients_on_gpu(backward),
-                backward.reference,
-                call.log_key,
-            )
-        remaining = iter(found)
-        return [next(remaining) if need else None for need in needs]
-
-    def explicit_gradients(self, backward: BackwardCall[CallT]) -> list[Tensor]:
-        """The needed gradients of a backward call that a caller made, which nothing has checked. Autograd stays out.
-
-        Raises:
-            ArgumentError: An argument is wrong.
-            UnsupportedError: cuDNN has no kernel for it, or it is to be differentiated itself.
-        """
-        call, given = backward.call, self._given_names
-        if sharding.has_dtensor(*self._tensors_of(call), *self._given_of(backward)):
-            sharding.refuse(f"{self.function}_backward", "autograd differentiates calls on DTensors by itself")
-        if not is_compiling():
-            tensors = {name: getattr(backward, name) for name in given}
-            backward = backward._replace(**{name: plain(x) for name, x in tensors.items() if isinstance(x, Tensor)})
-        self._check_known(call)
-        call.check_types()
-        backward.check_types()
-        call = call._replace(deterministic=is_deterministic(getattr(call, "deterministic", None)))
-        backward = backward._replace(call=call)
-        names = (*(self.names.get(name, name) for name in self.fields[: self._tensors]), *given)
-        tensors = dict(zip(names, (*self._tensors_of(call), *self._given_of(backward)), strict=True))
-        function = f"{self.function}_backward"
-        autograd_checks.check(function, None, loops=False, forward_mode=self.forward_mode, **tensors)
-        autograd_checks.refuse_gradient_through(function, tensors)
-        if is_compiling():  # a compiled graph checks the rest when it is traced, and again when it runs
-            return self._backward_by_operator(backward)
-        call = autograd_checks.resolved(call)
-        backward = backward._replace(call=call)
-        call.check_options()
-        bypasses = can_bypass_dispatcher(*tensors.values())
-        if self.reference_call is None or not fallback.is_in_force():
-            self._check_backward(backward)
-            return self._run_backward(backward, bypasses)
-        without_limits = backward._replace(call=_made(self.reference_call, call))
-
-        def run() -> list[Tensor]:
-            fallback.check_or_decline(
-                function, lambda: self._check_backward(backward), lambda: self._check_backward(without_limits)
-            )
-            return self._run_backward(backward, bypasses)
-
-        return fallback.or_else(run, without_limits.reference, call.log_key)
-
-    def _backward_by_operator(self, backward: BackwardCall[CallT]) -> list[Tensor]:
-        tensors, inputs = self._given_of(backward), self._inputs_of(backward.call)
-        found: list[Tensor] = self.operator("backward")(*tensors, *inputs, list(backward.needs))
-        return found
-
-    def _check_backward(self, backward: BackwardCall[CallT]) -> None:
-        backward.call.check()
-        backward.check()
-
-    def _run_backward(self, backward: BackwardCall[CallT], bypasses: bool) -> list[Tensor]:
-        """A checked backward call that a caller made, where its tensors are."""
-        call, first = backward.call, self.first_of(backward.call)
-        if first.is_cuda:
-            if value_checks.enabled:
-                call.check_values()
-            call.check_strides()
-            if bypasses:  # otherwise they may hold their memory elsewhere
-                call.check_memory()
-        elif not first.is_meta:
-            if bypasses:
-                call.check_values()
-            backward.check_for_gpu()
-            call.check_memory()
-        if not bypasses:
-            return self._backward_by_operator(backward)
-        if first.is_cuda:
-            return self._gradients_on_gpu(backward)
-        return backward.fake_gradients() if first.is_meta else backward.reference()
-
-    def _checked_fake_gradients(self, backward: BackwardCall[CallT]) -> list[Tensor]:
-        """What the needed gradients of a call in compiled code look like, which nothing has checked."""
-        if self.reference_call is not None:  # whose limits are those of the forward pass
-            without_limits = backward._replace(call=_made(self.reference_call, backward.call))
-            without_limits.call.check_options()
-            self._check_backward(without_limits)
-        return backward.fake_gradients()
-
-    def repeatable_gradient(
-        self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
-    ) -> RepeatableCall | None:
-        """A backward call that has just run, if the native module can repeat it."""
-        if any(grad is None or needs_operator(grad) for grad in grads[: self._given]):
-            return None
-        call = self.call(*ctx.saved_tensors[: self._tensors], *ctx.options, *self._wants_all)
-        backward = self._backward_call(*grads[: self._given], *ctx.saved_tensors[self._tensors :], call, needs)
-        entry: Entry | None = self.table.get(self._signature_of_gradient(backward))
-        if entry is None or not isinstance(entry.run, PlainCall):
-            return None
-        if any(x.data_ptr() & MISALIGNED for x in self._given_of(backward)):  # a copy has been read
-            return None
-        plain = entry.run
-        return RepeatableCall(plain.bound, plain.tensors_of(backward), plain.returned)
-
-    def _gradients_on_gpu(self, backward: BackwardCall[CallT]) -> list[Tensor]:
-        """The needed gradients of a backward call on the GPU."""
-        readable = backward.make_readable()
-        prepared = self._entry(self._signature_of_gradient(readable), lambda: self._bind_gradients(readable))
-        return list(_as_tuple(prepared.run(readable)))
-
-    def gradients_from_dispatcher(self, backward: BackwardCall[CallT]) -> list[Tensor]:
-        """The needed gradients of an unchecked backward call from PyTorch's dispatcher, past all that intercepts it."""
-        if self.table.get(self._signature_of_gradient(backward)) is None:
-            self._check_backward(backward)
-        if not self.first_of(backward.call).is_cuda:
-            return self._backward_by_operator(backward)
-        return self._gradients_on_gpu(backward)
-
-    def _bind_gradients(self, backward: BackwardCall[CallT]) -> Prepared:
-        names = (*self.fields[: self._tensors], *self._given_names)
-        tensors = (*self._tensors_of(backward.call), *self._given_of(backward))
-        check_one_device(names, tensors)  # a saved-tensor hook may have moved them
-        return backward.bind()
-
-    def _signature_of_gradient(self, backward: BackwardCall[CallT]) -> Hashable:
-        layouts = map(layout_signature, self._given_of(backward))
-        return "backward", *layouts, backward.needs, self.signature(backward.call)
-
-    # PyTorch's operators.
-
-    def operator(self, which: str) -> Any:
-        """One of the operators: "forward", "forward_all", "forward_out" or "backward"."""
-        return getattr(torch.ops.cudnn_sdpa, self.operators[which])
-
-    def call_of(self, inputs: Sequence[object], *, is_complete: bool = False, out: Tensor | None = None) -> CallT:
-        """The call with an operator's inputs."""
-        found = self.call(*inputs, *self._wants_all)
-        found = found if is_complete else self.complete(found, is_complete=False)
-        return found if out is None else found._replace(out=out)
-
-    def forward_implementations(self, run: Callable[[CallT], Result]) -> dict[str, Callable[..., Result | None]]:
-        """The forward operators as `run` implements them, by what they do."""
-
-        def plain(*inputs: object) -> Result:
-            return run(self.call_of(inputs))
-
-        def with_all(*inputs: object) -> Result:
-            return run(self.call_of(inputs, is_complete=True))
-
-        def into_out(*inputs: Any) -> Result | None:
-            *others, out = inputs
-            auxiliary = _as_tuple(run(self.call_of(others, is_complete=True, out=out)))[1:]
-            return _alone(auxiliary) if auxiliary else None
-
-        found = {"forward": plain, "forward_all": with_all, "forward_out": into_out}
-        return {which: run for which, run in found.items() if which in self.operators}
-
-    def backward_implementation(
-        self, run: Callable[[BackwardCall[CallT]], Sequence[Tensor]]
-    ) -> Callable[..., Sequence[Tensor]]:
-        """The backward operator as `run` implements it."""
-        given = len(self._given_names)
-
-        def implementation(*arguments: Any) -> Sequence[Tensor]:
-            *others, needs = arguments
-            call = self.call_of(others[given:], is_complete=True)
-            return run(self._backward_call(*others[:given], call, tuple(needs)))
-
-        return implementation
-
-    def _register_operators(self) -> None:
-        inputs = ", ".join(f"{kind} {name}" for name, kind in self._types.items())
-        given, auxiliary = len(self.gives), len(self.auxiliary)
-        schemas = {
-            "forward": (inputs, _tensors(given)),
-            "forward_all": (inputs, _tensors(given + auxiliary)),
-            "forward_out": (f"{inputs}, Tensor(a!) out", _tensors(given + auxiliary - 1)),
-        }
-        runs = self._operator_on_gpu, self._operator_on_cpu, self.fake_results
-        cuda, cpu, fake = map(self.forward_implementations, runs)
-        for which, on_gpu in cuda.items():
-            schema, returned = schemas[which]
-            define(self.operators[which], schema, returned, cuda=on_gpu, cpu=cpu[which], fake=fake[which])
-            register_flop_formula(self.operator(which), get_raw=True)(self._count_forward)
-
     def _operator_on_gpu(self, call: CallT) -> Result:
         """A forward call from PyTorch's dispatcher, which nothing may have checked."""
         if self.table.get(self.signature(call)) is None:
@@ -968,66 +560,22 @@ class Operation(Generic[CallT]):
         call.check_options()
         call.check()
 
-    def _count_forward(self, *inputs: object, **_: object) -> int:
-        return self.call_of(inputs[: self._inputs]).flops()[0]
-
-    def _count_backward(self, *inputs: object, **_: object) -> int:
-        given = len(self._given_names)
-        return self.call_of(inputs[given : given + self._inputs]).flops()[1]
-
-    def _register_gradients(self, backward_call: type[BackwardCall[CallT]]) -> None:
-        def save_inputs(ctx: Any, inputs: tuple[object, ...], output: Result) -> None:
-            self.save(ctx, self.call_of(inputs, is_complete=True), _as_tuple(output))
-
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-            needs = tuple(ctx.needs_input_grad[: self._gradients])
-            others = (None,) * (self._inputs - self._gradients)
-            return (*self.gradients(ctx, grads, needs), *others)
-
-        hints = typing.get_type_hints(backward_call)
-        given = {name: _SCHEMA_TYPES[hints[name]] for name in self._given_names}
-        inputs = ", ".join(f"{kind} {name}" for name, kind in (given | self._types).items())
-        runs = self._gradients_on_gpu, backward_call.reference, self._checked_fake_gradients
-        implementations = map(self.backward_implementation, runs)
-        define(self.operators["backward"], f"{inputs}, bool[] needs", "Tensor[]", *implementations)
-        register_flop_formula(self.operator("backward"), get_raw=True)(self._count_backward)
-        register = torch.library.register_autograd
-        names = {which: f"cudnn_sdpa::{name}" for which, name in self.operators.items()}
-        if self._flag:
-            register(names["forward"], autograd_checks.no_log_sum_exp, lib=library)
-        register(names["forward_all" if self._flag else "forward"], backward, setup_context=save_inputs, lib=library)
-        register(names["backward"], autograd_checks.no_gradient_of_gradient, lib=library)
-
-
-#: All operations, by name.
-OPERATIONS: dict[str, Operation[Any]] = {}
-
-
-def _fields(places: slice) -> Callable[[Fields], tuple[FieldT, ...]]:
-    """What gives the fields of a call at these places, as `operator.itemgetter` does, which Dynamo cannot trace."""
-    return lambda call: call[places]  # type: ignore[return-value]
-
-
-def _made(kind: type[CallT], values: Iterable[object]) -> CallT:
-    """A call with these fields. In compiled code, PyTorch 2.9 knows the properties of what `_make` gives alone."""
-    return kind._make(values)
-
 
 def _new(like: Tensor, layout: Layout) -> Tensor:
     shape, stride, dtype = layout
     return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
 
 
-def _as_tuple(found: Result | None) -> tuple[Tensor, ...]:
+def made(kind: type[CallT], values: Iterable[object]) -> CallT:
+    """A call with these fields. In compiled code, PyTorch 2.9 knows the properties of what `_make` gives alone."""
+    return kind._make(values)
+
+
+def as_tuple(found: Result | None) -> tuple[Tensor, ...]:
     """What an operator or a plan gives: one tensor alone, several, or none."""
     return (found,) if isinstance(found, Tensor) else () if found is None else tuple(found)
 
 
-def _alone(found: tuple[Tensor, ...]) -> Result:
+def alone(found: tuple[Tensor, ...]) -> Result:
     """The opposite, for at least one: one tensor is not in a tuple."""
     return found if len(found) > 1 else found[0]
-
-
-def _tensors(number: int) -> str:
-    """The type of that many tensors in a schema."""
-    return "Tensor" if number == 1 else f"({', '.join(['Tensor'] * number)})"
