@@ -23,6 +23,7 @@ from cudnn_sdpa import (
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.engine import fallback as module
 from cudnn_sdpa.engine import operation
+from cudnn_sdpa.engine.operation.gradients import Tracked
 
 OFFSETS = torch.tensor([0, 3, 10], dtype=torch.int32)
 LENGTHS = torch.tensor([3, 5], dtype=torch.int32)
@@ -325,10 +326,8 @@ def test_the_memory_of_logged_calls_is_bounded(monkeypatch, caplog):
 def test_packed_sequences_have_their_own_reference(monkeypatch, request):
     request.getfixturevalue("declined")
     seen = []
-    forward = operation._Tracked.forward
-    monkeypatch.setattr(
-        operation._Tracked, "forward", lambda *args: seen.append(args[0].by_reference) or forward(*args)
-    )
+    forward = Tracked.forward
+    monkeypatch.setattr(Tracked, "forward", lambda *args: seen.append(args[0].by_reference) or forward(*args))
     q = torch.randn(10, 2, 16)
     with fallback("torch"):
         sdpa_varlen(q, q, q, OFFSETS, OFFSETS, 7, 7)
