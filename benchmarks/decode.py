@@ -16,10 +16,11 @@ from benchmarks.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged import plans as paged_plans
-from cudnn_sdpa.attention.paged.arguments import PagedArguments
+from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
-from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, sdpa_paged
+from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged.step import PagedStep
+from cudnn_sdpa.attention.varlen.call import VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph.target import live_target
@@ -163,7 +164,7 @@ def mixed(steps: int = 10_000) -> list[Row]:
 
 def _launch(q: Tensor, cache: PagedKVCache, step: PagedStep) -> Call:
     """Only the launch of a warm step's plan, on memory that is kept."""
-    call = PagedArguments(
+    call = PagedCall(
         q=q,
         k_pages=cache.k_pages(),
         v_pages=cache.v_pages(),
@@ -175,7 +176,7 @@ def _launch(q: Tensor, cache: PagedKVCache, step: PagedStep) -> Call:
         page_layout=cache.page_layout,
     )
     device = q.get_device()
-    (key,) = PAGED.keys(call, live_target(device), device)
+    (key,) = call.keys(live_target(device), device)
     plan = plan_cache.peek(key)
     assert plan is not None
     tensors = {
@@ -309,7 +310,7 @@ def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, dense_kv: tuple[Tens
     for name, call in calls.items():
         cases.check_agreement(["out"], [call()], [expected()], f"dense attention's, {name}")
     k_pages, v_pages = pages
-    paged = PagedArguments(
+    paged = PagedCall(
         q=q,
         k_pages=k_pages,
         v_pages=v_pages,
@@ -322,7 +323,7 @@ def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, dense_kv: tuple[Tens
     )
     gather = paging.GatherKernel(paged)
     packed = paged_plans.as_packed(paged, gather(paged))
-    return {**calls, "gather": lambda: gather(paged), "packed": lambda: VARLEN.on_gpu(packed)}
+    return {**calls, "gather": lambda: gather(paged), "packed": lambda: VARLEN.on_gpu(VarlenCall._make(packed))}
 
 
 def _dense_call(q: Tensor, k: Tensor, v: Tensor, seq_lens_kv: Tensor | None = None) -> Callable[[], Tensor]:

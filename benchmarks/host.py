@@ -17,7 +17,7 @@ from benchmarks.tools.output import Row
 from benchmarks.tools.timing import Call, device_times, host_times
 from benchmarks.tools.training import both_passes
 from benchmarks.tools.ways import in_python, wait_for_native_calls
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
 from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
@@ -40,7 +40,7 @@ def host() -> list[Row]:
     """
     wait_for_native_calls()
     q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
-    operands = ForwardArguments(q, k, v)[:-2]  # all that operators take
+    operands = SdpaCall(q, k, v)[:-2]  # all that operators take
     frontend = hand_graphs.FrontendGraph(q, k, v, is_causal=False)
     pytorch = peers.pytorch(q, k, v, is_causal=False)
     ours = _calls(q, k, v)
@@ -193,7 +193,7 @@ def parts() -> list[Row]:
     out = sdpa(q, k, v)
     frontend = hand_graphs.FrontendGraph(q, k, v, is_causal=False)
 
-    call = ForwardArguments(q, k, v)
+    call = SdpaCall(q, k, v)
     signature = SDPA.signature(call)
     entry = SDPA.table.get(signature)
     assert entry is not None

@@ -16,7 +16,7 @@ from benchmarks.tools.cases import Shape
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import Call, host_times
 from benchmarks.tools.ways import in_python, wait_for_native_calls
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
+from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
@@ -208,7 +208,7 @@ def _launches(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Launches:
     out, lse = sdpa(q.detach(), k.detach(), v.detach(), return_lse=True)
     of = _backward_call(q.detach(), k.detach(), v.detach(), grad_out=grad_out, out=out, lse=lse)
     target, device = live_target(q.get_device()), q.get_device()
-    (forward,), (backward,) = SDPA.keys(of.call, target, device), SDPA.gradient_keys(of, target, device)
+    (forward,), (backward,) = of.call.keys(target, device), of.make_readable().keys(target, device)
     scale = array("f", [of.call.scale_value])
 
     def launch(key: PlanKey, **tensors: Tensor) -> Call:
@@ -230,9 +230,9 @@ def _launches(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> Launches:
     )
 
 
-def _backward_call(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> GradientCall:
+def _backward_call(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, out: Tensor, lse: Tensor) -> SdpaBackwardCall:
     needs = Needs(q=True, k=True, v=True, attn_mask=False, sinks=False)
-    return GradientCall(grad_out=grad_out, out=out, lse=lse, call=ForwardArguments(q, k, v, with_lse=True), needs=needs)
+    return SdpaBackwardCall(grad_out=grad_out, out=out, lse=lse, call=SdpaCall(q, k, v, with_lse=True), needs=needs)
 
 
 def pytorch_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

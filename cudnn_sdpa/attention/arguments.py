@@ -5,17 +5,16 @@ from __future__ import annotations
 import reprlib
 import sys
 import warnings
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED, Alignment
-from cudnn_sdpa.engine import cpu_target, memory
+from cudnn_sdpa.engine import cpu_target, memory, value_checks
 from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.engine.backward_pass import BackwardCall
-from cudnn_sdpa.engine.call import Call
+from cudnn_sdpa.engine.call import Fields
 from cudnn_sdpa.engine.memory import (
     check_are_tensors,
     check_is_tensor,
@@ -129,20 +128,17 @@ class ForwardArguments(NamedTuple):
         )
 
 
+ForwardT = TypeVar("ForwardT", bound=ForwardArguments)
+
 _SOFTMAX = (
     *("is_causal", "causal_alignment", "window_left", "window_right", "scale"),
     *("softcap", "sinks", "dropout_p", "deterministic"),
 )
 
 
-def softmax_of(call: _Fields) -> dict[str, Any]:
+def softmax_of(call: Fields) -> dict[str, Any]:
     """The fields of a call of any kind that say what its softmax is: for a call of another kind."""
     return {name: getattr(call, name) for name in _SOFTMAX if name in call._fields}
-
-
-class _Fields(Protocol):
-    @property
-    def _fields(self) -> tuple[str, ...]: ...
 
 
 class GradientCall(NamedTuple):
@@ -363,7 +359,23 @@ def check_out(out: Tensor, q: Tensor, v: Tensor, *, for_cudnn: bool) -> None:
         memory.check_strides_of_out(out, for_cudnn=for_cudnn)
 
 
-class AttentionCall(Call, Protocol):
+def check_values(call: ForwardArguments) -> None:
+    """The lengths of sequences."""
+    value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
+    value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
+
+
+def check_strides(call: ForwardArguments) -> None:
+    """Strides that kernels can read."""
+    memory.check_strides(*call.qkv)
+
+
+def check_memory(call: ForwardArguments) -> None:
+    """Addresses, and that `out` overlaps no input."""
+    memory.check_memory(call.q, call.k, call.v, out=call.out, mask=call.attn_mask)
+
+
+class AttentionCall(Fields, Protocol):
     """A call of some kind of attention."""
 
     @property
@@ -376,7 +388,6 @@ class AttentionCall(Call, Protocol):
 
 
 AttentionT = TypeVar("AttentionT", bound=AttentionCall)
-R = TypeVar("R")
 
 
 #: The most heads of a model, and the fewest tokens, that a call is warned of.
@@ -386,15 +397,10 @@ MAX_HEADS, MIN_TOKENS = 128, 32
 _TELLING = ("attn_mask", "mask", "sinks", "page_table")
 
 
-def warning_of_order(run: Callable[[AttentionT], R]) -> Callable[[AttentionT], R]:
-    """The preparation of a new call, which first warns of tensors that look like (batch, sequence, heads, head dim)."""
-
-    def warn_and_run(call: AttentionT) -> R:
-        if all(getattr(call, name, None) is None for name in _TELLING):
-            _warn_if_transposed(call.q, call.k)
-        return run(call)
-
-    return warn_and_run
+def warn_of_order(call: AttentionCall) -> None:
+    """Warns, before a new call is prepared, of tensors that look like (batch, sequence, heads, head dim)."""
+    if all(getattr(call, name, None) is None for name in _TELLING):
+        _warn_if_transposed(call.q, call.k)
 
 
 def _warn_if_transposed(q: Tensor, k: Tensor) -> None:
@@ -420,8 +426,13 @@ def _warn_if_transposed(q: Tensor, k: Tensor) -> None:
     )
 
 
-class AttentionGradientCall(BackwardCall[AttentionCall], Protocol):
+class AttentionGradientCall(Fields, Protocol):
     """A backward call of some kind of attention."""
+
+    @property
+    def call(self) -> AttentionCall: ...
+    @property
+    def needs(self) -> tuple[bool, ...]: ...
 
     @property
     def grad_out(self) -> Tensor: ...
@@ -490,7 +501,7 @@ def with_positive_scale(call: ScaledT) -> ScaledT:
     return call._replace(q=q, scale=max(-call.scale_value, MIN_SCALE))
 
 
-def cast_for_autocast(call: ForwardArguments) -> ForwardArguments:
+def cast_for_autocast(call: ForwardT) -> ForwardT:
     """The call with its floating-point tensors cast as autocast casts them for PyTorch's own attention."""
     q, k, v = (cast_tensor(tensor, call.q) for tensor in call.qkv)
     return call._replace(q=q, k=k, v=v, attn_mask=cast_tensor(call.attn_mask, call.q))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardT
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.engine.launch import Additions, Address, OwnKernel
 from cudnn_sdpa.engine.memory import is_causal_bias, like_in_memory
@@ -165,7 +165,7 @@ def new_gradient(name: str, tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor) if name == "attn_mask" else like_in_memory(tensor)
 
 
-def without_causal_bias(call: ForwardArguments) -> ForwardArguments:
+def without_causal_bias(call: ForwardT) -> ForwardT:
     """The call with `is_causal` in place of PyTorch's `CausalBias`, a tensor without values.
 
     Raises:

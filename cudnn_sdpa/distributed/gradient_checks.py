@@ -12,10 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
-from cudnn_sdpa.attention.dense.sdpa import SDPA
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall, offsets_of_keys
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
+from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
+from cudnn_sdpa.attention.varlen.arguments import offsets_of_keys
+from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.distributed import all_gather, ring, ulysses
 from cudnn_sdpa.distributed.local_attention import Options, Part, PartCall, arguments_of, new_results, without_data
 from cudnn_sdpa.engine import cpu_target, fallback
@@ -131,9 +130,9 @@ def _keys(
     outputs = {"grad_out": out, "out": out, "lse": lse}
     needs = True, True, True
     if cu_seqlens is None:
-        dense = GradientCall(**outputs, call=ForwardArguments(**fields), needs=(*needs, False, sinks is not None))
-        return SDPA.gradient_keys(dense, target, device)
+        dense = SdpaBackwardCall(**outputs, call=SdpaCall(**fields), needs=(*needs, False, sinks is not None))
+        return dense.make_readable().keys(target, device)
     fields["cu_seqlens_kv"] = offsets_of_keys(fields["cu_seqlens_q"], fields["cu_seqlens_kv"])
-    packed = VarlenArguments(**fields, rng=None)
-    backward = VarlenGradientCall(**outputs, call=packed, needs=(*needs, sinks is not None))
-    return VARLEN.gradient_keys(backward, target, device)
+    packed = VarlenCall(**fields, rng=None)
+    backward = VarlenBackwardCall(**outputs, call=packed, needs=(*needs, sinks is not None))
+    return backward.make_readable().keys(target, device)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, value_checks
+from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, as_sinks
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
-from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments
+from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenCall
 from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement
 from cudnn_sdpa.distributed.groups import check_device, group_rank_of
 from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend, check_layout
-from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback
+from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, value_checks
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.memory import check_are_tensors, dtype_name, shape_of
@@ -393,7 +393,7 @@ def _checked(
         if max_seqlen is None or not is_integer(max_seqlen) or max_seqlen < 0:
             raise OptionError("max_seqlen", repr(max_seqlen), "the length of the longest sequence, an int")
         varlen_arguments.check_cumulative("cu_seqlens", cu_seqlens, q)
-        packed = VarlenArguments if has_limits else ReferenceVarlenArguments
+        packed = VarlenCall if has_limits else ReferenceVarlenCall
         varlen_arguments.check(
             packed(
                 q=q,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Protocol, TypeVar
 
 import torch
@@ -38,9 +38,9 @@ class _WithQueries(Protocol):
     def q(self) -> Tensor: ...
 
 
-def casts(*names: str) -> Callable[[_WithQueries], dict[str, object]]:
-    """What casts these tensors of a call as autocast does."""
-    return lambda call: {name: cast_tensor(getattr(call, name), call.q) for name in names}
+def cast_fields(call: _WithQueries, *names: str) -> dict[str, object]:
+    """These tensors of a call, cast as autocast casts them."""
+    return {name: cast_tensor(getattr(call, name), call.q) for name in names}
 
 
 def is_deterministic(deterministic: object) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.engine.call import CallT
+from cudnn_sdpa.engine.call import FieldsT
 from cudnn_sdpa.engine.dispatch_state import is_batch, needs_gradient
 from cudnn_sdpa.errors import LayoutError, UnsupportedError
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -103,7 +103,7 @@ def refuse_context_parallel(what: str) -> None:
         )
 
 
-def resolved(call: CallT) -> CallT:
+def resolved(call: FieldsT) -> FieldsT:
     """A dense or packed call without negative bits, so that tensors saved for backward can be read directly.
 
     A tensor with that bit, such as the imaginary part of a conjugate, has the opposite sign in memory.

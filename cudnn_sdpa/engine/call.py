@@ -21,7 +21,7 @@ Result = Tensor | tuple[Tensor, ...]  #: the results of a call: alone if it is o
 
 
 class Fields(Protocol):
-    """What a tuple has, whatever its fields are."""
+    """A NamedTuple, whatever its fields are."""
 
     @overload
     def __getitem__(self, place: SupportsIndex, /) -> object: ...
@@ -29,11 +29,7 @@ class Fields(Protocol):
     @overload
     def __getitem__(self, places: slice, /) -> tuple[object, ...]: ...
 
-
-class Call(Fields, Protocol):
-    """A call of some operation. Which fields it has, its operation knows."""
-
-    def __init__(self, *values: object, **fields: object) -> None: ...
+    def __iter__(self) -> Iterator[object]: ...
 
     @property
     def _fields(self) -> tuple[str, ...]: ...
@@ -41,14 +37,11 @@ class Call(Fields, Protocol):
     @property
     def _replace(self) -> Callable[..., Self]: ...
 
-    def __iter__(self) -> Iterator[object]: ...
+
+FieldsT = TypeVar("FieldsT", bound=Fields)
 
 
-CallT = TypeVar("CallT", bound=Call)
-CallT_co = TypeVar("CallT_co", bound=Call, covariant=True)
-
-
-def without_data(call: CallT) -> CallT:
+def without_data(call: FieldsT) -> FieldsT:
     """The call with meta tensors of the same layouts."""
     fields = zip(call._fields, call, strict=True)
     return call._replace(**{name: without_memory(x) for name, x in fields if isinstance(x, Tensor)})

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import backward_arguments, value_checks
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
+from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.torch_ops import new_seed
@@ -89,8 +89,8 @@ def _attention(
     call = _call(query, key, value, attn_bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
     call = call._replace(with_lse=with_lse)
     if with_lse and needs_gradient(query, key, value):
-        SDPA.check(call if not dropout_p else call._replace(dropout_p=0.0))
-        SDPA._check_gradient(call)  # so that the forward pass raises, and not the backward pass
+        (call._replace(dropout_p=0.0) if dropout_p else call).check()
+        SDPA.check_gradient(call)  # so that the forward pass raises, and not the backward pass
     if not dropout_p:
         return launch(SDPA, call, _calls, signature), None
     with torch.no_grad():
@@ -109,8 +109,8 @@ def _call(
     is_causal: bool,
     scale: float | None,
     rng: Tensor | None = None,
-) -> ForwardArguments:
-    return ForwardArguments(
+) -> SdpaCall:
+    return SdpaCall(
         q=query,
         k=key,
         v=value,
@@ -157,8 +157,8 @@ def gradients(
     call = _call(query, key, value, attn_bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale, rng=rng)
     try:
         lse = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
-        backward = GradientCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=_NEEDS)
-        grad_q, grad_k, grad_v = launch_backward(SDPA, backward, backward_arguments.check)
+        backward = SdpaBackwardCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=_NEEDS)
+        grad_q, grad_k, grad_v = launch_backward(SDPA, backward)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     return grad_q, grad_k, grad_v

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import GradientT
 from cudnn_sdpa.engine import fallback
-from cudnn_sdpa.engine.call import CallT
 from cudnn_sdpa.engine.dispatch_state import is_autocasting
 from cudnn_sdpa.engine.native.calls import NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
 from cudnn_sdpa.errors import LibraryError, UnsupportedError
 
 #: Maximum number of remembered signatures of calls made while a fallback was in force.
@@ -129,21 +128,18 @@ def launch(operation: Operation[CallT], call: CallT, calls: NativeCalls, signatu
         return operation(call, Asked(calls, signature))
 
 
-def launch_backward(
-    operation: Operation[Any], backward: GradientT, check: Callable[[GradientT], None]
-) -> Sequence[Tensor]:
+def launch_backward(operation: Operation[CallT], backward: BackwardCall[CallT]) -> Sequence[Tensor]:
     """Runs a backward call of PyTorch's dispatcher, below autograd; returns the needed gradients.
 
     Args:
         operation: The operation.
         backward: The unchecked call.
-        check: Checks the arguments that the forward call lacks.
 
     Raises:
         ArgumentError: An argument is wrong.
     """
     with torch.no_grad():
-        return operation.gradients_from_dispatcher(backward, lambda: check(backward))
+        return operation.gradients_from_dispatcher(backward)
 
 
 @contextlib.contextmanager

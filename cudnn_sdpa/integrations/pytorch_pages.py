@@ -9,14 +9,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import value_checks
 from cudnn_sdpa.attention.arguments import check_lengths
-from cudnn_sdpa.attention.paged.arguments import NHD, PagedArguments
+from cudnn_sdpa.attention.paged.arguments import NHD
+from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.plans import MAX_DECODED, MAX_GATHERED_BYTES
-from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, sdpa_paged
+from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, check_cumulative
+from cudnn_sdpa.attention.varlen.arguments import check_cumulative
+from cudnn_sdpa.attention.varlen.call import VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
+from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.native.calls import NativeCalls
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.integrations.pytorch_kernels import launch, undisturbed
@@ -24,7 +26,7 @@ from cudnn_sdpa.integrations.pytorch_kernels import launch, undisturbed
 _calls = NativeCalls()
 
 
-def attention(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor | None) -> tuple[Tensor, Tensor]:
+def attention(call: VarlenCall, block_table: Tensor, seqused_k: Tensor | None) -> tuple[Tensor, Tensor]:
     """The output (T, Hq, Dv) and the LSE (T, Hq) of packed queries on keys in pages.
 
     With up to 8 queries in a sequence, each sequence gets rows of its own for `sdpa_paged`, which reads the pages in
@@ -50,13 +52,13 @@ def attention(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor | No
         return result if call.out is None and result.stride() == stride else out.copy_(result), lse
 
 
-def _check(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> None:
+def _check(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> None:
     query = call.q
     if query.dim() != 3:
         raise ShapeError("query", f"shape {tuple(query.shape)}", "rank 3: (tokens, heads, head dim)")
     check_cumulative("cu_seqlens_q", call.cu_seqlens_q, query)
     batch = call.cu_seqlens_q.shape[0] - 1
-    paged = PagedArguments(
+    paged = PagedCall(
         q=query.new_empty((batch, query.shape[1], 1, query.shape[2])),
         k_pages=call.k,
         v_pages=call.v,
@@ -70,13 +72,13 @@ def _check(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> Non
         window_right=call.window_right,
         scale=call.scale,
     )
-    PAGED.check_types(paged)
-    PAGED.check(paged)
-    PAGED.check_values(paged)
+    paged.check_types()
+    paged.check()
+    paged.check_values()
     value_checks.check_offsets("cu_seqlens_q", call.cu_seqlens_q, query.shape[0], call.max_seqlen_q)
 
 
-def _decode(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
+def _decode(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
     """Attention with each sequence's queries in rows of their own, (B, max_q), of which the last may be unused."""
     tokens, batch, width = call.q.shape[0], call.cu_seqlens_q.shape[0] - 1, call.max_seqlen_q
     device, begins = call.q.device, call.cu_seqlens_q[:-1]
@@ -102,7 +104,7 @@ def _decode(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tu
     return result.masked_fill_(is_of_none[:, None, None], 0.0), result_lse.masked_fill_(is_of_none[:, None], -torch.inf)
 
 
-def _prefill(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
+def _prefill(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
     """Attention on gathered keys and values, of as many sequences at a time as `MAX_GATHERED_BYTES` allows."""
     batch, (_, page_size, heads, dim) = block_table.shape[0], call.k.shape
     max_seqlen = min(call.max_seqlen_kv, block_table.shape[1] * page_size)
@@ -120,7 +122,7 @@ def _prefill(call: VarlenArguments, block_table: Tensor, seqused_k: Tensor) -> t
 
 
 def _on_gathered_part(
-    call: VarlenArguments, block_table: Tensor, seqused_k: Tensor, max_seqlen: int, part: slice
+    call: VarlenCall, block_table: Tensor, seqused_k: Tensor, max_seqlen: int, part: slice
 ) -> tuple[Tensor, Tensor]:
     """Attention of some sequences. Earlier queries become a sequence without keys, later ones belong to none."""
     ends = call.cu_seqlens_q[part.start : part.stop + 1]
@@ -134,9 +136,7 @@ def _on_gathered_part(
     return _on_gathered(of_part, table, used, max_seqlen)
 
 
-def _on_gathered(
-    call: VarlenArguments, block_table: Tensor, seqused_k: Tensor, max_seqlen: int
-) -> tuple[Tensor, Tensor]:
+def _on_gathered(call: VarlenCall, block_table: Tensor, seqused_k: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor]:
     pages, page_size = call.k.shape[:2]
     offsets = _offsets_of(seqused_k.clamp(0, block_table.shape[1] * page_size))
     sequence, position = _positions(offsets, block_table.shape[0] * max_seqlen)
@@ -152,12 +152,12 @@ def _on_gathered(
     return result
 
 
-def with_used_keys(call: VarlenArguments, seqused_k: Tensor) -> VarlenArguments:
+def with_used_keys(call: VarlenCall, seqused_k: Tensor) -> VarlenCall:
     """A call on the first `seqused_k` keys of each sequence, (B,) int32, gathered into packed sequences.
 
     Keys and values behind them may hold anything.
     """
-    VARLEN.check(call)
+    call.check()
     offsets, tokens = call.offsets[1], call.k.shape[0]
     slots = offsets.diff()
     check_lengths("seqused_k", seqused_k, slots, "cu_seq_k")

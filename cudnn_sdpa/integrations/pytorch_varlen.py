@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cudnn_sdpa.attention import backward_arguments, value_checks
 from cudnn_sdpa.attention.mask import UNBOUNDED
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
+from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
+from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.memory import shape_of
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
@@ -20,13 +20,6 @@ from cudnn_sdpa.integrations import pytorch_pages
 from cudnn_sdpa.integrations.pytorch_kernels import launch, launch_backward
 
 _calls = NativeCalls()
-
-
-def _check_gradient(backward: VarlenGradientCall) -> None:
-    tokens, heads = backward.call.q.shape[:2]
-    if backward.lse.shape != (tokens, heads):
-        raise ShapeError("lse", shape_of(backward.lse.transpose(0, 1)), f"shape {(heads, tokens)}: (heads, tokens)")
-    backward_arguments.check(backward)
 
 
 _NEEDS = (True, True, True, False)  #: gradients of query, key and value
@@ -176,7 +169,7 @@ def _attention(
     _check_value_dim(query, value)
     left, right = _window(window_size)
     try:
-        call = VarlenArguments(
+        call = VarlenCall(
             q=query,
             k=key,
             v=value,
@@ -206,7 +199,7 @@ def _attention(
     return result, lse.transpose(0, 1).contiguous()
 
 
-def _run(call: VarlenArguments) -> tuple[Tensor, Tensor]:
+def _run(call: VarlenCall) -> tuple[Tensor, Tensor]:
     signature = tuple(call)
     if _calls.find is not None and not value_checks.enabled:
         with torch.no_grad():
@@ -214,8 +207,8 @@ def _run(call: VarlenArguments) -> tuple[Tensor, Tensor]:
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
     if needs_gradient(call.q, call.k, call.v) and call.out is None:
-        VARLEN.check(call)
-        VARLEN._check_gradient(call)  # so that the forward pass raises, and not the backward pass
+        call.check()
+        VARLEN.check_gradient(call)  # so that the forward pass raises, and not the backward pass
     result: tuple[Tensor, Tensor] = launch(VARLEN, call, _calls, signature)
     return result
 
@@ -273,7 +266,7 @@ def gradients(
     """PyTorch's operator: the gradients of query, key and value. `out` and `lse` may be those of more keys."""
     left, right = _window(window_size)
     try:
-        call = VarlenArguments(
+        call = VarlenCall(
             q=query,
             k=key,
             v=value,
@@ -292,8 +285,10 @@ def gradients(
         )
         if lse.dim() != 2:
             raise ShapeError("lse", shape_of(lse), "two dimensions: (heads, tokens)")
-        backward = VarlenGradientCall(grad_out, out, lse.detach().transpose(0, 1).contiguous(), call, needs=_NEEDS)
-        grad_q, grad_k, grad_v = launch_backward(VARLEN, backward, _check_gradient)
+        if query.dim() == 3 and lse.shape != query.shape[1::-1]:
+            raise ShapeError("lse", shape_of(lse), f"shape {tuple(query.shape[1::-1])}: (heads, tokens)")
+        backward = VarlenBackwardCall(grad_out, out, lse.detach().transpose(0, 1).contiguous(), call, needs=_NEEDS)
+        grad_q, grad_k, grad_v = launch_backward(VARLEN, backward)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     return grad_q, grad_k, grad_v

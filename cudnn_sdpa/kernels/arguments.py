@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +50,9 @@ class KernelArguments(NamedTuple):
         return float(self.q.shape[3]) ** -0.5 if self.scale is None else float(self.scale)
 
 
+KernelT = TypeVar("KernelT", bound=KernelArguments)
+
+
 class Needs(NamedTuple):
     """Which gradients are needed."""
 
@@ -82,7 +85,7 @@ def check_types(call: KernelArguments) -> None:
     check_are_tensors({"q": call.q, "k": call.k, "v": call.v, "mask": call.mask}, ("mask",))
 
 
-def without_causal_bias(call: KernelArguments) -> KernelArguments:
+def without_causal_bias(call: KernelT) -> KernelT:
     """The call with the causal mask that PyTorch's `CausalBias` stands for; a boolean one aligned bottom-right.
 
     Raises:

@@ -6,30 +6,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import sharding
-from cudnn_sdpa.attention.arguments import warning_of_order
-from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.engine import autograd_checks
-from cudnn_sdpa.engine.autocast import casts
-from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
-from cudnn_sdpa.kernels import launch, plans, reference
-from cudnn_sdpa.kernels.arguments import (
-    FUSED,
-    MODES,
-    Gradient,
-    KernelArguments,
-    Mode,
-    check,
-    check_memory,
-    check_options,
-    check_types,
-    without_causal_bias,
-)
+from cudnn_sdpa.kernels.arguments import FUSED, MODES, Mode, without_causal_bias
+from cudnn_sdpa.kernels.call import KernelAttentionBackwardCall, KernelAttentionCall
 
 
 def attention(
@@ -95,7 +79,7 @@ def attention(
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
-    call = KernelArguments(
+    call = KernelAttentionCall(
         q=q,
         k=k,
         v=v,
@@ -151,43 +135,13 @@ class CUDAAttention(torch.nn.Module):
         return f"mode={self.mode!r}"
 
 
-def _nothing(call: KernelArguments) -> None:
-    """There is nothing more to check."""
-
-
 _calls = NativeCalls()
 
 ATTENTION = Operation(
     name="kernels_attention",
     function="kernels.attention",
-    call=KernelArguments,
-    reference_call=None,
-    autocast=casts("q", "k", "v", "mask"),
-    is_cacheable=lambda _: True,
-    kind=lambda call: (call.q.dtype, call.mode),
-    check_types=check_types,
-    check_options=check_options,
-    check=check,
-    check_values=_nothing,
-    check_strides=_nothing,
-    check_memory=check_memory,
-    checks_values=lambda: False,
-    check_for_gpu=_nothing,
-    check_gradient=_nothing,
-    results=plans.results,
-    reference=warning_of_order(reference.attention),
-    prepare=warning_of_order(launch.prepare),
-    keys=plans.keys,
-    flops=reference.flops,
-    backward=BackwardPass(
-        call=Gradient,
-        inputs=("q", "k", "v", "mask"),
-        reference=reference.gradients,
-        readable=launch.readable,
-        prepare=launch.prepare_gradients,
-        keys=plans.gradient_keys,
-        new_gradient=lambda name, tensor: new_gradient("attn_mask" if name == "mask" else name, tensor),
-    ),
+    call=KernelAttentionCall,
+    backward=KernelAttentionBackwardCall,
+    differentiable=("q", "k", "v", "mask"),
     auxiliary=("statistics",),
-    ways=sharding.kernels,
 )

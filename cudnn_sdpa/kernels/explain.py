@@ -15,13 +15,14 @@ from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.kernels import reference
 from cudnn_sdpa.kernels.arguments import FUSED, Gradient, KernelArguments, Mode, without_causal_bias
 from cudnn_sdpa.kernels.attention import ATTENTION, attention
+from cudnn_sdpa.kernels.call import KernelAttentionCall
 from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward
 
 
 @describes(attention)
 def describe_attention(is_causal: bool, scale: float | None, **given: Any) -> Description:
     """What `kernels.attention` runs on a GPU with these arguments; tensors may also be on the CPU."""
-    call = KernelArguments(**given, is_causal=as_bool(is_causal), scale=as_float(scale))
+    call = KernelAttentionCall(**given, is_causal=as_bool(is_causal), scale=as_float(scale))
     checked = ATTENTION.checked(without_causal_bias(call), _as_cast)
     if checked.refused is not None:
         return Description.refused(attention_forward, checked.refused, device_of(call.q))
@@ -42,14 +43,14 @@ def describe_attention(is_causal: bool, scale: float | None, **given: Any) -> De
     )
 
 
-def _as_cast(call: KernelArguments) -> KernelArguments:
+def _as_cast(call: KernelAttentionCall) -> KernelAttentionCall:
     """The call as autocast casts it."""
     return call._replace(**{name: cast_tensor(getattr(call, name), call.q) for name in ("q", "k", "v", "mask")})
 
 
-def _backward(call: KernelArguments, needs: tuple[bool, ...]) -> Description:
+def _backward(call: KernelAttentionCall, needs: tuple[bool, ...]) -> Description:
     """The backward pass for a gradient with the layout of the output."""
-    (shape, stride, dtype), (rows, _, _) = ATTENTION.results(call)
+    (shape, stride, dtype), (rows, _, _) = call.outputs()
     out = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     statistics = torch.empty(rows, dtype=torch.float32, device="meta")
     of = Gradient(grad_out=out, out=out, statistics=statistics, call=without_data(call), needs=needs)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention.arguments import warn_of_order
 from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.engine.dispatch_state import is_lazy
 from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall, Prepared
@@ -19,6 +21,8 @@ from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.plan import Plan
 
+BackwardT = TypeVar("BackwardT", bound=Gradient)
+
 
 def prepare(call: KernelArguments) -> Prepared:
     """A forward call bound to its plan.
@@ -27,6 +31,7 @@ def prepare(call: KernelArguments) -> Prepared:
         UnsupportedError: The GPU is too old.
         PlanBuildError: The plan is missing and may not be built now.
     """
+    warn_of_order(call)
     spec = Spec.of(call)
     if spec.is_empty:
         return Prepared(without_keys, None)
@@ -109,7 +114,7 @@ class _WithMask:
         return *(found[place] for place in self._wanted), mask_gradient(found[-1], of.call.mask, 0)
 
 
-def readable(of: Gradient) -> Gradient:
+def readable(of: BackwardT) -> BackwardT:
     """The backward call with a copy of a gradient whose memory does not hold its elements, or alone hinders vectors."""
     grad_out = of.grad_out
     if is_lazy(grad_out) or grad_out.dtype != of.out.dtype:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from cudnn_sdpa.attention import value_checks
 from cudnn_sdpa.attention.arguments import check_lengths
 from cudnn_sdpa.attention.dense.sdpa import SdpaOptions, sdpa
 from cudnn_sdpa.attention.paged.kv_cache_checks import (
@@ -20,6 +19,7 @@ from cudnn_sdpa.attention.paged.kv_cache_checks import (
     refuse_gradient,
     refuse_options,
 )
+from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor
 from cudnn_sdpa.errors import OptionError

@@ -13,9 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from cudnn_sdpa.engine.backward_pass import BackwardCall
-from cudnn_sdpa.engine.call import CallT
 from cudnn_sdpa.engine.operation import OPERATIONS, Operation
+from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
 from cudnn_sdpa.engine.torch_ops import implementations
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused import torch_ops as fused_torch_ops
@@ -155,10 +154,10 @@ _KEYS: dict[str, KeysOfOperator] = {
 def _keys_of_operation(operation: Operation[CallT]) -> dict[str, KeysOfOperator]:
 
     def forward_keys(target: Target, call: CallT) -> Keys:
-        return operation.keys(call, target, None)
+        return call.keys(target, None)
 
     def gradient_keys(target: Target, backward: BackwardCall[CallT]) -> Keys:
-        return operation.gradient_keys(backward, target, None)
+        return backward.make_readable().keys(target, None)
 
     def with_and_without_auxiliary(target: Target, call: CallT) -> Keys:
         """Both plans: the operator always returns all results, and its arguments do not show which are used."""

@@ -12,13 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.autocast import casts
-from cudnn_sdpa.engine.backward_pass import BackwardPass
 from cudnn_sdpa.engine.dispatch_state import is_lazy, plain
 from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall, Prepared
 from cudnn_sdpa.engine.memory import check_is_tensor, check_present, check_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation.call import BackwardCall, Call
 from cudnn_sdpa.errors import LayoutError, ShapeError
 from cudnn_sdpa.graph import target as targets
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, Role
@@ -33,22 +32,22 @@ FOLDER = Path(__file__).parent
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 THREADS, ROWS_OF_A_BLOCK, MAX_BLOCKS = 128, 4, 2**31 - 1
 
-# What a call is.
+# The data of a call.
 
 
-class Call(NamedTuple):
-    """A forward call: the tensors first, then the options."""
+class Arguments(NamedTuple):
+    """The data of a forward call: the tensors first, then the options."""
 
     x: Tensor
     scale: float
 
 
-class GradientCall(NamedTuple):
-    """A backward call: the gradient of the result, the result that was saved, the forward call, and what is needed."""
+class BackwardArguments(NamedTuple):
+    """The data of a backward call: the gradient of the result, the saved result, the forward call, what is needed."""
 
     grad_out: Tensor
     out: Tensor
-    call: Call
+    call: Arguments
     needs: tuple[bool, ...]
 
 
@@ -116,18 +115,6 @@ def backward_key(of, target, device):
     return softmax_backward.key(inputs, [Operand("grad_x", TensorLayout(*dense(of.out)))], {}, target, device)
 
 
-def keys(call, target, device):
-    """The keys of a forward call's plans: none if there is nothing to compute."""
-    if call.x.numel():
-        yield forward_key(call, target, device)
-
-
-def gradient_keys(of, target, device):
-    """The same for a backward call."""
-    if of.out.numel():
-        yield backward_key(of, target, device)
-
-
 def bind(operation, key, names, result, scale):
     """A plan, built if there is none, with all that its launch needs besides tensors."""
     plan = plan_cache.get(key, lambda key: build.build_plan(operation, key))
@@ -135,69 +122,92 @@ def bind(operation, key, names, result, scale):
         return BoundPlan(plan, names, [result], {"scale": scale}, Additions(anywhere=tuple(names))), plan
 
 
-def prepare(call):
-    """A forward call bound to its plan."""
-    if not call.x.numel():
-        return Prepared(lambda call: torch.empty_like(call.x), None)
-    device = call.x.get_device()
-    key = forward_key(call, targets.live_target(device), device)
-    bound, plan = bind(softmax_forward, key, ["x"], dense(call.x), call.scale)
-    return Prepared(PlainCall(bound), plan)
+# What the library asks of a call. Autocast leaves softmaxes in the dtype that they get.
 
 
-def prepare_gradients(of):
-    """A backward call bound to its plan."""
-    check(of.call)  # a hook on saved tensors may have changed them
-    if not of.out.numel():
-        return Prepared(lambda of: (torch.empty_like(of.out),), None)
-    device = of.out.get_device()
-    key = backward_key(of, targets.live_target(device), device)
-    bound, plan = bind(softmax_backward, key, ["out", "grad_out"], dense(of.out), of.call.scale)
-    return Prepared(PlainCall(bound, [0], of={"out": "out", "grad_out": "grad_out"}), plan)
+class Softmax(Arguments, Call):
+    """A forward call."""
+
+    __slots__ = ()
+
+    def check_types(self):
+        """What is no tensor is refused by name."""
+        check_is_tensor("x", self.x)
+
+    def check(self):
+        """Checks that read no address and no value, so fake tensors pass."""
+        check_tensor("x", self.x, self.x, dtype=DTYPES, shape=("rows", "columns"))
+
+    def check_memory(self):
+        """There must be memory, and elements must be whole."""
+        check_present("x", self.x)
+        if self.x.data_ptr() % self.x.element_size():
+            raise LayoutError("x", "an address within an element", "whole elements", "Use x.clone().")
+
+    def outputs(self):
+        """The layouts of the results."""
+        return (dense(self.x),)
+
+    def reference(self):
+        """The results in plain PyTorch."""
+        exact = self.x.to(torch.promote_types(self.x.dtype, torch.float32))
+        return (torch.softmax(exact * self.scale, -1).to(self.x.dtype).contiguous(),)
+
+    def keys(self, target, device):
+        """The keys of the plans: none if there is nothing to compute."""
+        if self.x.numel():
+            yield forward_key(self, target, device)
+
+    def bind(self):
+        """The call bound to its plan."""
+        if not self.x.numel():
+            return Prepared(lambda call: torch.empty_like(call.x), None)
+        device = self.x.get_device()
+        key = forward_key(self, targets.live_target(device), device)
+        bound, plan = bind(softmax_forward, key, ["x"], dense(self.x), self.scale)
+        return Prepared(PlainCall(bound), plan)
+
+    def flops(self):
+        """Floating-point operations of both passes."""
+        return 5 * self.x.numel(), 4 * self.x.numel()
 
 
-def readable(of):
-    """A backward call as the kernel can read it: the gradient in memory, in the dtype of the result."""
-    grad = of.grad_out
-    return of._replace(grad_out=plain(grad).to(of.out.dtype)) if is_lazy(grad) or grad.dtype != of.out.dtype else of
+class SoftmaxBackward(BackwardArguments, BackwardCall):
+    """A backward call."""
 
+    __slots__ = ()
 
-# The same in PyTorch, and the checks.
+    def make_readable(self):
+        """The call as the kernel can read it: the gradient in memory, in the dtype of the result."""
+        grad, dtype = self.grad_out, self.out.dtype
+        return self._replace(grad_out=plain(grad).to(dtype)) if is_lazy(grad) or grad.dtype != dtype else self
 
+    def reference(self):
+        """The gradient in plain PyTorch."""
+        exact = torch.promote_types(self.out.dtype, torch.float32)
+        out, grad = self.out.to(exact), self.grad_out.to(exact)
+        found = self.call.scale * out * (grad - (out * grad).sum(-1, keepdim=True))
+        return [found.to(self.out.dtype).contiguous()]
 
-def reference(call):
-    """The result in plain PyTorch."""
-    exact = call.x.to(torch.promote_types(call.x.dtype, torch.float32))
-    return (torch.softmax(exact * call.scale, -1).to(call.x.dtype).contiguous(),)
+    def keys(self, target, device):
+        """The keys of the plans."""
+        if self.out.numel():
+            yield backward_key(self, target, device)
 
+    def bind(self):
+        """The call bound to its plan."""
+        self.call.check()  # a hook on saved tensors may have changed them
+        if not self.out.numel():
+            return Prepared(lambda of: (torch.empty_like(of.out),), None)
+        device = self.out.get_device()
+        key = backward_key(self, targets.live_target(device), device)
+        bound, plan = bind(softmax_backward, key, ["out", "grad_out"], dense(self.out), self.call.scale)
+        return Prepared(PlainCall(bound, [0], of={"out": "out", "grad_out": "grad_out"}), plan)
 
-def reference_gradients(of):
-    """The gradient in plain PyTorch."""
-    exact = torch.promote_types(of.out.dtype, torch.float32)
-    out, grad = of.out.to(exact), of.grad_out.to(exact)
-    found = of.call.scale * out * (grad - (out * grad).sum(-1, keepdim=True))
-    return [found.to(of.out.dtype).contiguous()]
-
-
-def check_types(call):
-    """What is no tensor in memory of its own is refused by name."""
-    check_is_tensor("x", call.x)
-
-
-def check(call):
-    """Checks that read no address and no value, so fake tensors pass."""
-    check_tensor("x", call.x, call.x, dtype=DTYPES, shape=("rows", "columns"))
-
-
-def check_memory(call):
-    """There must be memory, and elements must be whole."""
-    check_present("x", call.x)
-    if call.x.data_ptr() % call.x.element_size():
-        raise LayoutError("x", "an address within an element", "whole elements", "Use x.clone().")
-
-
-def nothing(call):
-    """There is nothing more to check."""
+    @staticmethod
+    def new_gradient(name, tensor):  # noqa: ARG004 - there is one input
+        """A new tensor for the gradient of x."""
+        return tensor.new_empty(tensor.shape)
 
 
 # The operation: everything else follows from this description.
@@ -205,35 +215,10 @@ def nothing(call):
 ROW_SOFTMAX = Operation(
     name="row_softmax",
     function="row_softmax",
-    call=Call,
-    reference_call=None,  # there is no fallback: what the kernels lack, the checks refuse
+    call=Softmax,
+    backward=SoftmaxBackward,
+    differentiable=("x",),
     auxiliary=(),  # no result is for the backward pass alone
-    autocast=casts(),  # autocast leaves softmaxes in the dtype that they get
-    is_cacheable=lambda _: True,
-    kind=lambda call: call.x.dtype,
-    check_types=check_types,
-    check_options=nothing,
-    check=check,
-    check_values=nothing,
-    check_strides=nothing,
-    check_memory=check_memory,
-    checks_values=lambda: False,
-    check_for_gpu=nothing,
-    check_gradient=nothing,
-    results=lambda call: (dense(call.x),),
-    reference=reference,
-    prepare=prepare,
-    keys=keys,
-    flops=lambda call: (5 * call.x.numel(), 4 * call.x.numel()),
-    backward=BackwardPass(
-        call=GradientCall,
-        inputs=("x",),
-        reference=reference_gradients,
-        readable=readable,
-        prepare=prepare_gradients,
-        keys=gradient_keys,
-        new_gradient=lambda _, x: x.new_empty(x.shape),
-    ),
     forward_mode="torch.softmax",
 )
 
@@ -242,7 +227,7 @@ _calls = NativeCalls()  # those that C++ has been taught
 
 def row_softmax(x, scale=1.0):
     """The softmax of `scale` times x (..., n) over its last dimension, in x's dtype: float32, float16 or bfloat16."""
-    check_types(Call(x, scale))
+    check_is_tensor("x", x)
     if not x.dim():
         raise ShapeError("x", "no dimensions", "a tensor (..., n)")
     rows = x.unsqueeze(0) if x.dim() == 1 else x if x.dim() == 2 else x.flatten(0, -2)  # a view, if there is one
@@ -250,7 +235,7 @@ def row_softmax(x, scale=1.0):
         known = _calls.find(rows, scale)
         if known is not MISSED:
             return known.view(x.shape)
-    return ROW_SOFTMAX(Call(rows, float(scale)), Asked(_calls, (rows, scale))).view(x.shape)
+    return ROW_SOFTMAX(Softmax(rows, float(scale)), Asked(_calls, (rows, scale))).view(x.shape)
 
 
 def main():

@@ -10,9 +10,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from cudnn_sdpa.attention import value_checks
-from cudnn_sdpa.attention.arguments import ForwardArguments, check_flag
+from cudnn_sdpa.attention.arguments import check_flag
+from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
+from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.autograd_checks import PYTORCHS, refuse_context_parallel
 from cudnn_sdpa.engine.memory import check_is_tensor, check_present, is_causal_bias, shape_of
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
@@ -79,7 +80,7 @@ def scaled_dot_product_attention(
         if attn_mask is None and _is_plain_call(query, key, value, enable_gqa):
             if not is_pytorchs:
                 refuse_context_parallel("sdpa")
-            call = ForwardArguments(
+            call = SdpaCall(
                 *(query, key, value),
                 is_causal=as_bool(is_causal),
                 scale=None if scale is None else as_float(scale),

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments, backward_arguments, reference, sharding
+from cudnn_sdpa.attention import reference, sharding
 from cudnn_sdpa.attention.arguments import (
     AttentionGradientCall,
     ForwardArguments,
@@ -22,12 +22,12 @@ from cudnn_sdpa.attention.arguments import (
 )
 from cudnn_sdpa.attention.dense import graphs, parts
 from cudnn_sdpa.attention.dense.buckets import Bucket
+from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries, output_layout
 from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa
 from cudnn_sdpa.attention.dense.sdpa_backward import backward_call_of, sdpa_backward
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
-from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
@@ -82,15 +82,14 @@ def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> 
 def describe_backward(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa_backward` runs on a GPU with these arguments."""
     of = backward_call_of(**given, sinks=sinks)
-    arguments.check_types(of.call)
-    backward_arguments.check_types(of)
+    of.call.check_types()
+    of.check_types()
     call = of.call._replace(deterministic=is_deterministic(of.call.deterministic))
     of = of._replace(call=call)
-    arguments.check_options(call)
-    arguments.check(call)
-    backward_arguments.check(of)
-    memory.check_strides(*call.qkv)
-    memory.check_memory(call.q, call.k, call.v, out=None, mask=call.attn_mask)
+    call.check_options()
+    of.check()
+    call.check_strides()
+    call.check_memory()
     notes = [*notes_on_sinks(sinks), *notes_on_copies(of, dims=4), *notes_on_sink_gradient(sinks, of.needs[-1])]
     return describe_backward_call(as_read(of), device_of(call.q), notes)
 
@@ -235,7 +234,7 @@ def note_on_parts(what: str, number: int) -> str:
     return f"{what} is computed in {number} parts, as one launch cannot: this is the plan of the first"
 
 
-def errors_of(call: ForwardArguments, *, differentiate: bool) -> dict[str, float]:
+def errors_of(call: SdpaCall, *, differentiate: bool) -> dict[str, float]:
     """Relative errors of a dense call's output, of its LSE if returned, and of its gradients.
 
     Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -21,10 +22,12 @@ from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
 
+BackwardT = TypeVar("BackwardT", bound=GradientCall)
+
 OPERANDS = ("q", "k", "v", "out", "grad_out", "lse")  #: of all backward plans
 
 
-def readable(of: GradientCall) -> GradientCall:
+def readable(of: BackwardT) -> BackwardT:
     """The backward call with copies of what cuDNN cannot read."""
     out = readable_gradient(of.out, of.out)
     grad_out, lse = readable_gradient(of.grad_out, out), memory.aligned("lse", of.lse)

@@ -120,7 +120,7 @@ def gradient_keys(of: GradientCall, target: Target, device: int | None) -> Itera
         yield BackwardSpec.of(part).key(target, device)
 
 
-def check_gradient(call: ForwardArguments, target: Target, device: int | None) -> None:
+def check_gradient(call: ForwardArguments, target: Target, device: int | None = None) -> None:
     """Refuses a call whose gradients are known to be unsupported, also when split.
 
     Raises:

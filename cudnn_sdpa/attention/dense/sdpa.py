@@ -9,28 +9,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, backward_arguments, sharding, value_checks
-from cudnn_sdpa.attention.arguments import (
-    ForwardArguments,
-    GradientCall,
-    ReferenceArguments,
-    Softmax,
-    as_sinks,
-    kind_of,
-)
-from cudnn_sdpa.attention.bias import new_gradient, without_causal_bias
-from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
-from cudnn_sdpa.attention.dense import launch_backward, parts, plans, reference, tiers
+from cudnn_sdpa.attention import arguments
+from cudnn_sdpa.attention.arguments import Softmax, as_sinks
+from cudnn_sdpa.attention.bias import without_causal_bias
+from cudnn_sdpa.attention.dense.call import ReferenceSdpaCall, SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.mask import UNBOUNDED, Alignment
-from cudnn_sdpa.engine import autograd_checks, memory
-from cudnn_sdpa.engine.autocast import casts
-from cudnn_sdpa.engine.backward_pass import BackwardPass
+from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
-from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
-from cudnn_sdpa.graph.target import Target, live_target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -204,10 +192,10 @@ def call_of(
     return_lse: bool,
     deterministic: bool | None,
     out: Tensor | None,
-) -> ForwardArguments:
+) -> SdpaCall:
     """The call that arguments of `sdpa` make; they have not been checked."""
     left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
-    call = ForwardArguments(
+    call = SdpaCall(
         q=q,
         k=k,
         v=v,
@@ -232,38 +220,7 @@ def call_of(
     return call
 
 
-def _is_cacheable(call: ForwardArguments) -> bool:
-    return type(call.dropout_p) is float and call.dropout_p == 0.0 and not value_checks.enabled
-
-
-def _check_values(call: ForwardArguments) -> None:
-    value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
-    value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
-
-
-def _check_keys(call: ForwardArguments, target: Target) -> None:
-    for key in parts.keys(call, target, None):
-        known_issues.check(key)
-
-
-def _check_gradient_keys(call: ForwardArguments, target: Target) -> None:
-    parts.check_gradient(call, target, None)
-
-
-def _check_backward_keys(of: GradientCall, target: Target) -> None:
-    for key in parts.gradient_keys(of, target, None):
-        known_issues.check(key)
-
-
-def _check_gradient(call: ForwardArguments) -> None:
-    if call.q.is_cuda:
-        device = call.q.get_device()
-        parts.check_gradient(call, live_target(device), device)
-    else:
-        check_call(call, check_strides_of_dense, _check_gradient_keys)
-
-
-def _by_kernels(call: ForwardArguments) -> Tensor | None:
+def _by_kernels(call: SdpaCall) -> Tensor | None:
     """See `kernels.instead_of_sdpa`, which is above this module: imported where `fallback("kernels")` runs it."""
     kernels = importlib.import_module("cudnn_sdpa.kernels.instead_of_sdpa")
     return kernels.instead_of_sdpa(call)  # type: ignore[no-any-return]
@@ -274,38 +231,9 @@ _calls = NativeCalls()
 SDPA = Operation(
     name="sdpa",
     function="sdpa",
-    call=ForwardArguments,
-    reference_call=ReferenceArguments,
-    autocast=casts("q", "k", "v", "attn_mask"),
-    is_cacheable=_is_cacheable,
-    kind=kind_of,
-    check_types=arguments.check_types,
-    check_options=arguments.check_options,
-    check=arguments.check,
-    check_values=_check_values,
-    check_strides=lambda call: memory.check_strides(call.q, call.k, call.v),
-    check_memory=lambda call: memory.check_memory(call.q, call.k, call.v, out=call.out, mask=call.attn_mask),
-    checks_values=lambda: value_checks.enabled,
-    check_for_gpu=lambda call: check_call(call, check_strides_of_dense, _check_keys),
-    check_gradient=_check_gradient,
-    results=plans.results,
-    reference=arguments.warning_of_order(reference.attention),
-    prepare=arguments.warning_of_order(tiers.prepare),
-    keys=parts.keys,
-    flops=reference.flops,
-    backward=BackwardPass(
-        call=GradientCall,
-        inputs=("q", "k", "v", "attn_mask", "sinks"),
-        reference=reference.gradients,
-        readable=launch_backward.readable,
-        prepare=launch_backward.prepare_gradients,
-        keys=parts.gradient_keys,
-        new_gradient=new_gradient,
-        check_types=backward_arguments.check_types,
-        check=backward_arguments.check,
-        check_for_gpu=lambda of: check_backward_call(of, of.call, check_strides_of_dense, _check_backward_keys),
-    ),
-    pytorchs=reference.pytorchs,
+    call=SdpaCall,
+    reference_call=ReferenceSdpaCall,
+    backward=SdpaBackwardCall,
+    differentiable=("q", "k", "v", "attn_mask", "sinks"),
     kernels=_by_kernels,
-    ways=sharding.dense,
 )

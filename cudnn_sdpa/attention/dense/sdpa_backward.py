@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention.arguments import GradientCall
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
+from cudnn_sdpa.attention.dense.call import SdpaBackwardCall
 from cudnn_sdpa.attention.dense.sdpa import SDPA, BackwardOptions, call_of
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.engine import autograd_checks
@@ -134,8 +134,8 @@ def backward_call_of(
     v: Tensor,
     wanted: Sequence[str] | None,
     **options: Unpack[BackwardOptions],
-) -> GradientCall:
+) -> SdpaBackwardCall:
     """The call that arguments of `sdpa_backward` make; they have not been checked."""
     call = call_of(q=q, k=k, v=v, **options, dropout_p=0.0, return_lse=True, out=None)
     needs = needs_of(wanted, {name: getattr(call, name) for name in SDPA.differentiable})
-    return GradientCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)
+    return SdpaBackwardCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)

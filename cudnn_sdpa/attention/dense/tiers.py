@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cudnn_sdpa.attention.arguments import ForwardArguments, sign_of_scale, with_positive_scale
+from cudnn_sdpa.attention.arguments import ForwardArguments, sign_of_scale, warn_of_order, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
 from cudnn_sdpa.attention.dense.buckets import Bucket, BucketRun
 from cudnn_sdpa.attention.dense.launch import Run, bind
@@ -118,6 +118,7 @@ def prepare(call: ForwardArguments) -> Prepared:
         UnsupportedError: cuDNN has no plan for it.
         PlanBuildError: The plan is missing and may not be built now.
     """
+    warn_of_order(call)
     device, sign, scale = call.q.get_device(), sign_of_scale(call), with_positive_scale(call).scale_value
     forward = ForwardSpec.of(call)
     if forward.is_empty:

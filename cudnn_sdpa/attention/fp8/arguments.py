@@ -13,13 +13,14 @@ from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import DIMENSIONS, ForwardArguments, check_alike, check_flag, check_lengths
 from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED, Alignment
 from cudnn_sdpa.attention.paged.arguments import HND, PAGE_DIMENSIONS, check_pages
+from cudnn_sdpa.engine import memory, value_checks
 from cudnn_sdpa.engine.memory import check_are_tensors, check_is_tensor, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    pass
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (*FP8_DTYPES, torch.bfloat16, torch.float16)
@@ -243,59 +244,6 @@ def fields_of(options: Options) -> dict[str, Any]:
     }
 
 
-def call_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: Fp8Scales,
-    *,
-    page_table: Tensor | None,
-    page_table_v: Tensor | None,
-    out_dtype: torch.dtype | None,
-    return_lse: bool,
-    **options: Unpack[Options],
-) -> Fp8Arguments:
-    """The call that arguments of `sdpa_fp8` make; they have not been checked."""
-    return Fp8Arguments(
-        q,
-        k,
-        v,
-        *scales,
-        **fields_of(options),
-        page_table=page_table,
-        page_table_v=None if page_table_v is page_table else page_table_v,
-        out_dtype=out_dtype,
-        with_lse=as_bool(return_lse),
-    )
-
-
-def backward_call_of(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scales: Fp8BackwardScales,
-    *,
-    deterministic: bool | None,
-    **options: Unpack[Options],
-) -> Fp8BackwardArguments:
-    """The call that arguments of `sdpa_fp8_backward` make; they have not been checked."""
-    is_set = torch.are_deterministic_algorithms_enabled() if deterministic is None else as_bool(deterministic)
-    return Fp8BackwardArguments(
-        grad_out=grad_out,
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        lse=lse,
-        **scales._asdict(),
-        **fields_of(options),
-        deterministic=is_set,
-    )
-
-
 #: The tensors of a call that are not scales, and the page tables.
 TENSORS = ("q", "k", "v", "seq_lens_q", "seq_lens_kv")
 TENSORS_OF_BACKWARD = ("grad_out", "q", "k", "v", "out", "lse", "seq_lens_q", "seq_lens_kv")
@@ -467,3 +415,40 @@ def gathered(call: Fp8Arguments) -> Fp8Arguments:
 
     k, v = (gather(pages, table) for pages, table in zip((call.k, call.v), call.tables, strict=True))
     return call._replace(k=k, v=v, page_table=None, page_table_v=None)
+
+
+def check_values(call: Fp8Arguments) -> None:
+    """The lengths of sequences, and their page ids."""
+    check_values_of_lengths(without_pages(call))
+    if call.tables is not None and call.seq_lens_kv is not None:
+        pages, _, page_size, _ = call.k.shape
+        for name, table in zip(TABLES, call.tables, strict=True):
+            value_checks.check_pages(name=name, table=table, lengths=call.seq_lens_kv, page_size=page_size, pages=pages)
+
+
+def check_values_of_lengths(call: ForwardArguments | Fp8BackwardArguments) -> None:
+    """The lengths of sequences."""
+    value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
+    value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
+
+
+def check_strides(call: Fp8Arguments) -> None:
+    """Strides that kernels can read."""
+    memory.check_strides(call.q, call.k, call.v)
+
+
+def check_strides_of_backward(call: Fp8BackwardArguments) -> None:
+    """Strides of a backward call that kernels can read."""
+    memory.check_strides(call.q, call.k, call.v)
+    memory.check_strides_of("out", call.out)
+
+
+def check_memory(call: Fp8Arguments) -> None:
+    """Addresses."""
+    memory.check_addresses(q=call.q, k=call.k, v=call.v)
+
+
+def check_memory_of_backward(call: Fp8BackwardArguments) -> None:
+    """Addresses of a backward call, but for an LSE that is copied."""
+    lse = call.lse if call.lse.is_contiguous() else None
+    memory.check_addresses(q=call.q, k=call.k, v=call.v, out=call.out, lse=lse)

@@ -15,6 +15,7 @@ from cudnn_sdpa.attention.dense.explain import as_cast, device_of, note_on_parts
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8 import fp8_attention, graphs, plans
 from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales, Options
+from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call, backward_call_of, call_of
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 def describe_sdpa_fp8(scales: Fp8Scales, **given: Any) -> Description:
     """What `sdpa_fp8` with these arguments runs on a GPU; tensors may also be on the CPU."""
     fp8_arguments.check_scales_type(scales, Fp8Scales)
-    call = fp8_arguments.call_of(**given, scales=scales)
+    call = call_of(**given, scales=scales)
     refused = _checked(FP8, call)
     if refused is not None:
         return refused
@@ -46,7 +47,7 @@ def describe_sdpa_fp8(scales: Fp8Scales, **given: Any) -> Description:
     return Description(graphs.sdpa_fp8_forward, forward.key, device_of(call.q), is_empty=is_empty, extra_kernels=notes)
 
 
-Fp8T = TypeVar("Fp8T", Fp8Arguments, Fp8BackwardArguments)
+Fp8T = TypeVar("Fp8T", Fp8Call, Fp8BackwardCall)
 
 
 def _checked(operation: Operation[Fp8T], call: Fp8T) -> Description | None:
@@ -62,7 +63,7 @@ def _checked(operation: Operation[Fp8T], call: Fp8T) -> Description | None:
 def describe_sdpa_fp8_backward(scales: Fp8BackwardScales, **given: Any) -> Description:
     """What `sdpa_fp8_backward` with these arguments runs on a GPU; tensors may also be on the CPU."""
     fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
-    call = fp8_arguments.backward_call_of(**given, scales=scales)
+    call = backward_call_of(**given, scales=scales)
     refused = _checked(FP8_BACKWARD, call)
     if refused is not None:
         return refused

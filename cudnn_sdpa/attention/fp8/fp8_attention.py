@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, sharding, value_checks
+from cudnn_sdpa.attention import arguments, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, check_lengths
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
@@ -48,7 +48,7 @@ from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.reference import without_autocast
 from cudnn_sdpa.attention.support import rules_fp8
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
-from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, memory
+from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, memory, value_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.autograd_checks import refuse_batch, refuse_second_gradient
 from cudnn_sdpa.engine.call import Function

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import parts
+from cudnn_sdpa.attention.arguments import warn_of_order
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import graphs, plans, workarounds
 from cudnn_sdpa.attention.fp8.arguments import SCALES, Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
@@ -39,6 +40,7 @@ def prepare(call: Fp8Arguments) -> Prepared:
     Raises:
         UnsupportedError: cuDNN has no plan for it.
     """
+    warn_of_order(call)
     spec = ForwardSpec.of(call)
     dense, masked_rows = spec.dense, spec.dense.mask.masked_rows
     if dense.is_empty:

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, sharding, value_checks
-from cudnn_sdpa.attention.arguments import ForwardArguments, kind_of
-from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
-from cudnn_sdpa.attention.fp8 import launch, plans, reference
 from cudnn_sdpa.attention.fp8.arguments import (
     SCALES,
-    TABLES,
-    Fp8Arguments,
-    Fp8BackwardArguments,
     Fp8BackwardScales,
     Fp8Gradients,
     Fp8Output,
     Fp8Scales,
 )
+from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call, backward_call_of, call_of
 from cudnn_sdpa.attention.mask import Alignment
-from cudnn_sdpa.engine import autograd_checks, memory
-from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
-from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
-from cudnn_sdpa.graph.target import Target
 
 
 def sdpa_fp8(
@@ -127,7 +115,7 @@ def sdpa_fp8(
         known = _calls.find(*given)
         if known is not MISSED:
             return Fp8Output._make(known if return_lse else (*known, None))
-    call = fp8_arguments.call_of(
+    call = call_of(
         q,
         k,
         v,
@@ -232,7 +220,7 @@ def sdpa_fp8_backward(
         known = _calls_of_backward.find(*given)
         if known is not MISSED:
             return Fp8Gradients._make(known)
-    call = fp8_arguments.backward_call_of(
+    call = backward_call_of(
         grad_out=grad_out,
         q=q,
         k=k,
@@ -251,127 +239,26 @@ def sdpa_fp8_backward(
     return Fp8Gradients._make(FP8_BACKWARD(call, Asked(_calls_of_backward, given)))
 
 
-def _check_values(call: Fp8Arguments) -> None:
-    """Checks lengths and page ids."""
-    _check_lengths(fp8_arguments.without_pages(call))
-    if call.tables is not None and call.seq_lens_kv is not None:
-        for name, table in zip(TABLES, call.tables, strict=True):
-            value_checks.check_pages(
-                name=name, table=table, lengths=call.seq_lens_kv, page_size=call.k.shape[2], pages=call.k.shape[0]
-            )
-
-
-def _check_lengths(call: ForwardArguments | Fp8BackwardArguments) -> None:
-    value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
-    value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
-
-
-def _check_strides(call: Fp8Arguments) -> None:
-    memory.check_strides(call.q, call.k, call.v)
-
-
-def _check_strides_of_backward(call: Fp8BackwardArguments) -> None:
-    memory.check_strides(call.q, call.k, call.v)
-    memory.check_strides_of("out", call.out)
-
-
-def _check_memory(call: Fp8Arguments) -> None:
-    memory.check_addresses(q=call.q, k=call.k, v=call.v)
-
-
-def _check_memory_of_backward(call: Fp8BackwardArguments) -> None:
-    lse = call.lse if call.lse.is_contiguous() else None  # others are copied
-    memory.check_addresses(q=call.q, k=call.k, v=call.v, out=call.out, lse=lse)
-
-
-def _check_strides_for_gpu(call: Fp8Arguments) -> None:
-    _check_strides(call)
-    check_offsets(q=call.q, k=call.k, v=call.v)
-
-
-def _check_strides_of_backward_for_gpu(call: Fp8BackwardArguments) -> None:
-    _check_strides_of_backward(call)
-    check_offsets(q=call.q, k=call.k, v=call.v, out=call.out, lse=call.lse)
-
-
-def _check_keys(call: Fp8Arguments, target: Target) -> None:
-    for key in plans.keys(call, target, None):
-        known_issues.check(key)
-
-
-def _check_keys_of_backward(call: Fp8BackwardArguments, target: Target) -> None:
-    for key in plans.keys_of_backward(call, target, None):
-        known_issues.check(key)
-
-
-def _check_gradient(call: Fp8Arguments | Fp8BackwardArguments) -> NoReturn:
-    """Refuses inputs whose gradient would silently be lost."""
-    what = "sdpa_fp8" if isinstance(call, Fp8Arguments) else "sdpa_fp8_backward"
-    wanting = [name for name, x in call._asdict().items() if isinstance(x, Tensor) and needs_gradient(x)]
-    reasons = [f"{SCALES.get(name, name)} requires grad, and autograd does not follow {what}" for name in wanting]
-    raise UnsupportedError(
-        f"the gradient of {what}", reasons, "torch.no_grad(), with the gradients of sdpa_fp8_backward"
-    )
-
-
 _calls, _calls_of_backward = NativeCalls(), NativeCalls()
 
 FP8 = Operation(
     name="sdpa_fp8",
     function="sdpa_fp8",
-    call=Fp8Arguments,
-    reference_call=None,
-    autocast=lambda _: {},
-    is_cacheable=lambda _: not value_checks.enabled,
-    kind=kind_of,
-    check_types=fp8_arguments.check_types,
-    check_options=fp8_arguments.check_options,
-    check=fp8_arguments.check,
-    check_values=_check_values,
-    check_strides=_check_strides,
-    check_memory=_check_memory,
-    checks_values=lambda: value_checks.enabled,
-    check_for_gpu=lambda call: check_call(call, _check_strides_for_gpu, _check_keys),
-    check_gradient=_check_gradient,
-    results=plans.results,
-    reference=arguments.warning_of_order(reference.results),
-    prepare=arguments.warning_of_order(launch.prepare),
-    keys=plans.keys,
-    flops=reference.flops,
+    call=Fp8Call,
     gives=("out", "amax_s", "amax_o"),
     names=SCALES,
     loops=False,
     forward_mode="attention in bfloat16",
-    ways=sharding.fp8,
 )
 
 FP8_BACKWARD = Operation(
     name="sdpa_fp8_backward",
     forward="sdpa_fp8_backward",
     function="sdpa_fp8_backward",
-    call=Fp8BackwardArguments,
-    reference_call=None,
-    autocast=lambda _: {},
-    is_cacheable=lambda _: not value_checks.enabled,
-    kind=kind_of,
-    check_types=fp8_arguments.check_types_of_backward,
-    check_options=fp8_arguments.check_options,
-    check=fp8_arguments.check_backward,
-    check_values=_check_lengths,
-    check_strides=_check_strides_of_backward,
-    check_memory=_check_memory_of_backward,
-    checks_values=lambda: value_checks.enabled,
-    check_for_gpu=lambda call: check_call(call, _check_strides_of_backward_for_gpu, _check_keys_of_backward),
-    check_gradient=_check_gradient,
-    results=plans.results_of_backward,
-    reference=reference.results_of_backward,
-    prepare=launch.prepare_backward,
-    keys=plans.keys_of_backward,
-    flops=reference.flops_of_backward_call,
+    call=Fp8BackwardCall,
     gives=Fp8Gradients._fields,
     auxiliary=(),
     names=SCALES,
     loops=False,
     forward_mode="attention in bfloat16",
-    ways=sharding.fp8_backward,
 )

@@ -12,6 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, check_lengths, softmax_of
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.engine import memory, value_checks
 from cudnn_sdpa.engine.memory import check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import ArgumentError, DtypeError, OptionError, ShapeError
 from cudnn_sdpa.graph.symbolic_shapes import is_true
@@ -117,17 +118,6 @@ class PagedArguments(NamedTuple):
         return self.page_table.shape[1] * self.page_size
 
 
-class ReferencePagedArguments(PagedArguments):
-    """A call that the PyTorch reference runs, on any device, without cuDNN's limits of dtypes and head dims."""
-
-    __slots__ = ()
-
-    @property
-    def is_for_cudnn(self) -> bool:
-        """See `PagedArguments`."""
-        return False
-
-
 def in_heads_order(pages: Tensor, page_layout: str) -> Tensor:
     """A view of pages as (pages, Hkv, page size, D)."""
     return pages.transpose(1, 2) if page_layout == NHD else pages
@@ -195,6 +185,28 @@ def check_types(call: PagedArguments) -> None:
 def check_options(call: PagedArguments) -> None:
     """The options, which are not tensors."""
     arguments.check_options(call.as_dense(call.q, call.k_pages, call.v_pages))
+
+
+def check_values(call: PagedArguments) -> None:
+    """The lengths of sequences, and their page ids."""
+    value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.max_kv_len)
+    value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
+    for name, table in zip(("page_table", "page_table_v"), call.tables, strict=True):
+        value_checks.check_pages(
+            name=name, table=table, lengths=call.seq_lens_kv, page_size=call.page_size, pages=call.k_pages.shape[0]
+        )
+
+
+def check_strides(call: PagedArguments) -> None:
+    """Strides that kernels can read."""
+    with named():
+        memory.check_strides(call.q, call.k, call.v)
+
+
+def check_memory(call: PagedArguments) -> None:
+    """Addresses, and that `out` overlaps no input."""
+    with named():
+        memory.check_memory(call.q, call.k, call.v, call.out)
 
 
 def check_pages(q: Tensor, pages: dict[str, Tensor], table: Tensor, table_v: Tensor | None) -> None:

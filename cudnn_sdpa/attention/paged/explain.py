@@ -14,6 +14,7 @@ from cudnn_sdpa.attention.arguments import with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.paged import plans, reference
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
+from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.plans import MAX_DECODED, DecodeSpec, is_decode
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, call_of, sdpa_paged
 from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inputs
@@ -95,7 +96,7 @@ def _why_prefill(call: PagedArguments, queries: int) -> str:
     return f"{heads} heads" if heads > known_issues.MAX_GRID else "the decode kernels lack this window"
 
 
-def errors_paged(call: PagedArguments) -> dict[str, float]:
+def errors_paged(call: PagedCall) -> dict[str, float]:
     """The errors of a call against the reference, for `verify`; there are no gradients."""
     out = call.out if call.out is None else empty_like(call.out)
     result = PAGED.runner(call)(call._replace(out=out))

@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NoReturn, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, sharding, value_checks
-from cudnn_sdpa.attention.arguments import Softmax, as_sinks, kind_of
-from cudnn_sdpa.attention.cpu_checks import check_call, check_offsets
+from cudnn_sdpa.attention import arguments
+from cudnn_sdpa.attention.arguments import Softmax, as_sinks
 from cudnn_sdpa.attention.mask import Alignment
-from cudnn_sdpa.attention.paged import arguments as paged_arguments
-from cudnn_sdpa.attention.paged import launch, plans, reference
-from cudnn_sdpa.attention.paged.arguments import PagedArguments, PageLayout, ReferencePagedArguments
+from cudnn_sdpa.attention.paged.arguments import PageLayout
+from cudnn_sdpa.attention.paged.call import PagedCall, ReferencePagedCall
 from cudnn_sdpa.attention.paged.step import MARK
-from cudnn_sdpa.engine import autograd_checks, memory
-from cudnn_sdpa.engine.autocast import cast_tensor
+from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
-from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
-from cudnn_sdpa.graph.target import Target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -203,10 +197,10 @@ def call_of(
     sinks: Tensor | None,
     return_lse: bool,
     out: Tensor | None,
-) -> PagedArguments:
+) -> PagedCall:
     """The call that arguments of `sdpa_paged` make; they have not been checked."""
     left, right = arguments.window_bounds(window_size)
-    return PagedArguments(
+    return PagedCall(
         q=q,
         k_pages=k_pages,
         v_pages=v_pages,
@@ -228,77 +222,7 @@ def call_of(
     )
 
 
-def _cast_for_autocast(call: PagedArguments) -> dict[str, object]:
-    """The queries cast to autocast's dtype, if that is the dtype of the pages."""
-    q: Tensor = cast_tensor(call.q, call.q)
-    return {"q": q} if q.dtype == call.k_pages.dtype else {}
-
-
-def _check_values(call: PagedArguments) -> None:
-    value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.max_kv_len)
-    value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
-    for name, table in zip(("page_table", "page_table_v"), call.tables, strict=True):
-        value_checks.check_pages(
-            name=name, table=table, lengths=call.seq_lens_kv, page_size=call.page_size, pages=call.k_pages.shape[0]
-        )
-
-
-def _check_strides(call: PagedArguments) -> None:
-    with paged_arguments.named():
-        memory.check_strides(call.q, call.k, call.v)
-
-
-def _check_memory(call: PagedArguments) -> None:
-    with paged_arguments.named():
-        memory.check_memory(call.q, call.k, call.v, call.out)
-
-
-def _check_strides_for_gpu(call: PagedArguments) -> None:
-    with paged_arguments.named():
-        memory.check_strides(call.q, call.k, call.v)
-        check_offsets(q=call.q, k=call.k, v=call.v, out=call.out)
-    if call.out is not None and call.out.numel():
-        memory.check_strides_of_out(call.out, for_cudnn=True)
-
-
-def _check_keys(call: PagedArguments, target: Target) -> None:
-    for key in plans.keys(call, target, None):
-        known_issues.check(key)
-
-
-def _check_gradient(_: PagedArguments) -> NoReturn:
-    raise UnsupportedError(
-        "sdpa_paged with a gradient",
-        ["an input requires grad, and attention on a paged cache is for inference only"],
-        "calling it under torch.no_grad(), or sdpa_varlen for training",
-    )
-
-
 #: A cache's mark on its table and its lengths decides whether both are read in place.
 _calls = NativeCalls(marked=(3, 4), mark=MARK)
 
-PAGED = Operation(
-    name="paged",
-    function="sdpa_paged",
-    call=PagedArguments,
-    reference_call=ReferencePagedArguments,
-    autocast=_cast_for_autocast,
-    is_cacheable=lambda _: not value_checks.enabled,
-    kind=kind_of,
-    check_types=paged_arguments.check_types,
-    check_options=paged_arguments.check_options,
-    check=paged_arguments.check,
-    check_values=_check_values,
-    check_strides=_check_strides,
-    check_memory=_check_memory,
-    checks_values=lambda: value_checks.enabled,
-    check_for_gpu=lambda call: check_call(call, _check_strides_for_gpu, _check_keys),
-    check_gradient=_check_gradient,
-    results=plans.results,
-    reference=reference.attention,
-    prepare=launch.prepare,
-    keys=plans.keys,
-    flops=reference.flops,
-    mark=plans.marks_of,
-    ways=sharding.paged,
-)
+PAGED = Operation(name="paged", function="sdpa_paged", call=PagedCall, reference_call=ReferencePagedCall)

@@ -53,9 +53,9 @@ def plans_of_steps(
         for seq_lens_q in (step.seq_lens_q, None) if count == 1 else (step.seq_lens_q,):
             call = call_of(**arguments | of_step | {"seq_lens_q": seq_lens_q})
             PAGED.check_all(call)
-            PAGED.check_strides(call)
-            PAGED.check_memory(call)
-            keys += PAGED.keys(call, target, None)
+            call.check_strides()
+            call.check_memory()
+            keys += call.keys(target, None)
         return keys
 
     sizes, counts = _counts("batches", batches), sorted(_counts("tokens", tokens))

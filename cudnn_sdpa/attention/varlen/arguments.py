@@ -10,6 +10,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, softmax_of
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.engine import memory, value_checks
 from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor, shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import LARGEST, is_integer
@@ -103,17 +104,6 @@ class VarlenGradientCall(NamedTuple):
     needs: tuple[bool, ...]
 
 
-class ReferenceVarlenArguments(VarlenArguments):
-    """A call that the PyTorch reference runs, on any device, without cuDNN's limits of dtypes and head dims."""
-
-    __slots__ = ()
-
-    @property
-    def is_for_cudnn(self) -> bool:
-        """See `VarlenArguments`."""
-        return False
-
-
 def offsets_of_keys(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> Tensor | None:
     """`cu_seqlens_kv` as a call holds it: None if it is the tensor of the queries."""
     if cu_seqlens_kv is cu_seqlens_q:
@@ -170,3 +160,22 @@ def check_cumulative(name: str, offsets: Tensor, q: Tensor) -> None:
     check_tensor(name, offsets, q, dtype=torch.int32, shape=("B + 1",), meaning=meaning, dense=True)
     if offsets.shape[0] < 1:
         raise ShapeError(name, shape_of(offsets), f"shape (B + 1,): {meaning}")
+
+
+def check_values(call: VarlenArguments) -> None:
+    """The offsets of sequences."""
+    max_seqlens = call.max_seqlen_q, call.max_seqlen_kv
+    rows = zip(("cu_seqlens_q", "cu_seqlens_kv"), call.offsets, (call.q, call.k), max_seqlens, strict=True)
+    for name, offsets, tensor, max_seqlen in rows:
+        value_checks.check_offsets(name, offsets, tensor.shape[0], max_seqlen)
+
+
+def check_strides(call: VarlenArguments) -> None:
+    """Strides that kernels can read."""
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in call.qkv)
+    memory.check_strides(q, k, v)
+
+
+def check_memory(call: VarlenArguments) -> None:
+    """Addresses, and that `out` overlaps no input."""
+    memory.check_memory(call.q, call.k, call.v, call.out)

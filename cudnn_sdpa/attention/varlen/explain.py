@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import backward_arguments, reference, sharding
+from cudnn_sdpa.attention import reference, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
+from cudnn_sdpa.attention.varlen.call import VarlenCall
 from cudnn_sdpa.attention.varlen.reference import sequences
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import backward_call_of, sdpa_varlen_backward
 from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
-from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
@@ -56,15 +56,14 @@ def describe_varlen(sinks: Tensor | None, **given: Any) -> Description:
 def describe_varlen_backward(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa_varlen_backward` runs on a GPU with these arguments."""
     of = backward_call_of(**given, sinks=sinks)
-    VARLEN.check_types(of.call)
-    backward_arguments.check_types(of)
+    of.call.check_types()
+    of.check_types()
     call = of.call._replace(deterministic=is_deterministic(of.call.deterministic))
     of = of._replace(call=call)
-    VARLEN.check_options(call)
-    VARLEN.check(call)
-    backward_arguments.check(of)
-    memory.check_strides(*call.as_dense().qkv)
-    memory.check_memory(call.q, call.k, call.v, None)
+    call.check_options()
+    of.check()
+    call.check_strides()
+    call.check_memory()
     original = call._replace(sinks=None if sinks is None else sinks.detach().requires_grad_(of.needs[-1]))
     is_readable = explain.is_readable_layout(of.out, 3)
     layout = TensorLayout.of(of.out) if is_readable else TensorLayout.contiguous(of.out.shape, of.out.dtype)
@@ -117,7 +116,7 @@ def _first_part(call: VarlenArguments, out: TensorLayout) -> tuple[VarlenArgumen
     return part.call, TensorLayout.of(part.out), len(parts)
 
 
-def errors_varlen(call: VarlenArguments, *, differentiate: bool) -> dict[str, float]:
+def errors_varlen(call: VarlenCall, *, differentiate: bool) -> dict[str, float]:
     """Relative errors of a call over packed sequences, as `dense.explain.errors_of`.
 
     Raises:

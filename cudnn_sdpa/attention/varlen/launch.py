@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +31,8 @@ from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
+
+BackwardT = TypeVar("BackwardT", bound=VarlenGradientCall)
 
 
 def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
@@ -70,7 +73,7 @@ def _fill_empty(call: VarlenArguments) -> Result:
     return fill_without_keys(call, plans.results(call), call.sinks)
 
 
-def readable(of: VarlenGradientCall) -> VarlenGradientCall:
+def readable(of: BackwardT) -> BackwardT:
     """The backward call with copies of what cuDNN cannot read."""
     call = of.call
     limits = packed_gradient_limits(deterministic=call.deterministic)

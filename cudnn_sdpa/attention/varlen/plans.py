@@ -372,7 +372,7 @@ def part_of(of: VarlenGradientCall, part: Part) -> VarlenGradientCall:
     return of._replace(grad_out=grad_out, out=out, lse=lse, call=call._replace(q=q, k=k, v=v, sinks=sinks))
 
 
-def check_gradient(call: VarlenArguments, target: Target, device: int | None) -> None:
+def check_gradient(call: VarlenArguments, target: Target, device: int | None = None) -> None:
     """Refuses a call whose gradients are known to have no kernel, also in parts.
 
     Raises:

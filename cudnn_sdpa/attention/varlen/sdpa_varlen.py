@@ -8,22 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments, backward_arguments, sharding, value_checks
-from cudnn_sdpa.attention.arguments import Softmax, as_sinks, kind_of
-from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call, check_strides_of_dense
+from cudnn_sdpa.attention import arguments
+from cudnn_sdpa.attention.arguments import Softmax, as_sinks
 from cudnn_sdpa.attention.mask import Alignment
-from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
-from cudnn_sdpa.attention.varlen import launch, plans, reference
-from cudnn_sdpa.attention.varlen.arguments import ReferenceVarlenArguments, VarlenArguments, VarlenGradientCall
-from cudnn_sdpa.engine import autograd_checks, memory
-from cudnn_sdpa.engine.autocast import casts
-from cudnn_sdpa.engine.backward_pass import BackwardPass
+from cudnn_sdpa.attention.varlen.arguments import offsets_of_keys
+from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenBackwardCall, VarlenCall
+from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
-from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
-from cudnn_sdpa.graph.target import Target, live_target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -203,16 +197,16 @@ def call_of(
     return_lse: bool,
     deterministic: bool | None,
     out: Tensor | None,
-) -> VarlenArguments:
+) -> VarlenCall:
     """The call that arguments of `sdpa_varlen` make; they have not been checked."""
     left, right = arguments.window_bounds(window_size)
-    return VarlenArguments(
+    return VarlenCall(
         q=q,
         k=k,
         v=v,
         sinks=None if sinks is None else as_sinks(sinks),
         cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=varlen_arguments.offsets_of_keys(cu_seqlens_q, cu_seqlens_kv),
+        cu_seqlens_kv=offsets_of_keys(cu_seqlens_q, cu_seqlens_kv),
         rng=None,
         max_seqlen_q=as_int(max_seqlen_q),
         max_seqlen_kv=as_int(max_seqlen_kv),
@@ -229,85 +223,13 @@ def call_of(
     )
 
 
-def _is_cacheable(call: VarlenArguments) -> bool:
-    return type(call.dropout_p) is float and call.dropout_p == 0.0 and not value_checks.enabled
-
-
-def _check_values(call: VarlenArguments) -> None:
-    max_seqlens = call.max_seqlen_q, call.max_seqlen_kv
-    rows = zip(("cu_seqlens_q", "cu_seqlens_kv"), call.offsets, (call.q, call.k), max_seqlens, strict=True)
-    for name, offsets, tensor, max_seqlen in rows:
-        value_checks.check_offsets(name, offsets, tensor.shape[0], max_seqlen)
-
-
-def _check_strides(call: VarlenArguments) -> None:
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in call.qkv)
-    memory.check_strides(q, k, v)
-
-
-def _check_strides_for_gpu(call: VarlenArguments) -> None:
-    check_strides_of_dense(call.as_dense())
-
-
-def _check_keys(call: VarlenArguments, target: Target) -> None:
-    for key in plans.keys(call, target, None):
-        known_issues.check(key)
-
-
-def _check_gradient_keys(call: VarlenArguments, target: Target) -> None:
-    plans.check_gradient(call, target, None)
-
-
-def _check_backward_keys(of: VarlenGradientCall, target: Target) -> None:
-    if of.call.is_empty:
-        return
-    call = plans.dense_queries(of.call)  # others are copied
-    for key in plans.gradient_keys(of._replace(call=call), target, None):
-        known_issues.check(key)
-
-
-def _check_gradient(call: VarlenArguments) -> None:
-    if call.q.is_cuda:
-        device = call.q.get_device()
-        plans.check_gradient(call, live_target(device), device)
-    else:
-        check_call(call, _check_strides_for_gpu, _check_gradient_keys)
-
-
 _calls = NativeCalls()
 
 VARLEN = Operation(
     name="varlen",
     function="sdpa_varlen",
-    call=VarlenArguments,
-    reference_call=ReferenceVarlenArguments,
-    autocast=casts("q", "k", "v"),
-    is_cacheable=_is_cacheable,
-    kind=kind_of,
-    check_types=varlen_arguments.check_types,
-    check_options=varlen_arguments.check_options,
-    check=varlen_arguments.check,
-    check_values=_check_values,
-    check_strides=_check_strides,
-    check_memory=lambda call: memory.check_memory(call.q, call.k, call.v, call.out),
-    checks_values=lambda: value_checks.enabled,
-    check_for_gpu=lambda call: check_call(call, _check_strides_for_gpu, _check_keys),
-    check_gradient=_check_gradient,
-    results=plans.results,
-    reference=reference.attention,
-    prepare=launch.prepare,
-    keys=plans.keys,
-    flops=reference.flops,
-    backward=BackwardPass(
-        call=VarlenGradientCall,
-        inputs=("q", "k", "v", "sinks"),
-        reference=reference.gradients,
-        readable=launch.readable,
-        prepare=launch.prepare_gradients,
-        keys=plans.gradient_keys,
-        check_types=backward_arguments.check_types,
-        check=backward_arguments.check,
-        check_for_gpu=lambda of: check_backward_call(of, of.call, _check_strides_for_gpu, _check_backward_keys),
-    ),
-    ways=sharding.varlen,
+    call=VarlenCall,
+    reference_call=ReferenceVarlenCall,
+    backward=VarlenBackwardCall,
+    differentiable=("q", "k", "v", "sinks"),
 )

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
 from cudnn_sdpa.attention.mask import Alignment
-from cudnn_sdpa.attention.varlen.arguments import VarlenGradientCall
+from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, BackwardOptions, call_of
 from cudnn_sdpa.engine import autograd_checks
 
@@ -122,7 +122,7 @@ def backward_call_of(
     max_seqlen_kv: int,
     wanted: Sequence[str] | None,
     **options: Unpack[BackwardOptions],
-) -> VarlenGradientCall:
+) -> VarlenBackwardCall:
     """The call that arguments of `sdpa_varlen_backward` make; they have not been checked."""
     call = call_of(
         q=q,
@@ -139,4 +139,4 @@ def backward_call_of(
     )
     q, k, v = call.qkv
     needs = needs_of(wanted, {"q": q, "k": k, "v": v, "sinks": call.sinks})
-    return VarlenGradientCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)
+    return VarlenBackwardCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)

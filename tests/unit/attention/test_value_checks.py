@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cudnn_sdpa
-from cudnn_sdpa.attention import value_checks
+from cudnn_sdpa.engine import value_checks
 
 
 def int32(*values):
@@ -181,6 +181,6 @@ def test_meta_tensors_are_not_checked():
 )
 def test_the_environment_variable_switches_it_on(value, expected, monkeypatch):
     monkeypatch.setenv("CUDNN_SDPA_DEBUG", value)
-    program = "from cudnn_sdpa.attention import value_checks; print(value_checks.enabled)"
+    program = "from cudnn_sdpa.engine import value_checks; print(value_checks.enabled)"
     done = forked_python.run(["-c", program], check=True)
     assert done.stdout.strip() == expected

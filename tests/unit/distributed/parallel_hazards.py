@@ -24,7 +24,6 @@ import cudnn_sdpa.distributed.all_gather as by_gathering
 import cudnn_sdpa.distributed.ring as by_passing_on
 import cudnn_sdpa.distributed.ulysses as by_exchange
 from cudnn_sdpa import ArgumentError, UnsupportedError, nn
-from cudnn_sdpa.attention import value_checks
 from cudnn_sdpa.distributed import (
     context_parallel,
     context_parallel_varlen,
@@ -34,7 +33,7 @@ from cudnn_sdpa.distributed import (
     unshard,
 )
 from cudnn_sdpa.distributed.local_attention import without_data
-from cudnn_sdpa.engine import cpu_target
+from cudnn_sdpa.engine import cpu_target, value_checks
 
 BY_METHOD = {"all_gather": by_gathering, "ring": by_passing_on, "ulysses": by_exchange}
 

@@ -20,9 +20,10 @@ from cudnn_sdpa import (
     sdpa,
     sdpa_varlen,
 )
-from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.engine import fallback as module
 from cudnn_sdpa.engine import operation
+from cudnn_sdpa.engine.operation.gradients import Tracked
 
 OFFSETS = torch.tensor([0, 3, 10], dtype=torch.int32)
 LENGTHS = torch.tensor([3, 5], dtype=torch.int32)
@@ -47,13 +48,13 @@ def declined(monkeypatch):
 def ways(monkeypatch):
     """Records where calls run: on PyTorch's attention, or on the reference."""
     taken = []
-    pytorch, reference = F.scaled_dot_product_attention, SDPA.reference
+    pytorch, reference = F.scaled_dot_product_attention, SdpaCall.reference
 
     def on(name, function):
         return lambda *args, **options: taken.append(name) or function(*args, **options)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", on("pytorch", pytorch))
-    monkeypatch.setattr(SDPA, "reference", on("reference", reference))
+    monkeypatch.setattr(SdpaCall, "reference", on("reference", reference))
     return taken
 
 
@@ -325,10 +326,8 @@ def test_the_memory_of_logged_calls_is_bounded(monkeypatch, caplog):
 def test_packed_sequences_have_their_own_reference(monkeypatch, request):
     request.getfixturevalue("declined")
     seen = []
-    forward = operation._Tracked.forward
-    monkeypatch.setattr(
-        operation._Tracked, "forward", lambda *args: seen.append(args[0].by_reference) or forward(*args)
-    )
+    forward = Tracked.forward
+    monkeypatch.setattr(Tracked, "forward", lambda *args: seen.append(args[0].by_reference) or forward(*args))
     q = torch.randn(10, 2, 16)
     with fallback("torch"):
         sdpa_varlen(q, q, q, OFFSETS, OFFSETS, 7, 7)

@@ -8,7 +8,7 @@ import torch
 from fake_gpu import gpu_on_the_cpu
 
 from cudnn_sdpa import sdpa
-from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.dense.call import SdpaCall
 
 
 def test_calls_with_and_without_optional_tensors_in_turn(monkeypatch):
@@ -20,7 +20,7 @@ def test_calls_with_and_without_optional_tensors_in_turn(monkeypatch):
     with gpu_on_the_cpu():
         wanted = [sdpa(q, k, v, **subset) for subset in subsets]
         checked = []
-        monkeypatch.setattr(SDPA, "check_types", checked.append)
+        monkeypatch.setattr(SdpaCall, "check_types", checked.append)
         for first, second in itertools.product(range(len(subsets)), repeat=2):
             for which in (first, second):
                 assert torch.equal(sdpa(q, k, v, **subsets[which]), wanted[which])

@@ -12,7 +12,7 @@ from torch import nn
 from torch._dynamo.eval_frame import _debug_get_cache_entry_list
 
 from cudnn_sdpa import ArgumentError, DtypeError, OptionError, PagedKVCache, ShapeError, UnsupportedError, sdpa
-from cudnn_sdpa.attention import value_checks
+from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.nn import Attention, KVCache, RotaryEmbedding, TransformerLayer
 
 OPTIONS = [

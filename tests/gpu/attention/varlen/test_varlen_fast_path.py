@@ -8,6 +8,7 @@ import torch
 from test_varlen import assert_right, expected, offsets, tensors
 
 from cudnn_sdpa import ArgumentError, LayoutError, plan_cache, sdpa_varlen
+from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.engine.operation import Operation
 
@@ -36,7 +37,7 @@ def general(monkeypatch):
         return run
 
     monkeypatch.setattr(Operation, "on_gpu", counted("forward", Operation.on_gpu))
-    monkeypatch.setattr(VARLEN.backward, "readable", counted("backward", VARLEN.backward.readable))
+    monkeypatch.setattr(VarlenBackwardCall, "make_readable", counted("backward", VarlenBackwardCall.make_readable))
     plan_cache.clear()
     return taken
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa
 from cudnn_sdpa.attention import reference
-from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.dense.call import SdpaBackwardCall
 
 ARGUMENTS = ("q", "k", "v", "attn_mask", "sinks")
 
@@ -40,8 +40,8 @@ def dense_in_order_of(tensor):
 )
 def test_only_needed_gradients_are_computed(wanted, monkeypatch):
     made = []
-    run = SDPA.backward.reference
-    monkeypatch.setattr(SDPA.backward, "reference", lambda of: made.append((of.needs, run(of))) or made[-1][1])
+    run = SdpaBackwardCall.reference
+    monkeypatch.setattr(SdpaBackwardCall, "reference", lambda of: made.append((of.needs, run(of))) or made[-1][1])
     tensors = inputs()
     everything = {name: x.clone().requires_grad_() for name, x in tensors.items()}
     sdpa(**everything).square().sum().backward()
@@ -293,7 +293,7 @@ def test_the_fallback_of_the_forward_pass_holds_for_the_backward_pass(monkeypatc
 
     q, k, v = (torch.randn(2, 4, 6, 16, dtype=torch.float16, requires_grad=True) for _ in range(3))
     expected = torch.autograd.grad(sdpa(q, k, v).square().sum(), (q, k, v))
-    monkeypatch.setattr(SDPA.backward, "prepare", declined)
+    monkeypatch.setattr(SdpaBackwardCall, "bind", declined)
     with gpu_on_the_cpu():
         with pytest.raises(UnsupportedError, match="of a test"):
             torch.autograd.grad(sdpa(q, k, v).square().sum(), (q, k, v))

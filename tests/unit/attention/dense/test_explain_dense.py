@@ -15,13 +15,13 @@ from fake_gpu import gpu_on_the_cpu
 import cudnn_sdpa
 import cudnn_sdpa.engine.explain
 from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa, sdpa_varlen
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
 from cudnn_sdpa.attention.dense import launch_backward, tiers
+from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.varlen import launch
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.explain import describer_of
@@ -133,7 +133,7 @@ DENSE = {
 def dense_call(q, k, v, **options):
     left, right = options.pop("window_size", (-1, -1))
     options["rng"] = T(2, dtype=torch.int64) if options.get("dropout_p") else None
-    return ForwardArguments(q, k, v, **options)._replace(window_left=left, window_right=right)
+    return SdpaCall(q, k, v, **options)._replace(window_left=left, window_right=right)
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -145,7 +145,7 @@ def test_both_explained_keys_are_those_of_the_call(key_of, name):
     out = SDPA.fake_results(call._replace(with_lse=False))
     lse = T(*out.shape[:3], dtype=torch.float32)
     needs = Needs(*(x is not None and x.requires_grad for x in call[:5]))
-    of = GradientCall(out, out, lse, call, needs)
+    of = SdpaBackwardCall(out, out, lse, call, needs)
     assert key(described.backward) == key_of(launch_backward.gradients, of)
     assert not [
         issue for issue in known_issues.concerning(key(described.backward)) if not issue.avoids(key(described.backward))
@@ -209,14 +209,12 @@ def test_both_explained_keys_are_those_of_the_packed_call(key_of, name, shared_c
     ends = (offsets, offsets if shared_cu_seqlens else T(4, dtype=torch.int32), 128, 100)
     described = describe(sdpa_varlen, *tensors, *ends, **options)
     rng = T(2, dtype=torch.int64) if "dropout_p" in options else None
-    call = VarlenArguments(
-        *tensors, options.get("sinks"), offsets, None if shared_cu_seqlens else ends[1], rng, *ends[2:]
-    )
+    call = VarlenCall(*tensors, options.get("sinks"), offsets, None if shared_cu_seqlens else ends[1], rng, *ends[2:])
     call = call._replace(**options, with_lse=True)
     assert key(described) == key_of(VARLEN.on_gpu, call)
     (shape, stride, _), _ = varlen_plans.results(call)
     out, lse = T(*shape, stride=stride), T(*call.q.shape[:2], dtype=torch.float32)
-    backward = GradientCall(out, out, lse, call, (True, True, True, call.sinks is not None))
+    backward = VarlenBackwardCall(out, out, lse, call, (True, True, True, call.sinks is not None))
     assert key(described.backward) == key_of(VARLEN._gradients_on_gpu, backward)
     known_issues.check(key(described.backward))
 

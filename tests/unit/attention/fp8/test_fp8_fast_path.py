@@ -15,6 +15,7 @@ from cudnn_sdpa import (
     sdpa_fp8_backward,
 )
 from cudnn_sdpa.attention.fp8 import launch, plans
+from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD
 from cudnn_sdpa.engine import launch as engine_launch
 from cudnn_sdpa.engine.fast_path import CallTable
@@ -44,9 +45,9 @@ def gpu(monkeypatch):
 def checked(monkeypatch):
     """The calls that were checked."""
     seen = []
-    for operation in (FP8, FP8_BACKWARD):
-        whole = operation.check
-        monkeypatch.setattr(operation, "check", lambda call, whole=whole: seen.append(call) or whole(call))
+    for kind in (Fp8Call, Fp8BackwardCall):
+        whole = kind.check
+        monkeypatch.setattr(kind, "check", lambda call, whole=whole: seen.append(call) or whole(call))
     return seen
 
 

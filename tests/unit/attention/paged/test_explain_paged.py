@@ -11,7 +11,7 @@ import torch
 from cudnn_sdpa import PagedKVCache, explain, sdpa_paged
 from cudnn_sdpa.attention.paged import launch as paged_launch
 from cudnn_sdpa.attention.paged import paging
-from cudnn_sdpa.attention.paged.arguments import PagedArguments
+from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.plans import Gathered
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
 from cudnn_sdpa.attention.paged.step import MARK
@@ -52,7 +52,7 @@ def key_of(monkeypatch):
         q, k, v, *rest = arguments
         left, right = options.pop("window_size", (-1, -1))
         sides = {"seq_lens_q": None, "sinks": None}
-        call = PagedArguments(
+        call = PagedCall(
             *(q, k, v, rest[0], None, rest[1]),
             page_layout=layout,
             **sides | {{"return_lse": "with_lse"}.get(name, name): value for name, value in options.items()},

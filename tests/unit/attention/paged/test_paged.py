@@ -24,9 +24,9 @@ from cudnn_sdpa import (
     sdpa,
     sdpa_paged,
 )
-from cudnn_sdpa.attention import value_checks
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
+from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.nn import KVCache
 
 HEADS, HEADS_KV, DIM = 8, 2, 32

@@ -1,0 +1,91 @@
+"""A call of `sdpa`, and its backward call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from cudnn_sdpa.attention import arguments, bias, sharding
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, warn_of_order
+from cudnn_sdpa.attention.call import CudnnBackwardCall, CudnnCall
+from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_strides_of_dense
+from cudnn_sdpa.attention.dense import launch_backward, parts, plans, tiers
+from cudnn_sdpa.attention.dense import reference as in_pytorch
+from cudnn_sdpa.engine.autocast import cast_fields
+from cudnn_sdpa.engine.sharding import Way
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.target import Target
+
+if TYPE_CHECKING:
+    pass
+
+
+class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
+    """A call of `sdpa`; its methods are described in `Call`."""
+
+    __slots__ = ()
+
+    check_types = arguments.check_types
+    check_options = arguments.check_options
+    check = arguments.check
+    check_values = arguments.check_values
+    check_strides = arguments.check_strides
+    check_strides_for_gpu = check_strides_of_dense
+    check_memory = arguments.check_memory
+    check_gradient_keys = parts.check_gradient
+    outputs = plans.results
+    alternative = in_pytorch.pytorchs
+    bind = tiers.prepare
+    keys = parts.keys
+    flops = in_pytorch.flops
+
+    def autocast(self) -> dict[str, object]:
+        """See `Call`."""
+        return cast_fields(self, "q", "k", "v", "attn_mask")
+
+    def reference(self) -> tuple[Tensor, ...]:
+        """See `Call`."""
+        warn_of_order(self)
+        return in_pytorch.attention(self)
+
+    def strategies(self) -> list[Way]:
+        """See `Call`."""
+        return sharding.dense(self._asdict())
+
+
+class ReferenceSdpaCall(SdpaCall):
+    """A call that the PyTorch reference runs, on any device, without cuDNN's limits of dtypes and head dims."""
+
+    __slots__ = ()
+
+    @property
+    def is_for_cudnn(self) -> bool:
+        """See `ForwardArguments`."""
+        return False
+
+
+class SdpaBackwardCall(GradientCall, CudnnBackwardCall[SdpaCall]):  # type: ignore[misc]  # `call`, `_replace`
+    """A backward call of `sdpa`; its methods are described in `BackwardCall`."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def call(self) -> SdpaCall: ...
+
+    new_gradient = staticmethod(bias.new_gradient)
+    make_readable = launch_backward.readable
+    reference = in_pytorch.gradients
+    bind = launch_backward.prepare_gradients
+    keys = parts.gradient_keys
+
+    def check_for_gpu(self) -> None:
+        """See `BackwardCall`."""
+        check_backward_call(self, self.call, check_strides_of_dense, SdpaBackwardCall.check_keys)
+
+    def check_keys(self, target: Target) -> None:
+        """Refuses a call that needs a plan which the support rules or known bugs of cuDNN refuse on a target."""
+        for key in self.keys(target, None):
+            known_issues.check(key)

@@ -1,0 +1,158 @@
+"""Calls of `sdpa_fp8` and `sdpa_fp8_backward`: two operations, neither of which autograd follows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NoReturn
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention import sharding
+from cudnn_sdpa.attention.arguments import warn_of_order
+from cudnn_sdpa.attention.call import CudnnCall
+from cudnn_sdpa.attention.cpu_checks import check_offsets
+from cudnn_sdpa.attention.fp8 import arguments, launch, plans
+from cudnn_sdpa.attention.fp8 import reference as in_pytorch
+from cudnn_sdpa.attention.fp8.arguments import (
+    SCALES,
+    Fp8Arguments,
+    Fp8BackwardArguments,
+    Fp8BackwardScales,
+    Fp8Scales,
+    Options,
+)
+from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.sharding import Way
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph.scalars import as_bool
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
+    """A call of `sdpa_fp8`; its methods are described in `Call`."""
+
+    __slots__ = ()
+
+    check_types = arguments.check_types
+    check_options = arguments.check_options
+    check = arguments.check
+    check_values = arguments.check_values
+    check_strides = arguments.check_strides
+    check_memory = arguments.check_memory
+    outputs = plans.results
+    bind = launch.prepare
+    keys = plans.keys
+    flops = in_pytorch.flops
+
+    def check_strides_for_gpu(self) -> None:
+        """See `CudnnCall`."""
+        self.check_strides()
+        check_offsets(q=self.q, k=self.k, v=self.v)
+
+    def check_gradient(self) -> NoReturn:
+        """See `Call`."""
+        _refuse_gradient("sdpa_fp8", self)
+
+    def reference(self) -> tuple[Tensor, ...]:
+        """See `Call`."""
+        warn_of_order(self)
+        return in_pytorch.results(self)
+
+    def strategies(self) -> list[Way]:
+        """See `Call`."""
+        return sharding.fp8(self._asdict())
+
+
+class Fp8BackwardCall(Fp8BackwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
+    """A call of `sdpa_fp8_backward`; its methods are described in `Call`."""
+
+    __slots__ = ()
+
+    check_types = arguments.check_types_of_backward
+    check_options = arguments.check_options
+    check = arguments.check_backward
+    check_values = arguments.check_values_of_lengths
+    check_strides = arguments.check_strides_of_backward
+    check_memory = arguments.check_memory_of_backward
+    outputs = plans.results_of_backward
+    bind = launch.prepare_backward
+    keys = plans.keys_of_backward
+    flops = in_pytorch.flops_of_backward_call
+    reference = in_pytorch.results_of_backward
+
+    def check_strides_for_gpu(self) -> None:
+        """See `CudnnCall`."""
+        self.check_strides()
+        check_offsets(q=self.q, k=self.k, v=self.v, out=self.out, lse=self.lse)
+
+    def check_gradient(self) -> NoReturn:
+        """See `Call`."""
+        _refuse_gradient("sdpa_fp8_backward", self)
+
+    def strategies(self) -> list[Way]:
+        """See `Call`."""
+        return sharding.fp8_backward(self._asdict())
+
+
+def call_of(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scales: Fp8Scales,
+    *,
+    page_table: Tensor | None,
+    page_table_v: Tensor | None,
+    out_dtype: torch.dtype | None,
+    return_lse: bool,
+    **options: Unpack[Options],
+) -> Fp8Call:
+    """The call that arguments of `sdpa_fp8` make; they have not been checked."""
+    return Fp8Call(
+        q,
+        k,
+        v,
+        *scales,
+        **arguments.fields_of(options),
+        page_table=page_table,
+        page_table_v=None if page_table_v is page_table else page_table_v,
+        out_dtype=out_dtype,
+        with_lse=as_bool(return_lse),
+    )
+
+
+def backward_call_of(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scales: Fp8BackwardScales,
+    *,
+    deterministic: bool | None,
+    **options: Unpack[Options],
+) -> Fp8BackwardCall:
+    """The call that arguments of `sdpa_fp8_backward` make; they have not been checked."""
+    is_set = torch.are_deterministic_algorithms_enabled() if deterministic is None else as_bool(deterministic)
+    return Fp8BackwardCall(
+        grad_out=grad_out,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        **scales._asdict(),
+        **arguments.fields_of(options),
+        deterministic=is_set,
+    )
+
+
+def _refuse_gradient(what: str, call: Fp8Arguments | Fp8BackwardArguments) -> NoReturn:
+    """Refuses inputs whose gradient would silently be lost."""
+    wanting = [name for name, x in call._asdict().items() if isinstance(x, Tensor) and needs_gradient(x)]
+    reasons = [f"{SCALES.get(name, name)} requires grad, and autograd does not follow {what}" for name in wanting]
+    raise UnsupportedError(
+        f"the gradient of {what}", reasons, "torch.no_grad(), with the gradients of sdpa_fp8_backward"
+    )

@@ -1,0 +1,73 @@
+"""A call of `sdpa_paged`."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import Tensor
+
+from cudnn_sdpa.attention import sharding
+from cudnn_sdpa.attention.call import CudnnCall
+from cudnn_sdpa.attention.cpu_checks import check_offsets
+from cudnn_sdpa.attention.paged import arguments, launch, plans
+from cudnn_sdpa.attention.paged import reference as in_pytorch
+from cudnn_sdpa.attention.paged.arguments import PagedArguments
+from cudnn_sdpa.engine import memory
+from cudnn_sdpa.engine.autocast import cast_tensor
+from cudnn_sdpa.engine.sharding import Way
+from cudnn_sdpa.errors import UnsupportedError
+
+
+class PagedCall(PagedArguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
+    """A call of `sdpa_paged`; its methods are described in `Call`."""
+
+    __slots__ = ()
+
+    extra_key = plans.marks_of
+    check_types = arguments.check_types
+    check_options = arguments.check_options
+    check = arguments.check
+    check_values = arguments.check_values
+    check_strides = arguments.check_strides
+    check_memory = arguments.check_memory
+    outputs = plans.results
+    bind = launch.prepare
+    keys = plans.keys
+    flops = in_pytorch.flops
+    reference = in_pytorch.attention
+
+    def autocast(self) -> dict[str, object]:
+        """The queries in autocast's dtype, if that is the dtype of the pages."""
+        q: Tensor = cast_tensor(self.q, self.q)
+        return {"q": q} if q.dtype == self.k_pages.dtype else {}
+
+    def check_strides_for_gpu(self) -> None:
+        """See `CudnnCall`."""
+        self.check_strides()
+        with arguments.named():
+            check_offsets(q=self.q, k=self.k, v=self.v, out=self.out)
+        if self.out is not None and self.out.numel():
+            memory.check_strides_of_out(self.out, for_cudnn=True)
+
+    def check_gradient(self) -> NoReturn:
+        """See `Call`."""
+        raise UnsupportedError(
+            "sdpa_paged with a gradient",
+            ["an input requires grad, and attention on a paged cache is for inference only"],
+            "calling it under torch.no_grad(), or sdpa_varlen for training",
+        )
+
+    def strategies(self) -> list[Way]:
+        """See `Call`."""
+        return sharding.paged(self._asdict())
+
+
+class ReferencePagedCall(PagedCall):
+    """A call that the PyTorch reference runs, on any device, without cuDNN's limits of dtypes and head dims."""
+
+    __slots__ = ()
+
+    @property
+    def is_for_cudnn(self) -> bool:
+        """See `PagedArguments`."""
+        return False

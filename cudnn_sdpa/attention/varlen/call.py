@@ -1,0 +1,89 @@
+"""A call of `sdpa_varlen`, and its backward call."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cudnn_sdpa.attention import sharding
+from cudnn_sdpa.attention.call import CudnnBackwardCall, CudnnCall
+from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_strides_of_dense
+from cudnn_sdpa.attention.varlen import arguments, launch, plans
+from cudnn_sdpa.attention.varlen import reference as in_pytorch
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
+from cudnn_sdpa.engine.autocast import cast_fields
+from cudnn_sdpa.engine.sharding import Way
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.target import Target
+
+if TYPE_CHECKING:
+    pass
+
+
+class VarlenCall(VarlenArguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
+    """A call of `sdpa_varlen`; its methods are described in `Call`."""
+
+    __slots__ = ()
+
+    check_types = arguments.check_types
+    check_options = arguments.check_options
+    check = arguments.check
+    check_values = arguments.check_values
+    check_strides = arguments.check_strides
+    check_memory = arguments.check_memory
+    check_gradient_keys = plans.check_gradient
+    outputs = plans.results
+    bind = launch.prepare
+    keys = plans.keys
+    flops = in_pytorch.flops
+    reference = in_pytorch.attention
+
+    def autocast(self) -> dict[str, object]:
+        """See `Call`."""
+        return cast_fields(self, "q", "k", "v")
+
+    def check_strides_for_gpu(self) -> None:
+        """See `CudnnCall`."""
+        check_strides_of_dense(self.as_dense())
+
+    def strategies(self) -> list[Way]:
+        """See `Call`."""
+        return sharding.varlen(self._asdict())
+
+
+class ReferenceVarlenCall(VarlenCall):
+    """A call that the PyTorch reference runs, on any device, without cuDNN's limits of dtypes and head dims."""
+
+    __slots__ = ()
+
+    @property
+    def is_for_cudnn(self) -> bool:
+        """See `VarlenArguments`."""
+        return False
+
+
+class VarlenBackwardCall(VarlenGradientCall, CudnnBackwardCall[VarlenCall]):  # type: ignore[misc]  # `call`, `_replace`
+    """A backward call of `sdpa_varlen`; its methods are described in `BackwardCall`."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def call(self) -> VarlenCall: ...
+
+    make_readable = launch.readable
+    reference = in_pytorch.gradients
+    bind = launch.prepare_gradients
+    keys = plans.gradient_keys
+
+    def check_for_gpu(self) -> None:
+        """See `BackwardCall`."""
+        check_backward_call(self, self.call, VarlenCall.check_strides_for_gpu, VarlenBackwardCall.check_keys)
+
+    def check_keys(self, target: Target) -> None:
+        """Refuses a call that needs a plan which the support rules or known bugs of cuDNN refuse on a target."""
+        if self.call.is_empty:
+            return
+        call = plans.dense_queries(self.call)  # others are copied
+        for key in self._replace(call=call).keys(target, None):
+            known_issues.check(key)

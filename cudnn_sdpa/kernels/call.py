@@ -1,0 +1,73 @@
+"""A call of `kernels.attention`, and its backward call."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from cudnn_sdpa.attention import bias, sharding
+from cudnn_sdpa.attention.arguments import warn_of_order
+from cudnn_sdpa.engine.autocast import cast_fields
+from cudnn_sdpa.engine.operation.call import BackwardCall, Call
+from cudnn_sdpa.engine.sharding import Way
+from cudnn_sdpa.kernels import arguments, launch, plans
+from cudnn_sdpa.kernels import reference as in_pytorch
+from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments
+
+if TYPE_CHECKING:
+    pass
+
+
+class KernelAttentionCall(KernelArguments, Call):  # type: ignore[misc]  # a NamedTuple's `_replace`
+    """A call of `kernels.attention`; its methods are described in `Call`."""
+
+    __slots__ = ()
+
+    check_types = arguments.check_types
+    check_options = arguments.check_options
+    check = arguments.check
+    check_memory = arguments.check_memory
+    outputs = plans.results
+    bind = launch.prepare
+    keys = plans.keys
+    flops = in_pytorch.flops
+
+    def autocast(self) -> dict[str, object]:
+        """See `Call`."""
+        return cast_fields(self, "q", "k", "v", "mask")
+
+    def log_key(self) -> Hashable:
+        """See `Call`."""
+        return self.q.dtype, self.mode
+
+    def reference(self) -> tuple[Tensor, ...]:
+        """See `Call`."""
+        warn_of_order(self)
+        return in_pytorch.attention(self)
+
+    def strategies(self) -> list[Way]:
+        """See `Call`."""
+        return sharding.kernels(self._asdict())
+
+
+class KernelAttentionBackwardCall(Gradient, BackwardCall[KernelAttentionCall]):  # type: ignore[misc]  # `call`, `_replace`
+    """A backward call of `kernels.attention`; its methods are described in `BackwardCall`."""
+
+    __slots__ = ()
+
+    if TYPE_CHECKING:
+
+        @property
+        def call(self) -> KernelAttentionCall: ...
+
+    make_readable = launch.readable
+    reference = in_pytorch.gradients
+    bind = launch.prepare_gradients
+    keys = plans.gradient_keys
+
+    @staticmethod
+    def new_gradient(name: str, tensor: Tensor) -> Tensor:
+        """See `BackwardCall`."""
+        return bias.new_gradient("attn_mask" if name == "mask" else name, tensor)
