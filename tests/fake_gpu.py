@@ -319,7 +319,7 @@ def gpu_on_the_cpu(
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that kernels are put in place of others, as is wanted
-            for name in engine_ops.HOMES:
+            for name in engine_ops.registered:
                 operators.impl(name, engine_ops.implementations(name).cuda, "CPU", allow_override=True)
         plan_cache.clear()
         try:

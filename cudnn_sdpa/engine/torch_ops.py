@@ -79,8 +79,7 @@ SCHEMAS = {
     "cudnn_sdpa.fused.torch_ops": (f"graph_function({_GRAPH}) -> Tensor[]",),
 }
 
-#: The module of each operator.
-HOMES = {schema.partition("(")[0]: module for module, schemas in SCHEMAS.items() for schema in schemas}
+_HOMES = {schema.partition("(")[0]: module for module, schemas in SCHEMAS.items() for schema in schemas}
 
 #: The operators that have gradients, or refuse them in words of their own.
 _DIFFERENTIABLE = {
@@ -121,6 +120,9 @@ class Implementations(NamedTuple):
 
 _implementations: dict[str, Implementations] = {}
 
+#: The schema of each operator, and whether autograd knows it.
+registered: dict[str, tuple[str, bool]] = {}
+
 
 def implement(name: str, schema: str, implementations: Implementations) -> None:
     """Sets what the operator ``cudnn_sdpa::name`` runs; registers it if it is none of this package's.
@@ -131,17 +133,14 @@ def implement(name: str, schema: str, implementations: Implementations) -> None:
         implementations: What it runs.
 
     Raises:
-        ValueError: The package has registered it by another schema.
+        ValueError: It is registered by another schema.
     """
     is_differentiable = implementations.backward is not None
-    if name not in HOMES:
-        HOMES[name] = ""
+    if name not in registered:
         _register(name, schema, is_differentiable=is_differentiable)
         if _COUNTER in sys.modules:
             _register_formula(sys.modules[_COUNTER], name)
-    elif name not in _implementations and (
-        schema not in SCHEMAS[HOMES[name]] or is_differentiable is not (name in _DIFFERENTIABLE)
-    ):
+    elif registered[name] != (schema, is_differentiable):
         raise ValueError(f"the operator {name} is registered by another schema than {schema}, or without gradients")
     _implementations[name] = implementations
 
@@ -149,7 +148,7 @@ def implement(name: str, schema: str, implementations: Implementations) -> None:
 def implementations(name: str) -> Implementations:
     """What an operator runs; imports its module where that is missing."""
     if name not in _implementations:
-        importlib.import_module(HOMES[name])
+        importlib.import_module(_HOMES[name])
     return _implementations[name]
 
 
@@ -172,6 +171,7 @@ def _register(name: str, schema: str, *, is_differentiable: bool) -> None:
     def setup_context(ctx: object, inputs: tuple[object, ...], output: object) -> None:
         implementations(name).setup_context(ctx, inputs, output)
 
+    registered[name] = schema, is_differentiable
     library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     library.impl(name, cuda, "CUDA")
     library.impl(name, cpu, "CPU")
@@ -248,7 +248,7 @@ def _register_formula(counter: ModuleType, name: str) -> None:
 
 
 def _register_formulas(counter: ModuleType) -> None:
-    for name in HOMES:
+    for name in registered:
         _register_formula(counter, name)
 
 
@@ -277,6 +277,6 @@ class _FormulasOnImport:
 
 
 if _COUNTER in sys.modules:
-    _register_formulas(sys.modules[_COUNTER])
+    _register_formulas(importlib.import_module(_COUNTER))  # which another thread may be importing
 else:
     sys.meta_path.insert(0, _FormulasOnImport)

@@ -179,7 +179,7 @@ def test_a_model_is_exported_for_any_size(strict, tmp_path):
 
 @pytest.mark.slow
 @quiet
-def test_ahead_of_time_compilation(tmp_path):
+def test_ahead_of_time_compilation(tmp_path, run_python):
     if compiler() is None:
         pytest.skip("Inductor needs a C++ compiler")
     ours, theirs = (model.eval().requires_grad_(False) for model in model_and_reference())
@@ -189,6 +189,16 @@ def test_ahead_of_time_compilation(tmp_path):
     loaded = torch._inductor.aoti_load_package(package)
     for x in (x_of(), x_of(5, 21)):
         torch.testing.assert_close(loaded(x), theirs(x), rtol=1e-4, atol=1e-5)
+    torch.save((x, theirs(x)), tmp_path / "tensors.pt")
+    run_python(
+        """
+import sys, torch, cudnn_sdpa
+loaded = torch._inductor.aoti_load_package("model.pt2")
+x, expected = torch.load("tensors.pt")
+assert "cudnn_sdpa.attention" not in sys.modules
+torch.testing.assert_close(loaded(x), expected, rtol=1e-4, atol=1e-5)
+"""
+    )
 
 
 OFFSETS = torch.tensor([0, 3, 8], dtype=torch.int32)
