@@ -164,10 +164,7 @@ class ReferenceArguments(ForwardArguments):
 
     __slots__ = ()
 
-    @property
-    def is_for_cudnn(self) -> bool:
-        """See `ForwardArguments`."""
-        return False
+    is_for_cudnn = False
 
 
 class _Limited(Protocol):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import backward_arguments
 from cudnn_sdpa.attention.arguments import kind_of
-from cudnn_sdpa.attention.cpu_checks import check_call
+from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import Target, live_target
@@ -34,15 +34,12 @@ class CudnnCall(Call):
         def window_right(self) -> int: ...
 
     def log_key(self) -> Hashable:
-        """See `Call`."""
         return kind_of(self)
 
     def check_for_gpu(self) -> None:
-        """See `Call`."""
         check_call(self, type(self).check_strides_for_gpu, type(self).check_keys)
 
     def check_gradient(self) -> None:
-        """See `Call`."""
         if self.q.is_cuda:
             device = self.q.get_device()
             self.check_gradient_keys(live_target(device), device)
@@ -81,10 +78,16 @@ class CudnnBackwardCall(BackwardCall[CudnnCallT]):
         def lse(self) -> Tensor: ...
 
     def check_types(self) -> None:
-        """See `BackwardCall`."""
         backward_arguments.check_types(self)
 
     def check(self) -> None:
-        """See `BackwardCall`."""
         self.call.check()
         backward_arguments.check(self)
+
+    def check_for_gpu(self) -> None:
+        check_backward_call(self, self.call, type(self.call).check_strides_for_gpu, type(self).check_keys)
+
+    def check_keys(self, target: Target) -> None:
+        """Refuses a call that needs a plan which the support rules or known bugs of cuDNN refuse on a target."""
+        for key in self.keys(target, None):
+            known_issues.check(key)

@@ -51,7 +51,7 @@ def check_call(
     if target is None or not all(x.device.type == "cpu" for x in tensors) or not is_plain_memory(*tensors):
         return
     lifted = fallback.is_in_force()
-    kind = (rules if name is None else name, target, lifted, *map(_signature, call))
+    kind = (type(call), rules if name is None else name, target, lifted, *map(_signature, call))
     if kind in _passed:
         return
     meta = _without_data(call)

@@ -1,4 +1,4 @@
-"""What the engine knows of a call, and how autograd follows one in Python.
+"""The data of a call, and how autograd follows one in Python.
 
 A call is a NamedTuple: its tensors, its options, and what is wanted of it. Calls that the native module launches have a
 node of its own in autograd's graph.

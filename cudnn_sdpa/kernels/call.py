@@ -16,9 +16,6 @@ from cudnn_sdpa.kernels import arguments, launch, plans
 from cudnn_sdpa.kernels import reference as in_pytorch
 from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments
 
-if TYPE_CHECKING:
-    pass
-
 
 class KernelAttentionCall(KernelArguments, Call):  # type: ignore[misc]  # a NamedTuple's `_replace`
     """A call of `kernels.attention`; its methods are described in `Call`."""
@@ -35,20 +32,16 @@ class KernelAttentionCall(KernelArguments, Call):  # type: ignore[misc]  # a Nam
     flops = in_pytorch.flops
 
     def autocast(self) -> dict[str, object]:
-        """See `Call`."""
         return cast_fields(self, "q", "k", "v", "mask")
 
     def log_key(self) -> Hashable:
-        """See `Call`."""
         return self.q.dtype, self.mode
 
     def reference(self) -> tuple[Tensor, ...]:
-        """See `Call`."""
         warn_of_order(self)
         return in_pytorch.attention(self)
 
     def strategies(self) -> list[Way]:
-        """See `Call`."""
         return sharding.kernels(self._asdict())
 
 
@@ -69,5 +62,4 @@ class KernelAttentionBackwardCall(Gradient, BackwardCall[KernelAttentionCall]): 
 
     @staticmethod
     def new_gradient(name: str, tensor: Tensor) -> Tensor:
-        """See `BackwardCall`."""
         return bias.new_gradient("attn_mask" if name == "mask" else name, tensor)

@@ -9,16 +9,11 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments, bias, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, warn_of_order
 from cudnn_sdpa.attention.call import CudnnBackwardCall, CudnnCall
-from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_strides_of_dense
+from cudnn_sdpa.attention.cpu_checks import check_strides_of_dense
 from cudnn_sdpa.attention.dense import launch_backward, parts, plans, tiers
 from cudnn_sdpa.attention.dense import reference as in_pytorch
 from cudnn_sdpa.engine.autocast import cast_fields
 from cudnn_sdpa.engine.sharding import Way
-from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.target import Target
-
-if TYPE_CHECKING:
-    pass
 
 
 class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
@@ -41,16 +36,13 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
     flops = in_pytorch.flops
 
     def autocast(self) -> dict[str, object]:
-        """See `Call`."""
         return cast_fields(self, "q", "k", "v", "attn_mask")
 
     def reference(self) -> tuple[Tensor, ...]:
-        """See `Call`."""
         warn_of_order(self)
         return in_pytorch.attention(self)
 
     def strategies(self) -> list[Way]:
-        """See `Call`."""
         return sharding.dense(self._asdict())
 
 
@@ -59,10 +51,7 @@ class ReferenceSdpaCall(SdpaCall):
 
     __slots__ = ()
 
-    @property
-    def is_for_cudnn(self) -> bool:
-        """See `ForwardArguments`."""
-        return False
+    is_for_cudnn = False
 
 
 class SdpaBackwardCall(GradientCall, CudnnBackwardCall[SdpaCall]):  # type: ignore[misc]  # `call`, `_replace`
@@ -80,12 +69,3 @@ class SdpaBackwardCall(GradientCall, CudnnBackwardCall[SdpaCall]):  # type: igno
     reference = in_pytorch.gradients
     bind = launch_backward.prepare_gradients
     keys = parts.gradient_keys
-
-    def check_for_gpu(self) -> None:
-        """See `BackwardCall`."""
-        check_backward_call(self, self.call, check_strides_of_dense, SdpaBackwardCall.check_keys)
-
-    def check_keys(self, target: Target) -> None:
-        """Refuses a call that needs a plan which the support rules or known bugs of cuDNN refuse on a target."""
-        for key in self.keys(target, None):
-            known_issues.check(key)

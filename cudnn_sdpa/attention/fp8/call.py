@@ -47,21 +47,17 @@ class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's 
     flops = in_pytorch.flops
 
     def check_strides_for_gpu(self) -> None:
-        """See `CudnnCall`."""
         self.check_strides()
         check_offsets(q=self.q, k=self.k, v=self.v)
 
     def check_gradient(self) -> NoReturn:
-        """See `Call`."""
         _refuse_gradient("sdpa_fp8", self)
 
     def reference(self) -> tuple[Tensor, ...]:
-        """See `Call`."""
         warn_of_order(self)
         return in_pytorch.results(self)
 
     def strategies(self) -> list[Way]:
-        """See `Call`."""
         return sharding.fp8(self._asdict())
 
 
@@ -83,16 +79,13 @@ class Fp8BackwardCall(Fp8BackwardArguments, CudnnCall):  # type: ignore[misc]  #
     reference = in_pytorch.results_of_backward
 
     def check_strides_for_gpu(self) -> None:
-        """See `CudnnCall`."""
         self.check_strides()
         check_offsets(q=self.q, k=self.k, v=self.v, out=self.out, lse=self.lse)
 
     def check_gradient(self) -> NoReturn:
-        """See `Call`."""
         _refuse_gradient("sdpa_fp8_backward", self)
 
     def strategies(self) -> list[Way]:
-        """See `Call`."""
         return sharding.fp8_backward(self._asdict())
 
 

@@ -42,7 +42,6 @@ class PagedCall(PagedArguments, CudnnCall):  # type: ignore[misc]  # a NamedTupl
         return {"q": q} if q.dtype == self.k_pages.dtype else {}
 
     def check_strides_for_gpu(self) -> None:
-        """See `CudnnCall`."""
         self.check_strides()
         with arguments.named():
             check_offsets(q=self.q, k=self.k, v=self.v, out=self.out)
@@ -50,7 +49,6 @@ class PagedCall(PagedArguments, CudnnCall):  # type: ignore[misc]  # a NamedTupl
             memory.check_strides_of_out(self.out, for_cudnn=True)
 
     def check_gradient(self) -> NoReturn:
-        """See `Call`."""
         raise UnsupportedError(
             "sdpa_paged with a gradient",
             ["an input requires grad, and attention on a paged cache is for inference only"],
@@ -58,7 +56,6 @@ class PagedCall(PagedArguments, CudnnCall):  # type: ignore[misc]  # a NamedTupl
         )
 
     def strategies(self) -> list[Way]:
-        """See `Call`."""
         return sharding.paged(self._asdict())
 
 
@@ -67,7 +64,4 @@ class ReferencePagedCall(PagedCall):
 
     __slots__ = ()
 
-    @property
-    def is_for_cudnn(self) -> bool:
-        """See `PagedArguments`."""
-        return False
+    is_for_cudnn = False

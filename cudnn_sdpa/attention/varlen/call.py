@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from cudnn_sdpa.attention import sharding
 from cudnn_sdpa.attention.call import CudnnBackwardCall, CudnnCall
-from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_strides_of_dense
+from cudnn_sdpa.attention.cpu_checks import check_strides_of_dense
 from cudnn_sdpa.attention.varlen import arguments, launch, plans
 from cudnn_sdpa.attention.varlen import reference as in_pytorch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
@@ -14,9 +14,6 @@ from cudnn_sdpa.engine.autocast import cast_fields
 from cudnn_sdpa.engine.sharding import Way
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import Target
-
-if TYPE_CHECKING:
-    pass
 
 
 class VarlenCall(VarlenArguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
@@ -38,15 +35,12 @@ class VarlenCall(VarlenArguments, CudnnCall):  # type: ignore[misc]  # a NamedTu
     reference = in_pytorch.attention
 
     def autocast(self) -> dict[str, object]:
-        """See `Call`."""
         return cast_fields(self, "q", "k", "v")
 
     def check_strides_for_gpu(self) -> None:
-        """See `CudnnCall`."""
         check_strides_of_dense(self.as_dense())
 
     def strategies(self) -> list[Way]:
-        """See `Call`."""
         return sharding.varlen(self._asdict())
 
 
@@ -55,10 +49,7 @@ class ReferenceVarlenCall(VarlenCall):
 
     __slots__ = ()
 
-    @property
-    def is_for_cudnn(self) -> bool:
-        """See `VarlenArguments`."""
-        return False
+    is_for_cudnn = False
 
 
 class VarlenBackwardCall(VarlenGradientCall, CudnnBackwardCall[VarlenCall]):  # type: ignore[misc]  # `call`, `_replace`
@@ -76,12 +67,7 @@ class VarlenBackwardCall(VarlenGradientCall, CudnnBackwardCall[VarlenCall]):  # 
     bind = launch.prepare_gradients
     keys = plans.gradient_keys
 
-    def check_for_gpu(self) -> None:
-        """See `BackwardCall`."""
-        check_backward_call(self, self.call, VarlenCall.check_strides_for_gpu, VarlenBackwardCall.check_keys)
-
     def check_keys(self, target: Target) -> None:
-        """Refuses a call that needs a plan which the support rules or known bugs of cuDNN refuse on a target."""
         if self.call.is_empty:
             return
         call = plans.dense_queries(self.call)  # others are copied

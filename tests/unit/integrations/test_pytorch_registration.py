@@ -279,7 +279,7 @@ def test_gradients_may_fall_back_where_the_forward_pass_might(before, monkeypatc
     def declines(_):
         raise UnsupportedError("gradients", ["nobody has them"])
 
-    monkeypatch.setattr(pytorch_dense.SDPA, "check", declines)
+    monkeypatch.setattr(pytorch_dense.SdpaBackwardCall, "check", declines)
     grads = torch.autograd.grad(out.sum(), (q, k, v))
     assert [x.unique().item() for x in grads] == [1, 2, 3]
     assert before == ["backward"]
