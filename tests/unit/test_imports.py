@@ -18,7 +18,7 @@ LOADED = {
 }
 
 #: Most modules of this package that the first access to `sdpa` has loaded.
-MAX_LOADED_BY_SDPA = 79
+MAX_LOADED_BY_SDPA = 85
 
 
 def test_importing_loads_what_registers_the_operators_and_nothing_else(run_python):

@@ -12,7 +12,7 @@ import torch
 from cudnn_sdpa import DeviceError, OptionError, PagedKVCache, ShapeError, UnsupportedError, sdpa_paged
 from cudnn_sdpa.attention.paged import plans
 from cudnn_sdpa.attention.paged.explain import describe_paged
-from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, call_of
+from cudnn_sdpa.attention.paged.sdpa_paged import call_of
 from cudnn_sdpa.attention.paged.step_plans import plans_of_steps, queries_like
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.manifest import PlanManifest
@@ -85,7 +85,7 @@ def step_keys(cache, batch, tokens, **options):
     for present in forms:
         defaults = {name: x.default for name, x in names.items()} | dict(zip(names, tensors, strict=False))
         call = call_of(**{**defaults, "page_layout": "HND", "seq_lens_q": present, **options})
-        yield from PAGED.keys(call, TARGET, None)
+        yield from call.keys(TARGET, None)
 
 
 @pytest.mark.parametrize(
