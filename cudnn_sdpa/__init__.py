@@ -195,7 +195,7 @@ if not _typing.TYPE_CHECKING:  # for type checkers, a name that is not above is 
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_PACKAGES})
 
 
 if not _start.is_command_line():  # the command line prints its help without PyTorch

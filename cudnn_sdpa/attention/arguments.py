@@ -351,7 +351,8 @@ def _check_number(name: str, value: object, without: str, largest: float) -> Non
 
 def check_out(out: Tensor, q: Tensor, v: Tensor, *, for_cudnn: bool) -> None:
     """An output allocated by the caller, for dense or packed queries: shape, dtype, device and strides."""
-    check_tensor("out", out, q, shape=(*q.shape[:-1], v.shape[-1]))
+    hint = "Allocate it with q.new_empty(...), or leave it out."
+    check_tensor("out", out, q, shape=(*q.shape[:-1], v.shape[-1]), hint=hint)
     if out.numel() != 0:
         memory.check_strides_of_out(out, for_cudnn=for_cudnn)
 

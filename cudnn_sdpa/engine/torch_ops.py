@@ -263,8 +263,8 @@ class _FormulasOnImport:
         """Python's own spec of the counter's module, with a loader that registers the formulas, too."""
         if name != _COUNTER:
             return None
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not cls)
-        spec = next(filter(None, others), None)
+        finders = [finder for finder in sys.meta_path if finder is not cls and hasattr(finder, "find_spec")]
+        spec = next(filter(None, (finder.find_spec(name, path, target) for finder in finders)), None)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 

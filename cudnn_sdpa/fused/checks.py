@@ -31,7 +31,7 @@ def check_dtype(name: str, tensor: Tensor) -> None:
         LayoutError: The tensor is nested, sparse or a `CausalBias`, or its memory was freed.
         DtypeError: The dtype is not supported.
     """
-    check_is_tensor(name, tensor)
+    check_strided(name, tensor)
     is_refused = tensor.is_cuda or (tensor.is_cpu and cpu_target.checks_dtypes())
     if tensor.dtype is torch.float64 and not is_refused:
         return
@@ -55,6 +55,16 @@ def checked_flag(name: str, flag: object) -> bool:
     return flag
 
 
+def check_strided(name: str, x: object) -> None:
+    """Checks that an operand is a tensor with strided memory, or zeros without memory: a launch has them filled.
+
+    Raises:
+        ArgumentError: The operand is something else: see `check_is_tensor`.
+    """
+    if is_compiling() or not (isinstance(x, Tensor) and x._is_zerotensor()):
+        check_is_tensor(name, x)
+
+
 def check_beside(
     name: str,
     tensor: Tensor,
@@ -70,7 +80,7 @@ def check_beside(
     Raises:
         ArgumentError: The argument does not fit: see `check_is_tensor` and `check_tensor`.
     """
-    check_is_tensor(name, tensor)
+    check_strided(name, tensor)
     check_tensor(name, tensor, x, of=of, dtype=dtype, shape=shape, meaning=meaning)
 
 

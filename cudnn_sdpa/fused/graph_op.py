@@ -26,11 +26,10 @@ from cudnn_sdpa.engine.dispatch_state import (
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, items_of, kinds_of
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, check_one_device, readable_gradient
-from cudnn_sdpa.engine.memory import check_is_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import large, torch_ops
-from cudnn_sdpa.fused.checks import check_offsets, check_savable, shown
+from cudnn_sdpa.fused.checks import check_offsets, check_savable, check_strided, shown
 from cudnn_sdpa.fused.torch_ops import Gradients, GraphCall, Options, Outputs, Results, Value, as_tuple
 from cudnn_sdpa.graph.definition import GraphDefinition, function_digest
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
@@ -81,11 +80,6 @@ class GraphFunction(GraphDefinition):
     cast, checked, and given tensors that kernels can read. Then it runs through autograd, through PyTorch's dispatcher
     if something intercepts operators, or at once: on the GPU its plan is found or built, on the CPU the reference runs,
     elsewhere there are only layouts.
-
-    A call goes the way of all operations. One like an earlier call is launched at once, in C++ or in Python. Any other
-    is bound to the builder's parameters, cast, checked, and given tensors that kernels can read. Then it runs through
-    autograd, through PyTorch's dispatcher if something intercepts operators, or at once: on the GPU its plan is found
-    or built, on the CPU the reference runs, elsewhere there are only layouts.
 
     Two things differ from attention. All graph functions share one torch operator, since users define them at run time,
     and compiled graphs that PyTorch keeps on disk must find them again. And a backward pass is a Python function, which
@@ -232,7 +226,9 @@ class GraphFunction(GraphDefinition):
         if tensors[0].is_cuda and not any(x.numel() == 0 for x in tensors):
             entry = self.prepared(values, static)
             # The signature is of the caller's operands: a plan for casts or copies of them would not fit.
-            is_as_given = len(values) >= len(operands) and all(map(_is_same, operands, values))
+            # Nor would one for operands that `readable` has filled in.
+            rest = (None,) * (len(values) - len(operands))
+            is_as_given = len(values) >= len(operands) and all(map(_is_same, (*operands, *rest), values))
             if is_as_given and isinstance(entry, _BoundCall) and options.keys() <= self.options.keys():
                 self.table.add(self._signature(operands, options, trains), entry)
             run = entry.run
@@ -261,6 +257,8 @@ class GraphFunction(GraphDefinition):
             if not can_be_recognized(tensors, self._could_cast):
                 return None
             trains = needs_gradient(*tensors)
+            if trains and any(x.is_inference() for x in tensors):  # which autograd cannot save
+                return None
             entry = self._look_up(operands, options, trains)
             return None if entry is None else self._runs(entry, operands, trains)
         except NOT_A_CALL:  # the checks name the wrong argument
@@ -390,9 +388,7 @@ class GraphFunction(GraphDefinition):
             if value is None and name not in self._optional:
                 raise OptionError(name, "None", "a tensor or a number")
             if isinstance(value, Tensor):
-                # Autograd passes zeros without memory as gradients; they are filled before a launch.
-                if is_compiling() or not value._is_zerotensor():
-                    check_is_tensor(name, value)
+                check_strided(name, value)
                 if value.device != tensors[0].device:
                     raise DeviceError(name, str(value.device), f"{tensors[0].device}, the device of the first tensor")
                 if value.dtype not in CUDNN_DTYPE_NAMES:

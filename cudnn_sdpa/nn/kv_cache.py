@@ -311,9 +311,15 @@ class KVCache:
             check_tensor(name, rows, pair[0], of="the cache", shape=expected, meaning="(B, Hkv, tokens, head dim)")
         if needs_gradient(k, v):
             refuse_gradient("a KVCache")
-        self._mark(step, layer)
+        if not is_compiling() and layer in step.written:
+            expected = "another layer: this one has the step's keys already"
+            raise OptionError("layer", repr(layer), expected, "Each layer of a model passes its own number.")
         for rows, cached in zip((k, v), pair, strict=True):
             cached[self._rows, :, step.slots] = rows.transpose(1, 2)
+        if is_compiling():
+            step.is_compiled = True
+        else:  # after both are written: a failure or an interruption leaves the layer to be appended again
+            step.written.add(layer)
 
     def attend(self, step: KVStep, q: Tensor, layer: int = 0, **options: Unpack[SdpaOptions]) -> Tensor:
         """Attention of a step's new tokens on all tokens of their sequences.
@@ -353,16 +359,6 @@ class KVCache:
         out = sdpa(q, keys, values, **sdpa_options)
         fill = out.masked_fill if out.requires_grad else out.masked_fill_  # backward needs the unmodified output
         return fill(step.is_over, float("nan"))
-
-    def _mark(self, step: KVStep, layer: int) -> None:
-        """Marks a layer of a step as written; a second write raises, except in compiled functions."""
-        if not is_compiling():
-            if layer in step.written:
-                expected = "another layer: this one has the step's keys already"
-                raise OptionError("layer", repr(layer), expected, "Each layer of a model passes its own number.")
-            step.written.add(layer)
-        else:
-            step.is_compiled = True
 
     def _check_owner(self, step: object) -> None:
         if not isinstance(step, KVStep) or step.owner is not self:

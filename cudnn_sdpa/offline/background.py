@@ -61,7 +61,7 @@ class BackgroundPlanner:
 
     def _start_afresh(self) -> None:
         """Resets a forked child, which lacks its parent's threads and must not use its helpers."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler may make a call within
         self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._pending: dict[PlanKey, Request] = {}
         self._helpers: list[Helper] = []

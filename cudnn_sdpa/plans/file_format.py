@@ -142,7 +142,8 @@ def write(name: str, folder: int, contents: bytes) -> None:
             file.write(contents)
             file.flush()
             os.fsync(file.fileno())
-        touch(temporary, folder)
+        with contextlib.suppress(OSError):  # a file system may refuse times
+            touch(temporary, folder)
         os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
     except BaseException:
         with contextlib.suppress(OSError):

@@ -201,11 +201,12 @@ def _build(bucket_key: PlanKey, key: PlanKey, *, tiered: bool) -> Plan | None:
     bucket = Usage.of(bucket_key, SHAPES_BEFORE_BUCKET)
     if bucket.wanted == math.inf:
         return None
-    if tiered and key not in usages and bucket.uses < bucket.wanted:
+    usage = usages.get(key)  # once: another thread may clear them
+    if tiered and usage is None and bucket.uses < bucket.wanted:
         Usage.of(key, USES_BEFORE_EXACT_SHAPE_PLAN)
         bucket.uses += 1
         return None
-    if tiered and key in usages and not usages[key].uses:  # one of the first, whose plan was evicted
+    if tiered and usage is not None and not usage.uses:  # one of the first, whose plan was evicted
         return None
     try:
         return plan_cache.get(bucket_key, partial(build_plan, graphs.sdpa_forward))

@@ -30,7 +30,7 @@ def packed(x, n=7, **options):
 
 
 def paged(q, **options):
-    return sdpa_paged(q, PAGES, PAGES, TABLE, LENGTHS, **options)
+    return sdpa_paged(q, PAGES, PAGES, TABLE, LENGTHS, page_layout="HND", **options)
 
 
 def merged(x):

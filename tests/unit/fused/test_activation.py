@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_gpu import gpu_on_the_cpu
 
 from cudnn_sdpa import (
     DeviceError,
@@ -15,6 +16,7 @@ from cudnn_sdpa import (
     UnsupportedError,
     gelu_mul,
     relu_squared,
+    rms_norm,
     silu_mul,
 )
 from cudnn_sdpa.fused.activation_graphs import silu_mul_grad_gate, silu_mul_grad_up, silu_mul_gradients
@@ -374,3 +376,22 @@ def test_gelu_mul_of_one_tensor(dtype, assert_rounded):
         gelu_mul(both[:, :63])
     with pytest.raises(UnsupportedError, match="the gradient of gelu_mul"):
         gelu_mul(both.requires_grad_())
+
+
+def test_operands_may_be_zeros_without_memory():
+    x, zeros = torch.randn(4, 64), torch._efficientzerotensor(4, 64)
+    assert not silu_mul(x, zeros).any()
+    assert not gelu_mul(zeros, x).any()
+    expected = rms_norm(x, torch.full((64,), 1.5), eps=1e-5)
+    assert rms_norm(x, torch.full((64,), 1.5), eps=1e-5, residual=zeros)[0].equal(expected)
+
+
+def test_inference_tensors_are_named_in_every_call_that_trains():
+    x = torch.randn(4, 64, requires_grad=True)
+    with torch.inference_mode():
+        other = torch.randn(4, 64)
+    with gpu_on_the_cpu():
+        for _ in range(2):
+            silu_mul(x, torch.randn(4, 64)).sum().backward()
+            with pytest.raises(LayoutError, match="up: "):
+                silu_mul(x, other)

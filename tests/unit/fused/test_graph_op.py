@@ -11,6 +11,7 @@ import pytest
 import torch
 from custom_graphs import halves, leaky, nowhere, scaled
 from fake_gpu import TARGET, FakePlan, gpu_on_the_cpu
+from native_way import native_way
 from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -375,3 +376,21 @@ def test_other_errors_of_a_batch_of_gradients_stay():
         with pytest.raises(kind) as raised:
             torch.autograd.grad(out, x, torch.ones(3, 2, 4), is_grads_batched=True)
         assert raised.value is error or raised.value.__cause__ is error
+
+
+@graph_op(
+    reference=lambda x, w=None: x * w,
+    readable=lambda x, w=None: (x, torch.full_like(x, 2.0) if w is None else w),
+)
+def filled_in(g, x, w=None):
+    return g.mul(a=x, b=w)
+
+
+@pytest.mark.parametrize("native", [True, False], ids=["native", "python"])
+def test_operands_that_readable_fills_in_are_no_part_of_the_signature(native):
+    with native_way(on=native), gpu_on_the_cpu():
+        for _ in range(3):
+            x = torch.randn(1, 2, 8)
+            assert filled_in(x).equal(2 * x)
+            w = torch.randn(1, 2, 8)
+            assert filled_in(x, w).equal(x * w)

@@ -624,3 +624,21 @@ def test_wrong_arguments_of_a_static_cache_are_named():
     cache.append(step, keys(3), keys(3))
     with pytest.raises(OptionError, match="return_lse: got an argument; expected one of alibi, "):
         cache.attend(step, keys(3), return_lse=True)
+
+
+def test_an_interrupted_append_may_be_made_again(monkeypatch):
+    cache = KVCache(batch=1, heads=2, head_dim=64, max_length=16, dtype=torch.float32)
+    k, v = torch.randn(1, 2, 3, 64), torch.randn(1, 2, 3, 64)
+    step = cache.reserve(3)
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "__setitem__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.append(step, k, v)
+    with pytest.raises(OptionError, match="without keys and values of layer 0"):
+        cache.attend(step, torch.randn(1, 2, 3, 64))
+    cache.append(step, k, v)
+    assert cache.k()[:, :, :3].equal(k)

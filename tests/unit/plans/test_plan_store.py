@@ -501,3 +501,12 @@ def test_a_plan_of_this_gpu_is_preferred_to_one_of_any_gpu(store, monkeypatch):
     store.save(mine, plan(mine, seed=3))
     assert build.load_plan(mine) == plan(mine, seed=3)
     assert build.load_plan(other) == plan(other, seed=1)
+
+
+def test_a_file_system_without_times_keeps_plans(store, monkeypatch):
+    def refuse(*_args, **_options):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    assert store.save(key(), plan(key()))
+    assert store.load(key()) is not None

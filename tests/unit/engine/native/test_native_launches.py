@@ -48,6 +48,7 @@ RESULTS_TOGETHER = (
     "sdpa_fp8_backward",
     "sdpa_fp8_backward, lengths",
     "rms_norm, zero-centered, residual",
+    "rms_norm, residual, several kernels",
     "a user's graph_op",
     "a user's graph_op, booleans",
 )
