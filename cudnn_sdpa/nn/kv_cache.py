@@ -312,8 +312,8 @@ class KVCache:
         if needs_gradient(k, v):
             refuse_gradient("a KVCache")
         if not is_compiling() and layer in step.written:
-            expected = "another layer: this one has the step's keys already"
-            raise OptionError("layer", repr(layer), expected, "Each layer of a model passes its own number.")
+            other = "another layer: this one has the step's keys already"
+            raise OptionError("layer", repr(layer), other, "Each layer of a model passes its own number.")
         for rows, cached in zip((k, v), pair, strict=True):
             cached[self._rows, :, step.slots] = rows.transpose(1, 2)
         if is_compiling():
