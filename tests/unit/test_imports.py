@@ -184,3 +184,9 @@ def test_each_operation_sets_what_its_operators_run():
     for name in torch_ops.registered:
         assert callable(torch_ops.implementations(name).cuda)
     assert sys.modules.keys() >= torch_ops.SCHEMAS.keys()
+
+
+def test_packages_are_listed_before_they_are_imported(run_python):
+    run_python(
+        "import cudnn_sdpa; assert {'distributed', 'errors', 'integrations', 'kernels', 'nn'} <= set(dir(cudnn_sdpa))"
+    )

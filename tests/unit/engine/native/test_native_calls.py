@@ -53,6 +53,7 @@ BACKWARD_IN_PYTHON = {
     "sdpa_varlen, sinks, window",
     "sdpa_varlen, softcap",
     "rms_norm, zero-centered, residual",
+    "rms_norm, residual, several kernels",
     "conv1d",
     "a user's graph_op",
     "kernels, mask, causal",
