@@ -1,4 +1,4 @@
-"""What calls of all kinds of attention on cuDNN have in common."""
+"""Base classes of the calls of all kinds of attention on cuDNN."""
 
 from __future__ import annotations
 

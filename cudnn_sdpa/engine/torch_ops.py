@@ -1,7 +1,7 @@
-"""PyTorch's operators: all are registered when the package is imported, and import what runs them on first use.
+"""PyTorch's operators: all are registered when the package is imported, and import their implementations on first use.
 
-Saved programs (`torch.export`, AOTInductor) name operators and know nothing of this package, so each is in PyTorch's
-dispatcher, in full, after `import cudnn_sdpa`. What it runs is registered by the module of its operation.
+Saved programs (`torch.export`, AOTInductor) name operators and no module of this package. So each operator is in
+PyTorch's dispatcher, in full, after `import cudnn_sdpa`. The module of an operation sets its implementations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _KERNELS = "Tensor q, Tensor k, Tensor v, Tensor? mask, str mode, bool is_causal
 _KERNELS_BACKWARD = f"Tensor grad_out, Tensor out, Tensor statistics, {_KERNELS}, bool[] needs"
 _GRAPH = "str name, str kinds, Tensor[] tensors, float[] numbers, SymInt[]? symbols, str options"
 
-#: The schemas of the operators, by the module that registers what runs them.
+#: The schemas of the operators, by the module that sets their implementations.
 SCHEMAS = {
     "cudnn_sdpa.attention.dense.sdpa": (
         f"sdpa_forward({_DENSE}) -> Tensor",
@@ -81,7 +81,7 @@ SCHEMAS = {
 
 _HOMES = {schema.partition("(")[0]: module for module, schemas in SCHEMAS.items() for schema in schemas}
 
-#: The operators that have gradients, or refuse them in words of their own.
+#: The operators with gradients, or with an error of their own for them.
 _DIFFERENTIABLE = {
     *("sdpa_forward", "sdpa_forward_lse", "sdpa_backward"),
     *("varlen_forward", "varlen_forward_lse", "varlen_backward"),
@@ -95,11 +95,11 @@ Implementation = Callable[..., Any]
 
 
 def _saves_nothing(ctx: object, inputs: object, output: object) -> None:
-    """What an operator saves whose gradient is refused."""
+    """Saves nothing, for an operator whose gradient is refused."""
 
 
 class Implementations(NamedTuple):
-    """What an operator runs.
+    """The implementations of an operator.
 
     Attributes:
         cuda: On CUDA tensors.
@@ -107,7 +107,7 @@ class Implementations(NamedTuple):
         fake: On tensors without data.
         flops: The floating-point operations of a call.
         backward: The gradient, as `torch.autograd.Function` has it, for operators that autograd knows.
-        setup_context: What saves for it.
+        setup_context: Saves the tensors of `backward`.
     """
 
     cuda: Implementation
@@ -125,12 +125,12 @@ registered: dict[str, tuple[str, bool]] = {}
 
 
 def implement(name: str, schema: str, implementations: Implementations) -> None:
-    """Sets what the operator ``cudnn_sdpa::name`` runs; registers it if it is none of this package's.
+    """Sets the implementations of the operator ``cudnn_sdpa::name``; registers it unless the import has.
 
     Args:
         name: The operator.
         schema: Its schema as the operation has it.
-        implementations: What it runs.
+        implementations: The implementations.
 
     Raises:
         ValueError: It is registered by another schema.
@@ -146,14 +146,14 @@ def implement(name: str, schema: str, implementations: Implementations) -> None:
 
 
 def implementations(name: str) -> Implementations:
-    """What an operator runs; imports its module where that is missing."""
+    """The implementations of an operator, whose module is imported first where it has not been."""
     if name not in _implementations:
         importlib.import_module(_HOMES[name])
     return _implementations[name]
 
 
 def _register(name: str, schema: str, *, is_differentiable: bool) -> None:
-    """Registers an operator for good: with all that it can do, none of which is imported yet."""
+    """Registers an operator with implementations, a fake and gradients that are imported when they are first called."""
 
     def cuda(*inputs: object) -> object:
         return implementations(name).cuda(*inputs)
@@ -195,7 +195,7 @@ def new_seed(q: Tensor) -> Tensor:
 
 
 def _seed(q: Tensor) -> Tensor:
-    """What the compiler traces in place of `dropout_seed`: a random number that it must keep for the backward pass.
+    """The trace of `dropout_seed` in compiled code: a random number that is kept for the backward pass.
 
     With `torch._functorch.config.activation_memory_budget` below 1 it would draw another one there.
 

@@ -1,8 +1,8 @@
-"""What an operation asks of a call: its class says how it is checked, planned, launched and differentiated.
+"""Base classes of calls: the methods by which an operation checks, plans, launches and differentiates a call.
 
-The class of a call has two bases. The first is a NamedTuple, its data: the tensors, then the options, and last what is
-wanted of it, where there is a choice: `with_…`, whether auxiliary results are, and `out`. The second is `Call`, or
-`BackwardCall`. In which order an operation asks what, `pipeline` says.
+The class of a call has two bases. The first is a NamedTuple with the call's data: the tensors, then the options, and
+last the wanted results, where there is a choice: `with_…` for auxiliary results, and `out`. The second is `Call`, or
+`BackwardCall`. `pipeline` has the order in which the methods are called.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class _Tuple(tuple[Any, ...]):
-    """What type checkers must know of the NamedTuple that is the other base."""
+    """The NamedTuple that is the other base, for type checkers."""
 
     __slots__ = ()
 
@@ -133,7 +133,7 @@ class BackwardCall(_Tuple, Generic[CallT]):
         def needs(self) -> tuple[bool, ...]: ...
 
     def check_types(self) -> None:
-        """Checks the types of what a public backward function is given besides the forward call."""
+        """Checks the types of the arguments that a public backward function has besides those of the forward call."""
 
     def check(self) -> None:
         """Checks shapes, dtypes and devices, also of the forward call."""
@@ -143,7 +143,7 @@ class BackwardCall(_Tuple, Generic[CallT]):
         """Refuses a backward call on the CPU that a GPU would refuse."""
 
     def make_readable(self) -> Self:
-        """The call with copies of what kernels cannot read."""
+        """The call with copies of the tensors that kernels cannot read."""
         return self
 
     def reference(self) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""The gradients of an operation's calls: what autograd saves, and the way of a backward call."""
+"""The gradients of an operation's calls: the tensors that autograd saves, and the way of a backward call."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
 from cudnn_sdpa.engine.operation.pipeline import Pipeline, alone, as_tuple, made
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
-#: Maximum number of kinds of calls remembered as differentiable.
+#: Maximum number of signatures remembered as differentiable.
 MAX_REMEMBERED = 8192
 
 
 class SavedCall(Protocol):
-    """What was saved of a call for its gradients: autograd's `ctx`, or what the native module gives.
+    """The saved part of a call: autograd's `ctx`, or a `NativelySaved`.
 
     Attributes:
         saved_tensors: The tensors of the call, then the results that are saved.
@@ -43,7 +43,7 @@ class SavedCall(Protocol):
 
 
 class NativelySaved(NamedTuple):
-    """What the native module has saved of a call."""
+    """The part of a call that the native module has saved."""
 
     saved_tensors: tuple[Tensor | None, ...]
     options: tuple[object, ...]
@@ -68,7 +68,7 @@ class Tracked(NamedTuple):
     by_reference: bool = False
 
     def forward(self, ctx: Any, _: tuple[object, ...]) -> Result:
-        """Runs the call, and saves what its gradients need; a result more than is wanted would take 2 µs."""
+        """Runs the call, and saves the tensors of the backward pass. Returning an unneeded result would cost 2 µs."""
         operation, call, entry, returns_all, by_reference = self
         run = operation._on_cpu if by_reference else operation.runner(call) if entry is None else entry.run
         found = as_tuple(run(call))
@@ -79,7 +79,7 @@ class Tracked(NamedTuple):
 
 
 class _TrackedGradient(NamedTuple):
-    """What autograd's graph holds of such a call, besides tensors and options."""
+    """The state of a call on autograd's node, besides tensors and options."""
 
     operation: Gradients[Any]
     by_reference: bool
@@ -159,7 +159,13 @@ class Gradients(Pipeline[CallT]):
         return as_tuple(Differentiable.apply(tracked, *self._differentiable_of(call)))
 
     def save(self, ctx: Any, call: CallT, found: tuple[Tensor, ...]) -> None:
-        """Saves what the backward pass needs, given all results."""
+        """Saves the tensors and options of the backward pass.
+
+        Args:
+            ctx: Autograd's context.
+            call: The call.
+            found: All results.
+        """
         ctx.save_for_backward(*self._tensors_of(call), *found[self._saved])
         ctx.options = self._options_of(call)
         ctx.may_fall_back = self.reference_call is not None and fallback.is_in_force()
@@ -280,7 +286,7 @@ class Gradients(Pipeline[CallT]):
         return backward.fake_gradients() if first.is_meta else backward.reference()
 
     def _checked_fake_gradients(self, backward: BackwardCall[CallT]) -> list[Tensor]:
-        """What the needed gradients of a call in compiled code look like, which nothing has checked."""
+        """The needed gradients of an unchecked call in compiled code, without memory."""
         if self.reference_call is not None:  # whose limits are those of the forward pass
             without_limits = backward._replace(call=made(self.reference_call, backward.call))
             without_limits.call.check_options()

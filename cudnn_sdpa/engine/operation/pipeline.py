@@ -1,10 +1,10 @@
-"""The way of a call, the same for all operations: what is asked of it (see `call`), and in which order.
+"""The way of a call through any operation: the order in which the methods of `call` are called.
 
 1. The public function has asked the native module, which does not know the call.
 2. A call whose signature is known is launched at once, if nothing must intercept it. The native module is taught it.
 3. Otherwise types and options are checked, autocast casts, differentiation is checked, random numbers are drawn, and
    negative bits are resolved.
-4. Tensors are checked. If a gradient may be asked for, what is known against it raises now.
+4. Tensors are checked. If autograd follows the call, a gradient that is known to be unsupported raises now.
 5. The call runs through autograd, through PyTorch's dispatcher if something intercepts operators, or at once: on the
    GPU its plan is found by its signature, or prepared; on the CPU the reference runs; elsewhere there are only layouts.
 """
@@ -43,15 +43,15 @@ from cudnn_sdpa.plans.plan import Plan
 
 KindT = TypeVar("KindT")
 
-#: What the public functions call an option, if not by the name of its field.
+#: Names of options in the public functions, where they differ from the names of fields.
 _OPTIONS = {"with_lse": "return_lse"}
 
-#: What does the same as an option that depends on data.
+#: Replacements for options that depend on data.
 _INSTEAD = {"scale": "Multiply q by it, and pass scale=1.0.", "is_causal": "torch.cond chooses between two calls."}
 
 
 class Asked(NamedTuple):
-    """What a caller passed to a public function.
+    """The arguments of a public function, which the native module learns.
 
     Attributes:
         calls: The function's calls that are launched natively.
@@ -111,7 +111,7 @@ class Pipeline(Generic[CallT]):
         loops: Whether `torch.vmap` may run it once for each entry of a batch.
         forward_mode: What can be differentiated in forward mode instead.
         kernels: The first result by kernels of the library's own, for `fallback("kernels")`; None if they lack an
-            option. Set by these, which are above operations.
+            option.
     """
 
     name: str
@@ -208,7 +208,7 @@ class Pipeline(Generic[CallT]):
         """The tensors of a backward call besides those of the forward call."""
         return backward[:-2]
 
-    # What a call wants.
+    # The wanted results.
 
     def complete(self, call: CallT, *, is_complete: bool = True) -> CallT:
         """The call with all results, or with those alone that are always given."""
@@ -405,7 +405,7 @@ class Pipeline(Generic[CallT]):
         return found
 
     def runner(self, call: CallT) -> Callable[[CallT], Result]:
-        """What runs a checked forward call where its tensors are."""
+        """The method that runs a checked forward call on the device of its tensors."""
         first = self.first_of(call)
         return self.on_gpu if first.is_cuda else self.fake_results if first.is_meta else self._on_cpu
 
@@ -430,7 +430,7 @@ class Pipeline(Generic[CallT]):
         return self._wanted(call, self._into_out_of(call, call.reference()))
 
     def fake_results(self, call: CallT) -> Result:
-        """What the results of a call look like, without memory."""
+        """The results of a call without memory: layouts alone."""
         self._check_operator(call)
         found = tuple(_new(self.first_of(call), layout) for layout in call.outputs())
         out = self._out_of(call)
@@ -453,7 +453,7 @@ class Pipeline(Generic[CallT]):
     # The fast path.
 
     def _find(self, call: CallT) -> Callable[[CallT], Result] | None:
-        """What runs a call at once, if calls like it are known and nothing must intercept it."""
+        """The launch of a call with a known signature that nothing must intercept."""
         try:
             if value_checks.enabled or (self._flag and type(call[self._inputs]) is not bool):
                 return None
@@ -471,7 +471,7 @@ class Pipeline(Generic[CallT]):
             entry: Entry | None = self.table.get(name)
             if entry is None or (trains and not self._is_known_to_be_differentiable(name, call)):
                 return None
-        except NOT_A_CALL:  # which the checks will say
+        except NOT_A_CALL:  # the checks name the wrong argument
             return None
         if trains:
             return functools.partial(self._differentiate, entry=entry)
@@ -533,16 +533,16 @@ class Pipeline(Generic[CallT]):
         return entry
 
     def remember(self, call: CallT, prepared: Prepared) -> None:
-        """Replaces what runs calls like this one."""
+        """Binds calls with this one's signature anew."""
         assert prepared.plan is not None
         self._add(self.signature(call), prepared, prepared.plan)
 
     def runs(self, kind: type[KindT]) -> list[KindT]:
-        """What runs the known calls, where it is of this kind."""
+        """The launches of known calls that are of this type."""
         return [entry.run for entry in self.table.each(Entry) if isinstance(entry.run, kind)]
 
     def forget(self, kind: type) -> None:
-        """Forgets the calls that something of this kind runs; they are prepared again."""
+        """Forgets the calls whose launches are of this type; they are bound again."""
         self.table.forget(lambda entry: isinstance(entry.run, kind))
 
     def _operator_on_gpu(self, call: CallT) -> Result:
@@ -572,10 +572,10 @@ def made(kind: type[CallT], values: Iterable[object]) -> CallT:
 
 
 def as_tuple(found: Result | None) -> tuple[Tensor, ...]:
-    """What an operator or a plan gives: one tensor alone, several, or none."""
+    """The results of an operator or a plan, which are one tensor, several, or none, as a tuple."""
     return (found,) if isinstance(found, Tensor) else () if found is None else tuple(found)
 
 
 def alone(found: tuple[Tensor, ...]) -> Result:
-    """The opposite, for at least one: one tensor is not in a tuple."""
+    """The results without a tuple, if there is one only: undoes `as_tuple`."""
     return found if len(found) > 1 else found[0]

@@ -74,9 +74,13 @@ def test_shapes_of_models_are_not_warned_of(name):
 def test_whoever_turned_the_tensors_or_has_a_mask_or_sinks_knows_the_order():
     q, k, v = tensors((128, 32), (128, 8))
     by_linear_layer = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)]
-    cudnn_sdpa.sdpa(*by_linear_layer)
-    cudnn_sdpa.sdpa(q, k, v, attn_mask=torch.ones(32, 8, dtype=torch.bool))
-    cudnn_sdpa.sdpa(q, k, v, sinks=torch.randn(128))
+    turned = cudnn_sdpa.sdpa(*by_linear_layer)  # warnings are errors
+    masked = cudnn_sdpa.sdpa(q, k, v, attn_mask=torch.ones(32, 8, dtype=torch.bool))
+    assert cudnn_sdpa.sdpa(q, k, v, sinks=torch.randn(128)).isfinite().all()
+    with pytest.warns(LayoutWarning):
+        wrong = cudnn_sdpa.sdpa(q, k, v)
+    assert turned.equal(wrong)
+    torch.testing.assert_close(masked, wrong)
 
 
 def test_sequences_before_heads_in_one_projection():

@@ -642,3 +642,4 @@ def test_an_interrupted_append_may_be_made_again(monkeypatch):
         cache.attend(step, torch.randn(1, 2, 3, 64))
     cache.append(step, k, v)
     assert cache.k()[:, :, :3].equal(k)
+    assert cache.v()[:, :, :3].equal(v)
