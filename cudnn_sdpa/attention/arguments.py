@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 import sys
 import warnings
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
@@ -441,28 +441,6 @@ class AttentionGradientCall(Fields, Protocol):
 
 
 GradientT = TypeVar("GradientT", bound=AttentionGradientCall)
-
-
-class Windowed(AttentionCall, Protocol):
-    """A call with a window."""
-
-    @property
-    def window_left(self) -> int: ...
-    @property
-    def window_right(self) -> int: ...
-
-
-def kind_of(call: Windowed) -> Hashable:
-    """The options of a call, dense or packed, without its sizes and values."""
-    values = [getattr(call, name, None) for name in _OPTION_NAMES]
-    is_banded = (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED)
-    return (type(call).__name__, call.q.dtype, is_banded, *(isinstance(x, Tensor) or bool(x) for x in values))
-
-
-_OPTION_NAMES = (
-    *("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "is_causal", "dropout_p", "softcap", "alibi"),
-    *("deterministic", "with_lse", "out"),
-)
 
 
 #: Smallest scale passed to cuDNN; with a smaller one every float16 or bfloat16 score rounds to 0. cuDNN's kernels mask

@@ -8,11 +8,17 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from cudnn_sdpa.attention import backward_arguments
-from cudnn_sdpa.attention.arguments import kind_of
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call
+from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import Target, live_target
+
+#: Options that a log key has as set or not.
+_OPTIONS = (
+    *("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "is_causal", "dropout_p", "softcap", "alibi"),
+    *("deterministic", "with_lse", "out"),
+)
 
 
 class CudnnCall(Call):
@@ -34,7 +40,9 @@ class CudnnCall(Call):
         def window_right(self) -> int: ...
 
     def log_key(self) -> Hashable:
-        return kind_of(self)
+        values = [getattr(self, name, None) for name in _OPTIONS]
+        is_banded = (self.window_left, self.window_right) != (UNBOUNDED, UNBOUNDED)
+        return type(self), self.q.dtype, is_banded, *(isinstance(x, Tensor) or bool(x) for x in values)
 
     def check_for_gpu(self) -> None:
         check_call(self, type(self).check_strides_for_gpu, type(self).check_keys)

@@ -38,13 +38,13 @@ def check_call(
     *,
     name: Hashable = None,
 ) -> None:
-    """Refuses what the GPU would refuse, once for each kind of call.
+    """Refuses a call that the GPU would refuse. A call like an accepted one is not checked again.
 
     Args:
         call: The call.
         strides: Checks strides and addresses.
         rules: Checks the keys of its plans.
-        name: What tells these checks from others; None is `rules`.
+        name: A name of the checks, by which accepted calls are remembered; None is `rules`.
     """
     target = cpu_target.active()
     tensors = [x for x in call if isinstance(x, Tensor)]
@@ -72,7 +72,7 @@ def check_backward_call(
     strides: Callable[[AttentionT], None],
     rules: Callable[[GradientT, Target], None],
 ) -> None:
-    """The same for a backward call; the gradient, output and LSE are copied where kernels cannot read them."""
+    """Refuses a backward call that the GPU would refuse. Gradient, output and LSE may have any strides."""
 
     def rules_of_call(call: AttentionT, target: Target) -> None:
         shape = (*call.q.shape[:-1], call.v.shape[-1])
