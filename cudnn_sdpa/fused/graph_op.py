@@ -225,8 +225,8 @@ class GraphFunction(GraphDefinition):
         run: Run = partial(self._run_elsewhere, values, static)
         if tensors[0].is_cuda and not any(x.numel() == 0 for x in tensors):
             entry = self.prepared(values, static)
-            # The signature is of the caller's operands: a plan for casts or copies of them would not fit.
-            # Nor would one for operands that `readable` has filled in.
+            # The signature is of the caller's operands. A plan for casts or copies of them, or for operands that
+            # `readable` fills in, would not fit.
             rest = (None,) * (len(values) - len(operands))
             is_as_given = len(values) >= len(operands) and all(map(_is_same, (*operands, *rest), values))
             if is_as_given and isinstance(entry, _BoundCall) and options.keys() <= self.options.keys():
