@@ -26,7 +26,7 @@ def leaves():
 
 @pytest.fixture
 def general(monkeypatch):
-    """Counts calls outside the fast path, forward and backward."""
+    """Counts forward calls outside the fast path, and backward calls that are bound to a plan."""
     taken = {"forward": 0, "backward": 0}
 
     def counted(name, function):
@@ -37,7 +37,7 @@ def general(monkeypatch):
         return run
 
     monkeypatch.setattr(Operation, "on_gpu", counted("forward", Operation.on_gpu))
-    monkeypatch.setattr(VarlenBackwardCall, "make_readable", counted("backward", VarlenBackwardCall.make_readable))
+    monkeypatch.setattr(VarlenBackwardCall, "bind", counted("backward", VarlenBackwardCall.bind))
     plan_cache.clear()
     return taken
 
