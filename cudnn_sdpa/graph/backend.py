@@ -106,7 +106,22 @@ def cudnn() -> ModuleType:
         )
     # The frontend logs a warning here when it declines a graph; our errors carry the same text.
     logging.getLogger("cudnn").addHandler(logging.NullHandler())
+    _keep_out_python_engines()
     return module
+
+
+#: An attribute of this library's graphs.
+_BACKEND_ONLY = "_backend_only"
+
+
+def _keep_out_python_engines() -> None:
+    """Keeps the frontend's engines in Python out of this library's graphs, which skip them: their import takes 0.3 s."""
+    try:
+        manifest = importlib.import_module("cudnn.engines.manifest")
+        family_for = manifest.family_for
+    except (ImportError, AttributeError):  # a frontend without such engines, or with others
+        return
+    manifest.family_for = lambda graph: None if _BACKEND_ONLY in vars(graph) else family_for(graph)
 
 
 def version_string(version: int) -> str:
@@ -207,6 +222,8 @@ class GraphBuilder:
             }
         float32 = self.types.data_type.FLOAT
         self._graph: PyGraph = self.types.pygraph(intermediate_data_type=float32, compute_data_type=float32, **options)
+        with contextlib.suppress(AttributeError):  # a graph in C++ has no engines in Python
+            setattr(self._graph, _BACKEND_ONLY, True)
         self._is_allowed: Callable[[str, dict[str, int]], bool] = lambda *_: True
         self._skipped_any = self._deterministic = False
         self.locations: list[SourceLocation] = []
