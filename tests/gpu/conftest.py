@@ -19,6 +19,9 @@ HERE = Path(__file__).parent
 #: The file with the test that takes longest.
 LONGEST = "test_sanitizer.py"
 
+#: Bytes that PyTorch may keep after a test: more than ten workers of pytest-xdist share a GPU.
+MAX_RESERVED = 1 << 30
+
 #: PyTorch's own warnings in these tests.
 WARNINGS = (
     "Attempting to run cuBLAS",  # of its own autograd threads, when their first work is a matrix product
@@ -74,6 +77,8 @@ def fresh_cache():
     with cudnn_sdpa.shape_policy(os.environ.get("CUDNN_SDPA_SHAPE_POLICY") or "exact"):
         yield
     cudnn_sdpa.plan_cache.resize(capacity)
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > MAX_RESERVED:
+        torch.cuda.empty_cache()
 
 
 _outcomes: Counter[str] = Counter()
