@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from cudnn_sdpa.distributed.groups import GroupRank
+from cudnn_sdpa.distributed.collectives import GroupRank
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.errors import OptionError
 

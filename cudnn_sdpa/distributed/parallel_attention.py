@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenCall
 from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement
-from cudnn_sdpa.distributed.groups import check_device, group_rank_of
+from cudnn_sdpa.distributed.collectives import check_device, group_rank_of
 from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend, check_layout
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, value_checks
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.autograd import Gradients, resumed, save
 from cudnn_sdpa.distributed.collectives import GRADIENTS, KEYS, Pending
 from cudnn_sdpa.distributed.local_attention import (
+    Gradients,
     Options,
     Part,
     PartCall,
@@ -29,6 +29,8 @@ from cudnn_sdpa.distributed.local_attention import (
     narrowed,
     new_results,
     parts_of_ring,
+    resumed,
+    save,
 )
 from cudnn_sdpa.engine.call import Function
 

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.autograd import Gradients, refusing_gradients, resumed, save
-from cudnn_sdpa.distributed.collectives import Message, Pending, copy
-from cudnn_sdpa.distributed.groups import GroupRank
+from cudnn_sdpa.distributed.collectives import GroupRank, Message, Pending, copy
 from cudnn_sdpa.distributed.local_attention import (
+    Gradients,
     Options,
     Part,
     PartCall,
@@ -27,6 +26,9 @@ from cudnn_sdpa.distributed.local_attention import (
     attend_backward,
     gradient_of_sinks,
     new_results,
+    refusing_gradients,
+    resumed,
+    save,
 )
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine.call import Function

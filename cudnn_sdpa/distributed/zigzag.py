@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.groups import GroupRank, check_device, group_rank_of
+from cudnn_sdpa.distributed.collectives import GroupRank, check_device, group_rank_of
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.memory import shape_of

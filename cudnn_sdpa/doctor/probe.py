@@ -21,11 +21,11 @@ from typing import TypedDict
 
 import torch
 
-from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.engine import cpu_target, explain
 from cudnn_sdpa.engine.native import build, loader
 from cudnn_sdpa.errors import OfflineError, OptionError
 from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.graph.target import check_name
 from cudnn_sdpa.offline import interpreter, planner
 from cudnn_sdpa.plans import default_store, private_folders, shape_policy

@@ -38,11 +38,7 @@ class ModeABuilder(HeuristicsBuilder):
 
 
 class ProposalsBuilder(GraphBuilder):
-    """Lists cuDNN's proposals without compiling.
-
-    Attributes:
-        proposals: Engines with their settings, best first; set when the graph is built.
-    """
+    """Lists cuDNN's proposals, best first, without compiling."""
 
     proposals: tuple[EngineConfiguration, ...] = ()
 
@@ -82,12 +78,7 @@ def build_others(
 ) -> list[BuiltGraph]:
     """cuDNN's proposals after `first`, compiled, in order, without those that cannot be compiled.
 
-    Args:
-        operation: The operation.
-        key: The key of its plan.
-        first: The proposal that is already built. Proposals ranked before it could not be built.
-        max_count: Maximum number of compiled plans.
-        **device_options: The handle or the properties for `GraphBuilder`.
+    Proposals ranked before `first`, which is already built, could not be built.
     """
     builder = ProposalsBuilder(**device_options)
     operation.compile(key, builder)

@@ -168,7 +168,7 @@ def check_parallel(cp_group: object, cp_method: object, context_dim: int | None)
     """
     if cp_group is None and cp_method == "all_gather":
         return
-    from cudnn_sdpa.distributed import groups
+    from cudnn_sdpa.distributed.collectives import group_rank_of
     from cudnn_sdpa.distributed.parallel_attention import check_method
 
     check_method(cp_method)
@@ -176,16 +176,17 @@ def check_parallel(cp_group: object, cp_method: object, context_dim: int | None)
         return
     if context_dim is not None:
         raise OptionError("cp_group", "a group", "None: cross-attention (context_dim) has two sequences")
-    groups.group_rank_of(cp_group)
+    group_rank_of(cp_group)
 
 
 def positions_of(x: Tensor, cp_group: ProcessGroup | DeviceMesh | None) -> Tensor:
     """Positions of tokens (B, S, features): 0 to S - 1, or those of this rank's part of the sequence."""
     if cp_group is None:
         return torch.arange(x.shape[1], device=x.device)
-    from cudnn_sdpa.distributed import groups, shard
+    from cudnn_sdpa.distributed import shard
+    from cudnn_sdpa.distributed.collectives import group_rank_of
 
-    return shard(torch.arange(x.shape[1] * groups.group_rank_of(cp_group).ranks, device=x.device), 0, cp_group)
+    return shard(torch.arange(x.shape[1] * group_rank_of(cp_group).ranks, device=x.device), 0, cp_group)
 
 
 def refuse_beside_group(**arguments: object) -> None:

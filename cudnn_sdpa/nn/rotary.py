@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.memory import dtype_name, shape_of
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.nn.checks import check_counts, check_flags
 
 Rotations = tuple[Tensor, Tensor]

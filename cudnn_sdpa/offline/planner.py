@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO
 
-from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.errors import OfflineError, UnsupportedError
 from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.offline import driver, interpreter
 from cudnn_sdpa.plans.file_format import StoredPlan
 

@@ -15,13 +15,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.definition import GraphDefinition, find_operation
 from cudnn_sdpa.graph.heuristics import HeuristicsBuilder, ModeABuilder
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.graph.target import Target
 
 #: cuDNN's message for kernels whose clusters it cannot place.

@@ -118,7 +118,6 @@ def max_candidates() -> int:
 
 
 def note(key: PlanKey, candidates: Sequence[AutotuneCandidate], winner: int = 0, reason: str = "") -> None:
-    """Adds an `AutotuneEntry` to the reports of all active contexts."""
     for _, report in tuple(in_force):
         report.entries.append(AutotuneEntry(str(key), tuple(candidates), winner, reason))
 
@@ -186,10 +185,6 @@ class UntunedPlan(Plan):
 
     The fastest candidate replaces this plan in the cache. A call bound to this plan keeps it, and launches the fastest
     through it.
-
-    Attributes:
-        fastest: The plan to launch; None before tuning.
-        on_tuned: Callback with this plan and the fastest; set by the cache.
     """
 
     __slots__ = ("_candidates", "fastest", "on_tuned")
@@ -202,7 +197,6 @@ class UntunedPlan(Plan):
         self.on_tuned: Callable[[UntunedPlan, Plan], None] = lambda *_: None
 
     def launch(self, pointers: Sequence[int]) -> None:
-        """Launches the plan; under `autotune`, the first launch tunes it, which waits for the GPU."""
         if self.fastest is None and not (current_raw_stream(self.device) and torch._C._cuda_isCurrentStreamCapturing()):
             with _measuring, relaxed_capture():  # plans are also freed here
                 if self.fastest is None:
@@ -262,7 +256,6 @@ def compare(launches: Sequence[Callable[[], None]], outputs: list[Tensor]) -> li
 
 
 def fastest(candidates: Sequence[AutotuneCandidate]) -> int:
-    """The index of the candidate to use: the first one, unless another is faster by more than `MARGIN`."""
     times = [math.inf if each.microseconds is None else each.microseconds for each in candidates]
     best = times.index(min(times))
     return best if times[best] < times[0] * (1 - MARGIN) else 0
@@ -309,7 +302,6 @@ def _reason_to_discard(launch: Callable[[], None], outputs: list[Tensor], expect
 
 
 def _run(launch: Callable[[], None], outputs: list[Tensor]) -> list[Tensor]:
-    """Results of a launch, with NaN in elements that it does not write."""
     for output in outputs:
         output.fill_(math.nan if output.is_floating_point() else -1)
     launch()
