@@ -78,7 +78,6 @@ app = typer.Typer(cls=Commands, add_completion=False, invoke_without_command=Tru
 
 
 def show_help(ctx: typer.Context) -> None:
-    """Prints the help of a group of commands and exits, unless a command is named."""
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
         raise typer.Exit
@@ -111,7 +110,6 @@ def writable(path: Path | None) -> Path | None:
 
 
 def make_folder(folder: Path, path: Path) -> None:
-    """Creates the folder of a path that a user gave."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -348,7 +346,6 @@ def _store(folder: str | None) -> PlanStore:
 
 
 def _plans_of(path: Path) -> PlanManifest:
-    """The manifest at `path`; an empty one is an error."""
     from cudnn_sdpa.plans.manifest import PlanManifest
 
     manifest = PlanManifest.load(path)
@@ -359,7 +356,6 @@ def _plans_of(path: Path) -> PlanManifest:
 
 
 def _report(run: Callable[[], WarmupReport]) -> None:
-    """Prints the report of `run`, and exits with 1 if a plan failed."""
     report = run()
     typer.echo(
         f"{report.built} built, {report.loaded} loaded, {report.held} already in memory, in {report.seconds:.1f} s"

@@ -32,11 +32,7 @@ class GroupRank(NamedTuple):
 
 
 def group_rank_of(group: object) -> GroupRank:
-    """The rank in a process group, in a one-dimensional device mesh, or (None) among all processes.
-
-    Raises:
-        OptionError: The argument is none of these, lacks this process, or there are no process groups.
-    """
+    """The rank in a process group, in a one-dimensional device mesh, or (None) among all processes."""
     expected = "a torch.distributed.ProcessGroup, a DeviceMesh of one dimension, or None for all processes"
     if not dist.is_available() or not dist.is_initialized():
         raise OptionError("group", "no process group", expected, "Call torch.distributed.init_process_group before.")
@@ -57,11 +53,6 @@ def group_rank_of(group: object) -> GroupRank:
 
 
 def check_device(name: str, tensor: Tensor, group_rank: GroupRank) -> None:
-    """Refuses a tensor on a device that the group's backend does not serve.
-
-    Raises:
-        DeviceError: The backend serves other devices.
-    """
     served = {device.type for device in getattr(group_rank.group, "_device_types", ())}
     if served and tensor.device.type not in served:
         backend = dist.get_backend(group_rank.group)
@@ -91,8 +82,6 @@ class Message(NamedTuple):
 
 
 class _Staged(NamedTuple):
-    """Contiguous memory for a received tensor that belongs into `to`."""
-
     tensor: Tensor
     to: Tensor
 
@@ -163,21 +152,18 @@ def settled() -> Iterator[None]:
 
 
 def all_gather(x: Tensor, group_rank: GroupRank) -> Pending[Tensor]:
-    """Starts to gather the tensors of all ranks, one after another along the first dimension."""
     x = plain(x).contiguous()
     received = x.new_empty(x.shape[0] * group_rank.ranks, *x.shape[1:])
     return Pending(received, x, [_gather(received, x, group=group_rank.group, async_op=True)])
 
 
 def reduce_scatter(x: Tensor, group_rank: GroupRank) -> Pending[Tensor]:
-    """Starts to sum the tensors of all ranks; each rank receives its part of the sum along the first dimension."""
     x = plain(x).contiguous()
     received = x.new_empty(x.shape[0] // group_rank.ranks, *x.shape[1:])
     return Pending(received, x, [_reduce(received, x, group=group_rank.group, async_op=True)])
 
 
 def ring_shift(xs: Sequence[Tensor], group_rank: GroupRank, tag: int) -> Pending[list[Tensor]]:
-    """Starts to send tensors to the next rank, and to receive those of the previous one."""
     xs = [plain(x).contiguous() for x in xs]
     received = [torch.empty_like(x) for x in xs]
     sends = [dist.P2POp(dist.isend, x, group_rank.neighbor(1), group_rank.group, tag) for x in xs]
@@ -188,13 +174,8 @@ def ring_shift(xs: Sequence[Tensor], group_rank: GroupRank, tag: int) -> Pending
 def exchange(sends: list[Message], receives: list[Message], received: T, group_rank: GroupRank) -> Pending[T]:
     """Starts to send tensors to other ranks and to receive theirs, in the same order between any two.
 
-    Each message is two chunks of tokens (2, tokens, …), of any strides. All ranks send each other as many bytes.
-
-    Args:
-        sends: Messages to other ranks.
-        receives: Memory of the messages from other ranks.
-        received: Result of `wait`.
-        group_rank: The group.
+    Each message is two chunks of tokens (2, tokens, …), of any strides. All ranks send each other as many bytes. `wait`
+    returns `received`.
     """
     global_ranks = [group_rank.neighbor(rank - group_rank.rank) for rank in range(group_rank.ranks)]
     sends = [Message(x if _has_contiguous_chunks(x) else copy(x.new_empty(x.shape), x), rank) for x, rank in sends]

@@ -30,11 +30,7 @@ State = tuple[Tensor, Tensor]  #: an output and its LSE
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a call, equal on all ranks except for the rank.
-
-    Attributes:
-        max_seqlen: Length of the longest packed sequence; None for dense tensors.
-    """
+    """Options of a call, equal on all ranks except for the rank; `max_seqlen` is None for dense tensors."""
 
     group_rank: GroupRank
     is_causal: bool
@@ -51,7 +47,6 @@ class Options:
 
     @property
     def dim(self) -> int:
-        """Dimension of the sequence."""
         return 0 if self.is_packed else 2
 
     @property
@@ -69,15 +64,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Attention of some of this rank's queries to some keys.
+    """Attention of some of this rank's queries to some keys: rows and columns, and positions in the whole sequence.
 
-    Attributes:
-        rows: The queries, among this rank's.
-        columns: The keys, among the available ones.
-        queries: Positions of the queries in the whole sequence.
-        keys: Positions of the keys in the whole sequence.
-        is_causal: Whether a causal mask applies, with the last query at the last key.
-        window: The bounds around the diagonal.
+    A causal mask has the last query at the last key; the window's bounds are around that diagonal.
     """
 
     rows: slice
@@ -106,10 +95,6 @@ def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
 
     The last query of a chunk stands at the last key of its part. Where a window reaches beyond it to the right, the
     diagonal moves by as much, and so do the window's bounds.
-
-    Args:
-        options: The options of the call.
-        tokens: The tokens of the whole sequence.
     """
     chunk = tokens // (2 * options.group_rank.ranks)
     left, right = options.window
@@ -154,13 +139,7 @@ def split_at_diagonal(part: Part) -> list[Part]:
 
 
 def parts_of_ring(options: Options, tokens: int, step: int) -> Iterator[Part]:
-    """Parts of this rank's attention to the keys of the rank `step` before it.
-
-    Args:
-        options: The options of the call.
-        tokens: The tokens of the whole sequence.
-        step: Distance to the rank of the keys.
-    """
+    """Parts of this rank's attention to the keys of the rank `step` before it."""
     group_rank = options.group_rank
     chunk = tokens // (2 * group_rank.ranks)
     halves = slice(0, chunk), slice(chunk, 2 * chunk)
@@ -194,11 +173,7 @@ def without_data(x: Tensor) -> Tensor:
 
 
 def check_layout(name: str, x: Tensor, options: Options) -> None:
-    """Refuses a tensor that no kernel reads, on the CPU with the rules of the GPU.
-
-    Raises:
-        LayoutError: Strides or address are wrong.
-    """
+    """Refuses a tensor that no kernel reads, on the CPU with the rules of the GPU."""
     if not (x.is_cuda or x.is_meta):
         if cpu_target.active() is not None:
             try:
@@ -266,7 +241,6 @@ def attend_backward(
 def arguments_of(
     options: Options, part: Part, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None
 ) -> dict[str, Any]:
-    """Arguments of a part's call that are also those of its backward pass."""
     keywords: dict[str, Any] = {
         "q": q,
         "k": k,
@@ -289,7 +263,6 @@ def arguments_of(
 
 
 def new_results(q: Tensor, v: Tensor) -> State:
-    """Memory for the output, in the order of q, and for the LSE."""
     shape = (*q.shape[:-1], v.shape[-1])
     out = torch.empty_strided(shape, dense_stride_like(shape, q.shape, q.stride()), dtype=q.dtype, device=q.device)
     return out, torch.empty(shape[:-1], dtype=torch.float32, device=q.device)
@@ -334,9 +307,6 @@ def resumed(
     """The results of a backward pass: None for options and offsets, then the gradients.
 
     Every rank runs the whole pass, whatever gradients it needs, because the others wait for its part.
-
-    Raises:
-        UnsupportedError: The LSE has a gradient, or there is a batch of gradients.
     """
     autograd_checks.refuse_gradient_of("lse", grad_lse)
     autograd_checks.refuse_batch(grad_out)
@@ -355,8 +325,6 @@ def resumed(
 
 
 class _NoSecondGradient(Function):
-    """The identity, whose gradient is refused."""
-
     @staticmethod
     def forward(ctx: Any, method: str, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.method = method
@@ -373,8 +341,6 @@ def refusing_gradients(lse: Tensor, out: Tensor) -> Tensor:
 
 
 class _NoGradientOfLSE(Function):
-    """The LSE, given the output."""
-
     @staticmethod
     def forward(ctx: Any, lse: Tensor, *_: Tensor) -> Tensor:
         ctx.set_materialize_grads(False)

@@ -31,12 +31,10 @@ if TYPE_CHECKING:
 
 
 class Method(Protocol):
-    """A method of context parallelism: the output and the LSE of this rank's queries."""
-
     def __call__(
         self, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
     ) -> State:
-        """Called by every rank with its own part."""
+        pass
 
 
 MethodName = Literal["all_gather", "ulysses", "ring"]
@@ -44,8 +42,6 @@ METHODS: dict[str, Method] = {"all_gather": all_gather.run, "ulysses": ulysses.r
 
 
 class ParallelOptions(TypedDict, total=False):
-    """Options of `context_parallel` and `context_parallel_varlen`, except `return_lse`."""
-
     group: ProcessGroup | DeviceMesh | None
     method: MethodName
     is_causal: bool
@@ -337,11 +333,6 @@ _run: Callable[..., Tensor | tuple[Tensor, Tensor]] = _disable(_run_eagerly)
 
 
 def check_method(method: object) -> None:
-    """Refuses an unknown method.
-
-    Raises:
-        OptionError: The method is unknown.
-    """
     if not isinstance(method, str) or method not in METHODS:
         raise OptionError("method", repr(method), " or ".join(map(repr, METHODS)))
 
@@ -356,10 +347,6 @@ def _checked(
     """The checked tensors, cast by autocast, and the sinks in float32.
 
     Lengths and other values are checked on the CPU, and on the GPU under `CUDNN_SDPA_DEBUG`.
-
-    Raises:
-        ArgumentError: An argument is wrong.
-        UnsupportedError: A transform other than autograd would differentiate the call.
     """
     for name, x in zip(("q", "k", "v", "sinks"), (*qkv, sinks), strict=True):
         if type(x).__name__ == "DTensor":
@@ -424,11 +411,7 @@ def _checked(
 
 
 def check_supported(function: str, method: str, options: Options, q: Tensor, k: Tensor) -> None:
-    """Refuses calls that a method does not support, and names a method that does.
-
-    Raises:
-        UnsupportedError: With every reason.
-    """
+    """Refuses calls that a method does not support, with every reason, and names a method that does."""
     ranks = options.group_rank.ranks
     if ranks == 1:
         return
@@ -515,7 +498,6 @@ def _summary(
     sinks: Tensor | None,
     packing: tuple[Tensor, int] | None,
 ) -> str:
-    """Everything that must be equal on all ranks, as text."""
     named = dict(zip(("q", "k", "v", "sinks"), (*qkv, sinks), strict=True))
     if packing is not None:
         named["cu_seqlens"] = packing[0]

@@ -36,14 +36,12 @@ from cudnn_sdpa.engine.call import Function
 
 
 def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
-    """The output and the LSE of this rank's queries. Differentiable."""
     k, v = (make_readable(x, options) for x in (k, v))  # for the first step; messages of later steps are dense
     out, lse = _Ring.apply(options, cu_seqlens, q, k, v, sinks)
     return out, lse
 
 
 def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCall]:
-    """The calls of all ranks whose gradients are computed, given tensors without data."""
     dim, group_rank = options.dim, options.group_rank
     own = [make_readable(x, options).movedim(dim, 0) for x in (k, v)]
     received = [x.contiguous() for x in own]

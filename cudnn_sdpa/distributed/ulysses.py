@@ -52,19 +52,13 @@ class _Heads(NamedTuple):
     groups: int
 
     def of(self, rank: int, heads: int, ranks: int) -> slice:
-        """The group's heads of a rank, among all heads."""
         size = heads // ranks // self.groups
         begin = (rank * self.groups + self.number) * size
         return slice(begin, begin + size)
 
 
 class _Results(NamedTuple):
-    """Results of some heads in transit to the ranks of their tokens.
-
-    Attributes:
-        pending: Results of other ranks' heads.
-        kept: Destination and source of the results of this rank's heads.
-    """
+    """Results in transit: those of other ranks' heads, and of this rank's own as destination and source."""
 
     pending: Pending[None]
     kept: list[tuple[Tensor, Tensor]]
@@ -80,7 +74,6 @@ ALL = _Heads(0, 1)
 
 
 def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
-    """The output and the LSE of this rank's queries. Differentiable."""
     times = repeats(q.shape[1], k.shape[1], options.group_rank.ranks)
     assert times is not None
     if times > 1:
@@ -92,7 +85,6 @@ def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
 
 
 def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCall]:
-    """The calls for some heads whose gradients are computed, equal on all ranks, given tensors without data."""
     dim, ranks = options.dim, options.group_rank.ranks
     heads_kv = math.lcm(k.shape[1], ranks)
     shares = ranks * (1 if options.dropout_p else len(_groups(options, q, heads_kv)))
@@ -168,7 +160,6 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
 def _run_by_autograd(
     options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
 ) -> State:
-    """Differentiable calls alone, which keep their random numbers."""
     group_rank, dim = options.group_rank, options.dim
     part = _whole(options, q)
     q, k, v = (_HeadsForTokens.apply(x.movedim(dim, 0), group_rank).movedim(0, dim) for x in (q, k, v))

@@ -22,8 +22,6 @@ MIN_MAJOR = 8
 
 
 class Level(str, Enum):
-    """Severity, highest first: something fails, may fail, or is good to know."""
-
     ERROR = "error"
     WARNING = "warning"
     NOTE = "note"
@@ -31,8 +29,6 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem: what was found, and the cure."""
-
     level: Level
     title: str
     found: str
@@ -92,14 +88,12 @@ _PARTS = {
 
 
 def broken_off(facts: Facts) -> Iterator[Finding]:
-    """Checks that the probing process ran to its end."""
     if facts.broken_off:
         what, cure = _PARTS[facts.broken_in]
         yield _error(f"A process ended while {what}", facts.broken_off, cure_of(facts.broken_off, cure))
 
 
 def torch(facts: Facts) -> Iterator[Finding]:
-    """Checks that PyTorch is new enough, and built for CUDA if the machine has an NVIDIA GPU."""
     if tuple(int(part) for part in re.findall(r"\d+", facts.torch)[:2]) < MIN_TORCH:
         found = f"torch {facts.torch}; 2.9 or newer is needed"
         yield _error("PyTorch is too old", found, "pip install --upgrade torch.")
@@ -110,7 +104,6 @@ def torch(facts: Facts) -> Iterator[Finding]:
 
 
 def gpus(facts: Facts) -> Iterator[Finding]:
-    """Checks that a CUDA build of PyTorch sees GPUs, of a generation that has kernels."""
     if facts.cuda is None or facts.broken_in == "torch":
         return
     if not facts.gpus:
@@ -129,7 +122,6 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def packages(facts: Facts) -> Iterator[Finding]:
-    """Checks that there is one cuDNN package, for PyTorch's CUDA."""
     installed = sorted(name for name in facts.packages if name.startswith("nvidia-cudnn-cu"))
     fitting = f"nvidia-cudnn-cu{facts.cuda.split('.')[0]}" if facts.cuda else max(installed, default="")
     if installed not in ([], [fitting]):
@@ -140,7 +132,6 @@ def packages(facts: Facts) -> Iterator[Finding]:
 
 
 def cudnn(facts: Facts) -> Iterator[Finding]:
-    """Checks that the frontend and its cuDNN can be loaded, and that PyTorch uses the same files."""
     if facts.cudnn_error:
         yield _error("cuDNN cannot be used", facts.cudnn_error, cure_of(facts.cudnn_error, ONE_CUDNN))
     if facts.torch_cudnn_error:
@@ -154,7 +145,6 @@ def cudnn(facts: Facts) -> Iterator[Finding]:
 
 
 def call(facts: Facts) -> Iterator[Finding]:
-    """Checks that a call works, and that its result is correct."""
     if facts.call_error and facts.cudnn:
         default = "Fix the problems above first; if there are none, report the output of `doctor --json`."
         cure = cure_of(facts.call_error, default)
@@ -169,7 +159,6 @@ def call(facts: Facts) -> Iterator[Finding]:
 
 
 def settings(facts: Facts) -> Iterator[Finding]:
-    """Checks that environment variables of this library exist and have valid values."""
     for problem in facts.refused_settings:
         yield _error("Calls refuse the value of an environment variable", problem, "Correct it, or unset it.")
     for problem in facts.ignored_settings:
@@ -177,7 +166,6 @@ def settings(facts: Facts) -> Iterator[Finding]:
 
 
 def store(facts: Facts) -> Iterator[Finding]:
-    """Checks that plans are stored for later processes."""
     if not facts.plan_store_problem:
         return
     if facts.plan_store_is_readable:
@@ -190,7 +178,6 @@ def store(facts: Facts) -> Iterator[Finding]:
 
 
 def native(facts: Facts) -> Iterator[Finding]:
-    """Checks that GPU calls go through the native module, unless the user has switched it off."""
     if facts.gpus and facts.native.startswith("Python") and not facts.native.endswith("=off"):
         cure = "Do what it says, then run `python -m cudnn_sdpa build-native`; without it only speed is lost."
         yield _note("Calls go through Python, not C++", facts.native.removeprefix("Python: "), cure)
@@ -202,13 +189,11 @@ CHECKS = settings, broken_off, torch, gpus, packages, cudnn, call, store, native
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """The findings of all checks, the most severe first."""
     findings = [replace(finding, check=check.__name__) for check in CHECKS for finding in check(facts)]
     return sorted(findings, key=lambda finding: list(Level).index(finding.level))
 
 
 def is_well(findings: list[Finding]) -> bool:
-    """Whether there are no errors; warnings and notes do not count."""
     return all(finding.level is not Level.ERROR for finding in findings)
 
 

@@ -450,7 +450,7 @@ def is_repeatable_convolution(engine: str, sm: int, version: int) -> bool:
 
 
 def is_repeatable(engine: str, knobs: dict[str, int], *, single_query: bool) -> bool:
-    """Single-query kernels of data-center Blackwell split the keys whatever knobs say; their sums are untested"""
+    """Single-query kernels of data-center Blackwell split the keys whatever knobs say; their sums are not tested."""
     if single_query and engine in _BLACKWELL:
         return False
     return not knobs["STREAM_K"] if "STREAM_K" in knobs else knobs.get("KERNEL_CFG") != _SINGLE_QUERIES

@@ -81,9 +81,6 @@ def attention(
     A mask is None, which is a causal mask aligned top-left if the layer is causal and no mask otherwise, or a result of
     `masks`, or a boolean or float (additive) tensor. `s_aux` are sinks. If no mask separates packed sequences,
     `position_ids` that restart do; `inspect_positions` allows reading them, which waits for the GPU.
-
-    Raises:
-        UnsupportedError: cuDNN, this GPU or this library does not support it, with every reason.
     """
     if others:
         _refuse(others)
@@ -210,7 +207,6 @@ def _by_arguments(call: _Call, others: Arguments, options: Options, *, inspect: 
 
 
 def _by_offsets(call: _Call, others: Arguments, options: Options) -> Tensor:
-    """Attention within the packed sequences of a batch of one, described by FlashAttention's arguments."""
     is_complete = all(others.get(name) is not None for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"))
     reasons = {
         "cu_seq_lens_q with a sliding window": call.mask is not None or others.get("sliding_window") is not None,
@@ -235,7 +231,6 @@ def _by_offsets(call: _Call, others: Arguments, options: Options) -> Tensor:
 
 
 def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
-    """Attention within each document."""
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, length, _ = query.shape
     band = None if mask is None else cast(masks.Band, masks.structure(mask, query))
@@ -341,12 +336,7 @@ _last = threading.local()
 def documents(positions: object, query: Tensor, *, may_read: bool) -> Documents | None:
     """The documents that positions (B or 1, S) separate among queries (B, Hq, S, D); None if there is one per sequence.
 
-    Positions of other shapes have another meaning and are ignored.
-
-    Args:
-        positions: The model's `position_ids`.
-        query: Queries, more than one.
-        may_read: Whether positions may be read, which waits for the GPU.
+    Positions of other shapes have another meaning and are ignored. Reading positions waits for the GPU.
     """
     batch, length = query.shape[0], query.shape[2]
     if not isinstance(positions, Tensor) or positions.dim() not in (1, 2) or positions.is_floating_point():
@@ -385,7 +375,6 @@ def _read_documents(positions: Tensor) -> Documents | None:
 
 
 def _assert_one_document(positions: Tensor) -> None:
-    """Enqueues a device assertion that no document begins within a sequence."""
     torch._assert_async((positions.diff(dim=-1) > 0).all(), _MESSAGE)
 
 

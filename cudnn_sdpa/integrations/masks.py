@@ -44,7 +44,6 @@ class Packed(NamedTuple):
 
 
 def band(left: int, right: int, device: torch.device | str, seq_lens_kv: Tensor | None = None) -> Tensor:
-    """A band as a tensor; `seq_lens_kv` is (B,) int32."""
     shape = (1, left + 2, right + 2)
     if seq_lens_kv is None:
         return torch.empty((0, *shape), dtype=DTYPE, device=device)
@@ -63,7 +62,6 @@ def packed(padding_mask: Tensor) -> Tensor:
 
 
 def is_packed(mask: Tensor) -> bool:
-    """Whether an encoded mask holds packed tokens rather than a band."""
     return mask.shape[1] == _PACKED
 
 
@@ -107,8 +105,6 @@ Pattern = Callable[..., object]
 
 
 class Request(NamedTuple):
-    """The arguments of a mask function, by transformers' names."""
-
     batch_size: int
     q_length: int
     kv_length: int
@@ -130,10 +126,8 @@ def mask_function(
 ) -> Callable[..., Tensor | None]:
     """The mask function to register.
 
-    Args:
-        draw: transformers' own mask function, which returns booleans (B, 1, Sq, Skv).
-        causal: transformers' function of the plain causal pattern.
-        inspect_padding: Whether to wait for the GPU to detect a padding mask without padding.
+    `draw` is transformers' own mask function, which returns booleans (B, 1, Sq, Skv), and `causal` its plain causal
+    pattern. `inspect_padding` waits for the GPU to detect a padding mask without padding.
     """
 
     def cudnn_sdpa_mask(**arguments: Any) -> Tensor | None:

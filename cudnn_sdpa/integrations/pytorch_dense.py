@@ -79,7 +79,6 @@ def _attention(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor | None]:
-    """The output, with the LSE if wanted; and the random numbers of dropout."""
     signature = (query, key, value, attn_bias, with_lse, is_causal, scale)
     if _calls.find is not None and dropout_p == 0 and not value_checks.enabled:
         with torch.no_grad():

@@ -53,12 +53,6 @@ _BACKENDS = (FLASH, SDPBackend.CUDNN_ATTENTION.value)
 
 
 class _Rules:
-    """Differences between the operators of PyTorch's versions.
-
-    Attributes:
-        values_have_their_head_dim: Whether the head dim of values may differ from that of queries.
-    """
-
     values_have_their_head_dim = False
 
 
@@ -305,15 +299,10 @@ def gradients(
 
 
 def _on_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The output (T, Hq, Dv) and the LSE (T, Hq) of packed queries on keys in pages.
+    """The output (T, Hq, Dv) and the LSE (T, Hq) of packed queries on keys in pages (pages, page size, Hkv, D).
 
     With up to 8 queries in a sequence, each sequence gets rows of its own for `sdpa_paged`, which reads the pages in
     place. With more, keys and values are gathered into packed sequences, up to 1 GiB at a time, at least one sequence.
-
-    Args:
-        call: The call, with pages (pages, page size, Hkv, D) in place of keys and values.
-        block_table: The pages of each sequence, (B, max_pages) int32.
-        seqused_k: The number of keys of each sequence, (B,) int32.
     """
     if seqused_k is None:
         raise OptionError("seqused_k", "None", "the number of keys of each sequence, as there is a block_table")

@@ -410,7 +410,6 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k, v
 
     def _heads_of(self, name: str, x: Tensor) -> Tensor:
-        """This process's heads of a projection, (B, S, H, D)."""
         projected: Tensor = getattr(self, name)(x)
         if projected.shape[-1] % self.head_dim:
             attention_checks.refuse_parts_of_heads(name, projected, self.head_dim)
@@ -451,7 +450,6 @@ class Attention(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        """The arguments that its projections do not show."""
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         others = {name: getattr(self, name) for name in ("is_causal", "window_size", "scale", "softcap", "dropout")}
         others["cp_method"] = "" if self.cp_group is None else self.cp_method

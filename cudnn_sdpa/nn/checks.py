@@ -58,9 +58,6 @@ def unsharded(name: str, projected: Tensor, features: int) -> Tensor:
     Tensor parallelism leaves each process some rows of a projection. If the projection holds several parts (queries,
     keys, values), these rows belong to one part in one process and to another part in another. If it holds queries
     only, they need not belong to the process's keys. The module would split them at the wrong positions.
-
-    Raises:
-        UnsupportedError: Features are missing.
     """
     if projected.shape[-1] != features:
         reason = (

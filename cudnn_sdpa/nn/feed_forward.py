@@ -162,10 +162,8 @@ class FeedForward(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        """The arguments that its projections do not show."""
         return f"activation={self.activation!r}, dropout={self.dropout}"
 
 
 def drop(x: Tensor, p: float, training: bool) -> Tensor:
-    """Dropout, without a kernel if nothing is dropped."""
     return F.dropout(x, p) if training and p else x

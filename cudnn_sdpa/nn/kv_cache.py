@@ -54,7 +54,6 @@ class KVStep:
     is_compiled: bool = field(default=False, repr=False)
 
     def may_lack(self, layer: int) -> bool:
-        """Whether keys of a layer may be missing; compiled functions do not record them."""
         return layer not in self.written and not self.is_compiled
 
     @property

@@ -85,7 +85,6 @@ class RMSNorm(nn.Module):
         return normalized
 
     def extra_repr(self) -> str:
-        """The arguments of the constructor."""
         text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
         return text + (", zero_centered=True" if self.zero_centered else "")
 
@@ -165,7 +164,6 @@ class LayerNorm(nn.Module):
         return layer_norm(x, with_summed_gradient(self.weight), with_summed_gradient(self.bias), self.eps)
 
     def extra_repr(self) -> str:
-        """The arguments of the constructor."""
         text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
         return f"{text}, bias={self.bias is not None}"
 

@@ -172,7 +172,6 @@ class RotaryEmbedding(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The arguments of the constructor."""
         angles = f"base={self.base}" if self.explicit_frequencies is None else "frequencies=(...)"
         return f"{self.head_dim}, {angles}, rotary_dim={self.rotary_dim}, interleaved={self.interleaved}"
 

@@ -187,12 +187,10 @@ class TransformerLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        """The arguments that its submodules do not show."""
         return f"norm_first={self.norm_first}, dropout={self.dropout}"
 
 
 def _activation_of(module: nn.TransformerEncoderLayer) -> str | None:
-    """The name of the activation of PyTorch's layer, which is a function or a module."""
     activation: object = module.activation
     if type(activation) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_tanh"}[activation.approximate]

@@ -130,13 +130,11 @@ class PatchEmbed(nn.Module):
         return conv2d(images, self.weight, self.bias, self.patch_size).flatten(2).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """The arguments of the constructor."""
         size = f"patch_size={self.patch_size}, embed_dim={self.embed_dim}, in_channels={self.in_channels}"
         return size if self.bias is not None else size + ", bias=False"
 
 
 def pair(name: str, sizes: object) -> tuple[int, int]:
-    """Height and width, from one number for both or from two."""
     both = sizes if isinstance(sizes, (tuple, list)) else (sizes, sizes)
     if len(both) != 2:
         raise OptionError(name, repr(sizes), "one number, or two: height and width")
@@ -336,7 +334,6 @@ class VisionEncoder(nn.Module):
         return normalized
 
     def extra_repr(self) -> str:
-        """The arguments that its submodules do not show."""
         return f"image_size={self.image_size}, class_token={self.class_token is not None}"
 
 

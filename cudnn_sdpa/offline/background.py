@@ -35,13 +35,7 @@ NICENESS = 10
 
 
 class Request:
-    """A request for a plan.
-
-    Attributes:
-        properties: Properties of the plan's GPU.
-        then: Callback with the plan, called in the background.
-        is_done: Whether the build and the callback have finished or failed.
-    """
+    """A request for a plan; `then` is called with it in the background."""
 
     __slots__ = ("is_done", "key", "properties", "then")
 
@@ -72,8 +66,7 @@ class BackgroundPlanner:
     def request(self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None]) -> Request | None:
         """Requests a plan, and a call of `then` with it. Repeating a pending request returns the same one.
 
-        Returns:
-            The request; None if it is rejected: too many are pending, or no helper can start.
+        None if it is rejected: too many are pending, or no helper can start.
         """
         with self._lock:
             request = self._pending.get(key)
@@ -103,7 +96,6 @@ class BackgroundPlanner:
         return not self._pending
 
     def close(self) -> None:
-        """Ends the helpers and abandons running builds."""
         with self._lock:
             self._closed = True
             threads, self._threads = self._threads, []
@@ -171,7 +163,6 @@ class BackgroundPlanner:
 
 
 def build_in_background(key: PlanKey) -> Request | None:
-    """Requests a plan for the plan cache; None if the request is rejected."""
     assert key.device is not None
     return background.request(key, live_properties(key.device), partial(_hold, key))
 

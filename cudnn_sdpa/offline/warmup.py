@@ -53,11 +53,6 @@ def default_workers(plans: int) -> int:
 
 
 def check_workers(workers: int | None, min_workers: int) -> None:
-    """Checks a number of helper processes.
-
-    Raises:
-        OptionError: The number is invalid.
-    """
     if workers is not None and (type(workers) is not int or workers < min_workers):
         raise OptionError("workers", repr(workers), f"an integer of at least {min_workers}, or None for one per core")
 
@@ -70,18 +65,8 @@ def plan_all(
 ) -> Iterator[tuple[PlanKey, OfflinePlan | Made | CudnnSdpaError]]:
     """Plans and compiles keys for the GPU that `properties` describes, and yields them as they are ready.
 
-    A failed plan is yielded with its error; the others continue.
-
-    Args:
-        keys: The keys; their target was made from `properties`.
-        properties: In the form of cuDNN's device-properties JSON.
-        workers: Number of helper processes; None is one per core, at most eight. With 0, `here` plans all keys.
-        here: Plans a key in this process. It works from the front of `keys`; helpers, which need seconds to start, work
-            from the back.
-
-    Raises:
-        OptionError: `workers` is invalid; without `here` it must be at least 1.
-        OfflineError: No helper process can start, and there is no `here`.
+    A failed plan is yielded with its error; the others continue. `workers` is as for `warmup`. `here` plans a key in
+    this process, from the front of `keys`; helpers, which need seconds to start, work from the back.
     """
     check_workers(workers, 1 if here is None else 0)
     return _plan_all(keys, properties, workers, here) if keys else iter(())
@@ -339,7 +324,6 @@ def _is_in(store: PlanStore, key: PlanKey) -> bool:
 
 
 def _not_kept(store: PlanStore) -> str:
-    """The failure of a plan that was built, but is not in the folder."""
     evicted = f"later plans have taken its place (it holds {store.capacity:,} bytes, as far as the disk has room)"
     return f"{store.folder} does not have it: {store.write_error or evicted}"
 

@@ -91,7 +91,6 @@ def _lacks_clusters(operation: GraphDefinition, key: PlanKey, properties: Device
 
 
 def main() -> None:
-    """Serves requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps libraries' prints out of the answers
     answers.write("\n")  # ends output of site hooks at Python's start

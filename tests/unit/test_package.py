@@ -32,7 +32,6 @@ LAYERS = [
     ("nn",),
     ("integrations",),
     ("planning",),
-    ("cli_arguments",),
     ("doctor",),
     ("_start",),
     ("cli",),
