@@ -16,7 +16,7 @@ from cudnn_sdpa.engine.sharding import sinks_of_heads
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.nn import attention_checks
-from cudnn_sdpa.nn.checks import Factory, check_flags, check_number, check_tokens, unsharded
+from cudnn_sdpa.nn.checks import Factory, check_number, check_tokens, checked_flags, unsharded
 from cudnn_sdpa.nn.conversion import check_type, copy_linear, copy_parameter, merge, rename, split
 from cudnn_sdpa.nn.kv_cache import KVStep
 from cudnn_sdpa.nn.rotary import RotaryEmbedding, Rotations
@@ -153,7 +153,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         qkv_bias = bias if qkv_bias is None else qkv_bias
-        check_flags(bias=bias, qkv_bias=qkv_bias, sinks=sinks, packed=packed)
+        bias, qkv_bias, sinks, packed = checked_flags(bias=bias, qkv_bias=qkv_bias, sinks=sinks, packed=packed)
         heads = attention_checks.head_sizes(embed_dim, num_heads, num_kv_heads, head_dim)
         self.embed_dim, self.num_heads, (self.num_kv_heads, self.head_dim) = embed_dim, num_heads, heads
         self.context_dim, self.packed = context_dim, packed
@@ -220,7 +220,7 @@ class Attention(nn.Module):
             UnsupportedError: `module` computes something that this class does not, with every reason.
         """
         check_type("module", module, nn.MultiheadAttention)
-        check_flags(cross=cross)
+        (cross,) = checked_flags(cross=cross)
         for name in options.keys() - {"is_causal", "window_size", "scale", "softcap", "rope"}:
             expected = "is_causal, window_size, scale, softcap or rope: the module has the others"
             raise OptionError("options", name, expected)

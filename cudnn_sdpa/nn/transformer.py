@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.nn.attention import Attention, AttentionOptions, ConversionOptions
-from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_flags, check_number
+from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_number, checked_flags
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, refuse, rename
 from cudnn_sdpa.nn.feed_forward import ACTIVATIONS, FeedForward, SwiGLU, drop
 from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch
@@ -92,7 +92,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         check_choice("norm", norm, tuple(NORMS))
         check_choice("activation", activation, ("swiglu", *ACTIVATIONS))
-        check_flags(norm_first=norm_first, bias=bias)
+        norm_first, bias = checked_flags(norm_first=norm_first, bias=bias)
         check_counts(ffn_dim=ffn_dim)
         check_number("dropout", dropout, below=1)
         context_dim: object = attention.get("context_dim")
