@@ -6,8 +6,7 @@ some of other ranks', so that all ranks raise the same error.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -25,13 +24,8 @@ from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, live_target
 
-
-class Calls(Protocol):
-    def __call__(self, options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCall]:
-        pass
-
-
-CALLS: dict[str, Calls] = {"all_gather": all_gather.calls, "ulysses": ulysses.calls, "ring": ring.calls}
+CALLS: dict[str, Callable[[Options, Tensor, Tensor, Tensor], Iterator[PartCall]]]
+CALLS = {"all_gather": all_gather.calls, "ulysses": ulysses.calls, "ring": ring.calls}
 
 #: Arguments of suggestions that context parallelism lacks.
 MISSING = ("attn_mask", "seq_lens")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -30,15 +30,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Method(Protocol):
-    def __call__(
-        self, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
-    ) -> State:
-        pass
-
-
 MethodName = Literal["all_gather", "ulysses", "ring"]
-METHODS: dict[str, Method] = {"all_gather": all_gather.run, "ulysses": ulysses.run, "ring": ring.run}
+METHODS: dict[str, Callable[..., State]] = {"all_gather": all_gather.run, "ulysses": ulysses.run, "ring": ring.run}
 
 
 class ParallelOptions(TypedDict, total=False):

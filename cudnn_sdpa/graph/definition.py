@@ -56,9 +56,8 @@ class GraphDefinition:
         #: Whether operands are channels-last where sizes of 1 make the order ambiguous.
         self.channels_last = False
         self.name = f"{builder.__module__}:{builder.__qualname__}"
-        for _ in _identity(
-            builder, seen=set(), complete=False
-        ):  # an invalid builder fails at its definition, not at its first call
+        # An invalid builder fails at its definition, not at its first call.
+        for _ in _identity(builder, seen=set(), complete=False):
             pass
 
     @functools.cached_property

@@ -62,9 +62,8 @@ class Slot:
             self.bound[0], self._bindings = -1, self._bindings + 1
             this = self._bindings
             backend.set_stream(self.handle, stream)
-            if (
-                self._bindings == this
-            ):  # a signal handler may have run when `set_stream` returned, and bound another one
+            # A signal handler may have run when `set_stream` returned, and bound another one.
+            if self._bindings == this:
                 self.bound[0] = stream  # last, so that the next launch retries what fails above
 
     def make_filled(self) -> int:

@@ -6,7 +6,9 @@ gathered by positions that are computed there, and no size depends on a length.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,7 +70,19 @@ def detect_rules() -> None:
     _Rules.values_have_their_head_dim = out.shape[-1] == value.shape[-1]
 
 
-def attention(
+def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch's operator: the output (T, Hq, Dv), the LSE (Hq, T), and an empty state of random numbers."""
+    out, lse = _attention(None, *args, **kwargs)
+    return out, lse, torch.zeros(2, dtype=torch.uint64, device=out.device)
+
+
+def attention_into(*args: Any, **kwargs: Any) -> Tensor:
+    """PyTorch's operator: writes the output into `out`, and returns the LSE (Hq, T)."""
+    return _attention(*args, **kwargs)[1]
+
+
+def _attention(
+    out: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -84,83 +98,6 @@ def attention(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
     backend: int = FLASH,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """PyTorch's operator: the output (T, Hq, Dv), the LSE (Hq, T), and an empty state of random numbers."""
-    out, lse = _attention(
-        query,
-        key,
-        value,
-        cu_seq_q=cu_seq_q,
-        cu_seq_k=cu_seq_k,
-        max_q=max_q,
-        max_k=max_k,
-        is_causal=is_causal,
-        scale=scale,
-        window_size=window_size,
-        seqused_k=seqused_k,
-        block_table=block_table,
-        num_splits=num_splits,
-        backend=backend,
-    )
-    return out, lse, torch.zeros(2, dtype=torch.uint64, device=query.device)
-
-
-def attention_into(
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: Sequence[int] | None = None,
-    enable_gqa: bool = False,  # noqa: ARG001
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-    backend: int = FLASH,
-) -> Tensor:
-    """PyTorch's operator: writes the output into `out`, and returns the LSE (Hq, T)."""
-    _, lse = _attention(
-        query,
-        key,
-        value,
-        cu_seq_q=cu_seq_q,
-        cu_seq_k=cu_seq_k,
-        max_q=max_q,
-        max_k=max_k,
-        is_causal=is_causal,
-        scale=scale,
-        window_size=window_size,
-        seqused_k=seqused_k,
-        block_table=block_table,
-        num_splits=num_splits,
-        backend=backend,
-        out=out,
-    )
-    return lse
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    window_size: Sequence[int] | None,
-    seqused_k: Tensor | None,
-    block_table: Tensor | None,
-    num_splits: int | None,
-    backend: int,
-    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if num_splits is not None:
         raise UnsupportedError(
@@ -201,6 +138,12 @@ def _attention(
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     return result, lse.transpose(0, 1).contiguous()
+
+
+#: The operators' arguments, which `Kernel` reads.
+_INTO = inspect.signature(_attention)
+attention_into.__signature__ = _INTO  # type: ignore[attr-defined]
+attention.__signature__ = _INTO.replace(parameters=list(_INTO.parameters.values())[1:])  # type: ignore[attr-defined]
 
 
 def _run(call: VarlenCall) -> tuple[Tensor, Tensor]:

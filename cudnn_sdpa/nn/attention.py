@@ -419,9 +419,8 @@ class Attention(nn.Module):
         """The sinks of this process's query heads, in float32."""
         if self.sinks is None:
             return None
-        weight = (
-            None if self.packed else getattr(self.q_proj, "weight", None)
-        )  # a wrapper of the projection may lack `weight`
+        # A wrapper of the projection may lack `weight`.
+        weight = None if self.packed else getattr(self.q_proj, "weight", None)
         return sinks_of_heads(self.sinks, weight, q).float()
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:

@@ -160,9 +160,19 @@ class PlanCache:
 
     def _load_or_build(self, key: PlanKey, build: Callable[[PlanKey], Plan], to_use: bool) -> Plan:
         plan = load_plan(key)
+        if plan is None and self._forbidden:
+            why = (
+                "A plan is missing, and no_plan_builds() is in force. Make this call once before, or record a run's "
+                "plans with record_plans() and build them with warmup()."
+            )
+            raise PlanBuildError(key, why)
         if plan is None:
-            self._check_allowed(key)
-            plan = self._build(key, build)
+            try:
+                plan = build(key)
+            except BaseException:
+                with self._lock:
+                    self._failures += 1
+                raise
         return self._insert(plan, to_use)
 
     def end(self) -> None:
@@ -179,22 +189,6 @@ class PlanCache:
     def _leave_if_ending(self) -> None:
         if self._is_ending and threading.current_thread() is not threading.main_thread():
             raise SystemExit("the interpreter is shutting down, and plans can no longer be launched")
-
-    def _build(self, key: PlanKey, build: Callable[[PlanKey], Plan]) -> Plan:
-        try:
-            return build(key)
-        except BaseException:
-            with self._lock:
-                self._failures += 1
-            raise
-
-    def _check_allowed(self, key: PlanKey) -> None:
-        if self._forbidden:
-            why = (
-                "A plan is missing, and no_plan_builds() is in force. Make this call once before, or record a run's "
-                "plans with record_plans() and build them with warmup()."
-            )
-            raise PlanBuildError(key, why)
 
     def put(self, plan: Plan) -> None:
         """Adds a plan that was made elsewhere, unless its key has one."""

@@ -137,21 +137,24 @@ class Kernel:
                 return self._in_memory(stored.data, device)
             except _NotAKernelError as error:  # any other failure is the GPU's, not the file's
                 store.reject(key, str(error))
-        start = time.perf_counter()
-        cubin = self.compile(key.sm)
+        compiled = self._stored_form(key)
         if store is not None:
-            store.save(key, _stored_form(key, cubin, time.perf_counter() - start))
-        return self._in_memory(cubin, device)
+            store.save(key, compiled)
+        return self._in_memory(compiled.data, device)
 
     def compile_into(self, store: PlanStore, sm: int) -> bool:
         """Compiles the kernel for a compute capability into a store; needs no GPU. Returns whether it was missing."""
         key = self.identity(sm)
         if store.load(key) is not None:
             return False
-        start = time.perf_counter()
-        cubin = self.compile(sm)
-        store.save(key, _stored_form(key, cubin, time.perf_counter() - start))
+        store.save(key, self._stored_form(key))
         return True
+
+    def _stored_form(self, key: _Identity) -> StoredPlan:
+        start = time.perf_counter()
+        cubin = self.compile(key.sm)
+        seconds = time.perf_counter() - start
+        return StoredPlan(key.identity(), engine="nvrtc", knobs={}, workspace=0, build_seconds=seconds, data=cubin)
 
     def _in_memory(self, cubin: bytes, device: int) -> LoadedKernel:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -190,10 +193,6 @@ class Kernel:
             return cubin.raw, _log_of(program)
         finally:
             nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def _stored_form(key: _Identity, cubin: bytes, seconds: float) -> StoredPlan:
-    return StoredPlan(identity=key.identity(), engine="nvrtc", knobs={}, workspace=0, build_seconds=seconds, data=cubin)
 
 
 def _log_of(program: ctypes.c_void_p) -> str:
