@@ -10,7 +10,6 @@ SCRIPT = "cudnn-sdpa"
 
 
 def is_command_line() -> bool:
-    """Whether this process is `cudnn-sdpa` or `python -m cudnn_sdpa`, not a program that imports the package."""
     arguments = getattr(sys, "argv", None) or [""]
     if arguments[0] != "-m":
         return Path(arguments[0]).name == SCRIPT

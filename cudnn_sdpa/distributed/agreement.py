@@ -123,7 +123,7 @@ def in_agreement(group_rank: GroupRank, function: str, summarize: Callable[[], t
 
 
 def _store(group_rank: GroupRank) -> Store | None:
-    """The group's store; None if there is none, as in groups of a fake backend, or if no other rank would read it."""
+    """The group's store; None in groups of a fake backend, or if no other rank would read it."""
     get_store = getattr(group_rank.group, "get_group_store", None)
     try:
         return None if get_store is None or group_rank.ranks == 1 else get_store()

@@ -84,7 +84,6 @@ def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCal
 def _run_by_autograd(
     options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
 ) -> State:
-    """Differentiable calls alone, which keep their random numbers and the gathered keys and values."""
     dim, group_rank = options.dim, options.group_rank
     k, v = (gathered(x.movedim(dim, 0), group_rank).movedim(0, dim) for x in (k, v))
     states = []

@@ -51,7 +51,6 @@ class Options:
 
     @property
     def has_window(self) -> bool:
-        """Whether a window masks keys that the causal mask does not."""
         return self.window[0] != UNBOUNDED or (self.window[1] != UNBOUNDED and not self.is_causal)
 
 
@@ -167,7 +166,7 @@ def narrowed(x: Tensor, dim: int, to: slice) -> Tensor:
 
 
 def without_data(x: Tensor) -> Tensor:
-    """A tensor of the same layout without memory, in a dtype that GPUs take."""
+    """A tensor of equal layout without memory, in a dtype that GPUs take."""
     dtype = torch.bfloat16 if x.dtype in (torch.float32, torch.float64) else x.dtype
     return torch.empty(0, dtype=dtype, device="meta").as_strided(x.shape, x.stride(), x.storage_offset())
 
@@ -198,7 +197,6 @@ def make_readable(x: Tensor, options: Options) -> Tensor:
 
 
 def split_kv(both: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Keys and values, or their gradients, as views of one tensor with both in its last dimension."""
     return both[..., :size], both[..., size:]
 
 
@@ -210,7 +208,6 @@ def offsets_within(cu_seqlens: Tensor, span: Span) -> Tensor:
 def attend(
     options: Options, part: Part, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
 ) -> State:
-    """The output and the LSE of a part. Differentiable."""
     common = {"sinks": sinks, "dropout_p": options.dropout_p, "return_lse": True}
     arguments = arguments_of(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     function: Callable[..., State] = sdpa_varlen if options.is_packed else sdpa

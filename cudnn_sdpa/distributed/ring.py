@@ -160,5 +160,4 @@ def _merge(total: Tensor, lse: Tensor, out: Tensor, lse_of_part: Tensor) -> None
 
 
 def _share(lse: Tensor, merged: Tensor) -> Tensor:
-    """The share of some keys in the whole softmax; 0 where the row has no keys."""
     return torch.exp(lse - torch.where(torch.isneginf(merged), 0.0, merged))

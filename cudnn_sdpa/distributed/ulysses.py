@@ -201,7 +201,6 @@ def _tokens_for_heads(x: Tensor, group_rank: GroupRank) -> Tensor:
 
 
 def _whole(options: Options, mine: Tensor) -> Part:
-    """Attention to the whole sequence, of which this rank has `mine`."""
     tokens = mine.shape[options.dim] * options.group_rank.ranks
     return Part.whole(tokens, is_causal=options.is_causal, window=options.window)
 
@@ -211,7 +210,6 @@ def _lse_rows(lse: Tensor, dim: int) -> Tensor:
 
 
 def _groups(options: Options, rows: Tensor, heads_kv: int) -> list[_Heads]:
-    """Groups of heads that are exchanged together: whole key heads, with all query heads that share them."""
     heads = heads_kv // options.group_rank.ranks
     in_bytes = rows.numel() * rows.element_size()
     wanted = max(1, min(MAX_GROUPS if options.is_packed else MAX_DENSE_GROUPS, heads, in_bytes // MIN_BYTES))
@@ -261,12 +259,10 @@ def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, group_rank: 
 
 
 def _two_chunks(x: Tensor) -> Tensor:
-    """(tokens of a rank, …) -> (2, tokens of a chunk, …)."""
     return x.unflatten(0, (2, -1))  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _chunks(whole: Tensor, rank: int, group_rank: GroupRank) -> Tensor:
-    """The two chunks of a rank in a whole sequence, (2, tokens of a chunk, …)."""
     first, last = chunks_of(group_rank._replace(rank=rank))
     chunks: Tensor = whole.unflatten(0, (2 * group_rank.ranks, -1))  # type: ignore[no-untyped-call]
     return chunks[first : last + 1 : last - first]

@@ -87,5 +87,4 @@ def shortened(text: str, max_length: int = MAX_LENGTH) -> str:
 
 
 def printable(text: str) -> str:
-    """A text with line breaks and terminal escapes written as in a Python string."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

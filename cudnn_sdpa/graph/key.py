@@ -98,7 +98,7 @@ class PlanKey:
 
     @property
     def is_gpu_specific(self) -> bool:
-        """Whether a plan made on one GPU cannot be loaded on another of the same model.
+        """A plan that names clusters, made on one GPU, cannot be loaded on another of the same model.
 
         The multiprocessors that can form a cluster differ between chips of one model, and cuDNN stores them in plans of
         convolutions: a plan for other clusters leaves some of its results unwritten (seen on 9.19 with an H200).

@@ -66,7 +66,7 @@ class KnownIssue:
 
 
 def _varies_along_one_dim(key: PlanKey) -> bool:
-    """Whether a 3-D operand is broadcast along two dimensions, in a batch of several."""
+    """A 3-D operand is broadcast along two dimensions, in a batch of several."""
     shapes = [op.layout.shape for op in key.inputs if op.role is Role.TENSOR and len(op.layout.shape) == 3]
     full = [max(sizes) for sizes in zip(*shapes, strict=True)]
     is_batch = bool(full) and full[0] > 1 and max(full[1:]) > 1
@@ -86,7 +86,7 @@ def _is_below_3d(key: PlanKey) -> bool:
 
 
 def _is_broadcast_with_gaps(key: PlanKey) -> bool:
-    """Whether a broadcast tensor is not dense or, with three dimensions, not row-major."""
+    """A broadcast tensor is not dense or, with three dimensions, not row-major."""
     layouts = _layouts_of_user(key)
     rank = max((len(x.shape) for x in layouts), default=0)
     layouts = [x for x in layouts if len(x.shape) == rank]
@@ -229,7 +229,7 @@ def _has_only_causal_mask(key: PlanKey) -> bool:
 
 
 def _passes_the_last_key(key: PlanKey) -> bool:
-    """Whether a bottom-right window without a right bound may have more queries than keys and the left bound."""
+    """A bottom-right window without a right bound may have more queries than keys and the left bound."""
     band = key.option_values.get("band")
     if not isinstance(band, tuple):
         return False
@@ -241,7 +241,6 @@ def _passes_the_last_key(key: PlanKey) -> bool:
 
 
 def _has_dense_rows(key: PlanKey, name: str) -> bool:
-    """Whether the rows of a packed tensor have no gaps, token-major or head-major."""
     operand = _find(key, name)
     if operand is None:
         return True

@@ -155,7 +155,6 @@ def _follows(order: Sequence[int], shape: Sequence[int], stride: Sequence[int], 
 
 
 def is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements share an address along a dimension of stride 0."""
     return any(is_true(stride == 0) and is_true(size > 1) for size, stride in zip(shape, strides, strict=True))
 
 
@@ -193,7 +192,7 @@ def dense_like(layout: TensorLayout) -> TensorLayout:
 
 
 def _is_larger(a: int, b: int) -> bool:
-    """Whether one stride is larger than another; for strides that depend on data, whether it is a multiple."""
+    """For strides that depend on data, a multiple counts as larger."""
     condition = cast("bool | torch.SymBool", a > b)
     if not isinstance(condition, torch.SymBool):
         return bool(condition)

@@ -23,7 +23,7 @@ LARGEST = 2**31 - 1
 
 
 def is_true(condition: bool | torch.SymBool) -> bool:
-    """Whether a comparison holds; False if it depends on data."""
+    """False if the comparison depends on data."""
     if is_compiling() or isinstance(condition, torch.SymBool):  # torch.compile shows symbols as plain types
         from torch.fx.experimental.symbolic_shapes import guard_or_false
 
@@ -32,12 +32,12 @@ def is_true(condition: bool | torch.SymBool) -> bool:
 
 
 def is_empty(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has no elements; False if that depends on data."""
+    """False if the number of elements depends on data."""
     return any(is_true(size == 0) for size in tensor.shape)
 
 
 def is_known(condition: bool | torch.SymBool) -> bool:
-    """Whether a comparison holds for all values of its symbols; adds no guard in compiled code."""
+    """True if the comparison holds for all values of its symbols; adds no guard in compiled code."""
     if is_compiling() or isinstance(condition, torch.SymBool):
         from torch.fx.experimental.symbolic_shapes import statically_known_true
 
@@ -46,7 +46,7 @@ def is_known(condition: bool | torch.SymBool) -> bool:
 
 
 def is_integer(number: object) -> TypeGuard[int]:
-    """Whether the operators accept a value as an integer; in compiled code it may be a symbol."""
+    """The operators accept integers; in compiled code one may be a symbol."""
     return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
@@ -128,13 +128,13 @@ def as_bool(flag: object) -> object:
 
 
 def is_numpy_bool(value: object) -> bool:
-    """Whether a value is numpy's truth value, whose class has one of two names and is not Python's bool."""
+    """Numpy's truth value has one of two class names, and is no Python bool."""
     kind = type(value)
     return kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
 
 
 def depends_on_data(value: object) -> bool:
-    """Whether a number or a flag is unknown until compiled code runs, as that of `.item()`."""
+    """A number or a flag, as that of `.item()`, may be unknown until compiled code runs."""
     if not is_compiling() and not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return False
     if not isinstance(value, (bool, torch.SymBool)):

@@ -280,7 +280,7 @@ def _with_bias(mask: Tensor | None, position_bias: Tensor, query: Tensor, key: T
 
 
 def _grows(module: torch.nn.Module, is_causal: bool | None, key: Tensor) -> bool:
-    """Whether a single query's keys are a growing cache, whose every length would need an exact-shape plan."""
+    """A growing cache would need an exact-shape plan for each of its lengths."""
     if torch.compiler.is_compiling():  # which would guard on the length
         return False
     return key.shape[2] % ROUNDED_TO != 0 and not key.requires_grad and _is_causal(module, is_causal)

@@ -130,7 +130,8 @@ def mask_function(
     pattern. `inspect_padding` waits for the GPU to detect a padding mask without padding.
     """
 
-    def cudnn_sdpa_mask(**arguments: Any) -> Tensor | None:
+    def cudnn_sdpa_mask(*args: Any, **kwargs: Any) -> Tensor | None:
+        arguments = dict(zip(Request._fields, args, strict=False)) | kwargs
         known = {name: arguments[name] for name in Request._fields if name in arguments}
         request = Request(**{"mask_function": causal, **known})
         is_causal = _is_causal(request, causal)
@@ -148,7 +149,6 @@ def mask_function(
 
 
 def _is_causal(request: Request, causal: Pattern) -> bool:
-    """Whether the pattern is causal, possibly with a window or chunks, and nothing else."""
     if request.allow_is_causal_skip:
         return True
     if request.q_length != 1 or request.use_vmap or getattr(request.config, "model_type", None) in CONCATENATING:
@@ -159,7 +159,7 @@ def _is_causal(request: Request, causal: Pattern) -> bool:
 
 
 def _is_local_causal(pattern: object, causal: Pattern) -> bool:
-    """Whether a pattern is transformers' conjunction of a window or chunks with the causal pattern."""
+    """transformers' conjunction of a window or chunks with the causal pattern."""
     if torch.compiler.is_compiling() or not isinstance(pattern, FunctionType):
         return False
     if pattern.__qualname__ != "and_masks.<locals>.and_mask":
@@ -180,7 +180,7 @@ def _window(request: Request) -> int | None:
 
 
 def _causal(request: Request) -> tuple[bool, Tensor | None]:
-    """Whether a causal pattern can be encoded, and its mask; None is plain causal, or no mask for a single query."""
+    """The mask of a causal pattern that can be encoded; None is plain causal, or no mask for a single query."""
     if request.attention_mask is not None:
         return _padded(request, request.attention_mask)
     left = _window(request)
@@ -238,7 +238,7 @@ def _bias(request: Request, draw: Callable[..., Tensor]) -> Tensor:
 
 
 def _has_no_padding(request: Request, is_causal: bool) -> bool:
-    """Whether a padding mask has no effect; waits for the GPU, unless during capture or compilation.
+    """A padding mask without effect; waits for the GPU, unless during capture or compilation.
 
     It masks keys past its end. A causal pattern also masks those past the last query; another pattern may not.
     """

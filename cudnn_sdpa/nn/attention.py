@@ -330,7 +330,6 @@ class Attention(nn.Module):
         return projected
 
     def _of_all_ranks(self, q: Tensor, k: Tensor, v: Tensor, options: _ScoreOptions) -> Tensor:
-        """Attention of this rank's tokens to those of all ranks, projected."""
         from cudnn_sdpa.distributed import context_parallel
 
         dropout = self.dropout if self.training else 0.0
@@ -416,7 +415,6 @@ class Attention(nn.Module):
         return projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-any-return,no-untyped-call]
 
     def _sinks(self, q: Tensor) -> Tensor | None:
-        """The sinks of this process's query heads, in float32."""
         if self.sinks is None:
             return None
         # A wrapper of the projection may lack `weight`.

@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from cudnn_sdpa.graph.backend import DeviceProperties
@@ -34,16 +35,14 @@ MAX_WAITING = 256
 NICENESS = 10
 
 
+@dataclass(eq=False)
 class Request:
     """A request for a plan; `then` is called with it in the background."""
 
-    __slots__ = ("is_done", "key", "properties", "then")
-
-    def __init__(self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None]) -> None:
-        self.key = key
-        self.properties = properties
-        self.then = then
-        self.is_done = False
+    key: PlanKey
+    properties: DeviceProperties
+    then: Callable[[StoredPlan], None]
+    is_done: bool = False
 
 
 class BackgroundPlanner:

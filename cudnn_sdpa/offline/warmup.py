@@ -253,7 +253,7 @@ def warmup(
 
 
 def _is_for_this_process(key: PlanKey) -> bool:
-    """Whether helpers, which see no GPU, would make a slower plan or none."""
+    """Helpers, which see no GPU, would make a slower plan or none."""
     return key.is_gpu_specific or isinstance(find_operation(key.operation, only_imported=True), KernelOp)
 
 

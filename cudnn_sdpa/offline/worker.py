@@ -72,7 +72,7 @@ def answer(request: JsonObject) -> dict[str, object]:
 
 
 def _lacks_clusters(operation: GraphDefinition, key: PlanKey, properties: DeviceProperties) -> bool:
-    """Whether all proposals of the heuristics for a graph need the GPU's cluster placement.
+    """All proposals of the heuristics for a graph need the GPU's cluster placement.
 
     Fallback engines were 20 to 30 times slower for convolutions on an H200. cuDNN's messages about its proposals differ
     between versions. They do not matter for convolutions without an activation or with ReLU, nor for gradients: on the

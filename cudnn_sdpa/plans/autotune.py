@@ -168,7 +168,6 @@ def _tuning(candidates: int) -> Iterator[AutotuneReport]:
 
 
 def not_tunable(key: PlanKey) -> str:
-    """The reason for which the plan of `key` is not tuned; empty if it is."""
     if key.deterministic or key.option_values.get("deterministic") is True:
         return "it is deterministic, and times would decide its rounding"
     decisive = [operand.name for operand in key.inputs if operand.role is Role.TENSOR and _is_decisive(operand.layout)]
@@ -279,7 +278,7 @@ def device_times(launches: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def differs(result: Tensor, expected: Tensor) -> bool:
-    """Whether two results differ by more than rounding error, in the norm or in one row of the last dimension.
+    """Compares two results, in the norm and in each row of the last dimension, beyond rounding error.
 
     The norm of a typical row is added to that of each row, so that a row of nearly zeros need not match in all digits.
     """

@@ -138,7 +138,7 @@ def _check(path: str, status: os.stat_result) -> None:
 
 
 def _is_trustworthy(owner: int) -> bool:
-    """Whether a parent folder belongs to this user or root.
+    """A parent folder belongs to this user or root.
 
     In a user namespace of this user only (Apptainer, bubblewrap, `unshare`), root's files have the overflow uid.
     """
@@ -157,13 +157,13 @@ def _overflow_uid() -> int | None:
 
 
 def _acts_for_another() -> bool:
-    """Whether this process has the rights of another user than its caller's, as a set-uid program has."""
+    """A set-uid program has the rights of another user than its caller's."""
     return os.getuid() != os.geteuid()
 
 
 @functools.cache
 def _is_users_own_group(group: int) -> bool:
-    """Whether a group is the user's private group, without other members, as Debian's OpenSSH decides it.
+    """A user's private group has no other members, as Debian's OpenSSH decides it.
 
     Accounts whose primary group it is are not among its listed members.
     """

@@ -254,7 +254,6 @@ def _name_of(key: Identified) -> str:
 
 
 def _is_plan_name(name: str) -> bool:
-    """Whether `file_format.name_of` makes such names; any other file is foreign."""
     return re.fullmatch(r"[0-9a-f]{64}\.plan", name) is not None
 
 
