@@ -155,24 +155,19 @@ def support(
 ) -> None:
     """Show what cuDNN attention supports on a GPU architecture, from rules or, with --target, from cuDNN itself."""
     import_pytorch()
-
-    _show_support(sm, cudnn, target, output)
-
-
-def _show_support(sm: int | None, cudnn: str | None, target: str | None, output: Path | None) -> None:
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table
     from torch.cuda import is_available
 
-    from cudnn_sdpa.planning import support
+    from cudnn_sdpa.planning import support as planning
 
-    environment = support.environment(sm, cudnn, target)
-    number = len(support.ROWS) * len(support.OPERATIONS)
+    environment = planning.environment(sm, cudnn, target)
+    number = len(planning.ROWS) * len(planning.OPERATIONS)
     by_rules = target is None
-    found = support.cells(sm=sm, cudnn=cudnn, target=target)
+    found = planning.cells(sm=sm, cudnn=cudnn, target=target)
     cells = list(track(found, "planning", number, transient=True, disable=by_rules))
-    rows, reasons = support.table(cells)
+    rows, reasons = planning.table(cells)
     title = f"cuDNN {environment['cudnn']} on {environment['gpu']}, head dims 128 unless the row says otherwise"
     table = Table(*rows[0], title=title, title_justify="left")
     for row in rows:
@@ -184,7 +179,7 @@ def _show_support(sm: int | None, cudnn: str | None, target: str | None, output:
     if sm is None and by_rules and not is_available():
         typer.echo("PyTorch sees no GPU: this is for SM 90 (Hopper); --sm names another.")
     if output is not None:
-        output.write_text(support.to_json(environment, cells))
+        output.write_text(planning.to_json(environment, cells))
         typer.echo(f"written to {output}")
 
 

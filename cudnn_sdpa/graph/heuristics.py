@@ -9,10 +9,8 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.backend import (
     BuiltGraph,
     DeviceOptions,
-    DeviceProperties,
     EngineConfiguration,
     GraphBuilder,
-    Handle,
 )
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import PlanKey
@@ -55,14 +53,8 @@ class ConfigurationBuilder(GraphBuilder):
     Each proposal gets its own graph, so that serialization yields that plan and its kernels can be freed with it.
     """
 
-    def __init__(
-        self,
-        configuration: EngineConfiguration,
-        *,
-        handle: Handle | None = None,
-        properties: DeviceProperties | None = None,
-    ) -> None:
-        super().__init__(handle=handle, properties=properties)
+    def __init__(self, configuration: EngineConfiguration, **device_options: Unpack[DeviceOptions]) -> None:
+        super().__init__(**device_options)
         self._only = configuration
 
     def _select(self, index: int) -> bool:
