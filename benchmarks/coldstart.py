@@ -15,7 +15,7 @@ from rich.progress import track
 from benchmarks.programs.first_call import LENGTHS, SHAPES
 from benchmarks.tools import processes
 from benchmarks.tools.output import Row
-from cudnn_sdpa._json import JsonObject
+from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.plans.default_store import OFF
 
 #: The first two calls.

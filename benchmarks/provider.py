@@ -20,7 +20,7 @@ from benchmarks.tools.processes import run_module
 from benchmarks.tools.providers import OURS, PROVIDERS, PYTORCH
 from benchmarks.tools.timing import Call, device_times, host_times
 from benchmarks.tools.ways import wait_for_native_calls
-from cudnn_sdpa._json import JsonObject
+from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.plans.default_store import OFF
 
 #: Where the host's time shows: a call whose kernel is short.

@@ -178,7 +178,7 @@ _PACKAGES = ("distributed", "errors", "integrations", "kernels", "nn")
 
 def _register() -> None:
     """Imports PyTorch, and registers the operators, which saved programs name without importing anything else."""
-    import cudnn_sdpa._pytorch  # first, since nothing works without it
+    _start.import_pytorch()  # first, since nothing works without it
     import cudnn_sdpa.engine.torch_ops  # noqa: F401
 
 

@@ -5,9 +5,12 @@ Only commands that need PyTorch import it, and no command imports it for its hel
 
 from __future__ import annotations
 
+import ast
+import difflib
+import inspect
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -15,10 +18,13 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 from typer.core import TyperGroup
 
+from cudnn_sdpa._start import import_pytorch
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import ArgumentError, CudnnSdpaError, DeviceError, OptionError
 
 if TYPE_CHECKING:
+    import torch
+
     from cudnn_sdpa.offline.warmup import WarmupReport
     from cudnn_sdpa.plans.manifest import PlanManifest
     from cudnn_sdpa.plans.store import PlanStore
@@ -72,15 +78,13 @@ app = typer.Typer(cls=Commands, add_completion=False, invoke_without_command=Tru
 
 
 def show_help(ctx: typer.Context) -> None:
-    """Prints the help of a group of commands and exits, unless a command is named."""
     if ctx.invoked_subcommand is None:
         typer.echo(ctx.get_help())
         raise typer.Exit
 
 
 def require_gpu(command: str) -> None:
-    import cudnn_sdpa._pytorch  # noqa: F401 - raises with a cure if PyTorch cannot be imported
-
+    import_pytorch()
     if not _has_gpu():
         typer.echo(f"{command} needs an NVIDIA GPU that PyTorch can see (torch.cuda.is_available() is False)", err=True)
         raise typer.Exit(USAGE)
@@ -106,7 +110,6 @@ def writable(path: Path | None) -> Path | None:
 
 
 def make_folder(folder: Path, path: Path) -> None:
-    """Creates the folder of a path that a user gave."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -151,25 +154,20 @@ def support(
     output: Output = None,
 ) -> None:
     """Show what cuDNN attention supports on a GPU architecture, from rules or, with --target, from cuDNN itself."""
-    import cudnn_sdpa._pytorch  # noqa: F401
-
-    _show_support(sm, cudnn, target, output)
-
-
-def _show_support(sm: int | None, cudnn: str | None, target: str | None, output: Path | None) -> None:
+    import_pytorch()
     from rich.console import Console
     from rich.progress import track
     from rich.table import Table
     from torch.cuda import is_available
 
-    from cudnn_sdpa.planning import support
+    from cudnn_sdpa.planning import support as planning
 
-    environment = support.environment(sm, cudnn, target)
-    number = len(support.ROWS) * len(support.OPERATIONS)
+    environment = planning.environment(sm, cudnn, target)
+    number = len(planning.ROWS) * len(planning.OPERATIONS)
     by_rules = target is None
-    found = support.cells(sm=sm, cudnn=cudnn, target=target)
+    found = planning.cells(sm=sm, cudnn=cudnn, target=target)
     cells = list(track(found, "planning", number, transient=True, disable=by_rules))
-    rows, reasons = support.table(cells)
+    rows, reasons = planning.table(cells)
     title = f"cuDNN {environment['cudnn']} on {environment['gpu']}, head dims 128 unless the row says otherwise"
     table = Table(*rows[0], title=title, title_justify="left")
     for row in rows:
@@ -181,7 +179,7 @@ def _show_support(sm: int | None, cudnn: str | None, target: str | None, output:
     if sm is None and by_rules and not is_available():
         typer.echo("PyTorch sees no GPU: this is for SM 90 (Hopper); --sm names another.")
     if output is not None:
-        output.write_text(support.to_json(environment, cells))
+        output.write_text(planning.to_json(environment, cells))
         typer.echo(f"written to {output}")
 
 
@@ -200,13 +198,12 @@ def explain(
     details: Annotated[bool, typer.Option("--details", help="Show the plans' full keys.")] = False,
 ) -> None:
     """Show what a call would run, without having the GPU; if unsupported, list every reason and exit with 1."""
-    import cudnn_sdpa._pytorch  # noqa: F401
-    from cudnn_sdpa import cli_arguments
-    from cudnn_sdpa.engine import explain
+    import_pytorch()
+    from cudnn_sdpa.engine.explain import explained
 
-    called = cli_arguments.function_of(function)
-    values = cli_arguments.arguments_of(called, arguments, dtype, requires_grad=training)
-    explanation = explain.explained(called, (), values, target=target)
+    called = _function_of(function)
+    values = _arguments_of(called, arguments, dtype, requires_grad=training)
+    explanation = explained(called, (), values, target=target)
     typer.echo(explanation.details if details else str(explanation))
     if not explanation.supported or (explanation.backward is not None and not explanation.backward.supported):
         raise typer.Exit(PROBLEM)
@@ -234,10 +231,9 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print all findings as JSON only.")] = False,
 ) -> None:
     """Check this installation and print a fix for each problem; exit with 1 if there is one."""
-    import cudnn_sdpa._pytorch  # noqa: F401
-    from cudnn_sdpa.doctor.checks import examine, is_well
+    import_pytorch()
+    from cudnn_sdpa.doctor.checks import as_json, as_text, examine, is_well
     from cudnn_sdpa.doctor.probe import gather
-    from cudnn_sdpa.doctor.report import as_json, as_text
 
     facts = gather()
     findings = examine(facts)
@@ -249,7 +245,7 @@ def doctor(
 @app.command()
 def warmup(manifest: Manifest, workers: Workers = None) -> None:
     """Load or build the plans of a manifest on this machine's GPU and save them in the plan store."""
-    import cudnn_sdpa._pytorch  # noqa: F401
+    import_pytorch()
 
     plans = _plans_of(manifest)
     require_gpu("warmup")
@@ -271,7 +267,7 @@ def compile_command(
     workers: Workers = None,
 ) -> None:
     """Compile the plans of a manifest for a GPU, without having it."""
-    import cudnn_sdpa._pytorch  # noqa: F401
+    import_pytorch()
     from cudnn_sdpa.offline.warmup import compile_plans
 
     plans = _plans_of(manifest)
@@ -283,7 +279,7 @@ def build_native(
     again: Annotated[bool, typer.Option("--again", help="Compile it even if it is there.")] = False,
 ) -> None:
     """Compile the native module ahead, for this PyTorch and this Python, and load it."""
-    import cudnn_sdpa._pytorch  # noqa: F401
+    import_pytorch()
     from cudnn_sdpa.engine.native import build, loader
 
     try:
@@ -329,7 +325,7 @@ def plans_clear(folder: Folder = None) -> None:
 
 
 def _store(folder: str | None) -> PlanStore:
-    import cudnn_sdpa._pytorch  # noqa: F401
+    import_pytorch()
     from cudnn_sdpa.plans.default_store import active, open_store
 
     if folder is None:
@@ -345,7 +341,6 @@ def _store(folder: str | None) -> PlanStore:
 
 
 def _plans_of(path: Path) -> PlanManifest:
-    """The manifest at `path`; an empty one is an error."""
     from cudnn_sdpa.plans.manifest import PlanManifest
 
     manifest = PlanManifest.load(path)
@@ -356,7 +351,6 @@ def _plans_of(path: Path) -> PlanManifest:
 
 
 def _report(run: Callable[[], WarmupReport]) -> None:
-    """Prints the report of `run`, and exits with 1 if a plan failed."""
     report = run()
     typer.echo(
         f"{report.built} built, {report.loaded} loaded, {report.held} already in memory, in {report.seconds:.1f} s"
@@ -365,3 +359,73 @@ def _report(run: Callable[[], WarmupReport]) -> None:
         typer.echo(f"failed: {key}\n  {reason}", err=True)
     if report.failed:
         raise typer.Exit(PROBLEM)
+
+
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+def _function_of(name: str) -> Callable[..., object]:
+    from cudnn_sdpa.engine.explain import described_functions, named
+
+    function = named(name)
+    if function is None:
+        names = described_functions()
+        raise OptionError("FUNCTION", repr(name), "one of " + ", ".join(names), _nearest(name, names))
+    return function
+
+
+def _nearest(name: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(name, list(names), 1)
+    return f"Did you mean {found[0]}?" if found else ""
+
+
+def _arguments_of(
+    function: Callable[..., object], words: Sequence[str], dtype: str, *, requires_grad: bool
+) -> dict[str, object]:
+    """Parses words NAME=VALUE: shapes become tensors without values, everything else Python literals.
+
+    The shape of a tensor may end with its dtype, `cu_seqlens_q=17:int32`.
+    """
+    parameters = inspect.signature(function).parameters
+    arguments: dict[str, object] = {}
+    for word in words:
+        name, separator, text = word.partition("=")
+        if not separator:
+            raise OptionError("ARGUMENT", repr(word), "NAME=VALUE, such as q=2,8,1024,64 or is_causal=true")
+        if name not in parameters:
+            raise OptionError("ARGUMENT", repr(word), "one of " + ", ".join(parameters), _nearest(name, parameters))
+        if name in arguments:
+            raise OptionError("ARGUMENT", repr(word), f"{name} once")
+        is_tensor = "Tensor" in str(parameters[name].annotation) and text.lower() != "none"
+        arguments[name] = _tensor(name, text, dtype, requires_grad) if is_tensor else _value(text)
+    missing = [name for name, each in parameters.items() if each.default is each.empty and name not in arguments]
+    if missing:
+        raise OptionError("ARGUMENT", f"no {missing[0]}", f"{missing[0]}=VALUE, a required argument")
+    return arguments
+
+
+def _tensor(name: str, text: str, default_dtype: str, requires_grad: bool) -> torch.Tensor:
+    import torch
+
+    sizes, _, own_dtype = text.partition(":")
+    dtype = getattr(torch, own_dtype or default_dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        name = name if own_dtype else "dtype"
+        raise OptionError(name, repr(own_dtype or default_dtype), "a dtype such as bfloat16")
+    shape = _value(f"{sizes},") if sizes.strip() else ()
+    if not isinstance(shape, tuple) or not all(type(size) is int and 0 <= size < 2**40 for size in shape):
+        raise OptionError(name, repr(text), "a shape such as 2,8,1024,64, or 17:int32 with a dtype")
+    try:
+        tensor = torch.empty(shape, dtype=dtype)  # its memory is never touched
+    except RuntimeError:
+        raise OptionError(name, repr(text), "a tensor that fits in memory") from None
+    return tensor.requires_grad_(requires_grad and tensor.is_floating_point())
+
+
+def _value(text: str) -> object:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):  # the last two for thousands of signs or brackets
+        return text

@@ -47,10 +47,6 @@ class Overrides(Generic[T]):
     """The overrides of one setting; the latest that has not ended is in force.
 
     Signal handlers and the garbage collector may change the setting in the middle of a change in their thread.
-
-    Args:
-        get: Returns the value in force, of any kind that `put` takes.
-        put: Sets the value in force.
     """
 
     def __init__(self, get: Callable[[], T], put: Callable[[T], None]) -> None:

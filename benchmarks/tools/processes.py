@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cudnn_sdpa._json import JsonObject
+from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.plans.default_store import VARIABLE
 
 #: Processes import the benchmarks and the library from here, whether or not the library is installed.

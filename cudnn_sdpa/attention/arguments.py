@@ -24,8 +24,7 @@ from cudnn_sdpa.engine.memory import (
     shape_of,
 )
 from cudnn_sdpa.errors import DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
-from cudnn_sdpa.graph.scalars import LARGEST, as_int, is_integer
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
+from cudnn_sdpa.graph.scalars import LARGEST, as_int, is_compiling, is_integer, is_true
 
 
 class Softmax(TypedDict, total=False):

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from cudnn_sdpa.distributed.groups import GroupRank
+from cudnn_sdpa.distributed.collectives import GroupRank
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.errors import OptionError
 
@@ -42,8 +42,6 @@ MAX_SIGNATURES = 4096
 
 
 class _Agreements:
-    """The number of rendezvous of a group, and the signatures on which all ranks have agreed."""
-
     def __init__(self) -> None:
         self.count = 0
         self.signatures: set[str] = set()
@@ -55,8 +53,6 @@ class _Agreements:
 
 
 class _Rendezvous:
-    """The records of all ranks about one call."""
-
     def __init__(self, store: Store, group_rank: GroupRank, number: int) -> None:
         self.store, self.group_rank = store, group_rank
         self.counter = f"{PREFIX}/{number}"
@@ -71,11 +67,7 @@ class _Rendezvous:
         self.leave()
 
     def records(self, function: str) -> list[list[str]]:
-        """The signature or the error of each rank, once all have arrived.
-
-        Raises:
-            OptionError: A rank did not arrive within the group's timeout.
-        """
+        """The signature or the error of each rank, once all have arrived; raises after the group's timeout."""
         end, pause = time.monotonic() + seconds_to_wait(self.group_rank), POLLS[0]
         try:
             while not self.store.check(self.names):
@@ -102,14 +94,8 @@ _agreements: weakref.WeakKeyDictionary[dist.ProcessGroup, _Agreements] = weakref
 def in_agreement(group_rank: GroupRank, function: str, summarize: Callable[[], tuple[str, ResultT]]) -> ResultT:
     """The result of `summarize`, if its summaries are equal on all ranks.
 
-    Args:
-        group_rank: The group.
-        function: The function's name.
-        summarize: Checks the call; returns everything that must be equal on all ranks, as text, and the result.
-
-    Raises:
-        Exception: An error of `summarize`, which is published.
-        OptionError: Ranks disagree, or one did not arrive.
+    `summarize` checks the call, and returns everything that must be equal on all ranks, as text, and the result. An
+    error of it is published, so that no rank waits for this one.
     """
     store = _store(group_rank)
     if store is None or is_capturing():
@@ -137,7 +123,7 @@ def in_agreement(group_rank: GroupRank, function: str, summarize: Callable[[], t
 
 
 def _store(group_rank: GroupRank) -> Store | None:
-    """The group's store; None if there is none, as in groups of a fake backend, or if no other rank would read it."""
+    """The group's store; None in groups of a fake backend, or if no other rank would read it."""
     get_store = getattr(group_rank.group, "get_group_store", None)
     try:
         return None if get_store is None or group_rank.ranks == 1 else get_store()
@@ -146,7 +132,6 @@ def _store(group_rank: GroupRank) -> Store | None:
 
 
 def seconds_to_wait(group_rank: GroupRank) -> float:
-    """The timeout of a group in seconds: that of its backend, or else of its store, which groups share."""
     for device in getattr(group_rank.group, "_device_types", ()):
         with contextlib.suppress(RuntimeError, AttributeError):  # a backend that has not been made, or has no options
             return float(group_rank.group._get_backend(device).options._timeout.total_seconds())

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.autograd import Gradients, resumed, save
 from cudnn_sdpa.distributed.collectives import Pending
 from cudnn_sdpa.distributed.local_attention import (
+    Gradients,
     Options,
     Part,
     PartCall,
@@ -28,6 +28,8 @@ from cudnn_sdpa.distributed.local_attention import (
     narrowed,
     new_results,
     parts_of_gathered,
+    resumed,
+    save,
     split_at_diagonal,
     split_kv,
 )
@@ -41,7 +43,6 @@ MAX_GROUPS, MAX_PACKED_GROUPS, MIN_BYTES = 4, 1, 4 << 20
 
 
 def head_groups(k: Tensor, v: Tensor, options: Options) -> list[slice]:
-    """Groups of key heads that are gathered together."""
     heads = k.shape[1]
     in_bytes = (k.numel() + v.numel()) * k.element_size() * options.group_rank.ranks
     wanted = max(1, min(MAX_PACKED_GROUPS if options.is_packed else MAX_GROUPS, heads, in_bytes // MIN_BYTES))
@@ -51,13 +52,11 @@ def head_groups(k: Tensor, v: Tensor, options: Options) -> list[slice]:
 
 
 def query_heads(heads: slice, q: Tensor, k: Tensor) -> slice:
-    """The query heads that share these key heads."""
     group = q.shape[1] // k.shape[1]
     return slice(heads.start * group, heads.stop * group)
 
 
 def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
-    """The output and the LSE of this rank's queries. Differentiable."""
     if options.dropout_p:
         return _run_by_autograd(options, q, k, v, sinks=sinks, cu_seqlens=cu_seqlens)
     out, lse = _AllGather.apply(options, cu_seqlens, q, k, v, sinks)
@@ -67,7 +66,7 @@ def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
 def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCall]:
     """The calls for some heads whose gradients are computed, given tensors without data.
 
-    These are the calls of this rank and of rank 0, which has the first chunk and the last: if another rank is refused,
+    The calls are those of this rank and of rank 0, which has the first chunk and the last: if another rank is refused,
     rank 0 nearly always is, too.
     """
     dim, group_rank = options.dim, options.group_rank
@@ -85,7 +84,6 @@ def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCal
 def _run_by_autograd(
     options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
 ) -> State:
-    """Differentiable calls alone, which keep their random numbers and the gathered keys and values."""
     dim, group_rank = options.dim, options.group_rank
     k, v = (gathered(x.movedim(dim, 0), group_rank).movedim(0, dim) for x in (k, v))
     states = []
@@ -167,13 +165,11 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
 
 
 def _gather(options: Options, k: Tensor, v: Tensor, heads: slice) -> Pending[Tensor]:
-    """Starts to gather some heads of keys and values, in one message."""
     both = torch.cat([k[:, heads], v[:, heads]], -1).movedim(options.dim, 0)
     return collectives.all_gather(both, options.group_rank)
 
 
 def _received_kv(options: Options, receives: Pending[Tensor], k: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values of the whole sequence, in its order: views of one tensor."""
     both = in_sequence_order(receives.wait(), options.group_rank.ranks).movedim(0, options.dim)
     return split_kv(both, k.shape[-1])
 

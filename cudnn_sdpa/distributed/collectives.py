@@ -11,8 +11,55 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cudnn_sdpa.distributed.groups import GroupRank
 from cudnn_sdpa.engine.dispatch_state import plain
+from cudnn_sdpa.errors import DeviceError, OptionError
+
+
+class GroupRank(NamedTuple):
+    """A process group, and this process's rank among its `ranks` processes."""
+
+    group: dist.ProcessGroup
+    rank: int
+    ranks: int
+
+    @property
+    def others(self) -> list[int]:
+        return [rank for rank in range(self.ranks) if rank != self.rank]
+
+    def neighbor(self, distance: int) -> int:
+        """The global rank of the process at this distance after the own rank."""
+        return int(dist.get_global_rank(self.group, (self.rank + distance) % self.ranks))
+
+
+def group_rank_of(group: object) -> GroupRank:
+    """The rank in a process group, in a one-dimensional device mesh, or (None) among all processes."""
+    expected = "a torch.distributed.ProcessGroup, a DeviceMesh of one dimension, or None for all processes"
+    if not dist.is_available() or not dist.is_initialized():
+        raise OptionError("group", "no process group", expected, "Call torch.distributed.init_process_group before.")
+    if hasattr(group, "get_group") and hasattr(group, "ndim") and hasattr(group, "get_coordinate"):
+        if group.ndim != 1:
+            raise OptionError("group", f"a mesh of {group.ndim} dimensions", expected, 'Take one: mesh["cp"].')
+        if group.get_coordinate() is None:
+            raise OptionError("group", "a mesh without this process", expected)
+        group = group.get_group()
+    group = dist.group.WORLD if group is None else group
+    if not isinstance(group, dist.ProcessGroup):
+        got = "a group without this process" if group is dist.GroupMember.NON_GROUP_MEMBER else type(group).__name__
+        raise OptionError("group", got, expected)
+    rank = dist.get_rank(group)
+    if rank < 0:
+        raise OptionError("group", "a group without this process", expected)
+    return GroupRank(group, rank, dist.get_world_size(group))
+
+
+def check_device(name: str, tensor: Tensor, group_rank: GroupRank) -> None:
+    served = {device.type for device in getattr(group_rank.group, "_device_types", ())}
+    if served and tensor.device.type not in served:
+        backend = dist.get_backend(group_rank.group)
+        hint = "Move it, or make the group with a backend for that device."
+        expected = f"{' or '.join(sorted(served))}, the devices of the group's backend {backend}"
+        raise DeviceError(name, str(tensor.device), expected, hint)
+
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -35,8 +82,6 @@ class Message(NamedTuple):
 
 
 class _Staged(NamedTuple):
-    """Contiguous memory for a received tensor that belongs into `to`."""
-
     tensor: Tensor
     to: Tensor
 
@@ -107,21 +152,18 @@ def settled() -> Iterator[None]:
 
 
 def all_gather(x: Tensor, group_rank: GroupRank) -> Pending[Tensor]:
-    """Starts to gather the tensors of all ranks, one after another along the first dimension."""
     x = plain(x).contiguous()
     received = x.new_empty(x.shape[0] * group_rank.ranks, *x.shape[1:])
     return Pending(received, x, [_gather(received, x, group=group_rank.group, async_op=True)])
 
 
 def reduce_scatter(x: Tensor, group_rank: GroupRank) -> Pending[Tensor]:
-    """Starts to sum the tensors of all ranks; each rank receives its part of the sum along the first dimension."""
     x = plain(x).contiguous()
     received = x.new_empty(x.shape[0] // group_rank.ranks, *x.shape[1:])
     return Pending(received, x, [_reduce(received, x, group=group_rank.group, async_op=True)])
 
 
 def ring_shift(xs: Sequence[Tensor], group_rank: GroupRank, tag: int) -> Pending[list[Tensor]]:
-    """Starts to send tensors to the next rank, and to receive those of the previous one."""
     xs = [plain(x).contiguous() for x in xs]
     received = [torch.empty_like(x) for x in xs]
     sends = [dist.P2POp(dist.isend, x, group_rank.neighbor(1), group_rank.group, tag) for x in xs]
@@ -132,13 +174,8 @@ def ring_shift(xs: Sequence[Tensor], group_rank: GroupRank, tag: int) -> Pending
 def exchange(sends: list[Message], receives: list[Message], received: T, group_rank: GroupRank) -> Pending[T]:
     """Starts to send tensors to other ranks and to receive theirs, in the same order between any two.
 
-    Each message is two chunks of tokens (2, tokens, …), of any strides. All ranks send each other as many bytes.
-
-    Args:
-        sends: Messages to other ranks.
-        receives: Memory of the messages from other ranks.
-        received: Result of `wait`.
-        group_rank: The group.
+    Each message is two chunks of tokens (2, tokens, …), of any strides. All ranks send each other as many bytes. `wait`
+    returns `received`.
     """
     global_ranks = [group_rank.neighbor(rank - group_rank.rank) for rank in range(group_rank.ranks)]
     sends = [Message(x if _has_contiguous_chunks(x) else copy(x.new_empty(x.shape), x), rank) for x, rank in sends]

@@ -6,8 +6,7 @@ some of other ranks', so that all ranks raise the same error.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -25,15 +24,8 @@ from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, live_target
 
-
-class Calls(Protocol):
-    """The calls of a method whose gradients are computed, at least those of this rank."""
-
-    def __call__(self, options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCall]:
-        """Called with tensors without data."""
-
-
-CALLS: dict[str, Calls] = {"all_gather": all_gather.calls, "ulysses": ulysses.calls, "ring": ring.calls}
+CALLS: dict[str, Callable[[Options, Tensor, Tensor, Tensor], Iterator[PartCall]]]
+CALLS = {"all_gather": all_gather.calls, "ulysses": ulysses.calls, "ring": ring.calls}
 
 #: Arguments of suggestions that context parallelism lacks.
 MISSING = ("attn_mask", "seq_lens")
@@ -45,7 +37,6 @@ _known: set[Hashable] = set()
 
 
 def is_known(summary: str, options: Options, qkv: Iterable[Tensor]) -> bool:
-    """Whether a call with this signature was accepted."""
     return _signature(summary, options, qkv) in _known
 
 
@@ -103,7 +94,6 @@ def refusal(
 
 
 def what_works(refused: UnsupportedError) -> str:
-    """The suggestions of an error that apply to context parallelism."""
     return "; ".join(x for x in refused.suggestion.split("; ") if not any(name in x for name in MISSING))
 
 
@@ -116,11 +106,6 @@ def _keys(
     target: Target,
     device: int | None,
 ) -> Iterator[PlanKey]:
-    """Keys of the plans of a call's backward pass.
-
-    Raises:
-        UnsupportedError: A plan does not exist.
-    """
     part, q, k, v = call
     fields = arguments_of(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     del fields["window_size"]

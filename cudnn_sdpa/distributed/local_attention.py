@@ -16,9 +16,11 @@ from cudnn_sdpa.attention.dense.sdpa_backward import sdpa_backward
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import sdpa_varlen_backward
-from cudnn_sdpa.distributed.groups import GroupRank
+from cudnn_sdpa.distributed import collectives
+from cudnn_sdpa.distributed.collectives import GroupRank
 from cudnn_sdpa.distributed.zigzag import chunks_of
-from cudnn_sdpa.engine import cpu_target, memory
+from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, memory
+from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.dispatch_state import plain
 from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.layouts import dense_stride_like
@@ -28,11 +30,7 @@ State = tuple[Tensor, Tensor]  #: an output and its LSE
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a call, equal on all ranks except for the rank.
-
-    Attributes:
-        max_seqlen: Length of the longest packed sequence; None for dense tensors.
-    """
+    """Options of a call, equal on all ranks except for the rank; `max_seqlen` is None for dense tensors."""
 
     group_rank: GroupRank
     is_causal: bool
@@ -49,12 +47,10 @@ class Options:
 
     @property
     def dim(self) -> int:
-        """Dimension of the sequence."""
         return 0 if self.is_packed else 2
 
     @property
     def has_window(self) -> bool:
-        """Whether a window masks keys that the causal mask does not."""
         return self.window[0] != UNBOUNDED or (self.window[1] != UNBOUNDED and not self.is_causal)
 
 
@@ -67,15 +63,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """Attention of some of this rank's queries to some keys.
+    """Attention of some of this rank's queries to some keys: rows and columns, and positions in the whole sequence.
 
-    Attributes:
-        rows: The queries, among this rank's.
-        columns: The keys, among the available ones.
-        queries: Positions of the queries in the whole sequence.
-        keys: Positions of the keys in the whole sequence.
-        is_causal: Whether a causal mask applies, with the last query at the last key.
-        window: The bounds around the diagonal.
+    A causal mask has the last query at the last key; the window's bounds are around that diagonal.
     """
 
     rows: slice
@@ -104,10 +94,6 @@ def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
 
     The last query of a chunk stands at the last key of its part. Where a window reaches beyond it to the right, the
     diagonal moves by as much, and so do the window's bounds.
-
-    Args:
-        options: The options of the call.
-        tokens: The tokens of the whole sequence.
     """
     chunk = tokens // (2 * options.group_rank.ranks)
     left, right = options.window
@@ -152,13 +138,7 @@ def split_at_diagonal(part: Part) -> list[Part]:
 
 
 def parts_of_ring(options: Options, tokens: int, step: int) -> Iterator[Part]:
-    """Parts of this rank's attention to the keys of the rank `step` before it.
-
-    Args:
-        options: The options of the call.
-        tokens: The tokens of the whole sequence.
-        step: Distance to the rank of the keys.
-    """
+    """Parts of this rank's attention to the keys of the rank `step` before it."""
     group_rank = options.group_rank
     chunk = tokens // (2 * group_rank.ranks)
     halves = slice(0, chunk), slice(chunk, 2 * chunk)
@@ -186,17 +166,13 @@ def narrowed(x: Tensor, dim: int, to: slice) -> Tensor:
 
 
 def without_data(x: Tensor) -> Tensor:
-    """A tensor of the same layout without memory, in a dtype that GPUs take."""
+    """A tensor of equal layout without memory, in a dtype that GPUs take."""
     dtype = torch.bfloat16 if x.dtype in (torch.float32, torch.float64) else x.dtype
     return torch.empty(0, dtype=dtype, device="meta").as_strided(x.shape, x.stride(), x.storage_offset())
 
 
 def check_layout(name: str, x: Tensor, options: Options) -> None:
-    """Refuses a tensor that no kernel reads, on the CPU with the rules of the GPU.
-
-    Raises:
-        LayoutError: Strides or address are wrong.
-    """
+    """Refuses a tensor that no kernel reads, on the CPU with the rules of the GPU."""
     if not (x.is_cuda or x.is_meta):
         if cpu_target.active() is not None:
             try:
@@ -221,7 +197,6 @@ def make_readable(x: Tensor, options: Options) -> Tensor:
 
 
 def split_kv(both: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Keys and values, or their gradients, as views of one tensor with both in its last dimension."""
     return both[..., :size], both[..., size:]
 
 
@@ -233,7 +208,6 @@ def offsets_within(cu_seqlens: Tensor, span: Span) -> Tensor:
 def attend(
     options: Options, part: Part, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
 ) -> State:
-    """The output and the LSE of a part. Differentiable."""
     common = {"sinks": sinks, "dropout_p": options.dropout_p, "return_lse": True}
     arguments = arguments_of(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     function: Callable[..., State] = sdpa_varlen if options.is_packed else sdpa
@@ -264,7 +238,6 @@ def attend_backward(
 def arguments_of(
     options: Options, part: Part, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None
 ) -> dict[str, Any]:
-    """Arguments of a part's call that are also those of its backward pass."""
     keywords: dict[str, Any] = {
         "q": q,
         "k": k,
@@ -287,7 +260,6 @@ def arguments_of(
 
 
 def new_results(q: Tensor, v: Tensor) -> State:
-    """Memory for the output, in the order of q, and for the LSE."""
     shape = (*q.shape[:-1], v.shape[-1])
     out = torch.empty_strided(shape, dense_stride_like(shape, q.shape, q.stride()), dtype=q.dtype, device=q.device)
     return out, torch.empty(shape[:-1], dtype=torch.float32, device=q.device)
@@ -310,3 +282,68 @@ def gradient_of_sinks(
         mean.masked_fill_((positions >= cu_seqlens[-1]).unsqueeze(1), 0.0)
     others = [dim for dim in range(lse.dim()) if dim != 1]
     return -(weights * mean).sum(others).to(sinks.dtype)
+
+
+Gradients = tuple[Tensor | None, ...]
+
+
+def save(ctx: Any, options: Options, tensors: tuple[Tensor | None, ...]) -> None:
+    """Saves the state of the backward pass, which runs on autograd's threads, where no fallback is in force."""
+    ctx.save_for_backward(*tensors)
+    ctx.options, ctx.may_fall_back = options, fallback.is_in_force()
+    ctx.set_materialize_grads(False)
+
+
+def resumed(
+    method: str,
+    ctx: Any,
+    grad_out: Tensor | None,
+    grad_lse: Tensor | None,
+    gradients: Callable[[Options, Tensor, tuple[Any, ...]], Gradients],
+) -> Gradients:
+    """The results of a backward pass: None for options and offsets, then the gradients.
+
+    Every rank runs the whole pass, whatever gradients it needs, because the others wait for its part.
+    """
+    autograd_checks.refuse_gradient_of("lse", grad_lse)
+    autograd_checks.refuse_batch(grad_out)
+    saved = ctx.saved_tensors
+    may_fall_back = fallback.fallback("torch" if ctx.may_fall_back else None)
+    dtypes_stay = torch.autocast(saved[-2].device.type, enabled=False)  # as in a backward pass outside of autocast
+    with torch.no_grad(), may_fall_back, dtypes_stay, collectives.settled():
+        grad_out = torch.zeros_like(saved[-2]) if grad_out is None else grad_out
+        grads = gradients(ctx.options, grad_out, saved)
+    if torch.is_grad_enabled():  # create_graph: second gradients must raise, and not be zero
+        present = [x for x in grads if x is not None]
+        depended_on = [x for x in (grad_out, *saved) if x is not None and x.requires_grad]
+        tied = iter(_NoSecondGradient.apply(method, len(present), *present, *depended_on))
+        grads = tuple(None if x is None else next(tied) for x in grads)
+    return None, None, *grads
+
+
+class _NoSecondGradient(Function):
+    @staticmethod
+    def forward(ctx: Any, method: str, number: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.method = method
+        return tuple(x.view_as(x) for x in tensors[:number])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> None:
+        autograd_checks.refuse_second_gradient(f"context_parallel by {ctx.method}")
+
+
+def refusing_gradients(lse: Tensor, out: Tensor) -> Tensor:
+    """A copy of an LSE in the graph of the output; refuses its gradient."""
+    return _NoGradientOfLSE.apply(lse, out)  # type: ignore[no-any-return]
+
+
+class _NoGradientOfLSE(Function):
+    @staticmethod
+    def forward(ctx: Any, lse: Tensor, *_: Tensor) -> Tensor:
+        ctx.set_materialize_grads(False)
+        return lse.clone(memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(_: Any, grad_lse: Tensor | None) -> tuple[None, None]:
+        autograd_checks.refuse_gradient_of("lse", grad_lse)
+        return None, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenCall
 from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement
-from cudnn_sdpa.distributed.groups import check_device, group_rank_of
+from cudnn_sdpa.distributed.collectives import check_device, group_rank_of
 from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend, check_layout
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, value_checks
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
@@ -30,22 +30,11 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Method(Protocol):
-    """A method of context parallelism: the output and the LSE of this rank's queries."""
-
-    def __call__(
-        self, options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
-    ) -> State:
-        """Called by every rank with its own part."""
-
-
 MethodName = Literal["all_gather", "ulysses", "ring"]
-METHODS: dict[str, Method] = {"all_gather": all_gather.run, "ulysses": ulysses.run, "ring": ring.run}
+METHODS: dict[str, Callable[..., State]] = {"all_gather": all_gather.run, "ulysses": ulysses.run, "ring": ring.run}
 
 
 class ParallelOptions(TypedDict, total=False):
-    """Options of `context_parallel` and `context_parallel_varlen`, except `return_lse`."""
-
     group: ProcessGroup | DeviceMesh | None
     method: MethodName
     is_causal: bool
@@ -337,11 +326,6 @@ _run: Callable[..., Tensor | tuple[Tensor, Tensor]] = _disable(_run_eagerly)
 
 
 def check_method(method: object) -> None:
-    """Refuses an unknown method.
-
-    Raises:
-        OptionError: The method is unknown.
-    """
     if not isinstance(method, str) or method not in METHODS:
         raise OptionError("method", repr(method), " or ".join(map(repr, METHODS)))
 
@@ -356,10 +340,6 @@ def _checked(
     """The checked tensors, cast by autocast, and the sinks in float32.
 
     Lengths and other values are checked on the CPU, and on the GPU under `CUDNN_SDPA_DEBUG`.
-
-    Raises:
-        ArgumentError: An argument is wrong.
-        UnsupportedError: A transform other than autograd would differentiate the call.
     """
     for name, x in zip(("q", "k", "v", "sinks"), (*qkv, sinks), strict=True):
         if type(x).__name__ == "DTensor":
@@ -424,11 +404,7 @@ def _checked(
 
 
 def check_supported(function: str, method: str, options: Options, q: Tensor, k: Tensor) -> None:
-    """Refuses calls that a method does not support, and names a method that does.
-
-    Raises:
-        UnsupportedError: With every reason.
-    """
+    """Refuses calls that a method does not support, with every reason, and names a method that does."""
     ranks = options.group_rank.ranks
     if ranks == 1:
         return
@@ -515,7 +491,6 @@ def _summary(
     sinks: Tensor | None,
     packing: tuple[Tensor, int] | None,
 ) -> str:
-    """Everything that must be equal on all ranks, as text."""
     named = dict(zip(("q", "k", "v", "sinks"), (*qkv, sinks), strict=True))
     if packing is not None:
         named["cu_seqlens"] = packing[0]

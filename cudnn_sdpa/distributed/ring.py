@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.autograd import Gradients, resumed, save
 from cudnn_sdpa.distributed.collectives import GRADIENTS, KEYS, Pending
 from cudnn_sdpa.distributed.local_attention import (
+    Gradients,
     Options,
     Part,
     PartCall,
@@ -29,19 +29,19 @@ from cudnn_sdpa.distributed.local_attention import (
     narrowed,
     new_results,
     parts_of_ring,
+    resumed,
+    save,
 )
 from cudnn_sdpa.engine.call import Function
 
 
 def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
-    """The output and the LSE of this rank's queries. Differentiable."""
     k, v = (make_readable(x, options) for x in (k, v))  # for the first step; messages of later steps are dense
     out, lse = _Ring.apply(options, cu_seqlens, q, k, v, sinks)
     return out, lse
 
 
 def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCall]:
-    """The calls of all ranks whose gradients are computed, given tensors without data."""
     dim, group_rank = options.dim, options.group_rank
     own = [make_readable(x, options).movedim(dim, 0) for x in (k, v)]
     received = [x.contiguous() for x in own]
@@ -160,5 +160,4 @@ def _merge(total: Tensor, lse: Tensor, out: Tensor, lse_of_part: Tensor) -> None
 
 
 def _share(lse: Tensor, merged: Tensor) -> Tensor:
-    """The share of some keys in the whole softmax; 0 where the row has no keys."""
     return torch.exp(lse - torch.where(torch.isneginf(merged), 0.0, merged))

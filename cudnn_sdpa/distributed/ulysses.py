@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.autograd import Gradients, refusing_gradients, resumed, save
-from cudnn_sdpa.distributed.collectives import Message, Pending, copy
-from cudnn_sdpa.distributed.groups import GroupRank
+from cudnn_sdpa.distributed.collectives import GroupRank, Message, Pending, copy
 from cudnn_sdpa.distributed.local_attention import (
+    Gradients,
     Options,
     Part,
     PartCall,
@@ -27,6 +26,9 @@ from cudnn_sdpa.distributed.local_attention import (
     attend_backward,
     gradient_of_sinks,
     new_results,
+    refusing_gradients,
+    resumed,
+    save,
 )
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine.call import Function
@@ -50,19 +52,13 @@ class _Heads(NamedTuple):
     groups: int
 
     def of(self, rank: int, heads: int, ranks: int) -> slice:
-        """The group's heads of a rank, among all heads."""
         size = heads // ranks // self.groups
         begin = (rank * self.groups + self.number) * size
         return slice(begin, begin + size)
 
 
 class _Results(NamedTuple):
-    """Results of some heads in transit to the ranks of their tokens.
-
-    Attributes:
-        pending: Results of other ranks' heads.
-        kept: Destination and source of the results of this rank's heads.
-    """
+    """Results in transit: those of other ranks' heads, and of this rank's own as destination and source."""
 
     pending: Pending[None]
     kept: list[tuple[Tensor, Tensor]]
@@ -78,7 +74,6 @@ ALL = _Heads(0, 1)
 
 
 def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
-    """The output and the LSE of this rank's queries. Differentiable."""
     times = repeats(q.shape[1], k.shape[1], options.group_rank.ranks)
     assert times is not None
     if times > 1:
@@ -90,7 +85,6 @@ def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
 
 
 def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCall]:
-    """The calls for some heads whose gradients are computed, equal on all ranks, given tensors without data."""
     dim, ranks = options.dim, options.group_rank.ranks
     heads_kv = math.lcm(k.shape[1], ranks)
     shares = ranks * (1 if options.dropout_p else len(_groups(options, q, heads_kv)))
@@ -166,7 +160,6 @@ def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gr
 def _run_by_autograd(
     options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
 ) -> State:
-    """Differentiable calls alone, which keep their random numbers."""
     group_rank, dim = options.group_rank, options.dim
     part = _whole(options, q)
     q, k, v = (_HeadsForTokens.apply(x.movedim(dim, 0), group_rank).movedim(0, dim) for x in (q, k, v))
@@ -208,7 +201,6 @@ def _tokens_for_heads(x: Tensor, group_rank: GroupRank) -> Tensor:
 
 
 def _whole(options: Options, mine: Tensor) -> Part:
-    """Attention to the whole sequence, of which this rank has `mine`."""
     tokens = mine.shape[options.dim] * options.group_rank.ranks
     return Part.whole(tokens, is_causal=options.is_causal, window=options.window)
 
@@ -218,7 +210,6 @@ def _lse_rows(lse: Tensor, dim: int) -> Tensor:
 
 
 def _groups(options: Options, rows: Tensor, heads_kv: int) -> list[_Heads]:
-    """Groups of heads that are exchanged together: whole key heads, with all query heads that share them."""
     heads = heads_kv // options.group_rank.ranks
     in_bytes = rows.numel() * rows.element_size()
     wanted = max(1, min(MAX_GROUPS if options.is_packed else MAX_DENSE_GROUPS, heads, in_bytes // MIN_BYTES))
@@ -268,12 +259,10 @@ def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, group_rank: 
 
 
 def _two_chunks(x: Tensor) -> Tensor:
-    """(tokens of a rank, …) -> (2, tokens of a chunk, …)."""
     return x.unflatten(0, (2, -1))  # type: ignore[no-untyped-call,no-any-return]
 
 
 def _chunks(whole: Tensor, rank: int, group_rank: GroupRank) -> Tensor:
-    """The two chunks of a rank in a whole sequence, (2, tokens of a chunk, …)."""
     first, last = chunks_of(group_rank._replace(rank=rank))
     chunks: Tensor = whole.unflatten(0, (2 * group_rank.ranks, -1))  # type: ignore[no-untyped-call]
     return chunks[first : last + 1 : last - first]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.groups import GroupRank, check_device, group_rank_of
+from cudnn_sdpa.distributed.collectives import GroupRank, check_device, group_rank_of
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.memory import shape_of
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 
 def chunks_of(group_rank: GroupRank) -> tuple[int, int]:
-    """Indices of the two chunks that this rank holds."""
     return group_rank.rank, 2 * group_rank.ranks - 1 - group_rank.rank
 
 
@@ -108,7 +107,6 @@ def unshard(x: Tensor, dim: int, group: ProcessGroup | DeviceMesh | None = None)
 
 
 def gathered(x: Tensor, group_rank: GroupRank) -> Tensor:
-    """The whole sequence, along the first dimension; differentiable."""
     return _Gathered.apply(x, group_rank)  # type: ignore[no-any-return]
 
 

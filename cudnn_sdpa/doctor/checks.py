@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import TYPE_CHECKING
 
+from cudnn_sdpa._version import __version__
 from cudnn_sdpa.graph.backend import version_string
 
 if TYPE_CHECKING:
@@ -20,8 +22,6 @@ MIN_MAJOR = 8
 
 
 class Level(str, Enum):
-    """Severity, highest first: something fails, may fail, or is good to know."""
-
     ERROR = "error"
     WARNING = "warning"
     NOTE = "note"
@@ -29,8 +29,6 @@ class Level(str, Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """A problem: what was found, and the cure."""
-
     level: Level
     title: str
     found: str
@@ -90,14 +88,12 @@ _PARTS = {
 
 
 def broken_off(facts: Facts) -> Iterator[Finding]:
-    """Checks that the probing process ran to its end."""
     if facts.broken_off:
         what, cure = _PARTS[facts.broken_in]
         yield _error(f"A process ended while {what}", facts.broken_off, cure_of(facts.broken_off, cure))
 
 
 def torch(facts: Facts) -> Iterator[Finding]:
-    """Checks that PyTorch is new enough, and built for CUDA if the machine has an NVIDIA GPU."""
     if tuple(int(part) for part in re.findall(r"\d+", facts.torch)[:2]) < MIN_TORCH:
         found = f"torch {facts.torch}; 2.9 or newer is needed"
         yield _error("PyTorch is too old", found, "pip install --upgrade torch.")
@@ -108,7 +104,6 @@ def torch(facts: Facts) -> Iterator[Finding]:
 
 
 def gpus(facts: Facts) -> Iterator[Finding]:
-    """Checks that a CUDA build of PyTorch sees GPUs, of a generation that has kernels."""
     if facts.cuda is None or facts.broken_in == "torch":
         return
     if not facts.gpus:
@@ -127,7 +122,6 @@ def gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def packages(facts: Facts) -> Iterator[Finding]:
-    """Checks that there is one cuDNN package, for PyTorch's CUDA."""
     installed = sorted(name for name in facts.packages if name.startswith("nvidia-cudnn-cu"))
     fitting = f"nvidia-cudnn-cu{facts.cuda.split('.')[0]}" if facts.cuda else max(installed, default="")
     if installed not in ([], [fitting]):
@@ -138,7 +132,6 @@ def packages(facts: Facts) -> Iterator[Finding]:
 
 
 def cudnn(facts: Facts) -> Iterator[Finding]:
-    """Checks that the frontend and its cuDNN can be loaded, and that PyTorch uses the same files."""
     if facts.cudnn_error:
         yield _error("cuDNN cannot be used", facts.cudnn_error, cure_of(facts.cudnn_error, ONE_CUDNN))
     if facts.torch_cudnn_error:
@@ -152,7 +145,6 @@ def cudnn(facts: Facts) -> Iterator[Finding]:
 
 
 def call(facts: Facts) -> Iterator[Finding]:
-    """Checks that a call works, and that its result is correct."""
     if facts.call_error and facts.cudnn:
         default = "Fix the problems above first; if there are none, report the output of `doctor --json`."
         cure = cure_of(facts.call_error, default)
@@ -167,7 +159,6 @@ def call(facts: Facts) -> Iterator[Finding]:
 
 
 def settings(facts: Facts) -> Iterator[Finding]:
-    """Checks that environment variables of this library exist and have valid values."""
     for problem in facts.refused_settings:
         yield _error("Calls refuse the value of an environment variable", problem, "Correct it, or unset it.")
     for problem in facts.ignored_settings:
@@ -175,7 +166,6 @@ def settings(facts: Facts) -> Iterator[Finding]:
 
 
 def store(facts: Facts) -> Iterator[Finding]:
-    """Checks that plans are stored for later processes."""
     if not facts.plan_store_problem:
         return
     if facts.plan_store_is_readable:
@@ -188,7 +178,6 @@ def store(facts: Facts) -> Iterator[Finding]:
 
 
 def native(facts: Facts) -> Iterator[Finding]:
-    """Checks that GPU calls go through the native module, unless the user has switched it off."""
     if facts.gpus and facts.native.startswith("Python") and not facts.native.endswith("=off"):
         cure = "Do what it says, then run `python -m cudnn_sdpa build-native`; without it only speed is lost."
         yield _note("Calls go through Python, not C++", facts.native.removeprefix("Python: "), cure)
@@ -200,11 +189,48 @@ CHECKS = settings, broken_off, torch, gpus, packages, cudnn, call, store, native
 
 
 def examine(facts: Facts) -> list[Finding]:
-    """The findings of all checks, the most severe first."""
     findings = [replace(finding, check=check.__name__) for check in CHECKS for finding in check(facts)]
     return sorted(findings, key=lambda finding: list(Level).index(finding.level))
 
 
 def is_well(findings: list[Finding]) -> bool:
-    """Whether there are no errors; warnings and notes do not count."""
     return all(finding.level is not Level.ERROR for finding in findings)
+
+
+def as_json(facts: Facts, findings: list[Finding]) -> str:
+    report = {
+        "cudnn_sdpa": __version__,
+        "ok": is_well(findings),
+        "findings": [asdict(each) for each in findings],
+        "facts": asdict(facts),
+    }
+    return json.dumps(report, indent=1)
+
+
+def as_text(facts: Facts, findings: list[Finding]) -> str:
+    lines = [f"{name:<14}{value}" for name, value in _summary(facts)]
+    for finding in findings:
+        lines += ["", f"{finding.level.value}: {finding.title}", f"  {finding.found}", f"  cure: {finding.cure}"]
+    errors = sum(finding.level is Level.ERROR for finding in findings)
+    last = "No problems found." if errors == 0 else f"{errors} problem{'s' * (errors > 1)} found."
+    return "\n".join([*lines, "", last])
+
+
+def _summary(facts: Facts) -> Iterator[tuple[str, str]]:
+    yield "cudnn_sdpa", f"{__version__}, Python {facts.python}"
+    its_cudnn = f", cuDNN {version_string(facts.torch_cudnn)}" if facts.torch_cudnn else ""
+    yield "PyTorch", f"{facts.torch}, CUDA {facts.cuda or 'none'}{its_cudnn}"
+    yield "cuDNN", version_string(facts.cudnn) if facts.cudnn else "none"
+    yield "frontend", facts.frontend or "none"
+    for path in facts.mapped:
+        yield "loaded", path
+    yield "driver", facts.driver or "no kernel module"
+    for gpu in facts.gpus or ("none found; CPU tensors run the reference",):
+        yield "GPU", str(gpu)
+    if facts.engine:
+        how = f"relative error {facts.difference}" if facts.difference else "planned for another machine"
+        yield "a call", f"{facts.engine}, {how}"
+    yield "calls", facts.native
+    yield "plan store", facts.plan_store or "none"
+    for name, value in facts.environment.items():
+        yield "environment", f"{name}={value}"

@@ -21,11 +21,11 @@ from typing import TypedDict
 
 import torch
 
-from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.engine import cpu_target, explain
 from cudnn_sdpa.engine.native import build, loader
 from cudnn_sdpa.errors import OfflineError, OptionError
 from cudnn_sdpa.graph import backend
+from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.graph.target import check_name
 from cudnn_sdpa.offline import interpreter, planner
 from cudnn_sdpa.plans import default_store, private_folders, shape_policy
@@ -64,8 +64,6 @@ _NVIDIA = re.compile(r"/lib(cudnn|cuda|cudart|nvrtc|cublas)\w*\.so[.\d]*$")
 
 @dataclass(frozen=True)
 class Gpu:
-    """A GPU that PyTorch sees, with its compute capability."""
-
     name: str
     major: int
     minor: int
@@ -120,11 +118,6 @@ class StoreFacts(TypedDict, total=False):
 
 
 def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
-    """The facts of this machine and this environment.
-
-    Raises:
-        OfflineError: There is no interpreter for the probing process.
-    """
     if reason := interpreter.why_no_python():
         raise OfflineError(f"the doctor examines an installation in a separate process, but {reason}")
     found = probed(timeout)
@@ -175,7 +168,6 @@ def probed(timeout: float) -> JsonObject:
 
 
 def settings() -> SettingsFacts:
-    """Invalid and unknown environment variables of this library."""
     refused: list[str] = []
     ignored: list[str] = []
     handler, log = logging.Handler(), logging.getLogger("cudnn_sdpa")
@@ -208,7 +200,6 @@ def gpu_nodes() -> int:
 
 
 def store() -> StoreFacts:
-    """The plan store of a process with this environment; nothing is created."""
     facts: StoreFacts = {}
     try:
         folder = default_store.folder_of_environment()
@@ -228,7 +219,6 @@ def store() -> StoreFacts:
 
 
 def main() -> None:
-    """Sends each part's facts to the file descriptor that is the argument, one part per line."""
     with os.fdopen(int(sys.argv[1]), "w") as answers:
         for part in PARTS.values():
             print(json.dumps(part()), file=answers, flush=True)
@@ -284,7 +274,6 @@ def probe_call() -> dict[str, object]:
 
 
 def mapped() -> list[str]:
-    """Files of NVIDIA's libraries in this process."""
     return sorted(path for path in set(backend.mapped_files()) if _NVIDIA.search(path))
 
 

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from cudnn_sdpa.engine.call import FieldsT
 from cudnn_sdpa.engine.dispatch_state import is_batch, needs_gradient
 from cudnn_sdpa.errors import LayoutError, UnsupportedError
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import is_compiling
 
 
 def refuse_second_gradient(what: str) -> NoReturn:

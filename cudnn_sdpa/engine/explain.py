@@ -13,7 +13,6 @@ from typing import NoReturn
 
 import torch
 
-from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.engine import autograd_checks, sharding
 from cudnn_sdpa.engine.native import loader
@@ -21,6 +20,7 @@ from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph import backend, known_issues
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.graph.target import Target, live_target, load_properties
 from cudnn_sdpa.offline.planner import plan_offline
 from cudnn_sdpa.plans import shape_policy

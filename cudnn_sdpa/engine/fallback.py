@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from typing import Final, Literal, TypeVar
 
 from cudnn_sdpa.errors import ArgumentError, OptionError, UnsupportedError
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import is_compiling
 
 _log = logging.getLogger("cudnn_sdpa")
 chosen: ContextVar[str | None] = ContextVar("fallback", default=None)

@@ -12,7 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.errors import DeviceError, DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
+from cudnn_sdpa.graph.scalars import is_compiling, is_true
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias

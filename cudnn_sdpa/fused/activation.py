@@ -6,7 +6,7 @@ from torch import Tensor
 
 from cudnn_sdpa.engine.native.calls import MISSED
 from cudnn_sdpa.fused.activation_graphs import gelu_mul_rows, relu_squared_rows, silu_mul_rows
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import is_compiling
 
 
 def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:

@@ -21,7 +21,7 @@ from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, wi
 from cudnn_sdpa.fused.graph_op import graph_op
 from cudnn_sdpa.fused.torch_ops import GraphCall
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
-from cudnn_sdpa.graph.symbolic_shapes import is_true
+from cudnn_sdpa.graph.scalars import is_true
 
 _no_second_gradient = no_second_gradient("silu_mul")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.fused.graph_op import Views
 from cudnn_sdpa.fused.torch_ops import Options, Value
-from cudnn_sdpa.graph.symbolic_shapes import is_empty, is_true
+from cudnn_sdpa.graph.scalars import is_empty, is_true
 
 #: Maximum size of a grid's third dimension.
 _MAX_MATRICES = 65535

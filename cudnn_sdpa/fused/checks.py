@@ -12,8 +12,7 @@ from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor, dtype_name, refuse_address
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
-from cudnn_sdpa.graph.scalars import as_bool, check_known
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import as_bool, check_known, is_compiling
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

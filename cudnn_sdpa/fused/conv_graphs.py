@@ -21,8 +21,7 @@ from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, sh
 from cudnn_sdpa.fused.graph_op import Views, graph_op
 from cudnn_sdpa.fused.torch_ops import GraphCall, Options, Outputs, Value
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
-from cudnn_sdpa.graph.scalars import as_index, check_known, is_integer
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
+from cudnn_sdpa.graph.scalars import as_index, check_known, is_compiling, is_integer, is_true
 
 Sizes = tuple[int, ...]
 

@@ -19,7 +19,7 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.torch_ops import Function, Options, Value
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
-from cudnn_sdpa.graph.symbolic_shapes import is_known
+from cudnn_sdpa.graph.scalars import is_known
 from cudnn_sdpa.plans.plan import allocate
 
 #: Parts begin at multiples of this where possible, so that they are aligned whatever the length of rows.

@@ -23,7 +23,7 @@ from cudnn_sdpa.fused.norm_graphs import (
     rms_norm_rows,
 )
 from cudnn_sdpa.fused.torch_ops import Value
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import is_compiling
 
 
 @overload

@@ -19,8 +19,7 @@ from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, sh
 from cudnn_sdpa.fused.graph_op import Views, graph_op
 from cudnn_sdpa.fused.torch_ops import GraphCall, Options, Value
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
-from cudnn_sdpa.graph.scalars import as_float, check_known
-from cudnn_sdpa.graph.symbolic_shapes import is_true
+from cudnn_sdpa.graph.scalars import as_float, check_known, is_true
 
 #: Activations that can be fused after a norm.
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "silu": F.silu}

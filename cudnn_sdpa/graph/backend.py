@@ -19,9 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol, TypeAlias, TypedDict
 
-from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.errors import ExecutionError, LibraryError, UnsupportedError
-from cudnn_sdpa.graph.determinism import is_repeatable, is_repeatable_convolution
 from cudnn_sdpa.graph.diagnostics import SourceLocation, reason_of, recording
 
 #: Oldest tested versions.
@@ -37,7 +35,7 @@ PyGraph: TypeAlias = Any
 Handle: TypeAlias = Any
 
 #: A GPU in the format of cuDNN's device-properties JSON.
-DeviceProperties: TypeAlias = JsonObject
+DeviceProperties: TypeAlias = dict[str, Any]
 
 #: An engine and its settings.
 EngineConfiguration = tuple[str, dict[str, int]]
@@ -49,8 +47,6 @@ _INSTALL = "install it with: pip install 'cudnn-sdpa[cu13]' (PyTorch for CUDA 13
 
 
 class Symbol(Protocol):
-    """A symbolic tensor of a graph: the part of the frontend's `tensor` that this package uses."""
-
     def get_dim(self) -> list[int]: ...
 
     def set_output(self, is_output: bool, /) -> Symbol: ...
@@ -78,11 +74,7 @@ class Operations(Protocol):
 
 @functools.cache
 def cudnn() -> ModuleType:
-    """The `cudnn` module, after checking its version and that libcudnn loads.
-
-    Raises:
-        LibraryError: The frontend or libcudnn is missing or too old; the message says what is there.
-    """
+    """The `cudnn` module, after checking its version and that libcudnn loads."""
     try:
         module: ModuleType = importlib.import_module("cudnn")
     except Exception as error:
@@ -159,17 +151,12 @@ def loaded_libraries() -> dict[str, str]:
 
 
 def device_properties(device: int) -> DeviceProperties:
-    """cuDNN's device properties of a GPU of this process, in the format of its JSON files."""
     serialized = cudnn().create_device_properties(device).serialize()
     return dict(json.loads(bytes(serialized) if isinstance(serialized, list) else serialized))
 
 
 def create_handle() -> Handle:
-    """A new handle, bound to the current CUDA device.
-
-    Raises:
-        ExecutionError: cuDNN makes none, as on a GPU without free memory.
-    """
+    """A new handle, bound to the current CUDA device; cuDNN makes none on a GPU without free memory."""
     try:
         with no_error_left():
             return cudnn().create_handle()
@@ -193,12 +180,7 @@ class DeviceOptions(TypedDict, total=False):
 
 
 class GraphBuilder:
-    """cuDNN's graph, with every operation as a method: the argument `g` of builder functions.
-
-    Attributes:
-        types: The `cudnn` module, for its enumerations (`g.types.diagonal_alignment.TOP_LEFT`).
-        device_options: Arguments for another builder for the same GPU.
-    """
+    """cuDNN's graph, with every operation as a method: the argument `g` of builder functions."""
 
     # The operations with several results; `__getattr__` finds them like all others.
     sdpa: Callable[..., Sequence[Symbol]]
@@ -256,11 +238,7 @@ class GraphBuilder:
         host_scalar: bool = False,
         ragged: Symbol | None = None,
     ) -> Symbol:
-        """Adds an operand.
-
-        `host_scalar` makes it a pass-by-value scalar in host memory; `ragged` is the operand with the offset of each
-        batch entry.
-        """
+        """Adds an operand: with `host_scalar` a pass-by-value scalar, with `ragged` one with offsets of entries."""
         symbol: Symbol = self._graph.tensor(
             name=name,
             uid=uid,
@@ -282,7 +260,6 @@ class GraphBuilder:
         dtype: str,
         ragged: Symbol | None = None,
     ) -> None:
-        """Makes the result `symbol` an output with this layout."""
         symbol.set_output(True).set_dim(list(shape)).set_stride(list(stride))
         symbol.set_data_type(getattr(self.types.data_type, dtype)).set_uid(uid)
         if ragged is not None:
@@ -292,12 +269,6 @@ class GraphBuilder:
         """Plans and compiles the graph with the best of cuDNN's own engines that supports it.
 
         The frontend also ranks its own Python engines in the same list; those are skipped.
-
-        Args:
-            name: The graph's name in errors.
-
-        Raises:
-            UnsupportedError: No engine supports the graph.
         """
         # Reasons are kept as text: an exception would keep the graph alive past interpreter shutdown.
         graph, failures = self._graph, list[str]()
@@ -326,16 +297,13 @@ class GraphBuilder:
         return self._has("sdpa")
 
     def _has(self, operation: str) -> bool:
-        """Whether the graph has an operation with this name or prefix."""
         return any(location.operation.startswith(operation) for location in self.locations)
 
     def _propose(self) -> None:
-        """Lists the configurations to build: cuDNN's heuristics and, except for attention, its fallback list."""
         modes = self.types.heur_mode
         self._graph.create_execution_plans([modes.A] if self.has_attention else [modes.A, modes.FALLBACK])
 
     def _select(self, index: int) -> bool:
-        """Selects an entry of the list; returns whether it may be built."""
         self._graph.select_plan(index)
         if self._graph.selected_engine is not None:  # one of the frontend's Python engines
             return False
@@ -366,21 +334,13 @@ class BuiltGraph:
         return bytes(self.graph.serialize())
 
     def executor(self, uids: list[int]) -> Execute:
-        """The fastest callable of this frontend that executes the plan.
-
-        Args:
-            uids: UIDs of all operands, in the order of the caller's pointers; must be ascending.
-        """
+        """The fastest callable of this frontend that executes the plan. UIDs are ascending."""
         raw = _raw_executor(self.graph, uids)
         return raw if raw is not None else _public_executor(self.graph, uids)
 
 
 def load_graph(handle: Handle, data: bytes, engine: str, knobs: dict[str, int]) -> BuiltGraph:
-    """A graph with a plan serialized by `BuiltGraph.serialize`; nothing is planned or compiled.
-
-    Raises:
-        Exception: The bytes are not a plan for this GPU and version.
-    """
+    """A graph with a plan serialized by `BuiltGraph.serialize`; any exception means that this cuDNN cannot load it."""
     graph: PyGraph = cudnn().pygraph(handle=handle)
     try:
         graph.deserialize(data)
@@ -403,7 +363,6 @@ def _raw_executor(graph: PyGraph, uids: list[int]) -> Execute | None:
 
 
 def _public_executor(graph: PyGraph, uids: list[int]) -> Execute:
-    """The frontend's public `execute`, which takes addresses by UID."""
     handle_type = cudnn().Handle
 
     def execute(array: int, count: int, workspace: int, handle: int, index: int) -> None:
@@ -435,9 +394,6 @@ def new_stream() -> int | None:
     """A stream of the current device that PyTorch does not use; never destroyed.
 
     None if CUDA's runtime is not found, as in a PyTorch that is linked to it statically.
-
-    Raises:
-        ExecutionError: CUDA makes none.
     """
     stream = ctypes.c_void_p()
     if (runtime := _cuda_runtime()) is None:
@@ -449,7 +405,6 @@ def new_stream() -> int | None:
 
 
 def end_capture(stream: int) -> None:
-    """Ends a capture of `stream`, if there is one, and drops the captured graph."""
     runtime = _cuda_runtime()
     status, graph = ctypes.c_int(), ctypes.c_void_p()
     if runtime is None or runtime.cudaStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status)):
@@ -477,7 +432,6 @@ def no_error_left() -> Iterator[None]:
 
 
 def execution_error(error: Exception, plan: str) -> ExecutionError:
-    """The `ExecutionError` for an error raised by a launch of `plan`; clears CUDA's last error."""
     if (runtime := _cuda_runtime()) is not None:
         runtime.cudaGetLastError()  # PyTorch checks it after each of its own kernels
     return ExecutionError(f"cuDNN {version_string(cudnn_version())} could not launch {plan}: {error}")
@@ -486,3 +440,34 @@ def execution_error(error: Exception, plan: str) -> ExecutionError:
 def _unsupported(name: str, reasons: list[str]) -> UnsupportedError:
     reasons = list(dict.fromkeys(reasons)) or ["cuDNN's heuristics proposed no engine"]
     return UnsupportedError(f"{name} with cuDNN {version_string(cudnn_version())}", reasons)
+
+
+#: KERNEL_CFG of single-query kernels, for versions without the STREAM_K knob, which shows a split of the keys.
+_SINGLE_QUERIES = 35
+
+#: Engines of data-center Blackwell.
+_BLACKWELL = ("eng3", "eng10")
+
+
+def has_only_repeatable(sm: int, queries: int) -> bool:
+    """Single-query kernels split the keys of a query among warps and blocks, and add the partial sums in any order.
+
+    On 9.19 with an H200, 40 runs of 32 queries on 4,096 keys gave two results that differ in the last bit of one
+    element. For more queries only data-center Blackwell has kernels that split the keys.
+    """
+    return queries != 1 and sm // 10 != 10
+
+
+def is_repeatable_convolution(engine: str, sm: int, version: int) -> bool:
+    """Engine 5 of 9.23 is marked as deterministic, and is not on SM 8.6 (pytorch#188288, pytorch#188318).
+
+    Seen with 9.23.1, fixed in 9.24 (pytorch#189483).
+    """
+    return not (engine == "eng5" and sm == 86 and 92300 <= version < 92400)
+
+
+def is_repeatable(engine: str, knobs: dict[str, int], *, single_query: bool) -> bool:
+    """Single-query kernels of data-center Blackwell split the keys whatever knobs say; their sums are not tested."""
+    if single_query and engine in _BLACKWELL:
+        return False
+    return not knobs["STREAM_K"] if "STREAM_K" in knobs else knobs.get("KERNEL_CFG") != _SINGLE_QUERIES

@@ -56,14 +56,12 @@ class GraphDefinition:
         #: Whether operands are channels-last where sizes of 1 make the order ambiguous.
         self.channels_last = False
         self.name = f"{builder.__module__}:{builder.__qualname__}"
-        for _ in _identity(
-            builder, seen=set(), complete=False
-        ):  # an invalid builder fails at its definition, not at its first call
+        # An invalid builder fails at its definition, not at its first call.
+        for _ in _identity(builder, seen=set(), complete=False):
             pass
 
     @functools.cached_property
     def digest(self) -> str:
-        """A digest of the builder, of everything that it uses, and of the package's version."""
         return _digest(self._builder)
 
     def key(
@@ -76,7 +74,6 @@ class GraphDefinition:
         *,
         deterministic: bool = False,
     ) -> PlanKey:
-        """The key of the plan for these operands and options."""
         return PlanKey(
             operation=self.name,
             digest=self.digest,
@@ -93,11 +90,6 @@ class GraphDefinition:
 
         The operands' UIDs are 1, 2, … for the inputs, then the outputs, in the order of a launch's pointers. Offsets
         precede the input that they belong to, and are not passed to the builder.
-
-        Raises:
-            UnsupportedError: cuDNN does not support the graph, or is known to compute it wrongly.
-            ShapeError: A user's declared output shapes differ from the inferred ones.
-            OptionError: A function or constant of the builder has changed since its first key was made.
         """
         if _digest(self._builder) != self.digest:
             got, expected = "other constants or functions that it uses", "the same as for its first plan"
@@ -130,7 +122,6 @@ class GraphDefinition:
             raise UnsupportedError(error.what, reasons, error.suggestion) from None
 
     def _build(self, key: PlanKey, g: GraphBuilder) -> tuple[dict[str, Symbol], tuple[Symbol, ...]]:
-        """Runs the builder in `g`; returns the operands' symbols by name, and the results' symbols."""
         symbols: dict[str, Symbol] = {}
         for uid, operand in enumerate(key.inputs, start=1):
             layout = operand.layout
@@ -156,7 +147,6 @@ class GraphDefinition:
         return symbols, self._checked(results, key, list(symbols.values()))
 
     def _checked(self, results: Results, key: PlanKey, operands: Sequence[Symbol]) -> tuple[Symbol, ...]:
-        """The builder's results, if they match the key."""
         symbols = tuple(results) if isinstance(results, (tuple, list)) else (results,)
         code = self._builder.__code__
         builder = f"the graph builder of {key.name} ({code.co_filename}, line {code.co_firstlineno})"
@@ -197,11 +187,6 @@ class InferringBuilder(GraphBuilder):
         return call
 
     def check(self, key: PlanKey, results: Sequence[Symbol]) -> None:
-        """Compares the outputs of `key` with the inferred shapes, where known.
-
-        Raises:
-            ShapeError: They differ.
-        """
         for uid, (operand, symbol) in enumerate(zip(key.outputs, results, strict=True), start=1 + len(key.inputs)):
             layout = operand.layout
             dtype = CUDNN_DTYPE_NAMES[layout.dtype]
@@ -222,14 +207,12 @@ class InferringBuilder(GraphBuilder):
 
 
 def _location_of(error: Exception, builder: types.FunctionType) -> str:
-    """The line of the builder's file that raised an error."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename == builder.__code__.co_filename]
     return f" ({inside[-1].filename}, line {inside[-1].lineno}: {inside[-1].line})" if inside else ""
 
 
 def graph_definition(builder: Callable[..., object]) -> GraphDefinition:
-    """Makes a definition from a graph builder; see `GraphDefinition`."""
     return GraphDefinition(builder)
 
 
@@ -278,12 +261,7 @@ def _digest(builder: types.FunctionType) -> str:
 
 
 def _identity(function: types.FunctionType, seen: set[types.FunctionType], *, complete: bool) -> Iterator[str]:
-    """Text that changes whenever `function` may compute something else.
-
-    Raises:
-        OptionError: The function uses an object that can be no part of a key; with `complete`, also a name that is not
-            yet defined.
-    """
+    """Text that changes whenever `function` may compute something else; `complete` refuses names not yet defined."""
     if function in seen:
         return
     seen.add(function)

@@ -33,7 +33,6 @@ def reason_of(error: Exception) -> str:
 
 
 def summarized(reason: str) -> str:
-    """cuDNN's reason in one line for all engine configurations, and one for all deselected plans."""
     rest = "\n".join(line for line in reason.splitlines() if _DESELECTED not in line)
     if _CONFIGURATION in rest:
         rest = _summary_of_configurations(rest.split(_CONFIGURATION)[1:])
@@ -41,7 +40,6 @@ def summarized(reason: str) -> str:
 
 
 def _summary_of_configurations(texts: list[str]) -> str:
-    """Number of declined configurations and their distinct causes, without call stacks."""
     causes: dict[str, None] = {}
     for text in texts:
         reasons = [(status, why) for status, why in _REASON.findall(text) if not _STACK_FRAME.fullmatch(why)]
@@ -55,15 +53,12 @@ def _summary_of_configurations(texts: list[str]) -> str:
 
 
 class SourceLocation(NamedTuple):
-    """A call of one of a graph's methods."""
-
     operation: str
     file: str
     line: int
 
 
 def recording(name: str, method: Any, locations: list[SourceLocation]) -> Any:
-    """A graph's method, wrapped to record its source location; other attributes unchanged."""
     if not callable(method):
         return method
 
@@ -76,7 +71,6 @@ def recording(name: str, method: Any, locations: list[SourceLocation]) -> Any:
 
 
 def locations_in_file(locations: Sequence[SourceLocation], file: str) -> str:
-    """Operations that code in this file added, with their lines."""
     return ", ".join(f"{each.operation} ({file}, line {each.line})" for each in locations if each.file == file)
 
 
@@ -88,11 +82,9 @@ MAX_LENGTH = 300
 
 
 def shortened(text: str, max_length: int = MAX_LENGTH) -> str:
-    """A text without its middle if it is long."""
     half = max_length // 2
     return text if len(text) <= max_length else f"{text[:half]} ... {text[-half:]}"
 
 
 def printable(text: str) -> str:
-    """A text with line breaks and terminal escapes written as in a Python string."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in text)

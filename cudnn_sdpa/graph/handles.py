@@ -37,16 +37,10 @@ class Slot:
 
     Prologue memory must keep its contents until the plan has read it. Between the kernels' launch and the plan's, the
     same thread may begin another call: a signal handler's, or a finalizer's that the garbage collector runs. So a call
-    acquires that memory and releases it, and a call that finds it in use allocates its own.
+    acquires that memory (`taken`) and releases it, and a call that finds it in use allocates its own.
 
-    Such a nested call may be on another stream, and bind the handle to it. So a launch checks `bound` last, and binds
-    again until no call has intervened.
-
-    Attributes:
-        bound: One number, the stream of the handle; -1 for none, and during a change.
-        scratch: Address of the scratch memory, a workspace.
-        filled: Address of the prologue memory; 0 before its first use.
-        taken: One byte: 1 while a call that is being launched uses the prologue memory.
+    Such a nested call may be on another stream, and bind the handle to it. So a launch checks `bound` last (-1 during a
+    change), and binds again until no call has intervened.
     """
 
     __slots__ = ("_bindings", "_filled", "_workspace", "bound", "filled", "handle", "raw", "scratch", "taken")
@@ -68,9 +62,8 @@ class Slot:
             self.bound[0], self._bindings = -1, self._bindings + 1
             this = self._bindings
             backend.set_stream(self.handle, stream)
-            if (
-                self._bindings == this
-            ):  # a signal handler may have run when `set_stream` returned, and bound another one
+            # A signal handler may have run when `set_stream` returned, and bound another one.
+            if self._bindings == this:
                 self.bound[0] = stream  # last, so that the next launch retries what fails above
 
     def make_filled(self) -> int:
@@ -130,13 +123,10 @@ thread = _Local()
 
 
 def build_handle(device: int) -> Handle:
-    """The calling thread's handle object for `device`, for building plans."""
     return thread.slots[device].handle
 
 
 class _Loader(NamedTuple):
-    """A handle that loads plans, and the stream that it is bound to, on which nothing else runs."""
-
     handle: Handle
     stream: int
 

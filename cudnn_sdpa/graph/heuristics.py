@@ -9,10 +9,8 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.backend import (
     BuiltGraph,
     DeviceOptions,
-    DeviceProperties,
     EngineConfiguration,
     GraphBuilder,
-    Handle,
 )
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import PlanKey
@@ -38,11 +36,7 @@ class ModeABuilder(HeuristicsBuilder):
 
 
 class ProposalsBuilder(GraphBuilder):
-    """Lists cuDNN's proposals without compiling.
-
-    Attributes:
-        proposals: Engines with their settings, best first; set when the graph is built.
-    """
+    """Lists cuDNN's proposals, best first, without compiling."""
 
     proposals: tuple[EngineConfiguration, ...] = ()
 
@@ -59,14 +53,8 @@ class ConfigurationBuilder(GraphBuilder):
     Each proposal gets its own graph, so that serialization yields that plan and its kernels can be freed with it.
     """
 
-    def __init__(
-        self,
-        configuration: EngineConfiguration,
-        *,
-        handle: Handle | None = None,
-        properties: DeviceProperties | None = None,
-    ) -> None:
-        super().__init__(handle=handle, properties=properties)
+    def __init__(self, configuration: EngineConfiguration, **device_options: Unpack[DeviceOptions]) -> None:
+        super().__init__(**device_options)
         self._only = configuration
 
     def _select(self, index: int) -> bool:
@@ -82,12 +70,7 @@ def build_others(
 ) -> list[BuiltGraph]:
     """cuDNN's proposals after `first`, compiled, in order, without those that cannot be compiled.
 
-    Args:
-        operation: The operation.
-        key: The key of its plan.
-        first: The proposal that is already built. Proposals ranked before it could not be built.
-        max_count: Maximum number of compiled plans.
-        **device_options: The handle or the properties for `GraphBuilder`.
+    Proposals ranked before `first`, which is already built, could not be built.
     """
     builder = ProposalsBuilder(**device_options)
     operation.compile(key, builder)

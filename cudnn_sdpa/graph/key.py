@@ -13,9 +13,8 @@ from enum import Enum
 
 import torch
 
-from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.graph.backend import version_string
-from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.layouts import JsonObject, TensorLayout
 from cudnn_sdpa.graph.target import Target, serial_of
 
 #: Compute capability of Hopper, the first GPUs with clusters of thread blocks.
@@ -23,8 +22,6 @@ FIRST_CLUSTERS = 90
 
 
 class Role(str, Enum):
-    """The source of an operand's values."""
-
     TENSOR = "tensor"  #: the caller's memory on the GPU
     SCALAR = "scalar"  #: one value in host memory, read at each launch
     FILL = "fill"  #: a constant tensor owned by the plan
@@ -32,14 +29,7 @@ class Role(str, Enum):
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One input or output of an operation.
-
-    Attributes:
-        name: The builder's parameter; for an output, a name of its own.
-        role: Source of its values.
-        fill: The value of a constant.
-        ragged: Name of the input with the offset of each batch entry; empty if the batch stride gives it.
-    """
+    """One input or output of an operation; `ragged` names the input with the offset of each batch entry."""
 
     name: str
     layout: TensorLayout
@@ -86,7 +76,6 @@ class PlanKey:
 
     @staticmethod
     def typed(options: Mapping[str, object]) -> tuple[TypedOption, ...]:
-        """Options in the form that a key holds."""
         return tuple((name, _type_name(value), value) for name, value in sorted(options.items()))
 
     @property
@@ -98,7 +87,6 @@ class PlanKey:
         return self.operation.rpartition(":")[2]
 
     def to_json(self) -> dict[str, object]:
-        """A JSON-ready description of everything but the target, read back by `from_json`."""
         return {
             "operation": self.operation,
             "digest": self.digest,
@@ -110,7 +98,7 @@ class PlanKey:
 
     @property
     def is_gpu_specific(self) -> bool:
-        """Whether a plan made on one GPU cannot be loaded on another of the same model.
+        """A plan that names clusters, made on one GPU, cannot be loaded on another of the same model.
 
         The multiprocessors that can form a cluster differ between chips of one model, and cuDNN stores them in plans of
         convolutions: a plan for other clusters leaves some of its results unwritten (seen on 9.19 with an H200).
@@ -121,7 +109,6 @@ class PlanKey:
         return self.device is not None and self.target.sm >= FIRST_CLUSTERS and not is_attention
 
     def identity(self) -> dict[str, object]:
-        """Everything that determines the plan, JSON-ready and equal in all processes."""
         target, device = self.target, self.device
         return {
             **({"gpu": serial_of(device)} if device is not None and self.is_gpu_specific else {}),
@@ -134,12 +121,10 @@ class PlanKey:
         }
 
     def without_device(self) -> PlanKey:
-        """The key of a plan for the same model of GPU, made without this GPU."""
         return replace(self, device=None)
 
     @classmethod
     def from_json(cls, data: JsonObject, target: Target) -> PlanKey:
-        """The inverse of `to_json`, for `target`."""
         return cls(
             operation=data["operation"],
             digest=data["digest"],

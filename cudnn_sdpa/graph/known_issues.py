@@ -10,7 +10,7 @@ changes; the row's `avoids` detects it in the key. Three kinds of bugs are kept 
 - `attention/support` has rules for calls that are refused, with `wrong=True` if cuDNN has a plan for them. A rule needs
   no key, so `support` and CPU tensors get the same answer, and it suggests what works instead. A bug that a key from a
   manifest can still reach has a row here, too, such as dropout with a single query.
-- `determinism.py` lists kernels whose results differ from run to run. They are not wrong, and which kernel a plan gets
+- `backend.py` lists kernels whose results differ from run to run. They are not wrong, and which kernel a plan gets
   is known only while it is built.
 - A bug that only values trigger, such as a scale close to 0, shows in no key. The code of the launch avoids it, and a
   comment there names the bug.
@@ -66,7 +66,7 @@ class KnownIssue:
 
 
 def _varies_along_one_dim(key: PlanKey) -> bool:
-    """Whether a 3-D operand is broadcast along two dimensions, in a batch of several."""
+    """A 3-D operand is broadcast along two dimensions, in a batch of several."""
     shapes = [op.layout.shape for op in key.inputs if op.role is Role.TENSOR and len(op.layout.shape) == 3]
     full = [max(sizes) for sizes in zip(*shapes, strict=True)]
     is_batch = bool(full) and full[0] > 1 and max(full[1:]) > 1
@@ -74,7 +74,7 @@ def _varies_along_one_dim(key: PlanKey) -> bool:
 
 
 def _layouts_of_user(key: PlanKey) -> list[TensorLayout]:
-    """The tensors of a user's graph; none for the library's own graphs, whose layouts are all read correctly."""
+    """The library's own graphs have none: all their layouts are read correctly."""
     if key.operation.startswith("cudnn_sdpa."):
         return []
     return [op.layout for op in key.inputs if op.role is Role.TENSOR]
@@ -86,7 +86,7 @@ def _is_below_3d(key: PlanKey) -> bool:
 
 
 def _is_broadcast_with_gaps(key: PlanKey) -> bool:
-    """Whether a broadcast tensor is not dense or, with three dimensions, not row-major."""
+    """A broadcast tensor is not dense or, with three dimensions, not row-major."""
     layouts = _layouts_of_user(key)
     rank = max((len(x.shape) for x in layouts), default=0)
     layouts = [x for x in layouts if len(x.shape) == rank]
@@ -100,7 +100,6 @@ def _is_broadcast(x: TensorLayout, full: list[int]) -> bool:
 
 
 def _is_read_correctly(x: TensorLayout) -> bool:
-    """Whether cuDNN reads a broadcast tensor correctly: one element, or a dense tensor."""
     dims = [(stride, n) for n, stride in zip(x.shape, x.stride, strict=True) if n > 1]
     in_order = dims[::-1] if len(x.shape) == 3 else sorted(dims)
     span = 1
@@ -116,7 +115,6 @@ def _max_offset(layouts: Iterable[TensorLayout]) -> int:
 
 
 def _is_conv3d(key: PlanKey, *dtypes: torch.dtype) -> bool:
-    """Whether a plan is a 3-D convolution of the library's, or a gradient of one, in one of these dtypes."""
     of_x = key.inputs[0].layout
     is_convolution = key.operation.startswith("cudnn_sdpa.fused.conv_graphs:")
     return is_convolution and len(of_x.shape) == len(("batch", "channels", *"DHW")) and of_x.dtype in dtypes
@@ -231,7 +229,7 @@ def _has_only_causal_mask(key: PlanKey) -> bool:
 
 
 def _passes_the_last_key(key: PlanKey) -> bool:
-    """Whether a bottom-right window without a right bound may have more queries than keys and the left bound."""
+    """A bottom-right window without a right bound may have more queries than keys and the left bound."""
     band = key.option_values.get("band")
     if not isinstance(band, tuple):
         return False
@@ -243,7 +241,6 @@ def _passes_the_last_key(key: PlanKey) -> bool:
 
 
 def _has_dense_rows(key: PlanKey, name: str) -> bool:
-    """Whether the rows of a packed tensor have no gaps, token-major or head-major."""
     operand = _find(key, name)
     if operand is None:
         return True
@@ -264,7 +261,6 @@ def _has_token_major_gradients(key: PlanKey) -> bool:
 
 
 def _exceeds_a_grid(key: PlanKey) -> bool:
-    """Whether batch entries or heads outnumber the blocks of a dimension of CUDA's grid."""
     batch, heads, queries, _ = _shape(key, "q")
     if _is_packed(key):
         is_limited = key.option_values.get("deterministic") if _is_backward(key) else _has(key, "sink")
@@ -461,23 +457,17 @@ ATTENTION_ISSUES = (
 
 
 def concerning(key: PlanKey) -> list[KnownIssue]:
-    """Bugs of the key's version that affect its plan."""
     version = key.target.cudnn
     rows = ATTENTION_ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
     return [issue for issue in rows if issue.first <= version < issue.fixed and issue.concerns(key)]
 
 
 def check(key: PlanKey) -> None:
-    """Refuses to build a plan that would give wrong results.
-
-    Raises:
-        UnsupportedError: Lists every bug that the plan does not avoid.
-    """
+    """Refuses to build a plan that would give wrong results, with every bug that the plan does not avoid."""
     reasons = [str(issue) for issue in concerning(key) if not (issue.in_capture or issue.avoids(key))]
     if reasons:
         raise UnsupportedError(f"{key.name} with cuDNN {version_string(key.target.cudnn)}", reasons)
 
 
 def not_in_capture(key: PlanKey) -> str:
-    """The bugs for which a launch of this plan may not be captured in a CUDA graph; empty if it may."""
     return "; ".join(str(issue) for issue in concerning(key) if issue.in_capture)

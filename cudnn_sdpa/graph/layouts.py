@@ -8,12 +8,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from cudnn_sdpa._json import JsonObject
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
+from cudnn_sdpa.graph.scalars import is_compiling, is_true
+
+#: An object in a JSON file or message; values are checked where they are read.
+JsonObject: TypeAlias = dict[str, Any]
 
 #: cuDNN's names of the dtypes (members of ``cudnn.data_type``).
 CUDNN_DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -50,7 +52,6 @@ class TensorLayout:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, *, channels_last: bool = False) -> TensorLayout:
-        """The layout of `tensor`; `channels_last` as for `canonical_stride`."""
         stride = canonical_stride(tensor.shape, tensor.stride(), channels_last=channels_last)
         return cls(tuple(tensor.shape), stride, tensor.dtype)
 
@@ -59,7 +60,6 @@ class TensorLayout:
         return cls(tuple(shape), contiguous_stride(shape), dtype)
 
     def to_json(self) -> dict[str, object]:
-        """A JSON-ready description, read back by `from_json`."""
         return {"shape": list(self.shape), "stride": list(self.stride), "dtype": str(self.dtype).removeprefix("torch.")}
 
     @classmethod
@@ -87,12 +87,8 @@ def canonical_stride(shape: Sequence[int], stride: Sequence[int], *, channels_la
 
     cuDNN infers the memory order (NCHW, NHWC) from all strides, even those that address nothing: it treats a filter
     (8, 8, 3, 1) with strides (24, 1, 8, 1) differently from one with (24, 1, 8, 8). If all larger dimensions are in
-    row-major order, so are those of size 1; if they are channels-last, so are those of size 1.
-
-    Args:
-        shape: Sizes.
-        stride: Strides, in elements.
-        channels_last: The order where sizes of 1 make it ambiguous.
+    row-major order, so are those of size 1; if they are channels-last, so are those of size 1. `channels_last` decides
+    where sizes of 1 make the order ambiguous.
     """
     compare = _comparisons(shape, stride)
     single = [compare.is_true(size == 1) for size in shape]
@@ -122,9 +118,7 @@ def has_channels_last(shape: Sequence[int], stride: Sequence[int]) -> bool:
 def layouts_of(tensors: Sequence[torch.Tensor], *, channels_last: bool = False) -> list[TensorLayout]:
     """The layouts of one graph's operands. An order that sizes of 1 make ambiguous follows the other operands.
 
-    Args:
-        tensors: The operands.
-        channels_last: The order if it is ambiguous for all operands.
+    `channels_last` decides if it is ambiguous for all operands.
     """
     last = channels_last or any(has_channels_last(x.shape, x.stride()) for x in tensors)
     return [TensorLayout.of(x, channels_last=last) for x in tensors]
@@ -135,14 +129,12 @@ _IMAGE = 4
 
 
 def channels_last_order(rank: int) -> tuple[int, ...]:
-    """The dimensions from outermost to innermost, with channels innermost."""
     return (0, *range(2, rank), 1)
 
 
 def _memory_order(
     shape: Sequence[int], stride: Sequence[int], compare: _Comparisons, *, channels_last: bool
 ) -> Sequence[int]:
-    """The dimensions from outermost to innermost, including those of size 1."""
     rank = len(shape)
     orders = [tuple(range(rank))]
     if rank >= _IMAGE:
@@ -163,20 +155,14 @@ def _follows(order: Sequence[int], shape: Sequence[int], stride: Sequence[int], 
 
 
 def is_expanded(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether elements share an address along a dimension of stride 0."""
     return any(is_true(stride == 0) and is_true(size > 1) for size, stride in zip(shape, strides, strict=True))
 
 
 def dense_stride_like(shape: Sequence[int], model: Sequence[int], model_stride: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor of `shape` with the model's memory order.
+    """Strides of a dense tensor of `shape` with the model's memory order; the last dimension is innermost.
 
-    The last dimension is innermost. A model that overlaps itself (a stride of 0) has no order to follow, so the result
-    is row-major, as with `torch.empty_like`.
-
-    Args:
-        shape: Sizes of the new tensor; all but the last match the model's.
-        model: Sizes of the tensor whose order to follow, of the same rank.
-        model_stride: The model's strides.
+    A model that overlaps itself (a stride of 0) has no order to follow, so the result is row-major, as with
+    `torch.empty_like`. The shape matches the model's in all but the last dimension.
     """
     is_true, is_larger = _comparisons(shape, model, model_stride)
     larger_than_1 = [i for i in range(len(shape) - 1) if not is_true(model[i] == 1)]
@@ -206,7 +192,7 @@ def dense_like(layout: TensorLayout) -> TensorLayout:
 
 
 def _is_larger(a: int, b: int) -> bool:
-    """Whether one stride is larger than another; for strides that depend on data, whether it is a multiple."""
+    """For strides that depend on data, a multiple counts as larger."""
     condition = cast("bool | torch.SymBool", a > b)
     if not isinstance(condition, torch.SymBool):
         return bool(condition)

@@ -1,4 +1,9 @@
-"""Options that are one number or flag: numpy's scalars become Python's, and values unknown to compiled code raise."""
+"""Numbers and flags that may be numpy's, or symbols of torch.compile and torch.export.
+
+A symbol may be unbacked: known only when the program runs, such as the number of nonzero elements of a tensor. An `if`
+on an unbacked symbol aborts compilation. Comparisons here assume the usual case instead; operators check again when
+they run.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +15,38 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true
+
+is_compiling = torch.compiler.is_dynamo_compiling
 
 #: Larger than any sequence, and small enough that adding a position to it does not overflow.
 LARGEST = 2**31 - 1
 
 
+def is_true(condition: bool | torch.SymBool) -> bool:
+    """False if the comparison depends on data."""
+    if is_compiling() or isinstance(condition, torch.SymBool):  # torch.compile shows symbols as plain types
+        from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+        return bool(guard_or_false(condition))
+    return bool(condition)
+
+
+def is_empty(tensor: torch.Tensor) -> bool:
+    """False if the number of elements depends on data."""
+    return any(is_true(size == 0) for size in tensor.shape)
+
+
+def is_known(condition: bool | torch.SymBool) -> bool:
+    """True if the comparison holds for all values of its symbols; adds no guard in compiled code."""
+    if is_compiling() or isinstance(condition, torch.SymBool):
+        from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+        return bool(statically_known_true(condition))
+    return bool(condition)
+
+
 def is_integer(number: object) -> TypeGuard[int]:
-    """Whether the operators accept a value as an integer; in compiled code it may be a symbol."""
+    """The operators accept integers; in compiled code one may be a symbol."""
     return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
@@ -99,13 +128,13 @@ def as_bool(flag: object) -> object:
 
 
 def is_numpy_bool(value: object) -> bool:
-    """Whether a value is numpy's truth value, whose class has one of two names and is not Python's bool."""
+    """Numpy's truth value has one of two class names, and is no Python bool."""
     kind = type(value)
     return kind.__module__ == "numpy" and kind.__name__ in ("bool", "bool_")
 
 
 def depends_on_data(value: object) -> bool:
-    """Whether a number or a flag is unknown until compiled code runs, as that of `.item()`."""
+    """A number or a flag, as that of `.item()`, may be unknown until compiled code runs."""
     if not is_compiling() and not isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
         return False
     if not isinstance(value, (bool, torch.SymBool)):
@@ -118,11 +147,7 @@ def depends_on_data(value: object) -> bool:
 
 
 def check_known(name: str, value: object, hint: str = "") -> None:
-    """Refuses an option that depends on data, as `.item()` gives it in compiled code: a plan or a branch needs it.
-
-    Raises:
-        OptionError: The option depends on data.
-    """
+    """Refuses an option that depends on data, as `.item()` gives it in compiled code: a plan or a branch needs it."""
     if depends_on_data(value):
         expected = "a value that is known when the code is compiled"
         otherwise = "Read it before the compiled code, and pass it as an argument."

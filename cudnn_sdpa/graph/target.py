@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,11 +12,11 @@ from typing import Any
 
 import torch
 
-from cudnn_sdpa._json import JsonObject, read_text
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.diagnostics import printable, shortened
+from cudnn_sdpa.graph.layouts import JsonObject
 
 #: The properties that determine what cuDNN plans and compiles. PCI id, clocks, driver and name are left out, so that
 #: GPUs of one model share plans.
@@ -54,13 +55,8 @@ _MEASURED = {"h200": ((92700, "h200-cudnn-9.28.json"), (0, "h200-cudnn-9.19.json
 class Target:
     """The GPU and the library versions in a plan's key.
 
-    Attributes:
-        properties: The planning properties, as sorted (name, value) pairs.
-        cudnn: cuDNN's version, as `cudnnGetVersion` gives it (9.19.0 is 91900).
-        frontend: Version of nvidia-cudnn-frontend.
-        name: Marketing name of the GPU, for people; not compared.
-        source: Source of the properties, if cuDNN did not report them on such a GPU; not compared.
-        sm: Compute capability as one number: 90 for 9.0. From the properties.
+    `properties` are the planning properties as sorted pairs; `cudnn` is as `cudnnGetVersion` gives it (9.19.0 is
+    91900), and `sm` the compute capability as one number (90 for 9.0). Name and source are for people, not compared.
     """
 
     properties: tuple[tuple[str, Any], ...]  # values of cuDNN's JSON
@@ -75,7 +71,6 @@ class Target:
 
     @classmethod
     def from_properties(cls, properties: Mapping[str, object]) -> Target:
-        """The target that cuDNN's device-properties JSON describes."""
         chosen = sorted((name, _frozen(properties[name])) for name in PLANNING_PROPERTIES if name in properties)
         name = printable(shortened(str(properties.get("deviceName", "unnamed GPU"))))
         source = printable(shortened(str(properties.get(SOURCE, ""))))
@@ -111,7 +106,6 @@ def live_target(device: int) -> Target:
 
 @functools.cache
 def serial_of(device: int) -> str:
-    """A serial that identifies the GPU with index `device` in this process; empty without one."""
     try:
         return str(torch.cuda.get_device_properties(device).uuid)
     except (AssertionError, RuntimeError):
@@ -119,21 +113,14 @@ def serial_of(device: int) -> str:
 
 
 def bundled_targets() -> dict[str, str]:
-    """Names of the GPUs of `load_properties`, each with the source of its properties.
-
-    Returns:
-        For each name, `"measured"` (reported by cuDNN on such a GPU) or `"from public specifications"`.
-    """
+    """Names of the GPUs of `load_properties`, each with the source of its properties, `MEASURED` or `SPECIFIED`."""
     specified = dict.fromkeys(_specifications()["gpus"], SPECIFIED)
     return dict(sorted({**dict.fromkeys(_MEASURED, MEASURED), **specified}.items()))
 
 
 @functools.cache
 def bundled_capabilities() -> dict[str, int]:
-    """Names of the GPUs of `load_properties`, each with its compute capability as one number.
-
-    Unlike `load_properties`, this does not load cuDNN.
-    """
+    """Compute capabilities of the GPUs of `load_properties`, by name; unlike that, does not load cuDNN."""
     capabilities = {name: _read(_FOLDER / files[-1][1])["deviceVer"] // 10 for name, files in _MEASURED.items()}
     for name, gpu in _specifications()["gpus"].items():
         major, minor = gpu["compute_capability"].split(".")
@@ -142,16 +129,9 @@ def bundled_capabilities() -> dict[str, int]:
 
 
 def load_properties(name_or_path: str | Path, argument: str = "target") -> DeviceProperties:
-    """Properties of a GPU, in the format of the installed cuDNN.
+    """Properties of a GPU, in the format of the installed cuDNN, with `SOURCE` if from public specifications.
 
-    Properties from public specifications have the key `"source"`.
-
-    Args:
-        name_or_path: A name of `bundled_targets`, such as `"h200"`, or the path of a JSON file.
-        argument: The caller's name for it, for the error.
-
-    Raises:
-        OptionError: The argument is neither, or the file does not describe a GPU.
+    `name_or_path` is a name of `bundled_targets`, or the path of a JSON file; errors call it `argument`.
     """
     try:
         return _loaded(name_or_path)
@@ -170,11 +150,7 @@ def _loaded(name_or_path: str | Path) -> DeviceProperties:
 
 
 def check_name(name_or_path: str, argument: str) -> None:
-    """Checks an argument of `load_properties`, without cuDNN.
-
-    Raises:
-        OptionError: The argument is neither a name nor a readable file.
-    """
+    """Checks an argument of `load_properties`, without cuDNN."""
     if name_or_path.lower() not in bundled_targets():
         try:
             _read(Path(name_or_path))
@@ -204,7 +180,6 @@ def _measured(name: str) -> DeviceProperties:
 
 
 def _specified(name: str) -> DeviceProperties:
-    """The H200's properties, overridden by the specifications."""
     gpu = _specifications()["gpus"][name]
     capability = _specifications()["compute_capabilities"][gpu["compute_capability"]]
     known = {**capability, **gpu["properties"]}
@@ -222,3 +197,10 @@ def _read(path: Path) -> DeviceProperties:
         if not all(isinstance(each, (int, float, str)) for each in (value if isinstance(value, list) else [value])):
             raise ValueError(f"{name!r} is neither a number nor a list of numbers")
     return properties
+
+
+def read_text(path: str | Path) -> str:
+    """The text of a file; of a pipe, the text of its writer, empty if it has none."""
+    with open(path, encoding="utf-8", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        os.set_blocking(file.fileno(), True)
+        return file.read()

@@ -1,7 +1,15 @@
-"""The attention function for Hugging Face Transformers."""
+"""The attention function for Hugging Face Transformers.
+
+Packed documents that only `position_ids` separate begin where positions do not increase. DeepSpeed's sequence
+parallelism and padding-free collators use this, also with a cache, where transformers' own masks do not check
+positions. Reading positions waits for the GPU, so they are read once for all layers. Where they cannot be read, a
+device assertion checks that there is one document: otherwise documents would silently attend to each other.
+"""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
 
 import torch
@@ -11,9 +19,10 @@ from torch.nn.functional import pad
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.errors import DtypeError, UnsupportedError
-from cudnn_sdpa.integrations import mask_encoding
-from cudnn_sdpa.integrations.documents import SUGGESTION, Documents, documents
+from cudnn_sdpa.graph.scalars import is_true
+from cudnn_sdpa.integrations import masks
 
 #: Keyword arguments of transformers.
 Arguments: TypeAlias = dict[str, Any]
@@ -36,6 +45,14 @@ REFUSED = {
     "head_mask": "single heads are masked out",
     "output_attentions": "attention weights are requested, which no fused kernel stores",
 }
+#: Arguments for every case, named in errors.
+SUGGESTION = "use_cache=False, or cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k"
+
+#: Messages of device assertions have at most 255 characters.
+_MESSAGE = (
+    f"cudnn_sdpa in transformers: position_ids restart, where they may not be read (compiled, captured, or "
+    f"inspect_padding=False). Use {SUGGESTION}."
+)
 #: The alternative to offsets for separating packed sequences.
 _BY_POSITIONS = "position_ids that restart, and use_cache=False"
 
@@ -64,9 +81,6 @@ def attention(
     A mask is None, which is a causal mask aligned top-left if the layer is causal and no mask otherwise, or a result of
     `masks`, or a boolean or float (additive) tensor. `s_aux` are sinks. If no mask separates packed sequences,
     `position_ids` that restart do; `inspect_positions` allows reading them, which waits for the GPU.
-
-    Raises:
-        UnsupportedError: cuDNN, this GPU or this library does not support it, with every reason.
     """
     if others:
         _refuse(others)
@@ -99,9 +113,9 @@ def attention(
         if query.shape[2] == 1 and not (dropout or softcap) and _grows(module, is_causal, key):
             key, value, lengths = _padded_with_lengths(key, value)
         out = sdpa(query, key, value, is_causal=causal, seq_lens_kv=lengths, **options)
-    elif attention_mask.dtype == mask_encoding.DTYPE:
-        structure = mask_encoding.structure(attention_mask, query)
-        if isinstance(structure, mask_encoding.Packed):
+    elif attention_mask.dtype == masks.DTYPE:
+        structure = masks.structure(attention_mask, query)
+        if isinstance(structure, masks.Packed):
             return _packed((query, key, value), structure, options), None
         out = _banded((query, key, value), attention_mask, structure, options)
     else:
@@ -116,7 +130,7 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: mask_encoding.Band, options: Options) -> Tensor:
+def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: masks.Band, options: Options) -> Tensor:
     query, key, value = qkv
     queries, keys = query.shape[2], key.shape[2]
     left, right, lengths = band
@@ -124,8 +138,8 @@ def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: mask_encodin
     # cuDNN has no kernel for a single query with softcap and lengths, nor for dropout with a bottom-right band.
     is_refused = options["softcap"] is not None and lengths is not None and queries == 1
     if is_refused or (options["dropout_p"] and not is_square):
-        return sdpa(query, key, value, attn_mask=mask_encoding.drawn(mask, query, keys), **options)
-    is_full = left == mask_encoding.UNBOUNDED or (queries == 1 and keys <= left + 1)
+        return sdpa(query, key, value, attn_mask=masks.drawn(mask, query, keys), **options)
+    is_full = left == masks.UNBOUNDED or (queries == 1 and keys <= left + 1)
     needs_no_mask = is_full and queries == 1 and right == 0  # a single query at the last key attends to all keys
     if needs_no_mask:
         return sdpa(query, key, value, seq_lens_kv=lengths, **options)
@@ -141,7 +155,7 @@ def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: mask_encodin
     )
 
 
-def _packed(qkv: tuple[Tensor, Tensor, Tensor], packed: mask_encoding.Packed, options: Options) -> Tensor:
+def _packed(qkv: tuple[Tensor, Tensor, Tensor], packed: masks.Packed, options: Options) -> Tensor:
     """Causal attention among the tokens that are not padding, packed; padding rows are zeros."""
     query, _, value = qkv
     batch, heads, length, _ = query.shape
@@ -167,7 +181,7 @@ def _token_major(x: Tensor, length: int) -> Tensor:
 
 
 def _separates_sequences(mask: Tensor | None) -> bool:
-    return mask is not None and (mask.dtype != mask_encoding.DTYPE or mask_encoding.is_packed(mask))
+    return mask is not None and (mask.dtype != masks.DTYPE or masks.is_packed(mask))
 
 
 class _Call(NamedTuple):
@@ -193,7 +207,6 @@ def _by_arguments(call: _Call, others: Arguments, options: Options, *, inspect: 
 
 
 def _by_offsets(call: _Call, others: Arguments, options: Options) -> Tensor:
-    """Attention within the packed sequences of a batch of one, described by FlashAttention's arguments."""
     is_complete = all(others.get(name) is not None for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"))
     reasons = {
         "cu_seq_lens_q with a sliding window": call.mask is not None or others.get("sliding_window") is not None,
@@ -218,10 +231,9 @@ def _by_offsets(call: _Call, others: Arguments, options: Options) -> Tensor:
 
 
 def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
-    """Attention within each document."""
     query, key, value, mask = call.query, call.key, call.value, call.mask
     batch, heads, length, _ = query.shape
-    band = None if mask is None else cast(mask_encoding.Band, mask_encoding.structure(mask, query))
+    band = None if mask is None else cast(masks.Band, masks.structure(mask, query))
     # A static cache whose rows past the queries are empty, and masked by the causal mask.
     is_new_cache = mask is None and call.is_causal and length < key.shape[2]
     reasons = {
@@ -260,15 +272,15 @@ def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
 def _with_bias(mask: Tensor | None, position_bias: Tensor, query: Tensor, key: Tensor) -> Tensor:
     if mask is None:
         return position_bias
-    if mask.dtype == mask_encoding.DTYPE:
-        mask = mask_encoding.drawn(mask, query, key.shape[2])
+    if mask.dtype == masks.DTYPE:
+        mask = masks.drawn(mask, query, key.shape[2])
     if mask.dtype == torch.bool:
         return position_bias.masked_fill(~mask, -torch.inf)
     return position_bias + mask
 
 
 def _grows(module: torch.nn.Module, is_causal: bool | None, key: Tensor) -> bool:
-    """Whether a single query's keys are a growing cache, whose every length would need an exact-shape plan."""
+    """A growing cache would need an exact-shape plan for each of its lengths."""
     if torch.compiler.is_compiling():  # which would guard on the length
         return False
     return key.shape[2] % ROUNDED_TO != 0 and not key.requires_grad and _is_causal(module, is_causal)
@@ -299,3 +311,72 @@ def _refuse(others: Arguments) -> None:
     if refused:
         reasons = [REFUSED[name] for name in refused]
         raise UnsupportedError("cudnn_sdpa in transformers", reasons, 'attn_implementation="eager" for this model')
+
+
+class Documents(NamedTuple):
+    """Offsets (N + 1,) int32 of the documents of all sequences, packed, and the length of the longest one."""
+
+    offsets: Tensor
+    max_length: int
+
+
+class _LastRead(NamedTuple):
+    """Documents of a tensor of positions, and its version."""
+
+    positions: weakref.ref[Tensor]
+    version: int | None
+    batch: int
+    may_read: bool
+    result: Documents | None
+
+
+_last = threading.local()
+
+
+def documents(positions: object, query: Tensor, *, may_read: bool) -> Documents | None:
+    """The documents that positions (B or 1, S) separate among queries (B, Hq, S, D); None if there is one per sequence.
+
+    Positions of other shapes have another meaning and are ignored. Reading positions waits for the GPU.
+    """
+    batch, length = query.shape[0], query.shape[2]
+    if not isinstance(positions, Tensor) or positions.dim() not in (1, 2) or positions.is_floating_point():
+        return None
+    rows = 1 if positions.dim() == 1 else positions.shape[0]
+    if not is_true(positions.shape[-1] == length) or not (is_true(rows == 1) or is_true(rows == batch)):
+        return None
+    if torch.compiler.is_compiling() or not is_plain_memory(positions) or _is_captured(positions):
+        _assert_one_document(positions)
+        return None
+    version = None if positions.is_inference() else positions._version
+    last: _LastRead | None = getattr(_last, "read", None)
+    is_same = last is not None and version is not None and last.positions() is positions
+    if last is not None and is_same and (last.version, last.batch, last.may_read) == (version, batch, may_read):
+        return last.result
+    result = None
+    if may_read:
+        result = _read_documents(positions.expand(batch, length))
+    else:
+        _assert_one_document(positions)
+    _last.read = _LastRead(
+        positions=weakref.ref(positions), version=version, batch=batch, may_read=may_read, result=result
+    )
+    return result
+
+
+def _read_documents(positions: Tensor) -> Documents | None:
+    """The documents in positions (B, S); waits for the GPU."""
+    begins = positions.diff(dim=1) < 1
+    if not bool(begins.any()):
+        return None
+    begins = torch.nn.functional.pad(begins, (1, 0), value=True).flatten()
+    starts = begins.nonzero().flatten().to(torch.int32)
+    offsets = torch.cat([starts, starts.new_full((1,), begins.shape[0])])
+    return Documents(offsets, int(offsets.diff().max()))
+
+
+def _assert_one_document(positions: Tensor) -> None:
+    torch._assert_async((positions.diff(dim=-1) > 0).all(), _MESSAGE)
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -21,8 +21,6 @@ _SOFTMAXES = ("vanilla", "off-by-one", "learnable")
 
 
 class _Options(Softmax, total=False):
-    """Options of `sdpa` and `sdpa_varlen`."""
-
     dropout_p: float
 
 

@@ -118,11 +118,6 @@ class _Installation:
 
     @classmethod
     def install(cls, key: str) -> _Installation:
-        """Registers our kernels under a dispatch key.
-
-        Raises:
-            LibraryError: An operator has other arguments than its kernel.
-        """
         installation = cls(key)
         kernels = [
             (namespace, name, Kernel(*function, operator.default._schema, kernel_before(operator.default, key)))
@@ -143,7 +138,6 @@ class _Installation:
         return installation
 
     def remove(self) -> None:
-        """Removes the kernels; a second call does nothing."""
         libraries, self._libraries = self._libraries, []
         for library in libraries:
             library._destroy()
@@ -152,7 +146,6 @@ class _Installation:
 
 
 def _operator(namespace: str, name: str) -> Any:
-    """One of PyTorch's operators; None if this PyTorch lacks it."""
     if namespace == "torch_attn":
         try:
             importlib.import_module("torch.nn.attention.varlen")  # defines the operators

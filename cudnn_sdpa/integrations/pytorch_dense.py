@@ -19,9 +19,8 @@ _calls = NativeCalls()
 
 _NAMES = {"q": "query", "k": "key", "v": "value", "attn_mask": "attn_bias", "rng": "philox_seed", "lse": "logsumexp"}
 
-_NEEDS = Needs(
-    q=True, k=True, v=True, attn_mask=False, sinks=False
-)  #: PyTorch's operator returns the gradients of query, key and value
+#: PyTorch's operator returns the gradients of query, key and value.
+_NEEDS = Needs(q=True, k=True, v=True, attn_mask=False, sinks=False)
 
 Results = tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, None]
 
@@ -47,17 +46,9 @@ def attention(
     """
     if return_debug_mask:
         raise UnsupportedError("return_debug_mask=True", ["cuDNN does not give the mask of dropout to the caller"])
+    with_lse = compute_log_sumexp or not torch.is_inference_mode_enabled()
     try:
-        results, rng = _attention(
-            query,
-            key,
-            value,
-            attn_bias,
-            with_lse=compute_log_sumexp or not torch.is_inference_mode_enabled(),
-            dropout_p=dropout_p,
-            is_causal=is_causal,
-            scale=scale,
-        )
+        results, rng = _attention((query, key, value, attn_bias, with_lse, is_causal, scale), dropout_p)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     out, lse = results if isinstance(results, tuple) else (results, query.new_empty(query.shape[:3], dtype=torch.float))
@@ -69,23 +60,14 @@ def attention(
 
 
 def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    with_lse: bool,
-    *,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
+    signature: tuple[Tensor, Tensor, Tensor, Tensor | None, bool, bool, float | None], dropout_p: float
 ) -> tuple[Tensor | tuple[Tensor, Tensor], Tensor | None]:
-    """The output, with the LSE if wanted; and the random numbers of dropout."""
-    signature = (query, key, value, attn_bias, with_lse, is_causal, scale)
     if _calls.find is not None and dropout_p == 0 and not value_checks.enabled:
         with torch.no_grad():
             known = _calls.find(*signature)
         if known is not MISSED:
             return known, None
+    query, key, value, attn_bias, with_lse, is_causal, scale = signature
     call = _call(query, key, value, attn_bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
     call = call._replace(with_lse=with_lse)
     if with_lse and needs_gradient(query, key, value):

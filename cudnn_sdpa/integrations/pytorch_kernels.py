@@ -26,7 +26,6 @@ _allowed: set[Hashable] = set()
 
 
 def kernel_before(operator: Any, key: str) -> Any:
-    """The current kernel of an operator for a dispatch key; None if there is none, or if this PyTorch cannot say."""
     get_kernel = getattr(torch.library, "get_kernel", None)
     if get_kernel is None:
         return None
@@ -39,21 +38,11 @@ def kernel_before(operator: Any, key: str) -> Any:
 class Kernel:
     """One of our functions as a kernel: arguments by name, defaults for those that this PyTorch lacks.
 
-    Where the function raises `UnsupportedError` and a fallback is in force, the replaced kernel runs instead.
+    Every PyTorch has the function's parameters without a default. Where the function raises `UnsupportedError` and a
+    fallback is in force, the replaced kernel (`before`) runs instead.
     """
 
     def __init__(self, function: Callable[..., object], results: int, schema: Any, before: Any) -> None:
-        """Makes the kernel of an operator.
-
-        Args:
-            function: Our function; every PyTorch has its parameters without a default.
-            results: The number of its results.
-            schema: The operator's schema.
-            before: The replaced kernel, if any.
-
-        Raises:
-            LibraryError: The operator has other arguments or results than the function.
-        """
         self._name, self._function, self._before = schema.name, function, before
         parameters = inspect.signature(function).parameters
         arguments = list(schema.arguments)
@@ -116,35 +105,18 @@ class Kernel:
 
 
 def launch(operation: Operation[CallT], call: CallT, calls: NativeCalls, signature: tuple[object, ...]) -> Any:
-    """Runs a call of PyTorch's dispatcher, below autograd and autocast, neither of which acts again.
-
-    Args:
-        operation: The operation.
-        call: The call.
-        calls: The native module's calls of this kernel.
-        signature: The call's signature: all its tensors and options.
-    """
+    """Runs a call of PyTorch's dispatcher, below autograd and autocast, neither of which acts again."""
     with undisturbed(operation.first_of(call)):
         return operation(call, Asked(calls, signature))
 
 
 def launch_backward(operation: Operation[CallT], backward: BackwardCall[CallT]) -> Sequence[Tensor]:
-    """Runs a backward call of PyTorch's dispatcher, below autograd; returns the needed gradients.
-
-    Args:
-        operation: The operation.
-        backward: The unchecked call.
-
-    Raises:
-        ArgumentError: An argument is wrong.
-    """
     with torch.no_grad():
         return operation.gradients_from_dispatcher(backward)
 
 
 @contextlib.contextmanager
 def undisturbed(query: Tensor) -> Iterator[None]:
-    """Disables gradients, autocast and a fallback while active."""
     with torch.no_grad():
         if not (is_autocasting() or fallback.is_in_force()):
             yield

@@ -1,14 +1,27 @@
-"""`torch_attn::_varlen_attn`, `_varlen_attn_out` and `_varlen_attn_backward`, behind `torch.nn.attention.varlen`."""
+"""`torch_attn::_varlen_attn`, `_varlen_attn_out` and `_varlen_attn_backward`, behind `torch.nn.attention.varlen`.
+
+Offsets are on the GPU alone, and are not read back. For keys in pages, and for a part of each sequence's keys, rows are
+gathered by positions that are computed there, and no size depends on a length.
+"""
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from cudnn_sdpa.attention.arguments import check_lengths
 from cudnn_sdpa.attention.mask import UNBOUNDED
+from cudnn_sdpa.attention.paged.arguments import NHD
+from cudnn_sdpa.attention.paged.call import PagedCall
+from cudnn_sdpa.attention.paged.plans import MAX_DECODED, MAX_GATHERED_BYTES
+from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
+from cudnn_sdpa.attention.varlen import plans as varlen_plans
+from cudnn_sdpa.attention.varlen.arguments import check_cumulative
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.engine import value_checks
@@ -16,11 +29,10 @@ from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.memory import shape_of
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
-from cudnn_sdpa.integrations import pytorch_pages
-from cudnn_sdpa.integrations.pytorch_kernels import launch, launch_backward
+from cudnn_sdpa.integrations.pytorch_kernels import launch, launch_backward, undisturbed
 
 _calls = NativeCalls()
-
+_gathered_calls = NativeCalls()
 
 _NEEDS = (True, True, True, False)  #: gradients of query, key and value
 
@@ -43,12 +55,6 @@ _BACKENDS = (FLASH, SDPBackend.CUDNN_ATTENTION.value)
 
 
 class _Rules:
-    """Differences between the operators of PyTorch's versions.
-
-    Attributes:
-        values_have_their_head_dim: Whether the head dim of values may differ from that of queries.
-    """
-
     values_have_their_head_dim = False
 
 
@@ -64,7 +70,19 @@ def detect_rules() -> None:
     _Rules.values_have_their_head_dim = out.shape[-1] == value.shape[-1]
 
 
-def attention(
+def attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """PyTorch's operator: the output (T, Hq, Dv), the LSE (Hq, T), and an empty state of random numbers."""
+    out, lse = _attention(None, *args, **kwargs)
+    return out, lse, torch.zeros(2, dtype=torch.uint64, device=out.device)
+
+
+def attention_into(*args: Any, **kwargs: Any) -> Tensor:
+    """PyTorch's operator: writes the output into `out`, and returns the LSE (Hq, T)."""
+    return _attention(*args, **kwargs)[1]
+
+
+def _attention(
+    out: Tensor | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -80,83 +98,6 @@ def attention(
     block_table: Tensor | None = None,
     num_splits: int | None = None,
     backend: int = FLASH,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """PyTorch's operator: the output (T, Hq, Dv), the LSE (Hq, T), and an empty state of random numbers."""
-    out, lse = _attention(
-        query,
-        key,
-        value,
-        cu_seq_q=cu_seq_q,
-        cu_seq_k=cu_seq_k,
-        max_q=max_q,
-        max_k=max_k,
-        is_causal=is_causal,
-        scale=scale,
-        window_size=window_size,
-        seqused_k=seqused_k,
-        block_table=block_table,
-        num_splits=num_splits,
-        backend=backend,
-    )
-    return out, lse, torch.zeros(2, dtype=torch.uint64, device=query.device)
-
-
-def attention_into(
-    out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: Sequence[int] | None = None,
-    enable_gqa: bool = False,  # noqa: ARG001
-    seqused_k: Tensor | None = None,
-    block_table: Tensor | None = None,
-    num_splits: int | None = None,
-    backend: int = FLASH,
-) -> Tensor:
-    """PyTorch's operator: writes the output into `out`, and returns the LSE (Hq, T)."""
-    _, lse = _attention(
-        query,
-        key,
-        value,
-        cu_seq_q=cu_seq_q,
-        cu_seq_k=cu_seq_k,
-        max_q=max_q,
-        max_k=max_k,
-        is_causal=is_causal,
-        scale=scale,
-        window_size=window_size,
-        seqused_k=seqused_k,
-        block_table=block_table,
-        num_splits=num_splits,
-        backend=backend,
-        out=out,
-    )
-    return lse
-
-
-def _attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    window_size: Sequence[int] | None,
-    seqused_k: Tensor | None,
-    block_table: Tensor | None,
-    num_splits: int | None,
-    backend: int,
-    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     if num_splits is not None:
         raise UnsupportedError(
@@ -188,15 +129,21 @@ def _attention(
             out=out,
         )
         if block_table is not None:
-            result, lse = pytorch_pages.attention(call, block_table, seqused_k)
+            result, lse = _on_pages(call, block_table, seqused_k)
         else:
             call = call._replace(cu_seqlens_kv=_offsets_of_keys(cu_seq_q, cu_seq_k))
             if seqused_k is not None:
-                call = pytorch_pages.with_used_keys(call, seqused_k)
+                call = _with_used_keys(call, seqused_k)
             result, lse = _run(call)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     return result, lse.transpose(0, 1).contiguous()
+
+
+#: The operators' arguments, which `Kernel` reads.
+_INTO = inspect.signature(_attention)
+attention_into.__signature__ = _INTO  # type: ignore[attr-defined]
+attention.__signature__ = _INTO.replace(parameters=list(_INTO.parameters.values())[1:])  # type: ignore[attr-defined]
 
 
 def _run(call: VarlenCall) -> tuple[Tensor, Tensor]:
@@ -292,3 +239,158 @@ def gradients(
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     return grad_q, grad_k, grad_v
+
+
+def _on_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The output (T, Hq, Dv) and the LSE (T, Hq) of packed queries on keys in pages (pages, page size, Hkv, D).
+
+    With up to 8 queries in a sequence, each sequence gets rows of its own for `sdpa_paged`, which reads the pages in
+    place. With more, keys and values are gathered into packed sequences, up to 1 GiB at a time, at least one sequence.
+    """
+    if seqused_k is None:
+        raise OptionError("seqused_k", "None", "the number of keys of each sequence, as there is a block_table")
+    _check_pages(call, block_table, seqused_k)
+    (shape, stride, dtype), (rows, _, _) = varlen_plans.results(call._replace(v=call.v[:, 0], out=None))
+    out = call.out
+    if out is None:
+        out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)
+    if call.q.numel() == 0 or block_table.numel() == 0:
+        return out.zero_(), torch.full(rows, -torch.inf, dtype=torch.float32, device=call.q.device)
+    with undisturbed(call.q):
+        run = _decode if call.max_seqlen_q <= MAX_DECODED else _prefill
+        result, lse = run(call, block_table, seqused_k)
+        return result if call.out is None and result.stride() == stride else out.copy_(result), lse
+
+
+def _check_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> None:
+    query = call.q
+    if query.dim() != 3:
+        raise ShapeError("query", f"shape {tuple(query.shape)}", "rank 3: (tokens, heads, head dim)")
+    check_cumulative("cu_seqlens_q", call.cu_seqlens_q, query)
+    batch = call.cu_seqlens_q.shape[0] - 1
+    paged = PagedCall(
+        q=query.new_empty((batch, query.shape[1], 1, query.shape[2])),
+        k_pages=call.k,
+        v_pages=call.v,
+        page_table=block_table,
+        page_table_v=None,
+        seq_lens_kv=seqused_k,
+        seq_lens_q=None,
+        sinks=None,
+        page_layout=NHD,
+        window_left=call.window_left,
+        window_right=call.window_right,
+        scale=call.scale,
+    )
+    paged.check_types()
+    paged.check()
+    paged.check_values()
+    value_checks.check_offsets("cu_seqlens_q", call.cu_seqlens_q, query.shape[0], call.max_seqlen_q)
+
+
+def _decode(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention with each sequence's queries in rows of their own, (B, max_q), of which the last may be unused."""
+    tokens, batch, width = call.q.shape[0], call.cu_seqlens_q.shape[0] - 1, call.max_seqlen_q
+    device, begins = call.q.device, call.cu_seqlens_q[:-1]
+    rows = (begins.unsqueeze(1) + torch.arange(width, dtype=torch.int32, device=device)).clamp_(0, tokens - 1)
+    out, lse = sdpa_paged(
+        call.q[rows].transpose(1, 2),
+        k_pages=call.k,
+        v_pages=call.v,
+        page_table=block_table,
+        seq_lens_kv=seqused_k,
+        seq_lens_q=call.cu_seqlens_q.diff().clamp_(0, width),
+        page_layout=NHD,
+        is_causal=call.is_causal,
+        window_size=(call.window_left, call.window_right),
+        scale=call.scale,
+        return_lse=True,
+    )
+    sequence, position = _positions(call.cu_seqlens_q, tokens)
+    row = torch.add(position, sequence, alpha=width).clamp_(0, batch * width - 1)
+    is_of_none = torch.arange(tokens, device=device) >= call.cu_seqlens_q[-1]
+    result = out.transpose(1, 2).flatten(0, 1)[row]
+    result_lse = lse.transpose(1, 2).flatten(0, 1)[row]
+    return result.masked_fill_(is_of_none[:, None, None], 0.0), result_lse.masked_fill_(is_of_none[:, None], -torch.inf)
+
+
+def _prefill(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention on gathered keys and values, of as many sequences at a time as `MAX_GATHERED_BYTES` allows."""
+    batch, (_, page_size, heads, dim) = block_table.shape[0], call.k.shape
+    max_seqlen = min(call.max_seqlen_kv, block_table.shape[1] * page_size)
+    a_sequence = max_seqlen * heads * (dim + call.v.shape[3]) * call.k.element_size()
+    at_once = max(1, MAX_GATHERED_BYTES // max(1, a_sequence))
+    if at_once >= batch:
+        return _on_gathered(call, block_table, seqused_k, max_seqlen)
+    parts = (slice(first, min(first + at_once, batch)) for first in range(0, batch, at_once))
+    out, lse = _on_gathered_part(call, block_table, seqused_k, max_seqlen, part=next(parts))
+    for part in parts:
+        more, lse_of_more = _on_gathered_part(call, block_table, seqused_k, max_seqlen, part=part)
+        out += more  # rows of other sequences are zeros
+        torch.maximum(lse, lse_of_more, out=lse)
+    return out, lse
+
+
+def _on_gathered_part(
+    call: VarlenCall, block_table: Tensor, seqused_k: Tensor, max_seqlen: int, part: slice
+) -> tuple[Tensor, Tensor]:
+    """Attention of some sequences. Earlier queries become a sequence without keys, later ones belong to none."""
+    ends = call.cu_seqlens_q[part.start : part.stop + 1]
+    of_part = call._replace(
+        cu_seqlens_q=torch.nn.functional.pad(ends, (1, 0)),
+        max_seqlen_q=call.q.shape[0],
+        out=None,
+    )
+    used = torch.nn.functional.pad(seqused_k[part], (1, 0))
+    table = torch.nn.functional.pad(block_table[part], (0, 0, 1, 0))
+    return _on_gathered(of_part, table, used, max_seqlen)
+
+
+def _on_gathered(call: VarlenCall, block_table: Tensor, seqused_k: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor]:
+    pages, page_size = call.k.shape[:2]
+    offsets = _offsets_of(seqused_k.clamp(0, block_table.shape[1] * page_size))
+    sequence, position = _positions(offsets, block_table.shape[0] * max_seqlen)
+    column = (position // page_size).clamp_(0, block_table.shape[1] - 1)
+    page, slot = block_table[sequence, column].clamp(0, pages - 1), position % page_size
+    packed = call._replace(
+        k=call.k[page, slot],
+        v=call.v[page, slot],
+        cu_seqlens_kv=offsets,
+        max_seqlen_kv=max_seqlen,
+    )
+    result: tuple[Tensor, Tensor] = launch(VARLEN, packed, _gathered_calls, tuple(packed))
+    return result
+
+
+def _with_used_keys(call: VarlenCall, seqused_k: Tensor) -> VarlenCall:
+    """A call on the first `seqused_k` keys of each sequence, (B,) int32, gathered into packed sequences.
+
+    Keys and values behind them may hold anything.
+    """
+    call.check()
+    offsets, tokens = call.offsets[1], call.k.shape[0]
+    slots = offsets.diff()
+    check_lengths("seqused_k", seqused_k, slots, "cu_seq_k")
+    value_checks.check_offsets("cu_seqlens_kv", offsets, tokens, tokens)
+    if seqused_k.device.type == "cpu" and bool(((seqused_k < 0) | (seqused_k > slots)).any()):
+        expected = f"from 0 to the number of keys of each sequence, {slots.tolist()}"
+        raise ShapeError("seqused_k", f"lengths {seqused_k.tolist()}", expected)
+    if tokens == 0 or slots.shape[0] == 0:
+        return call
+    with undisturbed(call.q):
+        used = _offsets_of(torch.minimum(seqused_k.clamp_min(0), slots))
+        sequence, position = _positions(used, tokens)
+        row = (offsets[sequence] + position).clamp_(0, tokens - 1)
+        return call._replace(k=call.k[row], v=call.v[row], cu_seqlens_kv=used)
+
+
+def _offsets_of(lengths: Tensor) -> Tensor:
+    return torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _positions(offsets: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Sequence index and position within it of each packed row; rows past the end repeat the last."""
+    row = torch.arange(rows, dtype=torch.int32, device=offsets.device)
+    row = torch.minimum(row, (offsets[-1] - 1).clamp_min(0))
+    sequence = torch.searchsorted(offsets[1:], row, right=True).clamp_(max=offsets.shape[0] - 2)
+    return sequence, row - offsets[sequence]

@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.memory import LOWEST, check_are_tensors, check_present, is_causal_bias
 from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError
-from cudnn_sdpa.graph.symbolic_shapes import is_true
+from cudnn_sdpa.graph.scalars import is_true
 
 Mode = Literal["fused", "tiled", "naive"]
 FUSED: Final = "fused"

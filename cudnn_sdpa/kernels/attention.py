@@ -10,8 +10,7 @@ from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.graph.scalars import as_bool, as_float
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
 from cudnn_sdpa.kernels.arguments import FUSED, MODES, Mode, without_causal_bias
 from cudnn_sdpa.kernels.call import KernelAttentionBackwardCall, KernelAttentionCall
 

@@ -16,7 +16,7 @@ from cudnn_sdpa.engine.sharding import sinks_of_heads
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.nn import attention_checks
-from cudnn_sdpa.nn.checks import Factory, check_flags, check_number, check_tokens, unsharded
+from cudnn_sdpa.nn.checks import Factory, check_number, check_tokens, checked_flags, unsharded
 from cudnn_sdpa.nn.conversion import check_type, copy_linear, copy_parameter, merge, rename, split
 from cudnn_sdpa.nn.kv_cache import KVStep
 from cudnn_sdpa.nn.rotary import RotaryEmbedding, Rotations
@@ -153,7 +153,7 @@ class Attention(nn.Module):
     ) -> None:
         super().__init__()
         qkv_bias = bias if qkv_bias is None else qkv_bias
-        check_flags(bias=bias, qkv_bias=qkv_bias, sinks=sinks, packed=packed)
+        bias, qkv_bias, sinks, packed = checked_flags(bias=bias, qkv_bias=qkv_bias, sinks=sinks, packed=packed)
         heads = attention_checks.head_sizes(embed_dim, num_heads, num_kv_heads, head_dim)
         self.embed_dim, self.num_heads, (self.num_kv_heads, self.head_dim) = embed_dim, num_heads, heads
         self.context_dim, self.packed = context_dim, packed
@@ -220,7 +220,7 @@ class Attention(nn.Module):
             UnsupportedError: `module` computes something that this class does not, with every reason.
         """
         check_type("module", module, nn.MultiheadAttention)
-        check_flags(cross=cross)
+        (cross,) = checked_flags(cross=cross)
         for name in options.keys() - {"is_causal", "window_size", "scale", "softcap", "rope"}:
             expected = "is_causal, window_size, scale, softcap or rope: the module has the others"
             raise OptionError("options", name, expected)
@@ -330,7 +330,6 @@ class Attention(nn.Module):
         return projected
 
     def _of_all_ranks(self, q: Tensor, k: Tensor, v: Tensor, options: _ScoreOptions) -> Tensor:
-        """Attention of this rank's tokens to those of all ranks, projected."""
         from cudnn_sdpa.distributed import context_parallel
 
         dropout = self.dropout if self.training else 0.0
@@ -410,19 +409,16 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k, v
 
     def _heads_of(self, name: str, x: Tensor) -> Tensor:
-        """This process's heads of a projection, (B, S, H, D)."""
         projected: Tensor = getattr(self, name)(x)
         if projected.shape[-1] % self.head_dim:
             attention_checks.refuse_parts_of_heads(name, projected, self.head_dim)
         return projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-any-return,no-untyped-call]
 
     def _sinks(self, q: Tensor) -> Tensor | None:
-        """The sinks of this process's query heads, in float32."""
         if self.sinks is None:
             return None
-        weight = (
-            None if self.packed else getattr(self.q_proj, "weight", None)
-        )  # a wrapper of the projection may lack `weight`
+        # A wrapper of the projection may lack `weight`.
+        weight = None if self.packed else getattr(self.q_proj, "weight", None)
         return sinks_of_heads(self.sinks, weight, q).float()
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
@@ -451,7 +447,6 @@ class Attention(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        """The arguments that its projections do not show."""
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
         others = {name: getattr(self, name) for name in ("is_causal", "window_size", "scale", "softcap", "dropout")}
         others["cp_method"] = "" if self.cp_group is None else self.cp_method

@@ -74,11 +74,7 @@ def check_cross_attention(
 
 
 def check_groups(module: AttentionModule, heads: tuple[int, int, int]) -> None:
-    """Checks that the query, key and value heads of one process are whole groups.
-
-    Raises:
-        UnsupportedError: A group is split.
-    """
+    """Checks that the query, key and value heads of one process are whole groups."""
     q, k, v = heads
     if k == v and (q * module.num_kv_heads == k * module.num_heads or module.num_kv_heads == k == 1):
         return
@@ -91,21 +87,11 @@ def check_groups(module: AttentionModule, heads: tuple[int, int, int]) -> None:
 
 
 def refuse_parts_of_heads(name: str, projected: Tensor, head_dim: int) -> NoReturn:
-    """Refuses tensor parallelism that splits heads.
-
-    Raises:
-        UnsupportedError: Always.
-    """
     reason = f"{name} returned {projected.shape[-1]} features, which are no whole heads of {head_dim}"
     raise UnsupportedError("this tensor parallelism", [reason], "a number of processes that divides num_kv_heads")
 
 
 def check_convertible(module: nn.MultiheadAttention, cross: bool) -> None:
-    """Checks that PyTorch's attention has an equivalent.
-
-    Raises:
-        UnsupportedError: There is no equivalent, with every reason.
-    """
     check_type("module.out_proj", module.out_proj, *LINEAR)
     same = module.kdim == module.vdim == module.embed_dim
     reasons = {
@@ -161,14 +147,9 @@ def check_call(
 
 
 def check_parallel(cp_group: object, cp_method: object, context_dim: int | None) -> None:
-    """Checks the group over which sequences are spread, and the method.
-
-    Raises:
-        OptionError: An argument is wrong, or the layer is cross-attention.
-    """
     if cp_group is None and cp_method == "all_gather":
         return
-    from cudnn_sdpa.distributed import groups
+    from cudnn_sdpa.distributed.collectives import group_rank_of
     from cudnn_sdpa.distributed.parallel_attention import check_method
 
     check_method(cp_method)
@@ -176,24 +157,21 @@ def check_parallel(cp_group: object, cp_method: object, context_dim: int | None)
         return
     if context_dim is not None:
         raise OptionError("cp_group", "a group", "None: cross-attention (context_dim) has two sequences")
-    groups.group_rank_of(cp_group)
+    group_rank_of(cp_group)
 
 
 def positions_of(x: Tensor, cp_group: ProcessGroup | DeviceMesh | None) -> Tensor:
     """Positions of tokens (B, S, features): 0 to S - 1, or those of this rank's part of the sequence."""
     if cp_group is None:
         return torch.arange(x.shape[1], device=x.device)
-    from cudnn_sdpa.distributed import groups, shard
+    from cudnn_sdpa.distributed import shard
+    from cudnn_sdpa.distributed.collectives import group_rank_of
 
-    return shard(torch.arange(x.shape[1] * groups.group_rank_of(cp_group).ranks, device=x.device), 0, cp_group)
+    return shard(torch.arange(x.shape[1] * group_rank_of(cp_group).ranks, device=x.device), 0, cp_group)
 
 
 def refuse_beside_group(**arguments: object) -> None:
-    """Refuses arguments that describe whole sequences, with which a rank's part has no meaning.
-
-    Raises:
-        UnsupportedError: Such an argument is given.
-    """
+    """Refuses arguments that describe whole sequences, with which a rank's part has no meaning."""
     names = [name for name, value in arguments.items() if value is not None]
     if names:
         reasons = [f"{name} is for whole sequences, of which cp_group gives each rank a part" for name in names]

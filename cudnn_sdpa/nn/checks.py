@@ -25,10 +25,13 @@ def check_counts(**counts: object) -> None:
         check_count(name, count, least=1)
 
 
-def check_flags(**flags: object) -> None:
-    for name, flag in flags.items():
-        if not isinstance(as_bool(flag), bool):
+def checked_flags(**flags: object) -> tuple[bool, ...]:
+    """Flags, also numpy's, as Python's: PyTorch's modules do not take others in all versions."""
+    checked = {name: as_bool(flag) for name, flag in flags.items()}
+    for name, flag in checked.items():
+        if not isinstance(flag, bool):
             raise OptionError(name, repr(flag), "True or False")
+    return tuple(flag is True for flag in checked.values())
 
 
 def check_number(name: str, number: object, *, below: float | None = None) -> None:
@@ -58,9 +61,6 @@ def unsharded(name: str, projected: Tensor, features: int) -> Tensor:
     Tensor parallelism leaves each process some rows of a projection. If the projection holds several parts (queries,
     keys, values), these rows belong to one part in one process and to another part in another. If it holds queries
     only, they need not belong to the process's keys. The module would split them at the wrong positions.
-
-    Raises:
-        UnsupportedError: Features are missing.
     """
     if projected.shape[-1] != features:
         reason = (

@@ -12,12 +12,7 @@ LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
 
 
 def check_type(name: str, module: nn.Module, *kinds: type) -> None:
-    """Checks that a module's class is one of these: a subclass may compute something else.
-
-    Raises:
-        OptionError: The class is another one.
-        UnsupportedError: Hooks would be lost.
-    """
+    """Refuses a subclass, which may compute something else, and hooks, which would be lost."""
     if type(module) not in kinds:
         expected = " or ".join(f"torch.nn.{kind.__name__}" for kind in kinds if hasattr(nn, kind.__name__))
         hint = "A subclass may compute something else." if isinstance(module, kinds) else ""
@@ -27,22 +22,14 @@ def check_type(name: str, module: nn.Module, *kinds: type) -> None:
 
 
 def refuse(what: str, reasons: dict[str, bool], suggestion: str = "") -> None:
-    """Raises an error with all reasons whose value is true, if there are any.
-
-    Raises:
-        UnsupportedError: A value is true.
-    """
+    """Raises an error with all reasons whose value is true, if there are any."""
     true_reasons = [reason for reason, is_true in reasons.items() if is_true]
     if true_reasons:
         raise UnsupportedError(what, true_reasons, suggestion)
 
 
 def copy_parameter(target: Tensor | None, *sources: Tensor | None) -> None:
-    """Copies parameters, concatenated along the first dimension, into one; without a target there must be no source.
-
-    Raises:
-        UnsupportedError: Shapes differ, or some are None and others not.
-    """
+    """Copies parameters, concatenated along the first dimension, into one; without a target there must be no source."""
     present = [source for source in sources if source is not None]
     uneven = (target is None) == bool(present)
     refuse("this conversion", {"some of its projections have biases and others have none": uneven})
@@ -66,12 +53,8 @@ def merge(
 ) -> None:
     """Concatenates separate weights and biases into those of one projection.
 
-    Args:
-        state_dict: Modified in place, unless it has the projection already or lacks a part.
-        prefix: Prefix of the module's names.
-        into: Name of the projection.
-        parts: Names of the parts in the order of the rows, each with its number of rows.
-        error_msgs: The errors that `load_state_dict` collects.
+    `parts` are names in the order of the rows, each with its number of rows. The state stays as it is if it has the
+    projection already or lacks a part.
     """
     for kind in ("weight", "bias"):
         merged = f"{prefix}{into}.{kind}"
@@ -100,14 +83,7 @@ def rename(state_dict: dict[str, Tensor], prefix: str, names: dict[str, str]) ->
 
 
 def split(state_dict: dict[str, Tensor], prefix: str, merged: str, parts: dict[str, int]) -> None:
-    """Splits the rows of a tensor into several; one with another number of rows stays.
-
-    Args:
-        state_dict: Modified in place.
-        prefix: Prefix of the module's names.
-        merged: Name of the tensor.
-        parts: Names of the parts in the order of the rows, each with its number of rows.
-    """
+    """Splits the rows of a tensor into several; one with another number of rows stays."""
     name, part_names = prefix + merged, [prefix + part for part in parts]
     tensor = state_dict.get(name)
     if tensor is None or any(part in state_dict for part in part_names) or len(tensor) != sum(parts.values()):

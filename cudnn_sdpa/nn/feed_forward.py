@@ -11,7 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cudnn_sdpa.fused.activation import silu_mul
-from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_flags, check_number, check_tokens, unsharded
+from cudnn_sdpa.nn.checks import (
+    Factory,
+    check_choice,
+    check_counts,
+    check_number,
+    check_tokens,
+    checked_flags,
+    unsharded,
+)
 from cudnn_sdpa.nn.conversion import merge, split
 
 #: Activations of `FeedForward`, PyTorch's own: cuDNN fuses them with convolutions, not with matrix products.
@@ -67,7 +75,7 @@ class SwiGLU(nn.Module):
     ) -> None:
         super().__init__()
         check_counts(embed_dim=embed_dim, hidden_dim=hidden_dim)
-        check_flags(bias=bias, packed=packed)
+        bias, packed = checked_flags(bias=bias, packed=packed)
         self.embed_dim, self.hidden_dim, self.packed = embed_dim, hidden_dim, packed
         factory: Factory = {"device": device, "dtype": dtype}
         if packed:
@@ -142,7 +150,7 @@ class FeedForward(nn.Module):
         super().__init__()
         check_counts(embed_dim=embed_dim, hidden_dim=hidden_dim)
         check_choice("activation", activation, tuple(ACTIVATIONS))
-        check_flags(bias=bias)
+        (bias,) = checked_flags(bias=bias)
         check_number("dropout", dropout, below=1)
         self.embed_dim, self.hidden_dim, self.activation, self.dropout = embed_dim, hidden_dim, activation, dropout
         factory: Factory = {"device": device, "dtype": dtype}
@@ -162,10 +170,8 @@ class FeedForward(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        """The arguments that its projections do not show."""
         return f"activation={self.activation!r}, dropout={self.dropout}"
 
 
 def drop(x: Tensor, p: float, training: bool) -> Tensor:
-    """Dropout, without a kernel if nothing is dropped."""
     return F.dropout(x, p) if training and p else x

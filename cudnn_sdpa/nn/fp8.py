@@ -97,7 +97,6 @@ class Fp8Attention(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The arguments of the constructor."""
         return (
             f"is_causal={self.is_causal}, causal_alignment={self.causal_alignment!r}, window_size={self.window_size}, "
             f"scale={self.scale}"

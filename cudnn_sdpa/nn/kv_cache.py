@@ -23,7 +23,7 @@ from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.nn.checks import check_counts
 
 
@@ -54,7 +54,6 @@ class KVStep:
     is_compiled: bool = field(default=False, repr=False)
 
     def may_lack(self, layer: int) -> bool:
-        """Whether keys of a layer may be missing; compiled functions do not record them."""
         return layer not in self.written and not self.is_compiled
 
     @property

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cudnn_sdpa.engine.sharding import with_summed_gradient
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.fused.norm import layer_norm, rms_norm
-from cudnn_sdpa.nn.checks import Factory, check_counts, check_flags, check_number
+from cudnn_sdpa.nn.checks import Factory, check_counts, check_number, checked_flags
 from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
 
 
@@ -54,7 +54,9 @@ class RMSNorm(nn.Module):
         self.normalized_shape = _one_dimension(normalized_shape)
         if eps is not None:
             check_number("eps", eps)
-        check_flags(elementwise_affine=elementwise_affine, zero_centered=zero_centered)
+        elementwise_affine, zero_centered = checked_flags(
+            elementwise_affine=elementwise_affine, zero_centered=zero_centered
+        )
         self.eps, self.elementwise_affine, self.zero_centered = eps, bool(elementwise_affine), bool(zero_centered)
         self.register_parameter("weight", _vector(self.normalized_shape, device, dtype, elementwise_affine))
         self.reset_parameters()
@@ -85,7 +87,6 @@ class RMSNorm(nn.Module):
         return normalized
 
     def extra_repr(self) -> str:
-        """The arguments of the constructor."""
         text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
         return text + (", zero_centered=True" if self.zero_centered else "")
 
@@ -131,7 +132,7 @@ class LayerNorm(nn.Module):
         super().__init__()
         self.normalized_shape = _one_dimension(normalized_shape)
         check_number("eps", eps)
-        check_flags(elementwise_affine=elementwise_affine, bias=bias)
+        elementwise_affine, bias = checked_flags(elementwise_affine=elementwise_affine, bias=bias)
         self.eps, self.elementwise_affine = eps, elementwise_affine
         for name, exists in (("weight", elementwise_affine), ("bias", elementwise_affine and bias)):
             self.register_parameter(name, _vector(self.normalized_shape, device, dtype, exists))
@@ -165,7 +166,6 @@ class LayerNorm(nn.Module):
         return layer_norm(x, with_summed_gradient(self.weight), with_summed_gradient(self.bias), self.eps)
 
     def extra_repr(self) -> str:
-        """The arguments of the constructor."""
         text = f"{self.normalized_shape}, eps={self.eps}, elementwise_affine={self.elementwise_affine}"
         return f"{text}, bias={self.bias is not None}"
 

@@ -16,14 +16,8 @@ class GatheredTokens(ParallelStyle):
     """Converts the tokens that a module reads to DTensors, whole on each process, once for all projections.
 
     So their gradients are added before a single sum over processes. PyTorch's `PrepareModuleInput` does that for a
-    fixed number of positional arguments; these are x and, for cross-attention, the context, by position or name.
-
-    Args:
-        placement: Placement of plain tokens: `Replicate()`, or a part of the sequence on each process, `Shard(1)`.
-        names: Names of the first positional arguments.
-
-    Raises:
-        OptionError: A call has no tokens.
+    fixed number of positional arguments; these are x and, for cross-attention, the context, by position or name. Plain
+    tokens are whole (`Replicate()`), or a part of the sequence on each process (`Shard(1)`).
     """
 
     def __init__(self, placement: Placement, names: tuple[str, ...] = ("x", "context")) -> None:

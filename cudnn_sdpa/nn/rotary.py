@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.memory import dtype_name, shape_of
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
-from cudnn_sdpa.nn.checks import check_counts, check_flags
+from cudnn_sdpa.graph.scalars import is_compiling
+from cudnn_sdpa.nn.checks import check_counts, checked_flags
 
 Rotations = tuple[Tensor, Tensor]
 
@@ -67,7 +67,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         rotary_dim = head_dim if rotary_dim is None else rotary_dim
         check_counts(head_dim=head_dim, rotary_dim=rotary_dim)
-        check_flags(interleaved=interleaved)
+        (interleaved,) = checked_flags(interleaved=interleaved)
         if rotary_dim % 2 or rotary_dim > head_dim:
             raise OptionError("rotary_dim", repr(rotary_dim), f"an even number up to head_dim, {head_dim}")
         if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < float("inf"):
@@ -172,7 +172,6 @@ class RotaryEmbedding(nn.Module):
         )
 
     def extra_repr(self) -> str:
-        """The arguments of the constructor."""
         angles = f"base={self.base}" if self.explicit_frequencies is None else "frequencies=(...)"
         return f"{self.head_dim}, {angles}, rotary_dim={self.rotary_dim}, interleaved={self.interleaved}"
 

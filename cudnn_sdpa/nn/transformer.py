@@ -9,7 +9,7 @@ from typing_extensions import Unpack
 
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.nn.attention import Attention, AttentionOptions, ConversionOptions
-from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_flags, check_number
+from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_number, checked_flags
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, refuse, rename
 from cudnn_sdpa.nn.feed_forward import ACTIVATIONS, FeedForward, SwiGLU, drop
 from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch
@@ -92,7 +92,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         check_choice("norm", norm, tuple(NORMS))
         check_choice("activation", activation, ("swiglu", *ACTIVATIONS))
-        check_flags(norm_first=norm_first, bias=bias)
+        norm_first, bias = checked_flags(norm_first=norm_first, bias=bias)
         check_counts(ffn_dim=ffn_dim)
         check_number("dropout", dropout, below=1)
         context_dim: object = attention.get("context_dim")
@@ -187,12 +187,10 @@ class TransformerLayer(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def extra_repr(self) -> str:
-        """The arguments that its submodules do not show."""
         return f"norm_first={self.norm_first}, dropout={self.dropout}"
 
 
 def _activation_of(module: nn.TransformerEncoderLayer) -> str | None:
-    """The name of the activation of PyTorch's layer, which is a function or a module."""
     activation: object = module.activation
     if type(activation) is nn.GELU:
         return {"none": "gelu", "tanh": "gelu_tanh"}[activation.approximate]

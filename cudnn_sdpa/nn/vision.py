@@ -10,7 +10,7 @@ from cudnn_sdpa.engine.memory import shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.fused.conv import conv2d
 from cudnn_sdpa.nn.attention import AttentionOptions
-from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_flags
+from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, checked_flags
 from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
 from cudnn_sdpa.nn.feed_forward import drop
 from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch
@@ -67,7 +67,7 @@ class PatchEmbed(nn.Module):
         super().__init__()
         self.patch_size = pair("patch_size", patch_size)
         check_counts(embed_dim=embed_dim, in_channels=in_channels)
-        check_flags(bias=bias)
+        (bias,) = checked_flags(bias=bias)
         self.embed_dim, self.in_channels = embed_dim, in_channels
         shape = (embed_dim, in_channels, *self.patch_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -130,13 +130,11 @@ class PatchEmbed(nn.Module):
         return conv2d(images, self.weight, self.bias, self.patch_size).flatten(2).transpose(1, 2)
 
     def extra_repr(self) -> str:
-        """The arguments of the constructor."""
         size = f"patch_size={self.patch_size}, embed_dim={self.embed_dim}, in_channels={self.in_channels}"
         return size if self.bias is not None else size + ", bias=False"
 
 
 def pair(name: str, sizes: object) -> tuple[int, int]:
-    """Height and width, from one number for both or from two."""
     both = sizes if isinstance(sizes, (tuple, list)) else (sizes, sizes)
     if len(both) != 2:
         raise OptionError(name, repr(sizes), "one number, or two: height and width")
@@ -209,7 +207,7 @@ class VisionEncoder(nn.Module):
         if self.image_size[0] % height or self.image_size[1] % width:
             raise OptionError("image_size", repr(image_size), f"multiples of the patch size, {height} x {width}")
         check_counts(num_layers=num_layers)
-        check_flags(class_token=class_token)
+        (class_token,) = checked_flags(class_token=class_token)
         check_choice("norm", norm, tuple(NORMS))
         factory: Factory = {"device": device, "dtype": dtype}
         self.patch_embed = PatchEmbed((height, width), embed_dim, in_channels, bias=bias, **factory)
@@ -336,7 +334,6 @@ class VisionEncoder(nn.Module):
         return normalized
 
     def extra_repr(self) -> str:
-        """The arguments that its submodules do not show."""
         return f"image_size={self.image_size}, class_token={self.class_token is not None}"
 
 

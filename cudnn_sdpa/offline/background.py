@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 from cudnn_sdpa.graph.backend import DeviceProperties
@@ -34,22 +35,14 @@ MAX_WAITING = 256
 NICENESS = 10
 
 
+@dataclass(eq=False)
 class Request:
-    """A request for a plan.
+    """A request for a plan; `then` is called with it in the background."""
 
-    Attributes:
-        properties: Properties of the plan's GPU.
-        then: Callback with the plan, called in the background.
-        is_done: Whether the build and the callback have finished or failed.
-    """
-
-    __slots__ = ("is_done", "key", "properties", "then")
-
-    def __init__(self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None]) -> None:
-        self.key = key
-        self.properties = properties
-        self.then = then
-        self.is_done = False
+    key: PlanKey
+    properties: DeviceProperties
+    then: Callable[[StoredPlan], None]
+    is_done: bool = False
 
 
 class BackgroundPlanner:
@@ -72,8 +65,7 @@ class BackgroundPlanner:
     def request(self, key: PlanKey, properties: DeviceProperties, then: Callable[[StoredPlan], None]) -> Request | None:
         """Requests a plan, and a call of `then` with it. Repeating a pending request returns the same one.
 
-        Returns:
-            The request; None if it is rejected: too many are pending, or no helper can start.
+        None if it is rejected: too many are pending, or no helper can start.
         """
         with self._lock:
             request = self._pending.get(key)
@@ -103,7 +95,6 @@ class BackgroundPlanner:
         return not self._pending
 
     def close(self) -> None:
-        """Ends the helpers and abandons running builds."""
         with self._lock:
             self._closed = True
             threads, self._threads = self._threads, []
@@ -171,7 +162,6 @@ class BackgroundPlanner:
 
 
 def build_in_background(key: PlanKey) -> Request | None:
-    """Requests a plan for the plan cache; None if the request is rejected."""
     assert key.device is not None
     return background.request(key, live_properties(key.device), partial(_hold, key))
 

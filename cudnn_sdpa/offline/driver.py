@@ -25,7 +25,6 @@ _ABANDONED_SECONDS = 600.0
 
 
 def has_real_driver() -> bool:
-    """Whether this process can load NVIDIA's libcuda.so.1."""
     try:
         library = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -38,9 +37,6 @@ def helper_environment() -> dict[str, str]:
 
     With a real driver, all GPUs are hidden so that the helper takes no GPU memory. Without one, the stand-in driver is
     first on the library path.
-
-    Raises:
-        OfflineError: There is no driver, and no C compiler for the stand-in.
     """
     if has_real_driver():
         return {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -49,11 +45,7 @@ def helper_environment() -> dict[str, str]:
 
 
 def stand_in_folder() -> Path:
-    """The folder of the stand-in driver, compiled on first use into the user's cache folder.
-
-    Raises:
-        OfflineError: There is a real driver, there is no C compiler, or the folder is open to others.
-    """
+    """The folder of the stand-in driver, compiled on first use into the user's cache folder."""
     if has_real_driver():
         raise OfflineError("this machine has an NVIDIA driver: the stand-in driver must not be used with it")
     source = _SOURCE.read_text()
@@ -81,7 +73,6 @@ def stand_in_folder() -> Path:
 
 
 def compiler() -> str | None:
-    """The system's C compiler: $CC, or cc, gcc or clang."""
     candidates = [os.environ.get("CC", ""), "cc", "gcc", "clang"]
     return next((path for name in candidates if name and (path := shutil.which(name))), None)
 
@@ -117,7 +108,6 @@ def _sweep(parent: Path) -> None:
 
 
 def _check_private(path: Path) -> None:
-    """Checks that no other user can have written the library."""
     status = path.lstat()
     if not (stat.S_ISREG(status.st_mode) and private_folders.is_private(status)):
         raise OfflineError(f"{path} is a link, belongs to another user or is writable by others; remove {path.parent}")

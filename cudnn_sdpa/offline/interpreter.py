@@ -20,18 +20,12 @@ IN_HELPER = "CUDNN_SDPA_IN_HELPER"
 
 
 def command(program: str, *arguments: str) -> list[str]:
-    """The command that runs Python code with this process's search path, without the current folder.
-
-    Args:
-        program: The code; it runs after the search path is set.
-        *arguments: Its `sys.argv`.
-    """
+    """The command that runs a program with this process's search path, without the current folder."""
     path = [str(Path(entry).resolve()) for entry in sys.path if entry] + [str(_PACKAGE.parent)]
     return [sys.executable, "-c", f"import sys\nsys.path[:] = {path!r}\n{program}", *arguments]
 
 
 def why_no_python() -> str:
-    """The reason for which no interpreter can be started; empty if one can."""
     frozen = getattr(sys, "frozen", False) or "__compiled__" in globals()  # PyInstaller and others; Nuitka
     if frozen or hasattr(sys.modules.get("__main__"), "__compiled__"):
         return (
@@ -44,7 +38,6 @@ def why_no_python() -> str:
 
 
 def why_no_helper() -> str:
-    """The reason for which no helper process can be started; empty if one can."""
     if os.environ.get(IN_HELPER):
         return (
             "this is a helper process itself, which imports the modules that define operations; explain, warmup and "
@@ -54,18 +47,12 @@ def why_no_helper() -> str:
 
 
 def check() -> None:
-    """Checks that a helper process can be started.
-
-    Raises:
-        OfflineError: No helper can be started; the message has the reason.
-    """
     reason = why_no_helper()
     if reason:
         raise OfflineError(f"no helper process that plans with cuDNN can be started: {reason}")
 
 
 def exit_reason(code: int) -> str:
-    """A process's end in words, from its return code of `subprocess`."""
     if code >= 0:
         return f"ended with exit code {code}"
     try:

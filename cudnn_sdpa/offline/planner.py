@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import IO
 
-from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.errors import OfflineError, UnsupportedError
 from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.offline import driver, interpreter
 from cudnn_sdpa.plans.file_format import StoredPlan
 
@@ -41,11 +41,8 @@ _MAX_NOISE = 64 << 20
 class OfflinePlan:
     """A plan compiled without its GPU.
 
-    Attributes:
-        workspace: Size in bytes of the workspace that each launch needs.
-        data: The plan in cuDNN's serialized form.
-        libraries: The file of each NVIDIA library of the helper.
-        note: The reason for which a plan built on the GPU would be much faster; empty if it would not.
+    `libraries` are the helper's NVIDIA libraries with their files. `note` is the reason for which a plan built on the
+    GPU would be much faster; empty if it would not.
     """
 
     engine: str
@@ -85,7 +82,6 @@ main()
 
 
 def timeout_seconds() -> float:
-    """The timeout of a helper's answer: from the environment, or 300 s."""
     text = os.environ.get(TIMEOUT_VARIABLE, "")
     if text:
         try:
@@ -99,14 +95,9 @@ def timeout_seconds() -> float:
 
 
 class Helper:
-    """A helper process and its request pipe."""
+    """A helper process and its request pipe; the first request starts it."""
 
     def __init__(self, niceness: int = 0) -> None:
-        """Starts no process before the first request.
-
-        Args:
-            niceness: Its niceness (CPU priority).
-        """
         self._niceness = niceness
         self.forget()
 
@@ -120,16 +111,7 @@ class Helper:
         self._requests = 0
 
     def ask(self, request: Mapping[str, object], timeout: float | None = None) -> JsonObject:
-        """Sends one request and waits for its answer.
-
-        Args:
-            request: A request for `cudnn_sdpa.offline.worker`.
-            timeout: Seconds; None is `CUDNN_SDPA_HELPER_TIMEOUT`, or 300.
-
-        Raises:
-            OfflineError: The helper cannot be started, crashed, or did not answer in time. The next request starts a
-                new one.
-        """
+        """Sends one request and waits for its answer. After an error, the next request starts a new helper."""
         with self._lock:
             if self._is_asked:
                 why = "this thread waits for its answer already, and a signal handler or finalizer has interrupted it"
@@ -204,11 +186,7 @@ class Helper:
 
     @staticmethod
     def _read_answer(process: subprocess.Popen[bytes], timeout: float) -> JsonObject | None:
-        """The next answer; None if the helper ends. Skips output of site hooks at Python's start.
-
-        Raises:
-            TimeoutError: No answer arrives in time.
-        """
+        """The next answer; None if the helper ends. Skips output of site hooks at Python's start."""
         assert process.stdout is not None
         end, output, searched = time.monotonic() + timeout, bytearray(), 0
         with selectors.PollSelector() as selector:
@@ -261,11 +239,6 @@ os.register_at_fork(after_in_child=_helper.forget)
 def plan_offline(key: PlanKey, properties: DeviceProperties, helper: Helper = _helper) -> OfflinePlan:
     """Plans and compiles `key` for the GPU that `properties` describes, in a helper process.
 
-    Args:
-        key: The key; its target was made from `properties`.
-        properties: In the form of cuDNN's device-properties JSON.
-        helper: The helper; default: the one that serves this process.
-
     Raises:
         UnsupportedError: cuDNN has no plan; lists its reasons.
         OfflineError: There was no answer: no C compiler, no cuDNN, or a crash.
@@ -276,12 +249,7 @@ def plan_offline(key: PlanKey, properties: DeviceProperties, helper: Helper = _h
 
 
 def plan_to_keep(key: PlanKey, properties: DeviceProperties, helper: Helper) -> OfflinePlan:
-    """Plans and compiles like `plan_offline`, for a plan that the GPU will load instead of building one.
-
-    Raises:
-        UnsupportedError: cuDNN has no plan; lists its reasons.
-        OfflineError: There was no answer, or the plan is much slower than one built on the GPU.
-    """
+    """A plan that the GPU will load instead of building one; an error if the GPU would build a much faster one."""
     plan = plan_offline(key, properties, helper)
     if plan.note:
         raise OfflineError(f"{key.name} must be built on the GPU, by the first call or by warmup: {plan.note}")
@@ -289,7 +257,6 @@ def plan_to_keep(key: PlanKey, properties: DeviceProperties, helper: Helper) -> 
 
 
 def engine_offline(key: PlanKey, properties: DeviceProperties) -> str:
-    """The engine that cuDNN's heuristics propose for `key`, not compiled; errors are those of `plan_offline`."""
     engine: str = _answer(_helper, key, properties, heuristics=True)["engine"]
     return engine
 

@@ -15,13 +15,13 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from cudnn_sdpa._json import JsonObject
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.definition import GraphDefinition, find_operation
 from cudnn_sdpa.graph.heuristics import HeuristicsBuilder, ModeABuilder
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.graph.target import Target
 
 #: cuDNN's message for kernels whose clusters it cannot place.
@@ -72,7 +72,7 @@ def answer(request: JsonObject) -> dict[str, object]:
 
 
 def _lacks_clusters(operation: GraphDefinition, key: PlanKey, properties: DeviceProperties) -> bool:
-    """Whether all proposals of the heuristics for a graph need the GPU's cluster placement.
+    """All proposals of the heuristics for a graph need the GPU's cluster placement.
 
     Fallback engines were 20 to 30 times slower for convolutions on an H200. cuDNN's messages about its proposals differ
     between versions. They do not matter for convolutions without an activation or with ReLU, nor for gradients: on the
@@ -91,7 +91,6 @@ def _lacks_clusters(operation: GraphDefinition, key: PlanKey, properties: Device
 
 
 def main() -> None:
-    """Serves requests until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps libraries' prints out of the answers
     answers.write("\n")  # ends output of site hooks at Python's start

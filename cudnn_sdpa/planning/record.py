@@ -101,8 +101,6 @@ def _fill(manifest: PlanManifest, keys: list[PlanKey]) -> None:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Intercepts the library's operators and records the plans that they would use."""
-
     def __init__(self, target: Target) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.target = target
@@ -125,7 +123,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_without_gpu(arguments: object) -> bool:
-    """Whether all tensors of a call are on the CPU or meta, and none is traced."""
     tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     return all(x.device.type in ("cpu", "meta") and not isinstance(x, FakeTensor) for x in tensors)
 

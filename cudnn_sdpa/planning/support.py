@@ -179,7 +179,6 @@ def support(
 
 
 def parameters(operation: str) -> set[str]:
-    """Names of the options of an operation's functions."""
     signatures = [inspect.signature(function) for function in OPERATIONS[operation]]
     return {each.name for one in signatures for each in one.parameters.values() if each.kind is each.KEYWORD_ONLY}
 
@@ -195,7 +194,6 @@ def descriptions(
     skv: int,
     options: Mapping[str, object],
 ) -> list[Description]:
-    """Descriptions of a call with meta tensors; the backward pass last, if requested."""
     trains = direction == BACKWARD and dtype.is_floating_point and dtype not in FP8_DTYPES
     is_small = BATCH * HEADS * max(sq, skv) * max(head_dim, head_dim_v) <= MAX_ELEMENTS
     batch, heads = (BATCH, HEADS) if is_small else (1, 1)
@@ -256,7 +254,6 @@ def _too_old(target: Target) -> UnsupportedError:
 
 
 def target_of(sm: int | None, cudnn: int | str | None) -> Target:
-    """A target with this compute capability and version; defaults are this machine's, or an H200's."""
     if sm is None:
         major, minor = torch.cuda.get_device_capability() if torch.cuda.is_available() else (9, 0)
         sm = 10 * major + minor
@@ -269,7 +266,6 @@ def target_of(sm: int | None, cudnn: int | str | None) -> Target:
 
 
 def version_number(version: int | str) -> int:
-    """The version as `cudnnGetVersion` gives it: 91900 for "9.19.0"."""
     if isinstance(version, int) and not isinstance(version, bool) and version >= 90000:
         return version
     parts = version.split(".") if isinstance(version, str) else []
@@ -326,11 +322,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Cell:
-    """A cell of a matrix.
-
-    Attributes:
-        answers: Answers for the forward pass and for training; empty if the operation does not have the option.
-    """
+    """One option of one operation: answers for the forward pass and for training, none if the operation lacks it."""
 
     option: str
     operation: str
@@ -338,21 +330,17 @@ class Cell:
 
     @property
     def supported(self) -> str:
-        """One of `WORDS`."""
         return WORDS[tuple(map(bool, self.answers))]
 
     @property
     def engines(self) -> list[str]:
-        """cuDNN's engines for forward and backward; empty if there is none or cuDNN was not queried."""
         return [answer.engine for answer in self.answers]
 
     @property
     def reasons(self) -> list[str]:
-        """Reasons for the lack of further support."""
         return list(dict.fromkeys(reason for answer in self.answers for reason in answer.reasons))
 
     def to_dict(self) -> dict[str, object]:
-        """The answers as plain values, JSON-ready."""
         return {
             "operation": self.operation,
             "option": self.option,
@@ -364,7 +352,6 @@ class Cell:
 
 
 def cell(operation: str, option: str, **target: object) -> Cell:
-    """Support of one option; `target` as for `support`."""
     options = {**SIZES, **ROWS[option]}
     if not {*SIZES, "head_dim_v", *parameters(operation)}.issuperset(options):
         return Cell(option, operation, ())
@@ -374,7 +361,6 @@ def cell(operation: str, option: str, **target: object) -> Cell:
 
 
 def cells(**target: object) -> Iterator[Cell]:
-    """All cells of the matrix for one GPU architecture, row by row; `target` as for `support`."""
     for option in ROWS:
         for operation in OPERATIONS:
             yield cell(operation, option, **target)
@@ -403,6 +389,5 @@ def environment(sm: int | None = None, cudnn: int | str | None = None, target: s
 
 
 def to_json(environment: dict[str, str], matrix: list[Cell]) -> str:
-    """A matrix with its GPU and versions as JSON, one line per cell."""
     lines = ",\n".join(json.dumps(each.to_dict(), ensure_ascii=False) for each in matrix if each.answers)
     return f'{{"environment": {json.dumps(environment)},\n"calls": [\n{lines}\n]}}\n'

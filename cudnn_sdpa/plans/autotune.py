@@ -118,7 +118,6 @@ def max_candidates() -> int:
 
 
 def note(key: PlanKey, candidates: Sequence[AutotuneCandidate], winner: int = 0, reason: str = "") -> None:
-    """Adds an `AutotuneEntry` to the reports of all active contexts."""
     for _, report in tuple(in_force):
         report.entries.append(AutotuneEntry(str(key), tuple(candidates), winner, reason))
 
@@ -169,7 +168,6 @@ def _tuning(candidates: int) -> Iterator[AutotuneReport]:
 
 
 def not_tunable(key: PlanKey) -> str:
-    """The reason for which the plan of `key` is not tuned; empty if it is."""
     if key.deterministic or key.option_values.get("deterministic") is True:
         return "it is deterministic, and times would decide its rounding"
     decisive = [operand.name for operand in key.inputs if operand.role is Role.TENSOR and _is_decisive(operand.layout)]
@@ -186,10 +184,6 @@ class UntunedPlan(Plan):
 
     The fastest candidate replaces this plan in the cache. A call bound to this plan keeps it, and launches the fastest
     through it.
-
-    Attributes:
-        fastest: The plan to launch; None before tuning.
-        on_tuned: Callback with this plan and the fastest; set by the cache.
     """
 
     __slots__ = ("_candidates", "fastest", "on_tuned")
@@ -202,7 +196,6 @@ class UntunedPlan(Plan):
         self.on_tuned: Callable[[UntunedPlan, Plan], None] = lambda *_: None
 
     def launch(self, pointers: Sequence[int]) -> None:
-        """Launches the plan; under `autotune`, the first launch tunes it, which waits for the GPU."""
         if self.fastest is None and not (current_raw_stream(self.device) and torch._C._cuda_isCurrentStreamCapturing()):
             with _measuring, relaxed_capture():  # plans are also freed here
                 if self.fastest is None:
@@ -262,7 +255,6 @@ def compare(launches: Sequence[Callable[[], None]], outputs: list[Tensor]) -> li
 
 
 def fastest(candidates: Sequence[AutotuneCandidate]) -> int:
-    """The index of the candidate to use: the first one, unless another is faster by more than `MARGIN`."""
     times = [math.inf if each.microseconds is None else each.microseconds for each in candidates]
     best = times.index(min(times))
     return best if times[best] < times[0] * (1 - MARGIN) else 0
@@ -286,7 +278,7 @@ def device_times(launches: Sequence[Callable[[], None]]) -> list[float]:
 
 
 def differs(result: Tensor, expected: Tensor) -> bool:
-    """Whether two results differ by more than rounding error, in the norm or in one row of the last dimension.
+    """Compares two results, in the norm and in each row of the last dimension, beyond rounding error.
 
     The norm of a typical row is added to that of each row, so that a row of nearly zeros need not match in all digits.
     """
@@ -309,7 +301,6 @@ def _reason_to_discard(launch: Callable[[], None], outputs: list[Tensor], expect
 
 
 def _run(launch: Callable[[], None], outputs: list[Tensor]) -> list[Tensor]:
-    """Results of a launch, with NaN in elements that it does not write."""
     for output in outputs:
         output.fill_(math.nan if output.is_floating_point() else -1)
     launch()

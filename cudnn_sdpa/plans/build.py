@@ -24,11 +24,7 @@ from cudnn_sdpa.plans.store import PlanStore
 
 
 def load_plan(key: PlanKey) -> Plan | None:
-    """The plan of `key` from the plan store, if it has one for this GPU; under `autotune` only a tuned one.
-
-    Raises:
-        ExecutionError: The GPU has failed, or has no memory left.
-    """
+    """The plan of `key` from the plan store, if it has one for this GPU; under `autotune` only a tuned one."""
     store = _store()
     if store is None:
         return None
@@ -58,13 +54,10 @@ _GPU_FAILURE = re.compile(
 
 
 def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
-    """The plan of `key` from its stored form.
+    """The plan of `key` from its stored form; `BadPlanFileError` if cuDNN rejects it here.
 
-    Raises:
-        BadPlanFileError: cuDNN rejects it here.
-        ExecutionError: The GPU has failed, or has no memory left; the plan is not at fault.
-        MemoryError: Host memory is exhausted. PyTorch's `OutOfMemoryError` also propagates.
-        PlanBuildError: A CUDA graph is being captured on this stream.
+    Errors for which the plan is not at fault are others: `ExecutionError`, `MemoryError`, PyTorch's `OutOfMemoryError`,
+    and `PlanBuildError` while a CUDA graph is being captured on this stream.
     """
     assert key.device is not None
     start = time.perf_counter()
@@ -78,7 +71,6 @@ def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
 
 
 def _loaded(handle: Handle, key: PlanKey, stored: StoredPlan) -> backend.BuiltGraph:
-    """The graph of a stored plan; errors are those of `plan_of`."""
     try:
         built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
         if built.workspace != stored.workspace:
@@ -93,12 +85,7 @@ def _loaded(handle: Handle, key: PlanKey, stored: StoredPlan) -> backend.BuiltGr
 
 
 def build_plan(operation: GraphDefinition, key: PlanKey) -> Plan:
-    """Plans and compiles `key` on its GPU, and saves the plan in the plan store, if there is one.
-
-    Raises:
-        UnsupportedError: No cuDNN engine supports it.
-        PlanBuildError: A CUDA graph is being captured on this stream.
-    """
+    """Plans and compiles `key` on its GPU, and saves the plan in the plan store, if there is one."""
     if isinstance(operation, KernelOp):
         _refuse_while_capturing(key)
         return operation.plan(key)
@@ -121,7 +108,6 @@ def _compile(operation: GraphDefinition, key: PlanKey) -> Plan:
 
 
 def _with_candidates(plan: Plan, operation: GraphDefinition, handle: Handle) -> Plan:
-    """cuDNN's first choice with its other proposals, among which the first launch selects."""
     if reason := autotune.not_tunable(plan.key):
         autotune.note(plan.key, [AutotuneCandidate(plan.engine, plan.knobs)], reason=reason)
         return plan

@@ -55,7 +55,6 @@ class PlanCacheInfo:
 
 
 def capacity_from_environment() -> int:
-    """`CUDNN_SDPA_CACHE_SIZE` if it is a valid capacity, otherwise 512."""
     text = os.environ.get("CUDNN_SDPA_CACHE_SIZE", "")
     if not text:
         return DEFAULT_SIZE
@@ -74,14 +73,10 @@ next_use = uses.__next__
 
 
 class Table(Protocol):
-    """A holder of references to cached plans that drops evicted ones."""
-
     def _drop(self, plan: Plan | None) -> None: ...
 
 
 class _Build(NamedTuple):
-    """A running build, and the thread that builds; `finished` is also set if it fails."""
-
     thread: int
     finished: threading.Event
 
@@ -109,7 +104,6 @@ class PlanCache:
         self._reset_counters()
 
     def _start_afresh(self) -> None:
-        """Resets locks and builds in a forked child, which lacks the threads that hold them."""
         self._lock = threading.RLock()
         self._building: dict[PlanKey, _Build] = {}
 
@@ -144,9 +138,6 @@ class PlanCache:
 
         The caller sets the plan's `last_used` to `next_use()` when it launches. The use for which a plan was built is
         no hit; pass `to_use=False` if there will be none.
-
-        Raises:
-            PlanBuildError: The plan is missing, and `no_plan_builds` is in force.
         """
         while True:
             with self._lock:
@@ -169,9 +160,19 @@ class PlanCache:
 
     def _load_or_build(self, key: PlanKey, build: Callable[[PlanKey], Plan], to_use: bool) -> Plan:
         plan = load_plan(key)
+        if plan is None and self._forbidden:
+            why = (
+                "A plan is missing, and no_plan_builds() is in force. Make this call once before, or record a run's "
+                "plans with record_plans() and build them with warmup()."
+            )
+            raise PlanBuildError(key, why)
         if plan is None:
-            self._check_allowed(key)
-            plan = self._build(key, build)
+            try:
+                plan = build(key)
+            except BaseException:
+                with self._lock:
+                    self._failures += 1
+                raise
         return self._insert(plan, to_use)
 
     def end(self) -> None:
@@ -186,25 +187,8 @@ class PlanCache:
             time.sleep(_END_SECONDS)  # for running launches
 
     def _leave_if_ending(self) -> None:
-        """Ends this thread at a safe point, before interpreter shutdown aborts the process."""
         if self._is_ending and threading.current_thread() is not threading.main_thread():
             raise SystemExit("the interpreter is shutting down, and plans can no longer be launched")
-
-    def _build(self, key: PlanKey, build: Callable[[PlanKey], Plan]) -> Plan:
-        try:
-            return build(key)
-        except BaseException:
-            with self._lock:
-                self._failures += 1
-            raise
-
-    def _check_allowed(self, key: PlanKey) -> None:
-        if self._forbidden:
-            why = (
-                "A plan is missing, and no_plan_builds() is in force. Make this call once before, or record a run's "
-                "plans with record_plans() and build them with warmup()."
-            )
-            raise PlanBuildError(key, why)
 
     def put(self, plan: Plan) -> None:
         """Adds a plan that was made elsewhere, unless its key has one."""
@@ -213,7 +197,6 @@ class PlanCache:
                 self._insert(plan, to_use=False)
 
     def _insert(self, plan: Plan, to_use: bool) -> Plan:
-        """Adds a plan; returns the one held, which another thread may have added first."""
         with self._lock:
             self._builds += not plan.loaded
             self._loads += plan.loaded
@@ -231,7 +214,6 @@ class PlanCache:
             return plan
 
     def _replace(self, plan: Plan, fastest: Plan) -> None:
-        """Replaces the first plan of a key by the fastest; calls bound to the first one rebind."""
         with self._lock:
             if self._plans.get(plan.key) is plan:
                 fastest.last_used, fastest.added_at, fastest.held = plan.last_used, plan.added_at, True
@@ -333,7 +315,6 @@ os.register_at_fork(after_in_child=plan_cache._start_afresh)
 
 @atexit.register
 def _release() -> None:
-    """Frees the plans while cuDNN still can; those left at interpreter shutdown would be reported as leaks."""
     plan_cache.end()
     captured_plans.clear()
 

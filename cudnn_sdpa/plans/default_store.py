@@ -36,8 +36,6 @@ class PlanStoreUse(Override[tuple[PlanStore | None, bool]]):
 
 
 class Setting:
-    """The store of this process; resolved, and its folder made, at the first lookup of a plan."""
-
     store: PlanStore | None = None
     is_resolved = False
 
@@ -63,11 +61,7 @@ def active() -> PlanStore | None:
 
 
 def folder_of_environment() -> Path | None:
-    """The default folder, existing or not; None if the environment switches storing off.
-
-    Raises:
-        UnsafeFolderError: The environment names none, and the user has no cache folder.
-    """
+    """The default folder, existing or not; None if the environment switches storing off."""
     folder = os.environ.get(VARIABLE, "")
     if is_off(folder):
         return None
@@ -137,7 +131,6 @@ def is_off(path: str | os.PathLike[str]) -> bool:
 
 
 def _absolute(path: str | os.PathLike[str]) -> Path:
-    """The folder as an absolute path, independent of later changes of the working directory."""
     try:
         return Path(path).expanduser().absolute()
     except RuntimeError as error:
@@ -145,11 +138,7 @@ def _absolute(path: str | os.PathLike[str]) -> Path:
 
 
 def open_store(path: str | os.PathLike[str] | None, argument: str, capacity: int = DEFAULT_BYTES) -> PlanStore:
-    """Opens a folder that the caller named as `argument`; None is the one in the user's cache folder.
-
-    Raises:
-        OptionError: The folder cannot be used or is open to others.
-    """
+    """Opens a folder that the caller named as `argument`; None is the one in the user's cache folder."""
     is_path = isinstance(path, (str, os.PathLike)) and os.fspath(path) and "\0" not in os.fspath(path)
     if not (path is None or is_path):
         raise OptionError(argument, repr(path), "the path of a folder")

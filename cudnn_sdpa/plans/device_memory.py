@@ -57,8 +57,6 @@ _ALIGNMENT = 256
 
 
 class _Arena:
-    """Memory of one device. Allocations are not reused; a chunk is freed with the last of its allocations."""
-
     def __init__(self, device: int) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
@@ -74,7 +72,6 @@ class _Arena:
         return memory
 
     def _fetch(self, size: int) -> Tensor:
-        """Allocates in another thread, which has no private pool."""
         results: list[Tensor | BaseException] = []
 
         def work() -> None:
@@ -129,11 +126,7 @@ class DeviceTables:
     def __init__(self, tensors: Mapping[str, Tensor], device: int, stream: int, *, captured: bool = False) -> None:
         """Copies tensors that were just written on `stream`, the current one.
 
-        Args:
-            tensors: The tensors by name.
-            device: The current device.
-            stream: The current stream.
-            captured: Whether it is being captured: then the copies belong to the CUDA graph and are unusable outside.
+        If it is being captured, the copies belong to the CUDA graph and are unusable outside.
         """
         self._captured = captured
         self._streams = {stream}
@@ -158,7 +151,6 @@ class DeviceTables:
             self._written.record()
 
     def prepare(self, stream: int) -> None:
-        """Makes the tensors safe to read for launches on `stream`, the current one."""
         if stream and not self._captured and torch._C._cuda_isCurrentStreamCapturing():
             with relaxed_capture():
                 self._written.synchronize()
@@ -183,7 +175,6 @@ _constants_lock = threading.Lock()  # not the arenas' lock, which `take_memory` 
 
 
 def constants_of(key: PlanKey) -> dict[str, Tensor]:
-    """The constants of a plan by name, on its GPU, which must be the current one."""
     assert key.device is not None
     fills = [operand for operand in key.inputs if operand.role is Role.FILL]
     return {operand.name: _constant(key.device, operand.layout, operand.fill) for operand in fills}

@@ -28,17 +28,12 @@ MAX_BYTES = 64 << 20
 
 
 class BadPlanFileError(Exception):
-    """A file that is not a valid plan, or not the expected one; the message says why."""
+    pass
 
 
 @dataclass(frozen=True)
 class StoredPlan:
-    """A compiled plan and its description.
-
-    Attributes:
-        workspace: Size in bytes of the workspace that each launch needs.
-        tuned: Whether `autotune` chose it by measured time; missing in files of older versions.
-    """
+    """A compiled plan and its description; files of older versions lack `tuned`."""
 
     identity: dict[str, object]
     engine: str
@@ -63,11 +58,6 @@ class StoredPlan:
 
     @classmethod
     def decode(cls, contents: bytes) -> StoredPlan:
-        """The plan in a file's contents.
-
-        Raises:
-            BadPlanFileError: The contents are not a plan, or damaged.
-        """
         if not contents.startswith(_MAGIC):
             raise BadPlanFileError("it is not a plan in this version's format")
         digest, _, rest = contents[len(_MAGIC) :].partition(b"\n")
@@ -93,12 +83,10 @@ class StoredPlan:
 
 
 def canonical(description: object) -> bytes:
-    """Canonical JSON, for digests."""
     return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
 
 
 def name_of(identity: dict[str, object]) -> str:
-    """File name of the plan with this identity."""
     return hashlib.sha256(canonical({"format": FORMAT, "key": identity})).hexdigest() + ".plan"
 
 
@@ -109,9 +97,7 @@ def _digest(line: bytes, data: bytes) -> str:
 def read(name: str, folder: int) -> bytes | None:
     """The contents of a file in an open folder; None if it is missing.
 
-    Raises:
-        BadPlanFileError: Another user could have written the file, it is not a regular one, or it is far too large.
-        OSError: The file cannot be read.
+    A file that another user could have written, a special one and a far too large one is a `BadPlanFileError`.
     """
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
@@ -129,11 +115,7 @@ def read(name: str, folder: int) -> bytes | None:
 
 
 def write(name: str, folder: int, contents: bytes) -> None:
-    """Writes a file of an open folder, complete or not at all, readable for all who may read the folder.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
+    """Writes a file of an open folder, complete or not at all, readable for all who may read the folder."""
     temporary = TEMPORARY + os.urandom(8).hex()
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     try:

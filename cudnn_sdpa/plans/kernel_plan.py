@@ -41,11 +41,8 @@ class KernelCall:
 class KernelProgram:
     """Kernels that a launch runs one after another, all with the same argument.
 
-    Attributes:
-        fields: The argument, a structure of 64-bit values, before addresses and scalars are filled in.
-        slots: Index in `fields` of the address of each operand, output and scratch tensor, or of a scalar's bits.
-        scratch: Shapes of float32 tensors that only this launch uses, by name.
-        knobs: Choices of the program, shown by `explain`.
+    The argument is a structure of 64-bit values: `fields`, with the address of each operand, output and scratch tensor,
+    or a scalar's bits, at its index in `slots`. Scratch tensors are float32; `explain` shows the knobs.
     """
 
     calls: Sequence[KernelCall]
@@ -56,16 +53,13 @@ class KernelProgram:
 
     @property
     def workspace(self) -> int:
-        """Size in bytes of all scratch tensors."""
         return sum(4 * math.prod(shape) for shape in self.scratch.values())
 
 
 class KernelOp(GraphDefinition):
     """An operation that the library's own kernels compute.
 
-    Args:
-        program: Makes the program of a key; must depend on nothing else.
-        folder: Folder of the sources, which are part of the digest.
+    `program` makes the program of a key, and depends on nothing else. The sources in `folder` are part of the digest.
     """
 
     def __init__(self, program: Callable[[PlanKey], KernelProgram], folder: Path) -> None:
@@ -77,7 +71,6 @@ class KernelOp(GraphDefinition):
 
     @functools.cached_property
     def digest(self) -> str:
-        """A digest of the sources and the package's version."""
         digest = hashlib.sha256(__version__.encode())
         for source in sorted(self._folder.iterdir()):
             if source.suffix in (".cu", ".cuh", ".py"):
@@ -88,17 +81,13 @@ class KernelOp(GraphDefinition):
         raise AssertionError("cuDNN compiles no kernels of the library's own")
 
     def plan(self, key: PlanKey) -> Plan:
-        """The plan of `key` on its GPU; its kernels are compiled, or read from the plan store."""
         start = time.perf_counter()
         plan = KernelPlan(key, self.program(key))
         plan.build_seconds = time.perf_counter() - start
         return plan
 
     def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
-        """Compiles the kernels of a plan for the GPU of its key, which need not be present, into a store.
-
-        Returns whether any kernel was missing there.
-        """
+        """Compiles the kernels of a key into a store, without its GPU; returns whether any was missing there."""
         compiled = [call.kernel.compile_into(store, key.target.sm) for call in self.program(key).calls]
         return any(compiled)
 

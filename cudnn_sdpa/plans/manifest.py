@@ -9,14 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cudnn_sdpa._json import JsonObject, read_text
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.backend import version_string
 from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.graph.layouts import JsonObject
+from cudnn_sdpa.graph.target import Target, read_text
 
 #: Format version; changes when files of older versions could be misread.
 VERSION = 1
@@ -71,9 +71,7 @@ class PlanManifest:
     def keys(self, target: Target, device: int | None) -> list[PlanKey]:
         """The keys of the plans on a GPU, deduplicated, with this installation's versions of their operations.
 
-        Raises:
-            OptionError: An operation is missing. Import the modules of custom operations first; this function imports
-                only this package's.
+        Modules of custom operations must be imported before; this method imports only this package's.
         """
         return list(dict.fromkeys(replace(_key_of(plan, target), device=device) for plan in self.plans))
 
@@ -82,12 +80,7 @@ class PlanManifest:
 
 
 def _violation(data: object, plans: Sequence[tuple[int, object]]) -> tuple[str, str] | None:
-    """The path of the first violation of the schema, and the error; None if the manifest follows it.
-
-    Args:
-        data: The manifest.
-        plans: Its distinct plans, each with its index.
-    """
+    """The path of the first violation of the schema, and the error; None if the manifest follows it."""
     from jsonschema import Draft202012Validator  # takes 50 ms
     from jsonschema.exceptions import best_match
 
@@ -189,7 +182,6 @@ def _key_of(plan: JsonObject, target: Target) -> PlanKey:
 
 
 def _check_numbers(plan: JsonObject) -> None:
-    """Checks that numbers are integers: JSON schemas accept 8.0, keys do not."""
     for operand in (*plan["inputs"], *plan["outputs"]):
         layout = operand["layout"]
         for number in (*layout["shape"], *layout["stride"], operand["fill"]):

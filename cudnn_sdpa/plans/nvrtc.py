@@ -37,7 +37,7 @@ _NOT_A_KERNEL = frozenset({200, 209, 218, 222, 300, 302, 500})
 
 
 class _NotAKernelError(ExecutionError):
-    """The bytes are not a kernel for this GPU."""
+    pass
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,6 @@ def slots(fields: type[tuple[int, ...]], *names: str, start: int = 0) -> list[in
 
 
 class LoadedKernel:
-    """A kernel loaded on one GPU."""
-
     __slots__ = ("_device", "_function", "_launch", "_shared", "name", "native")
 
     def __init__(self, name: str, function: int, device: int, shared: int = 0) -> None:
@@ -72,17 +70,6 @@ class LoadedKernel:
         self.native = ctypes.cast(self._launch, ctypes.c_void_p).value or 0, function, shared
 
     def launch(self, blocks: int, threads: int, fields: array[int], stream: int) -> None:
-        """Launches the kernel on `stream` of its device, which must be the current device.
-
-        Args:
-            blocks: Blocks in the grid.
-            threads: Threads per block.
-            fields: Fields of the kernel's only argument, a structure of 64-bit values.
-            stream: The raw stream.
-
-        Raises:
-            ExecutionError: CUDA could not launch it.
-        """
         parameters = array("Q", (fields.buffer_info()[0],))
         # The order of `cuLaunchKernel`, since ctypes knows no names: function, grid, block, dynamic shared memory,
         # stream, parameters, extra.
@@ -107,13 +94,10 @@ HEADERS = Path(__file__).parents[1] / "kernels"
 
 
 class Kernel:
-    """CUDA source of one kernel whose argument is a structure of 64-bit values.
+    """CUDA source of one kernel, declared `extern "C"`, whose argument is a structure of 64-bit values.
 
-    Args:
-        path: The file. With macros, it may include the headers (.cuh) of its folder, and those of `HEADERS`.
-        name: The kernel's name, declared `extern "C"`.
-        defines: Macros for the compilation.
-        shared: Bytes of dynamic shared memory of a block.
+    With macros (`defines`), the file may include the headers (.cuh) of its folder, and those of `HEADERS`. A block uses
+    `shared` bytes of dynamic shared memory.
     """
 
     def __init__(self, path: Path, name: str, defines: Mapping[str, int] | None = None, shared: int = 0) -> None:
@@ -125,12 +109,7 @@ class Kernel:
         self._lock = threading.RLock()  # a signal handler may call within
 
     def on(self, device: int) -> LoadedKernel:
-        """The kernel on a GPU; the first call compiles it, or reads it from the plan store, and loads it.
-
-        Raises:
-            LibraryError: NVRTC is missing or cannot compile it.
-            ExecutionError: CUDA cannot load it.
-        """
+        """The kernel on a GPU; the first call compiles it, or reads it from the plan store, and loads it."""
         kernel = self._loaded.get(device)
         if kernel is None:
             with self._lock, torch.cuda.device(device), relaxed_capture():
@@ -141,7 +120,6 @@ class Kernel:
         return kernel
 
     def identity(self, sm: int) -> _Identity:
-        """The kernel's identity in the plan store, compiled for compute capability `sm`."""
         digest = hashlib.sha256(self.path.read_bytes())
         if self.defines:  # sources without macros include no headers
             for header in sorted({*self.path.parent.glob("*.cuh"), *HEADERS.glob("*.cuh")}):
@@ -159,24 +137,24 @@ class Kernel:
                 return self._in_memory(stored.data, device)
             except _NotAKernelError as error:  # any other failure is the GPU's, not the file's
                 store.reject(key, str(error))
-        start = time.perf_counter()
-        cubin = self.compile(key.sm)
+        compiled = self._stored_form(key)
         if store is not None:
-            store.save(key, _stored_form(key, cubin, time.perf_counter() - start))
-        return self._in_memory(cubin, device)
+            store.save(key, compiled)
+        return self._in_memory(compiled.data, device)
 
     def compile_into(self, store: PlanStore, sm: int) -> bool:
-        """Compiles the kernel for GPUs of compute capability `sm` into a store that lacks it; needs no GPU.
-
-        Returns whether it was missing.
-        """
+        """Compiles the kernel for a compute capability into a store; needs no GPU. Returns whether it was missing."""
         key = self.identity(sm)
         if store.load(key) is not None:
             return False
-        start = time.perf_counter()
-        cubin = self.compile(sm)
-        store.save(key, _stored_form(key, cubin, time.perf_counter() - start))
+        store.save(key, self._stored_form(key))
         return True
+
+    def _stored_form(self, key: _Identity) -> StoredPlan:
+        start = time.perf_counter()
+        cubin = self.compile(key.sm)
+        seconds = time.perf_counter() - start
+        return StoredPlan(key.identity(), engine="nvrtc", knobs={}, workspace=0, build_seconds=seconds, data=cubin)
 
     def _in_memory(self, cubin: bytes, device: int) -> LoadedKernel:
         module, function = ctypes.c_void_p(), ctypes.c_void_p()
@@ -191,15 +169,9 @@ class Kernel:
         return LoadedKernel(self.name, function.value, device, self.shared)
 
     def compile(self, sm: int) -> bytes:
-        """The kernel's code for GPUs of compute capability `sm`, 90 for 9.0; needs no GPU.
-
-        Raises:
-            LibraryError: NVRTC is missing or cannot compile it.
-        """
         return self.compile_verbosely(sm)[0]
 
     def compile_verbosely(self, sm: int, *more: str) -> tuple[bytes, str]:
-        """Compiles with further options of NVRTC; returns the code and NVRTC's messages."""
         nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
         source, file = self.path.read_bytes(), self.path.name.encode()
         flags = [f"--gpu-architecture=sm_{sm}", *more]
@@ -221,10 +193,6 @@ class Kernel:
             return cubin.raw, _log_of(program)
         finally:
             nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
-
-
-def _stored_form(key: _Identity, cubin: bytes, seconds: float) -> StoredPlan:
-    return StoredPlan(identity=key.identity(), engine="nvrtc", knobs={}, workspace=0, build_seconds=seconds, data=cubin)
 
 
 def _log_of(program: ctypes.c_void_p) -> str:
@@ -252,7 +220,6 @@ def _nvrtc() -> ctypes.CDLL:
 
 
 def _nvrtc_candidates() -> Iterator[str]:
-    """The library loaded in this process, the system's, and those of pip packages."""
     loaded = backend.loaded_libraries().get("libnvrtc")
     if loaded is not None:
         yield loaded

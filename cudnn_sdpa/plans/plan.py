@@ -48,17 +48,8 @@ class Plan:
     for later work on the same stream; on the default stream, a small one is the thread's scratch memory. So any number
     of threads and streams can launch one plan at once.
 
-    Attributes:
-        engine: Name of cuDNN's engine, whose settings are `knobs`.
-        workspace: Size in bytes of the workspace that each launch needs.
-        build_seconds: Time for planning and compiling, or for loading.
-        loaded: Whether it came from the plan store.
-        last_used: Number of its last use; set by the cache.
-        added_at: Use number when the cache added it, before its first use.
-        held: Whether it is in the plan cache; set by the cache.
-        captured: Whether a CUDA graph contains a launch; see `captured_plans`.
-        tuned: Whether it was chosen by measured time; see `autotune`.
-        constants: Device tensors for operands whose values the key fixes, by name.
+    The cache sets `held`, `last_used` and `added_at`, use numbers; `captured_plans` sets `captured`, whether a CUDA
+    graph contains a launch. `constants` are device tensors for operands whose values the key fixes.
     """
 
     __slots__ = (
@@ -102,8 +93,7 @@ class Plan:
     def launch(self, pointers: Sequence[int]) -> None:
         """Launches the plan on the current stream of its device, which must be the current device.
 
-        Args:
-            pointers: Addresses of all inputs, then all outputs, in the key's order; unchecked.
+        `pointers` are the unchecked addresses of all inputs, then all outputs, in the key's order.
         """
         device = self.device
         stream = current_raw_stream(device)

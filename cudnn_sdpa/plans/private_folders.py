@@ -24,15 +24,14 @@ _OR_TRUST = f"or trust all users with write access, with the environment variabl
 
 
 class UnsafeFolderError(Exception):
-    """A folder that others can write to, or that cannot be used; the message says why."""
+    pass
 
 
 class OpenFolderError(UnsafeFolderError):
-    """A usable folder that others could write to or replace."""
+    pass
 
 
 def is_private(status: os.stat_result) -> bool:
-    """Whether only this user and root can have written a file."""
     return (
         not _acts_for_another()
         and status.st_uid in (os.geteuid(), 0)
@@ -41,17 +40,9 @@ def is_private(status: os.stat_result) -> bool:
 
 
 def open_private(folder: Path, *, make: bool = True) -> int:
-    """Opens a folder that only this user and root can change or replace.
+    """A descriptor of a folder that only this user and root can change or replace, even if its path changes.
 
-    Args:
-        folder: An absolute path.
-        make: Whether to create it, with missing parents, all with mode 0700.
-
-    Returns:
-        A descriptor, which reaches its files even if its path changes.
-
-    Raises:
-        UnsafeFolderError: The path is open to others, is not a folder, or cannot be used.
+    The path is absolute. `make` creates it, with missing parents, all with mode 0700.
     """
     try:
         real = _walk(folder, make)
@@ -73,18 +64,12 @@ def open_private(folder: Path, *, make: bool = True) -> int:
 
 
 def check_above(folder: Path) -> None:
-    """Checks that no other user can replace a folder, which need not exist yet.
-
-    Raises:
-        UnsafeFolderError: Others can replace it.
-        OSError: The folder cannot be inspected.
-    """
+    """Checks that no other user can replace a folder, which need not exist yet."""
     with contextlib.suppress(FileNotFoundError):
         _walk(folder, make=False)
 
 
 def _walk(folder: Path, make: bool) -> str:
-    """The path with links resolved; checks every folder along it."""
     if _acts_for_another():
         raise UnsafeFolderError(
             f"{folder} cannot be used: this process acts as user {os.geteuid()} for user {os.getuid()}, whose "
@@ -153,7 +138,7 @@ def _check(path: str, status: os.stat_result) -> None:
 
 
 def _is_trustworthy(owner: int) -> bool:
-    """Whether a parent folder belongs to this user or root.
+    """A parent folder belongs to this user or root.
 
     In a user namespace of this user only (Apptainer, bubblewrap, `unshare`), root's files have the overflow uid.
     """
@@ -172,13 +157,13 @@ def _overflow_uid() -> int | None:
 
 
 def _acts_for_another() -> bool:
-    """Whether this process has the rights of another user than its caller's, as a set-uid program has."""
+    """A set-uid program has the rights of another user than its caller's."""
     return os.getuid() != os.geteuid()
 
 
 @functools.cache
 def _is_users_own_group(group: int) -> bool:
-    """Whether a group is the user's private group, without other members, as Debian's OpenSSH decides it.
+    """A user's private group has no other members, as Debian's OpenSSH decides it.
 
     Accounts whose primary group it is are not among its listed members.
     """
@@ -195,11 +180,6 @@ def _is_users_own_group(group: int) -> bool:
 
 
 def in_users_cache(name: str) -> Path:
-    """This package's folder in the user's cache folder, existing or not.
-
-    Raises:
-        UnsafeFolderError: The user has no cache folder and no home.
-    """
     try:
         cache = Path(platformdirs.user_cache_dir("cudnn_sdpa"))
     except RuntimeError:  # new platformdirs raise this without a home; old ones leave the "~" in the path

@@ -54,11 +54,6 @@ def active() -> str:
 
 
 def of_environment() -> str:
-    """The policy that the environment names.
-
-    Raises:
-        OptionError: The environment names an unknown policy.
-    """
     name = os.environ.get(VARIABLE) or DEFAULT
     if name not in POLICIES:
         raise OptionError(VARIABLE, repr(name), f"one of {', '.join(POLICIES)}")
@@ -106,7 +101,6 @@ def shape_policy(policy: Policy) -> ShapePolicyUse:
 
 
 def on_change(listener: Callable[[], None]) -> Callable[[], None]:
-    """Calls `listener` after every change of the policy."""
     _listeners.append(listener)
     return listener
 

@@ -72,11 +72,7 @@ class PlanStoreInfo:
 
 
 class Identified(Hashable, Protocol):
-    """The key of a plan, or of other code that is compiled for a GPU."""
-
-    def identity(self) -> dict[str, object]:
-        """All inputs of the compilation, JSON-ready."""
-        ...
+    def identity(self) -> dict[str, object]: ...
 
 
 class PlanStore:
@@ -92,9 +88,6 @@ class PlanStore:
             folder: Its path.
             capacity: Maximum number of bytes.
             log_level: Level of failures to save or read plans. Unsafe or damaged files are always a warning.
-
-        Raises:
-            UnsafeFolderError: The folder cannot be created, is not a folder, or is open to others.
         """
         self.folder = folder.absolute()
         self.capacity = capacity
@@ -108,11 +101,6 @@ class PlanStore:
 
     @contextlib.contextmanager
     def _opened(self, *, make: bool = False) -> Iterator[int]:
-        """Opens the folder, which may have been removed, or made writable by others, since its last use.
-
-        Raises:
-            UnsafeFolderError: The folder cannot be used.
-        """
         descriptor = private_folders.open_private(self.folder, make=make)
         try:
             yield descriptor
@@ -124,10 +112,7 @@ class PlanStore:
         return self.folder / _name_of(key)
 
     def load(self, key: Identified, *, only_tuned: bool = False) -> StoredPlan | None:
-        """The stored plan of `key`; None if there is none that can be trusted.
-
-        With `only_tuned`, an untuned plan is skipped and stays.
-        """
+        """The stored plan of `key`; None if there is none that can be trusted, or `only_tuned` excludes it."""
         name = self.path(key).name
         try:
             with self._opened() as folder:
@@ -223,7 +208,6 @@ class PlanStore:
         self._room -= added
 
     def _evict(self, folder: int, min_bytes: int, name: str) -> int:
-        """Removes least recently used plans of at least this size, except the file `name`; returns the bytes freed."""
         latest, freed = time.time() + _CLOCK_SECONDS, 0
         plans = [file for file in _listed(folder) if file.is_plan and file.name != name]
         # Files of the future, from a wrong clock, would never be evicted otherwise.
@@ -255,8 +239,6 @@ class PlanStore:
 
 @dataclass(frozen=True)
 class _File:
-    """A plan file, complete or being written."""
-
     name: str
     size: int
     used: float
@@ -268,12 +250,10 @@ class _File:
 
 @functools.lru_cache(maxsize=4096)
 def _name_of(key: Identified) -> str:
-    """File name of a plan, cached: a first call asks for it several times."""
     return file_format.name_of(key.identity())
 
 
 def _is_plan_name(name: str) -> bool:
-    """Whether `file_format.name_of` makes such names; any other file is foreign."""
     return re.fullmatch(r"[0-9a-f]{64}\.plan", name) is not None
 
 
@@ -289,7 +269,6 @@ def _listed(folder: int) -> list[_File]:
 
 
 def _sweep(folder: int) -> None:
-    """Removes files of killed processes."""
     for file in _listed(folder):
         if not file.is_plan and abs(time.time() - file.used) > _ABANDONED_SECONDS:
             with contextlib.suppress(OSError):

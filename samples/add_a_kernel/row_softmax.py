@@ -22,7 +22,7 @@ from cudnn_sdpa.errors import LayoutError, ShapeError
 from cudnn_sdpa.graph import target as targets
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.plans import build
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.kernel_plan import KernelCall, KernelOp, KernelProgram

@@ -13,7 +13,7 @@ from cudnn_sdpa.engine import torch_ops
 
 #: The modules of this package that importing it loads; any more is time that every process pays.
 LOADED = {
-    *("cudnn_sdpa", "cudnn_sdpa._version", "cudnn_sdpa._start", "cudnn_sdpa._pytorch"),
+    *("cudnn_sdpa", "cudnn_sdpa._version", "cudnn_sdpa._start"),
     *("cudnn_sdpa.engine", "cudnn_sdpa.engine.torch_ops"),
 }
 

@@ -20,7 +20,7 @@ from cudnn_sdpa import errors
 PACKAGE = Path(cudnn_sdpa.__file__).parent
 #: Layers from the bottom up; a module imports its own layer and those below it.
 LAYERS = [
-    ("_version", "_start", "_json", "errors", "settings"),
+    ("_version", "errors", "settings"),
     ("graph",),
     ("plans",),
     ("offline",),
@@ -32,9 +32,8 @@ LAYERS = [
     ("nn",),
     ("integrations",),
     ("planning",),
-    ("cli_arguments",),
     ("doctor",),
-    ("_pytorch",),
+    ("_start",),
     ("cli",),
     ("__main__",),
 ]

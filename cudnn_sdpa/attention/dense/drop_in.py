@@ -19,8 +19,7 @@ from cudnn_sdpa.engine.memory import check_is_tensor, check_present, is_causal_b
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
-from cudnn_sdpa.graph.scalars import as_bool, as_float
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
 
 _calls = NativeCalls()
 

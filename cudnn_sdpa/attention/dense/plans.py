@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration,
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.graph.determinism import has_only_repeatable
+from cudnn_sdpa.graph.backend import has_only_repeatable
 from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import Target

@@ -17,8 +17,7 @@ from cudnn_sdpa.attention.mask import UNBOUNDED, Alignment
 from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
-from cudnn_sdpa.graph.scalars import as_bool, as_float
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

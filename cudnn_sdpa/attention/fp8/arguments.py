@@ -16,8 +16,7 @@ from cudnn_sdpa.attention.paged.arguments import HND, PAGE_DIMENSIONS, check_pag
 from cudnn_sdpa.engine import memory, value_checks
 from cudnn_sdpa.engine.memory import check_are_tensors, check_is_tensor, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
-from cudnn_sdpa.graph.scalars import as_bool, as_float
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
 
 if TYPE_CHECKING:
     pass

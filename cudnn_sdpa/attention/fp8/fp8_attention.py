@@ -59,8 +59,7 @@ from cudnn_sdpa.engine.sharding import run as run_on_dtensors
 from cudnn_sdpa.errors import DeviceError, OptionError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
-from cudnn_sdpa.graph.scalars import as_bool, as_float
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
 
 

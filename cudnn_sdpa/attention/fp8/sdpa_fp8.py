@@ -19,7 +19,7 @@ from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import is_compiling
 
 
 def sdpa_fp8(

@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.engine import memory, value_checks
 from cudnn_sdpa.engine.memory import check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import ArgumentError, DtypeError, OptionError, ShapeError
-from cudnn_sdpa.graph.symbolic_shapes import is_true
+from cudnn_sdpa.graph.scalars import is_true
 
 PageLayout = Literal["HND", "NHD"]
 HND: Final = "HND"

@@ -13,8 +13,7 @@ from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.engine import memory, value_checks
 from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor, shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError
-from cudnn_sdpa.graph.scalars import LARGEST, is_integer
-from cudnn_sdpa.graph.symbolic_shapes import is_true
+from cudnn_sdpa.graph.scalars import LARGEST, is_integer, is_true
 
 
 class VarlenArguments(NamedTuple):

@@ -27,7 +27,7 @@ from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.determinism import has_only_repeatable
+from cudnn_sdpa.graph.backend import has_only_repeatable
 from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import Target

@@ -16,8 +16,7 @@ from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenBackward
 from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
-from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int, is_compiling
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

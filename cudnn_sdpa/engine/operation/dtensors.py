@@ -13,7 +13,7 @@ from cudnn_sdpa.engine.operation.call import CallT
 from cudnn_sdpa.engine.operation.pipeline import Pipeline, made
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import is_compiling
 
 
 def run(operation: Pipeline[CallT], call: CallT, again: Callable[[CallT], Result]) -> Result:

@@ -17,7 +17,7 @@ from cudnn_sdpa.engine.memory import MISALIGNED
 from cudnn_sdpa.engine.native.calls import Differentiation, RepeatableCall
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
 from cudnn_sdpa.engine.operation.pipeline import Pipeline, alone, as_tuple, made
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import is_compiling
 
 #: Maximum number of signatures remembered as differentiable.
 MAX_REMEMBERED = 8192

@@ -37,8 +37,7 @@ from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, Repeata
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call, CallT
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.graph.scalars import check_known
-from cudnn_sdpa.graph.symbolic_shapes import is_compiling
+from cudnn_sdpa.graph.scalars import check_known, is_compiling
 from cudnn_sdpa.plans.plan import Plan
 
 KindT = TypeVar("KindT")

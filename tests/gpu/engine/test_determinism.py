@@ -11,7 +11,7 @@ from attention_checks import TOLERANCE, make, poison
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache, sdpa_paged
 from cudnn_sdpa.attention.paged.step import MARK
-from cudnn_sdpa.graph.determinism import is_repeatable
+from cudnn_sdpa.graph.backend import is_repeatable
 
 RUNS = 20
 BATCH, LENGTH, DIM = 2, 1100, 64  # many tiles of keys are summed into one tile of query gradients

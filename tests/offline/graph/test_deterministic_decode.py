@@ -10,7 +10,7 @@ from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import DecodeSpec
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.graph.determinism import is_repeatable
+from cudnn_sdpa.graph.backend import is_repeatable
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline import driver
 from cudnn_sdpa.offline.planner import plan_offline

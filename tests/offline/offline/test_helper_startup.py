@@ -17,7 +17,7 @@ from cudnn_sdpa.attention.dense.explain import describe_sdpa
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline import interpreter, planner
 from cudnn_sdpa.offline.planner import Helper
-from cudnn_sdpa.offline.pool import plan_all
+from cudnn_sdpa.offline.warmup import plan_all
 from cudnn_sdpa.plans.manifest import PlanManifest
 
 ROOT = Path(__file__).parents[3]
@@ -52,7 +52,7 @@ from cudnn_sdpa.attention.dense.explain import describe_sdpa
 from cudnn_sdpa.doctor import probe
 from cudnn_sdpa.offline import planner
 from cudnn_sdpa.offline.background import background
-from cudnn_sdpa.offline.pool import plan_all
+from cudnn_sdpa.offline.warmup import plan_all
 from cudnn_sdpa.graph.target import Target, load_properties
 
 properties = load_properties("h200")

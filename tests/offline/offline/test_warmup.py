@@ -17,8 +17,8 @@ from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.fused.conv_graphs import channels_last, convolution
 from cudnn_sdpa.graph.target import Target, load_properties
-from cudnn_sdpa.offline import driver, pool
-from cudnn_sdpa.offline.pool import plan_all
+from cudnn_sdpa.offline import driver, warmup
+from cudnn_sdpa.offline.warmup import plan_all
 from cudnn_sdpa.plans.manifest import PlanManifest
 from cudnn_sdpa.plans.store import PlanStore
 
@@ -200,7 +200,7 @@ def test_plans_built_here_are_not_built_by_helpers(h200):
 
 
 def test_with_zero_workers_everything_is_planned_here(h200, monkeypatch):
-    monkeypatch.setattr(pool, "Helper", None)  # no helper is created
+    monkeypatch.setattr(warmup, "Helper", None)  # no helper is created
     refused = UnsupportedError("this one", ["for the test"])
 
     def here(key):
@@ -213,7 +213,7 @@ def test_with_zero_workers_everything_is_planned_here(h200, monkeypatch):
 
 
 def test_unneeded_helpers_are_not_awaited(h200, monkeypatch):
-    monkeypatch.setattr(pool, "plan_to_keep", None)  # everything is done before a helper has started
+    monkeypatch.setattr(warmup, "plan_to_keep", None)  # everything is done before a helper has started
     found = list(plan_all(keys(h200), h200, 2, lambda key: key.name))
     assert [made for _, made in found] == ["sdpa_forward", "sdpa_backward"]
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from processes import Ranks
 
 from cudnn_sdpa.distributed import agreement, parallel_attention
-from cudnn_sdpa.distributed.groups import GroupRank
+from cudnn_sdpa.distributed.collectives import GroupRank
 from cudnn_sdpa.distributed.local_attention import Options
 
 METHODS = ("all_gather", "ulysses", "ring")

@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.doctor import probe
-from cudnn_sdpa.doctor.checks import CHECKS, CURES, Level, cure_of, examine, is_well
+from cudnn_sdpa.doctor.checks import CHECKS, CURES, Level, as_json, as_text, cure_of, examine, is_well
 from cudnn_sdpa.doctor.probe import Facts, Gpu
-from cudnn_sdpa.doctor.report import as_json, as_text
 from cudnn_sdpa.engine.native import loader
 
 SITE = "/env/site-packages/nvidia/cudnn/lib"

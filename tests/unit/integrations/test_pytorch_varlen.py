@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cudnn_sdpa import ArgumentError, DtypeError, OptionError, ShapeError, UnsupportedError, plan_cache
-from cudnn_sdpa.integrations import pytorch_pages, pytorch_varlen
+from cudnn_sdpa.integrations import pytorch_varlen
 from tests.unit.pytorch_operators import WAYS, as_compiled_code_sees, assert_agrees, operators_registered
 
 varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this PyTorch has no varlen_attn")
@@ -274,7 +274,7 @@ def test_pages(way, window, mix, padded, monkeypatch):
     lengths_q, max_q = MIXES[mix]
     lengths_kv = [40, 21, 64]
     if mix == "mixed" and padded:
-        monkeypatch.setattr(pytorch_pages, "MAX_GATHERED_BYTES", 1)  # one sequence after the other
+        monkeypatch.setattr(pytorch_varlen, "MAX_GATHERED_BYTES", 1)  # one sequence after the other
     (k_pages, v_pages), table, (k, v) = paged(lengths_kv, dtype=way)
     for _ in range(3):
         tokens = sum(lengths_q)

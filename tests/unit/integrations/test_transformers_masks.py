@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from transformers import masking_utils as theirs
 
 from cudnn_sdpa import DtypeError, ShapeError, sdpa
-from cudnn_sdpa.integrations import attention, mask_encoding
+from cudnn_sdpa.integrations import attention, masks
 from cudnn_sdpa.integrations.masks import mask_function
 
 CONFIG = SimpleNamespace(sliding_window=5, attention_chunk_size=7)
@@ -69,8 +69,8 @@ def as_booleans(mask, place, pattern):
         everything = torch.ones(3, 1, queries, keys, dtype=torch.bool)
         is_causal = pattern.get("allow_is_bidirectional_skip") is not True and queries > 1
         return everything.tril() if is_causal else everything
-    if mask.dtype == mask_encoding.DTYPE:
-        return mask_encoding.drawn(mask, torch.empty(3, 1, queries, 8), keys).expand(3, 1, queries, keys)
+    if mask.dtype == masks.DTYPE:
+        return masks.drawn(mask, torch.empty(3, 1, queries, 8), keys).expand(3, 1, queries, keys)
     assert mask.is_floating_point()
     assert set(mask.unique().tolist()) <= {0.0, -torch.inf}
     return (mask == 0).expand(3, 1, queries, keys)
@@ -98,7 +98,7 @@ def test_masks_with_padding_match_transformers(kind, where, width, inspect_paddi
     mask = ours(place, pattern, attention_mask=seen, inspect_padding=inspect_padding)
     expected = ask(theirs.sdpa_mask, place, {**pattern, **NO_SKIP}, attention_mask=seen)
     found = as_booleans(mask, place, pattern)
-    if mask is not None and mask.dtype == mask_encoding.DTYPE:  # packed: padding queries see other keys
+    if mask is not None and mask.dtype == masks.DTYPE:  # packed: padding queries see other keys
         rows = seen[:, None, :queries, None]
         found, expected = found & rows, expected & rows
     assert torch.equal(found, expected)
@@ -147,7 +147,7 @@ WITHOUT_LEAVE = [(kind, where) for kind, where in STRUCTURES if PLACES[where][0]
 )
 def test_a_structure_replaces_a_materialized_mask(kind, where, leave):
     mask = ours(PLACES[where], {**PATTERNS[kind], **({} if leave else {"allow_is_causal_skip": False})})
-    assert mask.dtype == mask_encoding.DTYPE
+    assert mask.dtype == masks.DTYPE
     assert mask.untyped_storage().nbytes() <= 3 * 4
 
 
@@ -155,9 +155,9 @@ def test_a_structure_replaces_a_materialized_mask(kind, where, leave):
 def test_a_padded_prompt_is_packed_unless_a_window_counts_padding(kind):
     seen = torch.rand(3, 9) < 0.7
     mask = ours(PLACES["prompt"], PATTERNS[kind], attention_mask=seen)
-    assert mask.dtype == (mask_encoding.DTYPE if kind == "causal" else torch.float32)
+    assert mask.dtype == (masks.DTYPE if kind == "causal" else torch.float32)
     if kind == "causal":
-        found = mask_encoding.structure(mask, torch.empty(3, 1, 9, 8))
+        found = masks.structure(mask, torch.empty(3, 1, 9, 8))
         flat = seen.reshape(-1)
         assert found.offsets.tolist() == [0, *seen.sum(1).cumsum(0).tolist()]
         expected = torch.cat([flat.nonzero()[:, 0], (~flat).nonzero()[:, 0]])
@@ -209,7 +209,7 @@ def test_masks_that_a_model_concatenates_have_all_keys(kind, where):
 def test_a_model_that_computes_with_a_structure_fails(where):
     queries, keys = PLACES[where][:2]
     mask = ours(PLACES[where], {}, attention_mask=torch.ones(3, 9, dtype=torch.bool) if where == "prompt" else None)
-    assert mask.dtype == mask_encoding.DTYPE
+    assert mask.dtype == masks.DTYPE
     q, k = torch.randn(3, 2, queries, 8), torch.randn(3, 2, keys, 8)
     bias = torch.randn(3, 2, queries, keys)
     changes = [
@@ -251,18 +251,18 @@ def test_a_structure_survives_copies(copy, kind, batch):
     is_there = torch.ones(batch, queries, dtype=torch.bool)
     if kind == "packed":
         is_there = torch.rand(batch, queries) < 0.7
-        mask = mask_encoding.packed(is_there)
+        mask = masks.packed(is_there)
     else:
-        mask = mask_encoding.band(2 if "window_size" in kind else -1, 0, "cpu", None if kind == "a window" else lengths)
+        mask = masks.band(2 if "window_size" in kind else -1, 0, "cpu", None if kind == "a window" else lengths)
     copied = COPIES[copy](mask)
-    for found, expected in zip(mask_encoding.structure(copied, q), mask_encoding.structure(mask, q), strict=True):
+    for found, expected in zip(masks.structure(copied, q), masks.structure(mask, q), strict=True):
         if isinstance(expected, torch.Tensor):
             assert found.is_contiguous()
             assert torch.equal(found, expected)
         else:
             assert found == expected
     layer = torch.nn.Module()
-    seen = mask_encoding.drawn(mask, q, keys) & is_there[:, None, :, None]
+    seen = masks.drawn(mask, q, keys) & is_there[:, None, :, None]
     scores = (q.double() @ k.double().repeat_interleave(2, dim=1).mT / 8**0.5).masked_fill(~seen, -torch.inf)
     expected = (scores.softmax(dim=-1).nan_to_num() @ v.double().repeat_interleave(2, dim=1)).transpose(1, 2)
     torch.testing.assert_close(attention.attention(layer, q, k, v, copied)[0].double(), expected, rtol=1e-4, atol=1e-5)

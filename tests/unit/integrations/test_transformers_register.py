@@ -14,7 +14,7 @@ from hf_models import DECODERS, tiny
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from cudnn_sdpa import DtypeError, LibraryError, OptionError, UnsupportedError, sdpa
-from cudnn_sdpa.integrations import attention, documents, mask_encoding
+from cudnn_sdpa.integrations import attention, masks
 from cudnn_sdpa.integrations.transformers import NAME, register
 
 
@@ -209,7 +209,7 @@ def test_restarting_positions_separate_documents(kind, batch):
     starts[:, 0] = starts[0, 9:11] = True  # also a document of one token
     q = torch.randn(batch, 4, length, 8)
     k, v = torch.randn(2, batch, 2, length + 5 * (kind == "empty cache"), 8)
-    mask = mask_encoding.band(3, 0, "cpu") if kind == "window_size" else None
+    mask = masks.band(3, 0, "cpu") if kind == "window_size" else None
     positions = positions_of(starts) + torch.randint(0, 4, (1,))  # documents may start at any position
     causal = kind != "both ways"
     found = attention.attention(layer(causal), q, k, v, mask, scaling=0.3, position_ids=positions)[0]
@@ -219,7 +219,11 @@ def test_restarting_positions_separate_documents(kind, batch):
 
 def test_positions_are_read_once_for_all_layers_until_they_change(monkeypatch):
     looks = []
-    monkeypatch.setattr(documents, "_read", lambda positions, look=documents._read: looks.append(0) or look(positions))
+    monkeypatch.setattr(
+        attention,
+        "_read_documents",
+        lambda positions, look=attention._read_documents: looks.append(0) or look(positions),
+    )
     q, positions = torch.randn(1, 2, 8, 8), torch.arange(8)[None]
     whole = apart(q, q, q, torch.tensor([[True] + 7 * [False]]))
     halves = apart(q, q, q, torch.tensor([2 * [True, False, False, False]]))
@@ -257,15 +261,13 @@ def test_unreadable_positions_raise(how):
     torch.testing.assert_close(function(positions).double(), whole, rtol=1e-4, atol=1e-5)
     with pytest.raises(RuntimeError, match=r"position_ids restart.*use_cache=False"):
         function(positions % 4)
-    assert len(documents._MESSAGE) < 256  # a GPU truncates the message
+    assert len(attention._MESSAGE) < 256  # a GPU truncates the message
 
 
 @pytest.mark.parametrize("what", ["earlier keys", "a static cache", "a position bias"])
 def test_documents_mixed_with_padding_are_refused(what):
     q, k, positions = torch.randn(1, 2, 8, 8), torch.randn(1, 2, 12, 8), torch.arange(8)[None] % 4
-    mask = (
-        mask_encoding.band(-1, 0, "cpu", torch.full((1,), 8, dtype=torch.int32)) if what == "a static cache" else None
-    )
+    mask = masks.band(-1, 0, "cpu", torch.full((1,), 8, dtype=torch.int32)) if what == "a static cache" else None
     bias = torch.randn(1, 2, 8, 8) if what == "a position bias" else None
     k = q if bias is not None else k
     causal = what != "earlier keys"
