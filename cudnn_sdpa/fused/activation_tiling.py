@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from cudnn_sdpa.errors import LayoutError
+from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.graph_op import Views
-from cudnn_sdpa.fused.torch_ops import Options, Value
 from cudnn_sdpa.graph.symbolic_shapes import is_empty, is_true
 
 #: Maximum size of a grid's third dimension.

@@ -21,7 +21,7 @@ from cudnn_sdpa.fused.conv_graphs import (
     sizes_of,
     ways,
 )
-from cudnn_sdpa.fused.torch_ops import Options
+from cudnn_sdpa.fused.encoding import Options
 from cudnn_sdpa.graph.scalars import as_index
 
 #: Channels in 16 bytes of bfloat16.

@@ -18,8 +18,8 @@ from cudnn_sdpa.engine import autograd_checks, sharding
 from cudnn_sdpa.engine.memory import check_tensor
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
 from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, shown, widened
-from cudnn_sdpa.fused.graph_op import Views, graph_op
-from cudnn_sdpa.fused.torch_ops import GraphCall, Options, Outputs, Value
+from cudnn_sdpa.fused.encoding import Options, Value
+from cudnn_sdpa.fused.graph_op import GraphCall, Outputs, Views, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.scalars import as_index, check_known, is_integer
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling, is_true

@@ -16,8 +16,8 @@ from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.engine.memory import dtype_name
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
 from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, shown, widened
-from cudnn_sdpa.fused.graph_op import Views, graph_op
-from cudnn_sdpa.fused.torch_ops import GraphCall, Options, Value
+from cudnn_sdpa.fused.encoding import Options, Value
+from cudnn_sdpa.fused.graph_op import GraphCall, Views, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.scalars import as_float, check_known
 from cudnn_sdpa.graph.symbolic_shapes import is_true
