@@ -258,7 +258,6 @@ def has_separate_activation(
 
 
 def is_patch_embedding(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:
-    """Whether every element of x is in exactly one patch."""
     size = tuple(weight.shape[2:])
     if stride != size or size == (1, 1) or any(padding) or dilation != (1, 1):
         return False  # before the lengths of x are compared, which would make torch.compile guard on them

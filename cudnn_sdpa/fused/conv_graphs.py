@@ -40,7 +40,6 @@ MAX_SIZE = 2**31 - 1
 
 
 def check(rank: int, *, x: Tensor, weight: Tensor, bias: Tensor | None, groups: object) -> None:
-    """Checks all arguments except stride, padding and dilation."""
     check_dtype("x", x)
     others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     for name, tensor in others.items():
@@ -73,7 +72,6 @@ def check_extent(x: Tensor, weight: Tensor, *, padding: Sizes, dilation: Sizes) 
 
 
 def sizes_of(rank: int, stride: object, padding: object, dilation: object) -> tuple[Sizes, Sizes, Sizes]:
-    """Stride, padding and dilation, one value per dimension."""
     return (
         _sizes("stride", stride, rank, 1),
         _sizes("padding", padding, rank, 0),
@@ -193,12 +191,10 @@ def _wgrad_reference(grad: Tensor, x: Tensor, *, shape: Sizes, **sizes: Sizes) -
 
 
 def ways(_: Mapping[str, object]) -> Sequence[sharding.Way]:
-    """Shards the batch; each part has all filters."""
     return [sharding.Way("the batch", {"x": 0}, 0)]
 
 
 def _flops(y: Tensor, shape: Sizes) -> int:
-    """Floating-point operations of a convolution or of a gradient: two for each product."""
     return 2 * y.numel() * math.prod(shape[1:])
 
 

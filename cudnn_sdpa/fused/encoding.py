@@ -38,11 +38,7 @@ def encoded(
 
 
 def checked_option(name: str, value: object) -> object:
-    """An option as a plain value, which `_encoded` supports: `numpy.float64`, for one, is a float of another type.
-
-    Raises:
-        OptionError: The value is not plain.
-    """
+    """An option as a plain value, which `_encoded` supports: `numpy.float64`, for one, is a float of another type."""
     if isinstance(value, tuple):
         return tuple([checked_option(name, item) for item in value])
     if value is not None and (not isinstance(value, _PLAIN) or isinstance(value, Enum)):
@@ -57,11 +53,9 @@ def checked_option(name: str, value: object) -> object:
 
 
 def _encoded(values: Iterable[object], symbols: list[torch.SymInt], numbers: list[float]) -> str:
-    """Options as text for the operator; symbolic sizes and floats are appended to the lists and referred to by index.
-
-    torch.compile traces this: integers may be symbolic until `index` gets their value, and floats that vary between
-    calls stay symbolic.
-    """
+    """Options as text, which refers to sizes and floats in the lists by their index."""
+    # torch.compile traces this: integers may be symbolic until `index` gets their value, and floats that vary between
+    # calls stay symbolic.
     text = ""
     for value in values:
         if isinstance(value, tuple):

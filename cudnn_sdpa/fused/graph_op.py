@@ -74,8 +74,6 @@ _functions: dict[str, GraphFunction] = {}
 
 
 class _BoundCall(NamedTuple):
-    """A call bound to its plan, with all its options, and whether autograd follows it."""
-
     bound: BoundPlan
     static: Options
     trains: bool = False
@@ -248,7 +246,6 @@ class GraphFunction(GraphDefinition):
         return self._returned(run(tensors, numbers=_numbers(values)), trains=False)
 
     def _by_operator(self, values: Sequence[Value], static: Options) -> Sequence[Tensor]:
-        """The call through PyTorch's dispatcher."""
         arguments = encoded(values, static)
         results: Sequence[Tensor] = torch.ops.cudnn_sdpa.graph_function(self.token, *arguments)
         return results
@@ -319,7 +316,6 @@ class GraphFunction(GraphDefinition):
             self.calls.learn(operands, options, call)
 
     def _differentiate(self, values: tuple[Value, ...], static: Options, run: Run) -> Result:
-        """The results of a call that autograd follows."""
         result: Result = Differentiable.apply(_Tracked(run, self.saved(values, static, _requiring(values))), *values)
         return result
 
@@ -391,12 +387,7 @@ class GraphFunction(GraphDefinition):
     # Plans.
 
     def outputs(self, values: Sequence[Value], static: Options) -> Outputs:
-        """Meta tensors like the results.
-
-        Raises:
-            LayoutError: Elements of a result share an address.
-            UnsupportedError: The call is too large, and no way to split it is declared.
-        """
+        """Meta tensors like the results."""
         assert self._outputs is not None
         meta = [_without_memory(x) for x in values]
         with torch.no_grad():
@@ -416,7 +407,6 @@ class GraphFunction(GraphDefinition):
         return (values, results, static) if self.views is None else self.views(values, results, static)
 
     def _key(self, viewed: Views, target: Target, device: int | None, *, deterministic: bool) -> PlanKey:
-        """The key of the plan for operands, results and options as the graph reads and writes them."""
         values, results, static = viewed
         rank = max(x.dim() for x in _tensors(values))
         number = TensorLayout.contiguous((1,) * rank, torch.float32)
@@ -432,12 +422,7 @@ class GraphFunction(GraphDefinition):
         )
 
     def prepared(self, values: tuple[Value, ...], static: Options) -> BoundPlan | large.LargeCall:
-        """A call, with all operands and options and tensors that kernels can read, bound to its plan or split.
-
-        Raises:
-            UnsupportedError: cuDNN has no plan for it.
-            PlanBuildError: The plan is missing and may not be built now.
-        """
+        """A call, with all operands and options and tensors that kernels can read, bound to its plan or split."""
         signature = self._signature(values, static, False)
         entry: _BoundCall | None = self.table.get(signature)
         if entry is None:
@@ -556,11 +541,7 @@ class GraphCall:
         return tuple([by_position.get(position) for position in range(len(function.operands))])
 
     def positions(self, function: GraphFunction, count: int) -> list[int]:
-        """Positions of the operands of the differentiated function whose gradients are this many results of the call.
-
-        Raises:
-            OptionError: There are more or fewer results, or an operand does not exist or is named twice.
-        """
+        """Positions of the operands of the differentiated function whose gradients are the results, of this number."""
         names = function.operands[:count] if self.names is None else self.names
         if len(names) != count or len(set(names)) != count or not set(names) <= set(function.operands):
             named = "" if self.names is None else f" as the gradients of {', '.join(names) or 'nothing'}"
@@ -589,12 +570,7 @@ def gradients(
     static: Options,
     needs: tuple[bool, ...],
 ) -> tuple[tuple[Tensor | None, ...], GraphCall | None]:
-    """The needed gradients by a function's backward, one for each operand, and the call that it returned, if any.
-
-    Raises:
-        UnsupportedError: The function has no backward.
-        OptionError: Its backward returns another number of gradients, or a call of other results.
-    """
+    """The needed gradients by a function's backward, one for each operand, and the call that it returned, if any."""
     if function.backward is None:
         raise UnsupportedError(f"the gradient of {function.__name__}", ["the operation has no backward="])
     needed = {"needs": needs} if function.takes_needs else {}
@@ -613,8 +589,6 @@ _Like = tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]
 
 
 class _NativeContext(NamedTuple):
-    """Values that the native module has saved of a call, in place of autograd's `ctx`."""
-
     saved_tensors: tuple[Tensor, ...]
     numbers: tuple[float, ...]
     like: _Like
@@ -647,13 +621,11 @@ class Saved:
         return _tensors([values[index] for index in self._positions])
 
     def gradients(self, ctx: Any, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
-        """The gradients of the operands, from those of the results and the saved values."""
         return self._gradients_and_call(ctx, grads, needs)[0]
 
     def _gradients_and_call(
         self, ctx: Any, grads: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> tuple[Sequence[Tensor | None], GraphCall | None]:
-        """The gradients, and their call, if `backward` returned one."""
         if not [grad for grad in grads if grad is not None]:
             return (None,) * len(needs), None
         values: list[Value] = [None] * len(needs)
@@ -683,7 +655,6 @@ class Saved:
         return readable_gradient(grad) if type(grad) is Tensor and not is_batch(grad) else grad
 
     def differentiation(self, values: tuple[Value, ...], results: Sequence[Layout]) -> Differentiation[_Like]:
-        """The native module's description of the gradients of such calls."""
         returned = results[: len(results) - self.function.auxiliary]
         device = _tensors(values)[0].device
         return Differentiation(
@@ -712,8 +683,6 @@ class Saved:
 
 
 class _Tracked(NamedTuple):
-    """A call that autograd follows."""
-
     run: Run
     saved: Saved
 
@@ -743,11 +712,7 @@ def register(function: GraphFunction, digest: str) -> str:
 
 
 def find(token: str) -> GraphFunction:
-    """The graph function with this token; its module is imported if necessary.
-
-    Raises:
-        OptionError: The function has changed since the token was made.
-    """
+    """The graph function with this token; its module is imported if necessary."""
     function = _functions.get(token)
     if function is None:
         with contextlib.suppress(AttributeError, ImportError, TypeError):
@@ -762,7 +727,6 @@ def find(token: str) -> GraphFunction:
 
 
 def run_on_gpu(function: GraphFunction, values: Sequence[Value], static: Options) -> Sequence[Tensor]:
-    """The operator on the GPU: its plan is found or built, and launched."""
     if any(x.numel() == 0 for x in _tensors(values)) and function.reference is not None:
         return _run_reference(function, values, static)  # cuDNN has no empty tensors
     # In a compiled function, gradients from autograd may be misaligned, and tensors differ in strides from the trace.
@@ -879,7 +843,6 @@ def _tensors(values: Sequence[object]) -> list[Tensor]:
 
 
 def _requiring(values: Sequence[Value]) -> tuple[bool, ...]:
-    """Whether each operand requires a gradient."""
     return tuple([isinstance(x, Tensor) and x.requires_grad for x in values])
 
 

@@ -44,7 +44,6 @@ class Split(NamedTuple):
         return -(-self.size // self.part_size)
 
     def part(self, operands: Mapping[str, Value], begin: int) -> tuple[Value, ...]:
-        """The operands of the part that begins at an index."""
         return tuple([self._part(name, x, begin) for name, x in operands.items()])
 
     def _part(self, name: str, x: Value, begin: int) -> Value:
@@ -56,18 +55,13 @@ class Split(NamedTuple):
         return view if is_read_there else view.clone()
 
     def of(self, x: Tensor, dim: int, begin: int) -> Tensor:
-        """The slice of a tensor for the part that begins at an index."""
         return x.narrow(dim, begin, min(self.part_size, self.size - begin))
 
 
 def split_of(
     function: str, ways: Ways | None, operands: Mapping[str, Value], results: Sequence[Tensor]
 ) -> Split | None:
-    """The split of a call that is too large for one plan. Parts may be too large, too.
-
-    Raises:
-        UnsupportedError: No way to split is declared.
-    """
+    """The split of a call that is too large for one plan. Parts may be too large, too."""
     tensors = [x for x in (*operands.values(), *results) if isinstance(x, Tensor)]
     if not any(is_known(_last(x) > known_issues.MAX_OFFSET) for x in tensors):
         return None
@@ -87,7 +81,6 @@ def split_of(
 
 
 def _last(x: Tensor) -> int:
-    """The offset of the last element, in elements."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
@@ -121,7 +114,6 @@ class LargeCall:
     def __call__(
         self, tensors: Sequence[Tensor], *, numbers: tuple[float, ...], into: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Results for these tensors and numbers, in `into` if it is given."""
         remaining: dict[type, Iterator[Value]] = {Tensor: iter(tensors), float: iter(numbers)}
         operands = {name: next(remaining[kind]) if kind in remaining else None for name, kind in self._kinds.items()}
         with torch.no_grad(), torch.cuda.device(tensors[0].device):

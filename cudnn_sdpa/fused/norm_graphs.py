@@ -34,7 +34,6 @@ _EPS, _EPS_OF_DOUBLE = (torch.finfo(dtype).eps for dtype in (torch.float32, torc
 
 
 def default_eps(x: Tensor) -> float:
-    """The default eps of PyTorch's `rms_norm`."""
     return _EPS_OF_DOUBLE if getattr(x, "dtype", None) is torch.float64 else _EPS
 
 
@@ -95,7 +94,6 @@ def _as_rows(operands: Sequence[Value], results: Sequence[Tensor], options: Opti
 
 
 def _factor(weight: Tensor | None, shift: float | None, rows: Tensor) -> Tensor | float:
-    """The factor of the rows, in the dtype of the computation."""
     return 1.0 if weight is None else weight.to(rows.dtype) + (shift or 0.0)
 
 
@@ -207,10 +205,8 @@ _FUSED_BYTES = 128
 
 
 def fuses(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether a residual and an activation run in the kernel of the norm.
-
-    That holds for 1 to 65,536 columns on 9.19 with an H100, and on 9.28 with an A100, H200 and B200.
-    """
+    """Whether a residual and an activation run in the kernel of the norm."""
+    # That holds for 1 to 65,536 columns on 9.19 with an H100, and on 9.28 with an A100, H200 and B200.
     has_kernel = is_true(x.shape[-1] * x.element_size() % _FUSED_BYTES == 0)
     return has_kernel and (weight is None or weight.dtype == x.dtype)
 

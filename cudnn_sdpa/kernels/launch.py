@@ -25,12 +25,7 @@ BackwardT = TypeVar("BackwardT", bound=Gradient)
 
 
 def prepare(call: KernelArguments) -> Prepared:
-    """A forward call bound to its plan.
-
-    Raises:
-        UnsupportedError: The GPU is too old.
-        PlanBuildError: The plan is missing and may not be built now.
-    """
+    """A forward call bound to its plan."""
     warn_of_order(call)
     spec = Spec.of(call)
     if spec.is_empty:
@@ -40,7 +35,6 @@ def prepare(call: KernelArguments) -> Prepared:
 
 
 def prepare_gradients(of: Gradient) -> Prepared:
-    """A backward call bound to its plan."""
     check(of.call)  # a saved-tensor hook may have changed a tensor
     check_memory(of.call)
     spec = Spec.of_gradient(of)
@@ -88,7 +82,6 @@ class _ByElement:
         into: Sequence[Tensor] | None,
         numbers: tuple[float, ...] | None,
     ) -> list[Tensor]:
-        """See `BoundPlan`."""
         bound, _ = bind(*self._bind)
         return bound(tensors, out, into, numbers)
 
@@ -108,7 +101,6 @@ class _WithMask:
         self._wanted = list(wanted)
 
     def __call__(self, of: Gradient) -> tuple[Tensor, ...]:
-        """The needed gradients."""
         assert of.call.mask is not None
         found = self._run(of)
         return *(found[place] for place in self._wanted), mask_gradient(found[-1], of.call.mask, 0)
@@ -139,6 +131,5 @@ def without_keys(call: KernelArguments) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def zero_gradients(of: Gradient) -> tuple[Tensor, ...]:
-    """The gradients there."""
     inputs = zip(("q", "k", "v", "attn_mask"), of.call.differentiable, of.needs, strict=True)
     return tuple(new_gradient(name, x).zero_() for name, x, need in inputs if need and x is not None)

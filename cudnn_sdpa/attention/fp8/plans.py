@@ -47,15 +47,13 @@ def device_scalars(names: Iterable[str]) -> list[Operand]:
 
 
 def spec_of(call: ForwardArguments) -> DenseSpec:
-    """The spec of a call, with its mask aligned top-left where possible, because Hopper has no other kernels.
-
-    Without actual sequence lengths, a bottom-right band is a top-left one whose bounds are shifted by Skv - Sq. The
-    left bound may not become negative.
-    """
+    """The spec of a call, with its mask aligned top-left where possible, because Hopper has no other kernels."""
     dense = DenseSpec.of(call)
     band = dense.mask.band
     if band is None or dense.has_lengths:
         return dense
+    # Without actual sequence lengths, a bottom-right band is a top-left one whose bounds are shifted by Skv - Sq. The
+    # left bound may not become negative.
     left, right, bottom_right = band
     if right is None or not bottom_right:
         return dense
@@ -67,7 +65,6 @@ def spec_of(call: ForwardArguments) -> DenseSpec:
 
 
 def results(call: Fp8Arguments) -> tuple[Layout, ...]:
-    """Shape, stride and dtype of the output, in the memory order of q, of both amax values, and of the LSE."""
     q = call.q
     shape, lse = (*q.shape[:3], call.v.shape[3]), TensorLayout.contiguous(tuple(q.shape[:3]), torch.float32)
     out = shape, dense_stride_like(shape, q.shape, q.stride()), q.dtype if call.out_dtype is None else call.out_dtype
@@ -75,7 +72,6 @@ def results(call: Fp8Arguments) -> tuple[Layout, ...]:
 
 
 def results_of_backward(call: Fp8BackwardArguments) -> tuple[Layout, ...]:
-    """The same of the gradients of q, k and v, each in the memory order of its tensor, and of four amax values."""
     dtype = call.grad_out.dtype
     qkv = [(tuple(x.shape), dense_stride_like(x.shape, x.shape, x.stride()), dtype) for x in (call.q, call.k, call.v)]
     return *qkv, AMAX, AMAX, AMAX, AMAX
@@ -99,7 +95,6 @@ class ForwardSpec:
 
     @classmethod
     def of(cls, call: Fp8Arguments) -> ForwardSpec:
-        """The spec of a call. The output has the memory order of `q`."""
         pages = None
         if call.tables is not None:
             batch, width = call.tables[0].shape
@@ -109,11 +104,7 @@ class ForwardSpec:
         return cls(spec_of(arguments.without_pages(call)), out, call.with_lse, pages)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
-        """The key of this call's plan.
-
-        Raises:
-            UnsupportedError: cuDNN is known to have no plan.
-        """
+        """The key of this call's plan."""
         dense = self.dense
         configuration = dense.configuration(FORWARD, target, half_output=self.out.dtype not in FP8_DTYPES)
         refused = refusal(configuration, "sdpa_fp8", RULES)
@@ -137,7 +128,6 @@ class ForwardSpec:
         )
 
     def extra_kernels(self) -> list[str]:
-        """The kernels that a call runs in addition to its plan, for `explain`."""
         notes = [AMAXES, *self.dense.extra_kernels(), *_notes_on_lengths(self.dense)]
         if self.dense.mask.masked_rows and self.with_lse:
             notes.append("the log-sum-exp of the other queries is copied into place")
@@ -166,16 +156,11 @@ class BackwardSpec:
 
     @classmethod
     def of(cls, call: Fp8BackwardArguments) -> BackwardSpec:
-        """The spec of a call."""
         out, grad_out = TensorLayout.of(call.out), workarounds.readable_layout(call)
         return cls(spec_of(as_dense(call)), out, grad_out, call.deterministic)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
-        """The key of this call's plan.
-
-        Raises:
-            UnsupportedError: cuDNN is known to have no plan.
-        """
+        """The key of this call's plan."""
         dense = self.dense
         refused = refusal(
             dense.configuration(BACKWARD, target, deterministic=self.deterministic), "sdpa_fp8_backward", RULES
@@ -257,7 +242,6 @@ class BackwardSpec:
         return replace(dense_like(layout), dtype=self.grad_out.dtype)
 
     def extra_kernels(self) -> list[str]:
-        """The kernels that a call runs in addition to its plan, for `explain`."""
         notes, masked_rows = [AMAXES, GRAD_OUT_COPY, *_notes_on_lengths(self.dense)], self.dense.mask.masked_rows
         if masked_rows:
             notes.append(f"the gradient of the first {masked_rows} queries is zeroed")
@@ -274,18 +258,12 @@ class BackwardSpec:
 
 
 def keys(call: Fp8Arguments, target: Target, device: int | None) -> Iterator[PlanKey]:
-    """The keys of the plans of a forward call.
-
-    Raises:
-        UnsupportedError: cuDNN is known to have no plan.
-    """
     spec = ForwardSpec.of(call)
     if not spec.dense.is_empty:
         yield spec.key(target, device)
 
 
 def keys_of_backward(call: Fp8BackwardArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
-    """`keys` for a backward call."""
     for part in [part_of(call, part) for part in split_backward(call)] or [call]:
         spec = BackwardSpec.of(part)
         if not spec.dense.is_empty:
@@ -293,16 +271,12 @@ def keys_of_backward(call: Fp8BackwardArguments, target: Target, device: int | N
 
 
 def split_backward(call: Fp8BackwardArguments) -> list[Part]:
-    """The parts of a backward call; none if one launch computes it.
-
-    Raises:
-        UnsupportedError: It needs several and cannot be split.
-    """
+    """The parts of a backward call; none if one launch computes it."""
     return split_gradients(call.q, call.k, call.v, call.out, call.grad_out)
 
 
 def split_gradients(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Part]:
-    """The same, given the tensors of a backward call."""
+    """The parts of a backward call with these tensors."""
     reasons = GRADIENTS.exceeded(q, k, v, *others)
     if not reasons or 0 in q.shape or 0 in k.shape:
         return []

@@ -137,7 +137,6 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def results(call: Fp8Arguments) -> tuple[Tensor, ...]:
-    """The results of the forward pass: the output, both amax values, and the LSE in float32."""
     found = attention(call)
     assert found.lse is not None
     out = _laid_out(found.out, plans.results(call)[0])
@@ -145,7 +144,6 @@ def results(call: Fp8Arguments) -> tuple[Tensor, ...]:
 
 
 def results_of_backward(call: Fp8BackwardArguments) -> tuple[Tensor, ...]:
-    """The results of the backward pass: the gradients of q, k and v, and four amax values."""
     *found, amax_dq, amax_dk, amax_dv, amax_dp = gradients(call)
     layouts = plans.results_of_backward(call)
     dq, dk, dv = (_laid_out(x, layout) for x, layout in zip(found, layouts, strict=False))
@@ -164,5 +162,4 @@ def flops(call: Fp8Arguments) -> tuple[int, int]:
 
 
 def flops_of_backward_call(call: Fp8BackwardArguments) -> tuple[int, int]:
-    """Floating-point operations of a backward call, which is an operation of its own."""
     return flops_of_backward(*dense_sizes(call.q, call.k, call.v)), 0
