@@ -50,18 +50,6 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor]: ...
 
 
-@overload
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = ...,
-    eps: float | None = ...,
-    *,
-    residual: Tensor | None,
-    activation: str | None = ...,
-    zero_centered: bool = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 def rms_norm(
     x: Tensor,
     weight: Tensor | None = None,

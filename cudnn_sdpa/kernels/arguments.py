@@ -59,15 +59,7 @@ class Needs(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A backward call.
-
-    Attributes:
-        grad_out: The gradient of the output.
-        out: The output.
-        statistics: What the forward pass has kept of each row's softmax.
-        call: The forward call, with the tensors as they were saved.
-        needs: Which of q, k, v and mask need a gradient.
-    """
+    """A backward call; see `BackwardCall`. The forward pass has kept `statistics` of each row's softmax."""
 
     grad_out: Tensor
     out: Tensor

@@ -51,16 +51,8 @@ class Spec:
     """A call without data, forward or backward.
 
     Attributes:
-        q: Queries.
-        k: Keys.
-        v: Values.
         mask: The mask as it is broadcast to all scores, with strides of 0; None without one.
-        out: The output.
-        mode: "fused", "tiled" or "naive".
-        is_causal: Whether the mask is causal.
-        with_statistics: Whether the statistics of the softmax are kept.
-        grad_out: The gradient of the output, for a backward call.
-        needs: The needed gradients, for a backward call.
+        grad_out: None in a forward call, and so is `needs`.
         vectors: Whether memory is read 16 bytes at a time.
     """
 
@@ -84,7 +76,7 @@ class Spec:
             k=TensorLayout.of(call.k),
             v=TensorLayout.of(call.v),
             mask=mask,
-            out=_layout(results(call)[0]),
+            out=TensorLayout(*results(call)[0]),
             mode=call.mode,
             is_causal=call.is_causal,
             with_statistics=call.with_statistics,
@@ -176,10 +168,6 @@ def results(call: KernelArguments) -> tuple[Layout, Layout]:
         (tuple(q.shape), dense_stride_like(q.shape, q.shape, q.stride()), q.dtype),
         (rows, contiguous_stride(rows), exact),
     )
-
-
-def _layout(layout: Layout) -> TensorLayout:
-    return TensorLayout(*layout)
 
 
 def _gradient_of(x: TensorLayout) -> TensorLayout:
