@@ -77,11 +77,9 @@ def check_savable(**tensors: Tensor | None) -> None:
 
 
 def check_offsets(operands: Mapping[str, object], parts: Mapping[str, int]) -> None:
-    """Refuses CPU tensors at offsets that a GPU's kernels could not read; allocations themselves are aligned.
+    """Refuses CPU tensors at offsets that a GPU's kernels could not read, and offsets of parts in bytes.
 
-    Args:
-        operands: The operands by name.
-        parts: Offsets of parts of operands or results, in bytes.
+    Allocations themselves are aligned.
     """
     tensors = {name: x for name, x in operands.items() if isinstance(x, Tensor)}
     begins = {name: int(x.storage_offset()) * x.element_size() for name, x in tensors.items()}

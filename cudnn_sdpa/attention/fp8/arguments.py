@@ -32,9 +32,7 @@ class Fp8Scales(NamedTuple):
     A tensor x is stored as fp8(x · scale) and read as its FP8 values times a descale, which is 1 / scale.
 
     Attributes:
-        descale_q: Descale of q.
-        descale_k: Descale of k.
-        descale_v: Descale of v.
+        descale_q: Descale of q; `descale_k` and `descale_v` are those of k and v.
         descale_s: Descale of the softmax's exponentials, 1 / `scale_s`.
         scale_s: Scale of the softmax's exponentials, which are at most 1 and are rounded to the dtype of q. At most the
             largest number of this dtype: 448 for E4M3, 57344 for E5M2.
@@ -55,17 +53,13 @@ class Fp8BackwardScales(NamedTuple):
     `Fp8Scales` explains scales and descales.
 
     Attributes:
-        descale_q: Descale of q.
-        descale_k: Descale of k.
-        descale_v: Descale of v.
+        descale_q: Descale of q; `descale_k` and `descale_v` are those of k and v.
         descale_o: Descale of the output, 1 / `scale_o` of the forward pass.
         descale_do: Descale of the output's gradient.
         descale_s: Descale of the probabilities, 1 / `scale_s`.
         descale_dp: Descale of the gradient of the scores, 1 / `scale_dp`.
         scale_s: Scale of the probabilities, which are rounded to the dtype of q.
-        scale_dq: Scale of the gradient of q.
-        scale_dk: Scale of the gradient of k.
-        scale_dv: Scale of the gradient of v.
+        scale_dq: Scale of the gradient of q; `scale_dk` and `scale_dv` are those of the gradients of k and v.
         scale_dp: Scale of the gradient of the scores, which is rounded to the dtype of `grad_out`.
     """
 
@@ -109,9 +103,7 @@ class Fp8Gradients(NamedTuple):
         dq: The gradient of q, multiplied by `scale_dq`, in the dtype of `grad_out`.
         dk: The gradient of k, multiplied by `scale_dk`.
         dv: The gradient of v, multiplied by `scale_dv`.
-        amax_dq: The amax of the gradient of q, (1,) float32, before `scale_dq`.
-        amax_dk: The amax of the gradient of k.
-        amax_dv: The amax of the gradient of v.
+        amax_dq: The amax of the gradient of q, (1,) float32, before `scale_dq`; `amax_dk` and `amax_dv` alike.
         amax_dp: The amax of the gradient of the scores, (1,) float32, before `scale_dp`.
     """
 

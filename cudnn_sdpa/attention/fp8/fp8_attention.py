@@ -24,6 +24,7 @@ from cudnn_sdpa.attention.fp8.quantize import (
     defect_of,
     dequantize,
     is_readable,
+    new_like,
     quantize,
     record_all,
 )
@@ -59,21 +60,14 @@ from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.engine.sharding import run as run_on_dtensors
 from cudnn_sdpa.errors import DeviceError, OptionError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
+from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
 
 
 class Call(NamedTuple):
-    """A call without its queries, keys and values.
-
-    Attributes:
-        options: The keyword arguments of `sdpa_fp8`.
-        scaling: Its `Fp8Scaling`, if it has one.
-        grad_dtype: The dtype of gradients.
-        deterministic: Whether gradients must be bit-exact.
-    """
+    """A call without its queries, keys and values; `deterministic` is for its gradients."""
 
     options: Options
     scaling: Fp8Scaling | None
@@ -155,7 +149,7 @@ def backward(grad_out: Tensor, of: Forward, call: Call, wanted: list[int]) -> li
     table = new_table(grad_out.device)
     current = scaling is not None and scaling.inputs == "current"
     if by_kernel(grad_out) and not is_readable(grad_out):
-        grad_out = _dense_copy(grad_out)
+        grad_out = new_like(grad_out, grad_out.dtype).copy_(grad_out)
     quantized = Wanted((DO,), call.grad_dtype, limit, current)
     (gradient,) = quantize((grad_out,), quantized, table=table, given=given, record=record)
     found = None
@@ -190,11 +184,6 @@ def _bounds(of: Forward, table: Tensor, call: Call, found: Fp8Gradients | None) 
     factor = of.v.shape[3] * (of.q.shape[3] ** -0.5 if scale is None else scale)
     bound = factor * table[AMAX, DO, 0] * of.table[AMAX, V, 0]
     return torch.stack([bound, *(torch.ones_like(bound),) * 3])
-
-
-def _dense_copy(tensor: Tensor) -> Tensor:
-    stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 IN_DTYPES = (torch.bfloat16, torch.float16)

@@ -82,9 +82,7 @@ class ForwardSpec:
     """A forward call without its data.
 
     Attributes:
-        dense: What it has in common with its backward pass.
-        out: The output.
-        with_lse: Whether the log-sum-exp is wanted.
+        dense: The part that it has in common with its backward pass.
         pages: The layouts of the pages of keys and values, and of a page table, for paged calls.
     """
 
@@ -143,10 +141,8 @@ class BackwardSpec:
     """A backward call without its data.
 
     Attributes:
-        dense: What it has in common with its forward pass.
-        out: The output of the forward pass.
-        grad_out: Its gradient, as cuDNN reads it; gradients are of its dtype.
-        deterministic: Whether the result must be bit-exact.
+        dense: The part that it has in common with its forward pass.
+        grad_out: The gradient of the output, as cuDNN reads it; gradients are of its dtype.
     """
 
     dense: DenseSpec

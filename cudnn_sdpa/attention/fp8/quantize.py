@@ -146,7 +146,7 @@ def quantize(
         number(table, AMAX, row).copy_(amax)
         record_all({row: amax}, record)
     set_scales(table, 0, _scales(wanted, table, given, by_amax=by_amax))
-    made = [_dense_like(tensor, wanted.dtype) for tensor in tensors]
+    made = [new_like(tensor, wanted.dtype) for tensor in tensors]
     for row, tensor, to in zip(wanted.rows, tensors, made, strict=True):
         to.copy_(reference.quantized(tensor.float(), table[0, row, 0], wanted.dtype))
     return made
@@ -178,7 +178,7 @@ def dequantize(
         return kernel(tensors, table, amaxes, record)
     record_all(amaxes, record)
     defect = sum((0 * amax for amax in amaxes.values()), defect_of(table))
-    made = [_dense_like(tensor, dtype) for tensor in tensors]
+    made = [new_like(tensor, dtype) for tensor in tensors]
     for row, tensor, to in zip(rows, tensors, made, strict=True):
         to.copy_(tensor.float() * (number(table, DESCALE, row) + defect))
     return made
@@ -226,7 +226,8 @@ def by_kernel(*tensors: Tensor) -> bool:
     return all(tensor.is_cuda and tensor.numel() for tensor in tensors) and is_plain_memory(*tensors)
 
 
-def _dense_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def new_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new dense tensor in the memory order of another."""
     stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
     return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
 

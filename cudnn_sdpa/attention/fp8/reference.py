@@ -53,10 +53,6 @@ def attention(call: Fp8Arguments, *, exact: torch.dtype = torch.float32) -> Fp8O
     - O = fp8(e · scale_s) V · descale_s · descale_v / l, returned as fp8(O · scale_o)
     - amax_s is the amax of the probabilities e / l, before `scale_s`; a kernel computes it from the smallest l
     - amax_o is the amax of O, before `scale_o`
-
-    Args:
-        call: The call.
-        exact: The dtype of the computation.
     """
     call = gathered(call)
     dtype = call.q.dtype if call.out_dtype is None else call.out_dtype
@@ -87,10 +83,6 @@ def gradients(call: Fp8BackwardArguments, *, exact: torch.dtype = torch.float32)
 
     P is rounded to the dtype of q, dS to that of `grad_out`. Heads of a group are summed before anything is rounded;
     each result x is returned as fp8(x · its scale), with the amax of x.
-
-    Args:
-        call: The call.
-        exact: The dtype of the computation.
     """
     scales = Fp8BackwardScales(*(scale.to(exact).view(()) for scale in call.scales))
     with without_autocast(call.q):

@@ -104,8 +104,8 @@ def test_results_do_not_depend_on_grad_mode():
 
 def test_only_needed_gradients_are_computed(monkeypatch):
     made = []
-    original = fp8_quantize._dense_like
-    monkeypatch.setattr(fp8_quantize, "_dense_like", lambda x, dtype: made.append(dtype) or original(x, dtype))
+    original = fp8_quantize.new_like
+    monkeypatch.setattr(fp8_quantize, "new_like", lambda x, dtype: made.append(dtype) or original(x, dtype))
     q, k, v = qkv(requires_grad=False)
     out = fp8_attention(q, k.requires_grad_(), v)
     made.clear()
