@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cudnn_sdpa.engine import autograd_checks, cpu_target, memory, sharding
+from cudnn_sdpa.engine import autograd_checks, cpu_target, sharding
 from cudnn_sdpa.engine.autocast import cast_tensor, could_cast
 from cudnn_sdpa.engine.call import Differentiable, Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import (
@@ -74,13 +74,12 @@ _functions: dict[str, GraphFunction] = {}
 
 
 class _BoundCall(NamedTuple):
-    bound: BoundPlan
-    static: Options
-    trains: bool = False
+    """A call bound to its plan, with all its options; `trains` if autograd follows it."""
 
-    @property
-    def plan(self) -> Plan:
-        return self.bound.plan
+    bound: BoundPlan
+    plan: Plan
+    static: Options
+    trains: bool
 
 
 class GraphFunction(GraphDefinition):
@@ -240,7 +239,7 @@ class GraphFunction(GraphDefinition):
             # `readable` fills in, would not fit.
             is_as_given = all(map(operator.is_, values, self._completed(operands)))
             if is_as_given and isinstance(run, BoundPlan) and options.keys() <= self.options.keys():
-                self.table.add(self._signature(operands, options, trains), _BoundCall(run, static, trains))
+                self.table.add(self._signature(operands, options, trains), _BoundCall(run, run.plan, static, trains))
         if trains:
             return self._differentiate(values, static, run)
         return self._returned(run(tensors, numbers=_numbers(values)), trains=False)
@@ -433,7 +432,8 @@ class GraphFunction(GraphDefinition):
                     lambda part: self.prepared(part, static), split, operands=self._named(values), results=results
                 )
             with torch.cuda.device(_tensors(values)[0].device):
-                entry = _BoundCall(self._bind(values, results, static), static)
+                bound = self._bind(values, results, static)
+            entry = _BoundCall(bound, bound.plan, static, trains=False)
             self.table.add(signature, entry)
         return entry.bound
 
@@ -892,7 +892,7 @@ def _check_number(name: str, value: int) -> None:
 def _without_memory(value: Value) -> Value:
     """An operand for shape computations: tensors become meta tensors."""
     if isinstance(value, Tensor):
-        return memory.without_memory(value)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return float(value) if isinstance(value, int) else value  # PyTorch's own functions take no int of 65 bits
 
 

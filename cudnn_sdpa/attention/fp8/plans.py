@@ -183,7 +183,8 @@ class BackwardSpec:
 
     def gradients(self) -> list[TensorLayout]:
         """The layouts of the gradients of q, k and v, with all rows."""
-        return [self.gradient_layout(layout) for layout in (self.dense.q, self.dense.k, self.dense.v)]
+        dtype, dense = self.grad_out.dtype, self.dense
+        return [replace(dense_like(layout), dtype=dtype) for layout in (dense.q, dense.k, dense.v)]
 
     def part(self, target: Target) -> BackwardSpec:
         """The spec of the batch entries of one launch: itself, or a part for `SplitBackward`."""
@@ -224,18 +225,14 @@ class BackwardSpec:
 
     def _outputs(self, rows: int) -> list[Operand]:
         """The gradients, each in the memory order of its tensor, and the amax outputs."""
-        dense = self.dense
-        gradients = {
-            "grad_q": self._of_rows(self.gradient_layout(dense.q), rows),
-            "grad_k": self.gradient_layout(dense.k),
-        }
-        gradients["grad_v"] = self.gradient_layout(dense.v)
+        grad_q, grad_k, grad_v = self.gradients()
         amaxes = device_scalars(("amax_dq", "amax_dk", "amax_dv", "amax_dp"))
-        return [*(Operand(name, layout) for name, layout in gradients.items()), *amaxes]
-
-    def gradient_layout(self, layout: TensorLayout) -> TensorLayout:
-        """The layout of a gradient, all rows of it."""
-        return replace(dense_like(layout), dtype=self.grad_out.dtype)
+        return [
+            Operand("grad_q", self._of_rows(grad_q, rows)),
+            Operand("grad_k", grad_k),
+            Operand("grad_v", grad_v),
+            *amaxes,
+        ]
 
     def extra_kernels(self) -> list[str]:
         notes, masked_rows = [AMAXES, GRAD_OUT_COPY, *_notes_on_lengths(self.dense)], self.dense.mask.masked_rows
