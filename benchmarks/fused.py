@@ -18,10 +18,10 @@ from benchmarks.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.fused.activation import silu_mul
 from cudnn_sdpa.fused.activation_graphs import silu_mul_gradients, silu_mul_rows
 from cudnn_sdpa.fused.activation_tiling import split
-from cudnn_sdpa.fused.graph_op import GraphFunction, Views, graph_op
+from cudnn_sdpa.fused.encoding import Options, Value
+from cudnn_sdpa.fused.graph_op import GraphFunction, Views, as_tuple, graph_op
 from cudnn_sdpa.fused.norm import rms_norm
 from cudnn_sdpa.fused.norm_graphs import rms_norm_rows
-from cudnn_sdpa.fused.torch_ops import Options, Value, as_tuple
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.plans import plan as plans

@@ -36,7 +36,6 @@ from cudnn_sdpa.attention.fp8 import quantize
 from cudnn_sdpa.engine import launch as graph_launch
 from cudnn_sdpa.engine import torch_ops as engine_ops
 from cudnn_sdpa.fused import graph_op as fused_calls
-from cudnn_sdpa.fused import torch_ops as fused_ops
 from cudnn_sdpa.graph import handles, known_issues
 from cudnn_sdpa.graph import target as gpu_target
 from cudnn_sdpa.graph.definition import GraphDefinition, find_operation, graph_definition
@@ -342,7 +341,7 @@ def install_for_graph_functions() -> None:
     torch.Tensor.is_cuda = property(lambda tensor: tensor.device.type == "cpu")
     torch.Tensor.get_device = lambda _: 0
     library = install_for_graph_functions.library = torch.library.Library("cudnn_sdpa", "IMPL")
-    library.impl("graph_function", fused_ops.decoded(fused_ops.run_gpu), "CPU", allow_override=True)
+    library.impl("graph_function", fused_calls.decoded(fused_calls.run_on_gpu), "CPU", allow_override=True)
 
 
 class _GraphFunctions(FakeCache):

@@ -76,7 +76,7 @@ SCHEMAS = {
         f"kernels_attention_forward_statistics({_KERNELS}) -> (Tensor, Tensor)",
         f"kernels_attention_backward({_KERNELS_BACKWARD}) -> Tensor[]",
     ),
-    "cudnn_sdpa.fused.torch_ops": (f"graph_function({_GRAPH}) -> Tensor[]",),
+    "cudnn_sdpa.fused.graph_op": (f"graph_function({_GRAPH}) -> Tensor[]",),
 }
 
 _HOMES = {schema.partition("(")[0]: module for module, schemas in SCHEMAS.items() for schema in schemas}

@@ -18,8 +18,7 @@ from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import ShapeError, UnsupportedError
 from cudnn_sdpa.fused.activation_tiling import backward_views, check_rows, forward_views, split
 from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, widened
-from cudnn_sdpa.fused.graph_op import graph_op
-from cudnn_sdpa.fused.torch_ops import GraphCall
+from cudnn_sdpa.fused.graph_op import GraphCall, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.scalars import is_true
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from cudnn_sdpa.errors import LayoutError
+from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.graph_op import Views
-from cudnn_sdpa.fused.torch_ops import Options, Value
 from cudnn_sdpa.graph.scalars import is_empty, is_true
 
 #: Maximum size of a grid's third dimension.
@@ -58,7 +58,6 @@ def _views(operands: Sequence[Value], results: Sequence[Tensor], options: Option
 
 
 def split(both: Value) -> tuple[Tensor, Tensor]:
-    """Gate and up, the halves of one tensor."""
     assert isinstance(both, Tensor)
     gate, up = both.chunk(2, dim=-1)
     return gate, up
@@ -103,11 +102,7 @@ def _split_length(count: int, size: int, *, gradients: bool) -> int | None:
 
 
 def check_rows(tensors: Sequence[Tensor], names: Sequence[str]) -> None:
-    """Checks that tensors (..., n) can be viewed as rows with a dense last dimension.
-
-    Raises:
-        LayoutError: A tensor would have to be copied.
-    """
+    """Checks that tensors (..., n) can be viewed as rows with a dense last dimension."""
     for name, x in zip(names, tensors, strict=True):
         if x.dim() == 0 or is_empty(x):
             continue

@@ -23,13 +23,7 @@ _MAX_ITEMS, _MAX_BITS, _MAX_CHARACTERS = 8, 64, 60
 
 
 def check_dtype(name: str, tensor: Tensor) -> None:
-    """Checks that an argument is a strided tensor of a supported dtype; float64 is allowed on the CPU, for gradcheck.
-
-    Raises:
-        OptionError: The argument is not a tensor.
-        LayoutError: The tensor is nested, sparse or a `CausalBias`, or its memory was freed.
-        DtypeError: The dtype is not supported.
-    """
+    """Checks that an argument is a strided tensor of a supported dtype; on the CPU also float64, for gradcheck."""
     check_strided(name, tensor)
     is_refused = tensor.is_cuda or (tensor.is_cpu and cpu_target.checks_dtypes())
     if tensor.dtype is torch.float64 and not is_refused:
@@ -42,11 +36,7 @@ def check_dtype(name: str, tensor: Tensor) -> None:
 
 
 def checked_flag(name: str, flag: object) -> bool:
-    """A flag, also numpy's, as a bool.
-
-    Raises:
-        OptionError: The value is no flag, or depends on data in compiled code.
-    """
+    """A flag, also numpy's, as a bool."""
     check_known(name, flag)
     flag = as_bool(flag)
     if not isinstance(flag, bool):
@@ -55,11 +45,7 @@ def checked_flag(name: str, flag: object) -> bool:
 
 
 def check_strided(name: str, x: object) -> None:
-    """Checks that an operand is a tensor with strided memory, or zeros without memory: a launch has them filled.
-
-    Raises:
-        ArgumentError: The operand is something else: see `check_is_tensor`.
-    """
+    """Checks that an operand is a tensor with strided memory, or zeros without memory: a launch has them filled."""
     if is_compiling() or not (isinstance(x, Tensor) and x._is_zerotensor()):
         check_is_tensor(name, x)
 
@@ -74,21 +60,13 @@ def check_beside(
     shape: Sequence[int] = (),
     meaning: str = "",
 ) -> None:
-    """Checks that an argument is a strided tensor that fits `x`, the argument with the name `of`.
-
-    Raises:
-        ArgumentError: The argument does not fit: see `check_is_tensor` and `check_tensor`.
-    """
+    """Checks that an argument is a strided tensor that fits `x`, the argument with the name `of`."""
     check_strided(name, tensor)
     check_tensor(name, tensor, x, of=of, dtype=dtype, shape=shape, meaning=meaning)
 
 
 def check_savable(**tensors: Tensor | None) -> None:
-    """Checks that autograd can save these tensors, if one of them requires a gradient.
-
-    Raises:
-        LayoutError: A tensor was made in inference mode.
-    """
+    """Checks that autograd can save these tensors, if one of them requires a gradient."""
     if is_compiling() or not needs_gradient(*tensors.values()):
         return
     for name, tensor in tensors.items():
@@ -98,11 +76,9 @@ def check_savable(**tensors: Tensor | None) -> None:
 
 
 def check_offsets(operands: Mapping[str, object], parts: Mapping[str, int]) -> None:
-    """Refuses CPU tensors at offsets that a GPU's kernels could not read; allocations themselves are aligned.
+    """Refuses CPU tensors at offsets that a GPU's kernels could not read, and offsets of parts in bytes.
 
-    Args:
-        operands: The operands by name.
-        parts: Offsets of parts of operands or results, in bytes.
+    Allocations themselves are aligned.
     """
     tensors = {name: x for name, x in operands.items() if isinstance(x, Tensor)}
     begins = {name: int(x.storage_offset()) * x.element_size() for name, x in tensors.items()}

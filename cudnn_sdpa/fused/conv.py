@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from cudnn_sdpa.fused.conv_graphs import (
     sizes_of,
     ways,
 )
-from cudnn_sdpa.fused.torch_ops import Options
+from cudnn_sdpa.fused.encoding import Options
 from cudnn_sdpa.graph.scalars import as_index
 
 #: Channels in 16 bytes of bfloat16.
@@ -73,17 +73,8 @@ def conv2d(
         >>> cudnn_sdpa.conv2d(x, weight, padding=1, activation="silu").shape
         torch.Size([2, 4, 16, 16])
     """
-    return _convolve(
-        rank=2,
-        x=x,
-        weight=weight,
-        bias=bias,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        activation=activation,
-    )
+    sizes = sizes_of(2, stride, padding, dilation)
+    return _convolve((x, weight, bias), sizes, groups, activation)
 
 
 def conv1d(
@@ -120,17 +111,8 @@ def conv1d(
         >>> cudnn_sdpa.conv1d(torch.randn(2, 8, 30), torch.randn(4, 8, 3), padding=1).shape
         torch.Size([2, 4, 30])
     """
-    return _convolve(
-        rank=1,
-        x=x,
-        weight=weight,
-        bias=bias,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        activation=activation,
-    )
+    sizes = sizes_of(1, stride, padding, dilation)
+    return _convolve((x, weight, bias), sizes, groups, activation)
 
 
 def conv3d(
@@ -167,32 +149,17 @@ def conv3d(
         >>> cudnn_sdpa.conv3d(torch.randn(1, 8, 4, 6, 6), torch.randn(4, 8, 3, 3, 3)).shape
         torch.Size([1, 4, 2, 4, 4])
     """
-    return _convolve(
-        rank=3,
-        x=x,
-        weight=weight,
-        bias=bias,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
-        groups=groups,
-        activation=activation,
-    )
+    sizes = sizes_of(3, stride, padding, dilation)
+    return _convolve((x, weight, bias), sizes, groups, activation)
 
 
 def _convolve(
-    *,
-    rank: int,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    stride: object,
-    padding: object,
-    dilation: object,
+    operands: tuple[Tensor, Tensor, Tensor | None],
+    sizes: tuple[Sizes, Sizes, Sizes],
     groups: int,
     activation: str | None,
 ) -> Tensor:
-    strides, zeros, spacing = sizes_of(rank, stride, padding, dilation)
+    (x, weight, bias), (strides, zeros, spacing) = operands, sizes
     groups = as_index(groups)
     # Checked in known calls, too: the setting may change between calls.
     is_float32 = isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_cuda
@@ -206,7 +173,7 @@ def _convolve(
     )
     options: Options = {"stride": strides, "padding": zeros, "dilation": spacing, "groups": groups, "activation": fused}
     tensors = (x, weight) if bias is None else (x, weight, bias)
-    if rank == 2 and strides != (1, 1) and type(groups) is int and _has_size(weight, strides):
+    if len(strides) == 2 and strides != (1, 1) and type(groups) is int and _has_size(weight, strides):
         cast: Any = convolution.arguments(tensors, options)[0]
         if groups == 1 and is_patch_embedding(x, weight, stride=strides, padding=zeros, dilation=spacing):
             if sharding.has_dtensor(*tensors):
@@ -228,11 +195,7 @@ def _is_separate(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, ac
 
 
 def _has_size(weight: object, size: Sizes) -> bool:
-    return _is_plain(weight) and weight.shape[2:] == size
-
-
-def _is_plain(tensor: object) -> TypeGuard[Tensor]:
-    return isinstance(tensor, Tensor) and not tensor.is_nested
+    return isinstance(weight, Tensor) and not weight.is_nested and weight.shape[2:] == size
 
 
 def _may_be_tf32() -> bool:
@@ -258,7 +221,6 @@ def has_separate_activation(
 
 
 def is_patch_embedding(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:
-    """Whether every element of x is in exactly one patch."""
     size = tuple(weight.shape[2:])
     if stride != size or size == (1, 1) or any(padding) or dilation != (1, 1):
         return False  # before the lengths of x are compared, which would make torch.compile guard on them

@@ -18,8 +18,8 @@ from cudnn_sdpa.engine import autograd_checks, sharding
 from cudnn_sdpa.engine.memory import check_tensor
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
 from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, shown, widened
-from cudnn_sdpa.fused.graph_op import Views, graph_op
-from cudnn_sdpa.fused.torch_ops import GraphCall, Options, Outputs, Value
+from cudnn_sdpa.fused.encoding import Options, Value
+from cudnn_sdpa.fused.graph_op import GraphCall, Outputs, Views, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.scalars import as_index, check_known, is_compiling, is_integer, is_true
 
@@ -39,7 +39,6 @@ MAX_SIZE = 2**31 - 1
 
 
 def check(rank: int, *, x: Tensor, weight: Tensor, bias: Tensor | None, groups: object) -> None:
-    """Checks all arguments except stride, padding and dilation."""
     check_dtype("x", x)
     others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     for name, tensor in others.items():
@@ -72,7 +71,6 @@ def check_extent(x: Tensor, weight: Tensor, *, padding: Sizes, dilation: Sizes) 
 
 
 def sizes_of(rank: int, stride: object, padding: object, dilation: object) -> tuple[Sizes, Sizes, Sizes]:
-    """Stride, padding and dilation, one value per dimension."""
     return (
         _sizes("stride", stride, rank, 1),
         _sizes("padding", padding, rank, 0),
@@ -192,12 +190,10 @@ def _wgrad_reference(grad: Tensor, x: Tensor, *, shape: Sizes, **sizes: Sizes) -
 
 
 def ways(_: Mapping[str, object]) -> Sequence[sharding.Way]:
-    """Shards the batch; each part has all filters."""
     return [sharding.Way("the batch", {"x": 0}, 0)]
 
 
 def _flops(y: Tensor, shape: Sizes) -> int:
-    """Floating-point operations of a convolution or of a gradient: two for each product."""
     return 2 * y.numel() * math.prod(shape[1:])
 
 

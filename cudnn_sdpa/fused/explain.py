@@ -147,7 +147,6 @@ def _copies(**tensors: Tensor | None) -> list[str]:
 
 
 def _completed(description: Description, x: Tensor, notes: list[str]) -> Description:
-    """A graph function's description, completed for the public function."""
     if x.dtype is torch.float64:
         backward = description.backward
         backward = None if backward is None else replace(backward, key=_no_key)

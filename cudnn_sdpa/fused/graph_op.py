@@ -1,15 +1,22 @@
-"""`graph_op`: custom fused cuDNN operations, called like any function of tensors."""
+"""`graph_op`: custom fused cuDNN operations, called like any function of tensors.
+
+All graph functions share one torch operator, `graph_function`: users define them at run time, and compiled graphs that
+PyTorch keeps on disk must find them again.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
+import operator
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, Protocol, TypeAlias, overload
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudnn_sdpa.engine import autograd_checks, cpu_target, sharding
 from cudnn_sdpa.engine.autocast import cast_tensor, could_cast
@@ -24,14 +31,15 @@ from cudnn_sdpa.engine.dispatch_state import (
     plain,
 )
 from cudnn_sdpa.engine.explain import Description
-from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, items_of, kinds_of
+from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, kinds_of
 from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, check_one_device, readable_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
+from cudnn_sdpa.engine.torch_ops import SCHEMAS, Implementations, implement
 from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
-from cudnn_sdpa.fused import large, torch_ops
+from cudnn_sdpa.fused import large
 from cudnn_sdpa.fused.checks import check_offsets, check_savable, check_strided, shown
-from cudnn_sdpa.fused.torch_ops import Gradients, GraphCall, Options, Outputs, Results, Value, as_tuple
-from cudnn_sdpa.graph.definition import GraphDefinition, function_digest
+from cudnn_sdpa.fused.encoding import Options, Value, checked_option, decoded_options, encoded
+from cudnn_sdpa.graph.definition import GraphDefinition, find_operation, function_digest
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES, TensorLayout, is_expanded, layouts_of
 from cudnn_sdpa.graph.scalars import is_compiling
@@ -40,37 +48,38 @@ from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.plan import Plan
 
+Outputs: TypeAlias = tuple[Tensor, ...]
+
+#: Results of a reference, and of a backward.
+Results: TypeAlias = Tensor | tuple[Tensor, ...] | list[Tensor]
+Gradients: TypeAlias = "Tensor | tuple[Tensor | None, ...] | list[Tensor | None] | GraphCall | None"
+
+ResultT = TypeVar("ResultT", Tensor, Tensor | None)
+
+#: Operands, results and options as the graph reads and writes them.
+Views = tuple[Sequence[Value], Sequence[Tensor], Options]
+
+#: Launches a call, given its tensors and, by name, its numbers.
+Run = Callable[..., Sequence[Tensor]]
+
 #: Larger integers overflow float32.
 _MAX_NUMBER = 2**127
 
 #: The builder's option that says whether a gradient is wanted.
 TRAINS = "trains"
 
-#: Operands, results and options as the graph reads and writes them.
-Views = tuple[Sequence[Value], Sequence[Tensor], Options]
-
-#: Launches a call, given its tensors and its numbers.
-Run = Callable[[Sequence[Tensor], tuple[float, ...]], Sequence[Tensor]]
+#: All graph functions of this process by their tokens. They are never removed: a gradient may be computed after all
+#: other references to its function are gone, and no other function may get its token.
+_functions: dict[str, GraphFunction] = {}
 
 
-class _BoundCall:
-    """A call bound to its plan."""
+class _BoundCall(NamedTuple):
+    """A call bound to its plan, with all its options; `trains` if autograd follows it."""
 
-    __slots__ = ("bound", "is_single", "plan", "static")
-
-    def __init__(self, bound: BoundPlan, static: Options, *, is_single: bool) -> None:
-        self.bound, self.static, self.is_single = bound, static, is_single
-        self.plan: Plan = bound.plan
-
-    @property
-    def results(self) -> list[Layout]:
-        return self.bound.results
-
-    def run(
-        self, tensors: Sequence[Tensor], numbers: tuple[float, ...], into: Sequence[Tensor] | None = None
-    ) -> list[Tensor]:
-        """Results for these tensors and numbers, in `into` if it is given."""
-        return self.bound(tensors, into=into, numbers=numbers)
+    bound: BoundPlan
+    plan: Plan
+    static: Options
+    trains: bool
 
 
 class GraphFunction(GraphDefinition):
@@ -81,9 +90,7 @@ class GraphFunction(GraphDefinition):
     if something intercepts operators, or at once: on the GPU its plan is found or built, on the CPU the reference runs,
     elsewhere there are only layouts.
 
-    Two things differ from attention. All graph functions share one torch operator, since users define them at run time,
-    and compiled graphs that PyTorch keeps on disk must find them again. And a backward pass is a Python function, which
-    may call other graph functions: its plans are theirs.
+    A backward pass is a Python function, which may call other graph functions: its plans are theirs.
 
     Attributes:
         operands: Names of the builder's tensors and numbers, in its order.
@@ -146,7 +153,7 @@ class GraphFunction(GraphDefinition):
             _check_shard(shard, self.operands)
         self.ways = sharding.along(shard) if isinstance(shard, Mapping) else shard
         functions = (builder, backward, reference, outputs, readable, views, reads)
-        self.token = torch_ops.register(self, function_digest(*functions))
+        self.token = register(self, function_digest(*functions))
         self.table: CallTable[_BoundCall] = CallTable()
         self.calls = NativeCalls(numbers=len(self.operands))
 
@@ -173,11 +180,13 @@ class GraphFunction(GraphDefinition):
                 known = find(*operands, **options) if options else find(*operands)
                 if known is not MISSED:
                     return known
-            run = self._find(operands, options)
-            if run is not None:
+            entry = self._find(operands, options)
+            if entry is not None:
                 if self.calls.is_used:
-                    self._teach(operands, options)
-                return run(*operands)
+                    self._teach(operands, options, entry)
+                if entry.trains:
+                    return self._differentiate(self._completed(operands), entry.static, entry.bound)
+                return self._returned(entry.bound(_tensors(operands), numbers=_numbers(operands)), trains=False)
         return self._first(operands, options)
 
     def call(self, *operands: Value, **options: object) -> GraphCall:
@@ -214,33 +223,34 @@ class GraphFunction(GraphDefinition):
             raise UnsupportedError(f"the gradient of {self.__name__}", reasons, "torch.no_grad()")
         values = self.as_readable(values, static)
         if is_compiling():
-            return self._returned(torch_ops.run(self, values, static), trains=trains)
+            return self._returned(self._by_operator(values, static), trains=trains)
         values = tuple(plain(x) if isinstance(x, Tensor) and is_lazy(x) else x for x in values)
         tensors = _tensors(values)
+        first = tensors[0]
         # `arguments` has cast for autocast already; references on the CPU run below it, as they do in the dispatcher.
-        bypasses = can_bypass_dispatcher(*tensors, may_cast=not tensors[0].is_cuda)
-        if not bypasses or any(map(is_batch, tensors)) or not _has_runner(tensors[0]):
+        bypasses = can_bypass_dispatcher(*tensors, may_cast=not first.is_cuda) and not any(map(is_batch, tensors))
+        if not bypasses or not (first.is_cuda or first.is_cpu or first.is_meta):
             _views = views_of_leaves(*tensors) if trains else []  # the operator applies a function of PyTorch's
-            return self._returned(torch_ops.run(self, values, static), trains=trains)
+            return self._returned(self._by_operator(values, static), trains=trains)
         run: Run = partial(self._run_elsewhere, values, static)
-        if tensors[0].is_cuda and not any(x.numel() == 0 for x in tensors):
-            entry = self.prepared(values, static)
+        if first.is_cuda and not any(x.numel() == 0 for x in tensors):
+            run = self.prepared(values, static)
             # The signature is of the caller's operands. A plan for casts or copies of them, or for operands that
             # `readable` fills in, would not fit.
-            rest = (None,) * (len(values) - len(operands))
-            is_as_given = len(values) >= len(operands) and all(map(_is_same, (*operands, *rest), values))
-            if is_as_given and isinstance(entry, _BoundCall) and options.keys() <= self.options.keys():
-                self.table.add(self._signature(operands, options, trains), entry)
-            run = entry.run
+            is_as_given = all(map(operator.is_, values, self._completed(operands)))
+            if is_as_given and isinstance(run, BoundPlan) and options.keys() <= self.options.keys():
+                self.table.add(self._signature(operands, options, trains), _BoundCall(run, run.plan, static, trains))
         if trains:
-            tracked = self._tracked(values, static, run)
-            result: Result = Differentiable.apply(tracked, *values)
-            return result
-        return self._returned(run(tensors, _numbers(values)), trains=False)
+            return self._differentiate(values, static, run)
+        return self._returned(run(tensors, numbers=_numbers(values)), trains=False)
+
+    def _by_operator(self, values: Sequence[Value], static: Options) -> Sequence[Tensor]:
+        arguments = encoded(values, static)
+        results: Sequence[Tensor] = torch.ops.cudnn_sdpa.graph_function(self.token, *arguments)
+        return results
 
     def _on_dtensors(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Result:
-        values, _ = self.arguments(operands, options)
-        tensors = dict(zip(self.operands, values, strict=True))
+        tensors = self._named(self.arguments(operands, options)[0])
         static = {name: value for name, value in options.items() if name in self.options}
 
         def on_local_tensors(local: dict[str, Any], _: object) -> Result:
@@ -250,8 +260,8 @@ class GraphFunction(GraphDefinition):
         ways = None if self.ways is None else self.ways(tensors)
         return sharding.run(self.__name__.removesuffix("_rows"), ways, tensors, on_local_tensors)
 
-    def _find(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Callable[..., Result] | None:
-        """The launch of a call with a known signature that nothing must intercept."""
+    def _find(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> _BoundCall | None:
+        """The call with a known signature, if nothing must intercept it."""
         try:
             tensors = _tensors(operands)
             if not can_be_recognized(tensors, self._could_cast):
@@ -259,33 +269,24 @@ class GraphFunction(GraphDefinition):
             trains = needs_gradient(*tensors)
             if trains and any(x.is_inference() for x in tensors):  # which autograd cannot save
                 return None
-            entry = self._look_up(operands, options, trains)
-            return None if entry is None else self._runs(entry, operands, trains)
+            return self.table.get(self._signature(operands, options, trains))
         except NOT_A_CALL:  # the checks name the wrong argument
             return None
 
     def _could_cast(self, tensors: Sequence[Tensor]) -> bool:
         return self.autocast and could_cast(tensors)
 
-    def _look_up(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> _BoundCall | None:
-        return self.table.get(self._signature(operands, options, trains))
-
     def _signature(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> Hashable:
         """Everything that determines a call's plan and its binding; of numbers, which are data, the type."""
         layouts = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in operands]
         return (trains, is_deterministic(), *layouts, *options.items(), *kinds_of(options.values()))
 
-    def _runs(self, entry: _BoundCall, operands: tuple[Value, ...], trains: bool) -> Callable[..., Result]:
-        if trains:
-            rest = (None,) * (len(self.operands) - len(operands))
-            tracked = self._tracked((*operands, *rest), entry.static, entry.run)
-            apply: Callable[..., Result] = Differentiable.apply
-            return lambda *operands: apply(tracked, *operands, *rest)
-        run, pattern = entry.run, Pattern(operands)
-        tensors_of, numbers_of = pattern.tensors_of, pattern.numbers_of
-        if entry.is_single:
-            return lambda *operands: run(tensors_of(operands), numbers_of(operands))[0]
-        return lambda *operands: tuple(run(tensors_of(operands), numbers_of(operands)))
+    def _named(self, values: Sequence[Value]) -> dict[str, Value]:
+        return dict(zip(self.operands, values, strict=True))
+
+    def _completed(self, operands: tuple[Value, ...]) -> tuple[Value, ...]:
+        """All operands, None for those that are left out."""
+        return (*operands, *(None,) * (len(self.operands) - len(operands)))
 
     def _in_order(
         self, operands: tuple[Value, ...], options: Mapping[str, Any]
@@ -299,31 +300,29 @@ class GraphFunction(GraphDefinition):
         last = rest.index(named[-1]) + 1
         return (*operands, *[options.get(name) for name in rest[:last]]), others
 
-    def _teach(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> None:
-        """Registers a call of a known signature with the native module."""
-        tensors = _tensors(operands)
-        trains = needs_gradient(*tensors)
-        entry = self._look_up(operands, options, trains)
-        if entry is None or any(isinstance(x, int) for x in operands):
+    def _teach(self, operands: tuple[Value, ...], options: Mapping[str, object], entry: _BoundCall) -> None:
+        """Registers a known call with the native module."""
+        if any(isinstance(x, int) for x in operands):
             return
-        count = len(entry.bound.results) - (self.auxiliary if trains else 0)
-        call = RepeatableCall(entry.bound, tensors, range(count), is_single=count == 1)
-        if not trains:
+        layouts = entry.bound.results
+        count = len(layouts) - (self.auxiliary if entry.trains else 0)
+        call = RepeatableCall(entry.bound, _tensors(operands), range(count), is_single=count == 1)
+        if entry.trains:
+            values = self._completed(operands)
+            differentiation = self.saved(values, entry.static, _requiring(values)).differentiation(values, layouts)
+            self.calls.learn(operands, options, call, differentiation)
+        else:
             self.calls.learn(operands, options, call)
-        elif not any(x.is_inference() for x in tensors):  # which autograd cannot save
-            values = (*operands, *(None,) * (len(self.operands) - len(operands)))
-            needs = [isinstance(x, Tensor) and x.requires_grad for x in values]
-            saved = self.saved(values, entry.static, needs)
-            self.calls.learn(operands, options, call, saved.differentiation(values, entry.bound.results))
 
-    def _tracked(self, values: Sequence[Value], static: Options, run: Run) -> _Tracked:
-        """A call that autograd follows; calls with the same pattern may share it."""
-        return _Tracked(run, self.saved(values, static, [isinstance(x, Tensor) and x.requires_grad for x in values]))
+    def _differentiate(self, values: tuple[Value, ...], static: Options, run: Run) -> Result:
+        result: Result = Differentiable.apply(_Tracked(run, self.saved(values, static, _requiring(values))), *values)
+        return result
 
     def saved(self, values: Sequence[Value], static: Options, needs: Sequence[bool] | None = None) -> Saved:
         """State for a call's backward pass, given which operands require a gradient."""
         needs = tuple(needs or [True] * len(values))
-        return Saved(self, static, pattern=Pattern(values), needs=needs, values=values)
+        reads = [True] * len(values) if self.reads is None else self.reads(values, needs)
+        return Saved(self, static, values, reads)
 
     def _returned(self, results: Sequence[Tensor], *, trains: bool) -> Result:
         """The results for the caller, without those for `backward` alone."""
@@ -334,16 +333,16 @@ class GraphFunction(GraphDefinition):
         """Results without those for `backward` alone."""
         return results[: len(results) - self.auxiliary] if trains else results
 
-    def _run_elsewhere(self, values: Sequence[Value], static: Options, *_: object) -> Outputs:
+    def _run_elsewhere(self, values: Sequence[Value], static: Options, *_: object, **__: object) -> Outputs:
         """Runs a call without a plan: on the CPU, on tensors without memory or without elements."""
         values = tuple([float(x) if isinstance(x, int) else x for x in values])
         tensors = _tensors(values)
         if any(x.is_meta for x in tensors):
-            return torch_ops.fake_results(self, values, static)
-        results = torch_ops.run_reference(self, values, static)
+            return _fake_results(self, values, static)
+        results = _run_reference(self, values, static)
         if cpu_target.active_name() is not None and not any(x.is_cuda or x.numel() == 0 for x in tensors):
             parts = self._parts(values, results, self._viewed(values, results, static))
-            check_offsets(dict(zip(self.operands, values, strict=True)), {name: x.offset for name, x in parts.items()})
+            check_offsets(self._named(values), {name: x.offset for name, x in parts.items()})
         return results
 
     # The arguments.
@@ -374,30 +373,11 @@ class GraphFunction(GraphDefinition):
             values = tuple(cast_tensor(x, first) if isinstance(x, Tensor) else x for x in values)
         if self.check is not None:
             self.check(*values, **static)
-        static = {name: torch_ops.checked_option(name, value) for name, value in static.items()}
-        self._check_operands(values)
-        autograd_checks.refuse_tangents(dict(zip(self.operands, values, strict=True)))
+        static = {name: checked_option(name, value) for name, value in static.items()}
+        _check_operands(self._named(values), self._optional)
+        autograd_checks.refuse_tangents(self._named(values))
         autograd_checks.refuse_transforms(self.__name__.removesuffix("_rows"), *values, loops=False)
         return values, static
-
-    def _check_operands(self, values: Sequence[object]) -> None:
-        tensors = _tensors(values)
-        if not tensors:
-            raise OptionError(self.operands[0], "no tensor at all", "a tensor among the operands")
-        for name, value in zip(self.operands, values, strict=True):
-            if value is None and name not in self._optional:
-                raise OptionError(name, "None", "a tensor or a number")
-            if isinstance(value, Tensor):
-                check_strided(name, value)
-                if value.device != tensors[0].device:
-                    raise DeviceError(name, str(value.device), f"{tensors[0].device}, the device of the first tensor")
-                if value.dtype not in CUDNN_DTYPE_NAMES:
-                    raise DtypeError(name, str(value.dtype), "a dtype that cuDNN supports")
-            elif value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-                raise OptionError(name, type(value).__name__, "a tensor or a number")
-            elif isinstance(value, int):
-                _check_number(name, value)
-        check_savable(**{name: x for name, x in zip(self.operands, values, strict=True) if isinstance(x, Tensor)})
 
     def as_readable(self, values: Sequence[Value], static: Options) -> tuple[Value, ...]:
         """The operands, with copies of those that kernels cannot read."""
@@ -406,29 +386,26 @@ class GraphFunction(GraphDefinition):
     # Plans.
 
     def outputs(self, values: Sequence[Value], static: Options) -> Outputs:
-        """Meta tensors like the results.
-
-        Raises:
-            LayoutError: Elements of a result share an address.
-            UnsupportedError: The call is too large, and no way to split it is declared.
-        """
+        """Meta tensors like the results."""
         assert self._outputs is not None
-        meta = [without_memory(x) for x in values]
+        meta = [_without_memory(x) for x in values]
         with torch.no_grad():
             results = as_tuple(self._outputs(*meta, **static))
         for number, result in enumerate(results):
             if is_expanded(result.shape, result.stride()):
                 got = f"result {number} with strides {result.stride()}"
                 raise LayoutError("outputs", got, "an address of its own for every element", "Use .contiguous().")
-        if (split := large.split_of(self, meta, results)) is not None:
-            self.outputs(split.part(self, meta, 0), static)  # raises if the parts are too large, too
+        if (split := self._split(meta, results)) is not None:
+            self.outputs(split.part(self._named(meta), 0), static)  # raises if the parts are too large, too
         return results
+
+    def _split(self, values: Sequence[Value], results: Sequence[Tensor]) -> large.Split | None:
+        return large.split_of(self.__name__, self.ways, self._named(values), results)
 
     def _viewed(self, values: Sequence[Value], results: Sequence[Tensor], static: Options) -> Views:
         return (values, results, static) if self.views is None else self.views(values, results, static)
 
     def _key(self, viewed: Views, target: Target, device: int | None, *, deterministic: bool) -> PlanKey:
-        """The key of the plan for operands, results and options as the graph reads and writes them."""
         values, results, static = viewed
         rank = max(x.dim() for x in _tensors(values))
         number = TensorLayout.contiguous((1,) * rank, torch.float32)
@@ -443,38 +420,35 @@ class GraphFunction(GraphDefinition):
             inputs=inputs, outputs=outputs, options=static, target=target, device=device, deterministic=deterministic
         )
 
-    def prepared(self, values: tuple[Value, ...], static: Options) -> _BoundCall | large.LargeCall:
-        """A call, with all operands and options and tensors that kernels can read, bound to its plan or split.
-
-        Raises:
-            UnsupportedError: cuDNN has no plan for it.
-            PlanBuildError: The plan is missing and may not be built now.
-        """
+    def prepared(self, values: tuple[Value, ...], static: Options) -> BoundPlan | large.LargeCall:
+        """A call, with all operands and options and tensors that kernels can read, bound to its plan or split."""
         signature = self._signature(values, static, False)
         entry: _BoundCall | None = self.table.get(signature)
         if entry is None:
             check_one_device(self.operands, values)
             results = self.outputs(values, static)
-            if (split := large.split_of(self, values, results)) is not None:
-                return large.LargeCall(self, split, values, results=results, static=static)
+            if (split := self._split(values, results)) is not None:
+                return large.LargeCall(
+                    lambda part: self.prepared(part, static), split, operands=self._named(values), results=results
+                )
             with torch.cuda.device(_tensors(values)[0].device):
-                entry = self._bind(values, results, static)
+                bound = self._bind(values, results, static)
+            entry = _BoundCall(bound, bound.plan, static, trains=False)
             self.table.add(signature, entry)
-        return entry
+        return entry.bound
 
-    def _bind(self, values: tuple[Value, ...], results: Outputs, static: Options) -> _BoundCall:
+    def _bind(self, values: tuple[Value, ...], results: Outputs, static: Options) -> BoundPlan:
         device = _tensors(values)[0].get_device()
         viewed = self._viewed(values, results, static)
         key = self._key(viewed, live_target(device), device, deterministic=is_deterministic())
-        by_name = dict(zip(self.operands, values, strict=True))
-        bound = BoundPlan(
+        by_name = self._named(values)
+        return BoundPlan(
             plan=plan_cache.get(key, partial(build_plan, self)),
             operands=[name for name, x in by_name.items() if isinstance(x, Tensor)],
             results=[(tuple(x.shape), tuple(x.stride()), x.dtype) for x in results],
             numbers={name: float(x) for name, x in by_name.items() if isinstance(x, (int, float))},
             additions=Additions(addresses=self._parts(values, results, viewed)),
         )
-        return _BoundCall(bound, static, is_single=len(results) == 1)
 
     def _parts(self, values: Sequence[Value], results: Sequence[Tensor], viewed: Views) -> dict[str, Address]:
         """Operands and results of the views beyond the call's: parts of the operand before, or of the first result."""
@@ -492,26 +466,27 @@ class GraphFunction(GraphDefinition):
         """The description of a call with these arguments on a GPU, and of its gradient."""
         checked, static = self.arguments(operands, options)
         if sharding.has_dtensor(*checked):
-            local = sharding.local_arguments(self.__name__, self.ways, dict(zip(self.operands, checked, strict=True)))
+            local = sharding.local_arguments(self.__name__, self.ways, self._named(checked))
             checked = tuple(local.values())
         tensors = _tensors(checked)
         trains = needs_gradient(*tensors) and self.backward is not None
-        values = tuple(without_memory(x) for x in checked)
+        values = tuple(_without_memory(x) for x in checked)
         with torch.no_grad():
             description = self._describe(values, static, tensors[0].get_device() if tensors[0].is_cuda else None)
             if not trains:
                 return description
-            needs = tuple(isinstance(x, Tensor) and x.requires_grad for x in checked)
-            return replace(description, backward=self._describe_gradients(description, values, static, needs))
+            return replace(
+                description, backward=self._describe_gradients(description, values, static, _requiring(checked))
+            )
 
     def _describe(self, values: tuple[Value, ...], static: Options, device: int | None) -> Description:
         if any(x.numel() == 0 for x in _tensors(values)):
-            return Description(self, no_key, device, is_empty=True)
+            return Description(self, _no_key, device, is_empty=True)
         values = self.as_readable(values, static)
         results, notes = self.outputs(values, static), []
-        while (split := large.split_of(self, values, results)) is not None:
+        while (split := self._split(values, results)) is not None:
             notes.append(f"the same in {split.parts - 1} other parts of {split.way.name}")
-            values = split.part(self, values, 0)
+            values = split.part(self._named(values), 0)
             results = self.outputs(values, static)
         viewed = self._viewed(values, results, static)
         key = partial(self._key, viewed, deterministic=is_deterministic())
@@ -526,206 +501,370 @@ class GraphFunction(GraphDefinition):
         values = self.as_readable(values, static)
         results = self.outputs(values, static)
         grads = self.without_auxiliary(results, trains=True)
-        recorded = torch_ops.Recorder()
-        with recorded:
-            torch_ops.gradients(self, grads, values, results=results[self.kept], static=static, needs=needs)
-        if not recorded.calls:
+        recorder = _Recorder()
+        with recorder:
+            gradients(self, grads, values, results=results[self.kept], static=static, needs=needs)
+        if not recorder.calls:
             return None
-        (function, operands, options), *others = recorded.calls
+        (function, operands, options), *others = recorder.calls
         notes = [f"{other.__name__}, a separate plan" for other, *_ in others]
         description = function._describe(operands, options, forward.device)
         return replace(description, extra_kernels=description.extra_kernels + notes)
 
 
-class Pattern:
-    """Positions of tensors and of numbers among a call's operands, and getters of them out of all operands."""
+@dataclass(frozen=True)
+class GraphCall:
+    """A call of a graph function, returned unrun by a `backward`; made by `GraphFunction.call`.
 
-    __slots__ = ("numbers", "numbers_of", "tensors", "tensors_of")
+    Calling it runs the function.
 
-    def __init__(self, values: Sequence[object]) -> None:
-        self.tensors = [index for index, x in enumerate(values) if isinstance(x, Tensor)]
-        self.numbers = [index for index, x in enumerate(values) if isinstance(x, (int, float))]
-        self.tensors_of: Callable[[Sequence[object]], tuple[Tensor, ...]] = items_of(self.tensors)
-        self.numbers_of: Callable[[Sequence[object]], tuple[float, ...]] = items_of(self.numbers)
-        if any(isinstance(x, int) for x in values):  # float32 may not represent an int
-            self.numbers_of = _numbers
+    Attributes:
+        names: The operands whose gradients the results are, in the order of the results; None for the first operands.
+    """
+
+    function: GraphFunction
+    operands: tuple[Value, ...]
+    options: Mapping[str, object]
+    names: tuple[str, ...] | None = None
+
+    def of(self, *names: str) -> GraphCall:
+        """A call whose results are the gradients of these operands of the differentiated function."""
+        return replace(self, names=names)
+
+    def __call__(self) -> Any:
+        return self.function.run(self.operands, self.options)
+
+    def gradients(self, function: GraphFunction) -> tuple[Tensor | None, ...]:
+        """Runs the call, whose results are gradients of another function: one for each operand of that."""
+        results: tuple[Tensor, ...] = as_tuple(self())
+        by_position = dict(zip(self.positions(function, len(results)), results, strict=True))
+        return tuple([by_position.get(position) for position in range(len(function.operands))])
+
+    def positions(self, function: GraphFunction, count: int) -> list[int]:
+        """Positions of the operands of the differentiated function whose gradients are the results, of this number."""
+        names = function.operands[:count] if self.names is None else self.names
+        if len(names) != count or len(set(names)) != count or not set(names) <= set(function.operands):
+            named = "" if self.names is None else f" as the gradients of {', '.join(names) or 'nothing'}"
+            got = f"a call of {self.function.__name__} with {count} result{'s' * (count != 1)}{named}"
+            raise OptionError("backward", got, f"a result for each operand named, of {', '.join(function.operands)}")
+        return [function.operands.index(name) for name in names]
+
+    def repeatable(self, function: GraphFunction, needs: Sequence[bool]) -> RepeatableCall | None:
+        """The call, which has run, if it was one launch with all needed gradients of another function."""
+        entry = self.function._find(self.operands, self.options)
+        if entry is None or entry.trains or entry.bound.numbers:
+            return None
+        positions = self.positions(function, len(entry.bound.results))
+        needed = [index for index, need in enumerate(needs) if need]
+        if not set(needed) <= set(positions):
+            return None
+        return RepeatableCall(entry.bound, _tensors(self.operands), [positions.index(index) for index in needed])
+
+
+def gradients(
+    function: GraphFunction,
+    grads: Sequence[Tensor | None],
+    values: Sequence[Value],
+    *,
+    results: Sequence[Tensor],
+    static: Options,
+    needs: tuple[bool, ...],
+) -> tuple[tuple[Tensor | None, ...], GraphCall | None]:
+    """The needed gradients by a function's backward, one for each operand, and the call that it returned, if any."""
+    if function.backward is None:
+        raise UnsupportedError(f"the gradient of {function.__name__}", ["the operation has no backward="])
+    needed = {"needs": needs} if function.takes_needs else {}
+    returned = function.backward(tuple(grads), tuple(values), results, **needed, **static)
+    call, grad_inputs = (
+        (returned, returned.gradients(function)) if isinstance(returned, GraphCall) else (None, as_tuple(returned))
+    )
+    if len(grad_inputs) != len(values):
+        expected = f"{len(values)}, one for each operand, None where there is none"
+        raise OptionError("backward", f"{len(grad_inputs)} gradients", expected)
+    return tuple([x if need else None for x, need in zip(grad_inputs, needs, strict=True)]), call
 
 
 #: Shape, dtype and device of each result, for gradients of zeros.
-_Like = list[tuple[tuple[int, ...], torch.dtype, torch.device]]
+_Like = tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]
 
 
-class SavedValues(Protocol):
-    """Saved values of a call: autograd's `ctx`, or the native module's.
-
-    Attributes:
-        saved_tensors: The operands that `backward` reads, then the kept results.
-        like: The returned results, if one may have no gradient.
-    """
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor, ...]: ...
-
-    @property
-    def numbers(self) -> tuple[float, ...]: ...
-
-    @property
-    def like(self) -> _Like: ...
+class _NativeContext(NamedTuple):
+    saved_tensors: tuple[Tensor, ...]
+    numbers: tuple[float, ...]
+    like: _Like
 
 
 class Saved:
     """State of a call for its backward pass; autograd's graph holds this and no plan."""
 
-    __slots__ = ("_kept_of", "_positions", "_static", "_unread", "function", "pattern")
+    __slots__ = ("_numbers", "_positions", "_static", "_unread", "function")
 
     def __init__(
-        self,
-        function: GraphFunction,
-        static: Options,
-        *,
-        pattern: Pattern,
-        needs: tuple[bool, ...],
-        values: Sequence[Value],
+        self, function: GraphFunction, static: Options, values: Sequence[Value], reads: Sequence[bool]
     ) -> None:
-        self.function, self.pattern, self._static = function, pattern, static
-        reads = [True] * len(values) if function.reads is None else function.reads(values, needs)
-        self._positions = [index for index in pattern.tensors if reads[index]]
-        self._kept_of = items_of(self._positions)
-        unread = {index: values[index] for index in pattern.tensors if not reads[index]}
-        self._unread = [(index, (x.shape, x.stride(), x.dtype)) for index, x in unread.items() if isinstance(x, Tensor)]
+        self.function, self._static = function, static
+        tensors = [(index, x) for index, x in enumerate(values) if isinstance(x, Tensor)]
+        self._numbers = [index for index, x in enumerate(values) if isinstance(x, (int, float))]
+        self._positions = [index for index, _ in tensors if reads[index]]
+        self._unread = [(index, (x.shape, x.stride(), x.dtype)) for index, x in tensors if not reads[index]]
 
-    def save(self, ctx: Any, values: tuple[Value, ...], results: Sequence[Tensor]) -> None:
-        ctx.save_for_backward(*self._kept_of(values), *results[self.function.kept])
+    def save(self, ctx: Any, values: Sequence[Value], results: Sequence[Tensor]) -> None:
+        """Saves the values of a call in `ctx`: the operands that `backward` reads, the kept results, the numbers."""
+        ctx.save_for_backward(*self._read(values), *results[self.function.kept])
         ctx.set_materialize_grads(False)
-        ctx.tracked, ctx.numbers = self, self.pattern.numbers_of(values)
+        ctx.tracked, ctx.numbers = self, _numbers(values)
         returned = self.function.without_auxiliary(results, trains=True)
         if len(returned) > 1 and self.function.materialize_grads:  # one of several may have no gradient
-            ctx.like = [(x.shape, x.dtype, x.device) for x in returned]
+            ctx.like = tuple([(x.shape, x.dtype, x.device) for x in returned])
 
-    def gradients(
-        self, ctx: SavedValues, grads: Sequence[Tensor | None], needs: tuple[bool, ...]
-    ) -> Sequence[Tensor | None]:
-        """The gradients of the operands, from those of the results and the saved values."""
-        return self.gradients_and_call(ctx, grads, needs)[0]
+    def _read(self, values: Sequence[Value]) -> list[Tensor]:
+        return _tensors([values[index] for index in self._positions])
 
-    def gradients_and_call(
-        self, ctx: SavedValues, grads: Sequence[Tensor | None], needs: tuple[bool, ...]
+    def gradients(self, ctx: Any, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
+        return self._gradients_and_call(ctx, grads, needs)[0]
+
+    def _gradients_and_call(
+        self, ctx: Any, grads: Sequence[Tensor | None], needs: tuple[bool, ...]
     ) -> tuple[Sequence[Tensor | None], GraphCall | None]:
-        """The gradients, and their call, if `backward` returned one."""
         if not [grad for grad in grads if grad is not None]:
             return (None,) * len(needs), None
         values: list[Value] = [None] * len(needs)
         saved = ctx.saved_tensors  # read once: hooks may load them, and checkpointing counts accesses
         for index, tensor in zip(self._positions, saved):  # noqa: B905 - results follow
             values[index] = tensor
-        for index, number in zip(self.pattern.numbers, ctx.numbers, strict=True):
+        for index, number in zip(self._numbers, ctx.numbers, strict=True):
             values[index] = number
         for index, (shape, stride, dtype) in self._unread:
             values[index] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-        materialized = tuple([self._given(ctx, index, grad) for index, grad in enumerate(grads)])
+        given = [self._given(ctx, index, grad) for index, grad in enumerate(grads)]
         results = saved[len(self._positions) :]
-        return self._gradients(materialized, values, results, needs)
-
-    def _gradients(
-        self,
-        grads: tuple[Tensor | None, ...],
-        values: list[Value],
-        results: Sequence[Tensor],
-        needs: tuple[bool, ...],
-    ) -> tuple[tuple[Tensor | None, ...], GraphCall | None]:
-        """Runs `backward`. In plain PyTorch it may compute a batch of gradients, by cuDNN it cannot."""
         try:
-            return torch_ops.gradients(self.function, grads, values, results=results, static=self._static, needs=needs)
+            return gradients(self.function, given, values, results=results, static=self._static, needs=needs)
         except (ExecutionError, torch.OutOfMemoryError):
             raise
-        except RuntimeError as error:
-            if any(grad is not None and is_batch(grad) for grad in grads):
+        except RuntimeError as error:  # plain PyTorch may compute a batch of gradients, cuDNN cannot
+            if any(grad is not None and is_batch(grad) for grad in given):
                 raise autograd_checks.refusal_of_batch() from error
             raise
 
-    def differentiation(self, values: tuple[Value, ...], results: Sequence[Layout]) -> Differentiation[_NativeState]:
-        """The native module's description of the gradients of such calls."""
-        returned = results[: len(results) - self.function.auxiliary]
-        device = next(x for x in values if isinstance(x, Tensor)).device
-        return Differentiation(
-            name=f"cudnn_sdpa::{self.function.__name__}",
-            gradients=_native_gradients,
-            options=(self, [(shape, dtype, device) for shape, _, dtype in returned]),
-            inputs=[x if isinstance(x, Tensor) else None for x in values],
-            saved=self._kept_of(values),
-            results=range(len(results))[self.function.kept],
-        )
-
-    def _given(self, ctx: SavedValues, index: int, grad: Tensor | None) -> Tensor | None:
+    def _given(self, ctx: Any, index: int, grad: Tensor | None) -> Tensor | None:
         """The gradient of a result as an argument of `backward`."""
         if grad is None and self.function.materialize_grads:
             shape, dtype, device = ctx.like[index]
             return torch.zeros(shape, dtype=dtype, device=device)
         return readable_gradient(grad) if type(grad) is Tensor and not is_batch(grad) else grad
 
+    def differentiation(self, values: tuple[Value, ...], results: Sequence[Layout]) -> Differentiation[_Like]:
+        returned = results[: len(results) - self.function.auxiliary]
+        device = _tensors(values)[0].device
+        return Differentiation(
+            name=f"cudnn_sdpa::{self.function.__name__}",
+            gradients=self,
+            options=tuple([(shape, dtype, device) for shape, _, dtype in returned]),
+            inputs=[x if isinstance(x, Tensor) else None for x in values],
+            saved=self._read(values),
+            results=range(len(results))[self.function.kept],
+        )
 
-class _NativeContext(NamedTuple):
-    """Values that the native module has saved of a call."""
-
-    saved_tensors: tuple[Tensor, ...]
-    numbers: tuple[float, ...]
-    like: _Like
-
-
-#: State of the native module's gradients, besides saved tensors and numbers.
-_NativeState: TypeAlias = "tuple[Saved, _Like]"
-
-
-def _native_gradients(
-    options: _NativeState,
-    grads: tuple[Tensor | None, ...],
-    saved: tuple[Tensor, ...],
-    needs: tuple[bool, ...],
-    *,
-    may_fall_back: bool,  # noqa: ARG001 - of attention
-    numbers: tuple[float, ...],
-    can_learn: bool,
-) -> tuple[Sequence[Tensor | None], RepeatableCall | None]:
-    state, like = options
-    operand_grads, call = state.gradients_and_call(_NativeContext(saved, numbers, like), grads, needs)
-    return operand_grads, _repeatable_gradient(state.function, call, needs) if can_learn and call is not None else None
-
-
-def _repeatable_gradient(function: GraphFunction, call: GraphCall, needs: Sequence[bool]) -> RepeatableCall | None:
-    """The call that `backward` returned, if it was one launch with all needed gradients."""
-    gradient, tensors = call.function, _tensors(call.operands)
-    assert isinstance(gradient, GraphFunction)
-    if not can_be_recognized(tensors, gradient._could_cast):
-        return None
-    entry = gradient._look_up(call.operands, call.options, False)
-    if entry is None or entry.bound.numbers:
-        return None
-    positions = torch_ops.gradient_positions(function, call, len(entry.bound.results))
-    needed = [index for index, need in enumerate(needs) if need]
-    if not set(needed) <= set(positions):
-        return None
-    return RepeatableCall(entry.bound, tensors, [positions.index(index) for index in needed])
+    def __call__(
+        self,
+        options: _Like,
+        grads: tuple[Tensor | None, ...],
+        saved: tuple[Tensor, ...],
+        needs: tuple[bool, ...],
+        *,
+        may_fall_back: bool,
+        numbers: tuple[float, ...],
+        can_learn: bool,
+    ) -> tuple[Sequence[Tensor | None], RepeatableCall | None]:
+        """Gradients of calls that the native module has launched; see `Differentiation`."""
+        found, call = self._gradients_and_call(_NativeContext(saved, numbers, options), grads, needs)
+        return found, call.repeatable(self.function, needs) if can_learn and call is not None else None
 
 
 class _Tracked(NamedTuple):
-    """A call that autograd follows."""
-
     run: Run
     saved: Saved
 
     def forward(self, ctx: Any, values: tuple[Value, ...]) -> Result:
         run, saved = self
-        results = run(saved.pattern.tensors_of(values), saved.pattern.numbers_of(values))
+        results = run(_tensors(values), numbers=_numbers(values))
         saved.save(ctx, values, results)
         return saved.function._returned(results, trains=True)
 
 
-def no_key(*_: object) -> NoReturn:
+# The operator.
+
+
+def register(function: GraphFunction, digest: str) -> str:
+    """Registers a graph function; returns its token: import path, digest, and a number if that is taken.
+
+    The digest covers everything that a compiled graph depends on: PyTorch stores compiled graphs on disk, and must not
+    load one that was made with another gradient.
+    """
+    name, number = f"{function.name}@{digest}", 1
+    token = name
+    while token in _functions:
+        number += 1
+        token = f"{name}#{number}"
+    _functions[token] = function
+    return token
+
+
+def find(token: str) -> GraphFunction:
+    """The graph function with this token; its module is imported if necessary."""
+    function = _functions.get(token)
+    if function is None:
+        with contextlib.suppress(AttributeError, ImportError, TypeError):
+            find_operation(token.partition("@")[0])
+        function = _functions.get(token)
+    if function is None:
+        got, expected = "another builder, reference or gradient", "the same as when this graph was compiled"
+        raise OptionError(
+            f"the graph function {token}", got, expected, "Compile again; torch.compiler.reset() forgets."
+        )
+    return function
+
+
+def run_on_gpu(function: GraphFunction, values: Sequence[Value], static: Options) -> Sequence[Tensor]:
+    if any(x.numel() == 0 for x in _tensors(values)) and function.reference is not None:
+        return _run_reference(function, values, static)  # cuDNN has no empty tensors
+    # In a compiled function, gradients from autograd may be misaligned, and tensors differ in strides from the trace.
+    named = function._named(values).items()
+    values = [readable_gradient(x) if name.startswith("grad") and isinstance(x, Tensor) else x for name, x in named]
+    values = function.as_readable(values, static)
+    return function.prepared(values, static)(_tensors(values), numbers=_numbers(values))
+
+
+def _run_reference(function: GraphFunction, values: Sequence[Value], static: Options) -> Outputs:
+    if function.reference is None:
+        reasons = ["its operands are not on an NVIDIA GPU, and it has no reference="]
+        raise UnsupportedError(function.__name__, reasons, "tensors on a GPU")
+    results = as_tuple(function.reference(*values, **static))
+    like = function.outputs(values, static)
+    found, wanted = ([tuple(x.shape) if isinstance(x, Tensor) else x for x in each] for each in (results, like))
+    if found != wanted:
+        raise OptionError(
+            f"reference of {function.__name__}", f"results of shapes {found}", f"those of outputs=, {wanted}"
+        )
+    return tuple(
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=y.device).copy_(y)
+        for x, y in zip(like, results, strict=True)
+    )
+
+
+def _fake_results(function: GraphFunction, values: Sequence[Value], static: Options) -> Outputs:
+    device = _tensors(values)[0].device
+    return tuple(
+        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=device) for x in function.outputs(values, static)
+    )
+
+
+def _decode(
+    token: str,
+    kinds: str,
+    tensors: Sequence[Tensor],
+    numbers: Sequence[float],
+    symbols: Sequence[int] | None,
+    options: str,
+) -> tuple[GraphFunction, tuple[Value, ...], Options]:
+    function = find(token)
+    iterators: dict[str, Iterator[Value]] = {"t": iter(tensors), "n": iter(numbers)}
+    values = tuple(None if kind == "-" else next(iterators[kind]) for kind in kinds)
+    static = zip(function.options, decoded_options(options, symbols or (), numbers), strict=True)
+    return function, values, dict(static)
+
+
+def decoded(implementation: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:
+    return lambda *arguments: list(implementation(*_decode(*arguments)))
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the calls of graph functions while active, as (function, operands, options)."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[GraphFunction, tuple[Value, ...], Options]] = []
+
+    def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        if function is torch.ops.cudnn_sdpa.graph_function.default:
+            self.calls.append(_decode(*args))
+        return function(*args, **(kwargs or {}))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
+    function, values, static = _decode(*inputs)
+    function.saved(values, static).save(ctx, values, output)
+    _, kinds, _, numbers, *_ = inputs
+    ctx.kinds, ctx.has_numbers = kinds, bool(numbers)
+
+
+def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[object, ...]:
+    _, _, tensors_need, *_ = ctx.needs_input_grad  # in the order of the schema: name, kinds, tensors, ...
+    needed = iter(tensors_need)
+    needs = tuple(kind == "t" and bool(next(needed)) for kind in ctx.kinds)  # numbers never do
+    grad_inputs = ctx.tracked.gradients(ctx, ctx.tracked.function.without_auxiliary(grads, trains=True), needs)
+    tensor_gradients = [gradient for gradient, kind in zip(grad_inputs, ctx.kinds, strict=True) if kind == "t"]
+    # One for each argument of the operator: token, kinds, tensors, numbers, symbols, options. PyTorch takes an empty
+    # list of numbers for a list of tensors.
+    return None, None, tensor_gradients, None if ctx.has_numbers else [], None, None
+
+
+def _count_flops(*inputs: Any, out_val: object = None, **_: object) -> int:
+    del out_val
+    function, values, static = _decode(*inputs)
+    return 0 if function.flops is None else function.flops(*values, **static)
+
+
+implement(
+    "graph_function",
+    SCHEMAS[__name__][0],
+    Implementations(
+        cuda=decoded(run_on_gpu),
+        cpu=decoded(_run_reference),
+        fake=decoded(_fake_results),
+        flops=_count_flops,
+        backward=_backward,
+        setup_context=_setup_context,
+    ),
+)
+
+
+def as_tuple(results: ResultT | tuple[ResultT, ...] | list[ResultT]) -> tuple[ResultT, ...]:
+    return tuple(results) if isinstance(results, (tuple, list)) else (results,)
+
+
+def _no_key(*_: object) -> NoReturn:
     raise AssertionError("a call without elements has no plan")
 
 
 def _tensors(values: Sequence[object]) -> list[Tensor]:
     return [x for x in values if isinstance(x, Tensor)]
+
+
+def _requiring(values: Sequence[Value]) -> tuple[bool, ...]:
+    return tuple([isinstance(x, Tensor) and x.requires_grad for x in values])
+
+
+def _check_operands(operands: Mapping[str, object], optional: Container[str]) -> None:
+    tensors = {name: x for name, x in operands.items() if isinstance(x, Tensor)}
+    if not tensors:
+        raise OptionError(next(iter(operands)), "no tensor at all", "a tensor among the operands")
+    first = next(iter(tensors.values()))
+    for name, value in operands.items():
+        if value is None and name not in optional:
+            raise OptionError(name, "None", "a tensor or a number")
+        if isinstance(value, Tensor):
+            check_strided(name, value)
+            if value.device != first.device:
+                raise DeviceError(name, str(value.device), f"{first.device}, the device of the first tensor")
+            if value.dtype not in CUDNN_DTYPE_NAMES:
+                raise DtypeError(name, str(value.dtype), "a dtype that cuDNN supports")
+        elif value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise OptionError(name, type(value).__name__, "a tensor or a number")
+        elif isinstance(value, int):
+            _check_number(name, value)
+    check_savable(**tensors)
 
 
 def _numbers(values: Sequence[object]) -> tuple[float, ...]:
@@ -750,19 +889,11 @@ def _check_number(name: str, value: int) -> None:
         raise OptionError(name, shown(value), "a number that float32 can represent")
 
 
-def _is_same(one: object, other: object) -> bool:
-    return one is other
-
-
-def _has_runner(tensor: Tensor) -> bool:
-    return tensor.is_cuda or tensor.is_cpu or tensor.is_meta
-
-
-def without_memory(value: Value) -> Value:
+def _without_memory(value: Value) -> Value:
     """An operand for shape computations: tensors become meta tensors."""
-    if not isinstance(value, Tensor):
-        return float(value) if isinstance(value, int) else value  # PyTorch's own functions take no int of 65 bits
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    if isinstance(value, Tensor):
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return float(value) if isinstance(value, int) else value  # PyTorch's own functions take no int of 65 bits
 
 
 @overload

@@ -7,16 +7,16 @@ once; results that are sums are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.launch import Layout
-from cudnn_sdpa.engine.sharding import Way, size_of
+from cudnn_sdpa.engine.launch import BoundPlan, Layout
+from cudnn_sdpa.engine.sharding import Way, Ways, size_of
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.fused.torch_ops import Function, Options, Value
+from cudnn_sdpa.fused.encoding import Value
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.scalars import is_known
@@ -43,9 +43,8 @@ class Split(NamedTuple):
     def parts(self) -> int:
         return -(-self.size // self.part_size)
 
-    def part(self, function: Function, values: Sequence[Value], begin: int) -> tuple[Value, ...]:
-        """The operands of the part that begins at an index."""
-        return tuple([self._part(name, x, begin) for name, x in zip(function.operands, values, strict=True)])
+    def part(self, operands: Mapping[str, Value], begin: int) -> tuple[Value, ...]:
+        return tuple([self._part(name, x, begin) for name, x in operands.items()])
 
     def _part(self, name: str, x: Value, begin: int) -> Value:
         dim = self.way.dimension(name, x) if isinstance(x, Tensor) else None
@@ -56,37 +55,32 @@ class Split(NamedTuple):
         return view if is_read_there else view.clone()
 
     def of(self, x: Tensor, dim: int, begin: int) -> Tensor:
-        """The slice of a tensor for the part that begins at an index."""
         return x.narrow(dim, begin, min(self.part_size, self.size - begin))
 
 
-def split_of(function: Function, values: Sequence[Value], results: Sequence[Tensor]) -> Split | None:
-    """The split of a call that is too large for one plan. Parts may be too large, too.
-
-    Raises:
-        UnsupportedError: No way to split is declared.
-    """
-    tensors = [x for x in (*values, *results) if isinstance(x, Tensor)]
+def split_of(
+    function: str, ways: Ways | None, operands: Mapping[str, Value], results: Sequence[Tensor]
+) -> Split | None:
+    """The split of a call that is too large for one plan. Parts may be too large, too."""
+    tensors = [x for x in (*operands.values(), *results) if isinstance(x, Tensor)]
     if not any(is_known(_last(x) > known_issues.MAX_OFFSET) for x in tensors):
         return None
-    named = dict(zip(function.operands, values, strict=True))
-    ways = [] if function.ways is None else [way for way in function.ways(named) if not way.refused]
-    for way in ways:
-        size = size_of(way, named)
+    divisions = [] if ways is None else [way for way in ways(operands) if not way.refused]
+    for way in divisions:
+        size = size_of(way, operands)
         if size > 1:
-            divided = [(x, way.dimension(name, x)) for name, x in named.items() if isinstance(x, Tensor)]
+            divided = [(x, way.dimension(name, x)) for name, x in operands.items() if isinstance(x, Tensor)]
             divided += [(x, how if isinstance(how := way.result(n), int) else None) for n, x in enumerate(results)]
             most = min(_fitting(x, dim) for x, dim in divided if dim is not None and x.shape[dim] > 1)
             return Split(way, size, most - most % _MULTIPLE if most > _MULTIPLE else max(1, most))
     reason = f"a tensor extends over more than {known_issues.MAX_OFFSET + 1} elements, as far as one plan reaches"
     declares = "graph_op(..., shard=...), by which large calls are split, or "
     raise UnsupportedError(
-        f"a call of {function.__name__} this large", [reason], f"{'' if ways else declares}smaller tensors"
+        f"a call of {function} this large", [reason], f"{'' if divisions else declares}smaller tensors"
     )
 
 
 def _last(x: Tensor) -> int:
-    """The offset of the last element, in elements."""
     return sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True))
 
 
@@ -103,42 +97,50 @@ class LargeCall:
     """Launches a call in parts; `results` are the layouts of the whole results."""
 
     def __init__(
-        self, function: Function, split: Split, values: Sequence[Value], results: Sequence[Tensor], static: Options
+        self,
+        bind: Callable[[tuple[Value, ...]], BoundPlan | LargeCall],
+        split: Split,
+        operands: Mapping[str, Value],
+        results: Sequence[Tensor],
     ) -> None:
-        self._function, self._split, self._static = function, split, static
-        self._kinds = [type(None) if x is None else Tensor if isinstance(x, Tensor) else float for x in values]
+        """Splits it; `bind` binds a part, given its operands, to its plan."""
+        self._bind, self._split = bind, split
+        self._kinds = {
+            name: type(None) if x is None else Tensor if isinstance(x, Tensor) else float
+            for name, x in operands.items()
+        }
         self.results: list[Layout] = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in results]
 
-    def run(
-        self, tensors: Sequence[Tensor], numbers: tuple[float, ...], into: Sequence[Tensor] | None = None
+    def __call__(
+        self, tensors: Sequence[Tensor], *, numbers: tuple[float, ...], into: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """Results for these tensors and numbers, in `into` if it is given."""
         remaining: dict[type, Iterator[Value]] = {Tensor: iter(tensors), float: iter(numbers)}
-        values = [next(remaining[kind]) if kind in remaining else None for kind in self._kinds]
+        operands = {name: next(remaining[kind]) if kind in remaining else None for name, kind in self._kinds.items()}
         with torch.no_grad(), torch.cuda.device(tensors[0].device):
             results = [allocate(*layout) for layout in self.results] if into is None else list(into)
             sums: dict[int, Tensor] = {}
             for begin in range(0, self._split.size, self._split.part_size):
-                self._run_part(values, begin, results, sums)
+                self._run_part(operands, begin, results, sums)
             for number, total in sums.items():
                 results[number].copy_(total)
         return results
 
     def _run_part(
-        self, values: Sequence[Value], begin: int, results: Sequence[Tensor], sums: dict[int, Tensor]
+        self, operands: Mapping[str, Value], begin: int, results: Sequence[Tensor], sums: dict[int, Tensor]
     ) -> None:
-        function, split = self._function, self._split
-        part = split.part(function, values, begin)
-        call = function.prepared(part, self._static)
+        split = self._split
+        part = split.part(operands, begin)
+        launch = self._bind(part)
         parts = [
             None if isinstance(dim := split.way.result(n), str) else split.of(x, dim, begin)
             for n, x in enumerate(results)
         ]
         into = [
             x if x is not None and _is_written_there(x, layout) else allocate(*layout)
-            for x, layout in zip(parts, call.results, strict=True)
+            for x, layout in zip(parts, launch.results, strict=True)
         ]
-        call.run([x for x in part if isinstance(x, Tensor)], tuple([x for x in part if isinstance(x, float)]), into)
+        numbers = tuple([x for x in part if isinstance(x, float)])
+        launch([x for x in part if isinstance(x, Tensor)], into=into, numbers=numbers)
         for number, (x, result) in enumerate(zip(parts, into, strict=True)):
             if x is None:
                 sums[number] = sums[number] + result if number in sums else result.float()

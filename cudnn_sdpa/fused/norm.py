@@ -10,6 +10,7 @@ from torch import Tensor
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED
 from cudnn_sdpa.fused.checks import checked_flag
+from cudnn_sdpa.fused.encoding import Value
 from cudnn_sdpa.fused.norm_graphs import (
     ACTIVATIONS,
     MAX_EPS,
@@ -22,7 +23,6 @@ from cudnn_sdpa.fused.norm_graphs import (
     layer_norm_rows,
     rms_norm_rows,
 )
-from cudnn_sdpa.fused.torch_ops import Value
 from cudnn_sdpa.graph.scalars import is_compiling
 
 
@@ -48,18 +48,6 @@ def rms_norm(
     activation: str | None = ...,
     zero_centered: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def rms_norm(
-    x: Tensor,
-    weight: Tensor | None = ...,
-    eps: float | None = ...,
-    *,
-    residual: Tensor | None,
-    activation: str | None = ...,
-    zero_centered: bool = ...,
-) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def rms_norm(

@@ -16,8 +16,8 @@ from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.engine.memory import dtype_name
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
 from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, shown, widened
-from cudnn_sdpa.fused.graph_op import Views, graph_op
-from cudnn_sdpa.fused.torch_ops import GraphCall, Options, Value
+from cudnn_sdpa.fused.encoding import Options, Value
+from cudnn_sdpa.fused.graph_op import GraphCall, Views, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.scalars import as_float, check_known, is_true
 
@@ -33,7 +33,6 @@ _EPS, _EPS_OF_DOUBLE = (torch.finfo(dtype).eps for dtype in (torch.float32, torc
 
 
 def default_eps(x: Tensor) -> float:
-    """The default eps of PyTorch's `rms_norm`."""
     return _EPS_OF_DOUBLE if getattr(x, "dtype", None) is torch.float64 else _EPS
 
 
@@ -94,7 +93,6 @@ def _as_rows(operands: Sequence[Value], results: Sequence[Tensor], options: Opti
 
 
 def _factor(weight: Tensor | None, shift: float | None, rows: Tensor) -> Tensor | float:
-    """The factor of the rows, in the dtype of the computation."""
     return 1.0 if weight is None else weight.to(rows.dtype) + (shift or 0.0)
 
 
@@ -206,10 +204,8 @@ _FUSED_BYTES = 128
 
 
 def fuses(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether a residual and an activation run in the kernel of the norm.
-
-    That holds for 1 to 65,536 columns on 9.19 with an H100, and on 9.28 with an A100, H200 and B200.
-    """
+    """Whether a residual and an activation run in the kernel of the norm."""
+    # That holds for 1 to 65,536 columns on 9.19 with an H100, and on 9.28 with an A100, H200 and B200.
     has_kernel = is_true(x.shape[-1] * x.element_size() % _FUSED_BYTES == 0)
     return has_kernel and (weight is None or weight.dtype == x.dtype)
 

@@ -41,12 +41,10 @@ class KernelArguments(NamedTuple):
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The inputs that can have a gradient."""
         return self.q, self.k, self.v, self.mask
 
     @property
     def scale_value(self) -> float:
-        """The factor of the scores."""
         return float(self.q.shape[3]) ** -0.5 if self.scale is None else float(self.scale)
 
 
@@ -54,8 +52,6 @@ KernelT = TypeVar("KernelT", bound=KernelArguments)
 
 
 class Needs(NamedTuple):
-    """Which gradients are needed."""
-
     q: bool
     k: bool
     v: bool
@@ -63,15 +59,7 @@ class Needs(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A backward call.
-
-    Attributes:
-        grad_out: The gradient of the output.
-        out: The output.
-        statistics: What the forward pass has kept of each row's softmax.
-        call: The forward call, with the tensors as they were saved.
-        needs: Which of q, k, v and mask need a gradient.
-    """
+    """A backward call; see `BackwardCall`. The forward pass has kept `statistics` of each row's softmax."""
 
     grad_out: Tensor
     out: Tensor
@@ -86,11 +74,7 @@ def check_types(call: KernelArguments) -> None:
 
 
 def without_causal_bias(call: KernelT) -> KernelT:
-    """The call with the causal mask that PyTorch's `CausalBias` stands for; a boolean one aligned bottom-right.
-
-    Raises:
-        ArgumentError: It is for other lengths, or the call also has a causal mask.
-    """
+    """The call with the causal mask that PyTorch's `CausalBias` stands for; a boolean one aligned bottom-right."""
     if not is_causal_bias(call.mask):
         return call
     if call.is_causal:
@@ -103,7 +87,6 @@ def without_causal_bias(call: KernelT) -> KernelT:
 
 
 def check_options(call: KernelArguments) -> None:
-    """The options, which are not tensors."""
     if not isinstance(call.mode, str) or call.mode not in MODES:
         raise OptionError("mode", repr(call.mode), " or ".join(map(repr, MODES)))
     check_flag("is_causal", call.is_causal)

@@ -18,8 +18,6 @@ from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments
 
 
 class KernelAttentionCall(KernelArguments, Call):  # type: ignore[misc]  # a NamedTuple's `_replace`
-    """A call of `kernels.attention`; its methods are described in `Call`."""
-
     __slots__ = ()
 
     check_types = arguments.check_types
@@ -46,8 +44,6 @@ class KernelAttentionCall(KernelArguments, Call):  # type: ignore[misc]  # a Nam
 
 
 class KernelAttentionBackwardCall(Gradient, BackwardCall[KernelAttentionCall]):  # type: ignore[misc]  # `call`, `_replace`
-    """A backward call of `kernels.attention`; its methods are described in `BackwardCall`."""
-
     __slots__ = ()
 
     if TYPE_CHECKING:

@@ -21,7 +21,6 @@ from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward
 
 @describes(attention)
 def describe_attention(is_causal: bool, scale: float | None, **given: Any) -> Description:
-    """What `kernels.attention` runs on a GPU with these arguments; tensors may also be on the CPU."""
     call = KernelAttentionCall(**given, is_causal=as_bool(is_causal), scale=as_float(scale))
     checked = ATTENTION.checked(without_causal_bias(call), _as_cast)
     if checked.refused is not None:
@@ -44,12 +43,10 @@ def describe_attention(is_causal: bool, scale: float | None, **given: Any) -> De
 
 
 def _as_cast(call: KernelAttentionCall) -> KernelAttentionCall:
-    """The call as autocast casts it."""
     return call._replace(**{name: cast_tensor(getattr(call, name), call.q) for name in ("q", "k", "v", "mask")})
 
 
 def _backward(call: KernelAttentionCall, needs: tuple[bool, ...]) -> Description:
-    """The backward pass for a gradient with the layout of the output."""
     (shape, stride, dtype), (rows, _, _) = call.outputs()
     out = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     statistics = torch.empty(rows, dtype=torch.float32, device="meta")

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +25,7 @@ BackwardT = TypeVar("BackwardT", bound=Gradient)
 
 
 def prepare(call: KernelArguments) -> Prepared:
-    """A forward call bound to its plan.
-
-    Raises:
-        UnsupportedError: The GPU is too old.
-        PlanBuildError: The plan is missing and may not be built now.
-    """
+    """A forward call bound to its plan."""
     warn_of_order(call)
     spec = Spec.of(call)
     if spec.is_empty:
@@ -40,7 +35,6 @@ def prepare(call: KernelArguments) -> Prepared:
 
 
 def prepare_gradients(of: Gradient) -> Prepared:
-    """A backward call bound to its plan."""
     check(of.call)  # a saved-tensor hook may have changed a tensor
     check_memory(of.call)
     spec = Spec.of_gradient(of)
@@ -49,9 +43,18 @@ def prepare_gradients(of: Gradient) -> Prepared:
     bound, plan = bind(spec, of.call.q.get_device(), of.call.scale_value)
     needs, names = Needs(*of.needs), [x.name for x in spec.outputs()]
     wanted = [place for place, name in enumerate(names) if getattr(needs, name.removeprefix("grad_"), False)]
-    if needs.mask:
-        return Prepared(_WithMask(bound, wanted), plan)
-    return Prepared(PlainCall(bound, wanted, of=_fields(bound)), plan)
+    places = {name: name if name in Gradient._fields else f"call.{name}" for name in bound.operands}
+    if not needs.mask:
+        return Prepared(PlainCall(bound, wanted, of=places), plan)
+    run_all = PlainCall(bound, range(len(bound.results)), of=places)
+
+    def run(of: Gradient) -> tuple[Tensor, ...]:
+        """The mask's gradient is summed over the dimensions that were broadcast."""
+        assert of.call.mask is not None
+        found = run_all(of)
+        return *(found[place] for place in wanted), mask_gradient(found[-1], of.call.mask, 0)
+
+    return Prepared(run, plan)
 
 
 def bind(spec: Spec, device: int, scale: float) -> tuple[BoundPlan, Plan]:
@@ -68,50 +71,15 @@ def bind(spec: Spec, device: int, scale: float) -> tuple[BoundPlan, Plan]:
             results=[(x.layout.shape, x.layout.stride, x.layout.dtype) for x in spec.outputs()],
             numbers={"scale": scale},
             additions=Additions(anywhere=tuple(read_by_element)),
-            otherwise=_ByElement(replace(spec, vectors=False), device, scale) if spec.vectors else None,
+            otherwise=partial(_by_element, replace(spec, vectors=False), device, scale) if spec.vectors else None,
         )
     return bound, plan
 
 
-class _ByElement:
-    """Launches calls whose addresses allow no vectors, though their layouts do; it holds no plan."""
-
-    __slots__ = ("_bind",)
-
-    def __init__(self, spec: Spec, device: int, scale: float) -> None:
-        self._bind = spec, device, scale
-
-    def __call__(
-        self,
-        tensors: Sequence[Tensor],
-        out: Tensor | None,
-        into: Sequence[Tensor] | None,
-        numbers: tuple[float, ...] | None,
-    ) -> list[Tensor]:
-        """See `BoundPlan`."""
-        bound, _ = bind(*self._bind)
-        return bound(tensors, out, into, numbers)
-
-
-def _fields(bound: BoundPlan) -> dict[str, str]:
-    """Where operands are in a backward call."""
-    return {name: name if name in Gradient._fields else f"call.{name}" for name in bound.operands}
-
-
-class _WithMask:
-    """Runs backward calls that need the mask's gradient, which is summed over the dimensions that were broadcast."""
-
-    __slots__ = ("_run", "_wanted")
-
-    def __init__(self, bound: BoundPlan, wanted: Sequence[int]) -> None:
-        self._run = PlainCall(bound, range(len(bound.results)), of=_fields(bound))
-        self._wanted = list(wanted)
-
-    def __call__(self, of: Gradient) -> tuple[Tensor, ...]:
-        """The needed gradients."""
-        assert of.call.mask is not None
-        found = self._run(of)
-        return *(found[place] for place in self._wanted), mask_gradient(found[-1], of.call.mask, 0)
+def _by_element(spec: Spec, device: int, scale: float, *launch: Any) -> list[Tensor]:
+    """Launches a call whose addresses allow no vectors, though its layouts do."""
+    bound, _ = bind(spec, device, scale)
+    return bound(*launch)
 
 
 def readable(of: BackwardT) -> BackwardT:
@@ -139,6 +107,5 @@ def without_keys(call: KernelArguments) -> Tensor | tuple[Tensor, Tensor]:
 
 
 def zero_gradients(of: Gradient) -> tuple[Tensor, ...]:
-    """The gradients there."""
     inputs = zip(("q", "k", "v", "attn_mask"), of.call.differentiable, of.needs, strict=True)
     return tuple(new_gradient(name, x).zero_() for name, x, need in inputs if need and x is not None)

@@ -51,16 +51,8 @@ class Spec:
     """A call without data, forward or backward.
 
     Attributes:
-        q: Queries.
-        k: Keys.
-        v: Values.
         mask: The mask as it is broadcast to all scores, with strides of 0; None without one.
-        out: The output.
-        mode: "fused", "tiled" or "naive".
-        is_causal: Whether the mask is causal.
-        with_statistics: Whether the statistics of the softmax are kept.
-        grad_out: The gradient of the output, for a backward call.
-        needs: The needed gradients, for a backward call.
+        grad_out: None in a forward call, and so is `needs`.
         vectors: Whether memory is read 16 bytes at a time.
     """
 
@@ -78,14 +70,13 @@ class Spec:
 
     @classmethod
     def of(cls, call: KernelArguments) -> Spec:
-        """The spec of a forward call."""
         mask = None if call.mask is None else _expanded(call.mask, call.q, call.k)
         found = cls(
             q=TensorLayout.of(call.q),
             k=TensorLayout.of(call.k),
             v=TensorLayout.of(call.v),
             mask=mask,
-            out=_layout(results(call)[0]),
+            out=TensorLayout(*results(call)[0]),
             mode=call.mode,
             is_causal=call.is_causal,
             with_statistics=call.with_statistics,
@@ -94,7 +85,6 @@ class Spec:
 
     @classmethod
     def of_gradient(cls, of: Gradient) -> Spec:
-        """The spec of a backward call."""
         found = replace(
             cls.of(of.call),
             mode=FUSED if of.call.q.shape[3] <= MAX_FUSED_DIM else TILED,
@@ -107,7 +97,6 @@ class Spec:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute: no query or no key."""
         return 0 in self.q.shape or 0 in self.k.shape
 
     @property
@@ -117,7 +106,6 @@ class Spec:
         return self.mode == FUSED and all(map(has_vectors, layouts))
 
     def inputs(self) -> list[Operand]:
-        """The operands of the plan."""
         found = [Operand("q", self.q), Operand("k", self.k), Operand("v", self.v)]
         found += [] if self.mask is None else [Operand("mask", self.mask)]
         if self.grad_out is not None:
@@ -126,7 +114,6 @@ class Spec:
         return [*found, Operand("scale", HOST_SCALAR, Role.SCALAR)]
 
     def outputs(self) -> list[Operand]:
-        """The results of the plan."""
         if self.needs is None:
             return [Operand("out", self.out), *([Operand("statistics", self.statistics)] * self.with_statistics)]
         found = []
@@ -145,11 +132,7 @@ class Spec:
         return TensorLayout.contiguous((*self.q.shape[:3], 2), torch.float32)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
-        """The key of the plan.
-
-        Raises:
-            UnsupportedError: The GPU is too old, or there is no kernel for the dtype.
-        """
+        """The key of the plan."""
         if self.q.dtype not in _DTYPES:
             given = str(self.q.dtype).removeprefix("torch.")
             reason = f"the kernels take float32, float16 and bfloat16; {given} runs on the CPU only"
@@ -166,21 +149,18 @@ class Spec:
 
 
 def keys(call: KernelArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
-    """The key of a forward call's plan, if it needs one."""
     spec = Spec.of(call)
     if not spec.is_empty:
         yield spec.key(target, device)
 
 
 def gradient_keys(of: Gradient, target: Target, device: int | None) -> Iterator[PlanKey]:
-    """The key of a backward call's plan, if it needs one."""
     spec = Spec.of_gradient(of)
     if not spec.is_empty:
         yield spec.key(target, device)
 
 
 def results(call: KernelArguments) -> tuple[Layout, Layout]:
-    """The layouts of the output and of the statistics."""
     q = call.q
     rows = (*q.shape[:3], 2)
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -188,10 +168,6 @@ def results(call: KernelArguments) -> tuple[Layout, Layout]:
         (tuple(q.shape), dense_stride_like(q.shape, q.shape, q.stride()), q.dtype),
         (rows, contiguous_stride(rows), exact),
     )
-
-
-def _layout(layout: Layout) -> TensorLayout:
-    return TensorLayout(*layout)
 
 
 def _gradient_of(x: TensorLayout) -> TensorLayout:
@@ -307,7 +283,6 @@ def fused_rows(dtype: torch.dtype, dim: int, sm: int) -> int:
 
 
 def _max_shared(sm: int) -> int:
-    """Bytes of shared memory that a block can have."""
     return 1024 * _SHARED.get(sm, _MIN_SHARED)
 
 
@@ -330,7 +305,6 @@ class _Sizes(NamedTuple):
 
     @property
     def defines(self) -> dict[str, int]:
-        """The macros of all kernels."""
         mask = self.layouts.get("mask")
         return {
             "DTYPE": _DTYPES[self.layouts["q"].dtype],
@@ -340,7 +314,6 @@ class _Sizes(NamedTuple):
         }
 
     def fields(self) -> list[int]:
-        """The kernels' argument without addresses."""
         given = dict.fromkeys(_NAMES, 0)
         for name in _STRIDED:
             if name in self.layouts:
@@ -351,12 +324,10 @@ class _Sizes(NamedTuple):
         return list(given.values())
 
     def tiles(self, form: _Form) -> _Tiles:
-        """The tiles of a fused kernel."""
         q = self.layouts["q"]
         return form.tiles(q.dtype, padded_dim(q.shape[3]), self.max_shared)
 
     def sizes(self, tiles: _Tiles) -> dict[str, int]:
-        """The macros of a fused kernel."""
         dim = padded_dim(self.layouts["q"].shape[3])
         return {"BM": tiles.rows, "BN": tiles.columns, "DP": dim, "THREADS": tiles.threads}
 
@@ -380,7 +351,6 @@ class _Sizes(NamedTuple):
         return _simple(kernel, 32 * batch * heads * sq)
 
     def tiled(self, file: str, name: str, blocks: int, threads: int, shared: int) -> KernelCall:
-        """A kernel of the tiled form."""
         kernel = _kernel(file, name, shared, **self.defines)
         return KernelCall(kernel, min(blocks, _MAX_BLOCKS), threads)
 

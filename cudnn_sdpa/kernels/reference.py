@@ -83,7 +83,6 @@ def _arguments(call: KernelArguments) -> ReferenceArguments:
 
 
 def attention(call: KernelArguments) -> tuple[Tensor, Tensor]:
-    """The output and the statistics, in the layouts of the kernels' results."""
     with without_autocast(call.q):
         found = scores(_arguments(call)).masked
         softmax = Softmax.of(found, None)
@@ -100,7 +99,6 @@ def attention(call: KernelArguments) -> tuple[Tensor, Tensor]:
 
 
 def gradients(of: Gradient) -> list[Tensor]:
-    """The needed gradients of q, k, v and mask."""
     call = of.call
     *exact, _ = gradients_of_attention(of.grad_out, of.out, _arguments(call))
     found = []

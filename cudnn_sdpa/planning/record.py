@@ -17,9 +17,8 @@ from cudnn_sdpa.engine.operation import OPERATIONS, Operation
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
 from cudnn_sdpa.engine.torch_ops import implementations
 from cudnn_sdpa.errors import OptionError, UnsupportedError
-from cudnn_sdpa.fused import torch_ops as fused_torch_ops
-from cudnn_sdpa.fused.graph_op import GraphFunction
-from cudnn_sdpa.fused.torch_ops import Options, Value
+from cudnn_sdpa.fused.encoding import Options, Value
+from cudnn_sdpa.fused.graph_op import GraphFunction, decoded
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.plans.cache import plan_cache
@@ -144,7 +143,7 @@ def _graph_keys(target: Target, function: GraphFunction, values: Sequence[Value]
 _WITHOUT_PLANS = ("", "dropout_seed")
 #: By operator; those of operations are added at their first use, since operations may be imported later.
 _KEYS: dict[str, KeysOfOperator] = {
-    "graph_function": (fused_torch_ops.decoded, _graph_keys),
+    "graph_function": (decoded, _graph_keys),
 }
 
 

@@ -17,7 +17,7 @@ import cudnn_sdpa
 from contract.operations import OPERATIONS as EXAMPLES
 from contract.operations import Example
 from cudnn_sdpa.engine.operation import OPERATIONS
-from cudnn_sdpa.fused.torch_ops import _functions
+from cudnn_sdpa.fused.graph_op import _functions
 
 
 class Operators(TorchDispatchMode):

@@ -220,8 +220,8 @@ def call_of(
 
 
 def _by_kernels(call: SdpaCall) -> Tensor | None:
-    """See `kernels.instead_of_sdpa`, which is above this module: imported where `fallback("kernels")` runs it."""
-    kernels = importlib.import_module("cudnn_sdpa.kernels.instead_of_sdpa")
+    """See `kernels.attention.instead_of_sdpa`, above this module: imported where `fallback("kernels")` runs it."""
+    kernels = importlib.import_module("cudnn_sdpa.kernels.attention")
     return kernels.instead_of_sdpa(call)  # type: ignore[no-any-return]
 
 

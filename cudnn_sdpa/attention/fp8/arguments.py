@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -13,22 +13,16 @@ from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import DIMENSIONS, ForwardArguments, check_alike, check_flag, check_lengths
 from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED, Alignment
 from cudnn_sdpa.attention.paged.arguments import HND, PAGE_DIMENSIONS, check_pages
-from cudnn_sdpa.engine import memory, value_checks
+from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.memory import check_are_tensors, check_is_tensor, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
-
-if TYPE_CHECKING:
-    pass
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (*FP8_DTYPES, torch.bfloat16, torch.float16)
 
 #: Head dims of cuDNN's FP8 kernels are multiples of this: a row of a matrix instruction.
 HEAD_DIM_MULTIPLE = 16
-
-#: Smallest factor of the scores: kernels mask a key with a score of -inf, and scale it afterwards.
-MIN_SCALE = 1e-30
 
 
 class Fp8Scales(NamedTuple):
@@ -37,9 +31,7 @@ class Fp8Scales(NamedTuple):
     A tensor x is stored as fp8(x · scale) and read as its FP8 values times a descale, which is 1 / scale.
 
     Attributes:
-        descale_q: Descale of q.
-        descale_k: Descale of k.
-        descale_v: Descale of v.
+        descale_q: Descale of q; `descale_k` and `descale_v` are those of k and v.
         descale_s: Descale of the softmax's exponentials, 1 / `scale_s`.
         scale_s: Scale of the softmax's exponentials, which are at most 1 and are rounded to the dtype of q. At most the
             largest number of this dtype: 448 for E4M3, 57344 for E5M2.
@@ -60,17 +52,13 @@ class Fp8BackwardScales(NamedTuple):
     `Fp8Scales` explains scales and descales.
 
     Attributes:
-        descale_q: Descale of q.
-        descale_k: Descale of k.
-        descale_v: Descale of v.
+        descale_q: Descale of q; `descale_k` and `descale_v` are those of k and v.
         descale_o: Descale of the output, 1 / `scale_o` of the forward pass.
         descale_do: Descale of the output's gradient.
         descale_s: Descale of the probabilities, 1 / `scale_s`.
         descale_dp: Descale of the gradient of the scores, 1 / `scale_dp`.
         scale_s: Scale of the probabilities, which are rounded to the dtype of q.
-        scale_dq: Scale of the gradient of q.
-        scale_dk: Scale of the gradient of k.
-        scale_dv: Scale of the gradient of v.
+        scale_dq: Scale of the gradient of q; `scale_dk` and `scale_dv` are those of the gradients of k and v.
         scale_dp: Scale of the gradient of the scores, which is rounded to the dtype of `grad_out`.
     """
 
@@ -114,9 +102,7 @@ class Fp8Gradients(NamedTuple):
         dq: The gradient of q, multiplied by `scale_dq`, in the dtype of `grad_out`.
         dk: The gradient of k, multiplied by `scale_dk`.
         dv: The gradient of v, multiplied by `scale_dv`.
-        amax_dq: The amax of the gradient of q, (1,) float32, before `scale_dq`.
-        amax_dk: The amax of the gradient of k.
-        amax_dv: The amax of the gradient of v.
+        amax_dq: The amax of the gradient of q, (1,) float32, before `scale_dq`; `amax_dk` and `amax_dv` alike.
         amax_dp: The amax of the gradient of the scores, (1,) float32, before `scale_dp`.
     """
 
@@ -161,7 +147,6 @@ class Fp8Arguments(NamedTuple):
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """The scales, in the order of `Fp8Scales`."""
         return _SCALES(self)
 
     @property
@@ -173,7 +158,6 @@ class Fp8Arguments(NamedTuple):
 
     @property
     def scale_value(self) -> float:
-        """The factor of the scores."""
         return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
 
@@ -209,18 +193,14 @@ class Fp8BackwardArguments(NamedTuple):
 
     @property
     def scales(self) -> tuple[Tensor, ...]:
-        """The scales, in the order of `Fp8BackwardScales`."""
         return _BACKWARD_SCALES(self)
 
     @property
     def scale_value(self) -> float:
-        """The factor of the scores."""
         return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
 
 class Options(TypedDict):
-    """The options that all functions in FP8 share."""
-
     is_causal: bool
     causal_alignment: Alignment
     window_size: tuple[int, int] | None
@@ -272,7 +252,6 @@ def as_dense(call: Fp8Arguments | Fp8BackwardArguments) -> ForwardArguments:
 
 
 def check_scales_type(scales: object, kind: type[tuple[Tensor, ...]]) -> None:
-    """Checks that the scales are of their class."""
     if not isinstance(scales, kind):
         raise OptionError("scales", type(scales).__name__, f"cudnn_sdpa.{kind.__name__}")
 
@@ -297,7 +276,6 @@ def check_types(call: Fp8Arguments) -> None:
 
 
 def check_types_of_backward(call: Fp8BackwardArguments) -> None:
-    """`check_types` for a backward call."""
     check_tensors({name: getattr(call, name) for name in TENSORS_OF_BACKWARD})
     _check_types_of_scales(call, Fp8BackwardScales._fields)
 
@@ -313,11 +291,13 @@ def _check_out_dtype(call: Fp8Arguments) -> None:
         raise OptionError("out_dtype", repr(call.out_dtype), f"one of {expected}, or None for the dtype of q")
 
 
-def check_options(call: Fp8Arguments | Fp8BackwardArguments) -> None:
-    """The options, which are not tensors."""
-    arguments.check_options(as_dense(call))
-    if call.scale is not None and not call.scale >= MIN_SCALE:
+def check_options(call: ForwardArguments | Fp8Arguments | Fp8BackwardArguments) -> None:
+    arguments.check_options(call if isinstance(call, ForwardArguments) else as_dense(call))
+    if call.scale is not None and not call.scale >= arguments.MIN_SCALE:
         raise OptionError("scale", repr(call.scale), "a positive number, or None for 1/sqrt(head dim)")
+
+
+_QUANTIZE = "Quantize it to FP8; cudnn_sdpa.sdpa takes float16 and bfloat16."
 
 
 def check(call: Fp8Arguments) -> None:
@@ -345,15 +325,14 @@ def check(call: Fp8Arguments) -> None:
 
 
 def _check_dense(call: Fp8Arguments) -> None:
-    _check_common(call)
+    check_common(as_dense(call), FP8_DTYPES, _QUANTIZE)
     _check_scales(call, Fp8Scales._fields)
     _check_out_dtype(call)
 
 
 def check_backward(call: Fp8BackwardArguments) -> None:
-    """`check` for a backward call."""
     q, v = call.q, call.v
-    _check_common(call)
+    check_common(as_dense(call), FP8_DTYPES, _QUANTIZE)
     shape = (*q.shape[:3], v.shape[3])
     for name, tensor in (("grad_out", call.grad_out), ("out", call.out)):
         hint = f"Quantize it: ({name} * scale).to({q.dtype}), after a clamp to the range of that dtype."
@@ -363,15 +342,14 @@ def check_backward(call: Fp8BackwardArguments) -> None:
     _check_scales(call, Fp8BackwardScales._fields)
 
 
-def _check_common(call: Fp8Arguments | Fp8BackwardArguments) -> None:
-    """The tensors that both passes have."""
-    hint = "Quantize it to FP8; cudnn_sdpa.sdpa takes float16 and bfloat16."
-    check_tensor("q", call.q, call.q, dtype=FP8_DTYPES, hint=hint)
-    check_alike(call.q, call.k, call.v)
-    has_limits = arguments.has_limits(as_dense(call))
-    arguments.check_sizes(call.q, call.k, call.v, HEAD_DIM_MULTIPLE if has_limits else 1)
-    check_lengths("seq_lens_q", call.seq_lens_q, call.q)
-    check_lengths("seq_lens_kv", call.seq_lens_kv, call.q)
+def check_common(call: ForwardArguments, dtypes: tuple[torch.dtype, ...], hint: str) -> None:
+    """The checks of queries, keys, values and lengths, given the dtypes of a function and a hint to them."""
+    q, k, v = call.qkv
+    check_tensor("q", q, q, dtype=dtypes, hint=hint)
+    check_alike(q, k, v)
+    arguments.check_sizes(q, k, v, HEAD_DIM_MULTIPLE if arguments.has_limits(call) else 1)
+    check_lengths("seq_lens_q", call.seq_lens_q, q)
+    check_lengths("seq_lens_kv", call.seq_lens_kv, q)
 
 
 def _check_scales(call: Fp8Arguments | Fp8BackwardArguments, names: tuple[str, ...]) -> None:
@@ -417,37 +395,8 @@ def gathered(call: Fp8Arguments) -> Fp8Arguments:
 
 
 def check_values(call: Fp8Arguments) -> None:
-    """The lengths of sequences, and their page ids."""
-    check_values_of_lengths(without_pages(call))
+    arguments.check_values(without_pages(call))
     if call.tables is not None and call.seq_lens_kv is not None:
         pages, _, page_size, _ = call.k.shape
         for name, table in zip(TABLES, call.tables, strict=True):
             value_checks.check_pages(name=name, table=table, lengths=call.seq_lens_kv, page_size=page_size, pages=pages)
-
-
-def check_values_of_lengths(call: ForwardArguments | Fp8BackwardArguments) -> None:
-    """The lengths of sequences."""
-    value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
-    value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
-
-
-def check_strides(call: Fp8Arguments) -> None:
-    """Strides that kernels can read."""
-    memory.check_strides(call.q, call.k, call.v)
-
-
-def check_strides_of_backward(call: Fp8BackwardArguments) -> None:
-    """Strides of a backward call that kernels can read."""
-    memory.check_strides(call.q, call.k, call.v)
-    memory.check_strides_of("out", call.out)
-
-
-def check_memory(call: Fp8Arguments) -> None:
-    """Addresses."""
-    memory.check_addresses(q=call.q, k=call.k, v=call.v)
-
-
-def check_memory_of_backward(call: Fp8BackwardArguments) -> None:
-    """Addresses of a backward call, but for an LSE that is copied."""
-    lse = call.lse if call.lse.is_contiguous() else None
-    memory.check_addresses(q=call.q, k=call.k, v=call.v, out=call.out, lse=lse)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import sharding
+from cudnn_sdpa.attention.arguments import check_values as check_lengths
 from cudnn_sdpa.attention.arguments import warn_of_order
 from cudnn_sdpa.attention.call import CudnnCall
 from cudnn_sdpa.attention.cpu_checks import check_offsets
@@ -21,6 +22,7 @@ from cudnn_sdpa.attention.fp8.arguments import (
     Fp8Scales,
     Options,
 )
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.sharding import Way
 from cudnn_sdpa.errors import UnsupportedError
@@ -31,20 +33,22 @@ if TYPE_CHECKING:
 
 
 class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
-    """A call of `sdpa_fp8`; its methods are described in `Call`."""
-
     __slots__ = ()
 
     check_types = arguments.check_types
     check_options = arguments.check_options
     check = arguments.check
     check_values = arguments.check_values
-    check_strides = arguments.check_strides
-    check_memory = arguments.check_memory
     outputs = plans.results
     bind = launch.prepare
     keys = plans.keys
     flops = in_pytorch.flops
+
+    def check_strides(self) -> None:
+        memory.check_strides(self.q, self.k, self.v)
+
+    def check_memory(self) -> None:
+        memory.check_addresses(q=self.q, k=self.k, v=self.v)
 
     def check_strides_for_gpu(self) -> None:
         self.check_strides()
@@ -62,21 +66,27 @@ class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's 
 
 
 class Fp8BackwardCall(Fp8BackwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
-    """A call of `sdpa_fp8_backward`; its methods are described in `Call`."""
-
     __slots__ = ()
 
     check_types = arguments.check_types_of_backward
     check_options = arguments.check_options
     check = arguments.check_backward
-    check_values = arguments.check_values_of_lengths
-    check_strides = arguments.check_strides_of_backward
-    check_memory = arguments.check_memory_of_backward
     outputs = plans.results_of_backward
     bind = launch.prepare_backward
     keys = plans.keys_of_backward
     flops = in_pytorch.flops_of_backward_call
     reference = in_pytorch.results_of_backward
+
+    def check_values(self) -> None:
+        check_lengths(arguments.as_dense(self))
+
+    def check_strides(self) -> None:
+        memory.check_strides(self.q, self.k, self.v)
+        memory.check_strides_of("out", self.out)
+
+    def check_memory(self) -> None:
+        lse = self.lse if self.lse.is_contiguous() else None  # otherwise it is copied
+        memory.check_addresses(q=self.q, k=self.k, v=self.v, out=self.out, lse=lse)
 
     def check_strides_for_gpu(self) -> None:
         self.check_strides()
@@ -143,7 +153,6 @@ def backward_call_of(
 
 
 def _refuse_gradient(what: str, call: Fp8Arguments | Fp8BackwardArguments) -> NoReturn:
-    """Refuses inputs whose gradient would silently be lost."""
     wanting = [name for name, x in call._asdict().items() if isinstance(x, Tensor) and needs_gradient(x)]
     reasons = [f"{SCALES.get(name, name)} requires grad, and autograd does not follow {what}" for name in wanting]
     raise UnsupportedError(

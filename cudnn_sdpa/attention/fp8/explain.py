@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 @describes(sdpa_fp8, sharding.fp8)
 def describe_sdpa_fp8(scales: Fp8Scales, **given: Any) -> Description:
-    """What `sdpa_fp8` with these arguments runs on a GPU; tensors may also be on the CPU."""
     fp8_arguments.check_scales_type(scales, Fp8Scales)
     call = call_of(**given, scales=scales)
     refused = _checked(FP8, call)
@@ -61,7 +60,6 @@ def _checked(operation: Operation[Fp8T], call: Fp8T) -> Description | None:
 
 @describes(sdpa_fp8_backward, sharding.fp8_backward)
 def describe_sdpa_fp8_backward(scales: Fp8BackwardScales, **given: Any) -> Description:
-    """What `sdpa_fp8_backward` with these arguments runs on a GPU; tensors may also be on the CPU."""
     fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
     call = backward_call_of(**given, scales=scales)
     refused = _checked(FP8_BACKWARD, call)
@@ -109,7 +107,6 @@ def describe_fp8_attention(
     grad_dtype: torch.dtype | None,
     **options: Unpack[Options],
 ) -> Description:
-    """What `fp8_attention` with these arguments runs on a GPU now; tensors may also be on the CPU."""
     lengths = {"seq_lens_q": options["seq_lens_q"], "seq_lens_kv": options["seq_lens_kv"]}
     fp8_arguments.check_tensors({"q": q, "k": k, "v": v, **lengths})
     given = ForwardArguments(q=q, k=k, v=v, **fp8_arguments.fields_of(options))
@@ -180,7 +177,6 @@ def _dense(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _notes(call: ForwardArguments, scaling: Fp8Scaling | None, *, trains: bool) -> list[str]:
-    """The kernels around the plan of the forward pass."""
     if scaling is not None and scaling.would_update():
         reduced = "" if scaling.process_group is None else ", reduced over all ranks,"
         updates = [f"one kernel ends the previous step: amax values{reduced} become scales"]
@@ -198,7 +194,6 @@ def _notes(call: ForwardArguments, scaling: Fp8Scaling | None, *, trains: bool) 
 
 
 def _notes_backward(scaling: Fp8Scaling | None, dtype: torch.dtype) -> list[str]:
-    """The kernels around the plan of the backward pass."""
     knows = scaling is not None and scaling.knows_backward
     if knows and scaling is not None and scaling.inputs == "delayed":
         quantizes = "one kernel quantizes the output's gradient with a scale from the history, and computes its amax"

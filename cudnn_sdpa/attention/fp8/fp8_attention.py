@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, sharding
-from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, check_lengths
+from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients, Options
@@ -23,6 +24,7 @@ from cudnn_sdpa.attention.fp8.quantize import (
     defect_of,
     dequantize,
     is_readable,
+    new_like,
     quantize,
     record_all,
 )
@@ -48,30 +50,23 @@ from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.reference import without_autocast
 from cudnn_sdpa.attention.support import rules_fp8
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
-from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, memory, value_checks
+from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, memory
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.autograd_checks import refuse_batch, refuse_second_gradient
 from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory, needs_gradient
-from cudnn_sdpa.engine.memory import check_tensor, dtype_name
+from cudnn_sdpa.engine.memory import dtype_name
 from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.engine.sharding import run as run_on_dtensors
 from cudnn_sdpa.errors import DeviceError, OptionError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
+from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
 
 
 class Call(NamedTuple):
-    """A call without its queries, keys and values.
-
-    Attributes:
-        options: The keyword arguments of `sdpa_fp8`.
-        scaling: Its `Fp8Scaling`, if it has one.
-        grad_dtype: The dtype of gradients.
-        deterministic: Whether gradients must be bit-exact.
-    """
+    """A call without its queries, keys and values; `deterministic` is for its gradients."""
 
     options: Options
     scaling: Fp8Scaling | None
@@ -123,11 +118,8 @@ def forward(
 
 
 class Attention(Function):
-    """Attention in FP8 under autograd."""
-
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
-        """Runs the forward pass and saves its FP8 tensors."""
         with without_autocast(q):
             result = forward(q, k, v, call, with_lse=True)
         lengths = call.options["seq_lens_q"], call.options["seq_lens_kv"]
@@ -138,7 +130,6 @@ class Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of q, k and v."""
         refuse_batch(grad_out)
         if torch.is_grad_enabled():  # the saved FP8 tensors are not part of the graph of q, k and v
             refuse_second_gradient("fp8_attention")
@@ -151,14 +142,13 @@ class Attention(Function):
 
 
 def backward(grad_out: Tensor, of: Forward, call: Call, wanted: list[int]) -> list[Tensor]:
-    """The gradients of q, k and v whose indices are in `wanted`."""
     scaling, (_, limit) = call.scaling, call.limits
     record = None if scaling is None else scaling.recorder(backward=True)
     given = None if scaling is None else scaling.scales(backward=True, is_cuda=grad_out.is_cuda)
     table = new_table(grad_out.device)
     current = scaling is not None and scaling.inputs == "current"
     if by_kernel(grad_out) and not is_readable(grad_out):
-        grad_out = _dense_copy(grad_out)
+        grad_out = new_like(grad_out, grad_out.dtype).copy_(grad_out)
     quantized = Wanted((DO,), call.grad_dtype, limit, current)
     (gradient,) = quantize((grad_out,), quantized, table=table, given=given, record=record)
     found = None
@@ -195,12 +185,10 @@ def _bounds(of: Forward, table: Tensor, call: Call, found: Fp8Gradients | None) 
     return torch.stack([bound, *(torch.ones_like(bound),) * 3])
 
 
-def _dense_copy(tensor: Tensor) -> Tensor:
-    stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
-    return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
 IN_DTYPES = (torch.bfloat16, torch.float16)
+
+_OPTIONS = ("is_causal", "causal_alignment", "window_left", "window_right", "scale")
+_options_of = operator.attrgetter(*_OPTIONS)
 
 
 def fp8_attention(
@@ -289,8 +277,6 @@ def fp8_attention(
 
 
 def _on_dtensors(given: dict[str, object], scaling: Fp8Scaling | None, grad_dtype: torch.dtype | None) -> Tensor:
-    """The same on DTensors: each rank runs its part, with its own scales."""
-
     def on_local_tensors(local: dict[str, Any], _: object) -> Tensor:
         return fp8_attention(**local, scaling=scaling, grad_dtype=grad_dtype)
 
@@ -303,28 +289,18 @@ _eager = _disable_dynamo(fp8_attention)
 
 
 def check(of: ForwardArguments) -> None:
-    """Checks tensors and options, on any device."""
-    q, k, v = of.q, of.k, of.v
-    arguments.check_options(of)
-    if of.scale is not None and not of.scale >= fp8_arguments.MIN_SCALE:
-        raise OptionError("scale", repr(of.scale), "a positive number, or None for 1/sqrt(head dim)")
+    q, k, v = of.qkv
+    fp8_arguments.check_options(of)
     hint = "Convert it with .to(torch.bfloat16); sdpa_fp8 takes FP8 tensors."
-    check_tensor("q", q, q, dtype=IN_DTYPES, hint=hint)
-    arguments.check_alike(q, k, v)
-    has_limits = arguments.has_limits(of)
-    arguments.check_sizes(q, k, v, fp8_arguments.HEAD_DIM_MULTIPLE if has_limits else 1)
+    fp8_arguments.check_common(of, IN_DTYPES, hint)
     # Tensors inside a functorch transform have no address.
     autograd_checks.refuse_tangents({"q": q, "k": k, "v": v}, "attention in bfloat16")
     autograd_checks.refuse_transforms("fp8_attention", q, k, v, loops=False)
-    if has_limits:
+    if arguments.has_limits(of):
         memory.check_strides(q, k, v)
     if is_plain_memory(q, k, v):
         memory.check_addresses(q=q, k=k, v=v)
-    check_lengths("seq_lens_q", of.seq_lens_q, q)
-    check_lengths("seq_lens_kv", of.seq_lens_kv, q)
-    # Here already, and not by sdpa_fp8: a refused call records nothing.
-    value_checks.check_lengths("seq_lens_q", of.seq_lens_q, q.shape[2])
-    value_checks.check_lengths("seq_lens_kv", of.seq_lens_kv, k.shape[2])
+    arguments.check_values(of)  # here already, and not by sdpa_fp8: a refused call records nothing
 
 
 def check_scaling(scaling: object, grad_dtype: torch.dtype | None, q: Tensor) -> torch.dtype:
@@ -357,25 +333,19 @@ def _run(of: ForwardArguments, call: Call) -> Tensor:
 
 
 def check_support(of: ForwardArguments, *, trains: bool, deterministic: bool) -> bool:
-    """Whether cuDNN writes the output in 16 bits directly.
-
-    Raises:
-        UnsupportedError: This GPU, or the one that CPU tensors are checked against, has no kernel for it, or for its
-            gradients.
-    """
-    q, k, v = of.q, of.k, of.v
+    """Whether cuDNN writes the output in 16 bits directly. Refuses calls for which the GPU has no kernel."""
+    q, k, v = of.qkv
     if not q.numel() or not k.numel():
         return False
     lengths = of.seq_lens_q is not None, of.seq_lens_kv is not None
-    options = (of.is_causal, of.causal_alignment, of.window_left, of.window_right, of.scale)
-    sizes = (q.shape, k.shape, v.shape, lengths, options, trains, deterministic)
+    asked = ((q.shape, k.shape, v.shape), lengths, _options_of(of), trains, deterministic)
     if q.is_cuda:
-        return _support(q.get_device(), *sizes)
+        return _support(q.get_device(), *asked)
     name = cpu_target.active_name()
     if name is None or q.device.type != "cpu" or fallback.is_in_force() or not is_plain_memory(q, k, v):
         return False
     try:
-        return _support(name, *sizes)
+        return _support(name, *asked)
     except UnsupportedError as error:
         raise cpu_target.for_gpu(error) from None
 
@@ -383,32 +353,17 @@ def check_support(of: ForwardArguments, *, trains: bool, deterministic: bool) ->
 @functools.lru_cache(maxsize=1024)
 def _support(
     device: int | str,
-    q: Sequence[int],
-    k: Sequence[int],
-    v: Sequence[int],
+    shapes: Sequence[Sequence[int]],
     lengths: tuple[bool, bool],
-    options: tuple[bool, str, int, int, float | None],
+    options: tuple[Any, ...],
     trains: bool,
     deterministic: bool,
 ) -> bool:
     target = live_target(device) if isinstance(device, int) else cpu_target.target_of(device)
-    seq_lens_q, seq_lens_kv = (
-        torch.empty(q[0], dtype=torch.int32, device="meta") if is_given else None for is_given in lengths
-    )
-    is_causal, causal_alignment, window_left, window_right, scale = options
-    call = ForwardArguments(
-        q=torch.empty(*q, dtype=DTYPE, device="meta"),
-        k=torch.empty(*k, dtype=DTYPE, device="meta"),
-        v=torch.empty(*v, dtype=DTYPE, device="meta"),
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=window_left,
-        window_right=window_right,
-        scale=scale,
-        with_lse=trains,
-    )
+    q, k, v = (torch.empty(*shape, dtype=DTYPE, device="meta") for shape in shapes)
+    of_q, of_kv = (q.new_empty(len(q), dtype=torch.int32) if is_given else None for is_given in lengths)
+    fields = dict(zip(_OPTIONS, options, strict=True))
+    call = ForwardArguments(q, k, v, seq_lens_q=of_q, seq_lens_kv=of_kv, **fields, with_lse=trains)
     dense = spec_of(call)
     if not trains and has_half_output(dense, target):
         return True
@@ -419,7 +374,7 @@ def _support(
         refused = refusal(configuration, "fp8_attention", rules_fp8.RULES)
         if refused is not None:
             raise refused
-    out = TensorLayout.contiguous((*q[:3], v[3]), DTYPE)
+    out = TensorLayout.contiguous((*q.shape[:3], v.shape[3]), DTYPE)
     known_issues.check(ForwardSpec(dense=dense, out=out, with_lse=trains).key(target, None))
     if trains:
         split_gradients(*call.qkv)
@@ -427,6 +382,5 @@ def _support(
 
 
 def has_half_output(dense: DenseSpec, target: Target) -> bool:
-    """Whether cuDNN writes the output of a forward pass in 16 bits on this GPU."""
     configuration = dense.configuration(FORWARD, target, half_output=True)
     return refusal(configuration, "fp8_attention", rules_fp8.RULES) is None

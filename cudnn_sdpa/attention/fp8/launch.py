@@ -30,16 +30,11 @@ Results = tuple[Tensor, ...]
 
 
 def as_layout(layout: TensorLayout) -> Layout:
-    """The layout of a new tensor."""
     return layout.shape, layout.stride, layout.dtype
 
 
 def prepare(call: Fp8Arguments) -> Prepared:
-    """A forward call bound to its plan.
-
-    Raises:
-        UnsupportedError: cuDNN has no plan for it.
-    """
+    """A forward call bound to its plan."""
     warn_of_order(call)
     spec = ForwardSpec.of(call)
     dense, masked_rows = spec.dense, spec.dense.mask.masked_rows
@@ -89,7 +84,6 @@ def prepare(call: Fp8Arguments) -> Prepared:
 
 
 def _fill_empty(call: Fp8Arguments) -> Results:
-    """The results without queries or without keys."""
     out, amax_s, amax_o, lse = (_zeros(call.q, layout) for layout in plans.results(call))
     return (out, amax_s, amax_o, lse.fill_(-torch.inf)) if call.with_lse else (out, amax_s, amax_o)
 
@@ -120,14 +114,7 @@ class _Bound:
     __slots__ = ("_amaxes", "_dense", "_sides", "bound")
 
     def __init__(self, bound: BoundPlan, scales: Sequence[str], tensors: int, dense: DenseSpec) -> None:
-        """Binds it.
-
-        Args:
-            bound: The bound plan.
-            scales: The names of the scales.
-            tensors: Number of the operands before them.
-            dense: The spec of the calls.
-        """
+        """Binds it, given the names of the scales, and the number of the operands before them."""
         self.bound, self._dense = bound, dense
         self._sides = bound.operands[tensors + len(scales) :]
         key = bound.plan.key
@@ -147,7 +134,6 @@ class _Bound:
         out: Tensor | None = None,
         into: list[Tensor] | None = None,
     ) -> list[Tensor]:
-        """The results; see `BoundPlan`."""
         bound = self.bound
         with _on(bound.plan.device):
             made = _made(call, self._dense)
@@ -161,7 +147,6 @@ class _Bound:
 
 
 def _on(device: int) -> AbstractContextManager[object]:
-    """A context in which a GPU is the current one."""
     is_elsewhere = torch.cuda.device_count() > 1 and current_device() != device
     return torch.cuda.device(device) if is_elsewhere else nullcontext()
 
@@ -170,11 +155,7 @@ def _on(device: int) -> AbstractContextManager[object]:
 
 
 def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
-    """A backward call bound to its plan.
-
-    Raises:
-        UnsupportedError: cuDNN has no plan for it.
-    """
+    """A backward call bound to its plan."""
     whole = BackwardSpec.of(call)
     if whole.dense.is_empty:
         return Prepared(_zero_gradients, None)
@@ -230,7 +211,6 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
 
 
 def _run_in_parts(call: Fp8BackwardArguments) -> Results:
-    """The results of a call that one launch cannot compute."""
     *gradients, _, _, _, _ = plans.results_of_backward(call)
     dims = (("entries", "heads"), ("entries", "heads_kv"), ("entries", "heads_kv"))
     wholes = [parts.Whole(layout, places) for layout, places in zip(gradients, dims, strict=True)]
@@ -243,7 +223,6 @@ def _run_in_parts(call: Fp8BackwardArguments) -> Results:
 
 
 def _zero_gradients(call: Fp8BackwardArguments) -> Results:
-    """The results without queries or without keys."""
     return tuple(_zeros(call.q, layout) for layout in plans.results_of_backward(call))
 
 
@@ -280,7 +259,6 @@ class _PartOfRows:
         self._masked_rows, self._padding = spec.dense.mask.masked_rows, rows - spec.dense.rows
 
     def __call__(self, call: Fp8BackwardArguments, outputs: list[Tensor]) -> None:
-        """Launches the plan."""
         masked_rows = self._masked_rows
         q, out, grad_out, lse, grad_q = call.q, call.out, call.grad_out, call.lse, outputs[0]
         if masked_rows:

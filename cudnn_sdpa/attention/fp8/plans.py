@@ -47,15 +47,13 @@ def device_scalars(names: Iterable[str]) -> list[Operand]:
 
 
 def spec_of(call: ForwardArguments) -> DenseSpec:
-    """The spec of a call, with its mask aligned top-left where possible, because Hopper has no other kernels.
-
-    Without actual sequence lengths, a bottom-right band is a top-left one whose bounds are shifted by Skv - Sq. The
-    left bound may not become negative.
-    """
+    """The spec of a call, with its mask aligned top-left where possible, because Hopper has no other kernels."""
     dense = DenseSpec.of(call)
     band = dense.mask.band
     if band is None or dense.has_lengths:
         return dense
+    # Without actual sequence lengths, a bottom-right band is a top-left one whose bounds are shifted by Skv - Sq. The
+    # left bound may not become negative.
     left, right, bottom_right = band
     if right is None or not bottom_right:
         return dense
@@ -67,7 +65,6 @@ def spec_of(call: ForwardArguments) -> DenseSpec:
 
 
 def results(call: Fp8Arguments) -> tuple[Layout, ...]:
-    """Shape, stride and dtype of the output, in the memory order of q, of both amax values, and of the LSE."""
     q = call.q
     shape, lse = (*q.shape[:3], call.v.shape[3]), TensorLayout.contiguous(tuple(q.shape[:3]), torch.float32)
     out = shape, dense_stride_like(shape, q.shape, q.stride()), q.dtype if call.out_dtype is None else call.out_dtype
@@ -75,7 +72,6 @@ def results(call: Fp8Arguments) -> tuple[Layout, ...]:
 
 
 def results_of_backward(call: Fp8BackwardArguments) -> tuple[Layout, ...]:
-    """The same of the gradients of q, k and v, each in the memory order of its tensor, and of four amax values."""
     dtype = call.grad_out.dtype
     qkv = [(tuple(x.shape), dense_stride_like(x.shape, x.shape, x.stride()), dtype) for x in (call.q, call.k, call.v)]
     return *qkv, AMAX, AMAX, AMAX, AMAX
@@ -86,9 +82,7 @@ class ForwardSpec:
     """A forward call without its data.
 
     Attributes:
-        dense: What it has in common with its backward pass.
-        out: The output.
-        with_lse: Whether the log-sum-exp is wanted.
+        dense: The part that it has in common with its backward pass.
         pages: The layouts of the pages of keys and values, and of a page table, for paged calls.
     """
 
@@ -99,7 +93,6 @@ class ForwardSpec:
 
     @classmethod
     def of(cls, call: Fp8Arguments) -> ForwardSpec:
-        """The spec of a call. The output has the memory order of `q`."""
         pages = None
         if call.tables is not None:
             batch, width = call.tables[0].shape
@@ -109,11 +102,7 @@ class ForwardSpec:
         return cls(spec_of(arguments.without_pages(call)), out, call.with_lse, pages)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
-        """The key of this call's plan.
-
-        Raises:
-            UnsupportedError: cuDNN is known to have no plan.
-        """
+        """The key of this call's plan."""
         dense = self.dense
         configuration = dense.configuration(FORWARD, target, half_output=self.out.dtype not in FP8_DTYPES)
         refused = refusal(configuration, "sdpa_fp8", RULES)
@@ -137,7 +126,6 @@ class ForwardSpec:
         )
 
     def extra_kernels(self) -> list[str]:
-        """The kernels that a call runs in addition to its plan, for `explain`."""
         notes = [AMAXES, *self.dense.extra_kernels(), *_notes_on_lengths(self.dense)]
         if self.dense.mask.masked_rows and self.with_lse:
             notes.append("the log-sum-exp of the other queries is copied into place")
@@ -153,10 +141,8 @@ class BackwardSpec:
     """A backward call without its data.
 
     Attributes:
-        dense: What it has in common with its forward pass.
-        out: The output of the forward pass.
-        grad_out: Its gradient, as cuDNN reads it; gradients are of its dtype.
-        deterministic: Whether the result must be bit-exact.
+        dense: The part that it has in common with its forward pass.
+        grad_out: The gradient of the output, as cuDNN reads it; gradients are of its dtype.
     """
 
     dense: DenseSpec
@@ -166,16 +152,11 @@ class BackwardSpec:
 
     @classmethod
     def of(cls, call: Fp8BackwardArguments) -> BackwardSpec:
-        """The spec of a call."""
         out, grad_out = TensorLayout.of(call.out), workarounds.readable_layout(call)
         return cls(spec_of(as_dense(call)), out, grad_out, call.deterministic)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
-        """The key of this call's plan.
-
-        Raises:
-            UnsupportedError: cuDNN is known to have no plan.
-        """
+        """The key of this call's plan."""
         dense = self.dense
         refused = refusal(
             dense.configuration(BACKWARD, target, deterministic=self.deterministic), "sdpa_fp8_backward", RULES
@@ -202,7 +183,8 @@ class BackwardSpec:
 
     def gradients(self) -> list[TensorLayout]:
         """The layouts of the gradients of q, k and v, with all rows."""
-        return [self.gradient_layout(layout) for layout in (self.dense.q, self.dense.k, self.dense.v)]
+        dtype, dense = self.grad_out.dtype, self.dense
+        return [replace(dense_like(layout), dtype=dtype) for layout in (dense.q, dense.k, dense.v)]
 
     def part(self, target: Target) -> BackwardSpec:
         """The spec of the batch entries of one launch: itself, or a part for `SplitBackward`."""
@@ -243,21 +225,16 @@ class BackwardSpec:
 
     def _outputs(self, rows: int) -> list[Operand]:
         """The gradients, each in the memory order of its tensor, and the amax outputs."""
-        dense = self.dense
-        gradients = {
-            "grad_q": self._of_rows(self.gradient_layout(dense.q), rows),
-            "grad_k": self.gradient_layout(dense.k),
-        }
-        gradients["grad_v"] = self.gradient_layout(dense.v)
+        grad_q, grad_k, grad_v = self.gradients()
         amaxes = device_scalars(("amax_dq", "amax_dk", "amax_dv", "amax_dp"))
-        return [*(Operand(name, layout) for name, layout in gradients.items()), *amaxes]
-
-    def gradient_layout(self, layout: TensorLayout) -> TensorLayout:
-        """The layout of a gradient, all rows of it."""
-        return replace(dense_like(layout), dtype=self.grad_out.dtype)
+        return [
+            Operand("grad_q", self._of_rows(grad_q, rows)),
+            Operand("grad_k", grad_k),
+            Operand("grad_v", grad_v),
+            *amaxes,
+        ]
 
     def extra_kernels(self) -> list[str]:
-        """The kernels that a call runs in addition to its plan, for `explain`."""
         notes, masked_rows = [AMAXES, GRAD_OUT_COPY, *_notes_on_lengths(self.dense)], self.dense.mask.masked_rows
         if masked_rows:
             notes.append(f"the gradient of the first {masked_rows} queries is zeroed")
@@ -274,18 +251,12 @@ class BackwardSpec:
 
 
 def keys(call: Fp8Arguments, target: Target, device: int | None) -> Iterator[PlanKey]:
-    """The keys of the plans of a forward call.
-
-    Raises:
-        UnsupportedError: cuDNN is known to have no plan.
-    """
     spec = ForwardSpec.of(call)
     if not spec.dense.is_empty:
         yield spec.key(target, device)
 
 
 def keys_of_backward(call: Fp8BackwardArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
-    """`keys` for a backward call."""
     for part in [part_of(call, part) for part in split_backward(call)] or [call]:
         spec = BackwardSpec.of(part)
         if not spec.dense.is_empty:
@@ -293,16 +264,12 @@ def keys_of_backward(call: Fp8BackwardArguments, target: Target, device: int | N
 
 
 def split_backward(call: Fp8BackwardArguments) -> list[Part]:
-    """The parts of a backward call; none if one launch computes it.
-
-    Raises:
-        UnsupportedError: It needs several and cannot be split.
-    """
+    """The parts of a backward call; none if one launch computes it."""
     return split_gradients(call.q, call.k, call.v, call.out, call.grad_out)
 
 
 def split_gradients(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Part]:
-    """The same, given the tensors of a backward call."""
+    """The parts of a backward call with these tensors."""
     reasons = GRADIENTS.exceeded(q, k, v, *others)
     if not reasons or 0 in q.shape or 0 in k.shape:
         return []

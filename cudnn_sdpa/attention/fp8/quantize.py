@@ -10,7 +10,7 @@ import functools
 import math
 import struct
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -146,7 +146,7 @@ def quantize(
         number(table, AMAX, row).copy_(amax)
         record_all({row: amax}, record)
     set_scales(table, 0, _scales(wanted, table, given, by_amax=by_amax))
-    made = [_dense_like(tensor, wanted.dtype) for tensor in tensors]
+    made = [new_like(tensor, wanted.dtype) for tensor in tensors]
     for row, tensor, to in zip(wanted.rows, tensors, made, strict=True):
         to.copy_(reference.quantized(tensor.float(), table[0, row, 0], wanted.dtype))
     return made
@@ -178,7 +178,7 @@ def dequantize(
         return kernel(tensors, table, amaxes, record)
     record_all(amaxes, record)
     defect = sum((0 * amax for amax in amaxes.values()), defect_of(table))
-    made = [_dense_like(tensor, dtype) for tensor in tensors]
+    made = [new_like(tensor, dtype) for tensor in tensors]
     for row, tensor, to in zip(rows, tensors, made, strict=True):
         to.copy_(tensor.float() * (number(table, DESCALE, row) + defect))
     return made
@@ -226,7 +226,8 @@ def by_kernel(*tensors: Tensor) -> bool:
     return all(tensor.is_cuda and tensor.numel() for tensor in tensors) and is_plain_memory(*tensors)
 
 
-def _dense_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def new_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new dense tensor in the memory order of another."""
     stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
     return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
 
@@ -237,11 +238,9 @@ def _blocks(device: int, units: int) -> int:
 
 
 class _Quantizer:
-    """Similar calls of `fp8_quantize`."""
-
     __slots__ = ("_blocks", "_device", "_fields", "_kernel", "_made")
 
-    def __init__(self, device: int, dtype: torch.dtype, wanted: Wanted, layouts: Sequence[tuple[Shape, Shape]]) -> None:
+    def __init__(self, device: int, dtype: torch.dtype, wanted: Wanted, *layouts: tuple[Shape, Shape]) -> None:
         self._device = device
         self._kernel: LoadedKernel = quantize_kernel.on(device)
         (limit,) = struct.unpack("<i", struct.pack("<f", wanted.limit))
@@ -262,7 +261,7 @@ class _Quantizer:
         for (shape, stride), row in zip(layouts, wanted.rows, strict=True):
             made = dense_stride_like(shape, shape, stride)
             self._made.append((shape, made, wanted.dtype))
-            source = _walk(shape, stride, made)._replace(row=row)
+            source = _walk(shape, stride, made, row)
             fields += source
             max_units = max(max_units, source.units)
         self._blocks = _blocks(device, max_units)
@@ -279,7 +278,6 @@ class _Quantizer:
         measures: bool,
         converts: bool,
     ) -> list[Tensor]:
-        """Launches the kernel on the current stream."""
         fields = self._fields[:]
         with torch.cuda.device(self._device):
             made = [allocate(*layout) for layout in self._made] if converts else []
@@ -295,8 +293,6 @@ class _Quantizer:
 
 
 class _Dequantizer:
-    """Similar calls of `fp8_dequantize`."""
-
     __slots__ = ("_device", "_dtype", "_fields", "_kernel")
 
     def __init__(self, device: int, fp8: torch.dtype, dtype: torch.dtype, rows: Shape, measured: Shape) -> None:
@@ -320,7 +316,6 @@ class _Dequantizer:
     def __call__(
         self, tensors: Sequence[Tensor], table: Tensor, amaxes: dict[int, Tensor], record: Tensor | None
     ) -> list[Tensor]:
-        """Launches the kernel on the current stream."""
         fields, units = self._fields[:], 0
         with torch.cuda.device(self._device):
             made = [allocate(tuple(tensor.shape), tensor.stride(), self._dtype) for tensor in tensors]
@@ -337,7 +332,7 @@ class _Dequantizer:
         return made
 
 
-def _walk(shape: Shape, strides: Shape, made: Shape) -> SourceFields:
+def _walk(shape: Shape, strides: Shape, made: Shape, row: int) -> SourceFields:
     """The fields of a tensor that a kernel traverses in the order of its result; strides are in bytes."""
     sizes_and_strides: list[list[int]] = []
     for dim in sorted(range(3), key=made.__getitem__, reverse=True):
@@ -349,19 +344,8 @@ def _walk(shape: Shape, strides: Shape, made: Shape) -> SourceFields:
         else:
             sizes_and_strides.append([size, stride])
     row_units, units = shape[3] // _UNIT, shape[0] * shape[1] * shape[2] * shape[3] // _UNIT
-    if len(sizes_and_strides) == 1 and sizes_and_strides[0][1] == 2 * shape[3]:
-        return SourceFields(
-            source=_PER_CALL,
-            to=_PER_CALL,
-            units=units,
-            of_row=units,
-            middle=1,
-            inner=1,
-            outer_stride=0,
-            middle_stride=0,
-            inner_stride=0,
-            row=0,
-        )
+    if len(sizes_and_strides) == 1 and sizes_and_strides[0][1] == 2 * shape[3]:  # one row, of everything
+        sizes_and_strides, row_units = [], units
     sizes_and_strides = [[1, 0]] * (3 - len(sizes_and_strides)) + sizes_and_strides
     (_, outer_stride), (middle, middle_stride), (inner, inner_stride) = sizes_and_strides
     return SourceFields(
@@ -374,18 +358,12 @@ def _walk(shape: Shape, strides: Shape, made: Shape) -> SourceFields:
         outer_stride=outer_stride,
         middle_stride=middle_stride,
         inner_stride=inner_stride,
-        row=0,
+        row=row,
     )
 
 
-@functools.lru_cache(maxsize=1024)
-def _quantizer(device: int, dtype: torch.dtype, wanted: Wanted, *layouts: tuple[Shape, Shape]) -> _Quantizer:
-    return _Quantizer(device, dtype, wanted, layouts)
-
-
-@functools.lru_cache(maxsize=1024)
-def _dequantizer(device: int, fp8: torch.dtype, dtype: torch.dtype, rows: Shape, measured: Shape) -> _Dequantizer:
-    return _Dequantizer(device=device, fp8=fp8, dtype=dtype, rows=rows, measured=measured)
+_quantizer: Callable[..., _Quantizer] = functools.lru_cache(maxsize=1024)(_Quantizer)
+_dequantizer: Callable[..., _Dequantizer] = functools.lru_cache(maxsize=1024)(_Dequantizer)
 
 
 # The end of a step of `Fp8Scaling`: amax values are reduced over ranks, enter the history, and become scales.
@@ -398,11 +376,7 @@ WORLD = "world"
 
 
 def check_group(group: object) -> None:
-    """Checks a process group.
-
-    Raises:
-        OptionError: It is not a group, or this rank is not in it.
-    """
+    """Checks a process group."""
     if group is None or group == WORLD or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return
     raise OptionError(

@@ -53,10 +53,6 @@ def attention(call: Fp8Arguments, *, exact: torch.dtype = torch.float32) -> Fp8O
     - O = fp8(e · scale_s) V · descale_s · descale_v / l, returned as fp8(O · scale_o)
     - amax_s is the amax of the probabilities e / l, before `scale_s`; a kernel computes it from the smallest l
     - amax_o is the amax of O, before `scale_o`
-
-    Args:
-        call: The call.
-        exact: The dtype of the computation.
     """
     call = gathered(call)
     dtype = call.q.dtype if call.out_dtype is None else call.out_dtype
@@ -87,10 +83,6 @@ def gradients(call: Fp8BackwardArguments, *, exact: torch.dtype = torch.float32)
 
     P is rounded to the dtype of q, dS to that of `grad_out`. Heads of a group are summed before anything is rounded;
     each result x is returned as fp8(x · its scale), with the amax of x.
-
-    Args:
-        call: The call.
-        exact: The dtype of the computation.
     """
     scales = Fp8BackwardScales(*(scale.to(exact).view(()) for scale in call.scales))
     with without_autocast(call.q):
@@ -137,7 +129,6 @@ def amax_of(x: Tensor) -> Tensor:
 
 
 def results(call: Fp8Arguments) -> tuple[Tensor, ...]:
-    """The results of the forward pass: the output, both amax values, and the LSE in float32."""
     found = attention(call)
     assert found.lse is not None
     out = _laid_out(found.out, plans.results(call)[0])
@@ -145,7 +136,6 @@ def results(call: Fp8Arguments) -> tuple[Tensor, ...]:
 
 
 def results_of_backward(call: Fp8BackwardArguments) -> tuple[Tensor, ...]:
-    """The results of the backward pass: the gradients of q, k and v, and four amax values."""
     *found, amax_dq, amax_dk, amax_dv, amax_dp = gradients(call)
     layouts = plans.results_of_backward(call)
     dq, dk, dv = (_laid_out(x, layout) for x, layout in zip(found, layouts, strict=False))
@@ -164,5 +154,4 @@ def flops(call: Fp8Arguments) -> tuple[int, int]:
 
 
 def flops_of_backward_call(call: Fp8BackwardArguments) -> tuple[int, int]:
-    """Floating-point operations of a backward call, which is an operation of its own."""
     return flops_of_backward(*dense_sizes(call.q, call.k, call.v)), 0

@@ -217,7 +217,6 @@ class Fp8Scaling(Fp8State):
 
 
 def check_grad_dtype(grad_dtype: object) -> None:
-    """Checks that gradients can have this dtype."""
     if grad_dtype not in FP8_DTYPES:
         raise OptionError("grad_dtype", repr(grad_dtype), " or ".join(map(dtype_name, FP8_DTYPES)))
 
@@ -228,7 +227,6 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 
 def _update(layers: Sequence[Fp8Scaling]) -> None:
-    """Ends a step of each layer."""
     shared: dict[tuple[dist.ProcessGroup | str, torch.device], list[Tensor]] = {}
     for layer in layers:
         layer.check()

@@ -38,13 +38,11 @@ def number(table: Tensor, part: int, row: int) -> Tensor:
 
 
 def forward_scales(table: Tensor) -> Fp8Scales:
-    """The scales of `sdpa_fp8`, views of a table."""
     descales = [number(table, DESCALE, row) for row in (Q, K, V, S)]
     return Fp8Scales(*descales, *(number(table, SCALE, row) for row in (S, O)))
 
 
 def backward_scales(forward: Tensor, backward: Tensor) -> Fp8BackwardScales:
-    """The scales of `sdpa_fp8_backward`, views of the tables of both passes."""
     return Fp8BackwardScales(
         descale_q=number(forward, DESCALE, Q),
         descale_k=number(forward, DESCALE, K),
@@ -106,7 +104,6 @@ class Fp8State(nn.Module):
             self.register_buffer(name, tensor, persistent=name != "limits")
 
     def _initial(self, history: int, device: torch.device | str | None) -> dict[str, Tensor]:
-        """The state before the first step."""
         forward, backward = self._limits
         limits = [forward] * DO + [backward] * (len(NAMES) - DO)
         limits[S] = 0.0  # its scale is fixed
@@ -121,17 +118,11 @@ class Fp8State(nn.Module):
             }
 
     def reset_parameters(self) -> None:
-        """Forgets all steps, in place; the next steps calibrate."""
         for name, tensor in self._initial(self.amax_history.shape[1], self.scale.device).items():
             self._buffers[name].copy_(tensor)  # type: ignore[union-attr]
 
     def check(self) -> None:
-        """Checks that kernels can read the state.
-
-        Raises:
-            DtypeError: A tensor was replaced by one that is not dense float32.
-            DeviceError: Its tensors are on different devices.
-        """
+        """Checks that kernels can read the state."""
         for name, tensor in self._buffers.items():
             if tensor is None or tensor.dtype != torch.float32 or not tensor.is_contiguous():
                 got = "None" if tensor is None else f"{dtype_name(tensor.dtype)} with strides {tensor.stride()}"
@@ -212,7 +203,6 @@ class Steps:
         self._chosen = has_history[0]
 
     def end(self) -> None:
-        """Ends a step."""
         for place, recorded in enumerate(self.recorded):
             self._done[place] += recorded
             self._settled[place] = self._done[place] >= self.calibration
@@ -220,7 +210,6 @@ class Steps:
         self.recorded = [False, False]
 
     def is_over(self) -> bool:
-        """Whether the next forward pass begins another step."""
         return self.recorded[1] and not is_within_backward()
 
     def by_history(self, *, backward: bool, is_cuda: bool) -> bool:
@@ -246,5 +235,4 @@ class Steps:
 
 
 def is_within_backward() -> bool:
-    """Whether this thread is running a backward pass."""
     return bool(torch._C._current_graph_task_id() != -1)

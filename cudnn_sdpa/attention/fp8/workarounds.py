@@ -85,7 +85,6 @@ def padded_rows(rows: int) -> int:
 
 
 def padded_layout(layout: TensorLayout, rows: int) -> TensorLayout:
-    """The layout of a tensor that `pad_rows` has padded."""
     batch, heads, _, dim = layout.shape
     return TensorLayout.contiguous((batch, heads, rows, dim), layout.dtype)
 
@@ -115,11 +114,7 @@ def readable_layout(call: Fp8BackwardArguments) -> TensorLayout:
 
 
 def copied(name: str, x: Tensor, layout: TensorLayout) -> Tensor:
-    """A copy in another layout.
-
-    Raises:
-        LayoutError: The tensor has no memory.
-    """
+    """A copy in another layout."""
     check_present(name, x)  # PyTorch's kernel would read a null pointer
     return torch.empty_strided(layout.shape, layout.stride, dtype=x.dtype, device=x.device).copy_(x)
 

@@ -11,7 +11,7 @@ from cudnn_sdpa import LayoutError, gelu_mul, relu_squared, silu_mul
 from cudnn_sdpa.fused import activation_graphs as graphs
 from cudnn_sdpa.fused import activation_tiling
 from cudnn_sdpa.fused.activation_tiling import backward_views, check_rows, forward_views
-from cudnn_sdpa.fused.torch_ops import as_tuple
+from cudnn_sdpa.fused.graph_op import as_tuple
 
 NAMES = ("gate", "up")
 

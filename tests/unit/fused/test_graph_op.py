@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import cudnn_sdpa
 from cudnn_sdpa import DeviceError, DtypeError, ExecutionError, OptionError, UnsupportedError
 from cudnn_sdpa.engine.explain import describer_of
-from cudnn_sdpa.fused import torch_ops
+from cudnn_sdpa.fused.encoding import checked_option
 from cudnn_sdpa.fused.graph_op import GraphFunction, graph_op
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import Role
@@ -358,7 +358,7 @@ class _Counted(int):
 
 
 def test_plain_values_of_subclasses_are_those_that_they_hold():
-    found = torch_ops.checked_option("it", (_Named("real"), _Counted(5), True, np.float64(0.5), None))
+    found = checked_option("it", (_Named("real"), _Counted(5), True, np.float64(0.5), None))
     assert found == ("real", 5, True, 0.5, None)
     assert [type(x) for x in found] == [str, int, bool, float, type(None)]
 

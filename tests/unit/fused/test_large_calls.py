@@ -245,9 +245,9 @@ def test_meta_tensors_of_the_real_limit():
     h = torch.empty(1, 37450, 57344, dtype=HALF, device="meta")
     assert cudnn_sdpa.silu_mul(*h.chunk(2, -1)).shape == (1, 37450, 28672)
     rows = h.view(-1, 4096)
-    split = large.split_of(rms_norm_rows, (rows, None, 0.1, None, None), [rows])
+    split = large.split_of("rms_norm", rms_norm_rows.ways, {"x": rows, "eps": 0.1}, [rows])
     assert split is not None
     assert split.way == sharding.Way("dimension 0", {"x": 0}, 0)
     assert split.part_size == 2**31 // 4096
     few = rows[: 2**31 // 4096]
-    assert large.split_of(rms_norm_rows, (few, None, 0.1, None, None), [few]) is None
+    assert large.split_of("rms_norm", rms_norm_rows.ways, {"x": few, "eps": 0.1}, [few]) is None

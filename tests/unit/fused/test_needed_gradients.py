@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from cudnn_sdpa import graph_op, silu_mul
-from cudnn_sdpa.fused import torch_ops
 from cudnn_sdpa.fused.activation_graphs import silu_mul_rows
 from cudnn_sdpa.fused.conv_graphs import convolution
+from cudnn_sdpa.fused.graph_op import as_tuple, gradients
 from cudnn_sdpa.fused.norm_graphs import layer_norm_rows, rms_norm_rows
 
 asked: list[tuple[bool, ...]] = []
@@ -79,14 +79,14 @@ FUNCTIONS = {
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_only_needed_gradients_are_computed(name):
     function, operands, options = FUNCTIONS[name]
-    results = torch_ops.as_tuple(function.reference(*operands, **options))
+    results = as_tuple(function.reference(*operands, **options))
     grads = [torch.randn_like(result) for result in function.without_auxiliary(results, trains=True)]
     results = results[function.kept]
     tensors = [place for place, x in enumerate(operands) if isinstance(x, torch.Tensor)]
-    whole, _ = torch_ops.gradients(function, grads, operands, results=results, static=options)
+    whole, _ = gradients(function, grads, operands, results=results, static=options, needs=(True,) * len(operands))
     for wanted in itertools.product([True, False], repeat=len(tensors)):
         needs = tuple(place in tensors and wanted[tensors.index(place)] for place in range(len(operands)))
-        found, _ = torch_ops.gradients(function, grads, operands, results=results, static=options, needs=needs)
+        found, _ = gradients(function, grads, operands, results=results, static=options, needs=needs)
         for one, other, is_needed in zip(found, whole, needs, strict=True):
             assert (one is not None) is is_needed
             if is_needed:

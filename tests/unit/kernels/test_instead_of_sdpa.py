@@ -12,7 +12,7 @@ from cudnn_sdpa import DtypeError, UnsupportedError, fallback, kernels, scaled_d
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.engine import fallback as module
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.kernels.instead_of_sdpa import KNOWN, instead_of_sdpa
+from cudnn_sdpa.kernels.attention import KNOWN, instead_of_sdpa
 
 
 @pytest.fixture(autouse=True)

@@ -104,8 +104,8 @@ def test_results_do_not_depend_on_grad_mode():
 
 def test_only_needed_gradients_are_computed(monkeypatch):
     made = []
-    original = fp8_quantize._dense_like
-    monkeypatch.setattr(fp8_quantize, "_dense_like", lambda x, dtype: made.append(dtype) or original(x, dtype))
+    original = fp8_quantize.new_like
+    monkeypatch.setattr(fp8_quantize, "new_like", lambda x, dtype: made.append(dtype) or original(x, dtype))
     q, k, v = qkv(requires_grad=False)
     out = fp8_attention(q, k.requires_grad_(), v)
     made.clear()
@@ -642,7 +642,7 @@ def test_unsupported_gpus_raise_before_anything_runs(capability, dim, trains, ex
     options = (True, "top_left", -1, -1, None)
 
     def ask():
-        return attention_module._support.__wrapped__(0, *shapes, (False, True), options, trains, False)
+        return attention_module._support.__wrapped__(0, shapes, (False, True), options, trains, False)
 
     if isinstance(expected, bool):
         assert ask() is expected

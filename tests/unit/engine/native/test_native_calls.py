@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cudnn_sdpa import LayoutError, UnsupportedError, conv2d, graph_op, layer_norm, plan_cache, rms_norm, sdpa, silu_mul
 from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.engine.native import calls
-from cudnn_sdpa.fused import torch_ops
+from cudnn_sdpa.fused import graph_op as graph_functions
 
 #: Examples whose forward calls take the Python way: with dropout, negative scales, pages that are gathered, sinks with
 #: decoding, what FP8 makes or copies for a launch, and backward passes that are called as functions.
@@ -438,8 +438,8 @@ def test_warm_gradients_of_one_launch_ask_no_python(name, monkeypatch):
     for _ in range(4):
         out = ONE_LAUNCH[name]()
         out.backward(torch.randn_like(out))
-    out, asked, gradients = ONE_LAUNCH[name](), [], torch_ops.gradients
-    monkeypatch.setattr(torch_ops, "gradients", lambda *x, **options: asked.append(x) or gradients(*x, **options))
+    out, asked, gradients = ONE_LAUNCH[name](), [], graph_functions.gradients
+    monkeypatch.setattr(graph_functions, "gradients", lambda *x, **options: asked.append(x) or gradients(*x, **options))
     out.backward(torch.randn_like(out))
     assert asked == []
 
