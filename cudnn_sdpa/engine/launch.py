@@ -1,4 +1,4 @@
-"""Plans with all that their launch needs, as data (`BoundPlan`), and calls that are one such launch (`PlainCall`)."""
+"""Plans with all that their launch needs, as data (`BoundPlan`), and calls of one launch (`SingleLaunch`)."""
 
 from __future__ import annotations
 
@@ -370,18 +370,18 @@ def _side_by_side(layouts: Sequence[Layout]) -> tuple[list[int], int]:
     return offsets, end
 
 
-class PlainCall:
+class SingleLaunch:
     """Runs calls of one kind that are one launch of a bound plan and nothing else.
 
     Attributes:
         bound: The bound plan.
         operands: Where its operands are in the call.
         returned: Which of its results are given.
-        is_single: Whether one result is given alone.
+        single_output: Whether one result is given alone.
         tensors_of: Gives the operands of a call.
     """
 
-    __slots__ = ("_is_backward", "bound", "is_single", "operands", "returned", "tensors_of")
+    __slots__ = ("_is_backward", "bound", "operands", "returned", "single_output", "tensors_of")
 
     def __init__(
         self, bound: BoundPlan, returned: Sequence[int] | None = None, *, of: Mapping[str, str] | None = None
@@ -397,14 +397,14 @@ class PlainCall:
         self._is_backward = of is not None
         self.operands = tuple([(of or {}).get(name, name) for name in bound.operands])
         self.returned = tuple(range(len(bound.results))) if returned is None else tuple(returned)
-        self.is_single = returned is None and len(self.returned) == 1
+        self.single_output = returned is None and len(self.returned) == 1
         self.tensors_of = items_by_name(self.operands)
 
     def __call__(self, call: object) -> Result:
         """The results of a call; of a forward call into its `out`, if it has one."""
         out = None if self._is_backward else getattr(call, "out", None)
         outputs = self.bound(self.tensors_of(call), out)
-        return outputs[0] if self.is_single else tuple([outputs[place] for place in self.returned])
+        return outputs[0] if self.single_output else tuple([outputs[place] for place in self.returned])
 
 
 class Prepared(NamedTuple):

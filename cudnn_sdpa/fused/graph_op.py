@@ -56,10 +56,10 @@ Run = Callable[[Sequence[Tensor], tuple[float, ...]], Sequence[Tensor]]
 class _BoundCall:
     """A call bound to its plan."""
 
-    __slots__ = ("bound", "is_single", "plan", "static")
+    __slots__ = ("bound", "plan", "single_output", "static")
 
-    def __init__(self, bound: BoundPlan, static: Options, *, is_single: bool) -> None:
-        self.bound, self.static, self.is_single = bound, static, is_single
+    def __init__(self, bound: BoundPlan, static: Options, *, single_output: bool) -> None:
+        self.bound, self.static, self.single_output = bound, static, single_output
         self.plan: Plan = bound.plan
 
     @property
@@ -283,7 +283,7 @@ class GraphFunction(GraphDefinition):
             return lambda *operands: apply(tracked, *operands, *rest)
         run, pattern = entry.run, Pattern(operands)
         tensors_of, numbers_of = pattern.tensors_of, pattern.numbers_of
-        if entry.is_single:
+        if entry.single_output:
             return lambda *operands: run(tensors_of(operands), numbers_of(operands))[0]
         return lambda *operands: tuple(run(tensors_of(operands), numbers_of(operands)))
 
@@ -307,7 +307,7 @@ class GraphFunction(GraphDefinition):
         if entry is None or any(isinstance(x, int) for x in operands):
             return
         count = len(entry.bound.results) - (self.auxiliary if trains else 0)
-        call = RepeatableCall(entry.bound, tensors, range(count), is_single=count == 1)
+        call = RepeatableCall(entry.bound, tensors, range(count), single_output=count == 1)
         if not trains:
             self.calls.learn(operands, options, call)
         elif not any(x.is_inference() for x in tensors):  # which autograd cannot save
@@ -474,7 +474,7 @@ class GraphFunction(GraphDefinition):
             numbers={name: float(x) for name, x in by_name.items() if isinstance(x, (int, float))},
             additions=Additions(addresses=self._parts(values, results, viewed)),
         )
-        return _BoundCall(bound, static, is_single=len(results) == 1)
+        return _BoundCall(bound, static, single_output=len(results) == 1)
 
     def _parts(self, values: Sequence[Value], results: Sequence[Tensor], viewed: Views) -> dict[str, Address]:
         """Operands and results of the views beyond the call's: parts of the operand before, or of the first result."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import warn_of_order
 from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.engine.dispatch_state import is_lazy
-from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall, Prepared
+from cudnn_sdpa.engine.launch import Additions, BoundPlan, Prepared, SingleLaunch
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments, Needs, check, check_memory
@@ -36,7 +36,7 @@ def prepare(call: KernelArguments) -> Prepared:
     if spec.is_empty:
         return Prepared(without_keys, None)
     bound, plan = bind(spec, call.q.get_device(), call.scale_value)
-    return Prepared(PlainCall(bound), plan)
+    return Prepared(SingleLaunch(bound), plan)
 
 
 def prepare_gradients(of: Gradient) -> Prepared:
@@ -51,7 +51,7 @@ def prepare_gradients(of: Gradient) -> Prepared:
     wanted = [place for place, name in enumerate(names) if getattr(needs, name.removeprefix("grad_"), False)]
     if needs.mask:
         return Prepared(_WithMask(bound, wanted), plan)
-    return Prepared(PlainCall(bound, wanted, of=_fields(bound)), plan)
+    return Prepared(SingleLaunch(bound, wanted, of=_fields(bound)), plan)
 
 
 def bind(spec: Spec, device: int, scale: float) -> tuple[BoundPlan, Plan]:
@@ -104,7 +104,7 @@ class _WithMask:
     __slots__ = ("_run", "_wanted")
 
     def __init__(self, bound: BoundPlan, wanted: Sequence[int]) -> None:
-        self._run = PlainCall(bound, range(len(bound.results)), of=_fields(bound))
+        self._run = SingleLaunch(bound, range(len(bound.results)), of=_fields(bound))
         self._wanted = list(wanted)
 
     def __call__(self, of: Gradient) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import is_lazy, plain
-from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall, Prepared
+from cudnn_sdpa.engine.launch import Additions, BoundPlan, Prepared, SingleLaunch
 from cudnn_sdpa.engine.memory import check_is_tensor, check_present, check_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
@@ -165,7 +165,7 @@ class Softmax(Arguments, Call):
         device = self.x.get_device()
         key = forward_key(self, targets.live_target(device), device)
         bound, plan = bind(softmax_forward, key, ["x"], dense(self.x), self.scale)
-        return Prepared(PlainCall(bound), plan)
+        return Prepared(SingleLaunch(bound), plan)
 
     def flops(self):
         """Floating-point operations of both passes."""
@@ -202,7 +202,7 @@ class SoftmaxBackward(BackwardArguments, BackwardCall):
         device = self.out.get_device()
         key = backward_key(self, targets.live_target(device), device)
         bound, plan = bind(softmax_backward, key, ["out", "grad_out"], dense(self.out), self.call.scale)
-        return Prepared(PlainCall(bound, [0], of={"out": "out", "grad_out": "grad_out"}), plan)
+        return Prepared(SingleLaunch(bound, [0], of={"out": "out", "grad_out": "grad_out"}), plan)
 
     @staticmethod
     def new_gradient(name, tensor):  # noqa: ARG004 - there is one input

@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.bias import BiasKernel
 from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.lengths import LENGTHS, LengthsKernel, RowLimitsKernel
 from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, items_by_name
+from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, SingleLaunch, items_by_name
 from cudnn_sdpa.engine.memory import check_present
 from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride
 from cudnn_sdpa.plans.plan import Plan
@@ -44,7 +44,7 @@ def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float)
     adds_sinks = spec.sinks and has_lse and (forward.sinks_outside or spec.can_have_masked_rows)
     if spec.mask.masked_rows or adds_sinks or forward.with_lse != has_lse:
         return _Completed(forward, bound)
-    return PlainCall(bound)
+    return SingleLaunch(bound)
 
 
 def bind_plan(

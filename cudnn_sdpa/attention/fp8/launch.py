@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.fp8 import graphs, plans, workarounds
 from cudnn_sdpa.attention.fp8.arguments import SCALES, Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.attention.fp8.plans import AMAX, BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.parts import Part
-from cudnn_sdpa.engine.launch import Additions, BoundPlan, Layout, PlainCall, Prepared
+from cudnn_sdpa.engine.launch import Additions, BoundPlan, Layout, Prepared, SingleLaunch
 from cudnn_sdpa.engine.memory import check_address
 from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.graph.key import PlanKey, Role
@@ -84,7 +84,7 @@ def prepare(call: Fp8Arguments) -> Prepared:
 
     is_masked_after = dense.lengths_q or spec.pages is not None
     if bound.is_direct and not masked_rows and not is_masked_after:
-        return Prepared(PlainCall(plain, range(len(plain.results))), plan)
+        return Prepared(SingleLaunch(plain, range(len(plain.results))), plan)
     return Prepared(run_visible if masked_rows else run_and_mask if is_masked_after else run, plan)
 
 
@@ -197,7 +197,7 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
     bound = _Bound(plain, Fp8BackwardScales._fields, tensors=6, dense=dense)
     is_whole = spec is whole and rows == dense.rows == dense.sq
     if is_whole and bound.is_direct and _is_read_in_place(call):
-        return Prepared(PlainCall(plain, range(len(plain.results)), of={}), plan)
+        return Prepared(SingleLaunch(plain, range(len(plain.results)), of={}), plan)
     read = _reader(call, whole)
 
     def run(call: Fp8BackwardArguments) -> Results:

@@ -87,13 +87,13 @@ class RepeatableCall(NamedTuple):
         bound: The bound plan.
         tensors: Its operands.
         returned: Which of its results the caller gets.
-        is_single: Whether it gets one alone.
+        single_output: Whether it gets one alone.
     """
 
     bound: BoundPlan
     tensors: Sequence[Tensor]
     returned: Sequence[int]
-    is_single: bool = False
+    single_output: bool = False
 
 
 class NativeCalls:
@@ -176,7 +176,7 @@ class NativeCalls:
             operands=operands,
             numbers=numbers,
             returned=call.returned,
-            is_tuple=not call.is_single,
+            is_tuple=not call.single_output,
             differentiation=of,
         )
         if not plan.held:  # evicted in the meantime

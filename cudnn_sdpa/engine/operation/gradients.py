@@ -12,7 +12,7 @@ from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.call import Differentiable, Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, needs_operator, plain
 from cudnn_sdpa.engine.fast_path import Entry, layout_signature
-from cudnn_sdpa.engine.launch import PlainCall, Prepared, check_one_device
+from cudnn_sdpa.engine.launch import Prepared, SingleLaunch, check_one_device
 from cudnn_sdpa.engine.memory import MISALIGNED
 from cudnn_sdpa.engine.native.calls import Differentiation, RepeatableCall
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
@@ -302,7 +302,7 @@ class Gradients(Pipeline[CallT]):
         call = self.call(*ctx.saved_tensors[: self._tensors], *ctx.options, *self._wants_all)
         backward = self._backward_call(*grads[: self._given], *ctx.saved_tensors[self._tensors :], call, needs)
         entry: Entry | None = self.table.get(self._signature_of_gradient(backward))
-        if entry is None or not isinstance(entry.run, PlainCall):
+        if entry is None or not isinstance(entry.run, SingleLaunch):
             return None
         if any(x.data_ptr() & MISALIGNED for x in self._given_of(backward)):  # a copy has been read
             return None

@@ -32,7 +32,7 @@ from cudnn_sdpa.engine.dispatch_state import (
     needs_gradient,
 )
 from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, Entry, layout_signature
-from cudnn_sdpa.engine.launch import Layout, PlainCall, Prepared
+from cudnn_sdpa.engine.launch import Layout, Prepared, SingleLaunch
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call, CallT
 from cudnn_sdpa.engine.torch_ops import new_seed
@@ -512,14 +512,14 @@ class Pipeline(Generic[CallT]):
         tensors = self._tensors_of(call)
         trains = needs_gradient(*tensors)
         entry: Entry | None = self.table.get(self.signature(self.complete(call) if trains else call))
-        if entry is None or not isinstance(entry.run, PlainCall) or self._out_of(call) is not None:
+        if entry is None or not isinstance(entry.run, SingleLaunch) or self._out_of(call) is not None:
             return
         plain = entry.run
-        returned, is_single = plain.returned, plain.is_single
+        returned, single_output = plain.returned, plain.single_output
         if trains and not self._is_complete(call):
             returned = returned[: len(self.gives)]
-            is_single = len(returned) == 1
-        native = RepeatableCall(plain.bound, plain.tensors_of(call), returned, is_single)
+            single_output = len(returned) == 1
+        native = RepeatableCall(plain.bound, plain.tensors_of(call), returned, single_output)
         if not trains:
             asked.calls.learn(asked.arguments, {}, native)
         elif not any(x is not None and x.is_inference() for x in tensors):
