@@ -62,7 +62,7 @@ class OwnKernel:
 
     Attributes:
         name: What addresses call the memory that it fills.
-        made: Layout of that memory.
+        buffer_layout: Layout of that memory.
         kernel: The kernel.
         blocks: Blocks in its grid.
         threads: Threads per block.
@@ -70,13 +70,13 @@ class OwnKernel:
         addresses: The addresses that are put into the argument at each launch, by place.
     """
 
-    __slots__ = ("_device", "addresses", "blocks", "fields", "kernel", "made", "name", "threads")
+    __slots__ = ("_device", "addresses", "blocks", "buffer_layout", "fields", "kernel", "name", "threads")
 
     def __init__(
         self,
         kernel: Kernel,
         name: str,
-        made: Layout,
+        buffer_layout: Layout,
         *,
         blocks: int,
         threads: int,
@@ -85,7 +85,7 @@ class OwnKernel:
         device: int,
     ) -> None:
         self.kernel = kernel.on(device)
-        self.name, self.made, self.blocks, self.threads = name, made, blocks, threads
+        self.name, self.buffer_layout, self.blocks, self.threads = name, buffer_layout, blocks, threads
         self.fields, self.addresses = array("q", fields), dict(addresses)
         self._device = device
 
@@ -95,7 +95,7 @@ class OwnKernel:
         Args:
             addresses: Addresses by name; 0 for what is left out.
         """
-        made: Tensor = allocate(*self.made)
+        made: Tensor = allocate(*self.buffer_layout)
         addresses[self.name] = made.data_ptr()
         places = [(place, addresses.get(x.of, 0), x.offset) for place, x in self.addresses.items()]
         self.launch([(place, address + offset) for place, address, offset in places if address])
@@ -110,37 +110,37 @@ class OwnKernel:
 
 
 @dataclass(frozen=True)
-class Additions:
-    """What some calls have besides the operands that all have.
+class LaunchExtras:
+    """Optional operands and prologue kernels of a launch.
 
     Attributes:
         operands: Tensors of the call.
         kernels: Kernels that run before the plan, in this order.
         addresses: The addresses of operands of the plan that are not the call's tensors themselves, by name.
         aligned: Addresses that kernels read in words of 16 bytes, of operands that may begin anywhere.
-        anywhere: Operands that may begin anywhere.
-        copied: Operands that are copied if kernels cannot read their address.
+        unaligned_ok: Operands that may begin anywhere.
+        copy_if_unaligned: Operands that are copied if kernels cannot read their address.
     """
 
     operands: tuple[str, ...] = ()
     kernels: tuple[OwnKernel, ...] = ()
     addresses: Mapping[str, Address] = field(default_factory=dict)
     aligned: tuple[Address, ...] = ()
-    anywhere: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
+    unaligned_ok: tuple[str, ...] = ()
+    copy_if_unaligned: tuple[str, ...] = ()
 
-    def __add__(self, other: Additions) -> Additions:
-        return Additions(
+    def __add__(self, other: LaunchExtras) -> LaunchExtras:
+        return LaunchExtras(
             operands=self.operands + tuple(x for x in other.operands if x not in self.operands),
             kernels=self.kernels + other.kernels,
             addresses={**self.addresses, **other.addresses},
             aligned=self.aligned + other.aligned,
-            anywhere=self.anywhere + other.anywhere,
-            copied=self.copied + other.copied,
+            unaligned_ok=self.unaligned_ok + other.unaligned_ok,
+            copy_if_unaligned=self.copy_if_unaligned + other.copy_if_unaligned,
         )
 
 
-NOTHING_MORE = Additions()
+NO_EXTRAS = LaunchExtras()
 NOWHERE: Mapping[str, int] = {}
 
 #: A place in a list of addresses, the number of what the address is of, and the offset.
@@ -156,7 +156,7 @@ class BoundPlan:
         results: Layouts of the new tensors that it gives.
         kernels: Kernels that run before it.
         kernel_pointers: For each of them the addresses in its argument.
-        filled: Size of what they fill, if that may be in the memory of the thread's slot; otherwise 0.
+        prologue_scratch: Size of what they fill, if that may be in the memory of the thread's slot; otherwise 0.
         offsets: Where in that each of them fills what it fills.
         pointers: The addresses that it gets at each launch.
         template: The addresses of its operands and outputs, as far as they are always the same.
@@ -172,9 +172,8 @@ class BoundPlan:
         "_copied",
         "_elsewhere",
         "_memory",
-        "_otherwise",
+        "_unaligned_plan",
         "aligned",
-        "filled",
         "kernel_pointers",
         "kernels",
         "number_places",
@@ -183,6 +182,7 @@ class BoundPlan:
         "operands",
         "plan",
         "pointers",
+        "prologue_scratch",
         "recipe",
         "results",
         "template",
@@ -194,8 +194,8 @@ class BoundPlan:
         operands: Sequence[str],
         results: Sequence[Layout],
         numbers: Mapping[str, float | None],
-        additions: Additions = NOTHING_MORE,
-        otherwise: Callable[..., list[Tensor]] | None = None,
+        extras: LaunchExtras = NO_EXTRAS,
+        unaligned_plan: Callable[..., list[Tensor]] | None = None,
         arguments: Mapping[str, str] | None = None,
         fixed: Mapping[str, int] = NOWHERE,
     ) -> None:
@@ -203,19 +203,19 @@ class BoundPlan:
 
         Args:
             plan: The plan.
-            operands: Names of the operands that a launch gets as tensors, in its order; those of `additions` follow.
+            operands: Names of the operands that a launch gets as tensors, in its order; those of `extras` follow.
             results: Layouts of the plan's outputs, as the caller sees them; without those in another's memory.
             numbers: The host scalars, by operand; None for those that the plan lacks.
-            additions: What only some calls have.
-            otherwise: Launches calls with an address that this plan cannot read.
+            extras: Optional operands and prologue kernels.
+            unaligned_plan: Launches calls with an address that this plan cannot read.
             arguments: What the caller calls operands, if not by their names.
             fixed: Addresses of operands that are the same in all launches.
         """
         names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
-        outputs = [x.name for x in plan.key.outputs if additions.addresses.get(x.name, Address(x.name)).of == x.name]
-        self.plan, self.results, self.kernels = plan, list(results), additions.kernels
-        self.operands = (*operands, *additions.operands)
-        self._otherwise, self._copied = otherwise, additions.copied
+        outputs = [x.name for x in plan.key.outputs if extras.addresses.get(x.name, Address(x.name)).of == x.name]
+        self.plan, self.results, self.kernels = plan, list(results), extras.kernels
+        self.operands = (*operands, *extras.operands)
+        self._unaligned_plan, self._copied = unaligned_plan, extras.copy_if_unaligned
         self._arguments = [(arguments or {}).get(name, name) for name in self.operands]
         self._elsewhere = torch.cuda.device_count() > 1  # whether another GPU can be the current one
         slots = [*self.operands, *outputs, *(kernel.name for kernel in self.kernels)]
@@ -226,20 +226,20 @@ class BoundPlan:
             return place, slots.index(address.of), address.offset
 
         own = {name: Address(name) for name in slots if name in names}
-        self.pointers = [pointer(names.index(name), x) for name, x in (own | dict(additions.addresses)).items()]
+        self.pointers = [pointer(names.index(name), x) for name, x in (own | dict(extras.addresses)).items()]
         self.kernel_pointers = [
             [pointer(place, x) for place, x in kernel.addresses.items() if x.of in slots] for kernel in self.kernels
         ]
-        self.offsets, self.filled = _side_by_side([kernel.made for kernel in self.kernels])
-        if self.filled > FILLED_BYTES or type(plan) is not Plan:  # one that is tuned launches many
-            self.filled = 0
-        read = {name: Address(name) for name in self.operands if name not in additions.anywhere}
-        for name, x in additions.addresses.items():
+        self.offsets, self.prologue_scratch = _side_by_side([kernel.buffer_layout for kernel in self.kernels])
+        if self.prologue_scratch > FILLED_BYTES or type(plan) is not Plan:  # one that is tuned launches many
+            self.prologue_scratch = 0
+        read = {name: Address(name) for name in self.operands if name not in extras.unaligned_ok}
+        for name, x in extras.addresses.items():
             if x.offset % ALIGNMENT and x.of in read:
                 read[name] = x
             elif x.offset % ALIGNMENT and x.of in outputs:
                 refuse_address(name, x.offset % ALIGNMENT)
-        read |= {x.of: x for x in additions.aligned}
+        read |= {x.of: x for x in extras.aligned}
         self.aligned = [pointer(0, x) for x in read.values()]
         self._aligned_names = [(arguments or {}).get(name, name) for name in read]
         given = {name: value for name, value in numbers.items() if value is not None}
@@ -280,8 +280,8 @@ class BoundPlan:
         for _, slot, offset in self.aligned:
             bits |= addresses[slot] + offset
         if bits & MISALIGNED or min(addresses) < LOWEST:
-            if bits & MISALIGNED and self._otherwise is not None:
-                return self._otherwise(tensors, out, into, numbers)
+            if bits & MISALIGNED and self._unaligned_plan is not None:
+                return self._unaligned_plan(tensors, out, into, numbers)
             tensors = self._readable(tensors)
             addresses = [x.data_ptr() for x in tensors]
         outputs = [] if into is None else list(into)
@@ -300,9 +300,9 @@ class BoundPlan:
 
     def _launch_kernels(self, addresses: list[int], numbers: tuple[float, ...] | None) -> None:
         """Launches the kernels and the plan, given the addresses of its operands and outputs."""
-        slot = self.plan.take_filled() if self.filled else None
+        slot = self.plan.take_filled() if self.prologue_scratch else None
         try:
-            made = [] if slot else [allocate(*kernel.made) for kernel in self.kernels]
+            made = [] if slot else [allocate(*kernel.buffer_layout) for kernel in self.kernels]
             addresses += [slot.filled + at for at in self.offsets] if slot else [memory.data_ptr() for memory in made]
             for kernel, places in zip(self.kernels, self.kernel_pointers, strict=True):
                 kernel.launch([(place, addresses[number] + offset) for place, number, offset in places])

@@ -25,7 +25,7 @@ from cudnn_sdpa.engine.dispatch_state import (
 )
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, items_of, kinds_of
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, check_one_device, readable_gradient
+from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, check_one_device, readable_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import large, torch_ops
@@ -472,7 +472,7 @@ class GraphFunction(GraphDefinition):
             operands=[name for name, x in by_name.items() if isinstance(x, Tensor)],
             results=[(tuple(x.shape), tuple(x.stride()), x.dtype) for x in results],
             numbers={name: float(x) for name, x in by_name.items() if isinstance(x, (int, float))},
-            additions=Additions(addresses=self._parts(values, results, viewed)),
+            extras=LaunchExtras(addresses=self._parts(values, results, viewed)),
         )
         return _BoundCall(bound, static, single_output=len(results) == 1)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import warn_of_order
 from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.engine.dispatch_state import is_lazy
-from cudnn_sdpa.engine.launch import Additions, BoundPlan, Prepared, SingleLaunch
+from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Prepared, SingleLaunch
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments, Needs, check, check_memory
@@ -67,8 +67,8 @@ def bind(spec: Spec, device: int, scale: float) -> tuple[BoundPlan, Plan]:
             operands,
             results=[(x.layout.shape, x.layout.stride, x.layout.dtype) for x in spec.outputs()],
             numbers={"scale": scale},
-            additions=Additions(anywhere=tuple(read_by_element)),
-            otherwise=_ByElement(replace(spec, vectors=False), device, scale) if spec.vectors else None,
+            extras=LaunchExtras(unaligned_ok=tuple(read_by_element)),
+            unaligned_plan=_ByElement(replace(spec, vectors=False), device, scale) if spec.vectors else None,
         )
     return bound, plan
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import is_lazy, plain
-from cudnn_sdpa.engine.launch import Additions, BoundPlan, Prepared, SingleLaunch
+from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Prepared, SingleLaunch
 from cudnn_sdpa.engine.memory import check_is_tensor, check_present, check_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
@@ -119,7 +119,7 @@ def bind(operation, key, names, result, scale):
     """A plan, built if there is none, with all that its launch needs besides tensors."""
     plan = plan_cache.get(key, lambda key: build.build_plan(operation, key))
     with torch.cuda.device(key.device):
-        return BoundPlan(plan, names, [result], {"scale": scale}, Additions(anywhere=tuple(names))), plan
+        return BoundPlan(plan, names, [result], {"scale": scale}, LaunchExtras(unaligned_ok=tuple(names))), plan
 
 
 # What the library asks of a call. Autocast leaves softmaxes in the dtype that they get.

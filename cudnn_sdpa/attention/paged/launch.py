@@ -20,7 +20,7 @@ from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, Prepared, SingleLaunch, items_by_name
+from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
 from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.errors import UnsupportedError
@@ -129,7 +129,7 @@ def bind_decode(call: PagedArguments, *, in_place: bool) -> BoundPlan:
         operands=("q", "k_pages", "v_pages"),
         results=results,
         numbers={"scale": call.scale_value},
-        additions=Additions(operands=tables, anywhere=tables, kernels=kernels, addresses=addresses),
+        extras=LaunchExtras(operands=tables, unaligned_ok=tables, kernels=kernels, addresses=addresses),
     )
 
 

@@ -23,7 +23,7 @@ from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
 from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, Prepared, SingleLaunch, items_by_name
+from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, like_in_memory, multiplied, without_memory
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand, PlanKey
@@ -185,9 +185,9 @@ def _bind(
     with torch.cuda.device(plan.device):
         packing = PackingKernel(spec, plan, call)
         offsets = tuple(name for name in ("cu_seqlens_q", "cu_seqlens_kv") if getattr(call, name) is not None)
-        more = Additions(
+        more = LaunchExtras(
             operands=offsets,
-            anywhere=offsets,
+            unaligned_ok=offsets,
             kernels=(packing,),
             addresses={name: Address(MADE, offset) for name, offset in packing.offsets.items() if name in names},
         )
@@ -199,14 +199,14 @@ def _bind(
                 band=spec.mask.band,
                 device=plan.device,
                 lengths=lengths,
-            ).additions()
+            ).extras()
     if call.sinks is not None and "sink" in names:
-        more += Additions(operands=("sinks",), copied=("sinks",), addresses={"sink": Address("sinks")})
+        more += LaunchExtras(operands=("sinks",), copy_if_unaligned=("sinks",), addresses={"sink": Address("sinks")})
     if call.rng is not None:
         seed = {"seed": Address("rng"), "offset": Address("rng", call.rng.element_size())}
-        more += Additions(operands=("rng",), anywhere=("rng",), addresses=seed)
+        more += LaunchExtras(operands=("rng",), unaligned_ok=("rng",), addresses=seed)
     numbers = {"scale": call.scale_value, "softcap": call.softcap}
-    return BoundPlan(plan=plan, operands=operands, results=_results(key, call), numbers=numbers, additions=more)
+    return BoundPlan(plan=plan, operands=operands, results=_results(key, call), numbers=numbers, extras=more)
 
 
 def _results(key: PlanKey, call: VarlenArguments) -> list[Layout]:
