@@ -90,7 +90,7 @@ def _import_describers() -> None:
 
 
 def describes(
-    function: Callable[..., object], ways: sharding.Ways | None = None
+    function: Callable[..., object], ways: sharding.Strategies | None = None
 ) -> Callable[[Callable[..., Description]], Callable[..., Description]]:
     """Registers the decorated function as what describes calls of `function`.
 

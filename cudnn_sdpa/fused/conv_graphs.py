@@ -192,9 +192,9 @@ def _wgrad_reference(grad: Tensor, x: Tensor, *, shape: Sizes, **sizes: Sizes) -
     return channels_last(grad_weight.to(grad.dtype))
 
 
-def ways(_: Mapping[str, object]) -> Sequence[sharding.Way]:
+def ways(_: Mapping[str, object]) -> Sequence[sharding.ShardingStrategy]:
     """Shards the batch; each part has all filters."""
-    return [sharding.Way("the batch", {"x": 0}, 0)]
+    return [sharding.ShardingStrategy("the batch", {"x": 0}, 0)]
 
 
 def _flops(y: Tensor, shape: Sizes) -> int:
@@ -235,7 +235,7 @@ def _dgrad_backward(
     keeps_results=False,
     readable=_channels_last,
     views=_as_2d,
-    shard=lambda _: [sharding.Way("the batch", {"grad": 0}, 0)],
+    shard=lambda _: [sharding.ShardingStrategy("the batch", {"grad": 0}, 0)],
     flops=lambda grad, weight, **_: _flops(grad, weight.shape),
 )
 def conv_dgrad(
@@ -269,7 +269,7 @@ def _wgrad_backward(
     keeps_results=False,
     readable=_channels_last,
     views=_as_2d,
-    shard=lambda _: [sharding.Way("the batch", {"grad": 0, "x": 0}, (sharding.SUM,))],
+    shard=lambda _: [sharding.ShardingStrategy("the batch", {"grad": 0, "x": 0}, (sharding.SUM,))],
     flops=lambda grad, _, *, shape, **__: _flops(grad, shape),
 )
 def conv_wgrad(

@@ -1,8 +1,8 @@
 """Calls of graph functions on more than 2³¹ elements, in parts that run one after another.
 
-Beyond that many, cuDNN 9.19 has no engine for norms, and other versions are untested. A `Way` to shard a call among
-ranks also splits it into parts. These are views of the operands, and each writes its part of results that are allocated
-once; results that are sums are summed in float32.
+Beyond that many, cuDNN 9.19 has no engine for norms, and other versions are untested. A `ShardingStrategy` of a call also
+splits it into parts. These are views of the operands, and each writes its part of results that are allocated once;
+results that are sums are summed in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.launch import Layout
-from cudnn_sdpa.engine.sharding import Way, size_of
+from cudnn_sdpa.engine.sharding import ShardingStrategy, size_of
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.torch_ops import Function, Options, Value
 from cudnn_sdpa.graph import known_issues
@@ -35,7 +35,7 @@ class Split(NamedTuple):
         part_size: Its size in each part but the last.
     """
 
-    way: Way
+    way: ShardingStrategy
     size: int
     part_size: int
 

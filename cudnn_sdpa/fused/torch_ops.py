@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudnn_sdpa.engine.launch import Layout, readable_gradient
-from cudnn_sdpa.engine.sharding import Ways
+from cudnn_sdpa.engine.sharding import Strategies
 from cudnn_sdpa.engine.torch_ops import SCHEMAS, Implementations, implement
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph.definition import find_operation
@@ -67,7 +67,7 @@ class Function(Protocol):
     backward: Callable[..., Gradients] | None
     takes_needs: bool
     flops: Callable[..., int] | None
-    ways: Ways | None
+    ways: Strategies | None
 
     def run(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Any: ...
 

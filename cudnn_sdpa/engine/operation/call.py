@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cudnn_sdpa.engine.launch import Layout, Prepared
 from cudnn_sdpa.engine.memory import like_in_memory
-from cudnn_sdpa.engine.sharding import Way
+from cudnn_sdpa.engine.sharding import ShardingStrategy
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 
@@ -107,7 +107,7 @@ class Call(_Tuple):
         """Floating-point operations of the call, and of its backward call."""
         raise NotImplementedError
 
-    def strategies(self) -> Sequence[Way] | None:
+    def strategies(self) -> Sequence[ShardingStrategy] | None:
         """How the call may be divided among ranks, if tensors are DTensors; None if it may not."""
         return None
 

@@ -36,7 +36,7 @@ def run(operation: Pipeline[CallT], call: CallT, again: Callable[[CallT], Result
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed({"meta": operation.first_of(call).device.type}) from None
 
-    def run_part(arguments: Mapping[str, object], division: sharding.Division) -> Result:
+    def run_part(arguments: Mapping[str, object], division: sharding.ShardedCall) -> Result:
         local = made(operation.call, [arguments[name] for name in operation.fields])
         return again(_with_own_random_numbers(operation, local, division))
 
@@ -47,7 +47,7 @@ def run(operation: Pipeline[CallT], call: CallT, again: Callable[[CallT], Result
         raise (error.renamed(operation.names) if operation.names else error) from None
 
 
-def _with_own_random_numbers(operation: Pipeline[CallT], call: CallT, division: sharding.Division) -> CallT:
+def _with_own_random_numbers(operation: Pipeline[CallT], call: CallT, division: sharding.ShardedCall) -> CallT:
     """A rank's part of a call; its random numbers differ from those of other parts, also where ranks share a seed."""
     if not operation._draws(call):
         return call
