@@ -852,10 +852,10 @@ def graph_op(
         shard: The operands that ranks may share if they are DTensors, by name, each with the number of its last
             dimensions that a rank needs whole: `{"x": 1}` for rows of x. They are sharded alike, in any other
             dimension, and so are the results. The other operands are replicated, and their gradients are `Partial()`.
-            Or a function of all operands and options by name that gives the strategies to share a call, each a
-            `cudnn_sdpa.engine.sharding.ShardingStrategy`, the usual one first: a convolution has
-            `[ShardingStrategy("the batch", {"x": 0}, 0)]`, for a part of dimension 0 of x and of the result on each rank. A call that extends over more than 2³¹
-            elements is split in the same way, into parts that run one after another. None refuses both.
+            Or a function of all operands and options by name that gives the divisions of a call, the usual one first:
+            a convolution has `[cudnn_sdpa.engine.sharding.ShardingStrategy("the batch", {"x": 0}, 0)]`, for a part of
+            dimension 0 of x and of the result on each rank. A call that extends over more than 2³¹ elements is split
+            in the same way, into parts that run one after another. None refuses both.
         flops: `flops(*operands, **options)` returns how many floating-point operations `FlopCounterMode` counts for a
             call; it is given tensors without memory, too. None is none.
 

@@ -1,8 +1,8 @@
 """Calls of graph functions on more than 2³¹ elements, in parts that run one after another.
 
-Beyond that many, cuDNN 9.19 has no engine for norms, and other versions are untested. A `ShardingStrategy` of a call also
-splits it into parts. These are views of the operands, and each writes its part of results that are allocated once;
-results that are sums are summed in float32.
+Beyond that many, cuDNN 9.19 has no engine for norms, and other versions are untested. A call's `ShardingStrategy`, by
+which ranks share it, also splits it into parts. These are views of the operands, and each writes its part of results
+that are allocated once; results that are sums are summed in float32.
 """
 
 from __future__ import annotations
