@@ -19,7 +19,7 @@ from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import sdpa_varlen_backwar
 from cudnn_sdpa.distributed.groups import GroupRank
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine import cpu_target, memory
-from cudnn_sdpa.engine.dispatch_state import plain
+from cudnn_sdpa.engine.dispatch_state import materialized
 from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.layouts import dense_stride_like
 
@@ -216,7 +216,7 @@ def make_readable(x: Tensor, options: Options) -> Tensor:
     try:
         check_layout("x", x, options)
     except LayoutError:
-        return plain(x).clone(memory_format=torch.contiguous_format)
+        return materialized(x).clone(memory_format=torch.contiguous_format)
     return x
 
 

@@ -20,8 +20,8 @@ from cudnn_sdpa.engine.dispatch_state import (
     is_batch,
     is_deterministic,
     is_lazy,
+    materialized,
     needs_gradient,
-    plain,
 )
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, items_of, kinds_of
@@ -176,7 +176,7 @@ class GraphFunction(GraphDefinition):
             run = self._find(operands, options)
             if run is not None:
                 if self.calls.is_used:
-                    self._teach(operands, options)
+                    self._register(operands, options)
                 return run(*operands)
         return self._first(operands, options)
 
@@ -215,7 +215,7 @@ class GraphFunction(GraphDefinition):
         values = self.as_readable(values, static)
         if is_compiling():
             return self._returned(torch_ops.run(self, values, static), trains=trains)
-        values = tuple(plain(x) if isinstance(x, Tensor) and is_lazy(x) else x for x in values)
+        values = tuple(materialized(x) if isinstance(x, Tensor) and is_lazy(x) else x for x in values)
         tensors = _tensors(values)
         # `arguments` has cast for autocast already; references on the CPU run below it, as they do in the dispatcher.
         bypasses = can_bypass_dispatcher(*tensors, may_cast=not tensors[0].is_cuda)
@@ -299,7 +299,7 @@ class GraphFunction(GraphDefinition):
         last = rest.index(named[-1]) + 1
         return (*operands, *[options.get(name) for name in rest[:last]]), others
 
-    def _teach(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> None:
+    def _register(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> None:
         """Registers a call of a known signature with the native module."""
         tensors = _tensors(operands)
         trains = needs_gradient(*tensors)
@@ -309,12 +309,12 @@ class GraphFunction(GraphDefinition):
         count = len(entry.bound.results) - (self.auxiliary if trains else 0)
         call = RepeatableCall(entry.bound, tensors, range(count), single_output=count == 1)
         if not trains:
-            self.calls.learn(operands, options, call)
+            self.calls.register(operands, options, call)
         elif not any(x.is_inference() for x in tensors):  # which autograd cannot save
             values = (*operands, *(None,) * (len(self.operands) - len(operands)))
             needs = [isinstance(x, Tensor) and x.requires_grad for x in values]
             saved = self.saved(values, entry.static, needs)
-            self.calls.learn(operands, options, call, saved.differentiation(values, entry.bound.results))
+            self.calls.register(operands, options, call, saved.differentiation(values, entry.bound.results))
 
     def _tracked(self, values: Sequence[Value], static: Options, run: Run) -> _Tracked:
         """A call that autograd follows; calls with the same pattern may share it."""
@@ -684,11 +684,13 @@ def _native_gradients(
     *,
     may_fall_back: bool,  # noqa: ARG001 - of attention
     numbers: tuple[float, ...],
-    can_learn: bool,
+    can_register: bool,
 ) -> tuple[Sequence[Tensor | None], RepeatableCall | None]:
     state, like = options
     operand_grads, call = state.gradients_and_call(_NativeContext(saved, numbers, like), grads, needs)
-    return operand_grads, _repeatable_gradient(state.function, call, needs) if can_learn and call is not None else None
+    if call is None or not can_register:
+        return operand_grads, None
+    return operand_grads, _repeatable_gradient(state.function, call, needs)
 
 
 def _repeatable_gradient(function: GraphFunction, call: GraphCall, needs: Sequence[bool]) -> RepeatableCall | None:

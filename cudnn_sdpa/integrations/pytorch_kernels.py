@@ -13,7 +13,7 @@ from torch import Tensor
 from cudnn_sdpa.engine import fallback
 from cudnn_sdpa.engine.dispatch_state import is_autocasting
 from cudnn_sdpa.engine.native.calls import NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation import NativeKey, Operation
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
 from cudnn_sdpa.errors import LibraryError, UnsupportedError
 
@@ -125,7 +125,7 @@ def launch(operation: Operation[CallT], call: CallT, calls: NativeCalls, signatu
         signature: The call's signature: all its tensors and options.
     """
     with undisturbed(operation.first_of(call)):
-        return operation(call, Asked(calls, signature))
+        return operation(call, NativeKey(calls, signature))
 
 
 def launch_backward(operation: Operation[CallT], backward: BackwardCall[CallT]) -> Sequence[Tensor]:
@@ -139,7 +139,7 @@ def launch_backward(operation: Operation[CallT], backward: BackwardCall[CallT]) 
         ArgumentError: An argument is wrong.
     """
     with torch.no_grad():
-        return operation.gradients_from_dispatcher(backward)
+        return operation.backward_from_dispatcher(backward)
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation import NativeKey, Operation
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
@@ -90,7 +90,7 @@ def attention(
     )
     if mask is not None and type(mask) is not Tensor:
         call = without_causal_bias(call)
-    result: Tensor = ATTENTION(call, Asked(_calls, given))
+    result: Tensor = ATTENTION(call, NativeKey(_calls, given))
     return result
 
 
@@ -143,5 +143,5 @@ ATTENTION = Operation(
     call=KernelAttentionCall,
     backward=KernelAttentionBackwardCall,
     differentiable=("q", "k", "v", "mask"),
-    auxiliary=("statistics",),
+    aux_outputs=("statistics",),
 )

@@ -16,7 +16,7 @@ from cudnn_sdpa.engine.dispatch_state import is_lazy, plain
 from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Prepared, SingleLaunch
 from cudnn_sdpa.engine.memory import check_is_tensor, check_present, check_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation import NativeKey, Operation
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
 from cudnn_sdpa.errors import LayoutError, ShapeError
 from cudnn_sdpa.graph import target as targets
@@ -218,11 +218,11 @@ ROW_SOFTMAX = Operation(
     call=Softmax,
     backward=SoftmaxBackward,
     differentiable=("x",),
-    auxiliary=(),  # no result is for the backward pass alone
+    aux_outputs=(),  # no result is for the backward pass alone
     forward_mode="torch.softmax",
 )
 
-_calls = NativeCalls()  # those that C++ has been taught
+_calls = NativeCalls()  # those that C++ recognizes
 
 
 def row_softmax(x, scale=1.0):
@@ -235,7 +235,7 @@ def row_softmax(x, scale=1.0):
         known = _calls.find(rows, scale)
         if known is not MISSED:
             return known.view(x.shape)
-    return ROW_SOFTMAX(Softmax(rows, float(scale)), Asked(_calls, (rows, scale))).view(x.shape)
+    return ROW_SOFTMAX(Softmax(rows, float(scale)), NativeKey(_calls, (rows, scale))).view(x.shape)
 
 
 def main():

@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.dense.call import ReferenceSdpaCall, SdpaBackwardCall,
 from cudnn_sdpa.attention.mask import UNBOUNDED, Alignment
 from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation import NativeKey, Operation
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
@@ -170,7 +170,7 @@ def sdpa(
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
-    result: Tensor | tuple[Tensor, Tensor] = SDPA(call_of(*given), Asked(_calls, given))
+    result: Tensor | tuple[Tensor, Tensor] = SDPA(call_of(*given), NativeKey(_calls, given))
     return result
 
 

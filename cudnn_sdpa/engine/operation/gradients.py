@@ -10,7 +10,7 @@ from torch import Tensor
 from cudnn_sdpa.engine import autograd_checks, fallback, sharding, value_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.call import Differentiable, Result, views_of_leaves
-from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, needs_operator, plain
+from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, materialized, needs_operator
 from cudnn_sdpa.engine.fast_path import Entry, layout_signature
 from cudnn_sdpa.engine.launch import Prepared, SingleLaunch, check_one_device
 from cudnn_sdpa.engine.memory import MISALIGNED
@@ -75,7 +75,7 @@ class Tracked(NamedTuple):
         if operation.differentiable:
             operation.save(ctx, call, found)
         ctx.tracked = _TrackedGradient(operation, by_reference)
-        return alone(found if returns_all else operation._split(found)[0])
+        return alone(found if returns_all else operation._split_outputs(found)[0])
 
 
 class _TrackedGradient(NamedTuple):
@@ -108,12 +108,12 @@ class NativeGradient:
         *,
         may_fall_back: bool,
         numbers: tuple[float, ...],
-        can_learn: bool,
+        can_register: bool,
     ) -> tuple[list[Tensor | None], RepeatableCall | None]:
         """See `Differentiation`."""
         context = NativelySaved(saved, options, may_fall_back)
         found = self.operation.gradients(context, grads, needs)
-        return found, self.operation.repeatable_gradient(context, grads, needs) if can_learn else None
+        return found, self.operation.repeatable_gradient(context, grads, needs) if can_register else None
 
 
 class Gradients(Pipeline[CallT]):
@@ -139,13 +139,13 @@ class Gradients(Pipeline[CallT]):
     def _which_require_grad(self, call: CallT) -> tuple[bool, ...]:
         return tuple([x is not None and x.requires_grad for x in self._differentiable_of(call)])
 
-    def _differentiate(self, call: CallT, entry: Entry | None, *, by_operator: bool = False) -> Result:
+    def _differentiate(self, call: CallT, entry: Entry | None, *, through_dispatcher: bool = False) -> Result:
         """The results of a call, differentiable by autograd."""
         try:
-            if by_operator:  # the operator applies a function of PyTorch's
+            if through_dispatcher:  # the operator applies a function of PyTorch's
                 _views = views_of_leaves(*self._differentiable_of(call))
-                return self._wanted(call, as_tuple(self._by_operator(self.complete(call))))
-            complete = self.call(*self._inputs_of(call), *self._wants_all)
+                return self._select_outputs(call, as_tuple(self._through_dispatcher(self.complete(call))))
+            complete = self.call(*self._inputs_of(call), *self._all_outputs)
             tracked = Tracked(self, complete, entry, self._is_complete(call))
             result: Result = Differentiable.apply(tracked, *self._differentiable_of(call))
         except RuntimeError:
@@ -188,7 +188,7 @@ class Gradients(Pipeline[CallT]):
             by_reference: Whether it runs in plain PyTorch.
         """
         if len(grads) > self._given:
-            for name, grad in zip(self.auxiliary, grads[self._given :], strict=True):
+            for name, grad in zip(self.aux_outputs, grads[self._given :], strict=True):
                 autograd_checks.refuse_gradient_of(name, grad)
             grads = grads[: self._given]
         given = [grad for grad in grads if grad is not None]
@@ -199,7 +199,7 @@ class Gradients(Pipeline[CallT]):
         if not given or not any(needs):
             return [None] * len(needs)
         saved = ctx.saved_tensors  # once: checkpoints let nothing be read twice
-        call = self.call(*saved[: self._tensors], *ctx.options, *self._wants_all)
+        call = self.call(*saved[: self._tensors], *ctx.options, *self._all_outputs)
         backward = self._backward_call(*grads, *saved[self._tensors :], call, needs)
         tensors = self._given_of(backward)
         found: Sequence[Tensor]
@@ -220,7 +220,7 @@ class Gradients(Pipeline[CallT]):
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
 
-    def explicit_gradients(self, backward: BackwardCall[CallT]) -> list[Tensor]:
+    def run_backward(self, backward: BackwardCall[CallT]) -> list[Tensor]:
         """The needed gradients of a backward call that a caller made, which nothing has checked. Autograd stays out.
 
         Raises:
@@ -232,7 +232,9 @@ class Gradients(Pipeline[CallT]):
             sharding.refuse(f"{self.function}_backward", "autograd differentiates calls on DTensors by itself")
         if not is_compiling():
             tensors = {name: getattr(backward, name) for name in given}
-            backward = backward._replace(**{name: plain(x) for name, x in tensors.items() if isinstance(x, Tensor)})
+            backward = backward._replace(
+                **{name: materialized(x) for name, x in tensors.items() if isinstance(x, Tensor)}
+            )
         self._check_known(call)
         call.check_types()
         backward.check_types()
@@ -244,7 +246,7 @@ class Gradients(Pipeline[CallT]):
         autograd_checks.check(function, None, loops=False, forward_mode=self.forward_mode, **tensors)
         autograd_checks.refuse_gradient_through(function, tensors)
         if is_compiling():  # a compiled graph checks the rest when it is traced, and again when it runs
-            return self._backward_by_operator(backward)
+            return self._backward_through_dispatcher(backward)
         call = autograd_checks.resolved(call)
         backward = backward._replace(call=call)
         call.check_options()
@@ -260,7 +262,7 @@ class Gradients(Pipeline[CallT]):
 
         return fallback.or_else(run, without_limits.reference, call.log_key)
 
-    def _backward_by_operator(self, backward: BackwardCall[CallT]) -> list[Tensor]:
+    def _backward_through_dispatcher(self, backward: BackwardCall[CallT]) -> list[Tensor]:
         tensors, inputs = self._given_of(backward), self._inputs_of(backward.call)
         found: list[Tensor] = self.operator("backward")(*tensors, *inputs, list(backward.needs))
         return found
@@ -280,7 +282,7 @@ class Gradients(Pipeline[CallT]):
             backward.check_for_gpu()
             call.check_memory()
         if not bypasses:
-            return self._backward_by_operator(backward)
+            return self._backward_through_dispatcher(backward)
         if first.is_cuda:
             return self._gradients_on_gpu(backward)
         return backward.fake_gradients() if first.is_meta else backward.reference()
@@ -299,7 +301,7 @@ class Gradients(Pipeline[CallT]):
         """A backward call that has just run, if the native module can repeat it."""
         if any(grad is None or needs_operator(grad) for grad in grads[: self._given]):
             return None
-        call = self.call(*ctx.saved_tensors[: self._tensors], *ctx.options, *self._wants_all)
+        call = self.call(*ctx.saved_tensors[: self._tensors], *ctx.options, *self._all_outputs)
         backward = self._backward_call(*grads[: self._given], *ctx.saved_tensors[self._tensors :], call, needs)
         entry: Entry | None = self.table.get(self._signature_of_gradient(backward))
         if entry is None or not isinstance(entry.run, SingleLaunch):
@@ -315,12 +317,12 @@ class Gradients(Pipeline[CallT]):
         prepared = self._entry(self._signature_of_gradient(readable), lambda: self._bind_gradients(readable))
         return list(as_tuple(prepared.run(readable)))
 
-    def gradients_from_dispatcher(self, backward: BackwardCall[CallT]) -> list[Tensor]:
+    def backward_from_dispatcher(self, backward: BackwardCall[CallT]) -> list[Tensor]:
         """The needed gradients of an unchecked backward call from PyTorch's dispatcher, past all that intercepts it."""
         if self.table.get(self._signature_of_gradient(backward)) is None:
             backward.check()
         if not self.first_of(backward.call).is_cuda:
-            return self._backward_by_operator(backward)
+            return self._backward_through_dispatcher(backward)
         return self._gradients_on_gpu(backward)
 
     def _bind_gradients(self, backward: BackwardCall[CallT]) -> Prepared:

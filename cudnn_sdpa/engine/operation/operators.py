@@ -41,7 +41,7 @@ class Operation(Gradients[CallT]):
 
     def call_of(self, inputs: Sequence[object], *, is_complete: bool = False, out: Tensor | None = None) -> CallT:
         """The call with an operator's inputs."""
-        found = self.call(*inputs, *self._wants_all)
+        found = self.call(*inputs, *self._all_outputs)
         found = found if is_complete else self.complete(found, is_complete=False)
         return found if out is None else found._replace(out=out)
 
@@ -77,7 +77,7 @@ class Operation(Gradients[CallT]):
 
     def _register_forward(self) -> None:
         inputs = ", ".join(f"{kind} {name}" for name, kind in self._types.items())
-        given, auxiliary = len(self.gives), len(self.auxiliary)
+        given, auxiliary = len(self.outputs), len(self.aux_outputs)
         schemas = {
             "forward": (inputs, _tensors(given)),
             "forward_all": (inputs, _tensors(given + auxiliary)),

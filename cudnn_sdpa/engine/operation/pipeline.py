@@ -1,7 +1,7 @@
 """The way of a call through any operation: the order in which the methods of `call` are called.
 
 1. The public function has asked the native module, which does not know the call.
-2. A call whose signature is known is launched at once, if nothing must intercept it. The native module is taught it.
+2. A call whose signature is known is launched at once, if nothing must intercept it. The native module gets it.
 3. Otherwise types and options are checked, autocast casts, differentiation is checked, random numbers are drawn, and
    negative bits are resolved.
 4. Tensors are checked. If autograd follows the call, a gradient that is known to be unsupported raises now.
@@ -50,8 +50,8 @@ _OPTIONS = {"with_lse": "return_lse"}
 _INSTEAD = {"scale": "Multiply q by it, and pass scale=1.0.", "is_causal": "torch.cond chooses between two calls."}
 
 
-class Asked(NamedTuple):
-    """The arguments of a public function, which the native module learns.
+class NativeKey(NamedTuple):
+    """The arguments of a public function, by which the native module recognizes its calls.
 
     Attributes:
         calls: The function's calls that are launched natively.
@@ -104,8 +104,8 @@ class Pipeline(Generic[CallT]):
         reference_call: The class of calls that only the reference runs, without cuDNN's limits; None without fallback.
         backward: The class of a backward call; None if no input can have a gradient.
         differentiable: The inputs that can have gradients; they are the first fields of a call.
-        gives: The results that are always given, by name. `out` is written into the first.
-        auxiliary: Those that are given if they are wanted, and saved for the backward pass.
+        outputs: The results that are always given, by name. `out` is written into the first.
+        aux_outputs: Those that are given if they are wanted, and saved for the backward pass.
         forward: Name of the forward operator, if not `NAME_forward`.
         names: What messages call the inputs, if not by the names of their fields.
         loops: Whether `torch.vmap` may run it once for each entry of a batch.
@@ -120,8 +120,8 @@ class Pipeline(Generic[CallT]):
     reference_call: type[CallT] | None = None
     backward: type[BackwardCall[CallT]] | None = None
     differentiable: tuple[str, ...] = ()
-    gives: tuple[str, ...] = ("out",)
-    auxiliary: tuple[str, ...] = ("lse",)
+    outputs: tuple[str, ...] = ("out",)
+    aux_outputs: tuple[str, ...] = ("lse",)
     forward: str | None = None
     names: Mapping[str, str] = field(default_factory=dict)
     loops: bool = True
@@ -150,10 +150,10 @@ class Pipeline(Generic[CallT]):
             raise ValueError(f"{self.name}: fields in another order than {(*self.differentiable, '…', *wanted)}")
         if any(kind.startswith("Tensor") for kind in list(self._types.values())[self._tensors :]):
             raise ValueError(f"{self.name}: a tensor behind an option")
-        if len(flags) != bool(self.auxiliary):
+        if len(flags) != bool(self.aux_outputs):
             raise ValueError(f"{self.name}: a field with_… is there if and only if there are auxiliary results")
         self._flag = flags[0] if flags else ""
-        self._wants_all = (*(True for _ in flags), *(None for _ in wanted[len(flags) :]))
+        self._all_outputs = (*(True for _ in flags), *(None for _ in wanted[len(flags) :]))
         forward = self.forward or f"{self.name}_forward"
         #: The names of the operators, by what they do.
         self.operators = {"forward": forward}
@@ -166,7 +166,7 @@ class Pipeline(Generic[CallT]):
             self._backward_call = self.backward  #: of operations that have one
             #: The tensors of a backward call besides those of the forward call.
             self._given_names = self.backward._fields[:-2]
-            self._given, self._saved = len(self.gives), self._saved_results(self.backward._fields)
+            self._given, self._saved = len(self.outputs), self._saved_results(self.backward._fields)
         #: The calls that are bound to their plans.
         self.table: CallTable[Entry] = CallTable()
         self._known_to_be_differentiable: set[Hashable] = set()
@@ -177,7 +177,7 @@ class Pipeline(Generic[CallT]):
         Raises:
             ValueError: A backward call has other fields than the results say.
         """
-        gradients, results = tuple(f"grad_{name}" for name in self.gives), (*self.gives, *self.auxiliary)
+        gradients, results = tuple(f"grad_{name}" for name in self.outputs), (*self.outputs, *self.aux_outputs)
         saved = fields[len(gradients) : -2]
         first = results.index(saved[0]) if saved else 0
         found = slice(first, first + len(saved))
@@ -235,13 +235,13 @@ class Pipeline(Generic[CallT]):
         """Whether cuDNN's limits apply to a call."""
         return type(call) is self.call
 
-    def _split(self, found: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    def _split_outputs(self, found: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """Of all results those that are always given, and the auxiliary ones."""
-        return found[: len(self.gives)], found[len(self.gives) :]
+        return found[: len(self.outputs)], found[len(self.outputs) :]
 
-    def _wanted(self, call: CallT, found: tuple[Tensor, ...]) -> Result:
+    def _select_outputs(self, call: CallT, found: tuple[Tensor, ...]) -> Result:
         """Of all results those that a call wants: alone if it is one."""
-        return alone(found if self._is_complete(call) else self._split(found)[0])
+        return alone(found if self._is_complete(call) else self._split_outputs(found)[0])
 
     def _into_out_of(self, call: CallT, found: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """The results, the first of them written into `out` if that is given."""
@@ -253,14 +253,14 @@ class Pipeline(Generic[CallT]):
         def operator(self, which: str) -> Any: ...
         def check_gradient(self, call: CallT) -> None: ...
         def _is_known_to_be_differentiable(self, name: Hashable, call: CallT) -> bool: ...
-        def _differentiate(self, call: CallT, entry: Entry | None, *, by_operator: bool = False) -> Result: ...
+        def _differentiate(self, call: CallT, entry: Entry | None, *, through_dispatcher: bool = False) -> Result: ...
         def _differentiate_reference(self, call: CallT) -> tuple[Tensor, ...]: ...
         def _differentiation(self, call: CallT) -> Differentiation[tuple[object, ...]]: ...
         def _on_dtensors(self, call: CallT) -> Result: ...
 
     # The way of a call.
 
-    def __call__(self, call: CallT, asked: Asked | None = None) -> Any:
+    def __call__(self, call: CallT, asked: NativeKey | None = None) -> Any:
         """The results of a call whose arguments have not been checked yet: alone if it is one.
 
         Args:
@@ -271,7 +271,7 @@ class Pipeline(Generic[CallT]):
             run = self._find(call)
             if run is not None:
                 if asked is not None and asked.calls.is_used:
-                    self._teach(asked, call)
+                    self._register(asked, call)
                 return run(call)
         tensors = (*self._tensors_of(call), self._out_of(call))
         if has_subclass(*tensors) and sharding.has_dtensor(*tensors):
@@ -361,10 +361,10 @@ class Pipeline(Generic[CallT]):
         bypasses = can_bypass_dispatcher(*tensors)
         if needs_gradient(*tensors):
             self.check_gradient(call)
-            return self._differentiate(call, None, by_operator=not bypasses)
+            return self._differentiate(call, None, through_dispatcher=not bypasses)
         if bypasses:
             return self.runner(call)(call)
-        return self._by_operator(call)
+        return self._through_dispatcher(call)
 
     def _run_with_fallback(self, call: CallT, reference_call: type[CallT]) -> Result:
         """Checks and runs a call, in plain PyTorch if cuDNN declines it."""
@@ -392,15 +392,15 @@ class Pipeline(Generic[CallT]):
     def _traced(self, call: CallT) -> Result:
         """The call in compiled code, which differentiates all that a graph returns."""
         if not needs_gradient(*self._tensors_of(call), self._out_of(call)):
-            return self._by_operator(call)
-        given, auxiliary = self._split(as_tuple(self._by_operator(self.complete(call))))
-        return self._wanted(call, (*given, *(x.detach() for x in auxiliary)))
+            return self._through_dispatcher(call)
+        given, auxiliary = self._split_outputs(as_tuple(self._through_dispatcher(self.complete(call))))
+        return self._select_outputs(call, (*given, *(x.detach() for x in auxiliary)))
 
-    def _by_operator(self, call: CallT) -> Result:
+    def _through_dispatcher(self, call: CallT) -> Result:
         """The call through PyTorch's dispatcher."""
         inputs, out = self._inputs_of(call), self._out_of(call)
         if out is not None:
-            return self._wanted(call, (out, *as_tuple(self.operator("forward_out")(*inputs, out))))
+            return self._select_outputs(call, (out, *as_tuple(self.operator("forward_out")(*inputs, out))))
         found: Result = self.operator("forward_all" if self._flag and self._is_complete(call) else "forward")(*inputs)
         return found
 
@@ -427,14 +427,14 @@ class Pipeline(Generic[CallT]):
         if self._is_for_cudnn(call):
             call.check_for_gpu()
         call.check_memory()
-        return self._wanted(call, self._into_out_of(call, call.reference()))
+        return self._select_outputs(call, self._into_out_of(call, call.reference()))
 
     def fake_results(self, call: CallT) -> Result:
         """The results of a call without memory: layouts alone."""
         self._check_operator(call)
         found = tuple(_new(self.first_of(call), layout) for layout in call.outputs())
         out = self._out_of(call)
-        return self._wanted(call, found if out is None else (out, *found[1:]))
+        return self._select_outputs(call, found if out is None else (out, *found[1:]))
 
     def _run_on_pytorch(self, call: CallT) -> Result:
         """A checked call by PyTorch's own function or by the reference, on any device: what the fallback runs."""
@@ -448,7 +448,7 @@ class Pipeline(Generic[CallT]):
         if result is not None:
             return self._into_out_of(call, (result,))[0]
         found = self._differentiate_reference(complete)
-        return self._wanted(call, self._into_out_of(call, found))
+        return self._select_outputs(call, self._into_out_of(call, found))
 
     # The fast path.
 
@@ -507,8 +507,8 @@ class Pipeline(Generic[CallT]):
 
     # The native way.
 
-    def _teach(self, asked: Asked, call: CallT) -> None:
-        """Teaches the native module calls like one that is known, if a launch is all there is to it."""
+    def _register(self, asked: NativeKey, call: CallT) -> None:
+        """Registers calls like a known one with the native module, if they are one launch and nothing else."""
         tensors = self._tensors_of(call)
         trains = needs_gradient(*tensors)
         entry: Entry | None = self.table.get(self.signature(self.complete(call) if trains else call))
@@ -517,13 +517,13 @@ class Pipeline(Generic[CallT]):
         plain = entry.run
         returned, single_output = plain.returned, plain.single_output
         if trains and not self._is_complete(call):
-            returned = returned[: len(self.gives)]
+            returned = returned[: len(self.outputs)]
             single_output = len(returned) == 1
         native = RepeatableCall(plain.bound, plain.tensors_of(call), returned, single_output)
         if not trains:
-            asked.calls.learn(asked.arguments, {}, native)
+            asked.calls.register(asked.arguments, {}, native)
         elif not any(x is not None and x.is_inference() for x in tensors):
-            asked.calls.learn(asked.arguments, {}, native, self._differentiation(call))
+            asked.calls.register(asked.arguments, {}, native, self._differentiation(call))
 
     def _add(self, name: Hashable, prepared: Prepared, plan: Plan) -> Entry:
         entry = Entry(prepared.run, plan)
