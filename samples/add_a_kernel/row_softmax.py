@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.dispatch_state import is_lazy, plain
+from cudnn_sdpa.engine.dispatch_state import is_lazy, materialized
 from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Prepared, SingleLaunch
 from cudnn_sdpa.engine.memory import check_is_tensor, check_present, check_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
@@ -180,7 +180,7 @@ class SoftmaxBackward(BackwardArguments, BackwardCall):
     def make_readable(self):
         """The call as the kernel can read it: the gradient in memory, in the dtype of the result."""
         grad, dtype = self.grad_out, self.out.dtype
-        return self._replace(grad_out=plain(grad).to(dtype)) if is_lazy(grad) or grad.dtype != dtype else self
+        return self._replace(grad_out=materialized(grad).to(dtype)) if is_lazy(grad) or grad.dtype != dtype else self
 
     def reference(self):
         """The gradient in plain PyTorch."""
