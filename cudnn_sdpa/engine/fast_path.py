@@ -8,20 +8,18 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from cudnn_sdpa.engine.launch import Run
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.plan import Plan
 
 
-class PreparedCall(Protocol):
+class WithPlan(Protocol):
     """An entry of a `CallTable`: a plan bound to everything that a raw signature determines."""
 
     @property
-    def plan(self) -> Plan: ...
+    def plan(self) -> Plan | None: ...
 
 
-EntryT = TypeVar("EntryT", bound=PreparedCall)
-KindT = TypeVar("KindT")
+EntryT = TypeVar("EntryT", bound=WithPlan)
 ItemT = TypeVar("ItemT")
 
 
@@ -41,18 +39,18 @@ class CallTable(Generic[EntryT]):
         plan_cache._tables.add(self)
 
     def add(self, signature: Hashable, call: EntryT) -> None:
-        """Adds `call`, unless its plan has been evicted in the meantime."""
+        """Adds `call`, unless it has no plan, or its plan has been evicted in the meantime."""
         with plan_cache._lock:
-            if not call.plan.held:
+            if call.plan is None or not call.plan.held:
                 return
             while len(self._calls) >= self._limit:
                 del self._calls[next(iter(self._calls))]
             self._calls[signature] = call
 
-    def each(self, kind: type[KindT]) -> list[KindT]:
-        """The calls of one kind."""
+    def each(self) -> list[EntryT]:
+        """All calls."""
         with plan_cache._lock:
-            return [call for call in self._calls.values() if isinstance(call, kind)]
+            return list(self._calls.values())
 
     def forget(self, concerns: Callable[[EntryT], bool]) -> None:
         """Removes the calls for which `concerns` is true."""
@@ -85,21 +83,6 @@ def type_of(option: object) -> object:
 
 #: What a look-up of something that is no call raises: arguments that are no tensors, have no memory or no hash.
 NOT_A_CALL = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-
-
-class Entry:
-    """A prepared call of an operation in a `CallTable`, forward or backward.
-
-    Attributes:
-        run: See `Prepared`.
-        plan: Its plan.
-    """
-
-    __slots__ = ("plan", "run")
-
-    def __init__(self, run: Run, plan: Plan) -> None:
-        self.run = run
-        self.plan = plan
 
 
 def items_of(places: Sequence[int]) -> Callable[[Sequence[object]], tuple[ItemT, ...]]:

@@ -413,12 +413,12 @@ class Prepared(NamedTuple):
     Attributes:
         run: Runs a call with the same signature.
         plan: The plan; None if the binding is not to be remembered, as for empty tensors, which need no plan.
-        is_current: Whether the binding may be remembered, asked once others see it; None if it always may.
+        policy: The shape policy under which the binding may be remembered; None if it always may.
     """
 
     run: Run
     plan: Plan | None
-    is_current: Callable[[], bool] | None = None
+    policy: str | None = None
 
 
 def items_by_name(names: Sequence[str]) -> Callable[[object], tuple[Tensor, ...]]:

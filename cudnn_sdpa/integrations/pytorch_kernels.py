@@ -138,8 +138,8 @@ def launch_backward(operation: Operation[CallT], backward: BackwardCall[CallT]) 
     Raises:
         ArgumentError: An argument is wrong.
     """
-    with torch.no_grad():
-        return operation.backward_from_dispatcher(backward)
+    with undisturbed(operation.first_of(backward.call)):
+        return operation.run_backward(backward)
 
 
 @contextlib.contextmanager

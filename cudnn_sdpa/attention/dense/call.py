@@ -30,7 +30,7 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
     check_memory = arguments.check_memory
     check_gradient_keys = parts.check_gradient
     outputs = plans.results
-    alternative = in_pytorch.pytorchs
+    alternative = in_pytorch.alternative
     bind = tiers.prepare
     keys = parts.keys
     flops = in_pytorch.flops

@@ -91,8 +91,12 @@ class Call(_Tuple):
         """All results in plain PyTorch."""
         raise NotImplementedError
 
-    def alternative(self) -> Tensor | None:
-        """The first result by PyTorch's own function, for `fallback("torch")`; None if that lacks an option."""
+    def alternative(self, to: str) -> Tensor | None:
+        """The first result by an operator of PyTorch's or of our own kernels, for `fallback(to)`.
+
+        None if that lacks an option, or another result is wanted.
+        """
+        del to
         return None
 
     def bind(self) -> Prepared:
@@ -132,12 +136,33 @@ class BackwardCall(_Tuple, Generic[CallT]):
         @property
         def needs(self) -> tuple[bool, ...]: ...
 
+    def log_key(self) -> Hashable:
+        """The log key of the forward call."""
+        return self.call.log_key()
+
     def check_types(self) -> None:
-        """Checks the types of the arguments that a public backward function has besides those of the forward call."""
+        """Checks types, also of the forward call."""
+        self.call.check_types()
+
+    def check_options(self) -> None:
+        """Checks the options, which are those of the forward call."""
+        self.call.check_options()
 
     def check(self) -> None:
         """Checks shapes, dtypes and devices, also of the forward call."""
         self.call.check()
+
+    def check_values(self) -> None:
+        """Checks values, which are those of the forward call."""
+        self.call.check_values()
+
+    def check_strides(self) -> None:
+        """Checks the strides of the forward call; others are copied."""
+        self.call.check_strides()
+
+    def check_memory(self) -> None:
+        """Checks the addresses of the forward call; others are copied."""
+        self.call.check_memory()
 
     def check_for_gpu(self) -> None:
         """Refuses a backward call on the CPU that a GPU would refuse."""

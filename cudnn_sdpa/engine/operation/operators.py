@@ -7,20 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.operation import dtensors
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
-from cudnn_sdpa.engine.operation.gradients import Gradients
-from cudnn_sdpa.engine.operation.pipeline import SCHEMA_TYPES, alone, as_tuple
+from cudnn_sdpa.engine.operation.description import SCHEMA_TYPES, alone, as_tuple
+from cudnn_sdpa.engine.operation.pipeline import Pipeline
 from cudnn_sdpa.engine.torch_ops import Implementations, implement
 
 
 @dataclass(eq=False)
-class Operation(Gradients[CallT]):
+class Operation(Pipeline[CallT]):
     """One operation, described once, with its operators."""
 
     def __post_init__(self) -> None:
@@ -29,15 +27,6 @@ class Operation(Gradients[CallT]):
         if self.backward is not None:
             self._register_backward(self.backward)
         OPERATIONS[self.name] = self
-
-    def _on_dtensors(self, call: CallT) -> Result:
-        return dtensors.run(self, call, self)
-
-    # The operators.
-
-    def operator(self, which: str) -> Any:
-        """One of the operators: "forward", "forward_all", "forward_out" or "backward"."""
-        return getattr(torch.ops.cudnn_sdpa, self.operators[which])
 
     def call_of(self, inputs: Sequence[object], *, is_complete: bool = False, out: Tensor | None = None) -> CallT:
         """The call with an operator's inputs."""
