@@ -103,7 +103,7 @@ class Pipeline(Gradients[CallT]):
         tensors = (*self._tensors_of(call), self._out_of(call))
         if has_subclass(*tensors) and sharding.has_dtensor(*tensors):
             return self._on_dtensors(call)
-        return self._run(call)
+        return self._run_steps(call)
 
     def run_backward(self, backward: BackwardCall[CallT]) -> list[Tensor]:
         """The needed gradients of a backward call that a caller made, which nothing has checked. Autograd stays out.
@@ -122,9 +122,9 @@ class Pipeline(Gradients[CallT]):
         if not is_compiling():  # gradients may be zeros without memory, which the checks of types refuse
             given = {name: tensors[name] for name in self._given_names}
             backward = backward._replace(**{k: materialized(x) for k, x in given.items() if isinstance(x, Tensor)})
-        return self._run(backward)  # type: ignore[no-any-return]
+        return self._run_steps(backward)  # type: ignore[no-any-return]
 
-    def _run(self, call: CallT | BackwardCall[CallT]) -> Any:
+    def _run_steps(self, call: CallT | BackwardCall[CallT]) -> Any:
         """The results of a call, forward or backward, that the fast path does not know."""
         self._check_known(forward_of(call))
         call.check_types()
@@ -142,16 +142,16 @@ class Pipeline(Gradients[CallT]):
         to = fallback.chosen.get()
         if self.reference_call is None or to not in self.fallbacks or (to == fallback.KERNELS and call is not forward):
             call.check()
-            return self._run_checked(call)
+            return self._run(call)
         without_limits = self._with_forward(call, made(self.reference_call, forward_of(call)))
 
         def run() -> Any:
             fallback.check_or_decline(self._function_of(call), call.check, without_limits.check)
-            return self._run_checked(call)
+            return self._run(call)
 
         return fallback.or_else(run, lambda: self._alternative(without_limits, str(to)), call.log_key, str(to))
 
-    def _run_checked(self, call: CallT | BackwardCall[CallT]) -> Any:
+    def _run(self, call: CallT | BackwardCall[CallT]) -> Any:
         """Runs a checked call through autograd, through PyTorch's dispatcher, or at once."""
         tensors = tuple(self._named_tensors(call).values())
         bypasses = can_bypass_dispatcher(*tensors)
@@ -366,7 +366,8 @@ class Pipeline(Gradients[CallT]):
 
         def run_part(arguments: Mapping[str, object], sharded: sharding.ShardedCall) -> Result:
             local = made(self.call, [arguments[name] for name in self.fields])
-            return self(self._with_own_random_numbers(local, sharded))
+            found: Result = self(self._with_own_random_numbers(local, sharded))
+            return found
 
         arguments = dict(zip(self.fields, call, strict=True))
         try:
