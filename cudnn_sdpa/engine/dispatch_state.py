@@ -127,7 +127,6 @@ _BARE = (Tensor, torch.nn.Parameter)
 
 
 def has_subclass(*values: object) -> bool:
-    """Whether a value is a tensor of a class of its own, such as a DTensor."""
     for value in values:  # noqa: SIM110 - as above
         if isinstance(value, Tensor) and type(value) not in _BARE:
             return True

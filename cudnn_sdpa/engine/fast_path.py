@@ -48,18 +48,15 @@ class CallTable(Generic[EntryT]):
             self._calls[signature] = call
 
     def each(self) -> list[EntryT]:
-        """All calls."""
         with plan_cache._lock:
             return list(self._calls.values())
 
     def forget(self, concerns: Callable[[EntryT], bool]) -> None:
-        """Removes the calls for which `concerns` is true."""
         with plan_cache._lock:
             for signature in [s for s, call in self._calls.items() if concerns(call)]:
                 del self._calls[signature]
 
     def _drop(self, plan: Plan | None) -> None:
-        """Removes the calls of `plan`, or all calls."""
         for signature in [s for s, call in self._calls.items() if plan is None or call.plan is plan]:
             del self._calls[signature]
 
@@ -68,7 +65,6 @@ class CallTable(Generic[EntryT]):
 
 
 def layout_signature(tensor: Tensor | None) -> Hashable:
-    """The part of a tensor that determines a call."""
     return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
@@ -98,5 +94,4 @@ def items_of(places: Sequence[int]) -> Callable[[Sequence[object]], tuple[ItemT,
 
 
 def kinds_of(options: Iterable[object]) -> tuple[object, ...]:
-    """The types of options; see `type_of`."""
     return tuple([type_of(value) for value in options])

@@ -299,7 +299,6 @@ class BoundPlan:
         return outputs
 
     def _launch_kernels(self, addresses: list[int], numbers: tuple[float, ...] | None) -> None:
-        """Launches the kernels and the plan, given the addresses of its operands and outputs."""
         slot = self.plan.take_filled() if self.prologue_scratch else None
         try:
             made = [] if slot else [allocate(*kernel.buffer_layout) for kernel in self.kernels]
@@ -313,7 +312,6 @@ class BoundPlan:
                 slot.taken[0] = 0
 
     def _launch(self, addresses: Sequence[int], numbers: tuple[float, ...] | None) -> None:
-        """Launches the plan, given the addresses of everything."""
         plan = self.plan
         pointers, memory = self.template[:], None  # of this call alone: many threads call at once
         for place, slot, offset in self.pointers:
@@ -341,7 +339,6 @@ class BoundPlan:
         return found
 
     def _with_numbers(self, numbers: tuple[float, ...], pointers: array[int]) -> array[float]:
-        """New memory with these numbers, to which the pointers then point."""
         if len(numbers) != len(self.numbers):
             raise ValueError(f"{len(numbers)} numbers for a call of {len(self.numbers)}")
         memory = array("f", numbers)
@@ -422,7 +419,6 @@ class Prepared(NamedTuple):
 
 
 def items_by_name(names: Sequence[str]) -> Callable[[object], tuple[Tensor, ...]]:
-    """What gives the attributes of these names, as a tuple."""
     if not names:
         return lambda _: ()
     if len(names) == 1:

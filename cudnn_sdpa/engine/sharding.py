@@ -69,7 +69,6 @@ class ShardingStrategy(NamedTuple):
         return None if -dim > tensor.dim() or tensor.shape[dim] == 1 else dim + tensor.dim()
 
     def result(self, number: int) -> int | str:
-        """How a result is divided."""
         return self.results if isinstance(self.results, int) else self.results[number]
 
 
@@ -149,7 +148,6 @@ def _is_dtensor(value: object) -> bool:
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a DTensor as a plain tensor, without communication where each rank has it."""
     full: Tensor = x.full_tensor()  # type: ignore[attr-defined]
     return full
 
@@ -193,7 +191,6 @@ class ShardedCall(NamedTuple):
         return found.contiguous() if tensor.is_contiguous() else found
 
     def wrapped(self, found: FoundT) -> FoundT:
-        """The results of the local call as DTensors."""
         if isinstance(found, Tensor):
             return self._wrap(0, found)
         return tuple([self._wrap(number, x) for number, x in enumerate(found)])
@@ -245,7 +242,6 @@ class ShardedCall(NamedTuple):
 
     @property
     def is_replicated(self) -> bool:
-        """Whether several ranks compute the same."""
         return any(strategy is None and self.mesh.size(index) > 1 for index, strategy in enumerate(self.chosen))
 
     def part(self) -> int:
@@ -336,8 +332,6 @@ def size_of(strategy: ShardingStrategy, tensors: Mapping[str, object]) -> int:
 
 
 class _Search(NamedTuple):
-    """The strategies of one call, and how its tensors are placed."""
-
     what: str
     strategies: Sequence[ShardingStrategy]
     mesh: DeviceMesh
@@ -345,7 +339,6 @@ class _Search(NamedTuple):
     placed: Mapping[str, list[_Placed]]
 
     def chosen(self) -> tuple[ShardingStrategy | None, ...] | None:
-        """The strategy in each mesh dimension; None if there is none."""
         possible: list[list[ShardingStrategy | None]] = []
         for index in range(self.mesh.ndim):
             if all(at[index] is None for at in self.placed.values()):
@@ -401,12 +394,10 @@ class _Search(NamedTuple):
         return found
 
     def _size(self, strategy: ShardingStrategy, name: str) -> int:
-        """The size of an operand in the dimension that a strategy divides."""
         dim = strategy.dimension(name, self.tensors[name])
         return 0 if dim is None else self.tensors[name].shape[dim]
 
     def refusal(self) -> UnsupportedError:
-        """The error for a call that cannot be divided: why not, and what would work."""
         reasons: list[str] = []
         instead: list[str] = []
         for index in range(self.mesh.ndim):
@@ -430,7 +421,6 @@ class _Search(NamedTuple):
         return UnsupportedError(f"{self.what} on DTensors placed like these", reasons, suggestion)
 
     def _first(self, index: int) -> ShardingStrategy | None:
-        """The first strategy that tensors are sharded for in a mesh dimension."""
         if all(at[index] is None for at in self.placed.values()):
             return None
         return next(strategy for strategy in self._usable() if self._fits(strategy, index))
@@ -495,7 +485,6 @@ def _parts(size: int, ranks: Sequence[int]) -> set[int]:
 
 
 def _text(at: _Placed) -> str:
-    """A placement as code."""
     return "Replicate()" if at is None else f"Shard({at})" if isinstance(at, int) else at
 
 

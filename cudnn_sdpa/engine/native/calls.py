@@ -38,9 +38,7 @@ OptionsT = TypeVar("OptionsT", bound=tuple[object, ...])
 _OptionsT_contra = TypeVar("_OptionsT_contra", bound=tuple[object, ...], contravariant=True)
 
 
-class Gradients(Protocol[_OptionsT_contra]):
-    """See `Differentiation.gradients`."""
-
+class RunBackward(Protocol[_OptionsT_contra]):
     def __call__(
         self,
         options: _OptionsT_contra,
@@ -72,7 +70,7 @@ class Differentiation(Generic[OptionsT]):
     """
 
     name: str
-    gradients: Gradients[OptionsT]
+    gradients: RunBackward[OptionsT]
     options: OptionsT
     inputs: Sequence[Tensor | None]
     saved: Sequence[Tensor | None]
@@ -120,11 +118,9 @@ class NativeCalls:
 
     @property
     def is_used(self) -> bool:
-        """Whether the module is asked."""
         return self.find is not None
 
     def use(self, module: ModuleType | None) -> None:
-        """Asks this module from now on; none if it is None."""
         self.find = None if module is None else module.Calls(*self._options)
 
     def register(
@@ -242,7 +238,7 @@ class _Gradients(Generic[OptionsT]):
 
     __slots__ = ("_gradients",)
 
-    def __init__(self, gradients: Gradients[OptionsT]) -> None:
+    def __init__(self, gradients: RunBackward[OptionsT]) -> None:
         self._gradients = gradients
 
     def __call__(
@@ -325,7 +321,6 @@ def _as_lists(layout: Layout) -> tuple[list[int], list[int], torch.dtype]:
 
 
 def _slot(device: int) -> handles.Slot:
-    """This thread's slot."""
     return handles.thread.slots[device]
 
 

@@ -123,7 +123,8 @@ class BackwardCall(_Tuple, Generic[CallT]):
     """A backward call: the base class of its behaviour.
 
     The fields are the gradients of all results that are always given, then the results that are saved, then `call`, the
-    forward call with the tensors as they were saved, and `needs`: which differentiable inputs need a gradient.
+    forward call with the tensors as they were saved, and `needs`: which differentiable inputs need a gradient. Options,
+    values, strides and addresses are those of the forward call; other tensors are copied where kernels cannot read.
     """
 
     __slots__ = ()
@@ -137,31 +138,24 @@ class BackwardCall(_Tuple, Generic[CallT]):
         def needs(self) -> tuple[bool, ...]: ...
 
     def log_key(self) -> Hashable:
-        """The log key of the forward call."""
         return self.call.log_key()
 
     def check_types(self) -> None:
-        """Checks types, also of the forward call."""
         self.call.check_types()
 
     def check_options(self) -> None:
-        """Checks the options, which are those of the forward call."""
         self.call.check_options()
 
     def check(self) -> None:
-        """Checks shapes, dtypes and devices, also of the forward call."""
         self.call.check()
 
     def check_values(self) -> None:
-        """Checks values, which are those of the forward call."""
         self.call.check_values()
 
     def check_strides(self) -> None:
-        """Checks the strides of the forward call; others are copied."""
         self.call.check_strides()
 
     def check_memory(self) -> None:
-        """Checks the addresses of the forward call; others are copied."""
         self.call.check_memory()
 
     def check_for_gpu(self) -> None:

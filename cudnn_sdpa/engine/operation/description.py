@@ -128,11 +128,9 @@ class Description(Generic[CallT]):
         return call[self._options_at]
 
     def _inputs_of(self, call: CallT) -> tuple[object, ...]:
-        """The tensors and the options."""
         return call[self._inputs_at]
 
     def _others_of(self, call: CallT) -> tuple[object, ...]:
-        """All but the tensors."""
         return call[self._others_at]
 
     def _given_of(self, backward: BackwardCall[CallT]) -> tuple[Tensor, ...]:
@@ -146,7 +144,6 @@ class Description(Generic[CallT]):
         return call._replace(**{self._flag: is_complete}) if self._flag else call
 
     def _is_complete(self, call: CallT) -> bool:
-        """Whether a call wants all results."""
         return not self._flag or bool(call[self._inputs])
 
     def first_of(self, call: CallT) -> Tensor:
@@ -155,7 +152,6 @@ class Description(Generic[CallT]):
         return first
 
     def _draws(self, call: CallT) -> bool:
-        """Whether a call needs random numbers."""
         return self._can_draw and bool(getattr(call, "dropout_p", 0.0))
 
     def _out_of(self, call: CallT) -> Tensor | None:
@@ -163,7 +159,6 @@ class Description(Generic[CallT]):
         return call[-1] if self.takes_out else None
 
     def _is_for_cudnn(self, call: CallT) -> bool:
-        """Whether cuDNN's limits apply to a call."""
         return type(call) is self.call
 
     def _split_outputs(self, found: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:

@@ -42,8 +42,6 @@ class SavedCall(Protocol):
 
 
 class NativelySaved(NamedTuple):
-    """The part of a call that the native module has saved."""
-
     saved_tensors: tuple[Tensor | None, ...]
     options: tuple[object, ...]
     may_fall_back: bool
@@ -78,8 +76,6 @@ class Tracked(NamedTuple):
 
 
 class _TrackedGradient(NamedTuple):
-    """The state of a call on autograd's node, besides tensors and options."""
-
     operation: Gradients[Any]
     by_reference: bool
 
@@ -109,7 +105,6 @@ class NativeGradient:
         numbers: tuple[float, ...],
         can_register: bool,
     ) -> tuple[list[Tensor | None], RepeatableCall | None]:
-        """See `Differentiation`."""
         context = NativelySaved(saved, options, may_fall_back)
         found = self.operation.gradients(context, grads, needs)
         return found, self.operation.repeatable_gradient(context, grads, needs) if can_register else None
@@ -117,8 +112,6 @@ class NativeGradient:
 
 @dataclass(eq=False)
 class Gradients(Launches[CallT]):
-    """An operation whose calls autograd follows."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self._known_to_be_differentiable: set[Hashable] = set()
@@ -144,7 +137,6 @@ class Gradients(Launches[CallT]):
         return tuple([x is not None and x.requires_grad for x in self._differentiable_of(call)])
 
     def _differentiate(self, call: CallT, entry: Prepared | None, *, through_dispatcher: bool = False) -> Result:
-        """The results of a call, differentiable by autograd."""
         try:
             if through_dispatcher:  # the operator applies a function of PyTorch's
                 _views = views_of_leaves(*self._differentiable_of(call))

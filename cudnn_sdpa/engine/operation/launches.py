@@ -22,8 +22,6 @@ KindT = TypeVar("KindT")
 
 @dataclass(eq=False)
 class Launches(Description[CallT]):
-    """An operation with the table of its bound calls."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         #: The calls that are bound to their plans.
@@ -51,7 +49,6 @@ class Launches(Description[CallT]):
         return self._select_outputs(call, self._into_out_of(call, call.reference()))
 
     def fake_results(self, call: CallT) -> Result:
-        """The results of a call without memory: layouts alone."""
         self._check_operator(call)
         found = tuple(_new(self.first_of(call), layout) for layout in call.outputs())
         out = self._out_of(call)
@@ -76,7 +73,6 @@ class Launches(Description[CallT]):
     # Backward calls.
 
     def gradients_on(self, device: Tensor, backward: BackwardCall[CallT]) -> Sequence[Tensor]:
-        """The needed gradients of a checked backward call on the device of a tensor."""
         if device.is_cuda:
             return self._gradients_on_gpu(backward)
         return backward.fake_gradients() if device.is_meta else backward.reference()
@@ -129,7 +125,6 @@ class Launches(Description[CallT]):
         self._add(self.signature(call), prepared)
 
     def runs(self, kind: type[KindT]) -> list[KindT]:
-        """The launches of known calls that are of this type."""
         return [prepared.run for prepared in self.table.each() if isinstance(prepared.run, kind)]
 
     def forget(self, kind: type) -> None:
@@ -167,7 +162,6 @@ class Launches(Description[CallT]):
 
 
 def forward_of(call: CallT | BackwardCall[CallT]) -> CallT:
-    """The forward call of a backward call; a forward call itself."""
     found: Any = call.call if isinstance(call, BackwardCall) else call
     return found  # type: ignore[no-any-return]
 

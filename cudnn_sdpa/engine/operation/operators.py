@@ -19,8 +19,6 @@ from cudnn_sdpa.engine.torch_ops import Implementations, implement
 
 @dataclass(eq=False)
 class Operation(Pipeline[CallT]):
-    """One operation, described once, with its operators."""
-
     def __post_init__(self) -> None:
         super().__post_init__()
         self._register_forward()
@@ -29,7 +27,6 @@ class Operation(Pipeline[CallT]):
         OPERATIONS[self.name] = self
 
     def call_of(self, inputs: Sequence[object], *, is_complete: bool = False, out: Tensor | None = None) -> CallT:
-        """The call with an operator's inputs."""
         found = self.call(*inputs, *self._all_outputs)
         found = found if is_complete else self.complete(found, is_complete=False)
         return found if out is None else found._replace(out=out)
@@ -54,7 +51,6 @@ class Operation(Pipeline[CallT]):
     def backward_implementation(
         self, run: Callable[[BackwardCall[CallT]], Sequence[Tensor]]
     ) -> Callable[..., Sequence[Tensor]]:
-        """The backward operator as `run` implements it."""
         given = len(self._given_names)
 
         def implementation(*arguments: Any) -> Sequence[Tensor]:
@@ -122,5 +118,4 @@ OPERATIONS: dict[str, Operation[Any]] = {}
 
 
 def _tensors(number: int) -> str:
-    """The type of that many tensors in a schema."""
     return "Tensor" if number == 1 else f"({', '.join(['Tensor'] * number)})"

@@ -85,8 +85,6 @@ class Checked(Generic[CallT]):
 
 @dataclass(eq=False)
 class Pipeline(Gradients[CallT]):
-    """An operation with the order of its calls."""
-
     def __call__(self, call: CallT, asked: NativeKey | None = None) -> Any:
         """The results of a call whose arguments have not been checked yet: alone if it is one.
 
@@ -152,7 +150,6 @@ class Pipeline(Gradients[CallT]):
         return fallback.or_else(run, lambda: self._alternative(without_limits, str(to)), call.log_key, str(to))
 
     def _run(self, call: CallT | BackwardCall[CallT]) -> Any:
-        """Runs a checked call through autograd, through PyTorch's dispatcher, or at once."""
         tensors = tuple(self._named_tensors(call).values())
         bypasses = can_bypass_dispatcher(*tensors)
         if isinstance(call, BackwardCall):  # whose operator checks nothing of this, as autograd's calls need none of it
@@ -277,7 +274,6 @@ class Pipeline(Gradients[CallT]):
     # The fast path.
 
     def _find(self, call: CallT) -> Callable[[CallT], Result] | None:
-        """The launch of a call with a known signature that nothing must intercept."""
         try:
             if value_checks.enabled or (self._flag and type(call[self._inputs]) is not bool):
                 return None
@@ -311,7 +307,6 @@ class Pipeline(Gradients[CallT]):
         return result
 
     def _find_backward(self, backward: BackwardCall[CallT]) -> list[Tensor] | None:
-        """The needed gradients of a backward call with a known signature that nothing must intercept."""
         try:
             tensors = [x for x in (*self._given_of(backward), *self._tensors_of(backward.call)) if x is not None]
             if value_checks.enabled or needs_gradient(*tensors) or not can_be_recognized(tensors, could_cast):
