@@ -18,7 +18,7 @@ from cudnn_sdpa.attention import backward_arguments
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.engine import cpu_target, fallback
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.engine.fast_path import layout_signature
+from cudnn_sdpa.engine.launch import layout_signature
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph import known_issues

@@ -192,6 +192,7 @@ class Explanation:
     libraries: dict[str, str] = field(default_factory=dict)
 
     def decline(self, error: UnsupportedError) -> None:
+        """Records why there is no plan."""
         self.supported, self.reasons, self.suggestion = False, error.reasons, error.suggestion
 
     def to_dict(self) -> JsonObject:

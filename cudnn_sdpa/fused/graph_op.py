@@ -24,8 +24,18 @@ from cudnn_sdpa.engine.dispatch_state import (
     needs_gradient,
 )
 from cudnn_sdpa.engine.explain import Description
-from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, items_of, kinds_of
-from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, check_one_device, readable_gradient
+from cudnn_sdpa.engine.launch import (
+    NOT_A_CALL,
+    Address,
+    BoundPlan,
+    CallTable,
+    LaunchExtras,
+    Layout,
+    check_one_device,
+    items_of,
+    kinds_of,
+    readable_gradient,
+)
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import large, torch_ops

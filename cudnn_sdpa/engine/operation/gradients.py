@@ -15,8 +15,7 @@ from cudnn_sdpa.engine.launch import Prepared, SingleLaunch
 from cudnn_sdpa.engine.memory import MISALIGNED
 from cudnn_sdpa.engine.native.calls import Differentiation, RepeatableCall
 from cudnn_sdpa.engine.operation.call import CallT
-from cudnn_sdpa.engine.operation.description import alone, as_tuple
-from cudnn_sdpa.engine.operation.launches import Launches
+from cudnn_sdpa.engine.operation.launches import Launches, alone, as_tuple
 
 #: Maximum number of signatures remembered as differentiable.
 MAX_REMEMBERED = 8192

@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
-from cudnn_sdpa.engine.operation.description import SCHEMA_TYPES, alone, as_tuple
+from cudnn_sdpa.engine.operation.launches import SCHEMA_TYPES, alone, as_tuple
 from cudnn_sdpa.engine.operation.pipeline import Pipeline
 from cudnn_sdpa.engine.torch_ops import Implementations, implement
 

@@ -34,14 +34,12 @@ from cudnn_sdpa.engine.dispatch_state import (
     materialized,
     needs_gradient,
 )
-from cudnn_sdpa.engine.fast_path import NOT_A_CALL
-from cudnn_sdpa.engine.launch import Prepared, SingleLaunch
+from cudnn_sdpa.engine.launch import NOT_A_CALL, Prepared, SingleLaunch
 from cudnn_sdpa.engine.memory import without_memory
 from cudnn_sdpa.engine.native.calls import NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
-from cudnn_sdpa.engine.operation.description import as_tuple, made
 from cudnn_sdpa.engine.operation.gradients import Gradients
-from cudnn_sdpa.engine.operation.launches import forward_of
+from cudnn_sdpa.engine.operation.launches import as_tuple, made
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.scalars import check_known
@@ -98,7 +96,7 @@ class Pipeline(Gradients[CallT]):
                 if asked is not None and asked.calls.is_used:
                     self._register(asked, call)
                 return run(call)
-        tensors = (*self._tensors_of(call), self._out_of(call))
+        tensors = (*call[self._tensors_at], call[-1] if self.takes_out else None)
         if has_subclass(*tensors) and sharding.has_dtensor(*tensors):
             return self._on_dtensors(call)
         return self._run_steps(call)
@@ -135,7 +133,7 @@ class Pipeline(Gradients[CallT]):
         if is_compiling():
             return self._traced(call)
         forward = forward_of(call)
-        if any(isinstance(x, Tensor) and x.is_neg() for x in self._tensors_of(forward)):
+        if any(isinstance(x, Tensor) and x.is_neg() for x in forward[self._tensors_at]):
             call = self._with_forward(call, autograd_checks.resolved(forward))
         to = fallback.chosen.get()
         if self.reference_call is None or to not in self.fallbacks or (to == fallback.KERNELS and call is not forward):
@@ -214,14 +212,14 @@ class Pipeline(Gradients[CallT]):
         Raises:
             UnsupportedError: Such differentiation is asked for.
         """
-        is_backward, out = isinstance(call, BackwardCall), self._out_of(forward_of(call))
+        is_backward, out = isinstance(call, BackwardCall), forward_of(call)[-1] if self.takes_out else None
         if is_backward or is_compiling() or is_transformed() or out is not None:
             tensors = {self.names.get(name, name): x for name, x in self._named_tensors(call).items() if name != "out"}
             loops = self.loops and not is_backward
             autograd_checks.check(self._function_of(call), out, loops=loops, forward_mode=self.forward_mode, **tensors)
             if is_backward:
                 autograd_checks.refuse_gradient_through(self._function_of(call), tensors)
-        if not self.differentiable and not isinstance(call, BackwardCall) and needs_gradient(*self._tensors_of(call)):
+        if not self.differentiable and not isinstance(call, BackwardCall) and needs_gradient(*call[self._tensors_at]):
             call.check_gradient()
 
     def checked(self, call: CallT, cast: Callable[[CallT], CallT]) -> Checked[CallT]:
@@ -260,10 +258,10 @@ class Pipeline(Gradients[CallT]):
     def _named_tensors(self, call: CallT | BackwardCall[CallT]) -> dict[str, Any]:
         """The tensors of a call, with those of its forward call and `out`."""
         forward = forward_of(call)
-        found = dict(zip(self.fields, self._tensors_of(forward)))  # noqa: B905
+        found = dict(zip(self.fields, forward[self._tensors_at]))  # noqa: B905
         if isinstance(call, BackwardCall):
             return found | dict(zip(self._given_names, self._given_of(call), strict=True))
-        return found | {"out": self._out_of(forward)}
+        return found | {"out": forward[-1] if self.takes_out else None}
 
     def _with_forward(self, call: CallT | BackwardCall[CallT], forward: CallT) -> CallT | BackwardCall[CallT]:
         return call._replace(call=forward) if isinstance(call, BackwardCall) else forward
@@ -383,3 +381,8 @@ class Pipeline(Gradients[CallT]):
             suggestion = "tensors sharded over all mesh dimensions and no fallback, or dropout_p=0.0"
             raise UnsupportedError(f"{self.function} with dropout_p on DTensors like these", reasons, suggestion)
         return call._replace(rng=new_seed(self.first_of(call)) + sharded.part())
+
+
+def forward_of(call: CallT | BackwardCall[CallT]) -> CallT:
+    found: Any = call.call if isinstance(call, BackwardCall) else call
+    return found  # type: ignore[no-any-return]
