@@ -17,7 +17,6 @@ from benchmarks.tools.timing import device_times
 from cudnn_sdpa.attention.dense.buckets import BucketRun
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
-from cudnn_sdpa.engine.fast_path import Entry
 from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.default_store import OFF
@@ -90,7 +89,7 @@ def _bucket_row(length_q: int, length_kv: int) -> Row:
         for policy in (BUCKETED, EXACT):
             with shape_policy(policy):
                 outs[policy] = sdpa(q, k, v, is_causal=causal)
-                (run,) = [x.run for x in SDPA.table.each(Entry) if isinstance(x.run, BucketRun) == (policy == BUCKETED)]
+                (run,) = [x.run for x in SDPA.table.each() if isinstance(x.run, BucketRun) == (policy == BUCKETED)]
                 runs[policy] = functools.partial(run, SdpaCall(q, k, v))
         cases.check_agreement(["out"], [outs[BUCKETED]], [outs[EXACT]], "that of its own plan")
         times = device_times(runs)

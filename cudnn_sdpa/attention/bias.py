@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardT
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
-from cudnn_sdpa.engine.launch import Additions, Address, OwnKernel
+from cudnn_sdpa.engine.launch import Address, LaunchExtras, OwnKernel
 from cudnn_sdpa.engine.memory import is_causal_bias, like_in_memory
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
@@ -117,7 +117,7 @@ class BiasKernel(OwnKernel):
         super().__init__(
             kernel,
             name="converted_mask",
-            made=((elements,), (1,), layout.dtype),
+            buffer_layout=((elements,), (1,), layout.dtype),
             blocks=max(1, min(-(-elements // in_block), 8 * processors)),
             threads=_THREADS,
             fields=fields,
@@ -125,12 +125,12 @@ class BiasKernel(OwnKernel):
             device=device,
         )
 
-    def additions(self, *, reads_mask: bool) -> Additions:
+    def extras(self, *, reads_mask: bool) -> LaunchExtras:
         """What a plan gets that reads the mask, or what the kernel makes of it."""
         mask, at = ("attn_mask",), self.reads_mask_at
         if reads_mask and at is not None:
-            return Additions(operands=mask, anywhere=mask, aligned=(at,), addresses={"bias": at})
-        return Additions(operands=mask, anywhere=mask, kernels=(self,), addresses={"bias": Address(self.name)})
+            return LaunchExtras(operands=mask, unaligned_ok=mask, aligned=(at,), addresses={"bias": at})
+        return LaunchExtras(operands=mask, unaligned_ok=mask, kernels=(self,), addresses={"bias": Address(self.name)})
 
 
 def repeated_row(layout: TensorLayout, rows: int) -> TensorLayout:

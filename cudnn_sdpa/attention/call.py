@@ -1,17 +1,28 @@
-"""Base classes of the calls of all kinds of attention on cuDNN."""
+"""Base classes of the calls of all kinds of attention on cuDNN.
+
+Calls on CPU tensors are checked for what a GPU would refuse, so that a call that runs on a laptop runs on the GPU: for
+strides, then for the key of every plan that the call would need, which the support rules and the known bugs of this
+cuDNN may refuse. No plan is built. Such calls are checked with tensors without data; float32 and float64, which only
+the reference takes, count as bfloat16.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import backward_arguments
-from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call
 from cudnn_sdpa.attention.mask import UNBOUNDED
+from cudnn_sdpa.engine import cpu_target, fallback
+from cudnn_sdpa.engine.dispatch_state import is_plain_memory
+from cudnn_sdpa.engine.launch import layout_signature
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
+from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.target import Target, live_target
 
 #: Options that a log key has as set or not.
@@ -19,6 +30,16 @@ _OPTIONS = (
     *("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "is_causal", "dropout_p", "softcap", "alibi"),
     *("deterministic", "with_lse", "out"),
 )
+
+
+#: Dtypes that only the reference takes, and the dtype that replaces them in the checks.
+_REFERENCE_DTYPES = (torch.float32, torch.float64)
+_GPU_DTYPE = torch.bfloat16
+
+#: Maximum number of accepted calls that are remembered.
+MAX_REMEMBERED = 8192
+
+_passed: set[Hashable] = set()
 
 
 class CudnnCall(Call):
@@ -45,14 +66,14 @@ class CudnnCall(Call):
         return type(self), self.q.dtype, is_banded, *(isinstance(x, Tensor) or bool(x) for x in values)
 
     def check_for_gpu(self) -> None:
-        check_call(self, type(self).check_strides_for_gpu, type(self).check_keys)
+        _check_for_gpu(self)
 
     def check_gradient(self) -> None:
         if self.q.is_cuda:
             device = self.q.get_device()
             self.check_gradient_keys(live_target(device), device)
         else:
-            check_call(self, type(self).check_strides_for_gpu, type(self).check_gradient_keys)
+            _check_for_gpu(self, of_gradient=True)
 
     def check_strides_for_gpu(self) -> None:
         """Checks, on the CPU, the strides and storage offsets that a GPU's kernels would read."""
@@ -86,6 +107,7 @@ class CudnnBackwardCall(BackwardCall[CudnnCallT]):
         def lse(self) -> Tensor: ...
 
     def check_types(self) -> None:
+        super().check_types()
         backward_arguments.check_types(self)
 
     def check(self) -> None:
@@ -93,9 +115,69 @@ class CudnnBackwardCall(BackwardCall[CudnnCallT]):
         backward_arguments.check(self)
 
     def check_for_gpu(self) -> None:
-        check_backward_call(self, self.call, type(self.call).check_strides_for_gpu, type(self).check_keys)
+        _check_for_gpu(self.call, backward=self)
 
     def check_keys(self, target: Target) -> None:
         """Refuses a call that needs a plan which the support rules or known bugs of cuDNN refuse on a target."""
         for key in self.keys(target, None):
             known_issues.check(key)
+
+
+def _check_for_gpu(
+    call: CudnnCall, *, of_gradient: bool = False, backward: CudnnBackwardCall[Any] | None = None
+) -> None:
+    """Refuses a call that the GPU would refuse. A call like an accepted one is not checked again.
+
+    Args:
+        call: The call.
+        of_gradient: Whether the plans of its gradient are checked, and not its own.
+        backward: A backward call whose plans are checked. Gradient, output and LSE may have any strides.
+    """
+    target = cpu_target.active()
+    tensors = [x for x in call if isinstance(x, Tensor)]
+    if target is None or not all(x.device.type == "cpu" for x in tensors) or not is_plain_memory(*tensors):
+        return
+    lifted = fallback.is_in_force()
+    plans = (of_gradient, None if backward is None else (type(backward), backward.needs))
+    signature = (type(call), plans, target, lifted, *map(_signature, call))
+    if signature in _passed:
+        return
+    meta = _without_data(call)
+    try:
+        meta.check_strides_for_gpu()
+        if lifted:
+            pass
+        elif backward is not None:
+            shape = (*meta.q.shape[:-1], meta.v.shape[-1])
+            out = torch.empty(shape, dtype=meta.q.dtype, device="meta")
+            lse = torch.empty(shape[:-1], dtype=torch.float32, device="meta")
+            backward._replace(grad_out=out, out=out, lse=lse, call=meta).check_keys(target)
+        elif of_gradient:
+            meta.check_gradient_keys(target)
+        else:
+            meta.check_keys(target)
+    except (ArgumentError, UnsupportedError) as error:
+        raise cpu_target.for_gpu(error) from None
+    if len(_passed) >= MAX_REMEMBERED:
+        _passed.clear()
+    _passed.add(signature)
+
+
+def _signature(field: object) -> Hashable:
+    """Everything about an argument that decides whether a call is refused."""
+    if not isinstance(field, Tensor):
+        return type(field), field
+    return layout_signature(field), field.storage_offset() % ALIGNMENT, field.requires_grad
+
+
+def _without_data(call: CudnnCallT) -> CudnnCallT:
+    """The call with meta tensors of the same layouts, in dtypes that GPUs take."""
+    dtypes = {call.q.dtype: _GPU_DTYPE} if call.q.dtype in _REFERENCE_DTYPES else {}
+    changes: dict[str, object] = {}
+    for name, field in call._asdict().items():
+        if isinstance(field, Tensor):
+            is_cast = name in ("q", "k", "v", "k_pages", "v_pages", "out", "attn_mask")
+            dtype = dtypes.get(field.dtype, field.dtype) if is_cast else field.dtype
+            meta = torch.empty(0, dtype=dtype, device="meta", requires_grad=field.requires_grad)
+            changes[name] = meta.as_strided(field.shape, field.stride(), field.storage_offset())
+    return call._replace(**changes)

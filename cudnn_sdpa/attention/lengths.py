@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from cudnn_sdpa.attention.mask import Band
-from cudnn_sdpa.engine.launch import Additions, Address, OwnKernel
+from cudnn_sdpa.engine.launch import Address, LaunchExtras, OwnKernel
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.plans.nvrtc import Kernel, slots
 
@@ -92,7 +92,7 @@ class _IntsKernel(OwnKernel):
         super().__init__(
             kernel,
             name=_MADE,
-            made=((len(outputs) * aligned // 4,), (1,), torch.int32),
+            buffer_layout=((len(outputs) * aligned // 4,), (1,), torch.int32),
             blocks=max(1, min(-(-size // _THREADS), 4 * processors)),
             threads=_THREADS,
             fields=fields,
@@ -101,11 +101,11 @@ class _IntsKernel(OwnKernel):
             device=device,
         )
 
-    def additions(self, lengths: Sequence[str] = ()) -> Additions:
+    def extras(self, lengths: Sequence[str] = ()) -> LaunchExtras:
         """What a plan gets that reads what it makes; of these lengths of the call, if not of another kernel's."""
-        return Additions(
+        return LaunchExtras(
             operands=tuple(lengths),
-            anywhere=tuple(lengths),
+            unaligned_ok=tuple(lengths),
             kernels=(self,),
             addresses={name: Address(_MADE, offset) for name, offset in self.offsets.items()},
         )

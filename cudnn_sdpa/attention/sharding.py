@@ -12,7 +12,7 @@ from typing import cast
 from torch import Tensor
 
 from cudnn_sdpa.attention.mask import UNBOUNDED
-from cudnn_sdpa.engine.sharding import MAX, Way
+from cudnn_sdpa.engine.sharding import MAX, ShardingStrategy
 
 #: The arguments that compare positions, or count queries from the first; windows are, too.
 OF_POSITIONS = ("is_causal", "alibi", "seq_lens_q")
@@ -28,57 +28,61 @@ _HEADS = {"q": 1, "k": 1, "v": 1, "sinks": 0}
 _ONE_KEY_HEAD = "query heads share keys, and their groups would be others among a part of them"
 
 
-def dense(arguments: Mapping[str, object]) -> list[Way]:
+def dense(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The ways of `sdpa` and of the forward pass in FP8."""
     alibi = _ALIBI if arguments.get("alibi") else ""
     query_heads = alibi or ("" if _heads(arguments.get("k"), 1) == 1 else _ONE_KEY_HEAD)
     return [
-        Way("the batch", {**_BATCH, "attn_mask": -4}, (0, 0)),
-        Way("heads", {**_HEADS, "attn_mask": -3}, (1, 1), whole=("k",), refused=alibi),
-        Way("query heads", {"q": 1, "sinks": 0, "attn_mask": -3}, (1, 1), present=("q",), refused=query_heads),
-        Way("queries", {"q": 2, "attn_mask": -2}, (2, 2), refused=_depends_on_positions(arguments)),
-        Way("keys", {"k": 2, "v": 2, "q": 2}, (2, 2), refused=_KEYS, instead=_CONTEXT_PARALLEL),
-        Way("keys", {"k": 2, "v": 2, "attn_mask": -1}, (2, 2), refused=_KEYS, instead=_CONTEXT_PARALLEL),
+        ShardingStrategy("the batch", {**_BATCH, "attn_mask": -4}, (0, 0)),
+        ShardingStrategy("heads", {**_HEADS, "attn_mask": -3}, (1, 1), divisible=("k",), refused=alibi),
+        ShardingStrategy(
+            "query heads", {"q": 1, "sinks": 0, "attn_mask": -3}, (1, 1), non_empty=("q",), refused=query_heads
+        ),
+        ShardingStrategy("queries", {"q": 2, "attn_mask": -2}, (2, 2), refused=_depends_on_positions(arguments)),
+        ShardingStrategy("keys", {"k": 2, "v": 2, "q": 2}, (2, 2), refused=_KEYS, alternative=_CONTEXT_PARALLEL),
+        ShardingStrategy(
+            "keys", {"k": 2, "v": 2, "attn_mask": -1}, (2, 2), refused=_KEYS, alternative=_CONTEXT_PARALLEL
+        ),
     ]
 
 
-def kernels(arguments: Mapping[str, object]) -> list[Way]:
+def kernels(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The ways of `kernels.attention`."""
     query_heads = "" if _heads(arguments.get("k"), 1) == 1 else _ONE_KEY_HEAD
     return [
-        Way("the batch", {"q": 0, "k": 0, "v": 0, "mask": -4}, (0, 0)),
-        Way("heads", {"q": 1, "k": 1, "v": 1, "mask": -3}, (1, 1), whole=("k",)),
-        Way("query heads", {"q": 1, "mask": -3}, (1, 1), present=("q",), refused=query_heads),
-        Way("queries", {"q": 2, "mask": -2}, (2, 2), refused=_depends_on_positions(arguments)),
-        Way("keys", {"k": 2, "v": 2, "q": 2}, (2, 2), refused=_KEYS),
-        Way("keys", {"k": 2, "v": 2, "mask": -1}, (2, 2), refused=_KEYS),
+        ShardingStrategy("the batch", {"q": 0, "k": 0, "v": 0, "mask": -4}, (0, 0)),
+        ShardingStrategy("heads", {"q": 1, "k": 1, "v": 1, "mask": -3}, (1, 1), divisible=("k",)),
+        ShardingStrategy("query heads", {"q": 1, "mask": -3}, (1, 1), non_empty=("q",), refused=query_heads),
+        ShardingStrategy("queries", {"q": 2, "mask": -2}, (2, 2), refused=_depends_on_positions(arguments)),
+        ShardingStrategy("keys", {"k": 2, "v": 2, "q": 2}, (2, 2), refused=_KEYS),
+        ShardingStrategy("keys", {"k": 2, "v": 2, "mask": -1}, (2, 2), refused=_KEYS),
     ]
 
 
-def varlen(arguments: Mapping[str, object]) -> list[Way]:
+def varlen(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The ways of `sdpa_varlen`."""
     query_heads = "" if _heads(arguments.get("k"), 1) == 1 else _ONE_KEY_HEAD
     tokens = {"q": 0, "k": 0, "v": 0}
     return [
-        Way("heads", _HEADS, (1, 1), whole=("k",)),
-        Way("query heads", {"q": 1, "sinks": 0}, (1, 1), present=("q",), refused=query_heads),
-        Way("tokens", tokens, (0, 0), refused=_TOKENS, instead=f"{_CONTEXT_PARALLEL}_varlen"),
+        ShardingStrategy("heads", _HEADS, (1, 1), divisible=("k",)),
+        ShardingStrategy("query heads", {"q": 1, "sinks": 0}, (1, 1), non_empty=("q",), refused=query_heads),
+        ShardingStrategy("tokens", tokens, (0, 0), refused=_TOKENS, alternative=f"{_CONTEXT_PARALLEL}_varlen"),
     ]
 
 
-def paged(arguments: Mapping[str, object]) -> list[Way]:
+def paged(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The ways of `sdpa_paged`: each rank has all pages, or its heads of all pages."""
     dim = 1 if arguments.get("page_layout") == "HND" else 2
     query_heads = "" if _heads(arguments.get("k_pages"), dim) == 1 else _ONE_KEY_HEAD
     heads = {"q": 1, "k_pages": dim, "v_pages": dim, "sinks": 0}
     return [
-        Way("the batch", _PAGED_BATCH, (0, 0)),
-        Way("heads", heads, (1, 1), whole=("k_pages",)),
-        Way("query heads", {"q": 1, "sinks": 0}, (1, 1), present=("q",), refused=query_heads),
+        ShardingStrategy("the batch", _PAGED_BATCH, (0, 0)),
+        ShardingStrategy("heads", heads, (1, 1), divisible=("k_pages",)),
+        ShardingStrategy("query heads", {"q": 1, "sinks": 0}, (1, 1), non_empty=("q",), refused=query_heads),
     ]
 
 
-def fp8(arguments: Mapping[str, object]) -> list[Way]:
+def fp8(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The ways of `sdpa_fp8`, whose amax values are the largest of all ranks'; with pages, those of `sdpa_paged`."""
     ways = dense(arguments)
     if arguments.get("page_table") is not None:
@@ -87,17 +91,17 @@ def fp8(arguments: Mapping[str, object]) -> list[Way]:
     return [way._replace(results=(way.result(0), MAX, MAX, way.result(0))) for way in ways]
 
 
-def fp8_backward(_: Mapping[str, object]) -> list[Way]:
+def fp8_backward(_: Mapping[str, object]) -> list[ShardingStrategy]:
     """The ways of `sdpa_fp8_backward`: gradients in FP8 cannot be summed, so all of them are divided."""
     batch = {**_BATCH, "grad_out": 0, "out": 0, "lse": 0}
     heads = {"grad_out": 1, "q": 1, "k": 1, "v": 1, "out": 1, "lse": 1}
     return [
-        Way("the batch", batch, (0, 0, 0, MAX, MAX, MAX, MAX)),
-        Way("heads", heads, (1, 1, 1, MAX, MAX, MAX, MAX), whole=("k",)),
+        ShardingStrategy("the batch", batch, (0, 0, 0, MAX, MAX, MAX, MAX)),
+        ShardingStrategy("heads", heads, (1, 1, 1, MAX, MAX, MAX, MAX), divisible=("k",)),
     ]
 
 
-def fp8_attention(arguments: Mapping[str, object]) -> list[Way]:
+def fp8_attention(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The ways of `fp8_attention`: each rank has the scales of its own part."""
     return [way for way in dense(arguments) if way.name in ("the batch", "heads", "keys")]
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cudnn_sdpa.engine.dispatch_state import plain
+from cudnn_sdpa.engine.dispatch_state import materialized
 from cudnn_sdpa.errors import DeviceError, OptionError
 
 
@@ -152,19 +152,19 @@ def settled() -> Iterator[None]:
 
 
 def all_gather(x: Tensor, group_rank: GroupRank) -> Pending[Tensor]:
-    x = plain(x).contiguous()
+    x = materialized(x).contiguous()
     received = x.new_empty(x.shape[0] * group_rank.ranks, *x.shape[1:])
     return Pending(received, x, [_gather(received, x, group=group_rank.group, async_op=True)])
 
 
 def reduce_scatter(x: Tensor, group_rank: GroupRank) -> Pending[Tensor]:
-    x = plain(x).contiguous()
+    x = materialized(x).contiguous()
     received = x.new_empty(x.shape[0] // group_rank.ranks, *x.shape[1:])
     return Pending(received, x, [_reduce(received, x, group=group_rank.group, async_op=True)])
 
 
 def ring_shift(xs: Sequence[Tensor], group_rank: GroupRank, tag: int) -> Pending[list[Tensor]]:
-    xs = [plain(x).contiguous() for x in xs]
+    xs = [materialized(x).contiguous() for x in xs]
     received = [torch.empty_like(x) for x in xs]
     sends = [dist.P2POp(dist.isend, x, group_rank.neighbor(1), group_rank.group, tag) for x in xs]
     receives = [dist.P2POp(dist.irecv, x, group_rank.neighbor(-1), group_rank.group, tag) for x in received]

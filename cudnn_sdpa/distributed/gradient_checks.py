@@ -18,7 +18,7 @@ from cudnn_sdpa.distributed import all_gather, ring, ulysses
 from cudnn_sdpa.distributed.local_attention import Options, Part, PartCall, arguments_of, new_results, without_data
 from cudnn_sdpa.engine import cpu_target, fallback
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.engine.fast_path import layout_signature
+from cudnn_sdpa.engine.launch import layout_signature
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey

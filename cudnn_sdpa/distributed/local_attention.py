@@ -21,7 +21,7 @@ from cudnn_sdpa.distributed.collectives import GroupRank
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, memory
 from cudnn_sdpa.engine.call import Function
-from cudnn_sdpa.engine.dispatch_state import plain
+from cudnn_sdpa.engine.dispatch_state import materialized
 from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.layouts import dense_stride_like
 
@@ -192,7 +192,7 @@ def make_readable(x: Tensor, options: Options) -> Tensor:
     try:
         check_layout("x", x, options)
     except LayoutError:
-        return plain(x).clone(memory_format=torch.contiguous_format)
+        return materialized(x).clone(memory_format=torch.contiguous_format)
     return x
 
 

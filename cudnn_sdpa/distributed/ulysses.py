@@ -32,7 +32,7 @@ from cudnn_sdpa.distributed.local_attention import (
 )
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine.call import Function
-from cudnn_sdpa.engine.dispatch_state import plain
+from cudnn_sdpa.engine.dispatch_state import materialized
 
 #: Maximum number of groups of a rank's heads, packed and dense, and minimum bytes of a group's queries. On two H200s
 #: two kernels beside communication take longer than one dense kernel of a long sequence that waits for it.
@@ -222,7 +222,7 @@ def _send_heads(xs: list[Tensor], heads: _Heads, group_rank: GroupRank) -> Pendi
     sends: list[Message] = []
     receives: list[Message] = []
     wholes: list[Tensor] = []
-    mine = [_two_chunks(plain(x)) for x in xs]
+    mine = [_two_chunks(materialized(x)) for x in xs]
     for x in mine:
         heads_of_rank = x.shape[-2] // group_rank.ranks // heads.groups
         whole = x.new_empty(x.shape[1] * 2 * group_rank.ranks, *x.shape[2:-2], heads_of_rank, x.shape[-1])
@@ -243,7 +243,7 @@ def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, group_rank: 
     """Starts the exchange that inverts `_send_heads`, into tensors of all heads of this rank's tokens."""
     sends: list[Message] = []
     receives: list[Message] = []
-    xs, mine = [plain(x) for x in xs], [_two_chunks(x) for x in to]
+    xs, mine = [materialized(x) for x in xs], [_two_chunks(x) for x in to]
     for x, own in zip(xs, mine, strict=True):
         for rank in group_rank.others:
             sends.append(Message(_chunks(x, rank, group_rank), rank))

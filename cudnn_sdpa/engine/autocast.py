@@ -39,7 +39,6 @@ class _WithQueries(Protocol):
 
 
 def cast_fields(call: _WithQueries, *names: str) -> dict[str, object]:
-    """These tensors of a call, cast as autocast casts them."""
     return {name: cast_tensor(getattr(call, name), call.q) for name in names}
 
 

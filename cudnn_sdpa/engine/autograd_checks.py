@@ -217,13 +217,11 @@ def refuse_gradient_of(name: str, gradient: Tensor | None) -> None:
 
 
 def refuse_batch(grad_out: Tensor | None) -> None:
-    """Refuses the batched gradients of `is_grads_batched`, which are tensors without memory."""
     if grad_out is not None and is_batch(grad_out):
         raise refusal_of_batch()
 
 
 def refusal_of_batch() -> UnsupportedError:
-    """The error of batched gradients."""
     return UnsupportedError(
         "a batch of gradients (is_grads_batched, or jacobian with vectorize)",
         ["cuDNN's backward pass takes one gradient of the output"],
@@ -232,7 +230,6 @@ def refusal_of_batch() -> UnsupportedError:
 
 
 def no_log_sum_exp(*_: object) -> None:
-    """Refuses the gradient of an operator that saves nothing for it."""
     raise UnsupportedError(
         "a gradient of an operator that does not return the LSE (log-sum-exp)",
         ["the backward pass needs the LSE; there is no gradient under torch.vmap"],
@@ -241,7 +238,6 @@ def no_log_sum_exp(*_: object) -> None:
 
 
 def no_gradient_of_gradient(*_: object) -> None:
-    """Refuses the gradient of a gradient."""
     raise UnsupportedError(
         "a gradient of attention's gradient (double backward)",
         ["cuDNN has no kernel for it"],

@@ -21,8 +21,6 @@ Result = Tensor | tuple[Tensor, ...]  #: the results of a call: alone if it is o
 
 
 class Fields(Protocol):
-    """A NamedTuple, whatever its fields are."""
-
     @overload
     def __getitem__(self, place: SupportsIndex, /) -> object: ...
 
@@ -42,14 +40,11 @@ FieldsT = TypeVar("FieldsT", bound=Fields)
 
 
 def without_data(call: FieldsT) -> FieldsT:
-    """The call with meta tensors of the same layouts."""
     fields = zip(call._fields, call, strict=True)
     return call._replace(**{name: without_memory(x) for name, x in fields if isinstance(x, Tensor)})
 
 
 class Tracked(Protocol):
-    """A call that autograd follows."""
-
     def forward(self, ctx: Any, inputs: tuple[object, ...], /) -> Result:
         """Runs the call. Saves what its gradients need, and sets `ctx.tracked` to what computes them.
 
@@ -58,8 +53,6 @@ class Tracked(Protocol):
 
 
 class TrackedGradient(Protocol):
-    """What computes the gradients of a call."""
-
     def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         """The gradient of each input, given those of the results, and which are needed."""
 
@@ -82,7 +75,6 @@ class Function(torch.autograd.Function):
 
     @classmethod
     def apply(cls, *inputs: object) -> Any:
-        """The results of `forward`, which autograd follows."""
         _views = views_of_leaves(*inputs)
         return super().apply(*inputs)  # type: ignore[no-untyped-call]
 
@@ -97,7 +89,6 @@ class Differentiable(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        """The gradients of the inputs, None for the call."""
         tracked: TrackedGradient = ctx.tracked
         _, *needs = ctx.needs_input_grad
         return None, *tracked.gradients(ctx, grads, tuple(needs))

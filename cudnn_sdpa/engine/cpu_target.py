@@ -97,7 +97,6 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
 
 
 def active_name() -> str | None:
-    """The name of the GPU that CPU tensors are checked for; None for no checks."""
     if _Setting.name == "":
         _put(of_environment())  # raises as long as it names none
     return _Setting.name
@@ -139,7 +138,6 @@ _overrides = Overrides(_value, _put)
 
 
 def active() -> Target | None:
-    """The target that CPU tensors are checked against, with this environment's cuDNN; None for no checks."""
     name = active_name()
     return None if name is None else target_of(name)
 
@@ -175,19 +173,16 @@ def installed_cudnn() -> int:
 
 
 def note() -> str:
-    """The note on errors that a GPU's rules raise on the CPU."""
     name = active_name()
     return "" if name is None else f"(CPU tensors are checked for {name}; {VARIABLE}=none lifts this)"
 
 
 def note_on_dtypes() -> str:
-    """The note on errors about dtypes that only references take."""
     name = active_name()
     return f"(The dtypes of CPU tensors are checked for {name}; {VARIABLE}={name},{ANY_DTYPE} lifts this)"
 
 
 def for_gpu(error: ArgumentError | UnsupportedError) -> ArgumentError | UnsupportedError:
-    """The same error with `note`."""
     if isinstance(error, UnsupportedError):
         return type(error)(f"{error.what} {note()}", error.reasons, error.suggestion)
     return type(error)(error.argument, error.got, error.expected, f"{error.hint} {note()}".lstrip())

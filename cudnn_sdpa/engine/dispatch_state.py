@@ -29,22 +29,19 @@ except ImportError:  # pragma: no cover - a PyTorch that has moved them
 
 
 class _Observers:
-    """Who sees operators, as far as this process can tell."""
+    """The predicate that says whether a profiler, or another observer of operators, is active."""
 
-    are_there: Callable[[], bool] = staticmethod(_profiler_enabled)
+    are_active: Callable[[], bool] = staticmethod(_profiler_enabled)
 
 
-def see_observers(are_there: Callable[[], bool]) -> None:
-    """Has this module ask a function whether an observer of operators is active, in place of the profiler alone.
-
-    PyTorch tells C++ alone of other observers, such as `ExecutionTraceObserver`.
-    """
-    _Observers.are_there = staticmethod(are_there)
+def set_observer_predicate(are_active: Callable[[], bool]) -> None:
+    """Replaces the profiler check with one that also sees other observers, of which PyTorch tells C++ alone."""
+    _Observers.are_active = staticmethod(are_active)
 
 
 def is_observed() -> bool:
     """Whether a profiler is to see operators, or any other observer if the native module is loaded."""
-    return _Observers.are_there()
+    return _Observers.are_active()
 
 
 #: Whether `torch.use_deterministic_algorithms` is in force; the C function, which saves 40 ns.
@@ -92,7 +89,7 @@ def is_lazy(tensor: Tensor) -> bool:
     return tensor.is_neg() or tensor._is_zerotensor()
 
 
-def plain(tensor: Tensor) -> Tensor:
+def materialized(tensor: Tensor) -> Tensor:
     """A tensor whose memory holds its elements; dense zeros if it had no memory."""
     if tensor._is_zerotensor() and not tensor.requires_grad:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
@@ -130,7 +127,6 @@ _BARE = (Tensor, torch.nn.Parameter)
 
 
 def has_subclass(*values: object) -> bool:
-    """Whether a value is a tensor of a class of its own, such as a DTensor."""
     for value in values:  # noqa: SIM110 - as above
         if isinstance(value, Tensor) and type(value) not in _BARE:
             return True

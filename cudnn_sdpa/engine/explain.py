@@ -63,8 +63,6 @@ class Description:
 
     @classmethod
     def refused(cls, operation: GraphDefinition, error: UnsupportedError, device: int | None) -> Description:
-        """A call that has no plan, for known reasons."""
-
         def refuse(*_: object) -> NoReturn:
             raise error
 
@@ -90,7 +88,7 @@ def _import_describers() -> None:
 
 
 def describes(
-    function: Callable[..., object], ways: sharding.Ways | None = None
+    function: Callable[..., object], ways: sharding.Strategies | None = None
 ) -> Callable[[Callable[..., Description]], Callable[..., Description]]:
     """Registers the decorated function as what describes calls of `function`.
 
@@ -127,18 +125,15 @@ def describer_of(function: Callable[..., object]) -> Callable[..., Description] 
 
 
 def named(name: str) -> Callable[..., object] | None:
-    """The function with this name that can be described, if there is one."""
     return next((each for each in functions() if each.__name__ == name), None)
 
 
 def functions() -> list[Callable[..., object]]:
-    """The functions that can be described."""
     _import_describers()
     return list(_describers)
 
 
 def described_functions() -> list[str]:
-    """Names of the functions that can be described."""
     _import_describers()
     return sorted(function.__name__ for function in _describers)
 

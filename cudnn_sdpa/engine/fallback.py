@@ -22,6 +22,7 @@ T = TypeVar("T")
 
 TORCH: Final = "torch"
 KERNELS: Final = "kernels"
+_PROVIDERS = {TORCH: "PyTorch", KERNELS: "the library's own kernels"}
 
 
 def fallback(to: Literal["torch", "kernels"] | None) -> AbstractContextManager[None]:
@@ -65,9 +66,7 @@ def _with_fallback(to: str | None) -> Iterator[None]:
     try:
         yield
     finally:
-        with suppress(
-            ValueError
-        ):  # it is left in another context than it was entered in, where there is nothing to undo
+        with suppress(ValueError):  # left in another context than it was entered in, where there is nothing to undo
             chosen.reset(token)
 
 
@@ -76,45 +75,28 @@ def is_in_force() -> bool:
     return not is_compiling() and chosen.get() == TORCH
 
 
-def is_by_kernels() -> bool:
-    """Whether the fallback to own kernels is in force in this thread."""
-    return not is_compiling() and chosen.get() == KERNELS
-
-
-def or_else(run: Callable[[], T], instead: Callable[[], T], kind: Callable[[], Hashable]) -> T:
+def or_else(run: Callable[[], T], instead: Callable[[], T | None], kind: Callable[[], Hashable], to: str = TORCH) -> T:
     """`run()` or, if cuDNN declines it, `instead()`; for calls for which a fallback is in force.
 
     Args:
         run: The call.
-        instead: The same in plain PyTorch.
-        kind: Returns what is logged once for each reason.
+        instead: The alternative; None if that lacks an option.
+        kind: Returns the log key of the call: each reason is logged once for each.
+        to: The fallback.
     """
     try:
         return run()
     except UnsupportedError as error:
-        _say(kind(), str(error))
-        return instead()
-
-
-def or_by_kernels(run: Callable[[], T], kernels: Callable[[], T | None], kind: Callable[[], Hashable]) -> T:
-    """`run()` or, if cuDNN declines it, `kernels()`, unless that gives None: then it raises."""
-    try:
-        return run()
-    except UnsupportedError as error:
-        found = kernels()
+        found = instead()
         if found is None:
             raise
-        _say(kind(), str(error), "the library's own kernels")
+        said = (kind(), str(error), to)
+        if said not in _said:
+            if len(_said) >= MAX_SAID:
+                _said.clear()
+            _said.add(said)
+            _log.warning("running on %s instead: %s", _PROVIDERS[to], error)
         return found
-
-
-def _say(kind: Hashable, why: str, where: str = "PyTorch") -> None:
-    if (kind, why, where) in _said:
-        return
-    if len(_said) >= MAX_SAID:
-        _said.clear()
-    _said.add((kind, why, where))
-    _log.warning("running on %s instead: %s", where, why)
 
 
 def check_or_decline(what: str, check: Callable[[], None], without: Callable[[], None]) -> None:
@@ -123,7 +105,7 @@ def check_or_decline(what: str, check: Callable[[], None], without: Callable[[],
     Args:
         what: Names the function.
         check: Checks a call.
-        without: The same without cuDNN's limits.
+        without: Checks it without cuDNN's limits.
 
     Raises:
         ArgumentError: The call is wrong.

@@ -1,12 +1,15 @@
-"""Plans with all that their launch needs, as data (`BoundPlan`), and calls that are one such launch (`PlainCall`)."""
+"""Plans with all that their launch needs, as data (`BoundPlan`), and the tables of calls that are bound to them.
+
+A `SingleLaunch` is a call of one launch and nothing else; a `CallTable` finds bound calls by their raw signatures.
+"""
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
-from typing import NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,7 +20,7 @@ from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import DeviceError
 from cudnn_sdpa.graph.handles import FILLED_BYTES
 from cudnn_sdpa.graph.layouts import ALIGNMENT
-from cudnn_sdpa.plans.cache import next_use
+from cudnn_sdpa.plans.cache import next_use, plan_cache
 from cudnn_sdpa.plans.nvrtc import Kernel
 from cudnn_sdpa.plans.plan import Plan, allocate, current_device, current_raw_stream
 
@@ -62,7 +65,7 @@ class OwnKernel:
 
     Attributes:
         name: What addresses call the memory that it fills.
-        made: Layout of that memory.
+        buffer_layout: Layout of that memory.
         kernel: The kernel.
         blocks: Blocks in its grid.
         threads: Threads per block.
@@ -70,13 +73,13 @@ class OwnKernel:
         addresses: The addresses that are put into the argument at each launch, by place.
     """
 
-    __slots__ = ("_device", "addresses", "blocks", "fields", "kernel", "made", "name", "threads")
+    __slots__ = ("_device", "addresses", "blocks", "buffer_layout", "fields", "kernel", "name", "threads")
 
     def __init__(
         self,
         kernel: Kernel,
         name: str,
-        made: Layout,
+        buffer_layout: Layout,
         *,
         blocks: int,
         threads: int,
@@ -85,7 +88,7 @@ class OwnKernel:
         device: int,
     ) -> None:
         self.kernel = kernel.on(device)
-        self.name, self.made, self.blocks, self.threads = name, made, blocks, threads
+        self.name, self.buffer_layout, self.blocks, self.threads = name, buffer_layout, blocks, threads
         self.fields, self.addresses = array("q", fields), dict(addresses)
         self._device = device
 
@@ -95,7 +98,7 @@ class OwnKernel:
         Args:
             addresses: Addresses by name; 0 for what is left out.
         """
-        made: Tensor = allocate(*self.made)
+        made: Tensor = allocate(*self.buffer_layout)
         addresses[self.name] = made.data_ptr()
         places = [(place, addresses.get(x.of, 0), x.offset) for place, x in self.addresses.items()]
         self.launch([(place, address + offset) for place, address, offset in places if address])
@@ -110,37 +113,37 @@ class OwnKernel:
 
 
 @dataclass(frozen=True)
-class Additions:
-    """What some calls have besides the operands that all have.
+class LaunchExtras:
+    """Optional operands and prologue kernels of a launch.
 
     Attributes:
         operands: Tensors of the call.
         kernels: Kernels that run before the plan, in this order.
         addresses: The addresses of operands of the plan that are not the call's tensors themselves, by name.
         aligned: Addresses that kernels read in words of 16 bytes, of operands that may begin anywhere.
-        anywhere: Operands that may begin anywhere.
-        copied: Operands that are copied if kernels cannot read their address.
+        unaligned_ok: Operands that may begin anywhere.
+        copy_if_unaligned: Operands that are copied if kernels cannot read their address.
     """
 
     operands: tuple[str, ...] = ()
     kernels: tuple[OwnKernel, ...] = ()
     addresses: Mapping[str, Address] = field(default_factory=dict)
     aligned: tuple[Address, ...] = ()
-    anywhere: tuple[str, ...] = ()
-    copied: tuple[str, ...] = ()
+    unaligned_ok: tuple[str, ...] = ()
+    copy_if_unaligned: tuple[str, ...] = ()
 
-    def __add__(self, other: Additions) -> Additions:
-        return Additions(
+    def __add__(self, other: LaunchExtras) -> LaunchExtras:
+        return LaunchExtras(
             operands=self.operands + tuple(x for x in other.operands if x not in self.operands),
             kernels=self.kernels + other.kernels,
             addresses={**self.addresses, **other.addresses},
             aligned=self.aligned + other.aligned,
-            anywhere=self.anywhere + other.anywhere,
-            copied=self.copied + other.copied,
+            unaligned_ok=self.unaligned_ok + other.unaligned_ok,
+            copy_if_unaligned=self.copy_if_unaligned + other.copy_if_unaligned,
         )
 
 
-NOTHING_MORE = Additions()
+NO_EXTRAS = LaunchExtras()
 NOWHERE: Mapping[str, int] = {}
 
 #: A place in a list of addresses, the number of what the address is of, and the offset.
@@ -156,7 +159,7 @@ class BoundPlan:
         results: Layouts of the new tensors that it gives.
         kernels: Kernels that run before it.
         kernel_pointers: For each of them the addresses in its argument.
-        filled: Size of what they fill, if that may be in the memory of the thread's slot; otherwise 0.
+        prologue_scratch: Size of what they fill, if that may be in the memory of the thread's slot; otherwise 0.
         offsets: Where in that each of them fills what it fills.
         pointers: The addresses that it gets at each launch.
         template: The addresses of its operands and outputs, as far as they are always the same.
@@ -172,9 +175,8 @@ class BoundPlan:
         "_copied",
         "_elsewhere",
         "_memory",
-        "_otherwise",
+        "_unaligned_plan",
         "aligned",
-        "filled",
         "kernel_pointers",
         "kernels",
         "number_places",
@@ -183,6 +185,7 @@ class BoundPlan:
         "operands",
         "plan",
         "pointers",
+        "prologue_scratch",
         "recipe",
         "results",
         "template",
@@ -194,8 +197,8 @@ class BoundPlan:
         operands: Sequence[str],
         results: Sequence[Layout],
         numbers: Mapping[str, float | None],
-        additions: Additions = NOTHING_MORE,
-        otherwise: Callable[..., list[Tensor]] | None = None,
+        extras: LaunchExtras = NO_EXTRAS,
+        unaligned_plan: Callable[..., list[Tensor]] | None = None,
         arguments: Mapping[str, str] | None = None,
         fixed: Mapping[str, int] = NOWHERE,
     ) -> None:
@@ -203,19 +206,19 @@ class BoundPlan:
 
         Args:
             plan: The plan.
-            operands: Names of the operands that a launch gets as tensors, in its order; those of `additions` follow.
+            operands: Names of the operands that a launch gets as tensors, in its order; those of `extras` follow.
             results: Layouts of the plan's outputs, as the caller sees them; without those in another's memory.
             numbers: The host scalars, by operand; None for those that the plan lacks.
-            additions: What only some calls have.
-            otherwise: Launches calls with an address that this plan cannot read.
+            extras: Optional operands and prologue kernels.
+            unaligned_plan: Launches calls with an address that this plan cannot read.
             arguments: What the caller calls operands, if not by their names.
             fixed: Addresses of operands that are the same in all launches.
         """
         names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
-        outputs = [x.name for x in plan.key.outputs if additions.addresses.get(x.name, Address(x.name)).of == x.name]
-        self.plan, self.results, self.kernels = plan, list(results), additions.kernels
-        self.operands = (*operands, *additions.operands)
-        self._otherwise, self._copied = otherwise, additions.copied
+        outputs = [x.name for x in plan.key.outputs if extras.addresses.get(x.name, Address(x.name)).of == x.name]
+        self.plan, self.results, self.kernels = plan, list(results), extras.kernels
+        self.operands = (*operands, *extras.operands)
+        self._unaligned_plan, self._copied = unaligned_plan, extras.copy_if_unaligned
         self._arguments = [(arguments or {}).get(name, name) for name in self.operands]
         self._elsewhere = torch.cuda.device_count() > 1  # whether another GPU can be the current one
         slots = [*self.operands, *outputs, *(kernel.name for kernel in self.kernels)]
@@ -226,20 +229,20 @@ class BoundPlan:
             return place, slots.index(address.of), address.offset
 
         own = {name: Address(name) for name in slots if name in names}
-        self.pointers = [pointer(names.index(name), x) for name, x in (own | dict(additions.addresses)).items()]
+        self.pointers = [pointer(names.index(name), x) for name, x in (own | dict(extras.addresses)).items()]
         self.kernel_pointers = [
             [pointer(place, x) for place, x in kernel.addresses.items() if x.of in slots] for kernel in self.kernels
         ]
-        self.offsets, self.filled = _side_by_side([kernel.made for kernel in self.kernels])
-        if self.filled > FILLED_BYTES or type(plan) is not Plan:  # one that is tuned launches many
-            self.filled = 0
-        read = {name: Address(name) for name in self.operands if name not in additions.anywhere}
-        for name, x in additions.addresses.items():
+        self.offsets, self.prologue_scratch = _side_by_side([kernel.buffer_layout for kernel in self.kernels])
+        if self.prologue_scratch > FILLED_BYTES or type(plan) is not Plan:  # one that is tuned launches many
+            self.prologue_scratch = 0
+        read = {name: Address(name) for name in self.operands if name not in extras.unaligned_ok}
+        for name, x in extras.addresses.items():
             if x.offset % ALIGNMENT and x.of in read:
                 read[name] = x
             elif x.offset % ALIGNMENT and x.of in outputs:
                 refuse_address(name, x.offset % ALIGNMENT)
-        read |= {x.of: x for x in additions.aligned}
+        read |= {x.of: x for x in extras.aligned}
         self.aligned = [pointer(0, x) for x in read.values()]
         self._aligned_names = [(arguments or {}).get(name, name) for name in read]
         given = {name: value for name, value in numbers.items() if value is not None}
@@ -280,8 +283,8 @@ class BoundPlan:
         for _, slot, offset in self.aligned:
             bits |= addresses[slot] + offset
         if bits & MISALIGNED or min(addresses) < LOWEST:
-            if bits & MISALIGNED and self._otherwise is not None:
-                return self._otherwise(tensors, out, into, numbers)
+            if bits & MISALIGNED and self._unaligned_plan is not None:
+                return self._unaligned_plan(tensors, out, into, numbers)
             tensors = self._readable(tensors)
             addresses = [x.data_ptr() for x in tensors]
         outputs = [] if into is None else list(into)
@@ -299,10 +302,9 @@ class BoundPlan:
         return outputs
 
     def _launch_kernels(self, addresses: list[int], numbers: tuple[float, ...] | None) -> None:
-        """Launches the kernels and the plan, given the addresses of its operands and outputs."""
-        slot = self.plan.take_filled() if self.filled else None
+        slot = self.plan.take_filled() if self.prologue_scratch else None
         try:
-            made = [] if slot else [allocate(*kernel.made) for kernel in self.kernels]
+            made = [] if slot else [allocate(*kernel.buffer_layout) for kernel in self.kernels]
             addresses += [slot.filled + at for at in self.offsets] if slot else [memory.data_ptr() for memory in made]
             for kernel, places in zip(self.kernels, self.kernel_pointers, strict=True):
                 kernel.launch([(place, addresses[number] + offset) for place, number, offset in places])
@@ -313,7 +315,6 @@ class BoundPlan:
                 slot.taken[0] = 0
 
     def _launch(self, addresses: Sequence[int], numbers: tuple[float, ...] | None) -> None:
-        """Launches the plan, given the addresses of everything."""
         plan = self.plan
         pointers, memory = self.template[:], None  # of this call alone: many threads call at once
         for place, slot, offset in self.pointers:
@@ -341,7 +342,6 @@ class BoundPlan:
         return found
 
     def _with_numbers(self, numbers: tuple[float, ...], pointers: array[int]) -> array[float]:
-        """New memory with these numbers, to which the pointers then point."""
         if len(numbers) != len(self.numbers):
             raise ValueError(f"{len(numbers)} numbers for a call of {len(self.numbers)}")
         memory = array("f", numbers)
@@ -370,18 +370,18 @@ def _side_by_side(layouts: Sequence[Layout]) -> tuple[list[int], int]:
     return offsets, end
 
 
-class PlainCall:
+class SingleLaunch:
     """Runs calls of one kind that are one launch of a bound plan and nothing else.
 
     Attributes:
         bound: The bound plan.
         operands: Where its operands are in the call.
         returned: Which of its results are given.
-        is_single: Whether one result is given alone.
+        single_output: Whether one result is given alone.
         tensors_of: Gives the operands of a call.
     """
 
-    __slots__ = ("_is_backward", "bound", "is_single", "operands", "returned", "tensors_of")
+    __slots__ = ("_is_backward", "bound", "operands", "returned", "single_output", "tensors_of")
 
     def __init__(
         self, bound: BoundPlan, returned: Sequence[int] | None = None, *, of: Mapping[str, str] | None = None
@@ -397,14 +397,14 @@ class PlainCall:
         self._is_backward = of is not None
         self.operands = tuple([(of or {}).get(name, name) for name in bound.operands])
         self.returned = tuple(range(len(bound.results))) if returned is None else tuple(returned)
-        self.is_single = returned is None and len(self.returned) == 1
+        self.single_output = returned is None and len(self.returned) == 1
         self.tensors_of = items_by_name(self.operands)
 
     def __call__(self, call: object) -> Result:
         """The results of a call; of a forward call into its `out`, if it has one."""
         out = None if self._is_backward else getattr(call, "out", None)
         outputs = self.bound(self.tensors_of(call), out)
-        return outputs[0] if self.is_single else tuple([outputs[place] for place in self.returned])
+        return outputs[0] if self.single_output else tuple([outputs[place] for place in self.returned])
 
 
 class Prepared(NamedTuple):
@@ -413,19 +413,103 @@ class Prepared(NamedTuple):
     Attributes:
         run: Runs a call with the same signature.
         plan: The plan; None if the binding is not to be remembered, as for empty tensors, which need no plan.
-        is_current: Whether the binding may be remembered, asked once others see it; None if it always may.
+        policy: The shape policy under which the binding may be remembered; None if it always may.
     """
 
     run: Run
     plan: Plan | None
-    is_current: Callable[[], bool] | None = None
+    policy: str | None = None
 
 
 def items_by_name(names: Sequence[str]) -> Callable[[object], tuple[Tensor, ...]]:
-    """What gives the attributes of these names, as a tuple."""
     if not names:
         return lambda _: ()
     if len(names) == 1:
         only = attrgetter(names[0])
         return lambda of: (only(of),)
     return attrgetter(*names)
+
+
+class WithPlan(Protocol):
+    """An entry of a `CallTable`: a plan bound to everything that a raw signature determines."""
+
+    @property
+    def plan(self) -> Plan | None: ...
+
+
+EntryT = TypeVar("EntryT", bound=WithPlan)
+ItemT = TypeVar("ItemT")
+
+
+class CallTable(Generic[EntryT]):
+    """First-level lookup from a raw signature, as cheap as possible, to a prepared call.
+
+    Every plan in it is in the plan cache; evicting a plan removes its entries.
+
+    Attributes:
+        get: `get(signature)` gives the prepared call, or None.
+    """
+
+    def __init__(self, limit: int = 8192) -> None:
+        self._calls: dict[Hashable, EntryT] = {}
+        self._limit = limit
+        self.get = self._calls.get
+        plan_cache._tables.add(self)
+
+    def add(self, signature: Hashable, call: EntryT) -> None:
+        """Adds `call`, unless it has no plan, or its plan has been evicted in the meantime."""
+        with plan_cache._lock:
+            if call.plan is None or not call.plan.held:
+                return
+            while len(self._calls) >= self._limit:
+                del self._calls[next(iter(self._calls))]
+            self._calls[signature] = call
+
+    def each(self) -> list[EntryT]:
+        with plan_cache._lock:
+            return list(self._calls.values())
+
+    def forget(self, concerns: Callable[[EntryT], bool]) -> None:
+        with plan_cache._lock:
+            for signature in [s for s, call in self._calls.items() if concerns(call)]:
+                del self._calls[signature]
+
+    def _drop(self, plan: Plan | None) -> None:
+        for signature in [s for s, call in self._calls.items() if plan is None or call.plan is plan]:
+            del self._calls[signature]
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+def layout_signature(tensor: Tensor | None) -> Hashable:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+def type_of(option: object) -> object:
+    """The type of an option: 1, 1.0 and True differ, and so do 0.0 and -0.0; in tuples too."""
+    if type(option) is tuple:
+        return tuple([type_of(item) for item in option])
+    if isinstance(option, float) and not option:  # also one of numpy's
+        return type(option), str(option)  # distinguishes -0.0 from 0.0
+    return type(option)
+
+
+#: What a look-up of something that is no call raises: arguments that are no tensors, have no memory or no hash.
+NOT_A_CALL = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
+
+
+def items_of(places: Sequence[int]) -> Callable[[Sequence[object]], tuple[ItemT, ...]]:
+    """What takes the items at these places out of a tuple, as a tuple."""
+    if not places:
+        return lambda _: ()
+    if places == list(range(places[-1] + 1)):
+        return itemgetter(slice(0, len(places)))
+    if len(places) == 1:
+        (place,) = places
+        return itemgetter(slice(place, place + 1))
+    return itemgetter(*places)
+
+
+def kinds_of(options: Iterable[object]) -> tuple[object, ...]:
+    return tuple([type_of(value) for value in options])

@@ -25,12 +25,10 @@ LOWEST = 1 << 40
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """A dtype as it appears in messages."""
     return str(dtype).removeprefix("torch.")
 
 
 def shape_of(tensor: Tensor) -> str:
-    """A tensor's shape as it appears in messages."""
     return f"shape {tuple(tensor.shape)}"
 
 
@@ -47,7 +45,6 @@ def check_is_tensor(name: str, x: object, *, optional: bool = False, hint: str =
 
 
 def check_are_tensors(arguments: Mapping[str, object], optional: Container[str] = (), hint: str = "") -> None:
-    """`check_is_tensor` of several arguments, by name."""
     has_memory = not is_compiling() and is_plain_memory()
     for name, x in arguments.items():
         if x is None and name in optional:
@@ -143,7 +140,6 @@ def is_causal_bias(tensor: object) -> TypeGuard[CausalBias]:
 
 
 def check_has_values(name: str, tensor: Tensor) -> None:
-    """Refuses a `CausalBias` where no mask is expected."""
     if is_causal_bias(tensor):
         hint = "It may be the mask of sdpa, scaled_dot_product_attention and kernels.attention."
         raise LayoutError(name, "a CausalBias, a tensor without values", "a tensor with values", hint)
@@ -177,7 +173,6 @@ _PLAIN = Tensor.__torch_dispatch__  #: of classes whose instances are plain memo
 
 
 def refuse_address(name: str, remainder: int, hint: str = "") -> NoReturn:
-    """Raises the error for a tensor whose address is `remainder` bytes past an aligned one."""
     raise LayoutError(
         name,
         f"an address {remainder} bytes past a multiple of {ALIGNMENT}",
@@ -309,7 +304,6 @@ def multiplied(tensor: Tensor, factor: float) -> Tensor:
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """A meta tensor of the same layout."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 

@@ -1,9 +1,9 @@
 """Calls on `torch.distributed.tensor.DTensor`s: each rank runs the call on its own parts, and nothing is communicated.
 
-What may be divided among the ranks of a mesh dimension is data: an operation lists its `Way`s. A call takes, in each
-mesh dimension, the way that its tensors are sharded for; replicated tensors follow without communication. The local
-tensors make a plain call, and its results become DTensors. A tensor that every rank has whole gets a gradient that is a
-part of a sum, `Partial()`, where ranks have different parts of the result.
+Divisions are data: an operation lists its `ShardingStrategy`s, each for one mesh dimension. A call takes, in each mesh
+dimension, the strategy that its tensors are sharded for; replicated tensors follow without communication. The local
+tensors make a call of their own, and its results become DTensors. A tensor that every rank has whole gets a gradient
+that is a part of a sum, `Partial()`, where ranks have different parts of the result.
 
 A call that is sharded otherwise is refused, with the redistribution that would make it right: communication is the
 caller's to choose.
@@ -39,27 +39,27 @@ SUM = "sum"
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-class Way(NamedTuple):
-    """One way to divide a call among the ranks of a mesh dimension.
+class ShardingStrategy(NamedTuple):
+    """A division of a call among the ranks of a mesh dimension.
 
     Attributes:
-        name: What each rank has a part of, for messages.
+        name: The thing that each rank has a part of, for messages.
         inputs: The dimension in which each operand is divided; the others are replicated. A negative one is counted
             from the end, for an operand that broadcasts: without that dimension, or with size 1, it is replicated.
         results: The dimension in which each result is divided, or `MAX`, or `SUM`; one number for all results.
-        whole: Operands whose size in that dimension must be a multiple of the number of ranks.
-        present: Operands of which each rank must have a part that is not empty.
+        divisible: Operands whose size in that dimension must be a multiple of the number of ranks.
+        non_empty: Operands of which each rank must have a part that is not empty.
         refused: Why this call cannot be divided so; empty if it can.
-        instead: What serves such calls, besides a redistribution.
+        alternative: A function for such calls, besides a redistribution.
     """
 
     name: str
     inputs: Mapping[str, int]
     results: int | tuple[int | str, ...]
-    whole: tuple[str, ...] = ()
-    present: tuple[str, ...] = ()
+    divisible: tuple[str, ...] = ()
+    non_empty: tuple[str, ...] = ()
     refused: str = ""
-    instead: str = ""
+    alternative: str = ""
 
     def dimension(self, name: str, tensor: Tensor) -> int | None:
         """The dimension in which an operand is divided; None if each rank has it whole."""
@@ -69,19 +69,18 @@ class Way(NamedTuple):
         return None if -dim > tensor.dim() or tensor.shape[dim] == 1 else dim + tensor.dim()
 
     def result(self, number: int) -> int | str:
-        """How a result is divided."""
         return self.results if isinstance(self.results, int) else self.results[number]
 
 
-#: The ways of a call, the usual first, given its operands and options by name.
-Ways = Callable[[Mapping[str, object]], Sequence[Way]]
+#: The strategies of a call, the usual first, given its operands and options by name.
+Strategies = Callable[[Mapping[str, object]], Sequence[ShardingStrategy]]
 
 #: In which dimension a tensor is sharded over a mesh dimension: None if it is replicated, text for anything else.
 _Placed = int | str | None
 
 
-def along(whole: Mapping[str, int], *, sums: int = 0) -> Ways:
-    """The ways of a function of rows: any dimension of these operands but their last ones.
+def along(whole: Mapping[str, int], *, sums: int = 0) -> Strategies:
+    """The strategies of a function of rows: any dimension of these operands but their last ones.
 
     Results are divided as the operands are; operands that are not named, or of another rank than the first, are
     replicated, and so are those of size 1 there, which are broadcast.
@@ -92,7 +91,7 @@ def along(whole: Mapping[str, int], *, sums: int = 0) -> Ways:
     """
     first = next(iter(whole))
 
-    def ways(arguments: Mapping[str, object]) -> list[Way]:
+    def strategies(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
         operands = {name: x for name in whole if isinstance(x := arguments.get(name), Tensor)}
         rank = operands[first].dim() if first in operands else 0
         operands = {name: x for name, x in operands.items() if x.dim() == rank}
@@ -102,10 +101,10 @@ def along(whole: Mapping[str, int], *, sums: int = 0) -> Ways:
             if first in able:
                 wide = [name for name, x in able.items() if x.shape[dim] > 1]
                 results: int | tuple[int | str, ...] = (dim, *(SUM,) * sums) if sums else dim
-                found.append(Way(f"dimension {dim}", dict.fromkeys(wide or able, dim), results))
+                found.append(ShardingStrategy(f"dimension {dim}", dict.fromkeys(wide or able, dim), results))
         return found
 
-    return ways
+    return strategies
 
 
 #: Whether gradients of `to_local` depend on nothing: a second backward pass would leave some out, without an error.
@@ -149,22 +148,21 @@ def _is_dtensor(value: object) -> bool:
 
 
 def whole(x: Tensor) -> Tensor:
-    """All of a DTensor as a plain tensor, without communication where each rank has it."""
     full: Tensor = x.full_tensor()  # type: ignore[attr-defined]
     return full
 
 
-class Division(NamedTuple):
+class ShardedCall(NamedTuple):
     """How one call is divided among the ranks of a mesh.
 
     Attributes:
         mesh: The mesh of its DTensors.
-        chosen: The way in each mesh dimension; None where all tensors are replicated.
-        sizes: The global size that each way divides.
+        chosen: The strategy in each mesh dimension; None where all tensors are replicated.
+        sizes: The global size that each strategy divides.
     """
 
     mesh: DeviceMesh
-    chosen: tuple[Way | None, ...]
+    chosen: tuple[ShardingStrategy | None, ...]
     sizes: tuple[int, ...]
 
     def local(self, name: str, tensor: object) -> object:
@@ -175,10 +173,10 @@ class Division(NamedTuple):
             return tensor
         wanted: list[Placement] = []
         gradient: list[Placement] = []
-        for way in self.chosen:
-            dim = None if way is None else way.dimension(name, tensor)
+        for strategy in self.chosen:
+            dim = None if strategy is None else strategy.dimension(name, tensor)
             wanted.append(Replicate() if dim is None else Shard(dim))
-            gradient.append(Replicate() if way is None else Partial() if dim is None else Shard(dim))
+            gradient.append(Replicate() if strategy is None else Partial() if dim is None else Shard(dim))
         if not isinstance(tensor, DTensor):
             tensor = _as_recorded(tensor)
             if not tensor.requires_grad:
@@ -193,7 +191,6 @@ class Division(NamedTuple):
         return found.contiguous() if tensor.is_contiguous() else found
 
     def wrapped(self, found: FoundT) -> FoundT:
-        """The results of the local call as DTensors."""
         if isinstance(found, Tensor):
             return self._wrap(0, found)
         return tuple([self._wrap(number, x) for number, x in enumerate(found)])
@@ -204,8 +201,8 @@ class Division(NamedTuple):
         placements: list[Placement] = []
         shape = list(tensor.shape)
         ranks: dict[int, int] = {}
-        for index, way in enumerate(self.chosen):
-            how = None if way is None else way.result(number)
+        for index, strategy in enumerate(self.chosen):
+            how = None if strategy is None else strategy.result(number)
             if how is None:
                 placements.append(Replicate())
             elif isinstance(how, str):
@@ -225,35 +222,34 @@ class Division(NamedTuple):
         )
 
     def check_results(self, what: str, local: Mapping[str, object], found: Result) -> None:
-        """Checks that results are divided as their ways say, which users may declare.
+        """Checks that results are divided as their strategies say, which users may declare.
 
         Raises:
             UnsupportedError: One has another size than the operands in the dimension that is divided.
         """
         for number, result in enumerate([found] if isinstance(found, Tensor) else found):
-            for way in self.chosen:
-                dim = None if way is None else way.result(number)
-                if way is None or not isinstance(dim, int):
+            for strategy in self.chosen:
+                dim = None if strategy is None else strategy.result(number)
+                if strategy is None or not isinstance(dim, int):
                     continue
-                size = size_of(way, local)
+                size = size_of(strategy, local)
                 if result.dim() <= dim or result.shape[dim] != size:
                     shape = tuple(result.shape)
                     reason = (
                         f"results should have size {size} in dimension {dim}, as the operands do, and one is {shape}"
                     )
-                    raise UnsupportedError(f"{what} on DTensors divided in {way.name}", [reason], _LOCAL_MAP)
+                    raise UnsupportedError(f"{what} on DTensors divided in {strategy.name}", [reason], _LOCAL_MAP)
 
     @property
     def is_replicated(self) -> bool:
-        """Whether several ranks compute the same."""
-        return any(way is None and self.mesh.size(index) > 1 for index, way in enumerate(self.chosen))
+        return any(strategy is None and self.mesh.size(index) > 1 for index, strategy in enumerate(self.chosen))
 
     def part(self) -> int:
         """The number of this rank's part among all parts."""
         coordinate: Sequence[int] = self.mesh.get_coordinate() or []
         found = 0
-        for index, way in enumerate(self.chosen):
-            if way is not None:
+        for index, strategy in enumerate(self.chosen):
+            if strategy is not None:
                 found = found * self.mesh.size(index) + coordinate[index]
         return found
 
@@ -262,12 +258,14 @@ class Division(NamedTuple):
 _LOCAL_MAP = "torch.distributed.tensor.experimental.local_map around it"
 
 
-def divided(what: str, ways: Sequence[Way] | None, tensors: Mapping[str, object]) -> Division:
+def sharded_call(
+    what: str, strategies: Sequence[ShardingStrategy] | None, tensors: Mapping[str, object]
+) -> ShardedCall:
     """How a call with these tensors, of which some are DTensors, is divided.
 
     Args:
         what: The function, for messages.
-        ways: Its ways; None if it does not say how it may be divided.
+        strategies: Its strategies; None if it does not say how it may be divided.
         tensors: Its operands by name; other values are ignored.
 
     Raises:
@@ -290,15 +288,15 @@ def divided(what: str, ways: Sequence[Way] | None, tensors: Mapping[str, object]
     if mesh.get_coordinate() is None:
         reasons = [f"this rank is not in the mesh of {leading}, and has no part of the tensors"]
         raise UnsupportedError(f"{what} on DTensors", reasons, "calling it on the ranks of the mesh alone")
-    if ways is None:
+    if strategies is None:
         reasons = ["it does not say in which dimensions its operands may be divided"]
         raise UnsupportedError(f"{what} on DTensors", reasons, f"graph_op(..., shard=...), or {_LOCAL_MAP}")
-    search = _Search(what, ways, mesh, given, placed={name: _placed(x) for name, x in sharded.items()})
+    search = _Search(what, strategies, mesh, given, placed={name: _placed(x) for name, x in sharded.items()})
     chosen = search.chosen()
     if chosen is None:
         raise search.refusal()
-    sizes = [0 if way is None else size_of(way, given) for way in chosen]
-    return Division(mesh, chosen, tuple(sizes))
+    sizes = [0 if strategy is None else size_of(strategy, given) for strategy in chosen]
+    return ShardedCall(mesh, chosen, tuple(sizes))
 
 
 def refuse(what: str, reason: str) -> NoReturn:
@@ -324,88 +322,95 @@ def _placed(tensor: DTensor) -> list[_Placed]:
     return found
 
 
-def size_of(way: Way, tensors: Mapping[str, object]) -> int:
-    """The global size that a way divides: that of its first operand."""
-    for name in way.inputs:
+def size_of(strategy: ShardingStrategy, tensors: Mapping[str, object]) -> int:
+    """The global size that a strategy divides: that of its first operand."""
+    for name in strategy.inputs:
         tensor = tensors.get(name)
-        if isinstance(tensor, Tensor) and (dim := way.dimension(name, tensor)) is not None:
+        if isinstance(tensor, Tensor) and (dim := strategy.dimension(name, tensor)) is not None:
             return tensor.shape[dim]
     return 0
 
 
 class _Search(NamedTuple):
-    """The ways of one call, and how its tensors are placed."""
-
     what: str
-    ways: Sequence[Way]
+    strategies: Sequence[ShardingStrategy]
     mesh: DeviceMesh
     tensors: Mapping[str, Tensor]
     placed: Mapping[str, list[_Placed]]
 
-    def chosen(self) -> tuple[Way | None, ...] | None:
-        """The way in each mesh dimension; None if there is none."""
-        possible: list[list[Way | None]] = []
+    def chosen(self) -> tuple[ShardingStrategy | None, ...] | None:
+        possible: list[list[ShardingStrategy | None]] = []
         for index in range(self.mesh.ndim):
             if all(at[index] is None for at in self.placed.values()):
                 possible.append([None])
                 continue
-            possible.append([way for way in self.ways if not way.refused and self._fits(way, index)])
+            possible.append(
+                [strategy for strategy in self.strategies if not strategy.refused and self._fits(strategy, index)]
+            )
         for found in itertools.product(*possible):
             if not self._obstacles(found):
                 return tuple(found)
         return None
 
-    def _fits(self, way: Way, index: int) -> bool:
-        """Whether tensors are sharded for a way, or follow without communication."""
+    def _usable(self) -> list[ShardingStrategy]:
+        return [strategy for strategy in self.strategies if not strategy.refused]
+
+    def _fits(self, strategy: ShardingStrategy, index: int) -> bool:
+        """Whether tensors are sharded for a strategy, or follow without communication."""
         for name, at in self.placed.items():
-            if at[index] is not None and at[index] != way.dimension(name, self.tensors[name]):
+            if at[index] is not None and at[index] != strategy.dimension(name, self.tensors[name]):
                 return False
         return True
 
-    def _obstacles(self, chosen: Sequence[Way | None]) -> list[str]:
-        """What is wrong with ways together: sizes, and plain tensors that would have to be divided."""
+    def _obstacles(self, chosen: Sequence[ShardingStrategy | None]) -> list[str]:
+        """What is wrong with strategies together: sizes, and plain tensors that would have to be divided."""
         found: list[str] = []
-        for way in chosen:
-            if way is None:
+        for strategy in chosen:
+            if strategy is None:
                 continue
             ranks = 1
             for index, other in enumerate(chosen):
-                ranks *= self.mesh.size(index) if other is way else 1
-            for name in way.whole:
-                dim = way.dimension(name, self.tensors[name])
+                ranks *= self.mesh.size(index) if other is strategy else 1
+            for name in strategy.divisible:
+                dim = strategy.dimension(name, self.tensors[name])
                 size = 0 if dim is None else self.tensors[name].shape[dim]
                 if size % ranks:
-                    found.append(f"{name} has {size} {way.name}, which {ranks} ranks cannot share in whole numbers")
-            shares = [self.mesh.size(index) for index, other in enumerate(chosen) if other is way]
-            for name in way.present:
-                dim = way.dimension(name, self.tensors[name])
+                    found.append(
+                        f"{name} has {size} {strategy.name}, which {ranks} ranks cannot share in whole numbers"
+                    )
+            shares = [self.mesh.size(index) for index, other in enumerate(chosen) if other is strategy]
+            for name in strategy.non_empty:
+                dim = strategy.dimension(name, self.tensors[name])
                 size = 0 if dim is None else self.tensors[name].shape[dim]
                 if min(_parts(size, shares)) == 0:
-                    found.append(f"{name} has {size} {way.name}, which {ranks} ranks cannot share so that each has one")
-            for name, x in self.tensors.items():
-                dim = None if name in self.placed else way.dimension(name, x)
-                if dim is not None:
                     found.append(
-                        f"{name} is a plain tensor, which is taken as replicated, and {way.name} divide its dimension "
-                        f"{dim}: expected a DTensor"
+                        f"{name} has {size} {strategy.name}, which {ranks} ranks cannot share so that each has one"
                     )
+            for name, x in self.tensors.items():
+                dim = None if name in self.placed else strategy.dimension(name, x)
+                if dim is not None:
+                    why = f"which is taken as replicated, and {strategy.name} divide its dimension {dim}"
+                    found.append(f"{name} is a plain tensor, {why}: expected a DTensor")
         return found
 
+    def _size(self, strategy: ShardingStrategy, name: str) -> int:
+        dim = strategy.dimension(name, self.tensors[name])
+        return 0 if dim is None else self.tensors[name].shape[dim]
+
     def refusal(self) -> UnsupportedError:
-        """The error for a call that cannot be divided: why not, and what would work."""
         reasons: list[str] = []
         instead: list[str] = []
         for index in range(self.mesh.ndim):
             placed = {name: at[index] for name, at in self.placed.items() if at[index] is not None}
             if not placed:
                 continue
-            fitting = [way for way in self.ways if self._fits(way, index)]
-            for way in fitting:
-                if way.refused:
-                    reasons.append(f"{self._described(placed, index)}: {way.refused}")
-                    instead += [way.instead] if way.instead else []
+            fitting = [strategy for strategy in self.strategies if self._fits(strategy, index)]
+            for strategy in fitting:
+                if strategy.refused:
+                    reasons.append(f"{self._described(placed, index)}: {strategy.refused}")
+                    instead += [strategy.alternative] if strategy.alternative else []
                 else:
-                    reasons += self._obstacles([way if at == index else None for at in range(self.mesh.ndim)])
+                    reasons += self._obstacles([strategy if at == index else None for at in range(self.mesh.ndim)])
             if not fitting:
                 reasons.append(f"{self._described(placed, index)}; expected {self._expected(placed)}")
         reasons = list(dict.fromkeys(reasons)) or self._obstacles(
@@ -415,11 +420,10 @@ class _Search(NamedTuple):
         suggestion = " or ".join(dict.fromkeys([text for text in suggestions if text]))
         return UnsupportedError(f"{self.what} on DTensors placed like these", reasons, suggestion)
 
-    def _first(self, index: int) -> Way | None:
-        """The first way that tensors are sharded for in a mesh dimension."""
+    def _first(self, index: int) -> ShardingStrategy | None:
         if all(at[index] is None for at in self.placed.values()):
             return None
-        return next(way for way in self.ways if not way.refused and self._fits(way, index))
+        return next(strategy for strategy in self._usable() if self._fits(strategy, index))
 
     def _described(self, placed: Mapping[str, _Placed], index: int) -> str:
         names = self.mesh.mesh_dim_names
@@ -428,27 +432,31 @@ class _Search(NamedTuple):
 
     def _expected(self, placed: Mapping[str, _Placed]) -> str:
         name = next(iter(placed))
-        dims = {way.dimension(name, self.tensors[name]): way.name for way in self.ways if not way.refused}
+        dims = {
+            strategy.dimension(name, self.tensors[name]): strategy.name
+            for strategy in self.strategies
+            if not strategy.refused
+        }
         allowed = [f"{name} {_text(dim)} ({what})" for dim, what in dims.items() if dim is not None]
         return ", ".join([*allowed, f"{name} Replicate()"]) + ", and others alike"
 
     def _redistributions(self) -> list[str]:
         """The fewest redistributions that make the call right, as code."""
-        options = [None, *[way for way in self.ways if not way.refused]]
+        options = [None, *self._usable()]
         best: list[str] | None = None
         best_kept = 0
         for chosen in itertools.product(options, repeat=self.mesh.ndim):
             changes = self._redistributions_to(chosen)
-            kept = sum(way is not None for way in chosen)
+            kept = sum(strategy is not None for strategy in chosen)
             if changes is not None and (best is None or (len(changes), -kept) < (len(best), -best_kept)):
                 best, best_kept = changes, kept
         return best or []
 
-    def _redistributions_to(self, chosen: Sequence[Way | None]) -> list[str] | None:
+    def _redistributions_to(self, chosen: Sequence[ShardingStrategy | None]) -> list[str] | None:
         changes = []
         for name, x in self.tensors.items():
             at = self.placed.get(name)
-            dims = [None if way is None else way.dimension(name, x) for way in chosen]
+            dims = [None if strategy is None else strategy.dimension(name, x) for strategy in chosen]
             if at is None:
                 if any(dim is not None for dim in dims):
                     places = ", ".join(map(_text, dims))
@@ -477,43 +485,42 @@ def _parts(size: int, ranks: Sequence[int]) -> set[int]:
 
 
 def _text(at: _Placed) -> str:
-    """A placement as code."""
     return "Replicate()" if at is None else f"Shard({at})" if isinstance(at, int) else at
 
 
 def run(
     what: str,
-    ways: Sequence[Way] | None,
+    strategies: Sequence[ShardingStrategy] | None,
     tensors: Mapping[str, object],
-    call: Callable[[dict[str, Any], Division], FoundT],
+    call: Callable[[dict[str, Any], ShardedCall], FoundT],
 ) -> FoundT:
     """The results, as DTensors, of a call of which some tensors are DTensors.
 
     Args:
-        what: See `divided`.
-        ways: See `divided`.
-        tensors: See `divided`.
-        call: The plain call, given all operands as this rank has them.
+        what: See `sharded_call`.
+        strategies: See `sharded_call`.
+        tensors: See `sharded_call`.
+        call: The local call, given all operands as this rank has them.
     """
-    division = divided(what, ways, tensors)
-    local = {name: division.local(name, x) for name, x in tensors.items()}
-    found = call(local, division)
-    division.check_results(what, local, found)
-    return division.wrapped(found)
+    sharded = sharded_call(what, strategies, tensors)
+    local = {name: sharded.local(name, x) for name, x in tensors.items()}
+    found = call(local, sharded)
+    sharded.check_results(what, local, found)
+    return sharded.wrapped(found)
 
 
-def local_arguments(what: str, ways: Ways | None, arguments: Mapping[str, object]) -> dict[str, Any]:
+def local_arguments(what: str, strategies: Strategies | None, arguments: Mapping[str, object]) -> dict[str, Any]:
     """The arguments of the call that this rank runs, for `explain`; tuples of tensors, such as scales, are replicated.
 
     Raises:
-        UnsupportedError: See `divided`.
+        UnsupportedError: See `sharded_call`.
     """
     named: dict[str, Any] = {name: value for name, value in arguments.items() if hasattr(value, "_fields")}
     flat = dict(arguments)
     for name, value in named.items():
         flat |= {f"{name}.{field}": x for field, x in value._asdict().items()}
-    division = divided(what, None if ways is None else ways(arguments), flat)
-    found = {name: division.local(name, x) for name, x in flat.items()}
+    sharded = sharded_call(what, None if strategies is None else strategies(arguments), flat)
+    found = {name: sharded.local(name, x) for name, x in flat.items()}
     for name, value in named.items():
         found[name] = value._make([found.pop(f"{name}.{field}") for field in value._fields])
     return found

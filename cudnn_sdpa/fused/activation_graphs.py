@@ -107,7 +107,7 @@ def _silu_and_slope(g: GraphBuilder, x: Symbol) -> tuple[Symbol, Symbol]:
     return silu, g.add(a=sigmoid, b=g.sub(a=silu, b=g.mul(a=silu, b=sigmoid)))
 
 
-def _ways(arguments: Mapping[str, object]) -> Sequence[sharding.Way]:
+def _ways(arguments: Mapping[str, object]) -> Sequence[sharding.ShardingStrategy]:
     """Shards any dimension of all operands; where one holds both halves, any but the last."""
     holds_both = arguments.get("up") is None
     return sharding.along({name: int(holds_both) for name in ("gate", "up", "grad") if name in arguments})(arguments)

@@ -189,8 +189,8 @@ def _wgrad_reference(grad: Tensor, x: Tensor, *, shape: Sizes, **sizes: Sizes) -
     return channels_last(grad_weight.to(grad.dtype))
 
 
-def ways(_: Mapping[str, object]) -> Sequence[sharding.Way]:
-    return [sharding.Way("the batch", {"x": 0}, 0)]
+def ways(_: Mapping[str, object]) -> Sequence[sharding.ShardingStrategy]:
+    return [sharding.ShardingStrategy("the batch", {"x": 0}, 0)]
 
 
 def _flops(y: Tensor, shape: Sizes) -> int:
@@ -230,7 +230,7 @@ def _dgrad_backward(
     keeps_results=False,
     readable=_channels_last,
     views=_as_2d,
-    shard=lambda _: [sharding.Way("the batch", {"grad": 0}, 0)],
+    shard=lambda _: [sharding.ShardingStrategy("the batch", {"grad": 0}, 0)],
     flops=lambda grad, weight, **_: _flops(grad, weight.shape),
 )
 def conv_dgrad(
@@ -264,7 +264,7 @@ def _wgrad_backward(
     keeps_results=False,
     readable=_channels_last,
     views=_as_2d,
-    shard=lambda _: [sharding.Way("the batch", {"grad": 0, "x": 0}, (sharding.SUM,))],
+    shard=lambda _: [sharding.ShardingStrategy("the batch", {"grad": 0, "x": 0}, (sharding.SUM,))],
     flops=lambda grad, _, *, shape, **__: _flops(grad, shape),
 )
 def conv_wgrad(

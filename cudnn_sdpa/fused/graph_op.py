@@ -27,12 +27,21 @@ from cudnn_sdpa.engine.dispatch_state import (
     is_batch,
     is_deterministic,
     is_lazy,
+    materialized,
     needs_gradient,
-    plain,
 )
 from cudnn_sdpa.engine.explain import Description
-from cudnn_sdpa.engine.fast_path import NOT_A_CALL, CallTable, kinds_of
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, check_one_device, readable_gradient
+from cudnn_sdpa.engine.launch import (
+    NOT_A_CALL,
+    Address,
+    BoundPlan,
+    CallTable,
+    LaunchExtras,
+    Layout,
+    check_one_device,
+    kinds_of,
+    readable_gradient,
+)
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.torch_ops import SCHEMAS, Implementations, implement
 from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
@@ -116,7 +125,7 @@ class GraphFunction(GraphDefinition):
         reads: Callable[..., Sequence[bool]] | None = None,
         autocast: bool = False,
         materialize_grads: bool = True,
-        shard: Mapping[str, int] | sharding.Ways | None = None,
+        shard: Mapping[str, int] | sharding.Strategies | None = None,
         flops: Callable[..., int] | None = None,
     ) -> None:
         super().__init__(builder)
@@ -183,7 +192,7 @@ class GraphFunction(GraphDefinition):
             entry = self._find(operands, options)
             if entry is not None:
                 if self.calls.is_used:
-                    self._teach(operands, options, entry)
+                    self._register(operands, options, entry)
                 if entry.trains:
                     return self._differentiate(self._completed(operands), entry.static, entry.bound)
                 return self._returned(entry.bound(_tensors(operands), numbers=_numbers(operands)), trains=False)
@@ -224,7 +233,7 @@ class GraphFunction(GraphDefinition):
         values = self.as_readable(values, static)
         if is_compiling():
             return self._returned(self._by_operator(values, static), trains=trains)
-        values = tuple(plain(x) if isinstance(x, Tensor) and is_lazy(x) else x for x in values)
+        values = tuple(materialized(x) if isinstance(x, Tensor) and is_lazy(x) else x for x in values)
         tensors = _tensors(values)
         first = tensors[0]
         # `arguments` has cast for autocast already; references on the CPU run below it, as they do in the dispatcher.
@@ -300,19 +309,19 @@ class GraphFunction(GraphDefinition):
         last = rest.index(named[-1]) + 1
         return (*operands, *[options.get(name) for name in rest[:last]]), others
 
-    def _teach(self, operands: tuple[Value, ...], options: Mapping[str, object], entry: _BoundCall) -> None:
+    def _register(self, operands: tuple[Value, ...], options: Mapping[str, object], entry: _BoundCall) -> None:
         """Registers a known call with the native module."""
         if any(isinstance(x, int) for x in operands):
             return
         layouts = entry.bound.results
         count = len(layouts) - (self.auxiliary if entry.trains else 0)
-        call = RepeatableCall(entry.bound, _tensors(operands), range(count), is_single=count == 1)
+        call = RepeatableCall(entry.bound, _tensors(operands), range(count), single_output=count == 1)
         if entry.trains:
             values = self._completed(operands)
             differentiation = self.saved(values, entry.static, _requiring(values)).differentiation(values, layouts)
-            self.calls.learn(operands, options, call, differentiation)
+            self.calls.register(operands, options, call, differentiation)
         else:
-            self.calls.learn(operands, options, call)
+            self.calls.register(operands, options, call)
 
     def _differentiate(self, values: tuple[Value, ...], static: Options, run: Run) -> Result:
         result: Result = Differentiable.apply(_Tracked(run, self.saved(values, static, _requiring(values))), *values)
@@ -447,7 +456,7 @@ class GraphFunction(GraphDefinition):
             operands=[name for name, x in by_name.items() if isinstance(x, Tensor)],
             results=[(tuple(x.shape), tuple(x.stride()), x.dtype) for x in results],
             numbers={name: float(x) for name, x in by_name.items() if isinstance(x, (int, float))},
-            additions=Additions(addresses=self._parts(values, results, viewed)),
+            extras=LaunchExtras(addresses=self._parts(values, results, viewed)),
         )
 
     def _parts(self, values: Sequence[Value], results: Sequence[Tensor], viewed: Views) -> dict[str, Address]:
@@ -675,11 +684,11 @@ class Saved:
         *,
         may_fall_back: bool,
         numbers: tuple[float, ...],
-        can_learn: bool,
+        can_register: bool,
     ) -> tuple[Sequence[Tensor | None], RepeatableCall | None]:
         """Gradients of calls that the native module has launched; see `Differentiation`."""
         found, call = self._gradients_and_call(_NativeContext(saved, numbers, options), grads, needs)
-        return found, call.repeatable(self.function, needs) if can_learn and call is not None else None
+        return found, call.repeatable(self.function, needs) if can_register and call is not None else None
 
 
 class _Tracked(NamedTuple):
@@ -914,7 +923,7 @@ def graph_op(
     reads: Callable[..., Sequence[bool]] | None = ...,
     autocast: bool = ...,
     materialize_grads: bool = ...,
-    shard: Mapping[str, int] | sharding.Ways | None = ...,
+    shard: Mapping[str, int] | sharding.Strategies | None = ...,
     flops: Callable[..., int] | None = ...,
 ) -> Callable[[Callable[..., object]], GraphFunction]: ...
 
@@ -934,7 +943,7 @@ def graph_op(
     reads: Callable[..., Sequence[bool]] | None = None,
     autocast: bool = False,
     materialize_grads: bool = True,
-    shard: Mapping[str, int] | sharding.Ways | None = None,
+    shard: Mapping[str, int] | sharding.Strategies | None = None,
     flops: Callable[..., int] | None = None,
 ) -> GraphFunction | Callable[[Callable[..., object]], GraphFunction]:
     """Makes a function of tensors from a function that builds a cuDNN graph.
@@ -983,10 +992,10 @@ def graph_op(
         shard: The operands that ranks may share if they are DTensors, by name, each with the number of its last
             dimensions that a rank needs whole: `{"x": 1}` for rows of x. They are sharded alike, in any other
             dimension, and so are the results. The other operands are replicated, and their gradients are `Partial()`.
-            Or a function of all operands and options by name that gives the ways to share a call, each a
-            `cudnn_sdpa.engine.sharding.Way`, the usual one first: a convolution has `[Way("the batch", {"x": 0}, 0)]`,
-            for a part of dimension 0 of x and of the result on each rank. A call that extends over more than 2³¹
-            elements is split in the same way, into parts that run one after another. None refuses both.
+            Or a function of all operands and options by name that gives the divisions of a call, the usual one first:
+            a convolution has `[cudnn_sdpa.engine.sharding.ShardingStrategy("the batch", {"x": 0}, 0)]`, for a part of
+            dimension 0 of x and of the result on each rank. A call that extends over more than 2³¹ elements is split
+            in the same way, into parts that run one after another. None refuses both.
         flops: `flops(*operands, **options)` returns how many floating-point operations `FlopCounterMode` counts for a
             call; it is given tensors without memory, too. None is none.
 

@@ -1,8 +1,8 @@
 """Calls of graph functions on more than 2³¹ elements, in parts that run one after another.
 
-Beyond that many, cuDNN 9.19 has no engine for norms, and other versions are untested. A `Way` to shard a call among
-ranks also splits it into parts. These are views of the operands, and each writes its part of results that are allocated
-once; results that are sums are summed in float32.
+Beyond that many, cuDNN 9.19 has no engine for norms, and other versions are untested. A call's `ShardingStrategy`, by
+which ranks share it, also splits it into parts. These are views of the operands, and each writes its part of results
+that are allocated once; results that are sums are summed in float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.launch import BoundPlan, Layout
-from cudnn_sdpa.engine.sharding import Way, Ways, size_of
+from cudnn_sdpa.engine.sharding import ShardingStrategy, Strategies, size_of
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.encoding import Value
 from cudnn_sdpa.graph import known_issues
@@ -35,7 +35,7 @@ class Split(NamedTuple):
         part_size: Its size in each part but the last.
     """
 
-    way: Way
+    way: ShardingStrategy
     size: int
     part_size: int
 
@@ -59,7 +59,7 @@ class Split(NamedTuple):
 
 
 def split_of(
-    function: str, ways: Ways | None, operands: Mapping[str, Value], results: Sequence[Tensor]
+    function: str, ways: Strategies | None, operands: Mapping[str, Value], results: Sequence[Tensor]
 ) -> Split | None:
     """The split of a call that is too large for one plan. Parts may be too large, too."""
     tensors = [x for x in (*operands.values(), *results) if isinstance(x, Tensor)]

@@ -107,9 +107,9 @@ _BACKEND_ONLY = "_backend_only"
 
 
 def _keep_out_python_engines() -> None:
-    """Keeps the frontend's engines in Python out of this library's graphs, which skip them: their import takes 0.3 s."""
+    """Keeps the frontend's Python engines, whose import takes 0.3 s, out of this library's graphs, which skip them."""
     try:
-        manifest = importlib.import_module("cudnn.engines.manifest")
+        manifest: Any = importlib.import_module("cudnn.engines.manifest")
         family_for = manifest.family_for
     except (ImportError, AttributeError):  # a frontend without such engines, or with others
         return

@@ -13,7 +13,7 @@ from torch import Tensor
 from cudnn_sdpa.engine import fallback
 from cudnn_sdpa.engine.dispatch_state import is_autocasting
 from cudnn_sdpa.engine.native.calls import NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation import NativeKey, Operation
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
 from cudnn_sdpa.errors import LibraryError, UnsupportedError
 
@@ -107,12 +107,21 @@ class Kernel:
 def launch(operation: Operation[CallT], call: CallT, calls: NativeCalls, signature: tuple[object, ...]) -> Any:
     """Runs a call of PyTorch's dispatcher, below autograd and autocast, neither of which acts again."""
     with undisturbed(operation.first_of(call)):
-        return operation(call, Asked(calls, signature))
+        return operation(call, NativeKey(calls, signature))
 
 
 def launch_backward(operation: Operation[CallT], backward: BackwardCall[CallT]) -> Sequence[Tensor]:
-    with torch.no_grad():
-        return operation.gradients_from_dispatcher(backward)
+    """Runs a backward call of PyTorch's dispatcher, below autograd; returns the needed gradients.
+
+    Args:
+        operation: The operation.
+        backward: The unchecked call.
+
+    Raises:
+        ArgumentError: An argument is wrong.
+    """
+    with undisturbed(operation.first_of(backward.call)):
+        return operation.run_backward(backward)
 
 
 @contextlib.contextmanager

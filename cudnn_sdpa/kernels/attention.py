@@ -1,4 +1,4 @@
-"""Attention by kernels of the library's own: `kernels.attention`, its module, and its part in calls of `sdpa`."""
+"""Attention by kernels of the library's own: `kernels.attention`, and its module."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation import NativeKey, Operation
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
-from cudnn_sdpa.kernels.arguments import FUSED, MAX_FUSED_DIM, MODES, TILED, Mode, without_causal_bias
+from cudnn_sdpa.kernels.arguments import FUSED, MODES, Mode, without_causal_bias
 from cudnn_sdpa.kernels.call import KernelAttentionBackwardCall, KernelAttentionCall
 
 
@@ -91,25 +89,8 @@ def attention(
     )
     if mask is not None and type(mask) is not Tensor:
         call = without_causal_bias(call)
-    result: Tensor = ATTENTION(call, Asked(_calls, given))
+    result: Tensor = ATTENTION(call, NativeKey(_calls, given))
     return result
-
-
-#: The arguments of `sdpa` that `attention` has. It is always deterministic.
-KNOWN = frozenset(("q", "k", "v", "attn_mask", "is_causal", "causal_alignment", "scale", "deterministic"))
-
-
-def instead_of_sdpa(call: ForwardArguments) -> Tensor | None:
-    """The output of a call of `sdpa`, for `fallback("kernels")`; None if `attention` lacks an option or a result.
-
-    Head dims above those of the fused form take the tiled one, whose memory grows with Sq × Skv.
-    """
-    aligned = not call.is_causal or call.causal_alignment == TOP_LEFT or call.q.shape[2] == call.k.shape[2]
-    dim = call.q.shape[3]
-    if not call.has_only(KNOWN) or not aligned or call.v.shape[3] != dim:
-        return None
-    mode: Mode = FUSED if dim <= MAX_FUSED_DIM else TILED
-    return attention(call.q, call.k, call.v, mode=mode, mask=call.attn_mask, is_causal=call.is_causal, scale=call.scale)
 
 
 class CUDAAttention(torch.nn.Module):
@@ -161,5 +142,5 @@ ATTENTION = Operation(
     call=KernelAttentionCall,
     backward=KernelAttentionBackwardCall,
     differentiable=("q", "k", "v", "mask"),
-    auxiliary=("statistics",),
+    aux_outputs=("statistics",),
 )

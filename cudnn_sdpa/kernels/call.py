@@ -11,7 +11,7 @@ from cudnn_sdpa.attention import bias, sharding
 from cudnn_sdpa.attention.arguments import warn_of_order
 from cudnn_sdpa.engine.autocast import cast_fields
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
-from cudnn_sdpa.engine.sharding import Way
+from cudnn_sdpa.engine.sharding import ShardingStrategy
 from cudnn_sdpa.kernels import arguments, launch, plans
 from cudnn_sdpa.kernels import reference as in_pytorch
 from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments
@@ -39,7 +39,7 @@ class KernelAttentionCall(KernelArguments, Call):  # type: ignore[misc]  # a Nam
         warn_of_order(self)
         return in_pytorch.attention(self)
 
-    def strategies(self) -> list[Way]:
+    def strategies(self) -> list[ShardingStrategy]:
         return sharding.kernels(self._asdict())
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import warn_of_order
 from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
 from cudnn_sdpa.engine.dispatch_state import is_lazy
-from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall, Prepared
+from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Prepared, SingleLaunch
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments, Needs, check, check_memory
@@ -31,7 +31,7 @@ def prepare(call: KernelArguments) -> Prepared:
     if spec.is_empty:
         return Prepared(without_keys, None)
     bound, plan = bind(spec, call.q.get_device(), call.scale_value)
-    return Prepared(PlainCall(bound), plan)
+    return Prepared(SingleLaunch(bound), plan)
 
 
 def prepare_gradients(of: Gradient) -> Prepared:
@@ -45,8 +45,8 @@ def prepare_gradients(of: Gradient) -> Prepared:
     wanted = [place for place, name in enumerate(names) if getattr(needs, name.removeprefix("grad_"), False)]
     places = {name: name if name in Gradient._fields else f"call.{name}" for name in bound.operands}
     if not needs.mask:
-        return Prepared(PlainCall(bound, wanted, of=places), plan)
-    run_all = PlainCall(bound, range(len(bound.results)), of=places)
+        return Prepared(SingleLaunch(bound, wanted, of=places), plan)
+    run_all = SingleLaunch(bound, range(len(bound.results)), of=places)
 
     def run(of: Gradient) -> tuple[Tensor, ...]:
         """The mask's gradient is summed over the dimensions that were broadcast."""
@@ -70,8 +70,8 @@ def bind(spec: Spec, device: int, scale: float) -> tuple[BoundPlan, Plan]:
             operands,
             results=[(x.layout.shape, x.layout.stride, x.layout.dtype) for x in spec.outputs()],
             numbers={"scale": scale},
-            additions=Additions(anywhere=tuple(read_by_element)),
-            otherwise=partial(_by_element, replace(spec, vectors=False), device, scale) if spec.vectors else None,
+            extras=LaunchExtras(unaligned_ok=tuple(read_by_element)),
+            unaligned_plan=partial(_by_element, replace(spec, vectors=False), device, scale) if spec.vectors else None,
         )
     return bound, plan
 

@@ -159,9 +159,9 @@ class RotaryEmbedding(nn.Module):
 
     def _rotate_dtensors(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ways = [
-            sharding.Way("the batch", {"heads": 0, "cosines": -3, "sines": -3}, 0),
-            sharding.Way("tokens", {"heads": 1, "cosines": -2, "sines": -2}, 1),
-            sharding.Way("heads", {"heads": 2}, 2),
+            sharding.ShardingStrategy("the batch", {"heads": 0, "cosines": -3, "sines": -3}, 0),
+            sharding.ShardingStrategy("tokens", {"heads": 1, "cosines": -2, "sines": -2}, 1),
+            sharding.ShardingStrategy("heads", {"heads": 2}, 2),
         ]
         tensors = {"heads": heads, "cosines": cos, "sines": sin}
         return sharding.run(

@@ -12,11 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.dispatch_state import is_lazy, plain
-from cudnn_sdpa.engine.launch import Additions, BoundPlan, PlainCall, Prepared
+from cudnn_sdpa.engine.dispatch_state import is_lazy, materialized
+from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Prepared, SingleLaunch
 from cudnn_sdpa.engine.memory import check_is_tensor, check_present, check_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation import NativeKey, Operation
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
 from cudnn_sdpa.errors import LayoutError, ShapeError
 from cudnn_sdpa.graph import target as targets
@@ -119,7 +119,7 @@ def bind(operation, key, names, result, scale):
     """A plan, built if there is none, with all that its launch needs besides tensors."""
     plan = plan_cache.get(key, lambda key: build.build_plan(operation, key))
     with torch.cuda.device(key.device):
-        return BoundPlan(plan, names, [result], {"scale": scale}, Additions(anywhere=tuple(names))), plan
+        return BoundPlan(plan, names, [result], {"scale": scale}, LaunchExtras(unaligned_ok=tuple(names))), plan
 
 
 # What the library asks of a call. Autocast leaves softmaxes in the dtype that they get.
@@ -165,7 +165,7 @@ class Softmax(Arguments, Call):
         device = self.x.get_device()
         key = forward_key(self, targets.live_target(device), device)
         bound, plan = bind(softmax_forward, key, ["x"], dense(self.x), self.scale)
-        return Prepared(PlainCall(bound), plan)
+        return Prepared(SingleLaunch(bound), plan)
 
     def flops(self):
         """Floating-point operations of both passes."""
@@ -180,7 +180,7 @@ class SoftmaxBackward(BackwardArguments, BackwardCall):
     def make_readable(self):
         """The call as the kernel can read it: the gradient in memory, in the dtype of the result."""
         grad, dtype = self.grad_out, self.out.dtype
-        return self._replace(grad_out=plain(grad).to(dtype)) if is_lazy(grad) or grad.dtype != dtype else self
+        return self._replace(grad_out=materialized(grad).to(dtype)) if is_lazy(grad) or grad.dtype != dtype else self
 
     def reference(self):
         """The gradient in plain PyTorch."""
@@ -202,7 +202,7 @@ class SoftmaxBackward(BackwardArguments, BackwardCall):
         device = self.out.get_device()
         key = backward_key(self, targets.live_target(device), device)
         bound, plan = bind(softmax_backward, key, ["out", "grad_out"], dense(self.out), self.call.scale)
-        return Prepared(PlainCall(bound, [0], of={"out": "out", "grad_out": "grad_out"}), plan)
+        return Prepared(SingleLaunch(bound, [0], of={"out": "out", "grad_out": "grad_out"}), plan)
 
     @staticmethod
     def new_gradient(name, tensor):  # noqa: ARG004 - there is one input
@@ -218,11 +218,11 @@ ROW_SOFTMAX = Operation(
     call=Softmax,
     backward=SoftmaxBackward,
     differentiable=("x",),
-    auxiliary=(),  # no result is for the backward pass alone
+    aux_outputs=(),  # no result is for the backward pass alone
     forward_mode="torch.softmax",
 )
 
-_calls = NativeCalls()  # those that C++ has been taught
+_calls = NativeCalls()  # those that C++ recognizes
 
 
 def row_softmax(x, scale=1.0):
@@ -235,7 +235,7 @@ def row_softmax(x, scale=1.0):
         known = _calls.find(rows, scale)
         if known is not MISSED:
             return known.view(x.shape)
-    return ROW_SOFTMAX(Softmax(rows, float(scale)), Asked(_calls, (rows, scale))).view(x.shape)
+    return ROW_SOFTMAX(Softmax(rows, float(scale)), NativeKey(_calls, (rows, scale))).view(x.shape)
 
 
 def main():

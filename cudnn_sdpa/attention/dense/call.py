@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.cpu_checks import check_strides_of_dense
 from cudnn_sdpa.attention.dense import launch_backward, parts, plans, tiers
 from cudnn_sdpa.attention.dense import reference as in_pytorch
 from cudnn_sdpa.engine.autocast import cast_fields
-from cudnn_sdpa.engine.sharding import Way
+from cudnn_sdpa.engine.sharding import ShardingStrategy
 
 
 class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
@@ -30,7 +30,7 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
     check_memory = arguments.check_memory
     check_gradient_keys = parts.check_gradient
     outputs = plans.results
-    alternative = in_pytorch.pytorchs
+    alternative = in_pytorch.alternative
     bind = tiers.prepare
     keys = parts.keys
     flops = in_pytorch.flops
@@ -42,7 +42,7 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
         warn_of_order(self)
         return in_pytorch.attention(self)
 
-    def strategies(self) -> list[Way]:
+    def strategies(self) -> list[ShardingStrategy]:
         return sharding.dense(self._asdict())
 
 

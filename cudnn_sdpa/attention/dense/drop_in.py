@@ -17,7 +17,7 @@ from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.autograd_checks import PYTORCHS, refuse_context_parallel
 from cudnn_sdpa.engine.memory import check_is_tensor, check_present, is_causal_bias, shape_of
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked
+from cudnn_sdpa.engine.operation import NativeKey
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
 
@@ -86,7 +86,7 @@ def scaled_dot_product_attention(
                 dropout_p=as_float(dropout_p),
                 deterministic=torch.are_deterministic_algorithms_enabled(),
             )
-            return SDPA(call, Asked(_calls, given))  # type: ignore[no-any-return]
+            return SDPA(call, NativeKey(_calls, given))  # type: ignore[no-any-return]
         query, key, value = lifted(query, key, value, attn_mask)
         q, k, v, options = drop_in_arguments(
             query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

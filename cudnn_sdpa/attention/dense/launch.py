@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.bias import BiasKernel
 from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.lengths import LENGTHS, LengthsKernel, RowLimitsKernel
 from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, items_by_name
+from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, SingleLaunch, items_by_name
 from cudnn_sdpa.engine.memory import check_present
 from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride
 from cudnn_sdpa.plans.plan import Plan
@@ -44,7 +44,7 @@ def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float)
     adds_sinks = spec.sinks and has_lse and (forward.sinks_outside or spec.can_have_masked_rows)
     if spec.mask.masked_rows or adds_sinks or forward.with_lse != has_lse:
         return _Completed(forward, bound)
-    return PlainCall(bound)
+    return SingleLaunch(bound)
 
 
 def bind_plan(
@@ -74,12 +74,12 @@ def bind_plan(
     rows, device, batch = spec.mask.masked_rows, plan.device, spec.q.shape[0]
     all_names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
     behind = {name: Address(name, rows * x.stride[2] * x.dtype.itemsize) for name, x in queries.items() if rows}
-    more = Additions(addresses=behind)
+    more = LaunchExtras(addresses=behind)
     if call.sinks is not None and "sink" in all_names:
-        more += Additions(operands=("sinks",), copied=("sinks",), addresses={"sink": Address("sinks")})
+        more += LaunchExtras(operands=("sinks",), copy_if_unaligned=("sinks",), addresses={"sink": Address("sinks")})
     if call.rng is not None:
         seed = {"seed": Address("rng"), "offset": Address("rng", call.rng.element_size())}
-        more += Additions(operands=("rng",), anywhere=("rng",), addresses=seed)
+        more += LaunchExtras(operands=("rng",), unaligned_ok=("rng",), addresses=seed)
     if spec.has_lengths:
         given = [name for name in LENGTHS if getattr(call, name) is not None]
         made: RowLimitsKernel | LengthsKernel
@@ -91,14 +91,14 @@ def bind_plan(
             made = LengthsKernel(
                 batch=batch, device=device, sq=spec.sq, has_kv=spec.lengths_kv, decode=decode, skv=spec.skv
             )
-        more += made.additions(given)
+        more += made.extras(given)
     bound_plan = partial(BoundPlan, plan, operands, results=results, numbers=numbers)
     if call.attn_mask is None:
-        return bound_plan(additions=more)
+        return bound_plan(extras=more)
     bias = BiasKernel(call.attn_mask, call.q, spec.skv, rows)
-    bound = bound_plan(additions=more + bias.additions(reads_mask=False))
+    bound = bound_plan(extras=more + bias.extras(reads_mask=False))
     if bias.reads_mask_at is not None:
-        bound = bound_plan(additions=more + bias.additions(reads_mask=True), otherwise=bound)
+        bound = bound_plan(extras=more + bias.extras(reads_mask=True), unaligned_plan=bound)
     return bound
 
 

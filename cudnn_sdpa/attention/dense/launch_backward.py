@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
 from cudnn_sdpa.attention.dense.launch import MIN_HALF, bind_plan
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, Needs
 from cudnn_sdpa.engine import memory
-from cudnn_sdpa.engine.launch import BoundPlan, Layout, PlainCall, Prepared, items_by_name
+from cudnn_sdpa.engine.launch import BoundPlan, Layout, Prepared, SingleLaunch, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
@@ -76,7 +76,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     is_plain = factor is None and not (spec.mask.masked_rows or spec.bias or spec.softcap or needs.sinks)
     if is_plain:
         fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
-        return Prepared(PlainCall(bound, [place for place, need in enumerate(needs[:3]) if need], of=fields), plan)
+        return Prepared(SingleLaunch(bound, [place for place, need in enumerate(needs[:3]) if need], of=fields), plan)
     return Prepared(_Gradients(backward, bound, factor), plan)
 
 

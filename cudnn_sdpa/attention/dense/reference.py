@@ -11,7 +11,8 @@ from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense import plans
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.mask import TOP_LEFT, as_kernels_see
-from cudnn_sdpa.engine.call import Result
+from cudnn_sdpa.engine import fallback
+from cudnn_sdpa.engine.call import Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 
 
@@ -42,8 +43,39 @@ def gradients(of: GradientCall) -> list[Tensor]:
     return found
 
 
-def pytorchs(call: ForwardArguments) -> Tensor | None:
-    """The output of PyTorch's own attention, in the memory order of q; None if that lacks an option."""
+def alternative(call: ForwardArguments, to: str) -> Tensor | None:
+    """The output of PyTorch's own attention, or of our own kernels; None if that lacks an option or a result."""
+    return _by_own_kernels(call) if to == fallback.KERNELS else _by_pytorch(call)
+
+
+#: The arguments of `sdpa` that `kernels.attention` has. It is always deterministic.
+_OF_KERNELS = frozenset(("q", "k", "v", "attn_mask", "is_causal", "causal_alignment", "scale", "deterministic"))
+
+#: The largest head dim of its fused form.
+_MAX_FUSED_DIM = 128
+
+
+def _by_own_kernels(call: ForwardArguments) -> Tensor | None:
+    """The output of the operator of `kernels.attention`.
+
+    Head dims above those of the fused form take the tiled one, whose memory grows with Sq × Skv.
+    """
+    q, k, v, mask = call.q, call.k, call.v, call.attn_mask
+    aligned = not call.is_causal or call.causal_alignment == TOP_LEFT or q.shape[2] == k.shape[2]
+    if not call.has_only(_OF_KERNELS) or not aligned or v.shape[3] != q.shape[3]:
+        return None
+    mode = "fused" if q.shape[3] <= _MAX_FUSED_DIM else "tiled"
+    operators = torch.ops.cudnn_sdpa
+    if not needs_gradient(q, k, v, mask):
+        out: Tensor = operators.kernels_attention_forward(q, k, v, mask, mode, call.is_causal, call.scale)
+        return out
+    _views = views_of_leaves(q, k, v, mask)  # while the operator applies a function of autograd's
+    out, _ = operators.kernels_attention_forward_statistics(q, k, v, mask, mode, call.is_causal, call.scale)
+    return out
+
+
+def _by_pytorch(call: ForwardArguments) -> Tensor | None:
+    """The output of PyTorch's own attention, in the memory order of q."""
     if not _pytorch_supports(call):
         return None
     q, mask, group = call.q, call.attn_mask, call.q.shape[1] // call.k.shape[1]

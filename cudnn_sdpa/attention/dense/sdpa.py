@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Literal, overload
 
 import torch
@@ -14,9 +13,9 @@ from cudnn_sdpa.attention.arguments import Softmax, as_sinks
 from cudnn_sdpa.attention.bias import without_causal_bias
 from cudnn_sdpa.attention.dense.call import ReferenceSdpaCall, SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.mask import UNBOUNDED, Alignment
-from cudnn_sdpa.engine import autograd_checks, value_checks
+from cudnn_sdpa.engine import autograd_checks, fallback, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation import NativeKey, Operation
 from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
 
 if TYPE_CHECKING:
@@ -169,7 +168,7 @@ def sdpa(
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
-    result: Tensor | tuple[Tensor, Tensor] = SDPA(call_of(*given), Asked(_calls, given))
+    result: Tensor | tuple[Tensor, Tensor] = SDPA(call_of(*given), NativeKey(_calls, given))
     return result
 
 
@@ -219,12 +218,6 @@ def call_of(
     return call
 
 
-def _by_kernels(call: SdpaCall) -> Tensor | None:
-    """See `kernels.attention.instead_of_sdpa`, above this module: imported where `fallback("kernels")` runs it."""
-    kernels = importlib.import_module("cudnn_sdpa.kernels.attention")
-    return kernels.instead_of_sdpa(call)  # type: ignore[no-any-return]
-
-
 _calls = NativeCalls()
 
 SDPA = Operation(
@@ -234,5 +227,5 @@ SDPA = Operation(
     reference_call=ReferenceSdpaCall,
     backward=SdpaBackwardCall,
     differentiable=("q", "k", "v", "attn_mask", "sinks"),
-    kernels=_by_kernels,
+    fallbacks=(fallback.TORCH, fallback.KERNELS),
 )

@@ -122,7 +122,7 @@ def sdpa_backward(
         deterministic=deterministic,
         wanted=wanted,
     )
-    return gradients_of(SDPA.explicit_gradients(of), SDPA.differentiable, of.needs, sinks)
+    return gradients_of(SDPA.run_backward(of), SDPA.differentiable, of.needs, sinks)
 
 
 def backward_call_of(

@@ -181,7 +181,7 @@ def _with_bucket(forward: ForwardSpec, key: PlanKey, policy: str, scale: float) 
     if run.is_captured:  # its tables are valid only in the graph
         return Prepared(run, None)
     _make_room(run.table_bytes)
-    return Prepared(run, plan, is_current=lambda: shape_policy.active() == policy)
+    return Prepared(run, plan, policy=policy)
 
 
 def _run_of_exact_shape(

@@ -24,7 +24,7 @@ from cudnn_sdpa.attention.fp8.arguments import (
 )
 from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.sharding import Way
+from cudnn_sdpa.engine.sharding import ShardingStrategy
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.scalars import as_bool
 
@@ -61,7 +61,7 @@ class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's 
         warn_of_order(self)
         return in_pytorch.results(self)
 
-    def strategies(self) -> list[Way]:
+    def strategies(self) -> list[ShardingStrategy]:
         return sharding.fp8(self._asdict())
 
 
@@ -95,7 +95,7 @@ class Fp8BackwardCall(Fp8BackwardArguments, CudnnCall):  # type: ignore[misc]  #
     def check_gradient(self) -> NoReturn:
         _refuse_gradient("sdpa_fp8_backward", self)
 
-    def strategies(self) -> list[Way]:
+    def strategies(self) -> list[ShardingStrategy]:
         return sharding.fp8_backward(self._asdict())
 
 

@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.fp8 import graphs, plans, workarounds
 from cudnn_sdpa.attention.fp8.arguments import SCALES, Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.attention.fp8.plans import AMAX, BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.parts import Part
-from cudnn_sdpa.engine.launch import Additions, BoundPlan, Layout, PlainCall, Prepared
+from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch
 from cudnn_sdpa.engine.memory import check_address
 from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.graph.key import PlanKey, Role
@@ -49,7 +49,7 @@ def prepare(call: Fp8Arguments) -> Prepared:
         operands=("q", "k", "v"),
         results=[as_layout(spec.out), AMAX, AMAX, as_layout(lse)][: len(key.outputs)],
         numbers={"scale": call.scale_value},
-        additions=_scales(Fp8Scales._fields, key),
+        extras=_scales(Fp8Scales._fields, key),
         arguments=SCALES,
     )
     bound = _Bound(plain, Fp8Scales._fields, tensors=3, dense=dense)
@@ -79,7 +79,7 @@ def prepare(call: Fp8Arguments) -> Prepared:
 
     is_masked_after = dense.lengths_q or spec.pages is not None
     if bound.is_direct and not masked_rows and not is_masked_after:
-        return Prepared(PlainCall(plain, range(len(plain.results))), plan)
+        return Prepared(SingleLaunch(plain, range(len(plain.results))), plan)
     return Prepared(run_visible if masked_rows else run_and_mask if is_masked_after else run, plan)
 
 
@@ -93,11 +93,11 @@ def _zeros(like: Tensor, layout: Layout) -> Tensor:
     return torch.empty_strided(shape, stride, dtype=dtype, device=like.device).zero_()
 
 
-def _scales(names: Sequence[str], key: PlanKey) -> Additions:
+def _scales(names: Sequence[str], key: PlanKey) -> LaunchExtras:
     """The scales, which need not be aligned, and what `_made` gives."""
     made = [x for x in key.inputs if x.name.startswith(("seq_len_", "table_")) and x.role is not Role.FILL]
     sides = tuple(x.name for x in made)
-    return Additions(operands=(*names, *sides), anywhere=(*names, *sides))
+    return LaunchExtras(operands=(*names, *sides), unaligned_ok=(*names, *sides))
 
 
 def _made(call: Fp8Arguments | Fp8BackwardArguments, dense: DenseSpec) -> dict[str, Tensor]:
@@ -172,13 +172,13 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
         operands=("q", "k", "v", "out", "grad_out", "lse"),
         results=[*(as_layout(layout) for layout in spec.gradients()), *[AMAX] * 4],
         numbers={"scale": call.scale_value},
-        additions=_scales(Fp8BackwardScales._fields, key) + Additions(copied=("grad_out",)),
+        extras=_scales(Fp8BackwardScales._fields, key) + LaunchExtras(copy_if_unaligned=("grad_out",)),
         arguments=SCALES,
     )
     bound = _Bound(plain, Fp8BackwardScales._fields, tensors=6, dense=dense)
     is_whole = spec is whole and rows == dense.rows == dense.sq
     if is_whole and bound.is_direct and _is_read_in_place(call):
-        return Prepared(PlainCall(plain, range(len(plain.results)), of={}), plan)
+        return Prepared(SingleLaunch(plain, range(len(plain.results)), of={}), plan)
     read = _reader(call, whole)
 
     def run(call: Fp8BackwardArguments) -> Results:

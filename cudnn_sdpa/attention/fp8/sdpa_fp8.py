@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call, backward_cal
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation import NativeKey, Operation
 from cudnn_sdpa.graph.scalars import is_compiling
 
 
@@ -131,7 +131,7 @@ def sdpa_fp8(
         out_dtype=out_dtype,
         return_lse=return_lse,
     )
-    found = FP8(call, Asked(_calls, given))
+    found = FP8(call, NativeKey(_calls, given))
     return Fp8Output._make(found if return_lse else (*found, None))
 
 
@@ -236,7 +236,7 @@ def sdpa_fp8_backward(
         seq_lens_kv=seq_lens_kv,
         deterministic=deterministic,
     )
-    return Fp8Gradients._make(FP8_BACKWARD(call, Asked(_calls_of_backward, given)))
+    return Fp8Gradients._make(FP8_BACKWARD(call, NativeKey(_calls_of_backward, given)))
 
 
 _calls, _calls_of_backward = NativeCalls(), NativeCalls()
@@ -245,7 +245,7 @@ FP8 = Operation(
     name="sdpa_fp8",
     function="sdpa_fp8",
     call=Fp8Call,
-    gives=("out", "amax_s", "amax_o"),
+    outputs=("out", "amax_s", "amax_o"),
     names=SCALES,
     loops=False,
     forward_mode="attention in bfloat16",
@@ -256,8 +256,8 @@ FP8_BACKWARD = Operation(
     forward="sdpa_fp8_backward",
     function="sdpa_fp8_backward",
     call=Fp8BackwardCall,
-    gives=Fp8Gradients._fields,
-    auxiliary=(),
+    outputs=Fp8Gradients._fields,
+    aux_outputs=(),
     names=SCALES,
     loops=False,
     forward_mode="attention in bfloat16",

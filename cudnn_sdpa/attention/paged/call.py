@@ -14,7 +14,7 @@ from cudnn_sdpa.attention.paged import reference as in_pytorch
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.engine.sharding import Way
+from cudnn_sdpa.engine.sharding import ShardingStrategy
 from cudnn_sdpa.errors import UnsupportedError
 
 
@@ -55,7 +55,7 @@ class PagedCall(PagedArguments, CudnnCall):  # type: ignore[misc]  # a NamedTupl
             "calling it under torch.no_grad(), or sdpa_varlen for training",
         )
 
-    def strategies(self) -> list[Way]:
+    def strategies(self) -> list[ShardingStrategy]:
         return sharding.paged(self._asdict())
 
 

@@ -20,7 +20,7 @@ from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, Prepared, items_by_name
+from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
 from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.errors import UnsupportedError
@@ -55,7 +55,7 @@ def prepare(call: PagedArguments) -> Prepared:
         except UnsupportedError:
             pass
         else:
-            return Prepared(PlainCall(bound) if _is_direct(call, bound) else _Decode(bound), bound.plan)
+            return Prepared(SingleLaunch(bound) if _is_direct(call, bound) else _Decode(bound), bound.plan)
     if plans.split_prefill(call):
         return Prepared(partial(_run_in_parts, split=plans.split_prefill), None)
     return _prepare_prefill(call)
@@ -129,7 +129,7 @@ def bind_decode(call: PagedArguments, *, in_place: bool) -> BoundPlan:
         operands=("q", "k_pages", "v_pages"),
         results=results,
         numbers={"scale": call.scale_value},
-        additions=Additions(operands=tables, anywhere=tables, kernels=kernels, addresses=addresses),
+        extras=LaunchExtras(operands=tables, unaligned_ok=tables, kernels=kernels, addresses=addresses),
     )
 
 

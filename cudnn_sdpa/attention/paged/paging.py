@@ -181,7 +181,7 @@ class PageTableKernel(OwnKernel):
         super().__init__(
             decode_kernel,
             name=made,
-            made=((table_v + table_bytes,), (1,), torch.uint8),
+            buffer_layout=((table_v + table_bytes,), (1,), torch.uint8),
             blocks=min(rows, 1024),
             threads=_THREADS,
             fields=fields,

@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.paged.call import PagedCall, ReferencePagedCall
 from cudnn_sdpa.attention.paged.step import MARK
 from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation import NativeKey, Operation
 from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def sdpa_paged(
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
-    result: Tensor | tuple[Tensor, Tensor] = PAGED(call_of(*given), Asked(_calls, given))
+    result: Tensor | tuple[Tensor, Tensor] = PAGED(call_of(*given), NativeKey(_calls, given))
     return result
 
 
@@ -222,6 +222,6 @@ def call_of(
 
 
 #: A cache's mark on its table and its lengths decides whether both are read in place.
-_calls = NativeCalls(marked=(3, 4), mark=MARK)
+_calls = NativeCalls(with_extra_key=(3, 4), extra_key=MARK)
 
 PAGED = Operation(name="paged", function="sdpa_paged", call=PagedCall, reference_call=ReferencePagedCall)

@@ -11,7 +11,7 @@ from cudnn_sdpa.attention.varlen import arguments, launch, plans
 from cudnn_sdpa.attention.varlen import reference as in_pytorch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.engine.autocast import cast_fields
-from cudnn_sdpa.engine.sharding import Way
+from cudnn_sdpa.engine.sharding import ShardingStrategy
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import Target
 
@@ -40,7 +40,7 @@ class VarlenCall(VarlenArguments, CudnnCall):  # type: ignore[misc]  # a NamedTu
     def check_strides_for_gpu(self) -> None:
         check_strides_of_dense(self.as_dense())
 
-    def strategies(self) -> list[Way]:
+    def strategies(self) -> list[ShardingStrategy]:
         return sharding.varlen(self._asdict())
 
 

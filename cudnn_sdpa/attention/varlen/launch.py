@@ -23,7 +23,7 @@ from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
 from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import Additions, Address, BoundPlan, Layout, PlainCall, Prepared, items_by_name
+from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
 from cudnn_sdpa.engine.memory import check_address, check_present, like_in_memory, multiplied, without_memory
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand, PlanKey
@@ -46,7 +46,7 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     bound = _bind(operation=graphs.sdpa_forward, key=key, call=launched, spec=spec, operands=("q", "k", "v"))
     sinks_outside = spec.sinks_outside
     if sign is None and (call.sinks is None or not (call.with_lse or sinks_outside)):
-        return Prepared(PlainCall(bound), bound.plan)
+        return Prepared(SingleLaunch(bound), bound.plan)
     others_of = items_by_name(bound.operands[1:])
 
     def run(call: VarlenArguments) -> Result:
@@ -118,7 +118,7 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
     needs_sinks = of.needs[3] and call.sinks is not None
     if sign is None and all(in_order) and not spec.softcap and not needs_sinks:
         fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
-        return Prepared(PlainCall(bound, [place for place in range(3) if of.needs[place]], of=fields), bound.plan)
+        return Prepared(SingleLaunch(bound, [place for place in range(3) if of.needs[place]], of=fields), bound.plan)
     others_of = items_by_name(bound.operands[len(dense_backward.OPERANDS) :])
 
     def run(of: VarlenGradientCall) -> tuple[Tensor, ...]:
@@ -185,9 +185,9 @@ def _bind(
     with torch.cuda.device(plan.device):
         packing = PackingKernel(spec, plan, call)
         offsets = tuple(name for name in ("cu_seqlens_q", "cu_seqlens_kv") if getattr(call, name) is not None)
-        more = Additions(
+        more = LaunchExtras(
             operands=offsets,
-            anywhere=offsets,
+            unaligned_ok=offsets,
             kernels=(packing,),
             addresses={name: Address(MADE, offset) for name, offset in packing.offsets.items() if name in names},
         )
@@ -199,14 +199,14 @@ def _bind(
                 band=spec.mask.band,
                 device=plan.device,
                 lengths=lengths,
-            ).additions()
+            ).extras()
     if call.sinks is not None and "sink" in names:
-        more += Additions(operands=("sinks",), copied=("sinks",), addresses={"sink": Address("sinks")})
+        more += LaunchExtras(operands=("sinks",), copy_if_unaligned=("sinks",), addresses={"sink": Address("sinks")})
     if call.rng is not None:
         seed = {"seed": Address("rng"), "offset": Address("rng", call.rng.element_size())}
-        more += Additions(operands=("rng",), anywhere=("rng",), addresses=seed)
+        more += LaunchExtras(operands=("rng",), unaligned_ok=("rng",), addresses=seed)
     numbers = {"scale": call.scale_value, "softcap": call.softcap}
-    return BoundPlan(plan=plan, operands=operands, results=_results(key, call), numbers=numbers, additions=more)
+    return BoundPlan(plan=plan, operands=operands, results=_results(key, call), numbers=numbers, extras=more)
 
 
 def _results(key: PlanKey, call: VarlenArguments) -> list[Layout]:

@@ -111,7 +111,7 @@ class PackingKernel(OwnKernel):
         super().__init__(
             kernel,
             name=MADE,
-            made=((lengths + sequences,), (1,), torch.int64),
+            buffer_layout=((lengths + sequences,), (1,), torch.int64),
             blocks=max(1, min(4 * processors, max(rows))),
             threads=_THREADS,
             fields=[*fields, *arrays, *rows_of_outputs, *rest],

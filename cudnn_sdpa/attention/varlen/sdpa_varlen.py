@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.varlen.arguments import offsets_of_keys
 from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.operation import Asked, Operation
+from cudnn_sdpa.engine.operation import NativeKey, Operation
 from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int, is_compiling
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def sdpa_varlen(
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
-    result: Tensor | tuple[Tensor, Tensor] = VARLEN(call_of(*given), Asked(_calls, given))
+    result: Tensor | tuple[Tensor, Tensor] = VARLEN(call_of(*given), NativeKey(_calls, given))
     return result
 
 

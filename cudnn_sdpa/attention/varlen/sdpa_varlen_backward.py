@@ -106,7 +106,7 @@ def sdpa_varlen_backward(
         deterministic=deterministic,
         wanted=wanted,
     )
-    return gradients_of(VARLEN.explicit_gradients(of), VARLEN.differentiable, of.needs, sinks)
+    return gradients_of(VARLEN.run_backward(of), VARLEN.differentiable, of.needs, sinks)
 
 
 def backward_call_of(

@@ -203,14 +203,12 @@ def compile_module(sources: Path = SOURCES, *, in_background: bool = False) -> P
 
 
 def _unusable(error: OSError | UnsafeFolderError) -> CompileError:
-    """The error of a folder, or of a process that cannot be started."""
     why = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
     is_expected = not isinstance(error, OpenFolderError)
     return CompileError(f"{why}; {FOLDER_VARIABLE} can name another folder", is_expected=is_expected)
 
 
 def _compile(sources: Path, folder: Path, in_background: bool) -> bytes:
-    """Compiles and links the sources in a folder of their own, and returns the library."""
     compiler = check()
     for left in folder.glob(f"{_SCRATCH}*"):
         with contextlib.suppress(OSError):
@@ -273,7 +271,6 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def end() -> None:
-    """Kills the compilers of this process, which is ending."""
     is_ending.set()
     for process in _running[:]:
         _kill(process)
@@ -314,7 +311,6 @@ def find_compiler() -> list[str] | None:
 
 
 def torch_folder() -> Path:
-    """PyTorch's folder, with its headers and libraries."""
     return Path(torch.__file__).parent
 
 

@@ -29,7 +29,7 @@ struct Calls {
 };
 
 inline constexpr size_t most_known = 8192;
-inline constexpr size_t most_arguments = 64;  // a bit of `Special::marked` for each
+inline constexpr size_t most_arguments = 64;  // a bit of `Special::with_extra_key` for each
 
 inline PyObject* missed = nullptr;           // what `Calls` gives for a call that it does not know
 inline PyObject* forward_ad = nullptr;       // the namespace of torch.autograd.forward_ad
@@ -121,8 +121,8 @@ inline PyObject* calls_vectorcall(PyObject* self, PyObject* const* arguments, si
   END_HANDLE_TH_ERRORS
 }
 
-// learn(*, arguments, options, recipe, plan, operands, numbers, returned, is_tuple, differentiation) -> bool
-inline PyObject* calls_learn(PyObject* self_, PyObject* positional, PyObject* named) {
+// register(*, arguments, options, recipe, plan, operands, numbers, returned, is_tuple, differentiation) -> bool
+inline PyObject* calls_register(PyObject* self_, PyObject* positional, PyObject* named) {
   HANDLE_TH_ERRORS
   auto* self = reinterpret_cast<Calls*>(self_);
   const auto given = py::reinterpret_borrow<py::dict>(named);
@@ -179,29 +179,29 @@ inline Py_ssize_t calls_length(PyObject* self) {
 }
 
 inline PyObject* calls_new(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  unsigned long long marked = 0;
+  unsigned long long with_extra_key = 0;
   Py_ssize_t numbers = 0;
-  PyObject* mark = nullptr;
-  if (!PyArg_ParseTuple(arguments, "|nKU", &numbers, &marked, &mark)) return nullptr;
+  PyObject* extra_key = nullptr;
+  if (!PyArg_ParseTuple(arguments, "|nKU", &numbers, &with_extra_key, &extra_key)) return nullptr;
   auto* self = reinterpret_cast<Calls*>(type->tp_alloc(type, 0));
   if (self == nullptr) return nullptr;
   self->call = calls_vectorcall;
   self->known = new std::unordered_map<uint64_t, std::shared_ptr<const KnownCall>>();
-  self->special = {static_cast<size_t>(numbers), marked, mark == nullptr ? nullptr : Py_NewRef(mark)};
+  self->special = {static_cast<size_t>(numbers), with_extra_key, extra_key == nullptr ? nullptr : Py_NewRef(extra_key)};
   return reinterpret_cast<PyObject*>(self);
 }
 
 inline void calls_free(PyObject* self) {
   delete reinterpret_cast<Calls*>(self)->known;
-  Py_XDECREF(reinterpret_cast<Calls*>(self)->special.mark);
+  Py_XDECREF(reinterpret_cast<Calls*>(self)->special.extra_key);
   PyTypeObject* type = Py_TYPE(self);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
 inline PyMethodDef calls_methods[] = {
-    {"learn", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(calls_learn)), METH_VARARGS | METH_KEYWORDS,
-     "Remembers a call."},
+    {"register", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(calls_register)), METH_VARARGS | METH_KEYWORDS,
+     "Registers a call."},
     {"forget", calls_forget, METH_O, "Forgets the calls of a plan, or all."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -1,7 +1,7 @@
 """What public functions ask first: whether the native module knows a call like this one, and launches it.
 
-Python teaches the module each kind of calls, once it has found everything out about one: the recipe of its bound plan,
-where the tensors are among the caller's arguments, and what computes its gradients.
+Python registers each kind of calls with the module, once it knows everything about one: the recipe of its bound plan,
+the positions of the tensors among the caller's arguments, and the object that computes its gradients.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _log = logging.getLogger("cudnn_sdpa")
 #: What `NativeCalls.find` gives for a call that the module does not know.
 MISSED = object()
 
-_ALLOCATORS = (plans.allocate,)  #: PyTorch's own; tests put others in its place wherever a module has it
+_ALLOCATORS = (plans.allocate,)  #: PyTorch's allocator, which tests replace
 
 
 #: What gradients need besides tensors.
@@ -38,9 +38,7 @@ OptionsT = TypeVar("OptionsT", bound=tuple[object, ...])
 _OptionsT_contra = TypeVar("_OptionsT_contra", bound=tuple[object, ...], contravariant=True)
 
 
-class Gradients(Protocol[_OptionsT_contra]):
-    """See `Differentiation.gradients`."""
-
+class RunBackward(Protocol[_OptionsT_contra]):
     def __call__(
         self,
         options: _OptionsT_contra,
@@ -50,7 +48,7 @@ class Gradients(Protocol[_OptionsT_contra]):
         *,
         may_fall_back: bool,
         numbers: tuple[float, ...],
-        can_learn: bool,
+        can_register: bool,
     ) -> tuple[Sequence[Tensor | None], RepeatableCall | None]: ...
 
 
@@ -61,8 +59,8 @@ class Differentiation(Generic[OptionsT]):
     Attributes:
         name: Of the node in autograd's graph.
         gradients: Computes them: called with `options`, the gradients of the returned results, what was saved, which
-            gradients are needed, whether a fallback was in force, the call's numbers, and whether the module can learn
-            to launch such a backward call. Gives a gradient or None for each input; and the call that it was, or
+            gradients are needed, whether a fallback was in force, the call's numbers, and whether such a backward
+            call can be registered. Gives a gradient or None for each input; and the call that it was, or
             None, with the place of each operand among gradients and what was saved. It must hold no plan.
         options: Given to it.
         inputs: The differentiable inputs; None for those that are left out.
@@ -72,7 +70,7 @@ class Differentiation(Generic[OptionsT]):
     """
 
     name: str
-    gradients: Gradients[OptionsT]
+    gradients: RunBackward[OptionsT]
     options: OptionsT
     inputs: Sequence[Tensor | None]
     saved: Sequence[Tensor | None]
@@ -87,13 +85,13 @@ class RepeatableCall(NamedTuple):
         bound: The bound plan.
         tensors: Its operands.
         returned: Which of its results the caller gets.
-        is_single: Whether it gets one alone.
+        single_output: Whether it gets one alone.
     """
 
     bound: BoundPlan
     tensors: Sequence[Tensor]
     returned: Sequence[int]
-    is_single: bool = False
+    single_output: bool = False
 
 
 class NativeCalls:
@@ -104,37 +102,35 @@ class NativeCalls:
             the module is not asked.
     """
 
-    def __init__(self, *, numbers: int = 0, marked: Sequence[int] = (), mark: str = "") -> None:
+    def __init__(self, *, numbers: int = 0, with_extra_key: Sequence[int] = (), extra_key: str = "") -> None:
         """Makes a table without calls.
 
         Args:
             numbers: How many of the positional arguments, the first ones, are data if they are floats.
-            marked: Places of arguments with an attribute that decides how a call is launched.
-            mark: Its name.
+            with_extra_key: Positions of arguments with an attribute that is part of the signature.
+            extra_key: Name of the attribute.
         """
         self.find: Any = None
-        self._options = numbers, sum(1 << place for place in marked), mark
+        self._options = numbers, sum(1 << place for place in with_extra_key), extra_key
         _tables.add(self)
         plan_cache._tables.add(self)
         loader.when_loaded(_Use(self))
 
     @property
     def is_used(self) -> bool:
-        """Whether the module is asked."""
         return self.find is not None
 
     def use(self, module: ModuleType | None) -> None:
-        """Asks this module from now on; none if it is None."""
         self.find = None if module is None else module.Calls(*self._options)
 
-    def learn(
+    def register(
         self,
         arguments: Sequence[object],
         options: Mapping[str, object],
         call: RepeatableCall,
         differentiation: Differentiation[OptionsT] | None = None,
     ) -> bool:
-        """Teaches the module calls like this one, given its arguments as the function got them."""
+        """Registers calls like this one with the module, given its arguments as the function got them."""
         module, table = _module(), self.find
         if table is None or module is None or not call.bound.plan.held:
             return False
@@ -168,7 +164,7 @@ class NativeCalls:
         recipe = recipe_of(call.bound, module)
         if recipe is None:
             return False
-        known = table.learn(
+        known = table.register(
             arguments=tuple(arguments),
             options=dict(options),
             recipe=recipe,
@@ -176,7 +172,7 @@ class NativeCalls:
             operands=operands,
             numbers=numbers,
             returned=call.returned,
-            is_tuple=not call.is_single,
+            is_tuple=not call.single_output,
             differentiation=of,
         )
         if not plan.held:  # evicted in the meantime
@@ -199,7 +195,7 @@ class _Use:
 
     def __call__(self, module: ModuleType) -> None:
         module.set_missed(MISSED)
-        dispatch_state.see_observers(module.is_observed)
+        dispatch_state.set_observer_predicate(module.is_observed)
         table = self._table()
         if table is not None and not _is_switched_off:
             table.use(module)
@@ -238,11 +234,11 @@ class _Computed(NamedTuple):
 
 
 class _Gradients(Generic[OptionsT]):
-    """Calls Python's gradients as the module does, and gives it what it can learn."""
+    """Runs the backward pass in Python, and returns what the native module can replay."""
 
     __slots__ = ("_gradients",)
 
-    def __init__(self, gradients: Gradients[OptionsT]) -> None:
+    def __init__(self, gradients: RunBackward[OptionsT]) -> None:
         self._gradients = gradients
 
     def __call__(
@@ -254,10 +250,10 @@ class _Gradients(Generic[OptionsT]):
         *,
         may_fall_back: bool,
         numbers: tuple[float, ...],
-        can_learn: bool,
+        can_register: bool,
     ) -> _Computed:
         found, call = self._gradients(
-            options, grads, saved, needs, may_fall_back=may_fall_back, numbers=numbers, can_learn=can_learn
+            options, grads, saved, needs, may_fall_back=may_fall_back, numbers=numbers, can_register=can_register
         )
         module = _module()
         if call is None or module is None or not call.bound.plan.held:
@@ -287,8 +283,8 @@ def _data_of(bound: BoundPlan) -> dict[str, object]:
         "operands": len(bound.operands),
         "aligned": bound.aligned,
         "results": [_as_lists(layout) for layout in bound.results],
-        "buffers": [_as_lists(kernel.made) for kernel in bound.kernels],
-        "filled": bound.filled,
+        "buffers": [_as_lists(kernel.buffer_layout) for kernel in bound.kernels],
+        "prologue_scratch": bound.prologue_scratch,
         "offsets": bound.offsets,
         "kernels": [_kernel(*each) for each in zip(bound.kernels, bound.kernel_pointers, strict=True)],
         "pointers": list(bound.template),
@@ -325,7 +321,6 @@ def _as_lists(layout: Layout) -> tuple[list[int], list[int], torch.dtype]:
 
 
 def _slot(device: int) -> handles.Slot:
-    """This thread's slot."""
     return handles.thread.slots[device]
 
 

@@ -112,12 +112,12 @@ inline bool describe_option(PyObject* option, Words& words, int nested = 0) {
 // Arguments of a function that are not described like others.
 struct Special {
   size_t numbers;   // how many positional arguments are data if they are floats, the first ones
-  uint64_t marked;  // arguments with an attribute that decides how a call is launched
-  PyObject* mark;   // its name
+  uint64_t with_extra_key;  // arguments with an attribute that decides how a call is launched
+  PyObject* extra_key;  // its name
 };
 
 // An attribute in a tensor's own namespace; None if it has none.
-inline bool describe_mark(PyObject* tensor, PyObject* name, Words& words) {
+inline bool describe_extra_key(PyObject* tensor, PyObject* name, Words& words) {
   PyObject* namespace_ = PyObject_GenericGetDict(tensor, nullptr);
   if (namespace_ == nullptr) {
     PyErr_Clear();
@@ -148,7 +148,7 @@ inline bool describe_call(
       while (arguments[first] != argument) ++first;
       words.push_back(kTensor | first << 8);
       if (first == place) describe(tensor, grad_mode, words);
-      if (special.marked >> place & 1 && !describe_mark(argument, special.mark, words)) return false;
+      if (special.with_extra_key >> place & 1 && !describe_extra_key(argument, special.extra_key, words)) return false;
     } else if (place < special.numbers && place < positional && PyFloat_CheckExact(argument)) {
       words.push_back(kNumber);
     } else if (!describe_option(argument, words)) {

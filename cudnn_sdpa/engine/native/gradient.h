@@ -251,7 +251,7 @@ struct Gradient : public Node {
     // The gradients, and if calls like this one are launched here from now on, their recipe and where its operands are.
     const py::object given_back = of_->gradients(
         of_->options, of_results, saved, wanted, py::arg("may_fall_back") = may_fall_back_,
-        py::arg("numbers") = py::tuple(py::cast(numbers_)), py::arg("can_learn") = words != nullptr);
+        py::arg("numbers") = py::tuple(py::cast(numbers_)), py::arg("can_register") = words != nullptr);
     const py::sequence gradients = given_back.attr("gradients");
     for (size_t place = 0; place < found.size(); ++place) {
       const py::object gradient = gradients[place];

@@ -42,8 +42,6 @@ _COMPILING = "Python: the native module is being compiled"
 
 
 class _Native:
-    """The native way of this process."""
-
     module: ModuleType | None = None
     status = _NOT_STARTED
     failure = ""
@@ -55,12 +53,10 @@ _lock = renewed_in_children(threading.RLock())
 
 
 def module() -> ModuleType | None:
-    """The native module, once it is loaded."""
     return _Native.module
 
 
 def status() -> str:
-    """The way of this process's calls and the reason, as a line."""
     if _Native.status == _NOT_STARTED and mode() == OFF:
         return f"Python: {VARIABLE}={OFF}"
     return _Native.status
@@ -123,7 +119,6 @@ def wait(seconds: float | None = None) -> None:
 
 
 def _find(*, in_background: bool) -> None:
-    """Loads the module or starts the thread that compiles it; the caller has the lock."""
     try:
         path = build.find()
         if path is not None:
@@ -156,7 +151,6 @@ def _load(path: Path, how: str) -> None:
 
 
 def _fail(error: Exception) -> None:
-    """Keeps the reason, and logs it."""
     if build.is_ending.is_set():
         return
     reason = printable(" ".join(str(error).split())) or type(error).__name__
@@ -167,7 +161,6 @@ def _fail(error: Exception) -> None:
 
 
 def _call_back() -> None:
-    """Calls those who wait for the module, if it is loaded, each once."""
     with _lock:
         loaded = _Native.module
         waiting = [] if loaded is None else _callbacks[:]
@@ -214,7 +207,6 @@ def forecast() -> str:
 
 
 def _end() -> None:
-    """Ends the compiler with the interpreter."""
     build.end()
     wait(_EXIT_SECONDS)
 

@@ -72,7 +72,7 @@ std::shared_ptr<Recipe> recipe_of(const py::dict& given) {
   recipe->results = layouts_of(given["results"]);
   recipe->buffers = layouts_of(given["buffers"]);
   recipe->offsets = py::cast<std::vector<uint64_t>>(given["offsets"]);
-  recipe->may_take = py::cast<uint64_t>(given["filled"]) > 0;
+  recipe->may_take = py::cast<uint64_t>(given["prologue_scratch"]) > 0;
   if (recipe->offsets.size() != recipe->buffers.size()) throw std::invalid_argument("a buffer without an offset");
   for (const auto& kernel : py::sequence(given["kernels"])) {
     recipe->kernels.push_back(kernel_of(kernel));

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cudnn_sdpa.engine.launch import Layout, Prepared
 from cudnn_sdpa.engine.memory import like_in_memory
-from cudnn_sdpa.engine.sharding import Way
+from cudnn_sdpa.engine.sharding import ShardingStrategy
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 
@@ -91,8 +91,12 @@ class Call(_Tuple):
         """All results in plain PyTorch."""
         raise NotImplementedError
 
-    def alternative(self) -> Tensor | None:
-        """The first result by PyTorch's own function, for `fallback("torch")`; None if that lacks an option."""
+    def alternative(self, to: str) -> Tensor | None:
+        """The first result by an operator of PyTorch's or of our own kernels, for `fallback(to)`.
+
+        None if that lacks an option, or another result is wanted.
+        """
+        del to
         return None
 
     def bind(self) -> Prepared:
@@ -107,7 +111,7 @@ class Call(_Tuple):
         """Floating-point operations of the call, and of its backward call."""
         raise NotImplementedError
 
-    def strategies(self) -> Sequence[Way] | None:
+    def strategies(self) -> Sequence[ShardingStrategy] | None:
         """How the call may be divided among ranks, if tensors are DTensors; None if it may not."""
         return None
 
@@ -119,7 +123,8 @@ class BackwardCall(_Tuple, Generic[CallT]):
     """A backward call: the base class of its behaviour.
 
     The fields are the gradients of all results that are always given, then the results that are saved, then `call`, the
-    forward call with the tensors as they were saved, and `needs`: which differentiable inputs need a gradient.
+    forward call with the tensors as they were saved, and `needs`: which differentiable inputs need a gradient. Options,
+    values, strides and addresses are those of the forward call; other tensors are copied where kernels cannot read.
     """
 
     __slots__ = ()
@@ -132,12 +137,26 @@ class BackwardCall(_Tuple, Generic[CallT]):
         @property
         def needs(self) -> tuple[bool, ...]: ...
 
+    def log_key(self) -> Hashable:
+        return self.call.log_key()
+
     def check_types(self) -> None:
-        """Checks the types of the arguments that a public backward function has besides those of the forward call."""
+        self.call.check_types()
+
+    def check_options(self) -> None:
+        self.call.check_options()
 
     def check(self) -> None:
-        """Checks shapes, dtypes and devices, also of the forward call."""
         self.call.check()
+
+    def check_values(self) -> None:
+        self.call.check_values()
+
+    def check_strides(self) -> None:
+        self.call.check_strides()
+
+    def check_memory(self) -> None:
+        self.call.check_memory()
 
     def check_for_gpu(self) -> None:
         """Refuses a backward call on the CPU that a GPU would refuse."""

@@ -7,22 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.operation import dtensors
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
-from cudnn_sdpa.engine.operation.gradients import Gradients
-from cudnn_sdpa.engine.operation.pipeline import SCHEMA_TYPES, alone, as_tuple
+from cudnn_sdpa.engine.operation.launches import SCHEMA_TYPES, alone, as_tuple
+from cudnn_sdpa.engine.operation.pipeline import Pipeline
 from cudnn_sdpa.engine.torch_ops import Implementations, implement
 
 
 @dataclass(eq=False)
-class Operation(Gradients[CallT]):
-    """One operation, described once, with its operators."""
-
+class Operation(Pipeline[CallT]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._register_forward()
@@ -30,18 +26,8 @@ class Operation(Gradients[CallT]):
             self._register_backward(self.backward)
         OPERATIONS[self.name] = self
 
-    def _on_dtensors(self, call: CallT) -> Result:
-        return dtensors.run(self, call, self)
-
-    # The operators.
-
-    def operator(self, which: str) -> Any:
-        """One of the operators: "forward", "forward_all", "forward_out" or "backward"."""
-        return getattr(torch.ops.cudnn_sdpa, self.operators[which])
-
     def call_of(self, inputs: Sequence[object], *, is_complete: bool = False, out: Tensor | None = None) -> CallT:
-        """The call with an operator's inputs."""
-        found = self.call(*inputs, *self._wants_all)
+        found = self.call(*inputs, *self._all_outputs)
         found = found if is_complete else self.complete(found, is_complete=False)
         return found if out is None else found._replace(out=out)
 
@@ -65,7 +51,6 @@ class Operation(Gradients[CallT]):
     def backward_implementation(
         self, run: Callable[[BackwardCall[CallT]], Sequence[Tensor]]
     ) -> Callable[..., Sequence[Tensor]]:
-        """The backward operator as `run` implements it."""
         given = len(self._given_names)
 
         def implementation(*arguments: Any) -> Sequence[Tensor]:
@@ -77,7 +62,7 @@ class Operation(Gradients[CallT]):
 
     def _register_forward(self) -> None:
         inputs = ", ".join(f"{kind} {name}" for name, kind in self._types.items())
-        given, auxiliary = len(self.gives), len(self.auxiliary)
+        given, auxiliary = len(self.outputs), len(self.aux_outputs)
         schemas = {
             "forward": (inputs, _tensors(given)),
             "forward_all": (inputs, _tensors(given + auxiliary)),
@@ -133,5 +118,4 @@ OPERATIONS: dict[str, Operation[Any]] = {}
 
 
 def _tensors(number: int) -> str:
-    """The type of that many tensors in a schema."""
     return "Tensor" if number == 1 else f"({', '.join(['Tensor'] * number)})"

@@ -73,7 +73,7 @@ def by_each_function(tensors, mask):
         "kernels": lambda: kernels.attention(q, k, v, mask=mask, scale=0.3),
         "reference": lambda: kernels.reference_attention(q, k, v, mask, scale=0.3),
         "fallback to PyTorch": lambda: in_place_of_cudnn("torch"),
-        "fallback to PyTorch's functions": lambda: dense_reference.pytorchs(
+        "fallback to PyTorch's functions": lambda: dense_reference._by_pytorch(
             ForwardArguments(q, k, v, attn_mask=mask, scale=0.3)
         ),
         "fallback to kernels": lambda: in_place_of_cudnn("kernels"),

@@ -9,8 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cudnn_sdpa
 from cudnn_sdpa import DeviceError
-from cudnn_sdpa.engine.fast_path import layout_signature
-from cudnn_sdpa.engine.launch import check_one_device
+from cudnn_sdpa.engine.launch import check_one_device, layout_signature
 from cudnn_sdpa.fused.checks import check_beside
 
 

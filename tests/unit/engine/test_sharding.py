@@ -744,7 +744,9 @@ def check_other_refusals():
     def wrong(g, x):
         return g.reduction(input=x)
 
-    @cudnn_sdpa.graph_op(reference=lambda x: x.relu(), shard=lambda _: [sharding.Way("columns", {"x": 1}, 1)])
+    @cudnn_sdpa.graph_op(
+        reference=lambda x: x.relu(), shard=lambda _: [sharding.ShardingStrategy("columns", {"x": 1}, 1)]
+    )
     def by_columns(g, x):
         return g.relu(input=x)
 

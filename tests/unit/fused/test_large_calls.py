@@ -247,7 +247,7 @@ def test_meta_tensors_of_the_real_limit():
     rows = h.view(-1, 4096)
     split = large.split_of("rms_norm", rms_norm_rows.ways, {"x": rows, "eps": 0.1}, [rows])
     assert split is not None
-    assert split.way == sharding.Way("dimension 0", {"x": 0}, 0)
+    assert split.way == sharding.ShardingStrategy("dimension 0", {"x": 0}, 0)
     assert split.part_size == 2**31 // 4096
     few = rows[: 2**31 // 4096]
     assert large.split_of("rms_norm", rms_norm_rows.ways, {"x": few, "eps": 0.1}, [few]) is None

@@ -12,7 +12,7 @@ import torch
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
-from cudnn_sdpa.engine import fast_path
+from cudnn_sdpa.engine import launch
 from cudnn_sdpa.graph import key as key_module
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
@@ -129,7 +129,7 @@ def test_positive_and_negative_zero_are_different_options():
     keys = [dataclasses.replace(KEY, options=PlanKey.typed({"n": value}), device=None) for value in values]
     assert len(set(keys)) == len(values)
     assert len({json.dumps(key.identity()["options"]) for key in keys}) == len(values)
-    assert len({fast_path.type_of(value) for value in values}) == len(values)
+    assert len({launch.type_of(value) for value in values}) == len(values)
     for key in keys:
         assert PlanKey.from_json(json.loads(json.dumps(key.to_json())), TARGET) == key
 
@@ -298,5 +298,5 @@ def test_plans_with_cluster_kernels_belong_to_one_gpu(monkeypatch):
 @pytest.mark.parametrize("of", [float, np.float64, lambda value: (1, float(value))])
 def test_positive_and_negative_zero_are_different_cached_calls(of):
     assert of(0.0) == of(-0.0)
-    assert fast_path.type_of(of(0.0)) != fast_path.type_of(of(-0.0))
-    assert fast_path.type_of(of(0.0)) == fast_path.type_of(of(0.0))
+    assert launch.type_of(of(0.0)) != launch.type_of(of(-0.0))
+    assert launch.type_of(of(0.0)) == launch.type_of(of(0.0))

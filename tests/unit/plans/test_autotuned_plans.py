@@ -12,7 +12,7 @@ from fake_gpu import Engine, Machine, halve, key, launch, operands
 
 import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError, autotune, plan_cache
-from cudnn_sdpa.engine.fast_path import CallTable
+from cudnn_sdpa.engine.launch import CallTable
 from cudnn_sdpa.graph import handles, heuristics
 from cudnn_sdpa.graph.key import Operand
 from cudnn_sdpa.graph.layouts import TensorLayout

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from cudnn_sdpa import OptionError, plan_cache
-from cudnn_sdpa.engine.fast_path import CallTable
+from cudnn_sdpa.engine.launch import CallTable
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.cache import DEFAULT_SIZE, PlanCache, next_use

@@ -9,10 +9,11 @@ import torch
 from fake_gpu import FakePlan, gpu_on_the_cpu
 
 from cudnn_sdpa import DtypeError, UnsupportedError, fallback, kernels, scaled_dot_product_attention, sdpa
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense import reference
+from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.engine import fallback as module
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.kernels.attention import KNOWN, instead_of_sdpa
+from cudnn_sdpa.kernels.arguments import MAX_FUSED_DIM
 
 
 @pytest.fixture(autouse=True)
@@ -91,13 +92,17 @@ def test_what_kernels_lack_still_raises(options):
         sdpa(*qkv(), **options)
 
 
-@pytest.mark.parametrize("name", sorted(set(ForwardArguments._fields) - KNOWN))
+@pytest.mark.parametrize("name", sorted(set(SdpaCall._fields) - reference._OF_KERNELS))
 def test_every_option_that_kernels_lack_is_declined(name):
     """One added to `sdpa` later, too: what is not known here is not ignored."""
-    call = ForwardArguments(*(x.detach() for x in qkv()))
-    assert instead_of_sdpa(call) is not None
+    call = SdpaCall(*(x.detach() for x in qkv()))
+    assert call.alternative("kernels") is not None
     for value in (object(), torch.ones(2)):
-        assert instead_of_sdpa(call._replace(**{name: value})) is None
+        assert call._replace(**{name: value}).alternative("kernels") is None
+
+
+def test_the_fused_form_takes_the_head_dims_that_it_has():
+    assert reference._MAX_FUSED_DIM == MAX_FUSED_DIM
 
 
 def test_wrong_calls_are_wrong_with_a_fallback():
