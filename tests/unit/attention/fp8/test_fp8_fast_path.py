@@ -92,27 +92,6 @@ def test_gradients_are_checked_once(gpu, checked, case, grad_dtype):
     assert checked == []
 
 
-def test_one_scale_tensor_for_all_and_interleaved_calls(gpu, checked):
-    one = torch.tensor([1.5])
-    problems = [(*qkv(lengths), Fp8Scales(*[one] * 6)) for lengths in ((40, 56), (32, 48))]
-    for _ in range(3):
-        for problem in problems:
-            expected = sdpa_fp8(*problem, is_causal=True)
-            checked.clear()
-            assert equal(gpu(sdpa_fp8, *problem, is_causal=True), expected)
-    assert checked == []
-
-
-def test_a_call_that_lacks_a_tensor_of_a_recent_one_is_known(gpu, checked):
-    tensors = qkv((40, 56))
-    for lengths in ({"seq_lens_kv": lens(9, 17)}, {}):
-        for _ in range(3):
-            gpu(sdpa_fp8, *tensors, FORWARD, **lengths)
-        checked.clear()
-        gpu(sdpa_fp8, *tensors, FORWARD, **lengths)
-        assert checked == []
-
-
 def test_each_option_is_another_cached_call(gpu):
     q, k, v = qkv((40, 56))
     cases = [
@@ -181,21 +160,6 @@ def test_an_unreadable_grad_out_is_copied_in_each_call(gpu):
     given = (wide[..., :128], q, k, v, made.out, turned, BACKWARD)
     for _ in range(2):
         assert equal(gpu(sdpa_fp8_backward, *given), sdpa_fp8_backward(*given))
-
-
-def test_determinism_is_part_of_a_cached_call(gpu):
-    q, k, v = qkv((48, 56))
-    made = sdpa_fp8(q, k, v, FORWARD, return_lse=True)
-    given = (torch.randn(q.shape).to(E5M2), q, k, v, made.out, made.lse, BACKWARD)
-    plans = launch.plan_cache.plans
-    for _ in range(2):
-        gpu(sdpa_fp8_backward, *given)
-        torch.use_deterministic_algorithms(True)
-        try:
-            gpu(sdpa_fp8_backward, *given)
-        finally:
-            torch.use_deterministic_algorithms(False)
-    assert sorted(key.option_values["deterministic"] for key in plans) == [False, True]
 
 
 @pytest.fixture
