@@ -38,13 +38,11 @@ def affine_backward(grads, given, results):  # noqa: ARG001
 
 @graph_op(reference=lambda x, a, b: x * a + b, backward=affine_backward)
 def affine(g, x, a, b):
-    """x · a + b."""
     return g.add(a=g.mul(a=x, b=a), b=b)
 
 
 @graph_op(reference=lambda x, y: x + y, backward=lambda grads, given, results: (grads[0], grads[0]))  # noqa: ARG005
 def plus(g, x, y):
-    """x + y."""
     return g.add(a=x, b=y)
 
 
@@ -54,12 +52,10 @@ def product_backward(grads, given, results):  # noqa: ARG001
 
 @graph_op(reference=lambda x, y: x * y, backward=product_backward)
 def product(g, x, y):
-    """x · y."""
     return g.mul(a=x, b=y)
 
 
 def double(g, x):
-    """Twice x."""
     return g.add(a=x, b=x)
 
 
@@ -289,7 +285,6 @@ def negated_and_zero_tensor_gradients():
 
 
 def negated_and_zero_tensor_operands():
-    """The same for operands."""
     for name, (function, leaf) in calls_with_gradients().items():
         wanted = function(-leaf)
         for _ in range(2):

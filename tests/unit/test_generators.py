@@ -196,7 +196,6 @@ class Recorder:
         self.signatures: dict[str, inspect.Signature] = {}
 
     def watch(self, owner: Any, attribute: str, name: str, *, ends: bool = False) -> None:
-        """Records calls of `owner.attribute` under `name`."""
         function = inspect.getattr_static(owner, attribute)
         signature = self.signatures[name] = inspect.signature(function)
 
@@ -238,7 +237,6 @@ class Recorder:
 
 
 def public(name: str) -> Any:
-    """The object with a public name."""
     owner, short = home(name)
     return getattr(owner, short)
 
@@ -250,7 +248,6 @@ def home(name: str) -> tuple[Any, str]:
 
 
 def watched(name: str, monkeypatch: pytest.MonkeyPatch) -> Recorder:
-    """Watches everything that an operation draws."""
     recorder = Recorder(monkeypatch)
     for each in [name, *ELSEWHERE.get(name, [])]:
         found = public(each)

@@ -157,7 +157,6 @@ def assert_chosen(*, deterministic):
 
 @pytest.fixture
 def deterministic_algorithms():
-    """Sets and restores PyTorch's setting."""
     before, warn_only = (
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),

@@ -24,7 +24,6 @@ SMALL = replace(
 
 @pytest.fixture
 def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
-    """The benchmarks on the CPU."""
     monkeypatch.setattr(attention, "device_times", times_by_place)
     monkeypatch.setattr(training, "host_times", times_by_place)
 

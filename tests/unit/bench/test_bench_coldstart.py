@@ -150,7 +150,6 @@ def test_errors_of_failed_processes_are_shown():
 
 @pytest.fixture
 def on_cpu(monkeypatch, cases_on_cpu):  # noqa: ARG001
-    """The measurements on the CPU, small."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(first_call, "start_library", lambda: None)
     monkeypatch.setattr(first_call, "SHAPES", (Shape(1, 2, 2, 8, 16, True), Shape(1, 2, 2, 12, 16, True)))

@@ -69,7 +69,6 @@ def test_every_takeover_process_has_a_row(answers):
 
 @pytest.fixture
 def on_cpu(monkeypatch, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
-    """The measurements on the CPU, small."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(many_lengths, "start_library", lambda: None)
     monkeypatch.setattr(many_lengths, "gc", SimpleNamespace(collect=lambda: None, disable=lambda: None))

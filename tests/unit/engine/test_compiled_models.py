@@ -105,8 +105,6 @@ def test_checkpointing_gives_the_same_gradients(reentrant, compiles):
 
 
 class Counting(TorchDispatchMode):
-    """Counts calls of the attention operator."""
-
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

@@ -80,7 +80,6 @@ STRIDED = {
 
 
 def case(name, *shape, dtype=torch.float32):
-    """Operands of a function."""
     return [values(*shape, dtype=dtype) for _ in range(1 if name == "relu_squared" else 2)]
 
 

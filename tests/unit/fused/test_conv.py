@@ -398,8 +398,6 @@ def test_gradients_of_tiny_odd_shapes_are_right_and_write_nothing_outside():
 
 
 class ConvolutionDtypes(TorchDispatchMode):
-    """Records the dtypes of PyTorch's convolutions."""
-
     def __init__(self):
         super().__init__()
         self.seen = set()

@@ -38,7 +38,6 @@ def layer_in_float64(x, weight=None, bias=None, eps=1e-5):
 
 
 def values(*shape, dtype=torch.float32):
-    """Values whose mean is not 0."""
     return (torch.randn(*shape) * 1.5 + 0.4).to(dtype)
 
 
@@ -467,7 +466,6 @@ def assert_same(function, expected, tensors):
 
 
 def run(function, tensors):
-    """Results and gradients."""
     leaves = [x.clone().requires_grad_() for x in tensors]
     results = every(function(*leaves))
     weighted = sum((x * torch.arange(1, 25) / 24 * number).sum() for number, x in enumerate(results, start=1))

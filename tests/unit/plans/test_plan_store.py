@@ -272,7 +272,6 @@ def test_a_rejected_plan_stays_until_it_is_replaced(store):
 
 
 def bytes_in(folder):
-    """Disk usage of a folder."""
     found = 0
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):

@@ -48,7 +48,6 @@ def assert_near(found, tensors, grad_out, grad_dtype=E5M2):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Backward passes that cuDNN runs."""
     made = []
     original = fp8_attention_module._gradients
     monkeypatch.setattr(fp8_attention_module, "_gradients", lambda *x: made.append(1) or original(*x))

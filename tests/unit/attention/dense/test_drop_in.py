@@ -15,7 +15,6 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def both(*args, **options):
-    """Ours and PyTorch's."""
     return scaled_dot_product_attention(*args, **options), F.scaled_dot_product_attention(*args, **options)
 
 

@@ -27,7 +27,6 @@ def lens(*values):
 
 
 def operands(q, k, v, *, window_size=(-1, -1), **options):
-    """Arguments of the operators, in order."""
     call = ForwardArguments(q, k, v, window_left=window_size[0], window_right=window_size[1], **options)
     return tuple(call[:17])
 

@@ -87,7 +87,6 @@ def true_values(q, k, v, scales):
 
 
 def true_weights(q, k, **options):
-    """The probabilities in float64."""
     unit = torch.eye(k.shape[2], dtype=torch.float64).expand(*k.shape[:2], -1, -1)
     return attend(q, k, unit, **options)[0]
 
@@ -208,7 +207,6 @@ def test_output_has_the_memory_order_of_q(layout):
 
 
 def backward(q, k, v, scales, *, grad_dtype=E5M2, back=None, **options):
-    """The gradients, and their grad_out."""
     forward = sdpa_fp8(q, k, v, scales, **options, return_lse=True)
     grad_out = fp8_of(*q.shape[:3], v.shape[3], dtype=grad_dtype, scale=19.0)
     back = backward_scales(q.dtype) if back is None else back

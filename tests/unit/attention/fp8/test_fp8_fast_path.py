@@ -43,7 +43,6 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def checked(monkeypatch):
-    """The calls that were checked."""
     seen = []
     for kind in (Fp8Call, Fp8BackwardCall):
         whole = kind.check

@@ -14,7 +14,6 @@ from cudnn_sdpa.attention.paged.page_pool import PagePool
 
 
 def owners(pool):
-    """The sequences that own each page."""
     found = {}
     for number, sequence in pool._sequences.items():
         for page in sequence.pages:

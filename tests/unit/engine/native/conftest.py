@@ -64,11 +64,9 @@ class Held:
         return [command for command in commands if str(self.sources) in command]
 
     def is_compiling(self) -> bool:
-        """Whether the compiler itself runs."""
         return any("cc1plus" in command or "-cc1" in command for command in self.processes())
 
     def go_on(self, seconds: float = 30.0) -> None:
-        """Lets the compiler that waits finish."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:

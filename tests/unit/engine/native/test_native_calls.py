@@ -470,8 +470,6 @@ def triple(address, count):
 
 
 class Seen(TorchDispatchMode):
-    """Counts the operators of this library."""
-
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):

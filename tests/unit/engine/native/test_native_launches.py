@@ -68,7 +68,6 @@ def way(request: pytest.FixtureRequest, folder: Path | None) -> Iterator[str]:  
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    """Real plans of dense attention."""
     with real_plans(OPERATIONS["sdpa"].compute) as found:
         yield found
 
