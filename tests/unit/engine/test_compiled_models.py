@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 from torch.export import Dim, export
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -30,7 +29,7 @@ from cudnn_sdpa import (
     silu_mul,
 )
 from cudnn_sdpa.offline.driver import compiler
-from tests.unit.pytorch_equivalents import EQUIVALENTS, compilations
+from tests.unit.pytorch_equivalents import compilations
 from tests.unit.small_model import gradients, model_and_reference
 
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -149,16 +148,6 @@ def test_threads_may_share_a_compiled_model():
         torch.testing.assert_close(result, gradients(theirs, x), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", EQUIVALENTS)
-def test_fake_tensors_match_real_metadata(name):
-    pair = EQUIVALENTS[name]
-    real = pair.inputs(1, torch.randn)
-    with FakeTensorMode() as mode:
-        fake = pair.ours(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in real))
-    expected = pair.ours(*real)
-    assert (fake.shape, fake.stride(), fake.dtype) == (expected.shape, expected.stride(), expected.dtype)
-
-
 @pytest.mark.sample(1)
 @quiet
 @pytest.mark.parametrize("strict", [False, True])
@@ -223,31 +212,6 @@ REFUSED = {
     ),
     "fp8_attention": (lambda x: fp8_attention(*[x.bfloat16()] * 3).float(), (3, 2, 4, 8, 16)),
 }
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", LOOPS)
-def test_vmap_of_attention_matches_a_loop(name):
-    function, shape = LOOPS[name]
-    x = torch.randn(shape)
-    torch.testing.assert_close(torch.vmap(function)(x), torch.stack([function(each) for each in x]))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_vmap_of_the_others_is_refused_by_name(name):
-    function, shape = REFUSED[name]
-    with pytest.raises(UnsupportedError, match=rf"{name}\w* under torch\.vmap(.|\n)*a dimension of its tensors"):
-        torch.vmap(function)(torch.randn(shape))
-
-
-@pytest.mark.parametrize(
-    "name", ["sdpa", "sdpa_varlen", "rms_norm", "layer_norm", "silu_mul", "conv2d", "fp8_attention"]
-)
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.vjp(f, x)])
-def test_functional_gradients_are_refused_by_name(name, transform):
-    function, shape = {**LOOPS, **REFUSED}[name]
-    with pytest.raises(UnsupportedError, match=rf"{name}\w* under torch\.func\.grad(.|\n)*torch\.autograd\.grad"):
-        transform(lambda x: function(x).sum())(torch.randn(shape[1:]))
 
 
 @pytest.mark.sample(3)
