@@ -111,7 +111,12 @@ def test_gradients_of_grouped_queries(heads, masked):
 
 
 @pytest.mark.parametrize(
-    ("q", "kv"), [((3, 4), (1, 4)), ((3, 4), (3, 1)), ((1, 4), (3, 4)), ((2, 1, 4), (1, 3, 4))], ids=str
+    ("q", "kv"),
+    [
+        *(((3, 4), (1, 4)), ((3, 4), (3, 1)), ((1, 4), (3, 4)), ((1, 1), (3, 4))),
+        *(((2, 1, 4), (1, 3, 4)), ((2, 3, 4), (1, 3, 1))),
+    ],
+    ids=str,
 )
 def test_gradients_of_broadcast_inputs(q, kv):
     assert_same(qkv(q, kv))
