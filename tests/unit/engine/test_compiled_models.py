@@ -29,7 +29,6 @@ from cudnn_sdpa import (
     silu_mul,
 )
 from cudnn_sdpa.offline.driver import compiler
-from tests.unit.pytorch_equivalents import compilations
 from tests.unit.small_model import gradients, model_and_reference
 
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -52,23 +51,6 @@ def test_a_model_has_no_graph_break():
     assert (found.graph_count, found.graph_break_count) == (1, 0)
 
 
-@pytest.mark.slow
-def test_a_model_compiles_as_often_as_with_pytorch():
-    models = model_and_reference()
-    # Two code objects, so that each has its own count.
-    calls = (lambda x: models[0](x) * 1.0, lambda x: models[1](x) * 1.0)
-    functions = [torch.compile(call, fullgraph=True, backend="aot_eager") for call in calls]
-    for length in (9, 12, 17):
-        x = x_of(length=length)
-        found, expected = (gradients_of(function, model, x) for function, model in zip(functions, models, strict=True))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert [compilations(function) for function in functions] == [2, 2]
-
-
-def gradients_of(function, model, x):
-    return torch.autograd.grad(function(x).square().mean(), list(model.parameters()))
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast_around_and_inside_a_compiled_model(inside):
@@ -83,24 +65,6 @@ def test_autocast_around_and_inside_a_compiled_model(inside):
     found = torch.compile(call, fullgraph=True, backend="aot_eager")(ours) if inside else call(compiled)
     torch.testing.assert_close(found, call(ours))
     torch.testing.assert_close(found, call(theirs), rtol=3e-2, atol=3e-2)
-
-
-@pytest.mark.slow
-@quiet
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_gives_the_same_gradients(reentrant, compiles):
-    ours, theirs = model_and_reference()
-    x = x_of()
-
-    def call(x):
-        return checkpoint(ours, x, use_reentrant=reentrant)
-
-    run = torch.compile(call, backend="aot_eager", fullgraph=not reentrant) if compiles else call
-    y = x.clone().requires_grad_()
-    run(y).square().mean().backward()
-    found = [y.grad, *(parameter.grad for parameter in ours.parameters())]
-    torch.testing.assert_close(found, gradients(theirs, x), rtol=1e-4, atol=1e-5)
 
 
 class Counting(TorchDispatchMode):

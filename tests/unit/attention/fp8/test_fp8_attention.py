@@ -94,27 +94,6 @@ def test_autograd_saves_half_the_bytes_of_bfloat16():
     assert {x.element_size() for x in large} == {1}
 
 
-def test_results_do_not_depend_on_grad_mode():
-    q, k, v = qkv()
-    with torch.no_grad():
-        assert torch.equal(fp8_attention(q, k, v), fp8_attention(q, k, v))
-        assert not fp8_attention(q, k, v).requires_grad
-    assert torch.equal(fp8_attention(q.detach(), k.detach(), v.detach()), fp8_attention(q, k, v).detach())
-
-
-def test_only_needed_gradients_are_computed(monkeypatch):
-    made = []
-    original = fp8_quantize._dense_like
-    monkeypatch.setattr(fp8_quantize, "_dense_like", lambda x, dtype: made.append(dtype) or original(x, dtype))
-    q, k, v = qkv(requires_grad=False)
-    out = fp8_attention(q, k.requires_grad_(), v)
-    made.clear()
-    out.sum().backward()
-    assert made.count(torch.bfloat16) == 1
-    assert q.grad is None
-    assert k.grad is not None
-
-
 # Updates of scales
 
 
@@ -470,36 +449,12 @@ def test_compiled_code_breaks_the_graph_around_it():
         torch.compile(layer, backend="eager", fullgraph=True)(q, k, v)
 
 
-@pytest.mark.parametrize("gradient", ["expanded", "every second", "float32"])
-def test_grad_out_of_any_layout_and_dtype(gradient):
-    q, k, v = qkv()
-    out = fp8_attention(q, k, v)
-    if gradient == "expanded":
-        grad_out = torch.tensor(0.3).bfloat16().expand(out.shape)
-    elif gradient == "every second":
-        grad_out = torch.randn(*out.shape[:-1], 2 * out.shape[-1]).bfloat16()[..., ::2]
-    else:
-        grad_out = torch.randn(out.shape)
-        out = out.float()
-    assert_near((out, torch.autograd.grad(out, (q, k, v), grad_out), (q, k, v), grad_out))
-
-
 @pytest.mark.parametrize("lengths", [(5, 0), (0, 5)])
 def test_empty_inputs(lengths):
     out, grads, tensors, _ = train(Fp8Attention(), tensors=qkv(lengths=lengths))
     assert (out == 0).all()
     assert all((gradient == 0).all() for gradient in grads)
     assert [gradient.shape for gradient in grads] == [x.shape for x in tensors]
-
-
-def test_gradients_of_gradients_and_batches_of_them_are_refused():
-    q, k, v = qkv()
-    for of in (torch.sum, lambda out: out.square().sum()):  # the first one's grad_out has no graph
-        with pytest.raises(UnsupportedError, match="double backward"):
-            torch.autograd.grad(of(fp8_attention(q, k, v)), q, create_graph=True)
-    out = fp8_attention(q, k, v)
-    with pytest.raises(UnsupportedError, match="batch of gradients"):
-        torch.autograd.grad(out, q, torch.ones(3, *out.shape).bfloat16(), is_grads_batched=True)
 
 
 # Quantization in plain PyTorch
