@@ -21,7 +21,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudnn_sdpa import LayoutError, conv2d, graph_op, layer_norm, plan_cache, rms_norm, sdpa, silu_mul
-from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.engine.native import calls
 from cudnn_sdpa.fused import torch_ops
 
@@ -70,20 +69,6 @@ def folder() -> Path | None:
 def native(folder: Path | None) -> Iterator[None]:  # noqa: ARG001
     with native_way():
         yield
-
-
-@pytest.fixture
-def launches_in_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the plans that Python launches."""
-    found: list[str] = []
-    launch = BoundPlan.__call__
-
-    def noted(bound, *arguments, **options):
-        found.append(bound.plan.key.name)
-        return launch(bound, *arguments, **options)
-
-    monkeypatch.setattr(BoundPlan, "__call__", noted)
-    return found
 
 
 @pytest.mark.sample(16)
