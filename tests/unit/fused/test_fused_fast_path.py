@@ -15,7 +15,6 @@ SCENARIOS = (
 )
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_fast_path(scenario):
     environment = {

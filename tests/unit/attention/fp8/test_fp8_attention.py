@@ -457,6 +457,16 @@ def test_empty_inputs(lengths):
     assert [gradient.shape for gradient in grads] == [x.shape for x in tensors]
 
 
+def test_gradients_of_gradients_and_batches_of_them_are_refused():
+    q, k, v = qkv()
+    for of in (torch.sum, lambda out: out.square().sum()):  # the first one's grad_out has no graph
+        with pytest.raises(UnsupportedError, match="double backward"):
+            torch.autograd.grad(of(fp8_attention(q, k, v)), q, create_graph=True)
+    out = fp8_attention(q, k, v)
+    with pytest.raises(UnsupportedError, match="batch of gradients"):
+        torch.autograd.grad(out, q, torch.ones(3, *out.shape).bfloat16(), is_grads_batched=True)
+
+
 # Quantization in plain PyTorch
 
 
