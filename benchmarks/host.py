@@ -196,7 +196,8 @@ def parts() -> list[Row]:
     call = SdpaCall(q, k, v)
     signature = SDPA.signature(call)
     entry = SDPA.table.get(signature)
-    assert entry is not None and entry.plan is not None
+    assert entry is not None
+    assert entry.plan is not None
     plan = entry.plan
     layout = (tuple(out.shape), out.stride(), out.dtype)
     scale = array("f", [64**-0.5])

@@ -38,8 +38,6 @@ def work(connection: Connection, device: str) -> None:
 
 
 class Worker:
-    """A process and its current call."""
-
     def __init__(self, device: str) -> None:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
@@ -58,8 +56,6 @@ class Worker:
 
 
 class Report:
-    """Outcomes of all calls."""
-
     def __init__(self, device: str) -> None:
         self.device = device
         self.counts: dict[str, Counter[str]] = {}
@@ -69,7 +65,6 @@ class Report:
         self.slowest: list[tuple[float, str]] = []
 
     def add(self, task: tuple[str, int], outcome: dict[str, Any], seconds: float) -> None:
-        """Counts an outcome."""
         name, kind = task[0], outcome["kind"]
         self.counts.setdefault(name, Counter())[kind] += 1
         line = generators.line(*task, self.device)
@@ -86,7 +81,6 @@ class Report:
         return sum(counts[kind] for counts in self.counts.values())
 
     def as_dict(self, seconds: float) -> dict[str, Any]:
-        """The report, for JSON."""
         versions = {
             "cudnn_sdpa": cudnn_sdpa.__version__,
             "torch": str(torch.__version__),

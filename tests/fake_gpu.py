@@ -439,6 +439,5 @@ class Machine:
         return [launch.func.__self__.built.microseconds for launch in launches]
 
     def proposes(self, first, *others):
-        """Sets cuDNN's proposals."""
         self.patch(GraphDefinition, "compile", lambda *_: first)
         self.patch(build, "build_others", lambda _operation, _key, _first, most, **_: list(others[:most]))

@@ -265,22 +265,18 @@ def attention_bounds(
 
 
 def silu(x: Tensor) -> Tensor:
-    """x · sigmoid(x)."""
     return x / (1 + torch.exp(-x))
 
 
 def gelu(x: Tensor) -> Tensor:
-    """GELU with the error function."""
     return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
 
 
 def relu(x: Tensor) -> Tensor:
-    """The positive part."""
     return torch.where(x > 0, x, 0.0)
 
 
 def gelu_tanh(x: Tensor) -> Tensor:
-    """GELU with the tanh approximation."""
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
@@ -340,7 +336,6 @@ def rms_norm(
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """The result."""
     centered = x - x.mean(-1, keepdim=True)
     y = centered * torch.rsqrt((centered * centered).mean(-1, keepdim=True) + eps)
     y = y if weight is None else y * weight
@@ -413,12 +408,10 @@ Parameters = dict[str, Tensor]
 
 
 def parameters_of(p: Parameters, name: str) -> Parameters:
-    """The parameters of a submodule."""
     return {key.removeprefix(f"{name}."): x for key, x in p.items() if key.startswith(f"{name}.")}
 
 
 def linear(x: Tensor, p: Parameters) -> Tensor:
-    """x times a weight matrix."""
     y = torch.einsum("...i,oi->...o", x, p["weight"])
     return y + p["bias"] if "bias" in p else y
 
@@ -486,7 +479,6 @@ def feed_forward(x: Tensor, p: Parameters, activation: str, share: Tensor | floa
 
 
 def norm_of(x: Tensor, p: Parameters, name: str, eps: float) -> Tensor:
-    """A norm of either kind."""
     if name == "rms_norm":
         return rms_norm(x, p.get("weight"), eps)[0]
     return layer_norm(x, p.get("weight"), p.get("bias"), eps)
@@ -531,7 +523,6 @@ def patches(images: Tensor, p: Parameters, size: tuple[int, int]) -> Tensor:
 def vision_encoder(
     images: Tensor, p: Parameters, size: tuple[int, int], layers: int, heads: tuple[int, int], **options: Any
 ) -> Tensor:
-    """`nn.VisionEncoder`; options are those of `transformer_layer`."""
     x = patches(images, parameters_of(p, "patch_embed"), size)
     if "class_token" in p:
         x = torch.cat([p["class_token"].expand(x.shape[0], -1, -1), x], 1)

@@ -103,7 +103,6 @@ class Case:
     refusable: str = ""
 
     def line(self, device: str = "cpu") -> str:
-        """The command that repeats it."""
         more = "" if device == "cpu" else f" --device {device}"
         return f"python tests/generators.py {self.operation} {self.seed}{more}"
 
@@ -161,7 +160,6 @@ class Operation:
         return {}
 
     def exact(self, case: Case, options: dict[str, Any], leaves: Tensors, known: dict[str, Any]) -> Tensors:
-        """The results in float64."""
         raise NotImplementedError
 
     def bounds(
@@ -173,11 +171,9 @@ class Operation:
         known: dict[str, Any],
         precision: Precision,
     ) -> Tensors:
-        """Error bounds of results and gradients."""
         raise NotImplementedError
 
     def check_places(self, case: Case, tensors: Tensors, found: Tensors, gradients: Tensors) -> Iterator[str]:
-        """Errors of the results' memory layout."""
         yield from ()
 
     def session(self, r: random.Random, seed: int, device: str) -> Outcome | None:
@@ -193,7 +189,6 @@ OPERATIONS: dict[str, Operation] = {}
 
 
 def operation(kind: type[Operation]) -> type[Operation]:
-    """Registers an operation."""
     OPERATIONS[kind.name] = kind()
     return kind
 
@@ -215,7 +210,6 @@ def number(r: random.Random, low: float, high: float) -> float:
 
 
 def half(r: random.Random, device: str) -> torch.dtype:
-    """A dtype of attention."""
     dtype, wide = r.choice([BF16, BF16, F16]), r.choice([None, F32, F64, F64])
     return dtype if device != "cpu" or wide is None else wide
 
@@ -238,13 +232,11 @@ UNCHECKED = {"cpu_checks": None}
 
 
 def scale_of(r: random.Random, dim: int) -> float | None:
-    """The scale of the scores."""
     usual = number(r, 0.5, 2.0) * dim**-0.5
     return r.choice([None, None, usual, usual, usual, 4 * usual, -usual, 1e-6, 40 * usual, 0.0])
 
 
 def window_of(r: random.Random) -> tuple[int, int] | None:
-    """A window around the diagonal."""
     return None if r.random() < 0.65 else (r.choice([-1, 0, 0, 1, 5, 64, 10**6]), r.choice([-1, 0, 0, 1, 3, 70, 10**6]))
 
 
@@ -279,7 +271,6 @@ def mask_of(r: random.Random, full: tuple[int, ...], dtype: torch.dtype, *, othe
 
 
 def memory_of(r: random.Random, shape: tuple[int, ...], dtype: torch.dtype, unit: int = 8, **values: Any) -> Spec:
-    """Queries, keys or values."""
     spec = drawn(r, shape, dtype, unit=unit, expands=0.08, **values)
     return negated(spec) if r.random() < 0.02 else spec
 
@@ -293,7 +284,6 @@ def chosen(r: random.Random, names: list[str]) -> tuple[str, ...]:
 
 
 def head_dims(r: random.Random, device: str) -> tuple[int, int]:
-    """Head dims of keys and values."""
     if device == "cpu":
         return r.choice([(8, 8), (8, 8), (16, 16), (64, 64), (24, 8), (8, 40)])
     odd = 8 * r.randint(1, 16)
@@ -316,7 +306,6 @@ def more_of_attention(r: random.Random, case: Case) -> Case:
 
 
 def causal_bias(which: str, sq: int, skv: int) -> Any:
-    """PyTorch's `CausalBias`, without values."""
     from torch.nn.attention import bias
 
     with warnings.catch_warnings():
@@ -341,8 +330,6 @@ def rounds_scores(case: Case) -> bool:
 
 
 class Attention(Operation):
-    """Shared by the attention operations."""
-
     data = ("scale", "softcap")
 
     takes_out = False
@@ -457,7 +444,6 @@ class Sdpa(Attention):
         return self.more(more, more_of_attention(more, case))
 
     def more(self, r: random.Random, case: Case) -> Case:
-        """Corner cases of options."""
         options, tensors, facts = dict(case.options), dict(case.tensors), dict(case.facts)
         if "dropout_p" in options and r.random() < 0.2:
             options["dropout_p"] = r.choice([0.0, 0, 0.999])
@@ -1137,14 +1123,11 @@ def fp8_dims(r: random.Random, device: str) -> tuple[tuple[int, int], int, dict[
 
 
 def fp8_options(r: random.Random, dim: int) -> dict[str, Any]:
-    """Options of FP8 attention."""
     options: dict[str, Any] = {"scale": r.choice([None, number(r, 0.5, 2.0) * dim**-0.5]), "window_size": window_of(r)}
     return options | {"is_causal": r.random() < 0.4, "causal_alignment": r.choice(["top_left"] * 3 + ["bottom_right"])}
 
 
 class Fp8(Attention):
-    """Shared by both FP8 passes."""
-
     data = ()
 
     def drawn(self, r: random.Random, seed: int, device: str) -> Case:
@@ -1170,7 +1153,6 @@ class Fp8(Attention):
         return Case(self.name, seed, dtype, tensors, options, facts=facts, settings=settings)
 
     def true(self, case: Case, leaves: Tensors) -> Tensors:
-        """The dequantized tensors."""
         facts = case.facts
         made = {name: leaves[name] / facts["scales"][name] for name in "qkv"}
         if "page" in facts:
@@ -1178,7 +1160,6 @@ class Fp8(Attention):
         return made
 
     def side(self, case: Case, device: Any) -> Tensors:
-        """Lengths and page tables."""
         facts, names = case.facts, ("seq_lens_q", "seq_lens_kv")
         made = {n: sequence(facts[n], device) for n in names if n in facts}
         if "page" in facts:
@@ -1188,7 +1169,6 @@ class Fp8(Attention):
         return made
 
     def forward_scales(self, case: Case, device: Any) -> Fp8Scales:
-        """The scales of a forward pass."""
         of, full = case.facts["scales"], torch.finfo(case.dtype).max / 1.75
         values = [1 / of["q"], 1 / of["k"], 1 / of["v"], 1 / full, full, 23.0]
         return Fp8Scales(*(torch.tensor([x], device=device) for x in values))
@@ -1474,7 +1454,6 @@ def fused_dtype(r: random.Random, device: str) -> torch.dtype:
 
 
 def rows_of(r: random.Random, device: str) -> tuple[int, ...]:
-    """A shape (..., n)."""
     n = r.choice([1, 2, 3, 8, 17, 32, 64, 64, 100, 128, *([256, 1000, 1024] if device != "cpu" else [])])
     shape = tuple(r.choice([1, 1, 2, 3, 5, 7]) for _ in range(r.choice([0, 1, 1, 2, 2, 3, 4])))
     shape = (*shape, n)
@@ -1626,7 +1605,6 @@ class Gate(Operation):
         return case
 
     def halves(self, tensors: Tensors, facts: dict[str, Any]) -> tuple[Tensor, ...]:
-        """The gate and its factor."""
         return tensors["both"].chunk(2, -1) if "both" in tensors else tuple(tensors.values())
 
     def exact(self, case, options, leaves, known):
@@ -1685,8 +1663,6 @@ class ReluSquared(Gate):
 
 
 class Conv(Operation):
-    """A convolution of any rank."""
-
     rank = 2
     aligns = True
     casts = ("x", "weight", "bias")
@@ -1805,7 +1781,6 @@ def clipped_reference(x: Tensor, *, slope: float = 0.1) -> Tensor:
 
 @cudnn_sdpa.graph_op(reference=clipped_reference)
 def clipped(g: Any, x: Any, *, slope: float = 0.1) -> Any:
-    """A leaky ReLU."""
     return g.relu(input=x, negative_slope=slope)
 
 
@@ -1826,7 +1801,6 @@ def pair_backward(grads: Any, operands: Any, results: Any, *, needs: Any) -> Any
 
 @cudnn_sdpa.graph_op(reference=pair_reference, outputs=pair_outputs, backward=pair_backward, keeps_results=False)
 def pair(g: Any, x: Any, y: Any) -> Any:
-    """Product and difference."""
     return g.mul(a=x, b=y), g.sub(a=x, b=y)
 
 
@@ -1939,7 +1913,6 @@ class CacheSession:
         self.reasons: list[str] = []
 
     def random(self, *shape: int) -> Tensor:
-        """Fresh random values."""
         return torch.randn(shape, generator=self.generator, dtype=F64).to(self.dtype).to(self.device)
 
     def check(self, when: str) -> None:
@@ -1955,7 +1928,6 @@ class CacheSession:
             self.problems.append(f"{when} {use} is said of {len(lengths)} sequences")
 
     def act(self, action: str) -> None:
-        """Applies one random operation to both."""
         if action == "add" or not self.model:
             self.model[self.cache.add()] = (
                 self.random(self.kv, 0, self.dims[0]),
@@ -1971,7 +1943,6 @@ class CacheSession:
             self.change(action, self.r.choice(list(self.model)))
 
     def change(self, action: str, one: int) -> None:
-        """Forks, truncates or frees a sequence."""
         k, v = self.model[one]
         if action == "fork":
             self.model[self.cache.fork(one)] = (k, v)
@@ -2021,7 +1992,6 @@ class CacheSession:
         return {"into": self.cache.new_step(batch + self.more.choice([0, 1]), tokens + self.more.choice([0, 0, 2]))}
 
     def options(self) -> dict[str, Any]:
-        """Options of attention, mostly none."""
         r, options = self.more, {}
         if r.random() < 0.5:
             return options
@@ -2067,7 +2037,6 @@ class CacheSession:
         counts: list[int],
         of: tuple[int, dict[str, Any]],
     ) -> None:
-        """Errors of the results for queries."""
         (q, out, lse), (layer, options) = found, of
         given = {"is_causal": True, "causal_alignment": "bottom_right", **options}
         for row, (one, count) in enumerate(zip(numbers, counts, strict=True)):
@@ -2131,7 +2100,6 @@ class StaticSession:
         self.reasons: list[str] = []
 
     def random(self, *shape: int) -> Tensor:
-        """Fresh random values."""
         return torch.randn(shape, generator=self.generator, dtype=F64).to(self.dtype).to(self.device)
 
     def check(self, when: str) -> None:
@@ -2145,7 +2113,6 @@ class StaticSession:
                         self.problems.append(f"{when} sequence {b} has other {name} in layer {layer} than were written")
 
     def act(self, action: str) -> None:
-        """Applies one random operation to both."""
         r = self.r
         if action == "step":
             self.step()
@@ -2186,7 +2153,6 @@ class StaticSession:
         self.attend(step, counts)
 
     def options(self, tokens: int) -> dict[str, Any]:
-        """Options of attention, mostly none."""
         r, options = self.r, {}
         if r.random() < 0.5:
             return options
@@ -2222,14 +2188,11 @@ class StaticSession:
 
 
 class Called(torch.nn.Module):
-    """A module with a custom call."""
-
     def __init__(self, inner: torch.nn.Module, how: Callable[..., Tensor]) -> None:
         super().__init__()
         self.inner, self.how = inner, how
 
     def forward(self, tensors: Tensors, facts: dict[str, Any]) -> Tensor:
-        """Calls it."""
         return self.how(self.inner, tensors, facts)
 
 
@@ -2241,7 +2204,6 @@ class Module(Operation):
     roundings = 16
 
     def make(self, options: dict[str, Any], **more: Any) -> torch.nn.Module:
-        """The module."""
         given = dict(options)
         if given.get("rope") is not None:
             given["rope"] = cudnn_sdpa.nn.RotaryEmbedding(**given["rope"], device=more["device"])
@@ -2271,7 +2233,6 @@ class Module(Operation):
         return {}
 
     def how(self, module: torch.nn.Module, tensors: Tensors, facts: dict[str, Any]) -> Tensor:
-        """The call of the module."""
         return module(tensors["x"])
 
     def call(self, tensors, options, facts):
@@ -2279,7 +2240,6 @@ class Module(Operation):
         return {"out": torch.func.functional_call(facts["module"], parameters, (tensors, facts))}
 
     def compute(self, case: Case, options: dict[str, Any], leaves: Tensors, known: dict[str, Any]) -> Tensor:
-        """The result in float64."""
         raise NotImplementedError
 
     def exact(self, case, options, leaves, known):
@@ -2315,12 +2275,10 @@ class Module(Operation):
 
 
 def tokens_of(r: random.Random, device: str, features: int, dtype: torch.dtype) -> Spec:
-    """Tokens (batch, sequence, features)."""
     return drawn(r, (r.choice([1, 1, 2, 3]), size(r, device, large=0.05), features), dtype, expands=0.05, fixed=(2,))
 
 
 def rope_of(r: random.Random, head_dim: int) -> dict[str, Any]:
-    """A rotary embedding, or None."""
     rope: dict[str, Any] = {"head_dim": head_dim}
     if r.random() < 0.4:
         rope["rotary_dim"] = 2 * r.choice([1, max(1, head_dim // 4), max(1, head_dim // 2 - 1)])
@@ -2332,7 +2290,6 @@ def rope_of(r: random.Random, head_dim: int) -> dict[str, Any]:
 
 
 def positions_of(r: random.Random, batch: int, count: int) -> dict[str, Any]:
-    """Explicit positions of tokens, if given."""
     how = r.random()
     if how < 0.4:
         return {"positions": None}
@@ -2381,11 +2338,9 @@ class RmsNormModule(Module):
         return self.with_parameters(Case(self.name, seed, dtype, tensors, options), r.choice([dtype, F32]))
 
     def more(self, r: random.Random) -> dict[str, Any]:
-        """Options that the other norm lacks."""
         return {"zero_centered": True} if r.random() < 0.3 else {}
 
     def eps(self, case: Case, options: dict[str, Any]) -> float:
-        """The eps that is added."""
         return options.get("eps", torch.finfo(F64 if case.dtype == F64 else F32).eps)
 
     def compute(self, case, options, leaves, known):
@@ -2444,7 +2399,6 @@ def dropped(shape: tuple[int, ...], p: float, dtype: torch.dtype, device: Any) -
 
 @contextlib.contextmanager
 def undrawn(device: torch.device) -> Iterator[None]:
-    """Restores the state of PyTorch's generator."""
     with torch.random.fork_rng([device.index or 0] if device.type == "cuda" else []):
         yield
 
@@ -2526,7 +2480,6 @@ class AttentionModule(Module):
         return (heads, kv), features, {**options, "dim": dim}
 
     def self_attention(self, r: random.Random, dim: int) -> dict[str, Any]:
-        """Options of self-attention."""
         options: dict[str, Any] = {"is_causal": True} if r.random() < 0.6 else {}
         if r.random() < 0.4:
             options["window_size"] = window_of(r)
@@ -2578,11 +2531,9 @@ class AttentionModule(Module):
         return {"kept": self.kept(case, tensors, options)} if self.drops(case, options) else {}
 
     def drops(self, case: Case, options: dict[str, Any]) -> bool:
-        """Whether there is dropout."""
         return bool(options.get("dropout") and case.facts["training"])
 
     def kept(self, case: Case, tensors: Tensors, options: dict[str, Any]) -> Tensor:
-        """Which weights of attention dropout keeps."""
         x, facts = tensors["x"], case.facts
         (heads, kv), dim, skv = facts["heads"], facts["dim"], tensors.get("context", x).shape[1]
         q, k = x.new_zeros(x.shape[0], heads, x.shape[1], dim), x.new_zeros(x.shape[0], kv, skv, dim)
@@ -2609,7 +2560,6 @@ class AttentionModule(Module):
         return module(tensors["x"], module.project_context(context) if facts["projected"] else context, **given)
 
     def attention_of(self, module: Any) -> Any:
-        """The attention module."""
         return module
 
     def in_steps(self, module: Any, x: Tensor, facts: dict[str, Any]) -> Tensor:
@@ -2638,7 +2588,6 @@ class AttentionModule(Module):
         return torch.cat(parts, 1)
 
     def given(self, case: Case, options: dict[str, Any], leaves: Tensors, known: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of attention."""
         names = ("is_causal", "window_size", "scale", "softcap")
         given, facts = {n: options[n] for n in names if n in options}, case.facts
         given["rounds_scores"] = rounds_scores(case)
@@ -2697,7 +2646,6 @@ class LayerModule(AttentionModule):
         return self.with_parameters(self.arguments(r, case, tensors["x"].shape[1], heads[0]))
 
     def parts(self, r: random.Random, dtype: torch.dtype) -> dict[str, Any]:
-        """Options of the other parts."""
         options: dict[str, Any] = {}
         if r.random() < 0.5:
             options["norm"] = r.choice(["rms_norm", "layer_norm"])
@@ -2775,7 +2723,6 @@ class VisionModule(LayerModule):
 
 
 def compared(name: str, actual: Tensor, exact: Tensor, bound: Tensor) -> list[str]:
-    """Errors of a tensor."""
     if actual.shape != exact.shape:
         return [f"{name} has shape {tuple(actual.shape)} instead of {tuple(exact.shape)}"]
     info = torch.finfo(actual.dtype)
@@ -2807,7 +2754,6 @@ def with_left_window(r: random.Random, case: Case) -> Case:
 
 
 def draw(name: str, seed: int, device: str = "cpu") -> Case:
-    """The call of a seed."""
     op = OPERATIONS[name]
     r = random.Random(zlib.crc32(f"{name} {seed}".encode()))
     case = with_left_window(later(f"left windows of {name}", seed), op.draw(r, seed, device))
@@ -2927,8 +2873,6 @@ MODES: dict[str, Callable[[], Any]] = {"no_grad": torch.no_grad, "inference": to
 
 
 class Run:
-    """One call, run several times."""
-
     def __init__(self, case: Case, device: str) -> None:
         self.case, self.device, self.op = case, device, OPERATIONS[case.operation]
         self.generator = torch.Generator().manual_seed(zlib.crc32(f"numbers {case.operation} {case.seed}".encode()))
@@ -3019,7 +2963,6 @@ class Run:
         gradients: Tensors,
         bounds: Tensors,
     ) -> list[str]:
-        """Errors of the gradients' values."""
         given, problems = [grads[name].double() for name in exact], []
         true = torch.autograd.grad(list(exact.values()), [leaves[n] for n in wanted], given, allow_unused=True)
         for name, found in zip(wanted, true, strict=True):
@@ -3045,7 +2988,6 @@ class Run:
         return made
 
     def shapes(self, found: Tensors, exact: Tensors) -> Iterator[str]:
-        """Errors of shapes, dtypes and devices."""
         for name, x in found.items():
             wide = name == "lse" or name.startswith("amax")
             dtype = (
@@ -3063,7 +3005,6 @@ class Run:
     def gradients(
         self, step: str, wanted: tuple[str, ...], tensors: Tensors, leaves: Tensors, results: Tensors, exact: Tensors
     ) -> tuple[Tensors, Tensors, list[str]]:
-        """The gradients, the grad_outs, and errors."""
         kind = self.case.grad
         grads = {name: gradient_like(kind, x, self.generator) for name, x in results.items()}
         if self.device == "cuda":
@@ -3206,12 +3147,10 @@ def attempt(name: str, seed: int, device: str = "cpu") -> Outcome:
 
 
 def line(name: str, seed: int, device: str) -> str:
-    """The command that repeats a call."""
     return f"python tests/generators.py {name} {seed}" + ("" if device == "cpu" else f" --device {device}")
 
 
 def main(arguments: list[str]) -> int:
-    """Repeats one call, or runs many."""
     import argparse
 
     parser = argparse.ArgumentParser(description="Random right calls, held against mathematics in float64.")

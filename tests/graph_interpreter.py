@@ -70,16 +70,13 @@ class Symbol:
 
     @property
     def value(self) -> Tensor:
-        """The values in float64, or booleans."""
         assert self.tensor is not None, "an operation reads a tensor that no operation has written"
         return self.tensor if self.tensor.dtype == torch.bool else self.tensor.double()
 
     def get_dim(self) -> list[int]:
-        """The shape."""
         return list(self.shape)
 
     def set_data_type(self, data_type: Enum) -> Symbol:
-        """Rounds the values."""
         self.tensor = self.value.to(_DTYPES[data_type.name])
         return self
 
@@ -143,7 +140,6 @@ POINTWISE: dict[str, tuple[tuple[str, ...], Callable[..., Tensor]]] = {
 
 
 def random_share(p: float, seed: int, offset: int, scores: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """See `Dropout`."""
     _, rows, columns = sizes
     generator = torch.Generator().manual_seed(zlib.crc32(repr((seed, offset, *sizes)).encode()))
     kept = torch.rand(*scores.shape[:2], rows, columns, generator=generator) >= p
@@ -192,7 +188,6 @@ class Graph:
         return Symbol(None, dim)
 
     def tensor_scalar(self, value: float, scalar_type: Enum) -> Symbol:
-        """A constant."""
         assert isinstance(scalar_type, TYPES.scalar_type)
         return Symbol(torch.full((1, 1, 1, 1), value, dtype=torch.float64))
 
@@ -302,17 +297,14 @@ class Graph:
     # Convolutions. Those of gradients get the shape of their result from the key.
 
     def conv_fprop(self, *, image: Symbol, weight: Symbol, **sizes: list[int]) -> Symbol:
-        """A convolution."""
         groups = image.shape[1] // weight.shape[1]
         return Symbol(torch.ops.aten.convolution(image.value, weight.value, None, *_geometry(**sizes), groups))
 
     def conv_dgrad(self, *, loss: Symbol, filter: Symbol, **sizes: list[int]) -> Symbol:  # noqa: A002
-        """The gradient of its image."""
         w = filter.value
         return Symbol(None, of_shape=lambda shape: _conv_gradients(loss.value, w.new_zeros(shape), w, sizes)[0])
 
     def conv_wgrad(self, *, image: Symbol, loss: Symbol, **sizes: list[int]) -> Symbol:
-        """The gradient of its filter."""
         x = image.value
         return Symbol(None, of_shape=lambda shape: _conv_gradients(loss.value, x, x.new_zeros(shape), sizes)[1])
 
@@ -333,7 +325,6 @@ class Graph:
         name: str = "",
         **options: Any,
     ) -> list[Symbol | None]:
-        """O and, on request, the LSE."""
         del name
         keys, values, is_paged = k.value, v.value, paged_attention_k_table is not None
         if is_paged:
@@ -547,7 +538,6 @@ def _fp8_masks(
     left_bound: int | None = None,
     right_bound: int | None = None,
 ) -> dict[str, Any]:
-    """The options of the emulation."""
     is_bottom_right = diagonal_alignment is TYPES.diagonal_alignment.BOTTOM_RIGHT
     options: dict[str, Any] = {
         "causal_alignment": "bottom_right" if is_bottom_right else "top_left",

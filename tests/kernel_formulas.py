@@ -106,7 +106,6 @@ class LengthsCase:
         return {name: lengths.data_ptr() for name, lengths in given.items() if lengths is not None}
 
     def kernel(self, *, decode: bool = False) -> LengthsKernel | RowLimitsKernel:
-        """The kernel for the plan."""
         spec = self.spec
         if spec.softcap:
             sizes = {"rows": spec.sq, "max_q": spec.sq, "max_kv": spec.skv}
@@ -142,7 +141,6 @@ class MaskCase:
 
     @classmethod
     def drawn(cls, seed: int, device: str = "cpu") -> MaskCase:
-        """A random case."""
         rng = random.Random(seed)
         shape = [rng.choice((1, 1, 2, 3)), rng.choice((1, 2, 4)), rng.choice((1, 2, 9, 64)), rng.choice((1, 7, 16, 77))]
         dtype = rng.choice((torch.float16, torch.bfloat16))

@@ -116,7 +116,6 @@ class Ranks:
             self._pipes.append(ours)
 
     def end(self) -> None:
-        """Ends the processes."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:

@@ -65,8 +65,6 @@ class Values:
 
 @dataclass(frozen=True)
 class Spec:
-    """A tensor without its values."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     layout: Layout
@@ -102,7 +100,6 @@ class Spec:
 
     @property
     def _filler(self) -> float:
-        """The bits of `filler` in memory."""
         if self.dtype == torch.bool:
             return False
         filler = self.values.filler
@@ -129,7 +126,6 @@ class Spec:
 
 
 def dense(shape: tuple[int, ...], dtype: torch.dtype, **values: object) -> Spec:
-    """A tensor in row-major order."""
     none = (0,) * len(shape)
     layout = Layout(tuple(range(len(shape))), none, none, (1,) * len(shape))
     return Spec(tuple(shape), dtype, layout, Values(**values))  # type: ignore[arg-type]
@@ -197,7 +193,6 @@ def negated(spec: Spec) -> Spec:
 
 
 def aligned(spec: Spec) -> Spec:
-    """The same, aligned to 16 bytes."""
     unit = max(1, 16 // spec.dtype.itemsize)
     offset = spec.layout.offset + -spec.make("meta").storage_offset() % unit
     return replace(spec, layout=replace(spec.layout, offset=offset))
@@ -211,7 +206,6 @@ GRADIENTS = (
 
 
 def gradient_like(kind: str, result: Tensor, generator: torch.Generator) -> Tensor:
-    """A fresh random grad_out."""
     shape, rank = result.shape, result.dim()
     numbers = torch.randn(shape, generator=generator, dtype=torch.float64).to(result.dtype).to(result.device)
     if kind == "permuted" and rank > 2:

@@ -115,12 +115,10 @@ class Device:
         self._streams = threading.local()
 
     def current_stream(self, _: int = 0) -> int:
-        """The calling thread's current stream."""
         return int(getattr(self._streams, "current", 0))
 
     @contextlib.contextmanager
     def stream(self, number: int) -> Iterator[None]:
-        """Makes another stream the current one."""
         before = self.current_stream()
         self._streams.current = number
         try:
@@ -130,7 +128,6 @@ class Device:
 
     @property
     def last(self) -> RawLaunch:
-        """The last launch."""
         return self.launches[-1]
 
 

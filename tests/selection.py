@@ -9,7 +9,6 @@ from typing import Any
 
 
 def hash_of(*names: str) -> int:
-    """A number that spreads names evenly."""
     return int.from_bytes(hashlib.blake2b("\0".join(names).encode(), digest_size=8).digest(), "big")
 
 

@@ -170,8 +170,6 @@ def calls_of(name: str, device: str) -> Iterator[Call]:
 
 @dataclass
 class Soak:
-    """What threads have done."""
-
     device: str
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
@@ -226,7 +224,6 @@ class Soak:
         plan_cache.resize(size)
 
     def run(self, calls: list[Call], threads: int, seconds: float) -> None:
-        """Runs all threads for a while."""
         every = [threading.Thread(target=self.work, args=(calls, seed), daemon=True) for seed in range(threads)]
         every.append(threading.Thread(target=self.evict, args=(threads,), daemon=True))
         self.over.clear()
@@ -269,7 +266,6 @@ def soak(names: list[str], threads: int, seconds: float, device: str) -> dict[st
 
 
 def versions(device: str) -> dict[str, str]:
-    """What ran."""
     gpu = {"gpu": torch.cuda.get_device_name()} if device == "cuda" else {}
     return {
         "cudnn_sdpa": cudnn_sdpa.__version__,

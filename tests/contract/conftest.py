@@ -84,7 +84,6 @@ def _is_quick(metafunc: pytest.Metafunc, example: str) -> bool:
 
 @functools.cache
 def _examples_of(test: Callable[..., None]) -> list[str]:
-    """The examples that a test concerns."""
     arguments = inspect.signature(test).parameters
     if not arguments.keys() & {"example", "call", "attention"}:
         return []

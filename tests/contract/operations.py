@@ -68,7 +68,6 @@ class Example:
 
     @property
     def first(self) -> str:
-        """Name of the first tensor."""
         return self.differentiable[0] if self.differentiable else self.leading
 
     @property
@@ -92,7 +91,6 @@ class Example:
         return {name: x.requires_grad_() if grad and name in self.differentiable else x for name, x in made.items()}
 
     def __call__(self, tensors: dict[str, Tensor], **others: Any) -> Any:
-        """The call."""
         return self.function(**tensors, **{**self.options, **others})
 
     def gradients(self, tensors: dict[str, Tensor], grad_out: Tensor | None = None, **others: Any) -> dict[str, Tensor]:
@@ -110,7 +108,6 @@ class Example:
             self(self.tensors())
 
     def assert_out(self, found: Tensor, tensors: dict[str, Tensor]) -> None:
-        """Asserts that a result is right."""
         with torch.no_grad():
             wanted = self.exact(**_in_float64(tensors), **self.options)
         if self.precision is not None:
@@ -134,7 +131,6 @@ class Example:
             assert gradient.dtype == tensors[name].dtype
 
     def plans(self) -> int:
-        """How many plans have been built."""
         return plan_cache.info().builds
 
 

@@ -84,8 +84,6 @@ def test_every_link_is_valid(site):
 
 
 class Quiet(SimpleHTTPRequestHandler):
-    """Serves files without logging."""
-
     def log_message(self, *_: object) -> None:
         pass
 
@@ -123,7 +121,6 @@ def browser(tmp_path_factory: pytest.TempPathFactory):
 
 
 def requests(browser) -> list[str]:
-    """Requests since the last call."""
     events = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     return [event["params"]["request"]["url"] for event in events if event["method"] == "Network.requestWillBeSent"]
 

@@ -52,7 +52,6 @@ class Config:
 
 
 def tensors(c: Config) -> dict[str, Tensor | None]:
-    """Fresh inputs of a configuration."""
     torch.manual_seed(c.number)
     cuda = {"device": "cuda"}
     full = (c.batch, c.heads[0], c.sq, c.skv)

@@ -126,7 +126,6 @@ def poison(*sizes: int) -> None:
 
 
 def forward(of: Problem, **options: Any) -> Fp8Output:
-    """`sdpa_fp8` into poisoned memory."""
     rows = of.q.shape[:3].numel()
     poison(rows * of.v.shape[3], 4 * rows, 4)
     return sdpa_fp8(*of, **options)
@@ -184,7 +183,6 @@ def flat(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def emulated(of: Problem, out_dtype: torch.dtype | None = None, **options: Any) -> Fp8Output:
-    """The emulated result."""
     call = Fp8Arguments(*of[:3], *of.scales, out_dtype=out_dtype, **flat(options))
     return reference.attention(call, exact=torch.float64)
 
@@ -192,7 +190,6 @@ def emulated(of: Problem, out_dtype: torch.dtype | None = None, **options: Any) 
 def emulated_gradients(
     of: Problem, grad_out: Tensor, out: Tensor, lse: Tensor, scales: Fp8BackwardScales, **options: Any
 ) -> Fp8Gradients:
-    """The emulated gradients."""
     call = Fp8BackwardArguments(grad_out, *of[:3], out, lse, *scales, **flat(options))
     return reference.gradients(call, exact=torch.float64)
 
@@ -213,7 +210,6 @@ def backward(
 
 
 def true_gradients(of: Problem, grad_out: Tensor, scales: Fp8BackwardScales, **options: Any) -> list[Tensor]:
-    """The gradients in float64, by autograd."""
     leaves = [x.requires_grad_() for x in true_values(of)]
     out, *_ = exact(*leaves, **options)
     return list(torch.autograd.grad(out, leaves, grad_out.double() * scales.descale_do.double()))

@@ -37,7 +37,6 @@ def norm(module: Any, params: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 def rotate(rope: Any, heads: Tensor, positions: Tensor) -> Tensor:
-    """Rotates pairs as complex numbers."""
     half = rope.rotary_dim // 2
     powers = torch.arange(half, dtype=torch.float64, device=heads.device) / half
     speeds = rope.base**-powers

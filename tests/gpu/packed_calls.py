@@ -38,7 +38,6 @@ class Config:
 
 
 def tensors(c: Config) -> dict[str, Tensor | None]:
-    """Fresh inputs of a configuration, packed."""
     torch.manual_seed(c.number)
     cuda = {"device": "cuda", "dtype": c.dtype}
     rows, columns = sum(c.lengths_q), sum(c.lengths_kv)

@@ -9,19 +9,16 @@ from cudnn_sdpa import graph_op
 
 @graph_op(reference=torch.relu)
 def misses(g, x):
-    """Calls a missing function."""
     y = g.relu(input=x)
     return g.no_such_operation(input=y)
 
 
 @graph_op(reference=torch.relu)
 def mistakes(g, x):
-    """Passes a number as a tensor."""
     return g.add(a=x, b="one")
 
 
 @graph_op(outputs=lambda x, weight: x.new_empty(1, weight.shape[0], 4, 4))
 def mismatches(g, x, weight):
-    """A convolution with mismatched channels."""
     y = g.conv_fprop(image=x, weight=weight, padding=[0, 0], stride=[1, 1], dilation=[1, 1])
     return g.relu(input=y)

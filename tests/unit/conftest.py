@@ -1,4 +1,4 @@
-"""Fixtures of the unit tests, among them an independent row-by-row implementation of attention."""
+"""Fixtures of the unit tests."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from float64_reference import attend
 from processes import check_for_a_cudnn_that_has_sinks
 from torch import Tensor
 
@@ -20,45 +21,12 @@ TOLERANCES = {
 }
 
 
-def row_by_row(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    is_causal: bool = False,
-    causal_alignment: str = "top_left",
-    scale: float | None = None,
-    seq_lens_q: Tensor | None = None,
-    seq_lens_kv: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp in float64."""
-    batch, heads, sq, head_dim = q.shape
-    heads_kv, skv = k.shape[1:3]
-    factor = head_dim**-0.5 if scale is None else scale
-    queries, keys, values = q.double(), k.double(), v.double()
-    out = torch.zeros(batch, heads, sq, v.shape[3], dtype=torch.float64)
-    lse = torch.full((batch, heads, sq), -torch.inf, dtype=torch.float64)
-    for b in range(batch):
-        n_queries = sq if seq_lens_q is None else int(seq_lens_q[b])
-        n_keys = skv if seq_lens_kv is None else int(seq_lens_kv[b])
-        shift = n_keys - n_queries if causal_alignment == "bottom_right" else 0
-        for h in range(heads):
-            g = h * heads_kv // heads
-            for i in range(n_queries):
-                end = min(n_keys, i + shift + 1) if is_causal else n_keys
-                if end <= 0:
-                    continue
-                scores = factor * (keys[b, g, :end] * queries[b, h, i]).sum(dim=1)
-                peak = scores.max()
-                weights = (scores - peak).exp()
-                lse[b, h, i] = peak + weights.sum().log()
-                out[b, h, i] = (weights.unsqueeze(1) * values[b, g, :end]).sum(dim=0) / weights.sum()
-    return out, lse
-
-
 @pytest.fixture(scope="session")
 def expected_attention() -> Callable[..., tuple[Tensor, Tensor]]:
-    return row_by_row
+    def exact(*tensors: Tensor, **options: object) -> tuple[Tensor, Tensor]:
+        return attend(*(x.double() for x in tensors), **options)
+
+    return exact
 
 
 @pytest.fixture(scope="session")

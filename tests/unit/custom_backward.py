@@ -14,7 +14,6 @@ def of_scaled_gate(grads, operands, results):  # noqa: ARG001
 
 @graph_op(reference=lambda x, y: torch.tanh(x) * y, backward=of_scaled_gate)
 def scaled_gate(g, x, y):
-    """tanh(x) · y."""
     return g.mul(a=g.tanh(input=x), b=y)
 
 
@@ -31,5 +30,4 @@ def squares_backward(grads, operands, results):  # noqa: ARG001
 
 @graph_op(reference=lambda x: x.square(), backward=squares_backward)
 def squares(g, x):
-    """x²."""
     return g.mul(a=x, b=x)

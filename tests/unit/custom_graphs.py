@@ -35,13 +35,11 @@ def halves_reference(x):
 
 @graph_op(reference=halves_reference)
 def halves(g, x):
-    """Two results of different dtypes."""
     return g.relu(input=x), g.mul(a=x, b=x)
 
 
 @graph_op(outputs=torch.empty_like)
 def nowhere(g, x):
-    """Without a reference."""
     return g.relu(input=x)
 
 
@@ -57,5 +55,4 @@ def leaky_backward(grads, operands, results, *, slope):  # noqa: ARG001
 
 @graph_op(reference=lambda x, *, slope: torch.where(x > 0, x, x * slope), backward=leaky_backward)
 def leaky(g, x, *, slope: float):
-    """A ReLU with a slope."""
     return g.leaky_relu(input=x, negative_slope=slope)

@@ -27,7 +27,6 @@ def leaves(*shapes):
 
 
 def channels_last(x):
-    """As a leaf."""
     form = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
     return x.detach().contiguous(memory_format=form).requires_grad_()
 
@@ -175,7 +174,6 @@ def with_error(call):
 
 
 def check_fp8():
-    """FP8 attention refuses `create_graph=True`."""
     q, k, v = (torch.randn(1, 2, 32, 128, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     out = fp8_attention(q, k, v)
     with_error(lambda: torch.autograd.grad(out.sum(), q, create_graph=True))

@@ -37,7 +37,6 @@ class Block(nn.Module):
 def model_and_reference(
     device: str = "cpu", dtype: torch.dtype = torch.float32, width: int = 32
 ) -> tuple[Block, Block]:
-    """Two blocks with the same weights."""
     ours, theirs = (Block(width, pytorch=pytorch).to(device, dtype) for pytorch in (False, True))
     theirs.load_state_dict(ours.state_dict())
     return ours, theirs

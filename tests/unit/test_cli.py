@@ -28,7 +28,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def leaves(command, path=()):
-    """The arguments of every command."""
     yield list(path)
     for name, inner in getattr(command, "commands", {}).items():
         yield from leaves(inner, (*path, name))

@@ -37,7 +37,6 @@ def test_derivatives(name):
 
 
 def select(g, x):
-    """|x| on and above the diagonal."""
     row, column = (g.gen_index(x, axis=axis, compute_data_type=g.types.data_type.INT32) for axis in (2, 3))
     above = g.cmp_ge(column, row, compute_data_type=g.types.data_type.BOOLEAN)
     return g.binary_select(g.abs(x), g.tensor_scalar(float("-inf"), g.types.scalar_type.RUNTIME_PARAM), above)

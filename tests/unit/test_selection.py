@@ -41,7 +41,6 @@ def test_tests_for_gpus_can_be_collected():
 
 
 def parts(node_id: str) -> tuple[str, str]:
-    """A test's name, and its parameters."""
     found = re.fullmatch(r".*::(\w+)(?:\[(.*)\])?", node_id)
     return found[1], found[2] or ""
 

@@ -13,12 +13,12 @@ WRONG = {
         ((), {"candidates": 0}, "candidates"),
         ((), {"candidates": 2.0}, "candidates"),
     ],
-    "shape_policy": [(("x",), {}, "policy"), ((None,), {}, "policy")],
+    "shape_policy": [((name,), {}, "policy") for name in ("x", "Exact", "", None, 1)],
     "use_plan_store": [
         ((5,), {}, "path"),
         ((True,), {}, "path"),
         ((["plans"],), {}, "path"),
-        (("plans",), {"capacity": 0}, "capacity"),
+        *((("plans",), {"capacity": capacity}, "capacity") for capacity in (0, -1, 1.5, True, "1")),
     ],
     "record_plans": [((), {"target": "h900"}, "target"), ((), {"target": 90}, "target")],
 }

@@ -115,3 +115,13 @@ def test_a_sink_of_minus_infinity_on_rows_without_keys(sq):
     assert (lse[0, ::2] == -math.inf).all()
     assert gradient.isfinite().all()
     assert (gradient[::2] == 0).all()
+
+
+def test_sinks_of_packed_sequences_may_be_misaligned():
+    q, k, v = (torch.randn(96, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    offsets, whole = torch.tensor([0, 40, 96], dtype=torch.int32, device="cuda"), torch.randn(8, device="cuda")
+    for first in range(5):
+        sinks = whole[first : first + 4]
+        expected = cudnn_sdpa.sdpa_varlen(q, k, v, offsets, offsets, 56, 56, sinks=sinks.clone())
+        for _ in range(3):
+            assert torch.equal(cudnn_sdpa.sdpa_varlen(q, k, v, offsets, offsets, 56, 56, sinks=sinks), expected)

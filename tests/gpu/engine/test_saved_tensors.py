@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-
 import pytest
 import torch
 from attention_checks import TOLERANCE, error, exact, make
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import save_on_cpu
 
 import cudnn_sdpa
-from cudnn_sdpa.attention.dense.sdpa import SDPA
 
 
 def pinned():
     return save_on_cpu(pin_memory=True)
-
-
-def shifted():
-    """Returns tensors at addresses that are no multiple of 16 bytes."""
-
-    def unpack(tensor):
-        place = torch.empty(tensor.numel() + 1, dtype=tensor.dtype, device=tensor.device)[1:].view(tensor.shape)
-        return place.copy_(tensor)
-
-    return saved_tensors_hooks(lambda tensor: tensor, unpack)
 
 
 def assert_step(q, k, v, **options):
@@ -71,54 +57,3 @@ def test_offloaded_packed_sequences():
         for rows in (slice(0, 40), slice(40, 128)):
             parts = [x[rows].transpose(0, 1).unsqueeze(0) for x in (*leaves, grad_out, out, *found)]
             assert_right(parts[:3], parts[3], parts[4], parts[5:])
-
-
-@pytest.mark.parametrize("warm", [0, 3])
-def test_misaligned_saved_tensors_are_refused(warm):
-    q, k, v = (make("bhsd", 1, 2, 128, 64, torch.bfloat16) for _ in range(3))
-    for _ in range(warm):
-        assert_step(q, k, v)
-    with pytest.raises(cudnn_sdpa.LayoutError, match="address"), shifted():
-        assert_step(q, k, v)
-
-
-@pytest.mark.parametrize("warm", [0, 3])
-def test_batched_gradients_are_refused(warm):
-    """`is_grads_batched` passes tensors without storage."""
-    q, k, v = (make("bshd", 1, 2, 64, 64, torch.bfloat16).requires_grad_() for _ in range(3))
-    for _ in range(warm):
-        assert_step(q, k, v)
-    grads = torch.randn(3, 1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
-    with pytest.raises(cudnn_sdpa.UnsupportedError, match="a batch of gradients"):
-        torch.autograd.grad(cudnn_sdpa.sdpa(q, k, v), (q, k, v), grads, is_grads_batched=True)
-
-
-def test_determinism_enabled_between_the_passes():
-    q, k, v = (make("bshd", 1, 2, 256, 64, torch.bfloat16) for _ in range(3))
-    for _ in range(3):
-        assert_step(q, k, v)
-    torch.use_deterministic_algorithms(True, warn_only=False)
-    try:
-        for _ in range(3):
-            assert_step(q, k, v)
-        plans = [plan for plan in cudnn_sdpa.plan_cache.plans() if plan.key.name == "sdpa_backward"]
-        assert sorted(plan.key.option_values["deterministic"] for plan in plans) == [False, True]
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-def test_evicted_plans_are_freed_without_the_garbage_collector():
-    q, k, v = (make("bshd", 1, 2, 64, 64, torch.bfloat16) for _ in range(3))
-    for _ in range(4):
-        assert_step(q, k, v)
-    plans = [weakref.ref(plan.built) for plan in cudnn_sdpa.plan_cache.plans()]
-    assert len(plans) == 2
-    gc.collect()
-    gc.disable()
-    try:
-        assert len(SDPA.table)
-        cudnn_sdpa.plan_cache.clear()
-        assert len(SDPA.table) == 0
-        assert [plan() for plan in plans] == [None, None]
-    finally:
-        gc.enable()

@@ -7,7 +7,6 @@ import torch
 from attention_checks import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
-from cudnn_sdpa.attention.arguments import ForwardArguments
 
 
 def problem(sq=64, skv=96):
@@ -67,24 +66,6 @@ def test_out_under_compile():
     assert error(result - 1, expected) < 2e-2
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("with_lengths", [False, True])
-def test_opcheck(with_lengths):
-    q, k, v = problem()
-    ends = torch.tensor([96, 33], dtype=torch.int32, device="cuda") if with_lengths else None
-    operators = torch.ops.cudnn_sdpa
-    inputs = ForwardArguments(q, k, v, seq_lens_kv=ends, is_causal=True, causal_alignment="bottom_right", scale=0.3)[
-        :17
-    ]
-    for operator, arguments in (
-        (operators.sdpa_forward, inputs),
-        (operators.sdpa_forward_lse, inputs),
-        (operators.sdpa_forward_out, (*inputs, torch.empty_like(q))),
-    ):
-        results = torch.library.opcheck(operator, arguments)
-        assert set(results.values()) == {"SUCCESS"}
-
-
 TRAINING = {
     "plain": lambda q, k, v, *_: cudnn_sdpa.sdpa(q * 1.5, k, v, is_causal=True),
     "window_size": lambda q, k, v, *_: cudnn_sdpa.sdpa(q * 1.5, k, v, window_size=(9, 3)),
@@ -115,16 +96,3 @@ def test_training(name, dynamic):
             if ours is not None:
                 assert ours.stride() == theirs.stride()
                 assert error(ours.detach(), theirs.detach().double()) < 2 * TOLERANCE[torch.bfloat16]
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("needs", [(True,) * 5, (True, False, False, False, False), (False, True, False, True, True)])
-def test_opcheck_of_the_backward_pass(needs):
-    q, k, v = problem()
-    mask = torch.randn(4, 64, 96, device="cuda", dtype=torch.bfloat16)
-    inputs = ForwardArguments(q, k, v, mask, torch.randn(4, device="cuda"), is_causal=True, scale=0.3)[:17]
-    out, lse = torch.ops.cudnn_sdpa.sdpa_forward_lse(*inputs)
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    arguments = (torch.randn_like(out), out, lse, *inputs, list(needs))
-    results = torch.library.opcheck(torch.ops.cudnn_sdpa.sdpa_backward, arguments, test_utils=checks)
-    assert set(results.values()) == {"SUCCESS"}

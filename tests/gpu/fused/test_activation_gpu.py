@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from cudnn_sdpa import LayoutError, UnsupportedError, gelu_mul, no_plan_builds, plan_cache, relu_squared, silu_mul
+from cudnn_sdpa import gelu_mul, no_plan_builds, plan_cache, relu_squared, silu_mul
 from cudnn_sdpa.fused.activation_graphs import silu_mul_rows
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
@@ -73,16 +73,6 @@ def test_a_broadcast_row(size, dtype):
             with torch.no_grad():
                 squared = F.relu(exact[0]).square().expand(300, size)
                 assert difference(relu_squared(row.expand(300, size)), squared) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
-def test_inference_only_functions(dtype):
-    gate, up = torch.randn(2, 9, 640, device="cuda", dtype=dtype)
-    for _ in range(2):
-        assert difference(gelu_mul(gate, up), F.gelu(gate.double()) * up.double()) < TOLERANCE[dtype]
-        assert difference(relu_squared(gate), F.relu(gate.double()).square()) < TOLERANCE[dtype]
-    with pytest.raises(UnsupportedError, match="gradient"):
-        gelu_mul(gate.requires_grad_(), up)
 
 
 def test_one_tensor_as_both_operands_and_extreme_values():
@@ -183,13 +173,6 @@ def test_row_strides_that_are_no_multiple_of_16_bytes(width, size, dtype):
         with torch.no_grad():
             assert difference(gelu_mul(gate, up), F.gelu(exact[0]) * exact[1]) < TOLERANCE[dtype]
             assert difference(relu_squared(gate), F.relu(exact[0]).square()) < TOLERANCE[dtype]
-
-
-def test_misaligned_slices_are_refused():
-    x = torch.randn(4, 257, device="cuda", dtype=torch.bfloat16)[:, 1:]
-    for _ in range(2):
-        with pytest.raises(LayoutError, match="gate: got an address 2 bytes past a multiple of 16"):
-            silu_mul(x, x)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)

@@ -340,3 +340,19 @@ def test_a_frozen_weight_saves_no_input():
         with torch.autograd.graph.saved_tensors_hooks(lambda part: seen.append(part.shape) or part, lambda part: part):
             conv2d(x, weight, padding=1)
     assert seen == [weight.shape] * 2
+
+
+def test_double_backward_matches_float64():
+    sizes = ((2, 8, 9, 7), (16, 8, 3, 1), (16,))
+    x, weight, bias = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in sizes)
+    x, weight = (t.contiguous(memory_format=torch.channels_last) for t in (x, weight * 0.2))
+    leaves = [t.requires_grad_() for t in (x, weight, bias)]
+    exact = [t.detach().double().requires_grad_() for t in leaves]
+    seconds, grad = [], None
+    for function, given in ((conv2d, leaves), (F.conv2d, exact)):
+        out = function(*given, padding=1)
+        grad = torch.randn_like(out) if grad is None else grad
+        grad_x, grad_weight, _ = torch.autograd.grad(out, given, grad.to(out.dtype), create_graph=True)
+        seconds.append(torch.autograd.grad(grad_x.square().sum() + grad_weight.square().sum(), given[:2]))
+    for one, other in zip(*seconds, strict=True):
+        assert float((one.double() - other).norm() / other.norm()) < 3e-2

@@ -15,7 +15,6 @@ from cudnn_sdpa import UnsupportedError, graph_op
 
 @graph_op(outputs=lambda x, bias, scale: torch.empty_like(x, memory_format=torch.preserve_format))  # noqa: ARG005
 def scaled(g, x, bias, scale):
-    """x · scale + bias."""
     return g.add(a=g.mul(a=x, b=scale), b=bias)
 
 

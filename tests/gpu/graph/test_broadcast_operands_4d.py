@@ -29,13 +29,11 @@ def like_whole(a, b):
 
 @graph_op(outputs=like_whole)
 def plus(g, a, b):
-    """a + b."""
     return g.add(a=a, b=b)
 
 
 @graph_op(outputs=like_whole)
 def times(g, a, b):
-    """a · b."""
     return g.mul(a=a, b=b)
 
 

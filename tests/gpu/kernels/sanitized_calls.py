@@ -42,7 +42,6 @@ class Call(NamedTuple):
 
 
 def calls() -> list[Call]:
-    """All kinds."""
     found = itertools.starmap(Call, itertools.product(MODES, DTYPES, MASKS, (True, False), (True, False)))
     return [call for call in found if call.dtype != torch.float32 or call.mask != MASKS[-1]]
 

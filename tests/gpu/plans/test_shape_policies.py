@@ -161,15 +161,6 @@ def test_nothing_waits(bucketed):  # noqa: ARG001
         assert error(out, exact(*x)[0]) < TOLERANCE[BF16]
 
 
-def test_deterministic_calls_get_exact_shape_plans(tiered):  # noqa: ARG001
-    tensors = inputs(200)
-    sdpa(*tensors)
-    assert len(served_by_buckets()) == 1
-    own = sdpa(*tensors, deterministic=True)
-    assert torch.equal(sdpa(*tensors), own)  # the plan that is there now takes over
-    assert served_by_buckets() == []
-
-
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
 @pytest.mark.parametrize("rows", [(300, 100), (100, 300), (1, 300), (77, 1)], ids=str)
 @pytest.mark.parametrize("window_size", [(40, 0), (-1, 30), (10, 5)], ids=str)
@@ -315,46 +306,10 @@ def test_a_recurring_shape_gets_an_exact_shape_plan(tiered):  # noqa: ARG001
     assert error(from_bucket, expected.double()) < TOLERANCE[BF16]
 
 
-def test_consecutive_layers_count_as_one_use(tiered, monkeypatch):  # noqa: ARG001
-    monkeypatch.setattr(tiers, "SECONDS_PER_USE", 60.0)
-    tensors = inputs(300)
-    for _ in range(32):
-        sdpa(*tensors)
-    assert background.wait(0.0)
-    assert len(served_by_buckets()) == 1
-
-
 def use_often(*calls):
     for _ in range(tiers.USES_BEFORE_EXACT_SHAPE_PLAN):
         for tensors in calls:
             sdpa(*tensors)
-
-
-def test_plans_do_not_change_under_determinism(tiered):  # noqa: ARG001
-    tensors = inputs(200)
-    use_often(tensors, inputs(210))
-    torch.use_deterministic_algorithms(True)
-    try:
-        expected, declined = sdpa(*tensors), sdpa(*tensors, deterministic=False)
-        assert background.wait(120)
-        for _ in range(20):
-            assert torch.equal(sdpa(*tensors), expected)
-            assert torch.equal(sdpa(*tensors, deterministic=False), declined)
-        assert len(served_by_buckets()) == 2
-        builds = plan_cache.info().builds
-        sdpa(*inputs(220))
-        assert plan_cache.info().builds == builds + 1  # an exact-shape plan, at once
-    finally:
-        torch.use_deterministic_algorithms(False)
-    sdpa(*tensors)
-    assert len(served_by_buckets()) == 1
-
-
-def test_no_plan_builds_requests_no_background_builds(tiered):  # noqa: ARG001
-    sdpa(*inputs(300))
-    with no_plan_builds():
-        use_often(inputs(200), inputs(210))
-    assert background.wait(0.0)
 
 
 def test_a_plan_that_cannot_be_loaded_leaves_the_bucket_in_place(tiered, caplog, monkeypatch):  # noqa: ARG001
@@ -478,19 +433,6 @@ def test_many_threads(bucketed):  # noqa: ARG001
     assert plan_cache.info().builds == 1
 
 
-def test_a_change_of_the_policy_changes_the_next_call():
-    tensors = inputs(150)
-    with shape_policy("bucketed"):
-        sdpa(*tensors)
-        assert len(served_by_buckets()) == 1
-        with shape_policy("exact"):
-            assert served_by_buckets() == []
-            sdpa(*tensors)
-            assert plan_cache.info().builds == 2
-        sdpa(*tensors)
-        assert served_by_buckets() == []  # the exact-shape plan exists and stays in use
-
-
 def test_buckets_are_recorded_and_warmed(bucketed, tmp_path):  # noqa: ARG001
     with cudnn_sdpa.record_plans() as manifest:
         for rows in (100, 200, 300):
@@ -501,16 +443,3 @@ def test_buckets_are_recorded_and_warmed(bucketed, tmp_path):  # noqa: ARG001
     assert cudnn_sdpa.warmup(tmp_path / "plans.json").built == 1
     with no_plan_builds():
         assert_right(*inputs(400))
-
-
-def test_calls_outside_buckets_are_exact(bucketed):  # noqa: ARG001
-    q, k, v = inputs(100)
-    lengths = torch.tensor([70], dtype=torch.int32, device="cuda")
-    out = sdpa(q, k, v, return_lse=True)[0]
-    assert error(out, exact(q, k, v)[0]) < TOLERANCE[BF16]
-    assert_right(q, k, v, seq_lens_kv=lengths)
-    for scale in (-0.2, 0.0):
-        assert_right(q, k, v, scale=scale)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    sdpa(*leaves).sum().backward()
-    assert served_by_buckets() == []

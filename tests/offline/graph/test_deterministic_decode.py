@@ -33,7 +33,6 @@ def single(dim, length=4096):
 
 @pytest.fixture
 def deterministic_algorithms():
-    """Enables PyTorch's deterministic algorithms."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
     yield

@@ -24,7 +24,6 @@ BATCH, HEADS, HEADS_KV, SQ, SKV, DIM, DIM_V = 2, 4, 2, 8, 12, 16, 24
 
 
 def arguments(**changes):
-    """A valid call, with changes."""
     call = {
         "q": torch.randn(BATCH, HEADS, SQ, DIM),
         "k": torch.randn(BATCH, HEADS_KV, SKV, DIM),

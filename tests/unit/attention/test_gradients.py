@@ -13,7 +13,6 @@ BOTTOM = {"causal_alignment": "bottom_right"}
 
 
 def inputs(batch=2, heads=(4, 2), lengths=(7, 11), dims=(16, 8), dtype=torch.float64):
-    """Queries, keys and values."""
     shapes = {"q": (heads[0], lengths[0], dims[0]), "k": (heads[1], lengths[1], dims[0])}
     shapes["v"] = (heads[1], lengths[1], dims[1])
     return {name: torch.randn(batch, *shape, dtype=torch.float64).to(dtype) for name, shape in shapes.items()}

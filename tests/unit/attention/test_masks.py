@@ -21,14 +21,12 @@ CALLS = [
 
 
 def rows(is_causal, alignment, window_size, sq, skv, nq=None, nk=None):
-    """The requested mask, as text."""
     options = {"is_causal": is_causal, "causal_alignment": alignment, "window_size": window_size}
     nq, nk = sq if nq is None else nq, skv if nk is None else nk
     return [[sees(i, j, nq, nk, options) for j in range(skv)] for i in range(sq)]
 
 
 def drawn(mask: Mask, sq, skv, nq=None, nk=None):
-    """The normalized mask, as text."""
     rest = sq - mask.masked_rows
     nq, nk = rest if nq is None else nq, skv if nk is None else nk
     left, right, bottom_right = mask.band or (None, None, False)

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks import attention
-from benchmarks.tools import cases, hand_graphs, peers, training
+from benchmarks.tools import cases, peers, training
 from benchmarks.tools.cases import Shape
 from cudnn_sdpa import UnsupportedError
 
@@ -26,7 +24,6 @@ SMALL = replace(
 
 @pytest.fixture
 def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
-    """The benchmarks on the CPU."""
     monkeypatch.setattr(attention, "device_times", times_by_place)
     monkeypatch.setattr(training, "host_times", times_by_place)
 
@@ -41,14 +38,6 @@ def test_flops_count_the_matrix_products():
     assert shape.flops() == 2 * 2 * products
     assert shape.flops(backward=True) == 5 * 2 * products
     assert shape._replace(causal=True).flops() == shape.flops() / 2
-
-
-def test_random_lengths_fill_a_packing_and_are_reproducible():
-    lengths = cases.random_lengths(1000, 64)
-    assert sum(lengths) == 1000
-    assert all(4 <= length <= 64 for length in lengths[:-1])
-    assert len(set(lengths)) > 5
-    assert lengths == cases.random_lengths(1000, 64)
 
 
 @pytest.mark.parametrize("error", [0.03, float("nan")])
@@ -123,64 +112,6 @@ def test_one_row_for_each_option_with_the_reason_if_unsupported(on_cpu, monkeypa
     assert all(row["why not"] == "–" for name, row in by_name.items() if name != "softcap=50")
 
 
-class PackedForward:
-    """Replaces the frontend: PyTorch, one sequence after the other."""
-
-    def __init__(self, qkv, *, cu_seqlens, max_seqlen, with_lse):
-        assert int(cu_seqlens.diff().max()) == max_seqlen
-        assert isinstance(with_lse, bool)
-        outs = []
-        for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
-            one = (x[start:end].transpose(0, 1).unsqueeze(0) for x in qkv)
-            out = torch.nn.functional.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
-            outs.append(out.squeeze(0).transpose(0, 1))
-        self.out, self.launch = torch.cat(outs), lambda: None
-
-
-class PackedBackward:
-    factor = 1.0
-
-    def __init__(self, qkv, *, forward, grad_out, cu_seqlens, max_seqlen):
-        inputs = [x.detach().requires_grad_() for x in qkv]
-        out = PackedForward(inputs, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen, with_lse=True).out
-        torch.testing.assert_close(out, forward.out)
-        self.gradients = torch.autograd.grad(out, inputs, grad_out * self.factor)
-        self.launch = lambda: None
-
-
-def test_packed_sequences(on_cpu, monkeypatch):  # noqa: ARG001
-    monkeypatch.setattr(hand_graphs, "PackedForward", PackedForward)
-    monkeypatch.setattr(hand_graphs, "PackedBackward", PackedBackward)
-    forward, in_training, backward = attention.varlen(SMALL)
-    assert [row["pass"] for row in (forward, in_training, backward)] == ["forward", "forward in training", "backward"]
-    lengths = cases.random_lengths(SMALL.tokens, SMALL.max_seqlens[0])
-    assert forward["sequences"] == f"{len(lengths)} of {min(lengths)} to {max(lengths)} tokens"
-    assert forward["sdpa_varlen / frontend"] == 0.5
-    assert forward["sdpa_varlen TFLOP/s"] == 2 * 32 * 128 * sum(n * n for n in lengths) / 1e6
-    assert backward["sdpa_varlen TFLOP/s"] == 2.5 * forward["sdpa_varlen TFLOP/s"]
-    monkeypatch.setattr(PackedBackward, "factor", 1.1)
-    with pytest.raises(RuntimeError, match="grad_q differs from the frontend's"):
-        attention.varlen(SMALL)
-
-
-def test_packed_sequences_are_omitted_where_missing(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "cudnn_sdpa.attention.varlen.sdpa_varlen", None)
-    assert attention.varlen(SMALL) == []
-    assert "no sdpa_varlen" in capsys.readouterr().out
-
-
-def test_memory_counts_the_step_only(on_cpu, monkeypatch):  # noqa: ARG001
-    for name in ("synchronize", "reset_peak_memory_stats"):
-        monkeypatch.setattr(torch.cuda, name, lambda: None)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 100)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2_000_100)
-    rows = attention.memory(SMALL)
-    names = ["sdpa", "pytorch cudnn", "pytorch flash", "output and gradients alone"]
-    assert [row["forward and backward"] for row in rows] == names
-    assert rows[0]["MB"] == 2.0
-    assert rows[-1]["MB"] == 4 * (2 * 4 + 2 * 2) * 16 * 8 / 1e6
-
-
 def test_a_training_step_and_its_parts(on_cpu, monkeypatch):  # noqa: ARG001
     monkeypatch.setattr(training.SDPA, "_gradients_on_gpu", training.SDPA.backward.reference)
     monkeypatch.setattr(training, "_launches", lambda *_: training.Launches(lambda: None, lambda: None))  # no plans
@@ -193,63 +124,3 @@ def test_a_training_step_and_its_parts(on_cpu, monkeypatch):  # noqa: ARG001
     assert names[len(ours) :][: len(peers)] == peers
     assert len(rows) == 16
     assert all(row["in Python µs"] is not None for row in rows[: len(ours)])
-
-
-def test_the_floor_allocates_the_results_of_attention():
-    q, k, v = (torch.randn(1, 2, 4, 8, requires_grad=True) for _ in range(3))
-    out = training.Empty.apply(q, k, v)
-    assert out.shape == q.shape
-    out.backward(torch.randn_like(out))
-    assert all(x.grad.shape == x.shape for x in (q, k, v))
-
-
-def test_hand_written_graphs_number_operands_in_pointer_order(monkeypatch):
-    """Checks the frontend graphs without a GPU; offline tests plan them with real cuDNN."""
-    symbols = []
-
-    class Symbol:
-        def __getattr__(self, name):
-            return lambda value: vars(self).update({name: value}) or self
-
-    class Graph:
-        def tensor(self, **given):
-            symbols.append(given)
-            return given["name"]
-
-        def sdpa(self, *operands, **options):
-            assert operands == ("q", "k", "v")
-            assert options["seq_len_q"] == "seq_len_q"
-            return Symbol(), Symbol()
-
-        def __getattr__(self, name):
-            return lambda *_: 1
-
-    names = SimpleNamespace(BFLOAT16="bf16", FLOAT="f32", INT32="i32", INT64="i64")
-    frontend = SimpleNamespace(
-        data_type=names,
-        diagonal_alignment=SimpleNamespace(BOTTOM_RIGHT=1),
-        heur_mode=SimpleNamespace(A=0),
-        pygraph=lambda **_: Graph(),
-    )
-    slot = SimpleNamespace(bind=lambda _: None, raw=0)
-    executors = []
-    built = lambda *_: SimpleNamespace(executor=executors.append)  # noqa: E731
-    monkeypatch.setattr(hand_graphs, "backend", SimpleNamespace(cudnn=lambda: frontend, BuiltGraph=built))
-    threads = SimpleNamespace(slots={-1: slot})
-    monkeypatch.setattr(hand_graphs, "handles", SimpleNamespace(build_handle=lambda _: None, thread=threads))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
-    q, k = torch.randn(10, 4, 8).bfloat16(), torch.randn(10, 2, 8).bfloat16()
-    cu_seqlens = torch.tensor([0, 3, 10], dtype=torch.int32)
-    graph = hand_graphs.PackedForward((q, k, k.clone()), cu_seqlens=cu_seqlens, max_seqlen=7, with_lse=True)
-    by_name = {symbol["name"]: symbol for symbol in symbols}
-    assert graph.tensors[by_name["q"]["uid"]] is q
-    assert executors == [list(range(1, 1 + len(graph.tensors)))]
-    assert list(graph.pointers) == [tensor.data_ptr() for tensor in graph.tensors.values()]
-    assert by_name["q"]["dim"] == [2, 4, 7, 8]
-    assert by_name["k"]["stride"] == [7 * 16, 8, 16, 1]
-    assert by_name["k"]["ragged_offset"] == "offsets_16"
-    assert graph.tensors[by_name["offsets_16"]["uid"]].flatten().tolist() == [0, 48, 160]
-    assert graph.tensors[by_name["offsets_4"]["uid"]].flatten().tolist() == [0, 12, 40]
-    assert by_name["offsets_4"]["data_type"] == "i64"
-    assert graph.tensors[by_name["seq_len_kv"]["uid"]].flatten().tolist() == [3, 7]
-    assert by_name["seq_len_kv"]["data_type"] == "i32"

@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
-import forked_python
 import pytest
 import torch
 from typer.testing import CliRunner
@@ -17,11 +15,6 @@ from benchmarks.cli import app
 from benchmarks.programs import first_call
 from benchmarks.tools import processes, report
 from benchmarks.tools.cases import Shape
-from cudnn_sdpa import plan_cache
-from cudnn_sdpa.offline.warmup import WarmupReport
-from cudnn_sdpa.plans.cache import next_use
-from cudnn_sdpa.plans.manifest import PlanManifest
-from tests.unit.plans.test_plan_store import key
 
 # Answers of the benchmark's processes.
 
@@ -100,13 +93,6 @@ def test_a_call_with_a_plan_from_elsewhere_is_not_reported(answering, builds, lo
         coldstart.calls(1)
 
 
-def test_an_unused_warm_store_is_not_reported(answering):
-    built = {"returned_ms": 1.0, "done_ms": 1.0, "builds": 1, "loads": 0}
-    answering(sdpa={"calls": [built, built]})
-    with pytest.raises(RuntimeError, match="warm store, first call: 1 plans were built and 0 loaded"):
-        coldstart.calls(1)
-
-
 def test_warmup_loads_the_plans_that_another_process_stored(answering):
     started = answering()
     (row,) = coldstart.warmup(4)
@@ -164,34 +150,10 @@ def test_errors_of_failed_processes_are_shown():
 
 @pytest.fixture
 def on_cpu(monkeypatch, cases_on_cpu):  # noqa: ARG001
-    """The measurements on the CPU, small."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(first_call, "start_library", lambda: None)
     monkeypatch.setattr(first_call, "SHAPES", (Shape(1, 2, 2, 8, 16, True), Shape(1, 2, 2, 12, 16, True)))
     monkeypatch.setattr(first_call, "LENGTHS", range(64, 67))
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_a_process_times_both_calls_and_counts_their_plans(monkeypatch):
-    clock = iter([10.0, 10.25, 10.5, 20.0, 20.125, 20.5])
-    counts = iter([(0, 0), (1, 0), (1, 0), (1, 3)])
-    right, lengths = first_call.sdpa, []
-
-    def attend(q, k, v, **options):
-        lengths.append(q.shape[2])
-        return right(q, k, v, **options)
-
-    monkeypatch.setattr(first_call, "sdpa", attend)
-    monkeypatch.setattr(first_call, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    info = lambda: SimpleNamespace(**dict(zip(("builds", "loads"), next(counts), strict=True)))  # noqa: E731
-    monkeypatch.setattr(first_call, "plan_cache", SimpleNamespace(info=info))
-    assert first_call.first_calls_of_sdpa() == {
-        "calls": [
-            {"returned_ms": 250.0, "done_ms": 500.0, "builds": 1, "loads": 0},
-            {"returned_ms": 125.0, "done_ms": 500.0, "builds": 0, "loads": 3},
-        ]
-    }
-    assert lengths == [8, 12]
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -201,89 +163,6 @@ def test_wrong_results_are_not_timed(monkeypatch, error):
     monkeypatch.setattr(first_call, "sdpa", lambda *qkv, **options: right(*qkv, **options) * (1 + error))
     with pytest.raises(RuntimeError, match="out differs from PyTorch's"):
         first_call.first_calls_of_sdpa()
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_pytorchs_calls_use_its_cudnn_backend_only(monkeypatch):
-    made, backends = [], []
-    attend = first_call.peers.pytorch
-
-    def on_the_cpu(q, k, v, *, is_causal):
-        backends.append([torch.backends.cuda.cudnn_sdp_enabled(), torch.backends.cuda.flash_sdp_enabled()])
-        with first_call.sdpa_kernel(first_call.SDPBackend.MATH):  # the CPU's only backend
-            out = attend(q, k, v, is_causal=is_causal)()
-        return lambda: out
-
-    monkeypatch.setattr(first_call.peers, "pytorch", on_the_cpu)
-    monkeypatch.setattr(torch.ops.aten, "cudnn_batch_norm", lambda *given: made.append(given))
-    calls = first_call.first_calls_of_pytorch()["calls"]
-    assert len(calls) == 2
-    assert all(0 < call["returned_ms"] <= call["done_ms"] for call in calls)
-    assert backends[:2] == [[True, False]] * 2
-    assert len(made) == 1
-
-
-def use_a_plan(number):
-    """The effect of a GPU call on the plan cache."""
-    made = SimpleNamespace(loaded=False, key=key(number), build_seconds=0.0, last_used=0, captured=False)
-    plan = plan_cache.get(key(number), lambda _: made)
-    plan.last_used = next_use()
-
-
-@pytest.fixture
-def empty_cache():
-    plan_cache.clear()
-    yield
-    plan_cache.clear()
-
-
-@pytest.mark.usefixtures("on_cpu", "empty_cache")
-def test_one_plan_per_length_is_recorded(monkeypatch, tmp_path):
-    path = str(tmp_path / "plans.json")
-    monkeypatch.setattr(first_call, "sdpa", lambda q, k, v: use_a_plan(q.shape[2]))  # noqa: ARG005
-    assert first_call.record(path) == {"plans": 3}
-    recorded = PlanManifest.load(path).plans
-    shapes = {tuple(operand["layout"]["shape"]) for plan in recorded for operand in plan["inputs"]}
-    assert {(1, 2, length, 64) for length in (64, 65, 66)} <= shapes
-
-
-@pytest.mark.usefixtures("on_cpu", "empty_cache")
-def test_lengths_that_share_plans_are_rejected(tmp_path):
-    with pytest.raises(RuntimeError, match="0 plans were recorded in calls of 3 lengths"):
-        first_call.record(str(tmp_path / "plans.json"))
-    assert not (tmp_path / "plans.json").exists()
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_a_process_warms_up_and_then_calls(monkeypatch):
-    asked, lengths = [], []
-    right = first_call.sdpa
-
-    def attend(q, k, v):
-        assert asked == ["plans.json"]
-        assert plan_cache._forbidden == 1
-        lengths.append(q.shape[2])
-        return right(q, k, v)
-
-    def warm(path, **failed):
-        asked.append(path)
-        return WarmupReport(loaded=3, seconds=0.25, **failed)
-
-    monkeypatch.setattr(first_call, "sdpa", attend)
-    monkeypatch.setattr(first_call, "warmup", warm)
-    assert first_call.warm_up("plans.json") == {"seconds": 0.25, "loaded": 3, "built": 0, "held": 0}
-    assert lengths == [66]
-    monkeypatch.setattr(first_call, "warmup", lambda path: warm(path, failed={"sdpa_forward(…)": "no engine"}))
-    with pytest.raises(RuntimeError, match=r"plans are missing: .*no engine"):
-        first_call.warm_up("plans.json")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_process_without_a_gpu_fails_with_pytorchs_error():
-    result = forked_python.run(["-m", "benchmarks.programs.first_call", "sdpa"], cwd=Path(__file__).parents[3])
-    assert result.returncode == 1
-    assert result.stdout == ""
-    assert "RuntimeError" in result.stderr or "AssertionError" in result.stderr
 
 
 # The command.

@@ -27,11 +27,6 @@ def test_bytes_count_keys_and_values(on_cpu):  # noqa: ARG001
     assert list(first) == list(second)
 
 
-def test_drafts_are_compared_with_single_token_steps(on_cpu):  # noqa: ARG001
-    (row,) = decode.drafts()
-    assert (row["B, new tokens, all tokens"], row["ratio"]) == ("2, 3, 40", 0.5)
-
-
 def test_pages_are_in_random_order_and_match_the_contiguous_cache(on_cpu):  # noqa: ARG001
     cache, step = decode.filled(3, 70, 16, 2)
     assert step.seq_lens_kv.tolist() == [70] * 3

@@ -43,28 +43,6 @@ def check_row(row):
     assert 0 < row["of linear scaling"] < 50
 
 
-@pytest.mark.slow
-def test_each_method_has_a_row(ranks):
-    first, second = ranks(measured, DistributedPart.WEAK)
-    check(first[DistributedPart.WEAK], 2 * SMALL.tokens_each)
-    json.dumps(first, allow_nan=False)
-    names = [[row["call"] for row in found[DistributedPart.WEAK]] for found in (first, second)]
-    assert names[0] == names[1]
-
-
-@pytest.mark.slow
-def test_models_have_a_row_for_each_way_to_spread_them(ranks):
-    (found, _) = ranks(measured, DistributedPart.TENSOR, DistributedPart.MODEL)
-    ways = {
-        DistributedPart.TENSOR: ["one GPU", "tensor", "tensor, sequence"] * 2,  # eager, and compiled
-        DistributedPart.MODEL: ["one GPU", "DP 2 × CP 1 × TP 1", "DP 1 × CP 2 × TP 1", "DP 1 × CP 1 × TP 2"],
-    }
-    for part, names in ways.items():
-        assert [row["call"].partition(": ")[2] for row in found[part]] == names
-        for row in found[part]:
-            check_row(row)
-
-
 def test_meshes_have_all_ranks_and_no_more_tensor_parallelism_than_key_heads():
     assert models.meshes(1, max_tensor=8) == [(1, 1, 1)]
     assert len(models.meshes(4, max_tensor=8)) == 6

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import fp8
-from benchmarks.tools import peers
 from benchmarks.tools.cases import Shape
 
 pytestmark = pytest.mark.usefixtures("reference_alone")  # small heads, which have no FP8 gradients on Hopper
@@ -31,18 +30,8 @@ def test_one_row_for_each_shape(measure, share):
         assert row["sdpa_fp8 TFLOP/s"] == pytest.approx(share * shape.flops() / 1e6)
 
 
-def test_a_missing_peer_leaves_an_empty_cell(monkeypatch):
-    monkeypatch.setattr(peers, "candidate", lambda *_, **__: None)
-    assert [row["flash / FP8"] for row in fp8.forward()] == ["–", "–"]
-
-
 def test_wrong_results_are_not_timed(monkeypatch):
     right = fp8.sdpa_fp8
     monkeypatch.setattr(fp8, "sdpa_fp8", lambda q, k, _, *rest, **options: right(q, k, k, *rest, **options))
     with pytest.raises(RuntimeError, match="out in FP8 differs"):
         fp8.forward()
-
-
-def test_cpu_overhead_is_measured_per_call():
-    rows = fp8.host()
-    assert [row["× bfloat16"] for row in rows] == [1, 2, 3, 4]

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 pytest.importorskip("transformers")
 
 from benchmarks import llama
-from benchmarks.tools import peers
 
 
 @pytest.fixture
@@ -23,16 +21,6 @@ def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: AR
     monkeypatch.setattr(llama, "compiled", lambda model: model)
     monkeypatch.setattr(llama, "PROMPTS", ((2, 9),))
     monkeypatch.setattr(llama, "CACHES", ((3, 7),))
-
-
-def test_candidates_share_their_weights(on_cpu):  # noqa: ARG001
-    ours, theirs, *others = llama.candidates()
-    assert [one.name for one in others] == list(peers.PYTORCH_BACKENDS)
-    assert all(one.model is theirs.model for one in others)
-    assert theirs.model.config._attn_implementation == "sdpa"
-    assert ours.model.config._attn_implementation == "cudnn_sdpa"
-    for one, other in zip(ours.model.parameters(), theirs.model.parameters(), strict=True):
-        assert one.data_ptr() == other.data_ptr()
 
 
 def test_prompts_are_counted_in_tokens(on_cpu):  # noqa: ARG001
@@ -67,18 +55,3 @@ def test_wrong_logits_stop_the_benchmark(on_cpu, monkeypatch):  # noqa: ARG001
     monkeypatch.setattr(llama, "register", register)
     with pytest.raises(RuntimeError, match="logits differs from pytorch sdpa's, cudnn_sdpa"):
         llama.prefill()
-
-
-def test_wall_times_are_medians_in_microseconds(on_cpu):  # noqa: ARG001
-    import time
-
-    def slow():
-        time.sleep(2e-3)
-        return torch.empty(0)
-
-    times = WALL_TIMES({"slow": slow, "quick": lambda: torch.empty(0)}, 4)
-    assert times["slow"] >= 2e3
-    assert times["quick"] < times["slow"]
-
-
-WALL_TIMES = llama.wall_times

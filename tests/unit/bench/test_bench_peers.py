@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import decode, peers
 from benchmarks.peers import CONTIGUOUS, CUDNN, FLASH, ON_PAGES, OURS, V3, V4, Configuration
-from benchmarks.tools import cases, flash_attention
+from benchmarks.tools import cases
 from benchmarks.tools import peers as tools_peers
 from benchmarks.tools.cases import Shape
 from cudnn_sdpa.attention.dense.sdpa import sdpa
@@ -186,9 +186,3 @@ def test_the_reference_is_attention(asked):
         scores = torch.cat([scores, given.sinks[: q.shape[1], None, None].expand(-1, len(q), 1)], -1)
     expected = torch.einsum("hqk,kd->qhd", scores.softmax(-1)[..., : len(k)], v[:, 0])
     torch.testing.assert_close(peers.in_float64(given, gradients=False)[0], expected)
-
-
-def test_versions_of_what_is_installed(monkeypatch):
-    found = [SimpleNamespace(name="flash-attn-4", version="4.0.0"), SimpleNamespace(name="torch", version="2")]
-    monkeypatch.setattr(flash_attention.metadata, "distributions", lambda: found)
-    assert flash_attention.versions() == {"flash-attn-4": "4.0.0"}

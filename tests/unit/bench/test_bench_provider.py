@@ -14,7 +14,6 @@ from benchmarks.cli import app
 from benchmarks.programs import many_lengths, new_shapes
 from benchmarks.tools import providers, report
 from benchmarks.tools.cases import Shape
-from cudnn_sdpa.integrations import pytorch
 
 SHAPE = Shape(batch=2, heads_q=4, heads_kv=4, length=16, dim=8, causal=True)
 
@@ -54,13 +53,6 @@ def test_every_provider_takes_its_turn(on_cpu, used):  # noqa: ARG001
     assert (first["cudnn_sdpa µs"], first["pytorch µs"], first["cudnn-frontend µs"]) == (1.0, 1.0, "–")
     assert first["cudnn_sdpa / pytorch"] == 1.0
     assert first["why not"] == "cudnn-frontend: no module of that name"
-
-
-def test_kernels_have_a_row_for_each_shape_and_call(on_cpu, used):  # noqa: ARG001
-    rows = provider.kernels()
-    labels = [row["B, Hq, Hkv, S, D"] for row in rows]
-    assert labels[0] == "2, 4, 4, 16, 8, causal: forward"
-    assert len(labels) == len(set(labels)) == 2 * len(provider._cases(SHAPE))
 
 
 def test_different_results_stop_the_benchmark(on_cpu, used, monkeypatch):  # noqa: ARG001
@@ -110,16 +102,6 @@ def test_a_process_measures_one_provider(monkeypatch, cases_on_cpu, peers_on_cpu
     assert 0 < found["longest_wait_ms"] / 1e3 <= found["seconds"]
     monkeypatch.setattr(providers, "_MODULE", "cudnn_sdpa.no_such_module")
     assert "no_such_module" in new_shapes.measure("cudnn-frontend", "")["why"]
-
-
-def test_a_provider_is_there_while_it_is_measured():
-    registered = pytorch._Installation
-    assert registered.current is None
-    with providers.provided_by(providers.OURS):
-        assert registered.current is not None
-    assert registered.current is None
-    with providers.provided_by(providers.PYTORCH):
-        assert registered.current is None
 
 
 def test_the_command_writes_json(monkeypatch, tmp_path, on_cpu, used):  # noqa: ARG001

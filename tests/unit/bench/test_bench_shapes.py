@@ -9,7 +9,6 @@ import torch
 
 from benchmarks import shapes
 from benchmarks.programs import many_lengths
-from cudnn_sdpa import shape_policy
 from cudnn_sdpa.plans import shape_policy as setting
 
 
@@ -70,38 +69,12 @@ def test_every_takeover_process_has_a_row(answers):
 
 @pytest.fixture
 def on_cpu(monkeypatch, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
-    """The measurements on the CPU, small."""
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(many_lengths, "start_library", lambda: None)
     monkeypatch.setattr(many_lengths, "gc", SimpleNamespace(collect=lambda: None, disable=lambda: None))
     monkeypatch.setattr(many_lengths, "MAX_LENGTH", 40)
     monkeypatch.setattr(many_lengths, "COUNT", 8)
     monkeypatch.setattr(many_lengths, "RETURNING", 3)
-
-
-def test_the_lengths_are_distinct_and_always_the_same():
-    found = many_lengths.lengths(400, seed=1)
-    assert found == many_lengths.lengths(400, seed=1)
-    assert len(set(found)) == 400
-    assert 1 <= min(found) < 100
-    assert 8000 < max(found) <= 8192
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_a_pass_takes_the_longest_waits_and_counts_builds(monkeypatch):
-    clock = iter([0.0, 1.0, 1.25, 2.0, 2.5, 3.0, 3.125, 4.0])
-    counts = iter([3, 8])  # at the start and at the end
-    monkeypatch.setattr(many_lengths, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
-    monkeypatch.setattr(many_lengths, "plan_cache", SimpleNamespace(info=lambda: SimpleNamespace(builds=next(counts))))
-    seen = []
-    attend = lambda q, k, _: seen.append((q.shape, k.shape))  # noqa: E731
-    assert many_lengths.one_pass(attend, many_lengths.Inputs(), [5, 7, 9]) == {
-        "seconds": 4.0,
-        "first_ms": 250.0,
-        "longest_wait_ms": 500.0,
-        "builds": 5,
-    }
-    assert seen == [((1, 32, n, 128), (1, 8, n, 128)) for n in (5, 7, 9)]
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -122,12 +95,6 @@ def test_a_process_makes_two_passes_of_different_lengths(monkeypatch, policy):
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_the_peer_makes_the_same_passes(monkeypatch):
-    monkeypatch.setattr(many_lengths, "sdpa", None)
-    assert many_lengths.passes("pytorch")["cold"]["builds"] == 0
-
-
-@pytest.mark.usefixtures("on_cpu")
 def test_wrong_results_are_not_timed(monkeypatch):
     right = many_lengths.sdpa
     monkeypatch.setattr(many_lengths, "sdpa", lambda *qkv, **options: right(*qkv, **options) * 1.03)
@@ -141,18 +108,3 @@ def test_missing_plans_are_not_reported(monkeypatch):
     monkeypatch.setattr(many_lengths, "time", SimpleNamespace(perf_counter=lambda: float(next(clock))))
     with pytest.raises(RuntimeError, match="0 of 3 exact plans were ready within"):
         many_lengths.takeover()
-
-
-@pytest.mark.usefixtures("on_cpu")
-def test_steady_calls_are_timed_under_alternating_policies(monkeypatch):
-    policies = []
-
-    def one_pass(_attend, _inputs, of):
-        policies.append(setting.active())
-        return {"seconds": {"exact": 2e-6, "tiered": 3e-6}[policies[-1]] * len(of)}
-
-    monkeypatch.setattr(many_lengths, "one_pass", one_pass)
-    with shape_policy("bucketed"):
-        found = many_lengths._steady(None, [1, 2])
-    assert found == pytest.approx({"exact_us": 2.0, "tiered_us": 3.0})
-    assert policies == ["exact", "exact", "tiered", "tiered"] * 9

@@ -59,11 +59,6 @@ def test_benchmarks_say_that_they_need_a_gpu(command, monkeypatch):
     assert "needs an NVIDIA GPU" in result.output
 
 
-def test_unknown_parts_are_refused():
-    result = CliRunner().invoke(app, ["attention", "--part", "nothing"])
-    assert result.exit_code == 2
-
-
 @pytest.mark.parametrize("option", ["--json", "--output"])
 def test_the_command_writes_what_it_measured_although_a_later_part_fails(option, monkeypatch, tmp_path):
     def fail(_):

@@ -52,7 +52,6 @@ def parts_of_rows(heads: tuple[int, int] = (4, 2), *, grad: bool = False) -> lis
 
 
 def still_works() -> None:
-    """A call after an error."""
     q, k, v = parts()
     assert context_parallel(q, k, v, is_causal=True).shape == q.shape
 

@@ -138,7 +138,6 @@ class Group:
 
 
 def places(store, ranks=2):
-    """Several ranks in this process."""
     return [GroupRank(Group(f"{rank} of {ranks} in this process", store), rank, ranks) for rank in range(ranks)]
 
 

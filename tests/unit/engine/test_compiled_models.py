@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch._subclasses import FakeTensorMode
 from torch.export import Dim, export
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -30,7 +29,6 @@ from cudnn_sdpa import (
     silu_mul,
 )
 from cudnn_sdpa.offline.driver import compiler
-from tests.unit.pytorch_equivalents import EQUIVALENTS, compilations
 from tests.unit.small_model import gradients, model_and_reference
 
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -53,23 +51,6 @@ def test_a_model_has_no_graph_break():
     assert (found.graph_count, found.graph_break_count) == (1, 0)
 
 
-@pytest.mark.slow
-def test_a_model_compiles_as_often_as_with_pytorch():
-    models = model_and_reference()
-    # Two code objects, so that each has its own count.
-    calls = (lambda x: models[0](x) * 1.0, lambda x: models[1](x) * 1.0)
-    functions = [torch.compile(call, fullgraph=True, backend="aot_eager") for call in calls]
-    for length in (9, 12, 17):
-        x = x_of(length=length)
-        found, expected = (gradients_of(function, model, x) for function, model in zip(functions, models, strict=True))
-        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    assert [compilations(function) for function in functions] == [2, 2]
-
-
-def gradients_of(function, model, x):
-    return torch.autograd.grad(function(x).square().mean(), list(model.parameters()))
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("inside", [False, True])
 def test_autocast_around_and_inside_a_compiled_model(inside):
@@ -86,27 +67,7 @@ def test_autocast_around_and_inside_a_compiled_model(inside):
     torch.testing.assert_close(found, call(theirs), rtol=3e-2, atol=3e-2)
 
 
-@pytest.mark.slow
-@quiet
-@pytest.mark.parametrize("compiles", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing_gives_the_same_gradients(reentrant, compiles):
-    ours, theirs = model_and_reference()
-    x = x_of()
-
-    def call(x):
-        return checkpoint(ours, x, use_reentrant=reentrant)
-
-    run = torch.compile(call, backend="aot_eager", fullgraph=not reentrant) if compiles else call
-    y = x.clone().requires_grad_()
-    run(y).square().mean().backward()
-    found = [y.grad, *(parameter.grad for parameter in ours.parameters())]
-    torch.testing.assert_close(found, gradients(theirs, x), rtol=1e-4, atol=1e-5)
-
-
 class Counting(TorchDispatchMode):
-    """Counts calls of the attention operator."""
-
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -149,16 +110,6 @@ def test_threads_may_share_a_compiled_model():
         thread.join()
     for result, x in zip(found, inputs, strict=True):
         torch.testing.assert_close(result, gradients(theirs, x), rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", EQUIVALENTS)
-def test_fake_tensors_match_real_metadata(name):
-    pair = EQUIVALENTS[name]
-    real = pair.inputs(1, torch.randn)
-    with FakeTensorMode() as mode:
-        fake = pair.ours(*(mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for x in real))
-    expected = pair.ours(*real)
-    assert (fake.shape, fake.stride(), fake.dtype) == (expected.shape, expected.stride(), expected.dtype)
 
 
 @pytest.mark.sample(1)
@@ -225,31 +176,6 @@ REFUSED = {
     ),
     "fp8_attention": (lambda x: fp8_attention(*[x.bfloat16()] * 3).float(), (3, 2, 4, 8, 16)),
 }
-
-
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
-@pytest.mark.parametrize("name", LOOPS)
-def test_vmap_of_attention_matches_a_loop(name):
-    function, shape = LOOPS[name]
-    x = torch.randn(shape)
-    torch.testing.assert_close(torch.vmap(function)(x), torch.stack([function(each) for each in x]))
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_vmap_of_the_others_is_refused_by_name(name):
-    function, shape = REFUSED[name]
-    with pytest.raises(UnsupportedError, match=rf"{name}\w* under torch\.vmap(.|\n)*a dimension of its tensors"):
-        torch.vmap(function)(torch.randn(shape))
-
-
-@pytest.mark.parametrize(
-    "name", ["sdpa", "sdpa_varlen", "rms_norm", "layer_norm", "silu_mul", "conv2d", "fp8_attention"]
-)
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, lambda f: lambda x: torch.func.vjp(f, x)])
-def test_functional_gradients_are_refused_by_name(name, transform):
-    function, shape = {**LOOPS, **REFUSED}[name]
-    with pytest.raises(UnsupportedError, match=rf"{name}\w* under torch\.func\.grad(.|\n)*torch\.autograd\.grad"):
-        transform(lambda x: function(x).sum())(torch.randn(shape[1:]))
 
 
 @pytest.mark.sample(3)

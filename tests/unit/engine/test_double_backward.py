@@ -1,4 +1,4 @@
-"""Double backward on the CPU: right or refused, never dropped. `test_fused_fast_path.py` tests it on the fake GPU."""
+"""Double backward on the CPU: right or refused, never dropped. `tests/contract` tests it on the fake GPU."""
 
 from __future__ import annotations
 

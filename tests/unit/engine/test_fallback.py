@@ -36,8 +36,6 @@ def nothing_said():
 
 @pytest.fixture
 def declined(monkeypatch):
-    """cuDNN declines everything."""
-
     def decline(*_):
         raise UnsupportedError("sdpa", ["no kernel"])
 

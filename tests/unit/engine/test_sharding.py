@@ -421,7 +421,6 @@ def as_tuple(found):
 
 @contextlib.contextmanager
 def silence():
-    """Asserts that nothing is communicated."""
     with CommDebugMode() as communication:
         yield
     assert communication.get_total_counts() == 0, communication.get_comm_counts()
@@ -666,7 +665,6 @@ OTHERS = {
 
 
 def placements_of(code):
-    """The placements that a suggestion names."""
     found = []
     for name, dim in re.findall(r"(Shard|Replicate)\((\d*)\)", code):
         found.append(Shard(int(dim)) if name == "Shard" else Replicate())

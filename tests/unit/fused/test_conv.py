@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import forked_python
 import pytest
 import torch
 import torch.nn.functional as F
@@ -205,29 +204,6 @@ def test_gradients_of_strided_x_and_weight(rank, layout):
     assert_gradients(ours, right, (LAYOUTS[layout](x), LAYOUTS[layout](weight), bias))
 
 
-@pytest.mark.parametrize("wanted", [0, 1, 2], ids=["x", "weight", "bias"])
-def test_single_gradients(wanted):
-    tensors = operands(2)
-    at = lambda f: lambda one: f(*tensors[:wanted], one, *tensors[wanted + 1 :], padding=1, activation="silu")  # noqa: E731
-    assert_gradients(at(conv2d), at(in_float64), tensors[wanted : wanted + 1])
-
-
-def test_an_expanded_grad_out():
-    x, weight, bias = operands(2)
-    ours, right = (lambda *t, f=f: f(*t).sum() for f in (conv2d, in_float64))
-    assert_gradients(ours, right, (x, weight, bias))
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients(mode, assert_rounded):
-    x, weight, bias = (tensor.requires_grad_() for tensor in operands(2))
-    with mode():
-        out = conv2d(x, weight, bias, activation="gelu")
-    assert not out.requires_grad
-    assert_rounded(out, in_float64(x, weight, bias, activation="gelu").detach())
-    assert conv2d(x, weight, bias, activation="gelu").requires_grad
-
-
 PATCHES = {
     "square": ((2, 3, 12, 8), (5, 3, 4, 4)),
     "oblong": ((2, 3, 12, 8), (5, 3, 3, 4)),
@@ -346,60 +322,7 @@ def test_each_function_has_its_rank():
         conv3d(X[..., None], W[..., None], padding=(1, 1))
 
 
-COMPILED = {
-    "conv1d": lambda x, w, b: conv1d(x[..., 0] * 2, w[..., 0], b, padding=1, activation="silu"),
-    "conv2d": lambda x, w, b: conv2d(x * 2, w, b, stride=2, padding=1, activation="relu"),
-    "patches": lambda x, w, b: conv2d(x, w, b, stride=3).tanh(),
-    "conv3d": lambda x, w, b: conv3d(x[:, :, None], w[:, :, None], b, padding=(0, 1, 1), activation="gelu"),
-}
-
-
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("name", COMPILED)
-def test_compiles_with_gradients(name):
-    compiled = torch.compile(COMPILED[name], fullgraph=True, backend="aot_eager")
-    tensors, results = (torch.randn(X.shape), torch.randn(W.shape), torch.randn(B.shape)), []
-    for function in (COMPILED[name], compiled):
-        leaves = [x.clone().requires_grad_() for x in tensors]
-        out = function(*leaves)
-        weighted = (out * torch.arange(out.shape[-1])).sum()
-        results.append([out.detach(), *torch.autograd.grad(weighted, leaves)])
-        with torch.no_grad():
-            torch.testing.assert_close(function(*tensors), out.detach(), rtol=1e-4, atol=1e-5)
-    for one, other in zip(*results, strict=True):
-        torch.testing.assert_close(one, other)
-        assert one.stride() == other.stride()
-
-
-ODD = """
-import torch
-from torch.autograd import grad
-from cudnn_sdpa import conv2d
-for seed in range(40):
-    torch.manual_seed(seed)
-    sizes = torch.randint(1, 10, (6,)).tolist()
-    n, c, h, w, k, _ = sizes if seed else (2, 4, 8, 9, 1, 1)
-    x, weight = torch.randn(n, c, h, w, requires_grad=True), torch.randn(k, c, 1, 1, requires_grad=True)
-    stride = (1 + seed % 3, 1 + seed // 3 % 3) if seed else (1, 3)
-    out = conv2d(x, weight, stride=stride)
-    g = torch.randn_like(out)
-    a, b = x.detach().double().requires_grad_(), weight.detach().double().requires_grad_()
-    right = grad(torch.nn.functional.conv2d(a, b, stride=stride), (a, b), g.double())
-    for one, other in zip(grad(out, (x, weight), g), right):
-        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-4)
-"""
-
-
-@pytest.mark.slow
-def test_gradients_of_tiny_odd_shapes_are_right_and_write_nothing_outside():
-    """In a separate process: for such shapes oneDNN wrote out of bounds, which crashes a process later."""
-    result = forked_python.run(["-c", ODD])
-    assert result.returncode == 0, result.stderr
-
-
 class ConvolutionDtypes(TorchDispatchMode):
-    """Records the dtypes of PyTorch's convolutions."""
-
     def __init__(self):
         super().__init__()
         self.seen = set()

@@ -24,7 +24,6 @@ FACTOR = {"weight": (32,)}
 
 
 def rms(x: Tensor, weight: Tensor | None = None, **options: Any) -> Any:
-    """Both results where there are two."""
     out, total = exact.rms_norm(x, weight, **options)
     return out if options.get("residual") is None else (out, total)
 

@@ -12,7 +12,6 @@ import torch
 from custom_graphs import halves, leaky, nowhere, scaled
 from fake_gpu import TARGET, FakePlan, gpu_on_the_cpu
 from native_way import native_way
-from torch.library import opcheck
 from torch.utils.flop_counter import FlopCounterMode
 
 import cudnn_sdpa
@@ -23,7 +22,6 @@ from cudnn_sdpa.fused.graph_op import GraphFunction, graph_op
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.planning.support import target_of
-from cudnn_sdpa.plans import autotune
 
 H200 = target_of(90, "9.19.0")
 
@@ -93,33 +91,6 @@ def test_gradients_are_those_of_backward():
         halves(x.float())
 
 
-@pytest.mark.sample(1)
-@pytest.mark.parametrize("options", [{}, {"power": 2}, {"power": 3, "name": 'é "x"'}], ids=str)
-def test_compiles_with_gradients(options):
-    x, bias = x_and_bias()
-
-    def step(x, bias):
-        return scaled(x * 2, bias, 0.7, **options).relu()
-
-    for compiled in (torch.compile(step, fullgraph=True), torch.compile(step, fullgraph=True, dynamic=True)):
-        results = []
-        for run in (step, compiled):
-            leaves = [y.clone().requires_grad_() for y in (x, bias)]
-            out = run(*leaves)
-            results.append([out, *torch.autograd.grad(out.sum(), leaves)])
-        for one, other in zip(*results, strict=True):
-            torch.testing.assert_close(one, other)
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")  # opcheck itself
-@pytest.mark.parametrize("bias", [False, True])
-def test_opcheck(bias):
-    x, b = (y.requires_grad_() for y in x_and_bias())
-    tensors = [x, b] if bias else [x]
-    arguments = (scaled.token, "ttn" if bias else "t-n", tensors, [0.5], None, '2,"plain",')
-    opcheck(torch.ops.cudnn_sdpa.graph_function.default, arguments)
-
-
 @pytest.mark.slow
 def test_a_float_among_the_options_may_vary_in_a_compiled_function():
     torch._dynamo.reset()
@@ -149,16 +120,6 @@ def test_the_key_has_shapes_and_options_and_no_data():
     assert [operand.name for operand in alone.inputs] == ["x", "scale"]
     two = describer_of(halves)(x).key(H200, None)
     assert [str(operand.layout.dtype) for operand in two.outputs] == ["torch.bfloat16", "torch.float16"]
-
-
-def test_determinism_is_in_the_key(deterministic_algorithms):
-    x, _ = x_and_bias(device="meta")
-    with deterministic_algorithms():
-        exactly = describer_of(scaled)(x, None, 0.5)
-    keys = [described.key(H200, None) for described in (exactly, describer_of(scaled)(x, None, 0.5))]
-    assert [key.deterministic for key in keys] == [True, False]
-    assert [bool(autotune.not_tunable(key)) for key in keys] == [True, False]
-    assert keys[0].option_values == keys[1].option_values
 
 
 def test_functions_of_one_name_are_distinguished():

@@ -23,7 +23,6 @@ SHAPES = [(2, 3, 5, 8), (1, 3, 5, 8), (2, 1, 5, 8), (2, 3, 1, 8), (1, 1, 1, 8), 
 
 
 def occupied(shape, stride):
-    """The offsets of all elements."""
     return [
         sum(i * s for i, s in zip(index, stride, strict=True))
         for index in itertools.product(*(range(size) for size in shape))

@@ -205,26 +205,3 @@ def test_the_module():
     )
     with pytest.raises(OptionError, match="mode"):
         kernels.CUDAAttention("fast")
-
-
-def test_compiled_and_checked_operators():
-    q, k, v = qkv()
-    mask = torch.randn(9, 9, requires_grad=True)
-    compiled = torch.compile(
-        lambda *x: kernels.attention(*x[:3], mask=x[3], is_causal=True), backend="aot_eager", fullgraph=True
-    )
-    tensors = (q, k, v, mask)
-    grads = [
-        torch.autograd.grad(run(*tensors).square().sum(), tensors)
-        for run in (compiled, lambda *x: kernels.attention(*x[:3], mask=x[3], is_causal=True))
-    ]
-    for one, other in zip(*grads, strict=True):
-        torch.testing.assert_close(one, other)
-    operator = torch.ops.cudnn_sdpa.kernels_attention_forward_statistics.default
-    torch.library.opcheck(operator, (*(x.detach() for x in tensors), "fused", True, None))
-
-
-def test_autocast_casts_as_pytorchs_attention():
-    q, k, v = qkv()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert kernels.attention(q, k, v).dtype == torch.bfloat16

@@ -23,7 +23,6 @@ def order(request):
 
 
 def check(x, scale):
-    """Compares result and gradient with float64."""
     exact = x.detach().double().requires_grad_()
     wanted, grad = torch.softmax(exact * scale, -1), torch.randn(x.shape).to(x.dtype)
     out = row_softmax(x, scale)

@@ -15,7 +15,6 @@ TOLERANCE = 2e-5
 
 
 def mha(**options):
-    """PyTorch's attention, with nonzero biases."""
     module = nn.MultiheadAttention(**{"embed_dim": 32, "num_heads": 4, "batch_first": True, **options})
     for name, x in module.named_parameters():
         if "bias" in name:

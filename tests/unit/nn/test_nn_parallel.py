@@ -128,7 +128,6 @@ def test_plans_are_refused_for_packed_projections_and_for_nothing():
 
 
 def gradients(module):
-    """All gradients, whole."""
     found = {}
     for name, parameter in module.named_parameters():
         grad = parameter.grad
@@ -335,7 +334,6 @@ def test_sequence_parallel_modules_compute_the_same(ranks, name):
 
 
 def check_norms():
-    """Under PyTorch's style alone, on DTensors."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = torch.randn(2, 8, E)
     placements = []

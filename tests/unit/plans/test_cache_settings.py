@@ -32,7 +32,6 @@ def refuse(key: PlanKey) -> None:
 
 @pytest.fixture
 def global_cache():
-    """The process's cache, empty."""
     plan_cache.clear()
     yield plan_cache
     plan_cache.clear()

@@ -18,8 +18,6 @@ SIZE = 20_000
 
 
 class _Planned:
-    """What a helper process answers."""
-
     @staticmethod
     def stored_form(key: PlanKey):
         return plan(key, SIZE)

@@ -327,7 +327,6 @@ def test_a_stored_kernel_is_removed_only_if_its_code_is_invalid(tmp_path, monkey
 
 
 def kernel_identity(kernel):
-    """The kernel's identity in the store."""
     digest = nvrtc.hashlib.sha256(kernel.path.read_bytes()).hexdigest()
     return nvrtc._Identity(kernel.name, digest, 90).identity
 

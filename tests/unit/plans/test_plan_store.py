@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import logging
 import os
 import random
@@ -24,7 +25,7 @@ from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph import key as key_module
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans import build, default_store
+from cudnn_sdpa.plans import build, default_store, file_format
 from cudnn_sdpa.plans import store as plan_store
 from cudnn_sdpa.plans.file_format import StoredPlan
 from cudnn_sdpa.plans.private_folders import UnsafeFolderError
@@ -118,14 +119,17 @@ def test_a_file_of_another_plan_is_not_loaded(store, caplog):
     assert not store.path(key()).exists()
 
 
-@pytest.mark.parametrize("contents", [b"[]", b'{"key": 1}', b"\xff\xfe", b'"text"', b"{", b"null"])
-def test_a_file_for_another_shape_is_not_loaded(store, contents):
+@pytest.mark.parametrize(
+    "changed", [{"engine": 3}, {"workspace": -1}, {"workspace": True}, {"knobs": {"TILE": "3"}}], ids=str
+)
+def test_a_description_of_other_types_is_not_loaded(store, changed):
     """With a valid digest, so that it passes that check."""
-    from cudnn_sdpa.plans import file_format
-
-    line = file_format._MAGIC + file_format._digest(contents, b"data").encode() + b"\n" + contents + b"\ndata"
-    store.path(key()).write_bytes(line)
-    assert store.load(key()) is None
+    of = key()
+    magic, _, line, data = plan(of).encode().split(b"\n", 3)
+    line = json.dumps({**json.loads(line), **changed}).encode()
+    store.path(of).write_bytes(b"\n".join([magic, file_format._digest(line, data).encode(), line, data]))
+    store.path(of).chmod(0o600)
+    assert store.load(of) is None
     assert store.info().rejected == 1
 
 
@@ -283,7 +287,6 @@ def test_a_rejected_plan_stays_until_it_is_replaced(store):
 
 
 def bytes_in(folder):
-    """Disk usage of a folder."""
     found = 0
     for path in folder.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -439,32 +442,6 @@ def test_eight_processes_share_plans(store):
     assert [path for path in store.folder.iterdir() if path.suffix != ".plan"] == []
 
 
-def test_the_setting_ends_with_the_context(tmp_path):
-    before = default_store.active()
-    with cudnn_sdpa.use_plan_store(tmp_path / "a") as outer:
-        assert default_store.active() is outer
-        with cudnn_sdpa.use_plan_store("off") as inner:
-            assert inner is None
-            assert default_store.active() is None
-        assert default_store.active() is outer
-    assert default_store.active() is before
-    for capacity in (0, -1, 1.5, True, "1"):
-        with pytest.raises(OptionError, match="capacity"):
-            cudnn_sdpa.use_plan_store(tmp_path / "a", capacity=capacity)
-
-
-@pytest.mark.slow
-def test_the_environment_variable_names_the_folder(tmp_path, run_python):
-    code = "from cudnn_sdpa.plans import default_store; print(default_store.active())"
-    for value, expected in ((str(tmp_path / "p"), f"PlanStore('{tmp_path / 'p'}')"), ("off", "None")):
-        assert run_python(code, CUDNN_SDPA_PLAN_DIR=value).stdout.strip() == expected
-    (tmp_path / "open").mkdir()
-    (tmp_path / "open").chmod(0o777)
-    result = run_python(code, CUDNN_SDPA_PLAN_DIR=str(tmp_path / "open"))
-    assert result.stdout.strip() == "None"
-    assert "plans are not stored" in result.stderr
-
-
 def test_a_relative_folder_does_not_follow_chdir(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with cudnn_sdpa.use_plan_store("plans") as store:
@@ -472,13 +449,6 @@ def test_a_relative_folder_does_not_follow_chdir(tmp_path, monkeypatch):
         store.save(key(), plan(key()))
         assert store.load(key()) == plan(key())
         assert store.folder == tmp_path / "plans"
-
-
-def test_the_default_path_is_in_the_users_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    with cudnn_sdpa.use_plan_store() as store:
-        assert store.folder == tmp_path / "cudnn_sdpa" / "plans"
-        assert store.folder.stat().st_mode & 0o777 == 0o700
 
 
 def test_an_unreadable_file_is_not_a_plan(store, caplog):

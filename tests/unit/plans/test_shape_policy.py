@@ -33,27 +33,6 @@ def test_a_wrong_name_in_the_environment_is_named(monkeypatch):
         shape_policy_module.active()
 
 
-@pytest.mark.parametrize("name", ["Exact", "", None, 1])
-def test_a_wrong_name_is_refused_without_side_effects(name):
-    with pytest.raises(OptionError, match=r"policy: got .*; expected one of 'exact', 'bucketed', 'tiered'"):
-        shape_policy(name)
-    assert shape_policy_module.active() == shape_policy_module.DEFAULT
-
-
-def test_contexts_nest():
-    with shape_policy("exact") as outer:
-        with shape_policy("bucketed") as inner:
-            assert (outer, inner, shape_policy_module.active()) == ("exact", "bucketed", "bucketed")
-        assert shape_policy_module.active() == "exact"
-    assert shape_policy_module.active() == shape_policy_module.DEFAULT
-
-
-def test_an_exception_ends_the_context():
-    with pytest.raises(KeyError), shape_policy("exact"):
-        raise KeyError
-    assert shape_policy_module.active() == shape_policy_module.DEFAULT
-
-
 def test_listeners_are_notified_of_changes_only():
     heard = []
     shape_policy_module.on_change(lambda: heard.append(shape_policy_module.active()))

@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 from attention_checks import LAYOUTS, error, exact, make, poison
-from torch.utils.checkpoint import checkpoint
 
 from cudnn_sdpa import Fp8Attention, Fp8Scaling, UnsupportedError, fp8_attention
 from cudnn_sdpa.attention.fp8 import quantize as fp8_quantize
@@ -235,53 +234,6 @@ def test_nothing_synchronizes():
         torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(found[:1], step(plain, tensors, grad_out)[:1])
     assert error(fresh[0].detach(), found[0].detach().double()) < OUTPUT
-
-
-def test_a_captured_training_step_updates_scales_like_an_eager_one():
-    eager, captured = (
-        Fp8Attention(is_causal=True, scaling=Fp8Scaling(history=3, calibration=2)).cuda() for _ in range(2)
-    )
-    static = problem()
-    static_grad = torch.randn_like(static[0])
-    data = [([x.detach() * 1.5**n for x in problem()], torch.randn_like(static_grad) * 0.7**n) for n in range(6)]
-    warm = torch.cuda.Stream()
-    warm.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm):
-        for _ in range(2):
-            step(captured, static, static_grad)
-    torch.cuda.current_stream().wait_stream(warm)
-    for _ in range(2):
-        step(eager, static, static_grad)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step(captured, static, static_grad)
-    for tensors, grad_out in data:
-        with torch.no_grad():
-            for x, value in zip(static, tensors, strict=True):
-                x.copy_(value)
-            static_grad.copy_(grad_out)
-        graph.replay()
-        torch.cuda.synchronize()
-        expected = step(eager, [x.clone().requires_grad_() for x in tensors], grad_out)
-        assert_same_bits(results[:1], expected[:1])
-        for found, wanted in zip(results[1:], expected[1:], strict=True):  # dq is a sum in any order
-            assert error(found, wanted.double()) < 0.03
-        for name in ("amax_history", "scale"):
-            found, wanted = (getattr(attend.scaling, name) for attend in (captured, eager))
-            torch.testing.assert_close(found, wanted, rtol=0.05, atol=0)
-    assert (captured.scaling.amax_history > 0).all()
-
-
-def test_checkpointing_does_not_change_the_amax_history():
-    plain, again = (Fp8Attention(scaling=Fp8Scaling(calibration=1)).cuda() for _ in range(2))
-    for _ in range(3):
-        tensors = problem()
-        grad_out = torch.randn_like(tensors[0])
-        expected = step(plain, tensors, grad_out)
-        found = step(lambda *x: checkpoint(again, *x, use_reentrant=False), tensors, grad_out)
-        assert_same_bits(found[:1], expected[:1])
-        torch.testing.assert_close(again.scaling.amax, plain.scaling.amax, rtol=0.02, atol=0)
-        assert torch.equal(again.scaling.amax[:5], plain.scaling.amax[:5])
 
 
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")

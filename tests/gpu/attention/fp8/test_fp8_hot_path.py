@@ -5,13 +5,13 @@ from __future__ import annotations
 import fp8_values
 import pytest
 import torch
-from fp8_values import E4M3, E5M2, error, forward, lens, number, problem
+from fp8_values import E4M3, E5M2, error, lens, number, problem
 from test_threads import THREADS, in_threads
 
 import cudnn_sdpa
-from cudnn_sdpa import ArgumentError, plan_cache
+from cudnn_sdpa import plan_cache
 from cudnn_sdpa.attention.fp8.arguments import Fp8Scales
-from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
 
 OPTIONS = {
     "plain": {},
@@ -130,36 +130,6 @@ def test_one_plan_for_all_scales():
     assert plan_cache.info().builds >= 1
 
 
-BAD = {
-    "float64 scale": lambda of: (*of[:3], of.scales._replace(scale_o=of.scales.scale_o.double())),
-    "two scales": lambda of: (*of[:3], of.scales._replace(descale_q=torch.cat([of.scales.descale_q] * 2))),
-    "scale on the CPU": lambda of: (*of[:3], of.scales._replace(scale_s=of.scales.scale_s.cpu())),
-    "a number": lambda of: (*of[:3], of.scales._replace(scale_s=2.0)),
-    "bfloat16": lambda of: (of.q.bfloat16(), *of[1:]),
-    "mixed": lambda of: (of.q, of.k.view(E5M2), *of[2:]),
-    "head dim": lambda of: (of.q[..., :120], of.k[..., :120], *of[2:]),
-    "stride": lambda of: (of.q.view(torch.uint8).mT.contiguous().mT.view(E4M3), *of[1:]),
-    "address": lambda of: (
-        torch.zeros(of.q.numel() + 16, dtype=torch.uint8, device="cuda").view(E4M3)[8:-8].view(of.q.shape),
-        *of[1:],
-    ),
-    "rank": lambda of: (of.q[0], *of[1:]),
-    "device": lambda of: (of.q, of.k.cpu(), *of[2:]),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input_is_refused_warm_and_cold(name):
-    of = problem()
-    for _ in range(3):
-        builds, known = plan_cache.info().builds, len(FP8.table)
-        with pytest.raises(ArgumentError):
-            sdpa_fp8(*BAD[name](of))
-        assert (plan_cache.info().builds, len(FP8.table)) == (builds, known)
-        found = forward(of)
-    assert error(found.out, fp8_values.emulated(of).out) < 0.06
-
-
 def test_device_memory_does_not_grow():
     of = problem()
     for _ in range(10):
@@ -170,14 +140,6 @@ def test_device_memory_does_not_grow():
         sdpa_fp8(*of)
     torch.cuda.synchronize()
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (allocated, reserved)
-
-
-def test_compiled_code_matches_eager():
-    of = problem()
-    base = sdpa_fp8(*of, is_causal=True, return_lse=True)
-    compiled = torch.compile(lambda q, k, v, scales: sdpa_fp8(q, k, v, scales, is_causal=True, return_lse=True))
-    for _ in range(2):
-        assert all(torch.equal(a.float(), b.float()) for a, b in zip(compiled(*of), base, strict=True))
 
 
 def test_equivalent_calls_give_the_same_result():

@@ -61,41 +61,6 @@ def test_out(return_lse, order):
         sdpa_varlen(q.requires_grad_(), k, v, ends, ends, 100, 100, out=out)
 
 
-def test_autograd_tracks_writes_into_out():
-    q, k, v = tensors(200)
-    ends, out = offsets(*LENGTHS), torch.zeros_like(q)
-    weight = torch.ones_like(q, requires_grad=True)
-    for _ in range(2):
-        loss = (out * weight).sum()
-        sdpa_varlen(q, k, v, ends, ends, 100, 100, out=out)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-
-
-def test_double_backward_is_refused():
-    leaves = [x.requires_grad_() for x in tensors(200)]
-    ends = offsets(*LENGTHS)
-    out = sdpa_varlen(*leaves, ends, ends, 100, 100)
-    (first,) = torch.autograd.grad(out.square().sum(), leaves[:1], create_graph=True)
-    with pytest.raises(UnsupportedError, match="double backward"):
-        first.sum().backward()
-
-
-@pytest.mark.parametrize("wanted", ["q", "k", "v", "s", "qs", "qkvs"])
-def test_only_needed_gradients_are_returned(wanted):
-    ends, grad_out = offsets(*LENGTHS), torch.randn(200, HEADS[0], DIM, device="cuda", dtype=torch.bfloat16)
-    values = dict(zip("qkvs", [*tensors(200), torch.randn(HEADS[0], device="cuda")], strict=True))
-    results = []
-    for names in ("qkvs", wanted):
-        leaves = {name: x.clone().requires_grad_(name in names) for name, x in values.items()}
-        q, k, v, sinks = leaves.values()
-        sdpa_varlen(q, k, v, ends, ends, 100, 100, sinks=sinks, deterministic=True).backward(grad_out)
-        results.append({name: x.grad for name, x in leaves.items()})
-    for name, gradient in results[1].items():
-        assert (gradient is not None) == (name in wanted)
-        assert gradient is None or torch.equal(gradient, results[0][name])
-
-
 @pytest.mark.parametrize(
     "arrange",
     [

@@ -99,7 +99,6 @@ FP8_OUTPUTS = [None, torch.float8_e5m2, torch.bfloat16, torch.float16]
 
 
 def sample_fp8(draw: random.Random) -> Description | None:
-    """Like `sample`, for FP8."""
     is_backward = draw.random() < 0.5
     options: dict[str, Any] = {"is_causal": draw.random() < 0.5}
     options |= {"causal_alignment": draw.choice(["top_left", "bottom_right"])}

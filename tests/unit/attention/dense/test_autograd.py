@@ -5,14 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_gpu import gpu_on_the_cpu
-from torch.utils.checkpoint import checkpoint
 
 import cudnn_sdpa
-from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa
-from cudnn_sdpa.attention import reference
+from cudnn_sdpa import UnsupportedError, sdpa
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall
-
-ARGUMENTS = ("q", "k", "v", "attn_mask", "sinks")
 
 
 def inputs(dtype=torch.float32):
@@ -33,28 +29,6 @@ def dense_in_order_of(tensor):
         strides[dim] = step
         step *= tensor.shape[dim]
     return tuple(strides)
-
-
-@pytest.mark.parametrize(
-    "wanted", [*((name,) for name in ARGUMENTS), ("q", "v"), ("k", "sinks"), ARGUMENTS], ids="+".join
-)
-def test_only_needed_gradients_are_computed(wanted, monkeypatch):
-    made = []
-    run = SdpaBackwardCall.reference
-    monkeypatch.setattr(SdpaBackwardCall, "reference", lambda of: made.append((of.needs, run(of))) or made[-1][1])
-    tensors = inputs()
-    everything = {name: x.clone().requires_grad_() for name, x in tensors.items()}
-    sdpa(**everything).square().sum().backward()
-    some = {name: x.clone().requires_grad_(name in wanted) for name, x in tensors.items()}
-    sdpa(**some).square().sum().backward()
-    needs, results = made[-1]
-    assert tuple(needs) == tuple(name in wanted for name in ARGUMENTS)
-    assert len(results) == len(wanted)
-    for name, x in some.items():
-        if name in wanted:
-            torch.testing.assert_close(x.grad, everything[name].grad)
-        else:
-            assert x.grad is None
 
 
 def test_a_boolean_mask_and_lengths_get_no_gradient():
@@ -113,103 +87,6 @@ def test_inputs_expanded_by_the_caller_get_summed_gradients(name):
     torch.testing.assert_close(single.grad, repeated.grad.sum(0, keepdim=True))
 
 
-@pytest.mark.parametrize(
-    "arrange",
-    [
-        lambda g: g[:1, :1, :1, :1].expand_as(g),
-        lambda g: g[:, :, :1].expand_as(g),
-        lambda g: g[..., :1].expand_as(g),
-        lambda g: g.transpose(2, 3).contiguous().transpose(2, 3),
-        lambda g: g.transpose(1, 2).contiguous().transpose(1, 2),
-        lambda g: torch.cat([g, g], dim=-1)[..., ::2],
-    ],
-    ids=["stride 0", "rows", "columns", "transposed", "bshd", "every other"],
-)
-def test_grad_out_may_have_any_layout(arrange):
-    tensors = {name: x.requires_grad_() for name, x in inputs(torch.float64).items()}
-    grad_out = arrange(torch.randn(2, 4, 6, 8, dtype=torch.float64))
-    leaves = list(tensors.values())
-    found = torch.autograd.grad(sdpa(**tensors), leaves, grad_out)
-    expected = torch.autograd.grad(sdpa(**tensors), leaves, grad_out.contiguous())
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
-
-
-@pytest.mark.parametrize("function", [sdpa, scaled_dot_product_attention])
-def test_double_backward_is_refused(function):
-    q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
-    (first,) = torch.autograd.grad(function(q, k, v).square().sum(), [q], create_graph=True)
-    with pytest.raises(UnsupportedError, match="double backward") as caught:
-        first.sum().backward()
-    assert "scaled_dot_product_attention" in caught.value.suggestion
-
-
-def test_a_gradient_into_the_lse_is_refused():
-    q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
-    out, lse = sdpa(q, k, v, return_lse=True)
-    with pytest.raises(UnsupportedError, match="log-sum-exp") as caught:
-        (out.sum() + lse.sum()).backward()
-    assert "detach" in caught.value.suggestion
-    out, lse = sdpa(q, k, v, return_lse=True)
-    (out.sum() * lse.detach().mean()).backward()
-    assert q.grad is not None
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_without_gradients_nothing_is_recorded(mode):
-    tensors = {name: x.requires_grad_() for name, x in inputs().items()}
-    expected, expected_lse = sdpa(**tensors, return_lse=True)
-    assert expected.requires_grad
-    with mode():
-        out, lse = sdpa(**tensors, return_lse=True)
-    assert not out.requires_grad
-    assert out.grad_fn is None
-    assert torch.equal(out, expected)
-    assert torch.equal(lse, expected_lse)
-
-
-def test_inputs_modified_between_the_passes_raise():
-    q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
-    out = sdpa(q, k, v)
-    with torch.no_grad():
-        k.mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        out.sum().backward()
-
-
-def test_retained_graphs_can_be_differentiated_twice():
-    tensors = {name: x.requires_grad_() for name, x in inputs().items()}
-    out = sdpa(**tensors)
-    leaves = list(tensors.values())
-    first = torch.autograd.grad(out.sum(), leaves, retain_graph=True)
-    for a, b in zip(first, torch.autograd.grad(out.sum(), leaves), strict=True):
-        assert torch.equal(a, b)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-@pytest.mark.parametrize("dropout_p", [0.0, 0.4])
-def test_checkpointing_changes_nothing(use_reentrant, dropout_p):
-    tensors = inputs()
-
-    def attend(q, k, v, attn_mask, sinks):
-        return sdpa(q, k, v, attn_mask=attn_mask, sinks=sinks, dropout_p=dropout_p).square()
-
-    results = []
-    for run in (attend, lambda *leaves: checkpoint(attend, *leaves, use_reentrant=use_reentrant)):
-        leaves = [tensors[name].clone().requires_grad_() for name in ARGUMENTS]
-        torch.manual_seed(77)
-        out = run(*leaves)
-        torch.randn(3)  # the generator moves on before the backward pass
-        results.append((out, *torch.autograd.grad(out.sum(), leaves)) if not use_reentrant else through(out, leaves))
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
-def through(out, leaves):
-    out.sum().backward()
-    return (out, *(leaf.grad for leaf in leaves))
-
-
 @pytest.mark.parametrize("dropout_p", [0.1, 0.5, 0.85])
 def test_dropout_rate_and_seed(dropout_p):
     q, k = torch.randn(4, 8, 40, 16), torch.randn(4, 8, 40, 16)
@@ -241,40 +118,6 @@ def test_zero_dropout_draws_no_random_numbers():
 def test_the_lse_does_not_depend_on_dropout():
     q, k, v = torch.randn(3, 2, 4, 6, 16)
     assert torch.equal(sdpa(q, k, v, dropout_p=0.5, return_lse=True)[1], sdpa(q, k, v, return_lse=True)[1])
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("reference_alone")
-def test_gradcheck():
-    tensors = {name: x.requires_grad_() for name, x in inputs(torch.float64).items()}
-    names = ["q", "k", "v", "attn_mask"]
-
-    def attend(*leaves):
-        return sdpa(
-            **dict(zip(names, leaves, strict=True)), sinks=tensors["sinks"].detach(), softcap=2.5, window_size=(4, 1)
-        )
-
-    assert torch.autograd.gradcheck(attend, [tensors[name] for name in names], eps=1e-5, atol=1e-4, rtol=1e-4)
-
-
-def test_a_plain_call_without_needed_gradients_computes_none(monkeypatch):
-    monkeypatch.setattr(reference, "gradients", None)
-    with torch.no_grad():
-        out = sdpa(*(torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3)))
-    assert not out.requires_grad
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_batched_gradients_are_refused(packed):
-    q, k, v = (torch.randn(2, 4, 6, 16, requires_grad=True) for _ in range(3))
-    if packed:
-        ends = torch.tensor([0, 2, 6], dtype=torch.int32)
-        q, k, v = (x.detach()[0].transpose(0, 1).contiguous().requires_grad_() for x in (q, k, v))
-        out = cudnn_sdpa.sdpa_varlen(q, k, v, ends, ends, 4, 4)
-    else:
-        out = sdpa(q, k, v)
-    with pytest.raises(UnsupportedError, match="a batch of gradients"):
-        torch.autograd.grad(out, (q, k, v), torch.randn(3, *out.shape), is_grads_batched=True)
 
 
 def test_meta_tensors_have_meta_gradients():

@@ -90,26 +90,6 @@ def test_other_data_of_the_same_kind_has_the_same_signature():
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        *({"q": None}, {"k": [1.5]}, {"seq_lens_kv": [3, 5]}, {"causal_alignment": []}, {"scale": {}}),
-        *({"seq_lens_q": LENGTHS, "causal_alignment": []}, {"attn_mask": MASK, "scale": {}}),
-        *({"softcap": []}, {"window_left": [], "window_right": 3}),
-    ],
-    ids="+".join,
-)
-def test_calls_without_a_signature_are_not_cached(change):
-    assert SDPA._find(SdpaCall(**{**BASE, **change})) is None
-
-
-def test_cpu_tensors_are_never_cached():
-    for more in ({}, {"attn_mask": MASK}):
-        for _ in range(3):
-            sdpa(**BASE, **more)
-            assert SDPA._find(SdpaCall(**BASE, **more)) is None
-
-
-@pytest.mark.parametrize(
     ("right", "wrong"),
     [
         ({"is_causal": True}, {"is_causal": 1}),
@@ -126,9 +106,6 @@ def test_cpu_tensors_are_never_cached():
 )
 def test_options_of_a_wrong_type_are_another_call(right, wrong):
     assert signature(**wrong) != signature(**right)
-
-
-SINGLE = {**BASE, "q": torch.randn(2, 4, 1, 16)}
 
 
 @pytest.mark.parametrize(
@@ -158,24 +135,6 @@ def cached():
 
 def single():
     return {**HALF, "q": HALF["q"][:, :, :1].contiguous()}
-
-
-def run_of(call, **options):
-    """What would run a call at once."""
-    return SDPA._find(SdpaCall(**call, **options))
-
-
-@pytest.mark.usefixtures("cached")
-def test_a_cached_call_is_found():
-    for options in ({}, {"window_left": -1, "window_right": -1, "alibi": False, "dropout_p": 0.0}, {"with_lse": True}):
-        assert run_of(HALF, **options) is not None
-    assert run_of(HALF, is_causal=True) is None
-
-
-@pytest.mark.usefixtures("cached")
-def test_determinism_is_another_call():
-    assert run_of(single()) is not None
-    assert run_of(single(), deterministic=True) is None
 
 
 @pytest.mark.usefixtures("cached")

@@ -15,7 +15,6 @@ TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
 
 
 def both(*args, **options):
-    """Ours and PyTorch's."""
     return scaled_dot_product_attention(*args, **options), F.scaled_dot_product_attention(*args, **options)
 
 
@@ -27,38 +26,9 @@ def test_parameters_are_pytorchs_in_its_order_and_with_its_defaults():
     assert [parameter.default for parameter in ours.values()][3:] == [None, 0.0, False, None, False]
 
 
-@pytest.mark.parametrize("batch", [(), (3,)], ids=["rank3", "rank4"])
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("scale", [None, 0.43])
-@pytest.mark.parametrize("lengths", [(12, 12), (5, 14), (14, 5), (1, 7)])
-def test_matches_pytorch(batch, is_causal, scale, lengths):
-    query = torch.randn(*batch, 4, lengths[0], 16)
-    key = torch.randn(*batch, 4, lengths[1], 16)
-    value = torch.randn(*batch, 4, lengths[1], 24)
-    ours, theirs = both(query, key, value, is_causal=is_causal, scale=scale)
-    torch.testing.assert_close(ours, theirs, **TOLERANCE)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_other_dtypes_match_pytorch(dtype):
-    query, key, value = torch.randn(3, 2, 4, 21, 32).to(dtype)
-    ours, theirs = both(query, key, value, is_causal=True)
-    tolerance = {torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-12}[dtype]
-    torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
-
-
 def test_arguments_may_be_positional_where_pytorchs_may():
     query, key, value = torch.randn(3, 2, 4, 6, 16)
     ours, theirs = both(query, key, value, None, 0.0, True)
-    torch.testing.assert_close(ours, theirs, **TOLERANCE)
-
-
-@pytest.mark.parametrize("batch", [(), (2,)], ids=["rank3", "rank4"])
-@pytest.mark.parametrize("heads", [(6, 3), (6, 1), (6, 6)])
-def test_grouped_query_attention_matches_pytorch(batch, heads):
-    query = torch.randn(*batch, heads[0], 10, 16)
-    key, value = torch.randn(2, *batch, heads[1], 10, 16)
-    ours, theirs = both(query, key, value, is_causal=True, enable_gqa=True)
     torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
@@ -79,12 +49,6 @@ def test_a_batch_or_head_of_one_is_broadcast_as_in_pytorch(key_shape, value_shap
     torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
-def test_a_query_batch_of_one_is_broadcast_as_in_pytorch():
-    query, key = torch.randn(1, 4, 7, 16), torch.randn(3, 4, 9, 16)
-    ours, theirs = both(query, key, key)
-    torch.testing.assert_close(ours, theirs, **TOLERANCE)
-
-
 def test_rank_3_gives_rank_3_in_the_order_of_the_query():
     query = torch.randn(7, 4, 16).transpose(0, 1)
     out = scaled_dot_product_attention(query, query, query)
@@ -98,16 +62,6 @@ def test_heads_must_be_equal_without_enable_gqa_as_in_pytorch():
         scaled_dot_product_attention(query, key, key)
     with pytest.raises(RuntimeError):
         F.scaled_dot_product_attention(query, key, key)
-
-
-@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
-def test_tensors_that_require_grad_are_fine_where_no_gradient_is_recorded(mode):
-    query, key, value = (torch.randn(2, 4, 8, 16, requires_grad=True) for _ in range(3))
-    with mode():
-        out = scaled_dot_product_attention(query, key, value)
-        expected = F.scaled_dot_product_attention(query, key, value)
-    assert not out.requires_grad
-    torch.testing.assert_close(out, expected, **TOLERANCE)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -128,24 +82,6 @@ def test_wrong_or_mixed_ranks_are_named(name, shape):
         scaled_dot_product_attention(**tensors)
     if len(shape) != 3:
         assert str(tuple(shape)) in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("q_shape", "kv_shape"),
-    [
-        ((7, 16), (9, 16)),
-        ((2, 3, 4, 7, 16), (2, 3, 4, 9, 16)),
-        ((2, 3, 4, 7, 16), (1, 3, 1, 9, 16)),
-        ((2, 1, 4, 7, 16), (1, 3, 4, 9, 16)),
-        ((1, 1, 7, 16), (3, 4, 9, 16)),
-        ((5, 2, 3, 4, 7, 16), (5, 2, 3, 4, 9, 16)),
-    ],
-    ids=str,
-)
-def test_every_rank_and_broadcast_that_pytorch_takes(q_shape, kv_shape):
-    ours, theirs = both(torch.randn(q_shape), torch.randn(kv_shape), torch.randn(kv_shape))
-    assert ours.shape == theirs.shape
-    torch.testing.assert_close(ours, theirs, **TOLERANCE)
 
 
 def test_heads_that_would_need_groups_are_refused_without_the_flag():
@@ -208,12 +144,6 @@ def test_enable_gqa_must_be_a_bool():
     query, key = torch.randn(2, 6, 8, 16), torch.randn(2, 3, 8, 16)
     with pytest.raises(OptionError, match="enable_gqa: got 1"):
         scaled_dot_product_attention(query, key, key, enable_gqa=1)
-
-
-def test_errors_use_the_names_of_this_functions_arguments():
-    query, key = torch.randn(2, 4, 8, 16), torch.randn(2, 4, 8, 24)
-    with pytest.raises(ShapeError, match=r"^key: got head dim 24"):
-        scaled_dot_product_attention(query, key, key)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])

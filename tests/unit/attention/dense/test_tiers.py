@@ -32,7 +32,6 @@ class Tables:
 
 
 def loaded(key):
-    """A plan that is not built."""
     plan = FakePlan(key)
     plan.loaded = True
     return plan
@@ -262,8 +261,6 @@ def test_the_number_of_tracked_buckets_is_limited(patch):
 
 
 class Clock:
-    """A fake clock."""
-
     now = 100.0
 
     def monotonic(self):

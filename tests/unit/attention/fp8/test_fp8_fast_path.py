@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cudnn_sdpa.engine.fast_path import CallTable
 from fake_gpu import TARGET, FakeCache, FakePlan, poisoned, tensors_look_as_on_a_gpu
 from test_fp8_calls import CASES, E4M3, E5M2, SCALES, lens, qkv, same, within
 
@@ -18,7 +19,6 @@ from cudnn_sdpa.attention.fp8 import launch, plans
 from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD
 from cudnn_sdpa.engine import launch as engine_launch
-from cudnn_sdpa.engine.fast_path import CallTable
 
 pytestmark = pytest.mark.usefixtures("reference_alone")  # no GPU has kernels for all of these head dims and masks
 
@@ -43,7 +43,6 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def checked(monkeypatch):
-    """The calls that were checked."""
     seen = []
     for kind in (Fp8Call, Fp8BackwardCall):
         whole = kind.check
@@ -90,27 +89,6 @@ def test_gradients_are_checked_once(gpu, checked, case, grad_dtype):
         assert equal(found, expected)
         assert [x.stride() for x in found] == [x.stride() for x in expected]
     assert checked == []
-
-
-def test_one_scale_tensor_for_all_and_interleaved_calls(gpu, checked):
-    one = torch.tensor([1.5])
-    problems = [(*qkv(lengths), Fp8Scales(*[one] * 6)) for lengths in ((40, 56), (32, 48))]
-    for _ in range(3):
-        for problem in problems:
-            expected = sdpa_fp8(*problem, is_causal=True)
-            checked.clear()
-            assert equal(gpu(sdpa_fp8, *problem, is_causal=True), expected)
-    assert checked == []
-
-
-def test_a_call_that_lacks_a_tensor_of_a_recent_one_is_known(gpu, checked):
-    tensors = qkv((40, 56))
-    for lengths in ({"seq_lens_kv": lens(9, 17)}, {}):
-        for _ in range(3):
-            gpu(sdpa_fp8, *tensors, FORWARD, **lengths)
-        checked.clear()
-        gpu(sdpa_fp8, *tensors, FORWARD, **lengths)
-        assert checked == []
 
 
 def test_each_option_is_another_cached_call(gpu):
@@ -181,21 +159,6 @@ def test_an_unreadable_grad_out_is_copied_in_each_call(gpu):
     given = (wide[..., :128], q, k, v, made.out, turned, BACKWARD)
     for _ in range(2):
         assert equal(gpu(sdpa_fp8_backward, *given), sdpa_fp8_backward(*given))
-
-
-def test_determinism_is_part_of_a_cached_call(gpu):
-    q, k, v = qkv((48, 56))
-    made = sdpa_fp8(q, k, v, FORWARD, return_lse=True)
-    given = (torch.randn(q.shape).to(E5M2), q, k, v, made.out, made.lse, BACKWARD)
-    plans = launch.plan_cache.plans
-    for _ in range(2):
-        gpu(sdpa_fp8_backward, *given)
-        torch.use_deterministic_algorithms(True)
-        try:
-            gpu(sdpa_fp8_backward, *given)
-        finally:
-            torch.use_deterministic_algorithms(False)
-    assert sorted(key.option_values["deterministic"] for key in plans) == [False, True]
 
 
 @pytest.fixture

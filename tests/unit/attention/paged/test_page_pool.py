@@ -14,7 +14,6 @@ from cudnn_sdpa.attention.paged.page_pool import PagePool
 
 
 def owners(pool):
-    """The sequences that own each page."""
     found = {}
     for number, sequence in pool._sequences.items():
         for page in sequence.pages:
@@ -30,18 +29,6 @@ def check(pool):
     for sequence in pool._sequences.values():
         assert len(sequence.pages) == -(-sequence.length // pool.page_size)
         assert len(set(sequence.pages)) == len(sequence.pages)
-
-
-def test_pages_are_taken_when_they_are_needed():
-    pool = PagePool(8, 16)
-    one, two = pool.add(), pool.add()
-    assert pool.grow([one, two], [16, 1]) == []
-    assert (len(pool.pages_of(one)), len(pool.pages_of(two))) == (1, 1)
-    pool.grow([one, two], [1, 15])
-    assert (len(pool.pages_of(one)), len(pool.pages_of(two))) == (2, 1)
-    assert (pool.length(one), pool.length(two)) == (17, 16)
-    assert (pool.use().used, pool.use().free, pool.use().tokens) == (3, 5, 33)
-    check(pool)
 
 
 def test_out_of_pages_changes_nothing():
@@ -93,19 +80,6 @@ def test_a_full_last_page_is_not_copied():
     two = pool.fork(one)
     assert pool.grow([two], [1]) == []
     assert pool.pages_of(two)[:2] == pool.pages_of(one)
-    check(pool)
-
-
-def test_truncate_frees_unused_pages():
-    pool = PagePool(8, 16)
-    one = pool.add()
-    pool.grow([one], [50])
-    pool.truncate(one, 17)
-    assert (len(pool.pages_of(one)), pool.length(one)) == (2, 17)
-    pool.truncate(one, 16)
-    assert len(pool.pages_of(one)) == 1
-    pool.truncate(one, 0)
-    assert pool.use().used == 0
     check(pool)
 
 

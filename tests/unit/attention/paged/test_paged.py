@@ -189,15 +189,6 @@ def test_fallback_runs_on_the_reference(monkeypatch, caplog):
     assert "no kernel today" in caplog.text
 
 
-def test_gradients_are_refused():
-    given = arguments()
-    given["q"].requires_grad_()
-    with pytest.raises(UnsupportedError, match="inference only"):
-        sdpa_paged(**given)
-    with torch.no_grad():
-        assert sdpa_paged(**given).isfinite().all()
-
-
 def test_page_ids_and_lengths_are_checked_on_request(monkeypatch):
     monkeypatch.setattr(value_checks, "enabled", True)
     given = arguments()
@@ -218,20 +209,6 @@ def test_out_of_range_values_are_clamped(monkeypatch):
     given["page_table"].fill_(10**6)
     given["seq_lens_kv"].fill_(-3)
     assert (sdpa_paged(**given) == 0).all()
-
-
-def test_fake_tensors_and_compiled_code():
-    given = arguments()
-    compiled = torch.compile(sdpa_paged, fullgraph=True, backend="eager")
-    torch.testing.assert_close(compiled(**given), sdpa_paged(**given))
-    torch.library.opcheck(
-        torch.ops.cudnn_sdpa.paged_forward_lse.default,
-        (
-            *(given["q"], given["k_pages"].nan_to_num(), given["v_pages"].nan_to_num(), given["page_table"]),
-            *(given["page_table"].clone(), given["seq_lens_kv"], None, None, "HND"),
-            *(True, "bottom_right", -1, -1, None, None, False),
-        ),
-    )
 
 
 def new_cache(**changes):
@@ -270,19 +247,6 @@ def test_positions_are_those_of_the_new_tokens():
     cache.reserve([one], 6)
     step = cache.reserve([one, two], [2, 3])
     assert step.positions.tolist() == [[6, 7, 0], [0, 1, 2]]
-
-
-def test_attention_on_a_cache_prefill_in_chunks_and_decode():
-    cache = new_cache()
-    one, two = cache.add(), cache.add()
-    k, v = torch.randn(2, 2, HEADS_KV, 13, DIM, dtype=torch.float64)
-    q = torch.randn(2, HEADS, 13, DIM, dtype=torch.float64)
-    for first, last in ((0, 6), (6, 10), (10, 11), (11, 12), (12, 13)):
-        step = cache.reserve([one, two], last - first)
-        cache.append(step, k[:, :, first:last], v[:, :, first:last], layer=1)
-        pages = cache.k_pages(1), cache.v_pages(1), step.page_table, step.seq_lens_kv
-        out = sdpa_paged(q[:, :, first:last], *pages, page_layout=cache.page_layout)
-        torch.testing.assert_close(out, sdpa(q, k, v, is_causal=True)[:, :, first:last])
 
 
 @pytest.mark.parametrize("is_given", [False, True])

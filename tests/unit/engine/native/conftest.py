@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.engine.native.build import FOLDER_VARIABLE
 
 #: A module with the number `answer`, linked like the real one.
@@ -64,11 +65,9 @@ class Held:
         return [command for command in commands if str(self.sources) in command]
 
     def is_compiling(self) -> bool:
-        """Whether the compiler itself runs."""
         return any("cc1plus" in command or "-cc1" in command for command in self.processes())
 
     def go_on(self, seconds: float = 30.0) -> None:
-        """Lets the compiler that waits finish."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             try:
@@ -106,3 +105,17 @@ def wait_until() -> Callable[..., None]:
             time.sleep(0.02)
 
     return wait
+
+
+@pytest.fixture
+def launches_in_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the plans that Python launches."""
+    found: list[str] = []
+    launch = BoundPlan.__call__
+
+    def noted(bound: BoundPlan, *arguments: object, **options: object) -> object:
+        found.append(bound.plan.key.name)
+        return launch(bound, *arguments, **options)
+
+    monkeypatch.setattr(BoundPlan, "__call__", noted)
+    return found

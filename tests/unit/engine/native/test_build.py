@@ -20,7 +20,6 @@ NEEDS_ROOT = pytest.mark.skipif(os.getuid() != 0, reason="root alone can give fi
 
 
 def listed(folder: Path) -> list[str]:
-    """What is in a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 

@@ -17,12 +17,10 @@ from fake_gpu import FakePlan, gpu_on_the_cpu
 from float64_reference import attend
 from native_way import native_way
 from torch._dynamo import compiled_autograd
-from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cudnn_sdpa import LayoutError, UnsupportedError, conv2d, graph_op, layer_norm, plan_cache, rms_norm, sdpa, silu_mul
-from cudnn_sdpa.engine.launch import BoundPlan
+from cudnn_sdpa import LayoutError, conv2d, graph_op, layer_norm, plan_cache, rms_norm, sdpa, silu_mul
 from cudnn_sdpa.engine.native import calls
 from cudnn_sdpa.fused import graph_op as graph_functions
 
@@ -71,20 +69,6 @@ def folder() -> Path | None:
 def native(folder: Path | None) -> Iterator[None]:  # noqa: ARG001
     with native_way():
         yield
-
-
-@pytest.fixture
-def launches_in_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the plans that Python launches."""
-    found: list[str] = []
-    launch = BoundPlan.__call__
-
-    def noted(bound, *arguments, **options):
-        found.append(bound.plan.key.name)
-        return launch(bound, *arguments, **options)
-
-    monkeypatch.setattr(BoundPlan, "__call__", noted)
-    return found
 
 
 @pytest.mark.sample(16)
@@ -167,20 +151,6 @@ def test_the_memory_of_a_call_without_backward_pass_is_freed(name, launches_in_p
         assert not launches_in_python
         del out, tensors
         assert all(each.expired() for each in memory)
-
-
-@pytest.mark.parametrize("name", TRAINING)
-def test_second_gradients_are_refused_however_often_they_are_asked_for(name):
-    """A backward pass that is to be differentiated is not repeated: its gradients would have no graph."""
-    call = OPERATIONS[name]
-    with gpu_on_the_cpu(call.compute):
-        call.warm_up()
-        for _ in range(4):
-            tensors = call.tensors(grad=True)
-            x = tensors[call.first]
-            (first,) = torch.autograd.grad(call(tensors).float().square().sum(), x, create_graph=True)
-            with pytest.raises(UnsupportedError, match="double backward"):
-                torch.autograd.grad(first.sum(), x)
 
 
 def moved(x, by):
@@ -470,8 +440,6 @@ def triple(address, count):
 
 
 class Seen(TorchDispatchMode):
-    """Counts the operators of this library."""
-
     count = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -524,31 +492,3 @@ def test_which_tensors_are_one_is_described():
             for tensors in ((q, k, q), (q, k, k), (q, q, k), (k, q, q)):
                 expected, _ = attend(*(x.double() for x in tensors))
                 torch.testing.assert_close(sdpa(*tensors).double(), expected, rtol=4e-3, atol=4e-3)
-
-
-@pytest.mark.parametrize("name", ["sdpa, causal, scale", "rms_norm"])
-def test_forward_mode_is_noticed(name):
-    call = OPERATIONS[name]
-    with gpu_on_the_cpu():
-        for _ in range(4):
-            tensors = call.tensors()
-            call.assert_out(call(tensors), tensors)
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(tensors[call.first], torch.ones_like(tensors[call.first]))
-            with pytest.raises((RuntimeError, UnsupportedError), match="forward"):
-                call({**tensors, call.first: dual})
-
-
-@pytest.mark.parametrize("name", ["sdpa, causal, scale", "rms_norm"])
-def test_a_second_backward_pass_needs_a_retained_graph(name):
-    """The first one frees what was saved."""
-    call = OPERATIONS[name]
-    with gpu_on_the_cpu():
-        for _ in range(4):
-            tensors = call.tensors(grad=True)
-            out, leaves = call(tensors), [tensors[x] for x in call.differentiable]
-            grad_out = torch.randn(out.shape).to(out.dtype)
-            first = torch.autograd.grad(out, leaves, grad_out, retain_graph=True)
-            torch.testing.assert_close(torch.autograd.grad(out, leaves, grad_out), first)
-            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
-                torch.autograd.grad(out, leaves, grad_out)

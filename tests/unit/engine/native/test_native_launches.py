@@ -22,7 +22,6 @@ from native_way import native_way
 from real_plans import Device, real_plans
 
 from cudnn_sdpa import ExecutionError, graph_op, plan_cache, sdpa
-from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.engine.native import calls
 from cudnn_sdpa.graph import backend, handles, known_issues
 from cudnn_sdpa.graph.handles import FILLED_BYTES, SCRATCH_BYTES, thread
@@ -68,23 +67,8 @@ def way(request: pytest.FixtureRequest, folder: Path | None) -> Iterator[str]:  
 
 @pytest.fixture
 def device() -> Iterator[Device]:
-    """Real plans of dense attention."""
     with real_plans(OPERATIONS["sdpa"].compute) as found:
         yield found
-
-
-@pytest.fixture
-def in_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the plans that Python launches."""
-    found: list[str] = []
-    launch = BoundPlan.__call__
-
-    def noted(bound, *arguments, **options):
-        found.append(bound.plan.key.name)
-        return launch(bound, *arguments, **options)
-
-    monkeypatch.setattr(BoundPlan, "__call__", noted)
-    return found
 
 
 def assert_right(call: Example, tensors: dict[str, torch.Tensor]) -> None:
@@ -98,11 +82,11 @@ def range_of(address: int, size: int) -> range:
 @pytest.mark.sample(12)
 @pytest.mark.parametrize("name", WITH_PLANS)
 @pytest.mark.parametrize("stream", [0, 11])
-def test_pointers_are_those_of_the_operands_and_results(name, stream, way, in_python):
+def test_pointers_are_those_of_the_operands_and_results(name, stream, way, launches_in_python):
     call = OPERATIONS[name]
     with real_plans(call.compute) as device, device.stream(stream):
         call.warm_up()
-        in_python.clear()
+        launches_in_python.clear()
         tensors = call.tensors()
         found = call(tensors)
         call.assert_out(found, tensors)
@@ -111,7 +95,7 @@ def test_pointers_are_those_of_the_operands_and_results(name, stream, way, in_py
         assert last.handle == thread.slots[0].raw
         names = [operand.name for operand in (*last.key.inputs, *last.key.outputs)]
         assert list(last.pointers) == list(range(1, len(names) + 1))
-        if way == "native" and not in_python and name not in QUANTIZED:
+        if way == "native" and not launches_in_python and name not in QUANTIZED:
             pointers = dict(zip(names, last.pointers.values(), strict=True))
             shared = {x.data_ptr() for x in tensors.values()} & set(pointers.values())
             assert shared, "no tensor is read in place"
@@ -345,7 +329,7 @@ def test_it_is_the_threads_own_on_the_default_stream_alone(name):
 
 
 @pytest.mark.parametrize("name", WITH_KERNELS)
-def test_a_call_in_the_midst_of_another_has_memory_of_its_own(name, way, in_python, monkeypatch):
+def test_a_call_in_the_midst_of_another_has_memory_of_its_own(name, way, launches_in_python, monkeypatch):
     """A finalizer or a signal handler may make a call between a kernel's launch and the plan's."""
     with filled(name) as (call, device, in_slot), torch.no_grad():  # as one in between is called, so it is known
         run, inner = CpuKernel.launch, []
@@ -363,10 +347,10 @@ def test_a_call_in_the_midst_of_another_has_memory_of_its_own(name, way, in_pyth
         for _ in range(4):
             call(call.tensors())
         inner.clear()
-        in_python.clear()
+        launches_in_python.clear()
         device.launches.clear()
         assert_right(call, call.tensors())
-        assert bool(in_python) is (way == "python")
+        assert bool(launches_in_python) is (way == "python")
         assert len(device.launches) == 2
         assert any(in_slot())
         assert not thread.slots[0].taken[0]
@@ -479,12 +463,12 @@ class Allocator:
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("name", ["sdpa", *WITH_KERNELS, "sdpa_fp8", "rms_norm", "silu_mul"])
-def test_a_failed_allocation_leaves_nothing_behind(name, way, in_python):
+def test_a_failed_allocation_leaves_nothing_behind(name, way, launches_in_python):
     """Of results, of what kernels fill, and of workspaces, in both passes."""
     call, allocator = OPERATIONS[name], Allocator()
     with real_plans(call.compute, allocate=allocator) as device, device.stream(11):
         call.warm_up()
-        in_python.clear()
+        launches_in_python.clear()
         for pass_ in ("forward", "backward") if call.differentiable else ("forward",):
             tensors = call.tensors(grad=pass_ == "backward")
             fails_at = 0
@@ -516,7 +500,7 @@ def test_a_failed_allocation_leaves_nothing_behind(name, way, in_python):
             assert fails_at >= 2, "there are a result and a workspace"
             del found
         if way == "native" and not name.startswith("sdpa_varlen"):
-            assert not in_python
+            assert not launches_in_python
 
 
 def test_memory_of_a_slot_that_cannot_be_allocated(monkeypatch):
