@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from cudnn_sdpa.attention import backward_arguments
+from cudnn_sdpa.attention.arguments import Softmax
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call
-from cudnn_sdpa.attention.mask import UNBOUNDED
+from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import Target, live_target
 
-#: Options that a log key has as set or not.
-_OPTIONS = (
-    *("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "is_causal", "dropout_p", "softcap", "alibi"),
-    *("deterministic", "with_lse", "out"),
-)
+#: Arguments that a log key has as given or not.
+_ARGUMENTS = ("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "with_lse", "out")
 
 
 class CudnnCall(Call):
@@ -35,14 +33,16 @@ class CudnnCall(Call):
         @property
         def v(self) -> Tensor: ...
         @property
-        def window_left(self) -> int: ...
-        @property
-        def window_right(self) -> int: ...
+        def softmax(self) -> Softmax: ...
 
     def log_key(self) -> Hashable:
-        values = [getattr(self, name, None) for name in _OPTIONS]
-        is_banded = (self.window_left, self.window_right) != (UNBOUNDED, UNBOUNDED)
-        return type(self), self.q.dtype, is_banded, *(isinstance(x, Tensor) or bool(x) for x in values)
+        arguments = [getattr(self, name, None) for name in _ARGUMENTS]
+        softmax = self.softmax._replace(scale=None, causal_alignment=TOP_LEFT)
+        options = [value != default for value, default in zip(softmax, Softmax(), strict=True)]
+        return type(self), self.q.dtype, *options, *(isinstance(x, Tensor) or bool(x) for x in arguments)
+
+    def check_options(self) -> None:
+        self.softmax.check()
 
     def check_for_gpu(self) -> None:
         check_call(self, type(self).check_strides_for_gpu, type(self).check_keys)

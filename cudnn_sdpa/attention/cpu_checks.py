@@ -86,7 +86,7 @@ def check_backward_call(
 def _signature(field: object) -> Hashable:
     """Everything about an argument that decides whether a call is refused."""
     if not isinstance(field, Tensor):
-        return type(field), field
+        return tuple(map(type, field)) if isinstance(field, tuple) else type(field), field
     return layout_signature(field), field.storage_offset() % ALIGNMENT, field.requires_grad
 
 

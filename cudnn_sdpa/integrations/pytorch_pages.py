@@ -68,9 +68,7 @@ def _check(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> None:
         seq_lens_q=None,
         sinks=None,
         page_layout=NHD,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        scale=call.scale,
+        softmax=call.softmax,
     )
     paged.check_types()
     paged.check()
@@ -91,9 +89,9 @@ def _decode(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> tuple[T
         seq_lens_kv=seqused_k,
         seq_lens_q=call.cu_seqlens_q.diff().clamp_(0, width),
         page_layout=NHD,
-        is_causal=call.is_causal,
-        window_size=(call.window_left, call.window_right),
-        scale=call.scale,
+        is_causal=call.softmax.is_causal,
+        window_size=(call.softmax.window_left, call.softmax.window_right),
+        scale=call.softmax.scale,
         return_lse=True,
     )
     sequence, position = _positions(call.cu_seqlens_q, tokens)
@@ -148,7 +146,7 @@ def _on_gathered(call: VarlenCall, block_table: Tensor, seqused_k: Tensor, max_s
         cu_seqlens_kv=offsets,
         max_seqlen_kv=max_seqlen,
     )
-    result: tuple[Tensor, Tensor] = launch(VARLEN, packed, _calls, tuple(packed))
+    result: tuple[Tensor, Tensor] = launch(VARLEN, packed, _calls, VARLEN.flat(packed))
     return result
 
 

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cudnn_sdpa.attention.mask import UNBOUNDED
+from cudnn_sdpa.attention.arguments import Softmax
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.engine import value_checks
@@ -167,7 +168,6 @@ def _attention(
     if backend not in _BACKENDS:
         raise OptionError("backend", repr(backend), f"FLASH_ATTENTION or CUDNN_ATTENTION of SDPBackend: {_BACKENDS}")
     _check_value_dim(query, value)
-    left, right = _window(window_size)
     try:
         call = VarlenCall(
             q=query,
@@ -179,11 +179,7 @@ def _attention(
             rng=None,
             max_seqlen_q=max_q,
             max_seqlen_kv=max_k,
-            is_causal=bool(is_causal),
-            window_left=left,
-            window_right=right,
-            scale=scale,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            softmax=_softmax(window_size, is_causal=is_causal, scale=scale),
             with_lse=True,
             out=out,
         )
@@ -200,7 +196,7 @@ def _attention(
 
 
 def _run(call: VarlenCall) -> tuple[Tensor, Tensor]:
-    signature = tuple(call)
+    signature = VARLEN.flat(call)
     if _calls.find is not None and not value_checks.enabled:
         with torch.no_grad():
             known = _calls.find(*signature)
@@ -213,13 +209,14 @@ def _run(call: VarlenCall) -> tuple[Tensor, Tensor]:
     return result
 
 
-def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
-    if window_size is None:
-        return UNBOUNDED, UNBOUNDED
-    if len(window_size) != 2:
-        raise OptionError("window_size", repr(list(window_size)), "two integers (left, right), -1 for no bound")
-    left, right = window_size
-    return left, right
+def _softmax(window_size: Sequence[int] | None, *, is_causal: bool, scale: float | None) -> Softmax:
+    left, right = UNBOUNDED, UNBOUNDED
+    if window_size is not None:
+        if len(window_size) != 2:
+            raise OptionError("window_size", repr(list(window_size)), "two integers (left, right), -1 for no bound")
+        left, right = window_size
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return Softmax(bool(is_causal), BOTTOM_RIGHT, left, right, scale, deterministic=deterministic)
 
 
 def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor | None:
@@ -264,7 +261,6 @@ def gradients(
     backend: int = FLASH,  # noqa: ARG001 - that of the forward pass
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's operator: the gradients of query, key and value. `out` and `lse` may be those of more keys."""
-    left, right = _window(window_size)
     try:
         call = VarlenCall(
             q=query,
@@ -276,11 +272,7 @@ def gradients(
             rng=None,
             max_seqlen_q=max_q,
             max_seqlen_kv=max_k,
-            is_causal=bool(is_causal),
-            window_left=left,
-            window_right=right,
-            scale=scale,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            softmax=_softmax(window_size, is_causal=is_causal, scale=scale),
             with_lse=True,
         )
         if lse.dim() != 2:

@@ -18,9 +18,11 @@ def instead_of_sdpa(call: ForwardArguments) -> Tensor | None:
 
     Head dims above those of the fused form take the tiled one, whose memory grows with Sq × Skv.
     """
-    aligned = not call.is_causal or call.causal_alignment == TOP_LEFT or call.q.shape[2] == call.k.shape[2]
+    softmax = call.softmax
+    aligned = not softmax.is_causal or softmax.causal_alignment == TOP_LEFT or call.q.shape[2] == call.k.shape[2]
     dim = call.q.shape[3]
     if not call.has_only(KNOWN) or not aligned or call.v.shape[3] != dim:
         return None
     mode: Mode = FUSED if dim <= MAX_FUSED_DIM else TILED
-    return attention(call.q, call.k, call.v, mode=mode, mask=call.attn_mask, is_causal=call.is_causal, scale=call.scale)
+    q, k, v = call.qkv
+    return attention(q, k, v, mode=mode, mask=call.attn_mask, is_causal=softmax.is_causal, scale=softmax.scale)

@@ -22,7 +22,6 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
     __slots__ = ()
 
     check_types = arguments.check_types
-    check_options = arguments.check_options
     check = arguments.check
     check_values = arguments.check_values
     check_strides = arguments.check_strides
@@ -43,7 +42,7 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
         return in_pytorch.attention(self)
 
     def strategies(self) -> list[Way]:
-        return sharding.dense(self._asdict())
+        return sharding.dense(self._asdict() | self.softmax._asdict())
 
 
 class ReferenceSdpaCall(SdpaCall):

@@ -37,9 +37,9 @@ def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float)
         call,
         operands=("q", "k", "v"),
         results=results,
-        numbers={"scale": scale, "softcap": call.softcap},
+        numbers=call.softmax.host_scalars(scale),
         queries=queries,
-        decode=forward.is_decode and not spec.softcap,
+        decode=forward.is_decode and not spec.is_capped,
     )
     adds_sinks = spec.sinks and has_lse and (forward.sinks_outside or spec.can_have_masked_rows)
     if spec.mask.masked_rows or adds_sinks or forward.with_lse != has_lse:
@@ -83,7 +83,7 @@ def bind_plan(
     if spec.has_lengths:
         given = [name for name in LENGTHS if getattr(call, name) is not None]
         made: RowLimitsKernel | LengthsKernel
-        if spec.softcap:
+        if spec.is_capped:
             made = RowLimitsKernel(
                 batch=batch, device=device, rows=spec.sq, band=spec.mask.band, max_q=spec.sq, max_kv=spec.skv
             )

@@ -52,7 +52,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
         return Prepared(lambda of: tuple(reference.gradients(of)), None)
     if parts.split_gradient(of):
         return Prepared(lambda of: tuple(parts.run_gradients(of, gradients)), None)
-    arguments.check_options(call)
+    call.softmax.check()
     arguments.check(call)
     memory.check_strides(call.q, call.k, call.v)
     device, backward = call.q.get_device(), BackwardSpec.of(of)
@@ -69,11 +69,11 @@ def prepare_gradients(of: GradientCall) -> Prepared:
             call,
             operands=OPERANDS,
             results=results,
-            numbers={"scale": plans.launched_backward(of).scale_value, "softcap": call.softcap},
+            numbers=call.softmax.host_scalars(plans.launched_backward(of).scale_value),
             queries=queries,
         )
     factor, needs = plans.factor_of_queries(of), Needs(*of.needs)
-    is_plain = factor is None and not (spec.mask.masked_rows or spec.bias or spec.softcap or needs.sinks)
+    is_plain = factor is None and not (spec.mask.masked_rows or spec.bias or spec.is_capped or needs.sinks)
     if is_plain:
         fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
         return Prepared(PlainCall(bound, [place for place, need in enumerate(needs[:3]) if need], of=fields), plan)
@@ -96,7 +96,7 @@ class _Gradients:
         self._bound = bound
         self._factor = factor
         self._others_of = items_by_name(bound.operands[len(OPERANDS) :])
-        self._masks_lse = backward.dense.bias is not None or backward.dense.softcap
+        self._masks_lse = backward.dense.bias is not None or backward.dense.is_capped
 
     def __call__(self, of: GradientCall) -> tuple[Tensor, ...]:
         """The needed gradients."""

@@ -46,6 +46,7 @@ def pytorchs(call: ForwardArguments) -> Tensor | None:
     """The output of PyTorch's own attention, in the memory order of q; None if that lacks an option."""
     if not _pytorch_supports(call):
         return None
+    softmax = call.softmax
     q, mask, group = call.q, call.attn_mask, call.q.shape[1] // call.k.shape[1]
     k, v = (x if group == 1 else x.repeat_interleave(group, 1) for x in (call.k, call.v))
     if mask is not None and mask.dtype != torch.bool:
@@ -53,7 +54,7 @@ def pytorchs(call: ForwardArguments) -> Tensor | None:
     if mask is not None and mask.dim() < 2:
         mask = mask.expand(q.shape[2], k.shape[2])
     out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, mask, dropout_p=call.dropout_p, is_causal=call.is_causal, scale=call.scale
+        q, k, v, mask, dropout_p=softmax.dropout_p, is_causal=softmax.is_causal, scale=softmax.scale
     )
     (shape, stride, dtype), _ = plans.results(call._replace(out=None))
     return (
@@ -70,9 +71,10 @@ _PYTORCHS = frozenset(
 def _pytorch_supports(call: ForwardArguments) -> bool:
     if not call.has_only(_PYTORCHS):
         return False
-    causal = call.is_causal and (call.attn_mask is not None or call.causal_alignment != TOP_LEFT)
+    softmax = call.softmax
+    causal = softmax.is_causal and (call.attn_mask is not None or softmax.causal_alignment != TOP_LEFT)
     # Only PyTorch's global setting makes its gradients deterministic.
-    deterministic = call.deterministic and needs_gradient(*call.differentiable)
+    deterministic = softmax.deterministic and needs_gradient(*call.differentiable)
     # One of its GPU kernels takes no float32 mask with half-precision inputs.
     mixed = call.attn_mask is not None and call.attn_mask.dtype not in (torch.bool, call.q.dtype)
     return not (causal or deterministic or mixed)

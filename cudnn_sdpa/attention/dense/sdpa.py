@@ -5,26 +5,24 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Literal, overload
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import Softmax, as_sinks
+from cudnn_sdpa.attention.arguments import Softmax, SoftmaxOptions, as_sinks, softmax_of
 from cudnn_sdpa.attention.bias import without_causal_bias
 from cudnn_sdpa.attention.dense.call import ReferenceSdpaCall, SdpaBackwardCall, SdpaCall
-from cudnn_sdpa.attention.mask import UNBOUNDED, Alignment
+from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
-from cudnn_sdpa.graph.scalars import as_bool, as_float
+from cudnn_sdpa.graph.scalars import as_bool
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class BackwardOptions(Softmax, total=False):
+class BackwardOptions(SoftmaxOptions, total=False):
     """The options that `sdpa` and `sdpa_backward` share."""
 
     attn_mask: Tensor | None
@@ -170,7 +168,22 @@ def sdpa(
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
-    result: Tensor | tuple[Tensor, Tensor] = SDPA(call_of(*given), Asked(_calls, given))
+    softmax = softmax_of(
+        is_causal, causal_alignment, window_size, scale, softcap, deterministic, dropout_p=dropout_p, alibi=alibi
+    )
+    call = call_of(
+        q,
+        k,
+        v,
+        softmax,
+        attn_mask=attn_mask,
+        sinks=sinks,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
+        return_lse=return_lse,
+        out=out,
+    )
+    result: Tensor | tuple[Tensor, Tensor] = SDPA(call, Asked(_calls, given))
     return result
 
 
@@ -178,23 +191,16 @@ def call_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    is_causal: bool,
-    causal_alignment: Alignment,
-    window_size: tuple[int, int] | None,
-    scale: float | None,
+    softmax: Softmax,
+    *,
     attn_mask: Tensor | None,
-    dropout_p: float,
-    softcap: float | None,
-    alibi: bool,
     sinks: Tensor | None,
     seq_lens_q: Tensor | None,
     seq_lens_kv: Tensor | None,
-    return_lse: bool,
-    deterministic: bool | None,
-    out: Tensor | None,
+    return_lse: bool = True,
+    out: Tensor | None = None,
 ) -> SdpaCall:
     """The call that arguments of `sdpa` make; they have not been checked."""
-    left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else arguments.window_bounds(window_size)
     call = SdpaCall(
         q=q,
         k=k,
@@ -203,15 +209,7 @@ def call_of(
         sinks=None if sinks is None else as_sinks(sinks),
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
-        is_causal=as_bool(is_causal),
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=None if scale is None else as_float(scale),
-        dropout_p=as_float(dropout_p),
-        softcap=None if softcap is None else as_float(softcap),
-        alibi=as_bool(alibi),
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else as_bool(deterministic),
+        softmax=softmax,
         with_lse=as_bool(return_lse),
         out=out,
     )

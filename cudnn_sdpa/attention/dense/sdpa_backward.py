@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
+from cudnn_sdpa.attention.arguments import softmax_of
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall
-from cudnn_sdpa.attention.dense.sdpa import SDPA, BackwardOptions, call_of
+from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.engine import autograd_checks
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def sdpa_backward(
@@ -106,21 +104,15 @@ def sdpa_backward(
         grad_out,
         out,
         lse,
+        wanted,
         q=q,
         k=k,
         v=v,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_size=window_size,
-        scale=scale,
+        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap, deterministic, alibi=alibi),
         attn_mask=attn_mask,
-        softcap=softcap,
-        alibi=alibi,
         sinks=sinks,
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
-        deterministic=deterministic,
-        wanted=wanted,
     )
     return gradients_of(SDPA.explicit_gradients(of), SDPA.differentiable, of.needs, sinks)
 
@@ -129,13 +121,10 @@ def backward_call_of(
     grad_out: Tensor,
     out: Tensor,
     lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
     wanted: Sequence[str] | None,
-    **options: Unpack[BackwardOptions],
+    **arguments: Any,
 ) -> SdpaBackwardCall:
     """The call that arguments of `sdpa_backward` make; they have not been checked."""
-    call = call_of(q=q, k=k, v=v, **options, dropout_p=0.0, return_lse=True, out=None)
+    call = call_of(**arguments)
     needs = needs_of(wanted, {name: getattr(call, name) for name in SDPA.differentiable})
     return SdpaBackwardCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)

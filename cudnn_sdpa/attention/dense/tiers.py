@@ -156,7 +156,7 @@ def _fill_empty(call: ForwardArguments) -> Result:
 
 
 def _wants_exact_shape_plan(policy: str, call: ForwardArguments) -> bool:
-    deterministic = call.deterministic or torch.are_deterministic_algorithms_enabled()
+    deterministic = call.softmax.deterministic or torch.are_deterministic_algorithms_enabled()
     return policy == shape_policy.EXACT or deterministic or bool(autotune.in_force)
 
 

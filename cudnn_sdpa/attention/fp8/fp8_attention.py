@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, sharding
-from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, check_lengths
+from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax, cast_for_autocast, check_lengths
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients, Options
@@ -283,7 +283,7 @@ def fp8_attention(
         return _on_dtensors({**tensors, **options}, scaling, grad_dtype)
     cast = cast_for_autocast(ForwardArguments(q, k, v))
     q, k, v = cast.q, cast.k, cast.v
-    of = ForwardArguments(q=q, k=k, v=v, **fp8_arguments.fields_of(options))
+    of = fp8_arguments.dense_call(q, k, v, options)
     check(of)
     made = check_scaling(scaling, grad_dtype, q)
     return _run(of, Call(options, scaling, made, is_deterministic(None)))
@@ -306,9 +306,10 @@ _eager = _disable_dynamo(fp8_attention)
 def check(of: ForwardArguments) -> None:
     """Checks tensors and options, on any device."""
     q, k, v = of.q, of.k, of.v
-    arguments.check_options(of)
-    if of.scale is not None and not of.scale >= fp8_arguments.MIN_SCALE:
-        raise OptionError("scale", repr(of.scale), "a positive number, or None for 1/sqrt(head dim)")
+    of.softmax.check()
+    scale = of.softmax.scale
+    if scale is not None and not scale >= fp8_arguments.MIN_SCALE:
+        raise OptionError("scale", repr(scale), "a positive number, or None for 1/sqrt(head dim)")
     hint = "Convert it with .to(torch.bfloat16); sdpa_fp8 takes FP8 tensors."
     check_tensor("q", q, q, dtype=IN_DTYPES, hint=hint)
     arguments.check_alike(q, k, v)
@@ -368,8 +369,7 @@ def check_support(of: ForwardArguments, *, trains: bool, deterministic: bool) ->
     if not q.numel() or not k.numel():
         return False
     lengths = of.seq_lens_q is not None, of.seq_lens_kv is not None
-    options = (of.is_causal, of.causal_alignment, of.window_left, of.window_right, of.scale)
-    sizes = (q.shape, k.shape, v.shape, lengths, options, trains, deterministic)
+    sizes = (q.shape, k.shape, v.shape, lengths, of.softmax, trains, deterministic)
     if q.is_cuda:
         return _support(q.get_device(), *sizes)
     name = cpu_target.active_name()
@@ -388,7 +388,7 @@ def _support(
     k: Sequence[int],
     v: Sequence[int],
     lengths: tuple[bool, bool],
-    options: tuple[bool, str, int, int, float | None],
+    softmax: Softmax,
     trains: bool,
     deterministic: bool,
 ) -> bool:
@@ -396,18 +396,13 @@ def _support(
     seq_lens_q, seq_lens_kv = (
         torch.empty(q[0], dtype=torch.int32, device="meta") if is_given else None for is_given in lengths
     )
-    is_causal, causal_alignment, window_left, window_right, scale = options
     call = ForwardArguments(
         q=torch.empty(*q, dtype=DTYPE, device="meta"),
         k=torch.empty(*k, dtype=DTYPE, device="meta"),
         v=torch.empty(*v, dtype=DTYPE, device="meta"),
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_left=window_left,
-        window_right=window_right,
-        scale=scale,
+        softmax=softmax,
         with_lse=trains,
     )
     dense = spec_of(call)

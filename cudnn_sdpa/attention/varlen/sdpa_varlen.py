@@ -4,26 +4,24 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, overload
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import Softmax, as_sinks
+from cudnn_sdpa.attention.arguments import Softmax, SoftmaxOptions, as_sinks, softmax_of
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.varlen.arguments import offsets_of_keys
 from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import Asked, Operation
-from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int
+from cudnn_sdpa.graph.scalars import as_bool, as_int
 from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class BackwardOptions(Softmax, total=False):
+class BackwardOptions(SoftmaxOptions, total=False):
     """The options that `sdpa_varlen` and `sdpa_varlen_backward` share."""
 
     deterministic: bool | None
@@ -175,7 +173,22 @@ def sdpa_varlen(
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
-    result: Tensor | tuple[Tensor, Tensor] = VARLEN(call_of(*given), Asked(_calls, given))
+    call = call_of(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        max_seqlen_q,
+        max_seqlen_kv,
+        softmax=softmax_of(
+            is_causal, causal_alignment, window_size, scale, softcap, deterministic, dropout_p=dropout_p
+        ),
+        sinks=sinks,
+        return_lse=return_lse,
+        out=out,
+    )
+    result: Tensor | tuple[Tensor, Tensor] = VARLEN(call, Asked(_calls, given))
     return result
 
 
@@ -187,19 +200,13 @@ def call_of(
     cu_seqlens_kv: Tensor,
     max_seqlen_q: int,
     max_seqlen_kv: int,
-    is_causal: bool,
-    causal_alignment: Alignment,
-    window_size: tuple[int, int] | None,
-    scale: float | None,
-    dropout_p: float,
-    softcap: float | None,
+    *,
+    softmax: Softmax,
     sinks: Tensor | None,
-    return_lse: bool,
-    deterministic: bool | None,
-    out: Tensor | None,
+    return_lse: bool = True,
+    out: Tensor | None = None,
 ) -> VarlenCall:
     """The call that arguments of `sdpa_varlen` make; they have not been checked."""
-    left, right = arguments.window_bounds(window_size)
     return VarlenCall(
         q=q,
         k=k,
@@ -210,14 +217,7 @@ def call_of(
         rng=None,
         max_seqlen_q=as_int(max_seqlen_q),
         max_seqlen_kv=as_int(max_seqlen_kv),
-        is_causal=as_bool(is_causal),
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=None if scale is None else as_float(scale),
-        dropout_p=as_float(dropout_p),
-        softcap=None if softcap is None else as_float(softcap),
-        deterministic=torch.are_deterministic_algorithms_enabled() if deterministic is None else as_bool(deterministic),
+        softmax=softmax,
         with_lse=as_bool(return_lse),
         out=out,
     )

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from torch import Tensor
 from torch.nn import functional
 
+from cudnn_sdpa.attention.arguments import softmax_of
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, BackwardOptions, call_of
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of
 from cudnn_sdpa.engine import autograd_checks
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 def sdpa_varlen_backward(
@@ -90,6 +88,7 @@ def sdpa_varlen_backward(
         grad_out,
         out,
         lse,
+        wanted,
         q=q,
         k=k,
         v=v,
@@ -97,14 +96,8 @@ def sdpa_varlen_backward(
         cu_seqlens_kv=cu_seqlens_kv,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_kv,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_size=window_size,
-        scale=scale,
-        softcap=softcap,
+        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap, deterministic),
         sinks=sinks,
-        deterministic=deterministic,
-        wanted=wanted,
     )
     return gradients_of(VARLEN.explicit_gradients(of), VARLEN.differentiable, of.needs, sinks)
 
@@ -113,30 +106,10 @@ def backward_call_of(
     grad_out: Tensor,
     out: Tensor,
     lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_kv: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
     wanted: Sequence[str] | None,
-    **options: Unpack[BackwardOptions],
+    **arguments: Any,
 ) -> VarlenBackwardCall:
     """The call that arguments of `sdpa_varlen_backward` make; they have not been checked."""
-    call = call_of(
-        q=q,
-        k=k,
-        v=v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_kv,
-        **options,
-        dropout_p=0.0,
-        return_lse=True,
-        out=None,
-    )
-    q, k, v = call.qkv
-    needs = needs_of(wanted, {"q": q, "k": k, "v": v, "sinks": call.sinks})
+    call = call_of(**arguments)
+    needs = needs_of(wanted, {name: getattr(call, name) for name in VARLEN.differentiable})
     return VarlenBackwardCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks, fallback, sharding, value_checks
-from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.call import Differentiable, Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import can_bypass_dispatcher, needs_operator, plain
 from cudnn_sdpa.engine.fast_path import Entry, layout_signature
@@ -145,7 +144,7 @@ class Gradients(Pipeline[CallT]):
             if by_operator:  # the operator applies a function of PyTorch's
                 _views = views_of_leaves(*self._differentiable_of(call))
                 return self._wanted(call, as_tuple(self._by_operator(self.complete(call))))
-            complete = self.call(*self._inputs_of(call), *self._wants_all)
+            complete = self.call(*call[self._inputs_at], *self._wants_all)
             tracked = Tracked(self, complete, entry, self._is_complete(call))
             result: Result = Differentiable.apply(tracked, *self._differentiable_of(call))
         except RuntimeError:
@@ -206,7 +205,7 @@ class Gradients(Pipeline[CallT]):
         if by_reference:
             found = backward.reference()
         elif is_intercepted:
-            found = self.operator("backward")(*tensors, *self._inputs_of(call), list(needs))
+            found = self.operator("backward")(*tensors, *self.inputs_of(call), list(needs))
         elif not given[0].is_cuda:
             found = backward.fake_gradients() if given[0].is_meta else backward.reference()
         elif not ctx.may_fall_back:  # as in the forward pass: this may be another thread, of autograd
@@ -236,8 +235,6 @@ class Gradients(Pipeline[CallT]):
         self._check_known(call)
         call.check_types()
         backward.check_types()
-        call = call._replace(deterministic=is_deterministic(getattr(call, "deterministic", None)))
-        backward = backward._replace(call=call)
         names = (*(self.names.get(name, name) for name in self.fields[: self._tensors]), *given)
         tensors = dict(zip(names, (*self._tensors_of(call), *self._given_of(backward)), strict=True))
         function = f"{self.function}_backward"
@@ -261,7 +258,7 @@ class Gradients(Pipeline[CallT]):
         return fallback.or_else(run, without_limits.reference, call.log_key)
 
     def _backward_by_operator(self, backward: BackwardCall[CallT]) -> list[Tensor]:
-        tensors, inputs = self._given_of(backward), self._inputs_of(backward.call)
+        tensors, inputs = self._given_of(backward), self.inputs_of(backward.call)
         found: list[Tensor] = self.operator("backward")(*tensors, *inputs, list(backward.needs))
         return found
 

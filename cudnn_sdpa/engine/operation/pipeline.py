@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks, fallback, sharding, value_checks
-from cudnn_sdpa.engine.autocast import could_cast, is_deterministic
+from cudnn_sdpa.engine.autocast import could_cast
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.dispatch_state import (
     can_be_recognized,
@@ -42,9 +42,6 @@ from cudnn_sdpa.graph.symbolic_shapes import is_compiling
 from cudnn_sdpa.plans.plan import Plan
 
 KindT = TypeVar("KindT")
-
-#: Names of options in the public functions, where they differ from the names of fields.
-_OPTIONS = {"with_lse": "return_lse"}
 
 #: Replacements for options that depend on data.
 _INSTEAD = {"scale": "Multiply q by it, and pass scale=1.0.", "is_causal": "torch.cond chooses between two calls."}
@@ -67,7 +64,7 @@ class Checked(Generic[CallT]):
     """A call that is only described.
 
     Attributes:
-        call: As the caller made it, with the setting of deterministic algorithms that it follows.
+        call: As the caller made it.
         cast: As autocast casts it, with random numbers if it draws any.
         refused: Why its differentiation is refused; None if it is not.
         trains: Whether autograd follows it.
@@ -134,9 +131,18 @@ class Pipeline(Generic[CallT]):
         flags = tuple(name for name in self.fields if name.startswith("with_"))
         self.takes_out = self.fields[-1] == "out"
         wanted = (*flags, "out") if self.takes_out else flags
-        self._types = {name: SCHEMA_TYPES[hints[name]] for name in self.fields if name not in wanted}
+        self._inputs = len(self.fields) - len(wanted)
+        #: The class of the last input, if that holds options: they are inputs of the operators one by one.
+        self._grouped = hints[self.fields[self._inputs - 1]]
+        self._has_group = hasattr(self._grouped, "_fields")
+        self._alone = self._inputs - self._has_group
+        self._types = {name: SCHEMA_TYPES[hints[name]] for name in self.fields[: self._alone]}
         self._tensors = sum(kind.startswith("Tensor") for kind in self._types.values())
-        self._inputs = len(self._types)
+        if self._has_group:
+            hints = typing.get_type_hints(self._grouped)
+            names = [name for name in self._grouped._fields if name not in self.call.omitted]
+            self._types |= {name: SCHEMA_TYPES[hints[name]] for name in names}
+        self._group_names = tuple(self._types)[self._alone :]
         self._can_draw = "rng" in self._types
         self._has_extra_key = self.call.extra_key is not Call.extra_key
         self._gradients = len(self.differentiable)
@@ -146,6 +152,7 @@ class Pipeline(Generic[CallT]):
         self._options_at, self._inputs_at = slice(self._tensors, self._inputs), slice(self._inputs)
         self._others_at = slice(self._tensors, None)
         self._recognized_at = slice(self._tensors, self._inputs + len(flags))
+        self._alone_at = slice(self._alone)
         if self.fields[: self._gradients] != self.differentiable or self.fields[self._inputs :] != wanted:
             raise ValueError(f"{self.name}: fields in another order than {(*self.differentiable, '…', *wanted)}")
         if any(kind.startswith("Tensor") for kind in list(self._types.values())[self._tensors :]):
@@ -193,12 +200,21 @@ class Pipeline(Generic[CallT]):
     def _differentiable_of(self, call: CallT) -> tuple[Tensor | None, ...]:
         return call[self._differentiable_at]
 
+    def flat(self, call: CallT) -> tuple[object, ...]:
+        """All fields, those of a group of options one by one, as the native module describes them."""
+        if not self._has_group:
+            return call[:]
+        return (*call[self._alone_at], *call[self._alone], *call[self._inputs :])
+
     def _options_of(self, call: CallT) -> tuple[object, ...]:
         return call[self._options_at]
 
-    def _inputs_of(self, call: CallT) -> tuple[object, ...]:
-        """The tensors and the options."""
-        return call[self._inputs_at]
+    def inputs_of(self, call: CallT) -> tuple[object, ...]:
+        """The inputs of the operators: the tensors and the options."""
+        if not self._has_group:
+            return call[self._inputs_at]
+        group = call[self._alone]
+        return (*call[self._alone_at], *[getattr(group, name) for name in self._group_names])
 
     def _others_of(self, call: CallT) -> tuple[object, ...]:
         """All but the tensors."""
@@ -225,7 +241,7 @@ class Pipeline(Generic[CallT]):
 
     def _draws(self, call: CallT) -> bool:
         """Whether a call needs random numbers."""
-        return self._can_draw and bool(getattr(call, "dropout_p", 0.0))
+        return self._can_draw and bool(call[self._alone].dropout_p)
 
     def _out_of(self, call: CallT) -> Tensor | None:
         """Where the first result goes, if not into new memory."""
@@ -298,15 +314,15 @@ class Pipeline(Generic[CallT]):
 
     def _check_known(self, call: CallT) -> None:
         """Refuses options that depend on data in compiled code; lengths and bounds may, which are symbols there."""
-        for name, value in zip(self.fields, call, strict=True):
-            if self._types.get(name) in ("float", "float?", "bool") or name == self._flag:
-                check_known(_OPTIONS.get(name, name), value, _INSTEAD.get(name, ""))
+        for (name, kind), value in zip(self._types.items(), self.inputs_of(call), strict=True):
+            if kind in ("float", "float?", "bool"):
+                check_known(name, value, _INSTEAD.get(name, ""))
+        if self._flag:
+            check_known(f"return{self._flag.removeprefix('with')}", call[self._inputs])
 
     def cast(self, call: CallT) -> CallT:
-        """The call as autocast casts it, with the setting of deterministic algorithms that it follows."""
+        """The call as autocast casts it."""
         changed = call.autocast() if is_compiling() or is_autocasting() else {}
-        if "deterministic" in self._types and type(getattr(call, "deterministic", None)) is not bool:
-            changed["deterministic"] = is_deterministic(getattr(call, "deterministic", None))
         # Not by _replace: PyTorch 2.9 cannot compile a function that returns what that gives.
         return type(call)(**(dict(zip(self.fields, call, strict=True)) | changed))
 
@@ -336,8 +352,6 @@ class Pipeline(Generic[CallT]):
             UnsupportedError: The call is declined.
         """
         call.check_types()
-        if "deterministic" in self._types:
-            call = call._replace(deterministic=is_deterministic(getattr(call, "deterministic", None)))
         as_cast = cast(call)
         as_cast.check_options()
         if self._draws(call):
@@ -398,7 +412,7 @@ class Pipeline(Generic[CallT]):
 
     def _by_operator(self, call: CallT) -> Result:
         """The call through PyTorch's dispatcher."""
-        inputs, out = self._inputs_of(call), self._out_of(call)
+        inputs, out = self.inputs_of(call), self._out_of(call)
         if out is not None:
             return self._wanted(call, (out, *as_tuple(self.operator("forward_out")(*inputs, out))))
         found: Result = self.operator("forward_all" if self._flag and self._is_complete(call) else "forward")(*inputs)
@@ -457,7 +471,7 @@ class Pipeline(Generic[CallT]):
         try:
             if value_checks.enabled or (self._flag and type(call[self._inputs]) is not bool):
                 return None
-            dropout_p = getattr(call, "dropout_p", 0.0) if self._can_draw else 0.0
+            dropout_p = call[self._alone].dropout_p if self._can_draw else 0.0
             if type(dropout_p) is not float or dropout_p:
                 return None
             out = call[-1] if self.takes_out else None  # `_out_of` without its call
@@ -495,7 +509,8 @@ class Pipeline(Generic[CallT]):
         out = call[-1] if self.takes_out else None
         of_out = None if out is None else layout_signature(out)
         extra = call.extra_key() if self._has_extra_key else None
-        return (*layouts, *options, *map(type, options), of_out, extra)
+        types = map(type, call[self._alone]) if self._has_group else ()
+        return (*layouts, *options, *map(type, options), *types, of_out, extra)
 
     def _entry(self, name: Hashable, bind: Callable[[], Prepared]) -> Entry | Prepared:
         """The prepared call of this signature, bound now if there is none."""

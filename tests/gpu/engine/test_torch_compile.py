@@ -7,7 +7,8 @@ import torch
 from attention_checks import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
+from cudnn_sdpa.attention.dense.sdpa import SDPA
 
 
 def problem(sq=64, skv=96):
@@ -73,9 +74,11 @@ def test_opcheck(with_lengths):
     q, k, v = problem()
     ends = torch.tensor([96, 33], dtype=torch.int32, device="cuda") if with_lengths else None
     operators = torch.ops.cudnn_sdpa
-    inputs = ForwardArguments(q, k, v, seq_lens_kv=ends, is_causal=True, causal_alignment="bottom_right", scale=0.3)[
-        :17
-    ]
+    inputs = SDPA.inputs_of(
+        from_fields(
+            ForwardArguments, q, k, v, seq_lens_kv=ends, is_causal=True, causal_alignment="bottom_right", scale=0.3
+        )
+    )
     for operator, arguments in (
         (operators.sdpa_forward, inputs),
         (operators.sdpa_forward_lse, inputs),
@@ -122,7 +125,9 @@ def test_training(name, dynamic):
 def test_opcheck_of_the_backward_pass(needs):
     q, k, v = problem()
     mask = torch.randn(4, 64, 96, device="cuda", dtype=torch.bfloat16)
-    inputs = ForwardArguments(q, k, v, mask, torch.randn(4, device="cuda"), is_causal=True, scale=0.3)[:17]
+    inputs = SDPA.inputs_of(
+        from_fields(ForwardArguments, q, k, v, mask, torch.randn(4, device="cuda"), is_causal=True, scale=0.3)
+    )
     out, lse = torch.ops.cudnn_sdpa.sdpa_forward_lse(*inputs)
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
     arguments = (torch.randn_like(out), out, lse, *inputs, list(needs))

@@ -7,6 +7,7 @@ import torch
 from fake_gpu import gpu_on_the_cpu
 
 from cudnn_sdpa import OptionError, sdpa
+from cudnn_sdpa.attention.arguments import Softmax, from_fields
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.attention.dense.sdpa import SDPA
@@ -67,7 +68,7 @@ CHANGES = [
 
 
 def signature(**changes):
-    return SDPA.signature(SdpaCall(**{**BASE, **changes}))
+    return SDPA.signature(from_fields(SdpaCall, **{**BASE, **changes}))
 
 
 def test_all_changes_lead_to_different_signatures():
@@ -76,7 +77,7 @@ def test_all_changes_lead_to_different_signatures():
 
 
 def test_every_argument_is_covered():
-    assert {name for change in CHANGES for name in change} == set(SdpaCall._fields)
+    assert {name for change in CHANGES for name in change} == {*SdpaCall._fields, *Softmax._fields} - {"softmax"}
 
 
 def test_other_data_of_the_same_kind_has_the_same_signature():
@@ -99,14 +100,14 @@ def test_other_data_of_the_same_kind_has_the_same_signature():
     ids="+".join,
 )
 def test_calls_without_a_signature_are_not_cached(change):
-    assert SDPA._find(SdpaCall(**{**BASE, **change})) is None
+    assert SDPA._find(from_fields(SdpaCall, **{**BASE, **change})) is None
 
 
 def test_cpu_tensors_are_never_cached():
     for more in ({}, {"attn_mask": MASK}):
         for _ in range(3):
             sdpa(**BASE, **more)
-            assert SDPA._find(SdpaCall(**BASE, **more)) is None
+            assert SDPA._find(from_fields(SdpaCall, **BASE, **more)) is None
 
 
 @pytest.mark.parametrize(
@@ -137,7 +138,7 @@ SINGLE = {**BASE, "q": torch.randn(2, 4, 1, 16)}
 def test_determinism_is_in_the_key_of_single_queries(sm, queries, concerned):
     q, k, v = (torch.empty(2, 4, n, 64, dtype=torch.bfloat16, device="meta") for n in (queries, 100, 100))
     for deterministic in (False, True):
-        forward = ForwardSpec.of(SdpaCall(q, k, v, deterministic=deterministic))
+        forward = ForwardSpec.of(from_fields(SdpaCall, q, k, v, deterministic=deterministic))
         values = forward.key(target_of(sm, "9.28.0"), None).option_values
         assert values.get("deterministic", False) is (deterministic and concerned)
 
@@ -162,7 +163,7 @@ def single():
 
 def run_of(call, **options):
     """What would run a call at once."""
-    return SDPA._find(SdpaCall(**call, **options))
+    return SDPA._find(from_fields(SdpaCall, **call, **options))
 
 
 @pytest.mark.usefixtures("cached")

@@ -8,6 +8,7 @@ from fake_gpu import FakePlan, gpu_on_the_cpu
 from float64_reference import attend
 
 from cudnn_sdpa import UnsupportedError, autotune, no_plan_builds, plan_cache, sdpa, shape_policy
+from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.dense import buckets, tiers
 from cudnn_sdpa.attention.dense.buckets import Bucket, BucketRun
 from cudnn_sdpa.attention.dense.call import SdpaCall
@@ -74,7 +75,7 @@ def kinds(rows, **options):
 
 def known(rows, **options):
     """Whether calls of this length are known."""
-    return SDPA.table.get(SDPA.signature(SdpaCall(*inputs(rows), is_causal=True, **options))) is not None
+    return SDPA.table.get(SDPA.signature(from_fields(SdpaCall, *inputs(rows), is_causal=True, **options))) is not None
 
 
 def test_exact_gives_every_shape_its_own_plan():
@@ -408,7 +409,7 @@ def test_the_exact_shape_plan_takes_over_at_the_next_call(clock, background):
     assert (known(20), SDPA.runs(BucketRun)) == (True, [])
     assert use(clock, 3, seconds=0.0) == ["exact"] * 3
     clock.now += 1
-    old(SdpaCall(*inputs(20), is_causal=True))  # of a thread that still holds it
+    old(from_fields(SdpaCall, *inputs(20), is_causal=True))  # of a thread that still holds it
     assert FakePlan.launched[-1] == background.requests[0].key
     assert plan_cache.info().loads == 1
 

@@ -18,7 +18,7 @@ from cudnn_sdpa import (
     UnsupportedError,
     cpu_checks,
 )
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.fp8 import reference
 from cudnn_sdpa.attention.fp8 import sdpa_fp8 as sdpa_fp8_module
 from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
@@ -300,7 +300,7 @@ def test_float64_and_float32_agree():
 def test_masks_match_the_float64_reference():
     for options in CASES.values():
         q, k, _ = qkv()
-        call = ForwardArguments(q, k, k, **without_window(options))
+        call = from_fields(ForwardArguments, q, k, k, **without_window(options))
         seen = reference.visible(call).expand(2, 1, 40, 56)
         assert torch.equal(seen, seen_keys(2, 40, 56, options))
 
