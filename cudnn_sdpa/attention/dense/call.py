@@ -10,7 +10,7 @@ from cudnn_sdpa.attention import arguments, bias, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, warn_of_order
 from cudnn_sdpa.attention.call import CudnnBackwardCall, CudnnCall
 from cudnn_sdpa.attention.cpu_checks import check_strides_of_dense
-from cudnn_sdpa.attention.dense import launch_backward, parts, plans, tiers
+from cudnn_sdpa.attention.dense import launch, parts, plans, tiers
 from cudnn_sdpa.attention.dense import reference as in_pytorch
 from cudnn_sdpa.engine.autocast import cast_fields
 from cudnn_sdpa.engine.sharding import Way
@@ -64,7 +64,7 @@ class SdpaBackwardCall(GradientCall, CudnnBackwardCall[SdpaCall]):  # type: igno
         def call(self) -> SdpaCall: ...
 
     new_gradient = staticmethod(bias.new_gradient)
-    make_readable = launch_backward.readable
+    make_readable = launch.readable
     reference = in_pytorch.gradients
-    bind = launch_backward.prepare_gradients
+    bind = launch.prepare_gradients
     keys = parts.gradient_keys

@@ -22,12 +22,11 @@ from cudnn_sdpa.attention.arguments import (
     sign_of_scale,
 )
 from cudnn_sdpa.attention.dense import graphs, parts
-from cudnn_sdpa.attention.dense.buckets import Bucket
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries, output_layout
-from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa
-from cudnn_sdpa.attention.dense.sdpa_backward import backward_call_of, sdpa_backward
+from cudnn_sdpa.attention.dense.sdpa import SDPA, backward_call_of, call_of, sdpa, sdpa_backward
+from cudnn_sdpa.attention.dense.tiers import Bucket
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.call import without_data

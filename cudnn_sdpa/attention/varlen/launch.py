@@ -11,9 +11,8 @@ from torch import Tensor
 from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.arguments import sign_of_scale, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
-from cudnn_sdpa.attention.dense import launch_backward as dense_backward
-from cudnn_sdpa.attention.dense.launch import apply_sinks
-from cudnn_sdpa.attention.dense.launch_backward import sink_gradient
+from cudnn_sdpa.attention.dense import launch as dense_backward
+from cudnn_sdpa.attention.dense.launch import apply_sinks, sink_gradient
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.parts import packed_gradient_limits
 from cudnn_sdpa.attention.reference import fill_without_keys

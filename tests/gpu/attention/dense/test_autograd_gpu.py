@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError, plan_cache, sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
-from cudnn_sdpa.attention.dense import launch_backward
+from cudnn_sdpa.attention.dense import launch
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 
 NAMES = ("q", "k", "v", "attn_mask", "sinks")
@@ -116,7 +116,7 @@ def test_grad_out_is_copied_only_if_necessary(name, order):
     t["grad_out"] = (READABLE | COPIED)[name](t["grad_out"])
     with torch.no_grad():
         out = sdpa(t["q"], t["k"], t["v"])
-    read = launch_backward.readable_gradient(t["grad_out"], out)
+    read = launch.readable_gradient(t["grad_out"], out)
     assert (read is t["grad_out"]) == (name in READABLE)
     assert torch.equal(read, t["grad_out"])
     if name in COPIED:

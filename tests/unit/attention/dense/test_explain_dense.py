@@ -16,7 +16,8 @@ import cudnn_sdpa
 import cudnn_sdpa.engine.explain
 from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa, sdpa_varlen
 from cudnn_sdpa.attention.arguments import from_fields
-from cudnn_sdpa.attention.dense import launch_backward, tiers
+from cudnn_sdpa.attention.dense import launch as dense_launch
+from cudnn_sdpa.attention.dense import tiers
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA
@@ -48,7 +49,7 @@ def key_of(monkeypatch):
     monkeypatch.setattr(PlanCache, "get", ask)
     monkeypatch.setattr(memory, "_share_memory", lambda *_: False)  # meta tensors have address 0
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-    for module in (tiers, launch_backward, launch):
+    for module in (tiers, dense_launch, launch):
         monkeypatch.setattr(module, "live_target", lambda _device: H200)
 
     def run(function, *arguments):
@@ -147,7 +148,7 @@ def test_both_explained_keys_are_those_of_the_call(key_of, name):
     lse = T(*out.shape[:3], dtype=torch.float32)
     needs = Needs(*(x is not None and x.requires_grad for x in call[:5]))
     of = SdpaBackwardCall(out, out, lse, call, needs)
-    assert key(described.backward) == key_of(launch_backward.gradients, of)
+    assert key(described.backward) == key_of(dense_launch.gradients, of)
     assert not [
         issue for issue in known_issues.concerning(key(described.backward)) if not issue.avoids(key(described.backward))
     ]

@@ -9,11 +9,11 @@ from float64_reference import attend
 
 from cudnn_sdpa import UnsupportedError, autotune, no_plan_builds, plan_cache, sdpa, shape_policy
 from cudnn_sdpa.attention.arguments import from_fields
-from cudnn_sdpa.attention.dense import buckets, tiers
-from cudnn_sdpa.attention.dense.buckets import Bucket, BucketRun
+from cudnn_sdpa.attention.dense import tiers
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.dense.tiers import Bucket, BucketRun
 from cudnn_sdpa.offline import background as background_plans
 from cudnn_sdpa.plans import cache
 from cudnn_sdpa.plans.file_format import BadPlanFileError
@@ -45,7 +45,7 @@ def patch():
     tables = Bucket.tables
     with gpu_on_the_cpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bucket, "tables", lambda bucket, _: tables(bucket, "cpu"))
-        patch.setattr(buckets, "DeviceTables", Tables)
+        patch.setattr(tiers, "DeviceTables", Tables)
         patch.setattr(background_plans, "live_properties", lambda _: {})
         patch.setattr(background_plans, "plan_of", lambda key, _: loaded(key))
         tiers.usages.clear()
@@ -226,7 +226,7 @@ def test_a_policy_change_during_a_call_leaves_no_bucket_call(patch):
 
     with shape_policy("bucketed"):
         serve(10)
-        patch.setattr(buckets, "DeviceTables", Late)
+        patch.setattr(tiers, "DeviceTables", Late)
         assert serve(20) == "bucket"
         assert not known(20)
         assert SDPA.runs(BucketRun) == []
