@@ -63,10 +63,6 @@ class Softmax(NamedTuple):
     def is_capped(self) -> bool:
         return self.softcap is not None
 
-    def host_scalars(self, scale: float) -> dict[str, float | None]:
-        """The numbers that plans read on the host, given the factor of the scores."""
-        return {"scale": scale, "softcap": self.softcap}
-
     def check(self) -> None:
         """Checks all options."""
         check_flag("is_causal", self.is_causal)
@@ -88,6 +84,15 @@ class Softmax(NamedTuple):
             raise OptionError("dropout_p", repr(self.dropout_p), "a number from 0 up to, not including, 1")
 
 
+class _WithSoftmax(Protocol):
+    @property
+    def softmax(self) -> Softmax: ...
+
+
+def check_options(call: _WithSoftmax) -> None:
+    call.softmax.check()
+
+
 def softmax_of(
     is_causal: bool,
     causal_alignment: Alignment,
@@ -104,13 +109,28 @@ def softmax_of(
         deterministic = torch.are_deterministic_algorithms_enabled()
     elif not isinstance(deterministic, bool):
         deterministic = is_deterministic(deterministic)
-    if scale is not None:
+    # This is on the way of known calls in Python: what has its type already is not converted.
+    if scale is not None and type(scale) is not float:
         scale = as_float(scale)
-    if softcap is not None:
+    if softcap is not None and type(softcap) is not float:
         softcap = as_float(softcap)
-    is_causal, alibi = as_bool(is_causal), as_bool(alibi)
-    # By position, which is faster: this is on the way of known calls in Python.
-    return Softmax(is_causal, causal_alignment, left, right, scale, as_float(dropout_p), softcap, alibi, deterministic)
+    if type(dropout_p) is not float:
+        dropout_p = as_float(dropout_p)
+    if type(is_causal) is not bool:
+        is_causal = as_bool(is_causal)
+    if type(alibi) is not bool:
+        alibi = as_bool(alibi)
+    return Softmax(
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi=alibi,
+        deterministic=deterministic,
+    )
 
 
 _SOFTMAX = (

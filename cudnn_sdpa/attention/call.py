@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import Tensor
 
 from cudnn_sdpa.attention import backward_arguments
-from cudnn_sdpa.attention.arguments import Softmax
+from cudnn_sdpa.attention.arguments import Softmax, check_options
 from cudnn_sdpa.attention.cpu_checks import check_backward_call, check_call
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
@@ -35,14 +35,13 @@ class CudnnCall(Call):
         @property
         def softmax(self) -> Softmax: ...
 
+    check_options = check_options
+
     def log_key(self) -> Hashable:
         arguments = [getattr(self, name, None) for name in _ARGUMENTS]
         softmax = self.softmax._replace(scale=None, causal_alignment=TOP_LEFT)
         options = [value != default for value, default in zip(softmax, Softmax(), strict=True)]
         return type(self), self.q.dtype, *options, *(isinstance(x, Tensor) or bool(x) for x in arguments)
-
-    def check_options(self) -> None:
-        self.softmax.check()
 
     def check_for_gpu(self) -> None:
         check_call(self, type(self).check_strides_for_gpu, type(self).check_keys)

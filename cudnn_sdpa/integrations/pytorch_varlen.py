@@ -216,7 +216,7 @@ def _softmax(window_size: Sequence[int] | None, *, is_causal: bool, scale: float
             raise OptionError("window_size", repr(list(window_size)), "two integers (left, right), -1 for no bound")
         left, right = window_size
     deterministic = torch.are_deterministic_algorithms_enabled()
-    return Softmax(bool(is_causal), BOTTOM_RIGHT, left, right, scale, deterministic=deterministic)
+    return Softmax(bool(is_causal), BOTTOM_RIGHT, left, right, scale=scale, deterministic=deterministic)
 
 
 def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor | None:

@@ -157,7 +157,7 @@ class Attention(nn.Module):
         self.embed_dim, self.num_heads, (self.num_kv_heads, self.head_dim) = embed_dim, num_heads, heads
         self.context_dim, self.packed = context_dim, packed
         check_number("dropout", dropout, below=1)
-        softmax = softmax_of(is_causal, "top_left", window_size, scale, softcap)
+        softmax = softmax_of(is_causal, "top_left", window_size, scale, softcap=softcap)
         softmax.check()
         is_causal, scale, softcap = softmax.is_causal, softmax.scale, softmax.softcap
         attention_checks.check_cross_attention(

@@ -44,7 +44,7 @@ def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float)
         call,
         operands=("q", "k", "v"),
         results=results,
-        numbers=call.softmax.host_scalars(scale),
+        numbers={"scale": scale, "softcap": call.softmax.softcap},
         queries=queries,
         decode=forward.is_decode and not spec.is_capped,
     )
@@ -196,7 +196,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
             call,
             operands=OPERANDS,
             results=results,
-            numbers=call.softmax.host_scalars(plans.launched_backward(of).scale_value),
+            numbers={"scale": plans.launched_backward(of).scale_value, "softcap": call.softmax.softcap},
             queries=queries,
         )
     factor, needs = plans.factor_of_queries(of), Needs(*of.needs)

@@ -69,6 +69,7 @@ class DenseSpec:
         """The spec of a call."""
         q, k, v = call.q, call.k, call.v
         softmax, lengths_q, lengths_kv = call.softmax, call.seq_lens_q is not None, call.seq_lens_kv is not None
+        is_capped = softmax.softcap is not None
         mask = normalize_mask(
             is_causal=softmax.is_causal,
             alignment=softmax.causal_alignment,
@@ -76,7 +77,7 @@ class DenseSpec:
             sq=q.shape[2],
             skv=k.shape[2],
             has_lengths=lengths_q or lengths_kv,
-            top_left_only=call.attn_mask is not None or softmax.dropout_p > 0 or softmax.alibi or softmax.is_capped,
+            top_left_only=call.attn_mask is not None or softmax.dropout_p > 0 or softmax.alibi or is_capped,
             keep_causal=softmax.alibi,
         )
         bias = None if call.attn_mask is None else bias_layout(call.attn_mask, q, k.shape[2], mask.masked_rows)
@@ -90,7 +91,7 @@ class DenseSpec:
             bias=bias,
             sinks=call.sinks is not None,
             dropout_p=float(softmax.dropout_p),
-            is_capped=softmax.is_capped,
+            is_capped=is_capped,
             alibi=softmax.alibi,
         )
 

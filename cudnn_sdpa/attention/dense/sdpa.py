@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
+import torch
 from torch import Tensor
 from torch.nn import functional
 
@@ -171,7 +172,14 @@ def sdpa(
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
     softmax = softmax_of(
-        is_causal, causal_alignment, window_size, scale, softcap, deterministic, dropout_p=dropout_p, alibi=alibi
+        is_causal,
+        causal_alignment,
+        window_size,
+        scale,
+        softcap=softcap,
+        deterministic=deterministic,
+        dropout_p=dropout_p,
+        alibi=alibi,
     )
     call = call_of(
         q,
@@ -194,7 +202,6 @@ def call_of(
     k: Tensor,
     v: Tensor,
     softmax: Softmax,
-    *,
     attn_mask: Tensor | None,
     sinks: Tensor | None,
     seq_lens_q: Tensor | None,
@@ -208,11 +215,11 @@ def call_of(
         k=k,
         v=v,
         attn_mask=attn_mask,
-        sinks=None if sinks is None else as_sinks(sinks),
+        sinks=as_sinks(sinks) if isinstance(sinks, Tensor) and sinks.dtype != torch.float32 else sinks,
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
         softmax=softmax,
-        with_lse=as_bool(return_lse),
+        with_lse=return_lse if type(return_lse) is bool else as_bool(return_lse),
         out=out,
     )
     if attn_mask is not None and type(attn_mask) is not Tensor:
@@ -331,7 +338,9 @@ def sdpa_backward(
         q=q,
         k=k,
         v=v,
-        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap, deterministic, alibi=alibi),
+        softmax=softmax_of(
+            is_causal, causal_alignment, window_size, scale, softcap=softcap, deterministic=deterministic, alibi=alibi
+        ),
         attn_mask=attn_mask,
         sinks=sinks,
         seq_lens_q=seq_lens_q,

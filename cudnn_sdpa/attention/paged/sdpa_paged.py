@@ -175,12 +175,12 @@ def sdpa_paged(
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
     call = call_of(
-        q,
-        k_pages,
-        v_pages,
-        page_table,
-        seq_lens_kv,
-        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap),
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=page_table,
+        seq_lens_kv=seq_lens_kv,
+        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap=softcap),
         page_table_v=page_table_v,
         seq_lens_q=seq_lens_q,
         page_layout=page_layout,
@@ -219,7 +219,7 @@ def call_of(
         sinks=None if sinks is None else as_sinks(sinks),
         page_layout=page_layout,  # type: ignore[arg-type]  # None is refused by the check of types
         softmax=softmax,
-        with_lse=as_bool(return_lse),
+        with_lse=return_lse if type(return_lse) is bool else as_bool(return_lse),
         out=out,
     )
 

@@ -204,7 +204,7 @@ def _bind(
     if call.rng is not None:
         seed = {"seed": Address("rng"), "offset": Address("rng", call.rng.element_size())}
         more += Additions(operands=("rng",), anywhere=("rng",), addresses=seed)
-    numbers = call.softmax.host_scalars(call.scale_value)
+    numbers = {"scale": call.scale_value, "softcap": call.softmax.softcap}
     return BoundPlan(plan=plan, operands=operands, results=_results(key, call), numbers=numbers, additions=more)
 
 

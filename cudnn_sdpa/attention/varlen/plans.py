@@ -279,7 +279,8 @@ class VarlenSpec:
 def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> VarlenSpec:
     """The spec of a call, its numbers rounded up; the rows of queries and of keys to `rows`, if these are given."""
     softmax = call.softmax
-    tight = softmax.deterministic or softmax.is_capped
+    is_capped = softmax.softcap is not None
+    tight = softmax.deterministic or is_capped
     q, k, v = map(TensorLayout.of, call.qkv)
     if rows is not None:
         rows_q, rows_kv = rows
@@ -299,7 +300,7 @@ def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varle
         shared_cu_seqlens=is_shared,
         sinks=call.sinks is not None,
         dropout_p=float(softmax.dropout_p),
-        is_capped=softmax.is_capped,
+        is_capped=is_capped,
         deterministic=softmax.deterministic,
     )
 

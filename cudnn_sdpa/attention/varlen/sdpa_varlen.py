@@ -176,15 +176,21 @@ def sdpa_varlen(
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
     call = call_of(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        max_seqlen_q,
-        max_seqlen_kv,
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
         softmax=softmax_of(
-            is_causal, causal_alignment, window_size, scale, softcap, deterministic, dropout_p=dropout_p
+            is_causal,
+            causal_alignment,
+            window_size,
+            scale,
+            softcap=softcap,
+            deterministic=deterministic,
+            dropout_p=dropout_p,
         ),
         sinks=sinks,
         return_lse=return_lse,
@@ -220,7 +226,7 @@ def call_of(
         max_seqlen_q=as_int(max_seqlen_q),
         max_seqlen_kv=as_int(max_seqlen_kv),
         softmax=softmax,
-        with_lse=as_bool(return_lse),
+        with_lse=return_lse if type(return_lse) is bool else as_bool(return_lse),
         out=out,
     )
 
@@ -317,7 +323,9 @@ def sdpa_varlen_backward(
         cu_seqlens_kv=cu_seqlens_kv,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_kv,
-        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap, deterministic),
+        softmax=softmax_of(
+            is_causal, causal_alignment, window_size, scale, softcap=softcap, deterministic=deterministic
+        ),
         sinks=sinks,
     )
     return gradients_of(VARLEN.explicit_gradients(of), VARLEN.differentiable, of.needs, sinks)

@@ -509,8 +509,8 @@ class Pipeline(Generic[CallT]):
         out = call[-1] if self.takes_out else None
         of_out = None if out is None else layout_signature(out)
         extra = call.extra_key() if self._has_extra_key else None
-        types = map(type, call[self._alone]) if self._has_group else ()
-        return (*layouts, *options, *map(type, options), *types, of_out, extra)
+        types = map(type, (*options, *call[self._alone])) if self._has_group else map(type, options)
+        return (*layouts, *options, *types, of_out, extra)
 
     def _entry(self, name: Hashable, bind: Callable[[], Prepared]) -> Entry | Prepared:
         """The prepared call of this signature, bound now if there is none."""
