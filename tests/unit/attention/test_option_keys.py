@@ -81,7 +81,9 @@ def forward_key(options: dict[str, Any], target: Target) -> PlanKey:
 def backward_key(options: dict[str, Any], target: Target) -> PlanKey:
     call = dense(options)
     out = TensorLayout.of(call.q)
-    return BackwardSpec(DenseSpec.of(call), out, out, call.deterministic, False, "sinks" in options).key(target, None)
+    return BackwardSpec(DenseSpec.of(call), out, out, call.softmax.deterministic, False, "sinks" in options).key(
+        target, None
+    )
 
 
 def packed_key(options: dict[str, Any], target: Target) -> PlanKey:
@@ -92,7 +94,7 @@ def packed_key(options: dict[str, Any], target: Target) -> PlanKey:
 def packed_backward_key(options: dict[str, Any], target: Target) -> PlanKey:
     call = packed(options)
     layout = output_layout(call)
-    return spec_of(call).backward_key(layout, layout, call.deterministic, target, None)
+    return spec_of(call).backward_key(layout, layout, call.softmax.deterministic, target, None)
 
 
 KEYS = {
