@@ -15,8 +15,7 @@ if _typing.TYPE_CHECKING:
     from cudnn_sdpa import nn as nn
     from cudnn_sdpa.attention.backward_arguments import SdpaGradients
     from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
-    from cudnn_sdpa.attention.dense.sdpa import sdpa
-    from cudnn_sdpa.attention.dense.sdpa_backward import sdpa_backward
+    from cudnn_sdpa.attention.dense.sdpa import sdpa, sdpa_backward
     from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardScales, Fp8Gradients, Fp8Output, Fp8Scales
     from cudnn_sdpa.attention.fp8.fp8_attention import fp8_attention
     from cudnn_sdpa.attention.fp8.scaling import Fp8Scaling
@@ -26,8 +25,7 @@ if _typing.TYPE_CHECKING:
     from cudnn_sdpa.attention.paged.page_pool import CacheUse
     from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
     from cudnn_sdpa.attention.paged.step import PagedStep
-    from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-    from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import sdpa_varlen_backward
+    from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen, sdpa_varlen_backward
     from cudnn_sdpa.engine.cpu_target import cpu_checks
     from cudnn_sdpa.engine.explain import Explanation, explain
     from cudnn_sdpa.engine.fallback import fallback
@@ -137,8 +135,7 @@ __all__ = [
 _NAMES = {
     "attention.backward_arguments": "SdpaGradients",
     "attention.dense.drop_in": "scaled_dot_product_attention",
-    "attention.dense.sdpa": "sdpa",
-    "attention.dense.sdpa_backward": "sdpa_backward",
+    "attention.dense.sdpa": "sdpa sdpa_backward",
     "attention.fp8.arguments": "Fp8BackwardScales Fp8Gradients Fp8Output Fp8Scales",
     "attention.fp8.fp8_attention": "fp8_attention",
     "attention.fp8.scaling": "Fp8Scaling",
@@ -148,8 +145,7 @@ _NAMES = {
     "attention.paged.page_pool": "CacheUse",
     "attention.paged.sdpa_paged": "sdpa_paged",
     "attention.paged.step": "PagedStep",
-    "attention.varlen.sdpa_varlen": "sdpa_varlen",
-    "attention.varlen.sdpa_varlen_backward": "sdpa_varlen_backward",
+    "attention.varlen.sdpa_varlen": "sdpa_varlen sdpa_varlen_backward",
     "engine.cpu_target": "cpu_checks",
     "engine.explain": "Explanation explain",
     "engine.fallback": "fallback",

@@ -95,7 +95,7 @@ class LengthsCase:
             mask=Mask(band),
             lengths_q=lengths_q is not None,
             lengths_kv=lengths_kv is not None,
-            softcap=softcap,
+            is_capped=softcap,
         )
         return cls(spec, lengths_q, lengths_kv)
 
@@ -107,7 +107,7 @@ class LengthsCase:
 
     def kernel(self, *, decode: bool = False) -> LengthsKernel | RowLimitsKernel:
         spec = self.spec
-        if spec.softcap:
+        if spec.is_capped:
             sizes = {"rows": spec.sq, "max_q": spec.sq, "max_kv": spec.skv}
             return RowLimitsKernel(batch=spec.q.shape[0], band=spec.mask.band, device=0, **sizes)
         sizes = {"batch": spec.q.shape[0], "sq": spec.sq, "skv": spec.skv}
@@ -117,7 +117,7 @@ class LengthsCase:
         """What the plan reads."""
         spec = self.spec
         given = self.lengths_q, self.lengths_kv, spec.sq, spec.skv
-        if spec.softcap:
+        if spec.is_capped:
             return row_limits(*given, rows=spec.sq, band=spec.mask.band)
         return corrected_lengths(*given, decode=decode)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import reprlib
 import sys
 import warnings
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypedDict, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED, Alignment
 from cudnn_sdpa.engine import cpu_target, memory, value_checks
-from cudnn_sdpa.engine.autocast import cast_tensor
+from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.call import Fields
 from cudnn_sdpa.engine.memory import (
     check_are_tensors,
@@ -24,11 +24,11 @@ from cudnn_sdpa.engine.memory import (
     shape_of,
 )
 from cudnn_sdpa.errors import DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
-from cudnn_sdpa.graph.scalars import LARGEST, as_int, is_compiling, is_integer, is_true
+from cudnn_sdpa.graph.scalars import LARGEST, as_bool, as_float, as_int, is_compiling, is_integer, is_true
 
 
-class Softmax(TypedDict, total=False):
-    """The options of the softmax, which `sdpa`, `sdpa_varlen` and `sdpa_paged` share; they document them."""
+class SoftmaxOptions(TypedDict, total=False):
+    """The options of the softmax as `sdpa`, `sdpa_varlen` and `sdpa_paged` take them; they document them."""
 
     is_causal: bool
     causal_alignment: Alignment
@@ -36,6 +36,109 @@ class Softmax(TypedDict, total=False):
     scale: float | None
     softcap: float | None
     sinks: Tensor | None
+
+
+class Softmax(NamedTuple):
+    """The options of the softmax of a call, for all kinds of attention: those that a kind lacks are at their defaults.
+
+    Operators have them one by one, in this order.
+    """
+
+    is_causal: bool = False
+    causal_alignment: str = TOP_LEFT
+    window_left: int = UNBOUNDED
+    window_right: int = UNBOUNDED
+    scale: float | None = None
+    dropout_p: float = 0.0
+    softcap: float | None = None
+    alibi: bool = False
+    deterministic: bool = False
+
+    @property
+    def has_window(self) -> bool:
+        return self.window_left != UNBOUNDED or self.window_right != UNBOUNDED
+
+    @property
+    def is_capped(self) -> bool:
+        return self.softcap is not None
+
+    def check(self) -> None:
+        """Checks all options."""
+        check_flag("is_causal", self.is_causal)
+        if self.causal_alignment not in ALIGNMENTS:
+            raise OptionError("causal_alignment", repr(self.causal_alignment), " or ".join(map(repr, ALIGNMENTS)))
+        if not isinstance(self.alibi, bool):
+            raise OptionError("alibi", repr(self.alibi), "True or False", "Pass slopes of your own through attn_mask.")
+        for bound in (self.window_left, self.window_right):
+            if not is_integer(bound) or is_true(bound < UNBOUNDED) or is_true(bound > LARGEST):
+                raise OptionError("window_size", repr((self.window_left, self.window_right)), _WINDOW)
+        check_scale(self.scale)
+        _check_number("softcap", self.softcap, "no soft-capping", MAX_SOFTCAP)
+        if self.softcap is not None and not self.softcap >= 1 / MAX_SOFTCAP:
+            expected = f"a positive number of at least {1 / MAX_SOFTCAP:g}, or None for no soft-capping"
+            raise OptionError("softcap", repr(self.softcap), expected)
+        if isinstance(self.dropout_p, bool) or not isinstance(self.dropout_p, (int, float)):
+            raise OptionError("dropout_p", type(self.dropout_p).__name__, "a number from 0 up to, not including, 1")
+        if not 0 <= self.dropout_p < 1:
+            raise OptionError("dropout_p", repr(self.dropout_p), "a number from 0 up to, not including, 1")
+
+
+class _WithSoftmax(Protocol):
+    @property
+    def softmax(self) -> Softmax: ...
+
+
+def check_options(call: _WithSoftmax) -> None:
+    call.softmax.check()
+
+
+def softmax_of(
+    is_causal: bool,
+    causal_alignment: Alignment,
+    window_size: tuple[int, int] | None,
+    scale: float | None,
+    softcap: float | None = None,
+    deterministic: object = None,
+    dropout_p: float = 0.0,
+    alibi: bool = False,
+) -> Softmax:
+    """The options as public functions take them; only `window_size` and `deterministic` are checked."""
+    left, right = (UNBOUNDED, UNBOUNDED) if window_size is None else window_bounds(window_size)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    elif not isinstance(deterministic, bool):
+        deterministic = is_deterministic(deterministic)
+    # This is on the way of known calls in Python: what has its type already is not converted.
+    if scale is not None and type(scale) is not float:
+        scale = as_float(scale)
+    if softcap is not None and type(softcap) is not float:
+        softcap = as_float(softcap)
+    if type(dropout_p) is not float:
+        dropout_p = as_float(dropout_p)
+    return Softmax(
+        is_causal=is_causal if type(is_causal) is bool else as_bool(is_causal),
+        causal_alignment=causal_alignment,
+        window_left=left,
+        window_right=right,
+        scale=scale,
+        dropout_p=dropout_p,
+        softcap=softcap,
+        alibi=alibi if type(alibi) is bool else as_bool(alibi),
+        deterministic=deterministic,
+    )
+
+
+_SOFTMAX = (
+    *("is_causal", "causal_alignment", "window_size", "scale", "softcap"),
+    *("deterministic", "dropout_p", "alibi"),
+)
+
+
+def grouped(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a public function with the options of its softmax as one."""
+    options = {name: arguments[name] for name in _SOFTMAX if name in arguments}
+    others = {name: value for name, value in arguments.items() if name not in options}
+    return {**others, "softmax": softmax_of(**options)}
 
 
 def check_lengths(name: str, lengths: Tensor | None, q: Tensor, of: str = "q") -> None:
@@ -83,15 +186,7 @@ class ForwardArguments(NamedTuple):
     seq_lens_q: Tensor | None = None
     seq_lens_kv: Tensor | None = None
     rng: Tensor | None = None
-    is_causal: bool = False
-    causal_alignment: str = TOP_LEFT
-    window_left: int = UNBOUNDED
-    window_right: int = UNBOUNDED
-    scale: float | None = None
-    dropout_p: float = 0.0
-    softcap: float | None = None
-    alibi: bool = False
-    deterministic: bool = False
+    softmax: Softmax = Softmax()
     with_lse: bool = False
     out: Tensor | None = None
 
@@ -108,7 +203,8 @@ class ForwardArguments(NamedTuple):
     @property
     def scale_value(self) -> float:
         """The factor of the scores."""
-        return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
+        scale = self.softmax.scale
+        return self.q.shape[3] ** -0.5 if scale is None else float(scale)
 
     @property
     def is_for_cudnn(self) -> bool:
@@ -120,24 +216,25 @@ class ForwardArguments(NamedTuple):
 
         Who serves calls in place of cuDNN asks this, so that an option added later is declined, not ignored.
         """
-        defaults = self._field_defaults
+        values = self._asdict() | self.softmax._asdict()
+        defaults = self._field_defaults | Softmax._field_defaults
         return all(
             name in known or value is defaults[name] or (not isinstance(value, Tensor) and value == defaults[name])
-            for name, value in zip(self._fields, self, strict=True)
+            for name, value in values.items()
+            if name != "softmax"
         )
 
 
 ForwardT = TypeVar("ForwardT", bound=ForwardArguments)
 
-_SOFTMAX = (
-    *("is_causal", "causal_alignment", "window_left", "window_right", "scale"),
-    *("softcap", "sinks", "dropout_p", "deterministic"),
-)
+KindT = TypeVar("KindT")
 
 
-def softmax_of(call: Fields) -> dict[str, Any]:
-    """The fields of a call of any kind that say what its softmax is: for a call of another kind."""
-    return {name: getattr(call, name) for name in _SOFTMAX if name in call._fields}
+def from_fields(kind: Callable[..., KindT], *values: object, **fields: Any) -> KindT:
+    """A call of this class, given the options of its softmax by name among its fields."""
+    softmax: Softmax = kind._field_defaults["softmax"]  # type: ignore[attr-defined]  # a NamedTuple
+    options = {name: fields.pop(name) for name in Softmax._fields if name in fields}
+    return kind(*values, **fields, softmax=softmax._replace(**options))
 
 
 class GradientCall(NamedTuple):
@@ -186,7 +283,7 @@ def check(call: ForwardArguments) -> None:
     check_mask(call.attn_mask, call.q, call.k)
     heads, meaning = call.q.shape[1:2], "one score per head of q"
     check_tensor("sinks", call.sinks, call.q, dtype=torch.float32, shape=heads, meaning=meaning, dense=True)
-    if call.rng is None and call.dropout_p > 0:
+    if call.rng is None and call.softmax.dropout_p > 0:
         raise OptionError("rng", "None", "seed and offset as a tensor of two int64, for dropout")
     check_tensor("rng", call.rng, call.q, dtype=torch.int64, shape=(2,), dense=True)
     if call.out is not None:
@@ -283,27 +380,6 @@ def check_sizes(q: Tensor, k: Tensor, v: Tensor, multiple: int) -> None:
         raise ShapeError("v", f"{v.shape[1]} heads", f"{heads_kv}, the number of heads of k")
     if is_true(v.shape[2] != skv):
         raise ShapeError("v", f"sequence length {v.shape[2]}", f"{skv}, the sequence length of k")
-
-
-def check_options(call: ForwardArguments) -> None:
-    """The options, which are not tensors."""
-    check_flag("is_causal", call.is_causal)
-    if call.causal_alignment not in ALIGNMENTS:
-        raise OptionError("causal_alignment", repr(call.causal_alignment), " or ".join(map(repr, ALIGNMENTS)))
-    if not isinstance(call.alibi, bool):
-        raise OptionError("alibi", repr(call.alibi), "True or False", "Pass slopes of your own through attn_mask.")
-    for bound in (call.window_left, call.window_right):
-        if not is_integer(bound) or is_true(bound < UNBOUNDED) or is_true(bound > LARGEST):
-            raise OptionError("window_size", repr((call.window_left, call.window_right)), _WINDOW)
-    check_scale(call.scale)
-    _check_number("softcap", call.softcap, "no soft-capping", MAX_SOFTCAP)
-    if call.softcap is not None and not call.softcap >= 1 / MAX_SOFTCAP:
-        expected = f"a positive number of at least {1 / MAX_SOFTCAP:g}, or None for no soft-capping"
-        raise OptionError("softcap", repr(call.softcap), expected)
-    if isinstance(call.dropout_p, bool) or not isinstance(call.dropout_p, (int, float)):
-        raise OptionError("dropout_p", type(call.dropout_p).__name__, "a number from 0 up to, not including, 1")
-    if not 0 <= call.dropout_p < 1:
-        raise OptionError("dropout_p", repr(call.dropout_p), "a number from 0 up to, not including, 1")
 
 
 _WINDOW = "None or two integers (left, right): keys before and after the diagonal, -1 for no bound"
@@ -453,6 +529,8 @@ class Scaled(Protocol):
 
     @property
     def scale_value(self) -> float: ...
+    @property
+    def softmax(self) -> Softmax: ...
 
 
 def sign_of_scale(call: Scaled) -> float | None:
@@ -473,7 +551,7 @@ def with_positive_scale(call: ScaledT) -> ScaledT:
     if sign_of_scale(call) is None:
         return call
     q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
-    return call._replace(q=q, scale=max(-call.scale_value, MIN_SCALE))
+    return call._replace(q=q, softmax=call.softmax._replace(scale=max(-call.scale_value, MIN_SCALE)))
 
 
 def cast_for_autocast(call: ForwardT) -> ForwardT:

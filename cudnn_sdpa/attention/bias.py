@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardT
-from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.engine.launch import Address, LaunchExtras, OwnKernel
 from cudnn_sdpa.engine.memory import is_causal_bias, like_in_memory
 from cudnn_sdpa.errors import OptionError, ShapeError
@@ -173,10 +173,11 @@ def without_causal_bias(call: ForwardT) -> ForwardT:
     """
     if not is_causal_bias(call.attn_mask):
         return call
-    if call.is_causal or (call.window_left, call.window_right) != (UNBOUNDED, UNBOUNDED):
-        refuse_two_masks("attn_mask", "is_causal" if call.is_causal else "window_size")
+    softmax = call.softmax
+    if softmax.is_causal or softmax.has_window:
+        refuse_two_masks("attn_mask", "is_causal" if softmax.is_causal else "window_size")
     alignment = alignment_of_causal_bias("attn_mask", call.attn_mask, call.q, call.k)
-    return call._replace(attn_mask=None, is_causal=True, causal_alignment=alignment)
+    return call._replace(attn_mask=None, softmax=softmax._replace(is_causal=True, causal_alignment=alignment))
 
 
 def refuse_two_masks(mask: str, option: str) -> NoReturn:

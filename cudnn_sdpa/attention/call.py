@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import backward_arguments
-from cudnn_sdpa.attention.mask import UNBOUNDED
+from cudnn_sdpa.attention.arguments import Softmax, check_options
+from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import cpu_target, fallback
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.launch import layout_signature
@@ -25,11 +26,8 @@ from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.target import Target, live_target
 
-#: Options that a log key has as set or not.
-_OPTIONS = (
-    *("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "is_causal", "dropout_p", "softcap", "alibi"),
-    *("deterministic", "with_lse", "out"),
-)
+#: Arguments that a log key has as given or not.
+_ARGUMENTS = ("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "with_lse", "out")
 
 
 #: Dtypes that only the reference takes, and the dtype that replaces them in the checks.
@@ -56,14 +54,15 @@ class CudnnCall(Call):
         @property
         def v(self) -> Tensor: ...
         @property
-        def window_left(self) -> int: ...
-        @property
-        def window_right(self) -> int: ...
+        def softmax(self) -> Softmax: ...
+
+    check_options = check_options
 
     def log_key(self) -> Hashable:
-        values = [getattr(self, name, None) for name in _OPTIONS]
-        is_banded = (self.window_left, self.window_right) != (UNBOUNDED, UNBOUNDED)
-        return type(self), self.q.dtype, is_banded, *(isinstance(x, Tensor) or bool(x) for x in values)
+        arguments = [getattr(self, name, None) for name in _ARGUMENTS]
+        softmax = self.softmax._replace(scale=None, causal_alignment=TOP_LEFT)
+        options = [value != default for value, default in zip(softmax, Softmax(), strict=True)]
+        return type(self), self.q.dtype, *options, *(isinstance(x, Tensor) or bool(x) for x in arguments)
 
     def check_for_gpu(self) -> None:
         _check_for_gpu(self)
@@ -166,7 +165,7 @@ def _check_for_gpu(
 def _signature(field: object) -> Hashable:
     """Everything about an argument that decides whether a call is refused."""
     if not isinstance(field, Tensor):
-        return type(field), field
+        return tuple(map(type, field)) if isinstance(field, tuple) else type(field), field
     return layout_signature(field), field.storage_offset() % ALIGNMENT, field.requires_grad
 
 

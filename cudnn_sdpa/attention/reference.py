@@ -36,7 +36,7 @@ def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:
     with without_autocast(call.q):
         softmax = Softmax.of(scores(call).masked, call.sinks)
         weights = softmax.weights
-        if call.dropout_p > 0:
+        if call.softmax.dropout_p > 0:
             weights = weights * kept(call, weights.shape, weights.dtype)
         return product(weights, repeated(call.v, call.q, precision(call))), softmax.lse
 
@@ -57,7 +57,7 @@ def gradients(
         softmax = Softmax.of(masked, call.sinks)
         share_of_all = None if lse is None else softmax.share(lse)
         weights = softmax.weights if share_of_all is None else softmax.weights * share_of_all.unsqueeze(-1)
-        share = kept(call, weights.shape, exact) if call.dropout_p > 0 else weights.new_ones(())
+        share = kept(call, weights.shape, exact) if call.softmax.dropout_p > 0 else weights.new_ones(())
         grad_v = product((weights * share).transpose(-1, -2), grad_out)
         mean = (grad_out * out.to(exact)).sum(-1)
         grad_masked = weights * (product(grad_out, v.transpose(-1, -2)) * share - mean.unsqueeze(-1))
@@ -132,11 +132,12 @@ def scores(call: ForwardArguments) -> Scores:
     exact = precision(call)
     result = product(call.q.to(exact), repeated(call.k, call.q, exact).transpose(-1, -2)) * call.scale_value
     slope = None
-    if call.softcap is not None:
-        tanh = torch.tanh(result / call.softcap)
-        result, slope = tanh * call.softcap, 1 - tanh * tanh
+    softcap = call.softmax.softcap
+    if softcap is not None:
+        tanh = torch.tanh(result / softcap)
+        result, slope = tanh * softcap, 1 - tanh * tanh
     row, column, diagonal = _positions(call)
-    if call.alibi:
+    if call.softmax.alibi:
         slopes = alibi_slopes(call.q.shape[1], result.device).to(exact).view(-1, 1, 1)
         result = result - slopes * (column - row - diagonal).abs()
     if call.attn_mask is not None:
@@ -154,11 +155,12 @@ def visible(call: ForwardArguments) -> Tensor:
     lengths_q, lengths_kv = _length(call.seq_lens_q, sq), _length(call.seq_lens_kv, skv)
     seen = (row < lengths_q) & (column < lengths_kv)
     position = row + diagonal
-    right = 0 if call.is_causal else call.window_right
+    softmax = call.softmax
+    right = 0 if softmax.is_causal else softmax.window_right
     if right != UNBOUNDED:
         seen = seen & (column <= position + right)
-    if call.window_left != UNBOUNDED:
-        seen = seen & (column >= position - call.window_left)
+    if softmax.window_left != UNBOUNDED:
+        seen = seen & (column >= position - softmax.window_left)
     return seen
 
 
@@ -167,7 +169,7 @@ def _positions(call: ForwardArguments) -> tuple[Tensor, Tensor, Tensor | int]:
     sq, skv, device = call.q.shape[2], call.k.shape[2], call.q.device
     row = torch.arange(sq, device=device).view(1, 1, sq, 1)
     column = torch.arange(skv, device=device).view(1, 1, 1, skv)
-    if call.causal_alignment != BOTTOM_RIGHT:
+    if call.softmax.causal_alignment != BOTTOM_RIGHT:
         return row, column, 0
     return row, column, _length(call.seq_lens_kv, skv) - _length(call.seq_lens_q, sq)
 
@@ -201,7 +203,8 @@ def kept(call: ForwardArguments, shape: torch.Size, dtype: torch.dtype) -> Tenso
     seed, offset = call.rng.unbind()
     positions = torch.arange(math.prod(shape), device=call.rng.device).view(shape)
     random = _mixed(_mixed(seed ^ _mixed(offset)) + positions * -7046029254386353131)
-    return ((random & (2**53 - 1)) >= math.ceil(call.dropout_p * 2**53)).to(dtype) / (1 - call.dropout_p)
+    dropout_p = call.softmax.dropout_p
+    return ((random & (2**53 - 1)) >= math.ceil(dropout_p * 2**53)).to(dtype) / (1 - dropout_p)
 
 
 def _mixed(x: Tensor) -> Tensor:

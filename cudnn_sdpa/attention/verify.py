@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import AttentionCall, AttentionT
+from cudnn_sdpa.attention.arguments import AttentionCall, AttentionT, Softmax
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.errors import OptionError
 
@@ -32,7 +32,7 @@ class Results(NamedTuple):
 
 class _TrainableCall(AttentionCall, Protocol):
     @property
-    def dropout_p(self) -> float: ...
+    def softmax(self) -> Softmax: ...
     @property
     def out(self) -> Tensor | None: ...
 
@@ -47,9 +47,9 @@ def run_detached(
 
     Inputs are detached, so the caller's autograd graph is not involved, and the output is a new one.
     """
-    if call.dropout_p:
+    if call.softmax.dropout_p:
         hint = "Verify the same call without dropout."
-        raise OptionError("dropout_p", repr(call.dropout_p), "0, to compare with the reference", hint)
+        raise OptionError("dropout_p", repr(call.softmax.dropout_p), "0, to compare with the reference", hint)
     originals: dict[str, Tensor] = {name: x for name in names if (x := getattr(call, name)) is not None}
     inputs = {name: x.detach().requires_grad_(differentiate and x.requires_grad) for name, x in originals.items()}
     out = call.out if call.out is None else empty_like(call.out)

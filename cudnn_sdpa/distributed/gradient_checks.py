@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.varlen.arguments import offsets_of_keys
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
@@ -115,9 +116,10 @@ def _keys(
     outputs = {"grad_out": out, "out": out, "lse": lse}
     needs = True, True, True
     if cu_seqlens is None:
-        dense = SdpaBackwardCall(**outputs, call=SdpaCall(**fields), needs=(*needs, False, sinks is not None))
+        needs_all = (*needs, False, sinks is not None)
+        dense = SdpaBackwardCall(**outputs, call=from_fields(SdpaCall, **fields), needs=needs_all)
         return dense.make_readable().keys(target, device)
     fields["cu_seqlens_kv"] = offsets_of_keys(fields["cu_seqlens_q"], fields["cu_seqlens_kv"])
-    packed = VarlenCall(**fields, rng=None)
+    packed = from_fields(VarlenCall, **fields, rng=None)
     backward = VarlenBackwardCall(**outputs, call=packed, needs=(*needs, sinks is not None))
     return backward.make_readable().keys(target, device)

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients
 from cudnn_sdpa.attention.cpu_checks import check_offsets
-from cudnn_sdpa.attention.dense.sdpa import sdpa
-from cudnn_sdpa.attention.dense.sdpa_backward import sdpa_backward
+from cudnn_sdpa.attention.dense.sdpa import sdpa, sdpa_backward
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
-from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import sdpa_varlen_backward
+from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen, sdpa_varlen_backward
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.collectives import GroupRank
 from cudnn_sdpa.distributed.zigzag import chunks_of

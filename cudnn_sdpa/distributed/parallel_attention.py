@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, as_sinks
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, Softmax, as_sinks
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenCall
@@ -354,14 +354,16 @@ def _checked(
         k=k,
         v=v,
         sinks=scores,
-        is_causal=options.is_causal,
-        window_left=options.window[0],
-        window_right=options.window[1],
-        scale=options.scale,
-        dropout_p=options.dropout_p,
-        softcap=options.softcap,
+        softmax=Softmax(
+            is_causal=options.is_causal,
+            window_left=options.window[0],
+            window_right=options.window[1],
+            scale=options.scale,
+            dropout_p=options.dropout_p,
+            softcap=options.softcap,
+        ),
     )
-    arguments.check_options(asked)
+    asked.softmax.check()
     rng = torch.empty(2, dtype=torch.int64, device=q.device) if options.dropout_p else None
     has_limits = not fallback.is_in_force()
     if packing is None:
@@ -384,7 +386,8 @@ def _checked(
                 rng=rng,
                 max_seqlen_q=max_seqlen,
                 max_seqlen_kv=max_seqlen,
-                **arguments.softmax_of(asked),
+                sinks=scores,
+                softmax=asked.softmax,
             )
         )
     check_device("q", q, options.group_rank)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import Softmax
+from cudnn_sdpa.attention.arguments import SoftmaxOptions
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.errors import OptionError, UnsupportedError
@@ -20,7 +20,7 @@ _CAUSAL = ("causal", "causal_bottom_right", "padding_causal")
 _SOFTMAXES = ("vanilla", "off-by-one", "learnable")
 
 
-class _Options(Softmax, total=False):
+class _Options(SoftmaxOptions, total=False):
     dropout_p: float
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention.arguments import Softmax
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA
@@ -71,13 +72,13 @@ def _attention(
     call = _call(query, key, value, attn_bias, dropout_p=dropout_p, is_causal=is_causal, scale=scale)
     call = call._replace(with_lse=with_lse)
     if with_lse and needs_gradient(query, key, value):
-        (call._replace(dropout_p=0.0) if dropout_p else call).check()
+        call._replace(softmax=call.softmax._replace(dropout_p=0.0)).check()  # no random numbers are drawn yet
         SDPA.check_gradient(call)  # so that the forward pass raises, and not the backward pass
     if not dropout_p:
         return launch(SDPA, call, _calls, signature), None
     with torch.no_grad():
         rng = new_seed(query)
-        inputs = call._replace(rng=rng)[:-2]
+        inputs = SDPA.inputs_of(call._replace(rng=rng))
         return SDPA.operator("forward_all" if with_lse else "forward")(*inputs), rng
 
 
@@ -98,10 +99,12 @@ def _call(
         v=value,
         attn_mask=attn_bias,
         rng=rng,
-        is_causal=is_causal,
-        scale=scale,
-        dropout_p=dropout_p,
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        softmax=Softmax(
+            is_causal=is_causal,
+            scale=scale,
+            dropout_p=dropout_p,
+            deterministic=torch.are_deterministic_algorithms_enabled(),
+        ),
         with_lse=True,
     )
 

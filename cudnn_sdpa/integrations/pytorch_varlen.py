@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cudnn_sdpa.attention.arguments import check_lengths
-from cudnn_sdpa.attention.mask import UNBOUNDED
+from cudnn_sdpa.attention.arguments import Softmax, check_lengths
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import NHD
 from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.plans import MAX_DECODED, MAX_GATHERED_BYTES
@@ -108,7 +108,6 @@ def _attention(
     if backend not in _BACKENDS:
         raise OptionError("backend", repr(backend), f"FLASH_ATTENTION or CUDNN_ATTENTION of SDPBackend: {_BACKENDS}")
     _check_value_dim(query, value)
-    left, right = _window(window_size)
     try:
         call = VarlenCall(
             q=query,
@@ -120,11 +119,7 @@ def _attention(
             rng=None,
             max_seqlen_q=max_q,
             max_seqlen_kv=max_k,
-            is_causal=bool(is_causal),
-            window_left=left,
-            window_right=right,
-            scale=scale,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            softmax=_softmax(window_size, is_causal=is_causal, scale=scale),
             with_lse=True,
             out=out,
         )
@@ -147,7 +142,7 @@ attention.__signature__ = _INTO.replace(parameters=list(_INTO.parameters.values(
 
 
 def _run(call: VarlenCall) -> tuple[Tensor, Tensor]:
-    signature = tuple(call)
+    signature = VARLEN.flat(call)
     if _calls.find is not None and not value_checks.enabled:
         with torch.no_grad():
             known = _calls.find(*signature)
@@ -160,13 +155,14 @@ def _run(call: VarlenCall) -> tuple[Tensor, Tensor]:
     return result
 
 
-def _window(window_size: Sequence[int] | None) -> tuple[int, int]:
-    if window_size is None:
-        return UNBOUNDED, UNBOUNDED
-    if len(window_size) != 2:
-        raise OptionError("window_size", repr(list(window_size)), "two integers (left, right), -1 for no bound")
-    left, right = window_size
-    return left, right
+def _softmax(window_size: Sequence[int] | None, *, is_causal: bool, scale: float | None) -> Softmax:
+    left, right = UNBOUNDED, UNBOUNDED
+    if window_size is not None:
+        if len(window_size) != 2:
+            raise OptionError("window_size", repr(list(window_size)), "two integers (left, right), -1 for no bound")
+        left, right = window_size
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return Softmax(bool(is_causal), BOTTOM_RIGHT, left, right, scale=scale, deterministic=deterministic)
 
 
 def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor | None:
@@ -211,7 +207,6 @@ def gradients(
     backend: int = FLASH,  # noqa: ARG001 - that of the forward pass
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's operator: the gradients of query, key and value. `out` and `lse` may be those of more keys."""
-    left, right = _window(window_size)
     try:
         call = VarlenCall(
             q=query,
@@ -223,11 +218,7 @@ def gradients(
             rng=None,
             max_seqlen_q=max_q,
             max_seqlen_kv=max_k,
-            is_causal=bool(is_causal),
-            window_left=left,
-            window_right=right,
-            scale=scale,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
+            softmax=_softmax(window_size, is_causal=is_causal, scale=scale),
             with_lse=True,
         )
         if lse.dim() != 2:
@@ -278,9 +269,7 @@ def _check_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> No
         seq_lens_q=None,
         sinks=None,
         page_layout=NHD,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        scale=call.scale,
+        softmax=call.softmax,
     )
     paged.check_types()
     paged.check()
@@ -301,9 +290,9 @@ def _decode(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> tuple[T
         seq_lens_kv=seqused_k,
         seq_lens_q=call.cu_seqlens_q.diff().clamp_(0, width),
         page_layout=NHD,
-        is_causal=call.is_causal,
-        window_size=(call.window_left, call.window_right),
-        scale=call.scale,
+        is_causal=call.softmax.is_causal,
+        window_size=(call.softmax.window_left, call.softmax.window_right),
+        scale=call.softmax.scale,
         return_lse=True,
     )
     sequence, position = _positions(call.cu_seqlens_q, tokens)
@@ -358,7 +347,7 @@ def _on_gathered(call: VarlenCall, block_table: Tensor, seqused_k: Tensor, max_s
         cu_seqlens_kv=offsets,
         max_seqlen_kv=max_seqlen,
     )
-    result: tuple[Tensor, Tensor] = launch(VARLEN, packed, _gathered_calls, tuple(packed))
+    result: tuple[Tensor, Tensor] = launch(VARLEN, packed, _gathered_calls, VARLEN.flat(packed))
     return result
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ReferenceArguments
+from cudnn_sdpa.attention.arguments import ReferenceArguments, from_fields
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward, flops_of_forward
 from cudnn_sdpa.attention.mask import as_kernels_see
@@ -79,7 +79,8 @@ def reference_attention(
 
 
 def _arguments(call: KernelArguments) -> ReferenceArguments:
-    return ReferenceArguments(call.q, call.k, call.v, call.mask, is_causal=call.is_causal, scale=call.scale)
+    options = {"is_causal": call.is_causal, "scale": call.scale}
+    return from_fields(ReferenceArguments, call.q, call.k, call.v, call.mask, **options)
 
 
 def attention(call: KernelArguments) -> tuple[Tensor, Tensor]:

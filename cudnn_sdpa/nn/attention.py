@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from cudnn_sdpa.attention.arguments import ForwardArguments, check_options, window_bounds
+from cudnn_sdpa.attention.arguments import softmax_of
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.engine.sharding import sinks_of_heads
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.nn import attention_checks
 from cudnn_sdpa.nn.checks import Factory, check_number, check_tokens, checked_flags, unsharded
 from cudnn_sdpa.nn.conversion import check_type, copy_linear, copy_parameter, merge, rename, split
@@ -158,11 +157,9 @@ class Attention(nn.Module):
         self.embed_dim, self.num_heads, (self.num_kv_heads, self.head_dim) = embed_dim, num_heads, heads
         self.context_dim, self.packed = context_dim, packed
         check_number("dropout", dropout, below=1)
-        bounds = window_bounds(window_size)
-        is_causal, scale, softcap = as_bool(is_causal), as_float(scale), as_float(softcap)
-        nothing = torch.empty(0, device="meta")
-        options = ForwardArguments(nothing, nothing, nothing, is_causal=is_causal, scale=scale, softcap=softcap)
-        check_options(options._replace(window_left=bounds[0], window_right=bounds[1]))
+        softmax = softmax_of(is_causal, "top_left", window_size, scale, softcap=softcap)
+        softmax.check()
+        is_causal, scale, softcap = softmax.is_causal, softmax.scale, softmax.softcap
         attention_checks.check_cross_attention(
             context_dim=context_dim,
             is_causal=is_causal,

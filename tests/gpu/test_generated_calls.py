@@ -13,7 +13,7 @@ import torch
 from random_tensors import FP8
 
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense import plans
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.support import rules
@@ -98,7 +98,8 @@ def ruled_out(case: generators.Case) -> UnsupportedError | None:
     options, tensors = case.options, {name: spec.make("meta") for name, spec in case.tensors.items()}
     side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "len" in n}
     left, right = options["window_size"] or (-1, -1)
-    call = ForwardArguments(
+    call = from_fields(
+        ForwardArguments,
         **tensors,
         **side,
         is_causal=options["is_causal"],

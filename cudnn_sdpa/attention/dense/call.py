@@ -10,7 +10,7 @@ from cudnn_sdpa.attention import arguments, bias, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, warn_of_order
 from cudnn_sdpa.attention.call import CudnnBackwardCall, CudnnCall
 from cudnn_sdpa.attention.cpu_checks import check_strides_of_dense
-from cudnn_sdpa.attention.dense import launch_backward, parts, plans, tiers
+from cudnn_sdpa.attention.dense import launch, parts, plans, tiers
 from cudnn_sdpa.attention.dense import reference as in_pytorch
 from cudnn_sdpa.engine.autocast import cast_fields
 from cudnn_sdpa.engine.sharding import ShardingStrategy
@@ -22,7 +22,6 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
     __slots__ = ()
 
     check_types = arguments.check_types
-    check_options = arguments.check_options
     check = arguments.check
     check_values = arguments.check_values
     check_strides = arguments.check_strides
@@ -43,7 +42,7 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
         return in_pytorch.attention(self)
 
     def strategies(self) -> list[ShardingStrategy]:
-        return sharding.dense(self._asdict())
+        return sharding.dense(self._asdict() | self.softmax._asdict())
 
 
 class ReferenceSdpaCall(SdpaCall):
@@ -65,7 +64,7 @@ class SdpaBackwardCall(GradientCall, CudnnBackwardCall[SdpaCall]):  # type: igno
         def call(self) -> SdpaCall: ...
 
     new_gradient = staticmethod(bias.new_gradient)
-    make_readable = launch_backward.readable
+    make_readable = launch.readable
     reference = in_pytorch.gradients
-    bind = launch_backward.prepare_gradients
+    bind = launch.prepare_gradients
     keys = parts.gradient_keys

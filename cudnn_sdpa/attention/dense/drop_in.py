@@ -10,16 +10,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import functional
 
-from cudnn_sdpa.attention.arguments import check_flag
+from cudnn_sdpa.attention.arguments import check_flag, softmax_of
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
+from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.autograd_checks import PYTORCHS, refuse_context_parallel
 from cudnn_sdpa.engine.memory import check_is_tensor, check_present, is_causal_bias, shape_of
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import NativeKey
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
-from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
+from cudnn_sdpa.graph.scalars import as_bool, is_compiling
 
 _calls = NativeCalls()
 
@@ -79,13 +80,8 @@ def scaled_dot_product_attention(
         if attn_mask is None and _is_plain_call(query, key, value, enable_gqa):
             if not is_pytorchs:
                 refuse_context_parallel("sdpa")
-            call = SdpaCall(
-                *(query, key, value),
-                is_causal=as_bool(is_causal),
-                scale=None if scale is None else as_float(scale),
-                dropout_p=as_float(dropout_p),
-                deterministic=torch.are_deterministic_algorithms_enabled(),
-            )
+            softmax = softmax_of(is_causal, TOP_LEFT, None, scale, dropout_p=dropout_p)
+            call = SdpaCall(query, key, value, softmax=softmax)
             return SDPA(call, NativeKey(_calls, given))  # type: ignore[no-any-return]
         query, key, value = lifted(query, key, value, attn_mask)
         q, k, v, options = drop_in_arguments(

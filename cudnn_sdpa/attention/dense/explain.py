@@ -18,17 +18,17 @@ from cudnn_sdpa.attention.arguments import (
     GradientCall,
     Scaled,
     cast_for_autocast,
+    grouped,
     sign_of_scale,
 )
 from cudnn_sdpa.attention.dense import graphs, parts
-from cudnn_sdpa.attention.dense.buckets import Bucket
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries, output_layout
-from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa
-from cudnn_sdpa.attention.dense.sdpa_backward import backward_call_of, sdpa_backward
+from cudnn_sdpa.attention.dense.sdpa import SDPA, backward_call_of, call_of, sdpa, sdpa_backward
+from cudnn_sdpa.attention.dense.tiers import Bucket
 from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
-from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
+from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
@@ -46,7 +46,7 @@ TO_CAST = ("q", "k", "v", "attn_mask")
 @describes(sdpa, sharding.dense)
 def describe_sdpa(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa` runs on a GPU with these arguments; tensors may also be on the CPU."""
-    checked = SDPA.checked(call_of(**given, sinks=sinks), as_cast)
+    checked = SDPA.checked(call_of(**grouped(given), sinks=sinks), as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     device = device_of(original.q)
     if refused is not None:
@@ -81,11 +81,10 @@ def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> 
 @describes(sdpa_backward)
 def describe_backward(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa_backward` runs on a GPU with these arguments."""
-    of = backward_call_of(**given, sinks=sinks)
-    of.call.check_types()
+    of = backward_call_of(**grouped(given), sinks=sinks)
+    call = of.call
+    call.check_types()
     of.check_types()
-    call = of.call._replace(deterministic=is_deterministic(of.call.deterministic))
-    of = of._replace(call=call)
     call.check_options()
     of.check()
     call.check_strides()

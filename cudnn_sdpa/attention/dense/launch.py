@@ -1,21 +1,28 @@
-"""Forward calls bound to their plans: what a launch reads besides queries, keys and values, and what follows it."""
+"""Calls of both passes bound to their plans: what a launch reads besides its tensors, and what follows it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.bias import BiasKernel
-from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
+from cudnn_sdpa.attention import arguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
+from cudnn_sdpa.attention.bias import BiasKernel, mask_gradient, new_gradient
+from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec, Needs
 from cudnn_sdpa.attention.lengths import LENGTHS, LengthsKernel, RowLimitsKernel
+from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, SingleLaunch, items_by_name
-from cudnn_sdpa.engine.memory import check_present
-from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride
+from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
+from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, contiguous_stride, dense_like, dense_stride_like
+from cudnn_sdpa.graph.target import live_target
+from cudnn_sdpa.plans.build import build_plan
+from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.plan import Plan
 
 MIN_HALF = torch.finfo(torch.float32).min  #: replaces an LSE of -inf, because -inf - (-inf) is NaN
@@ -37,9 +44,9 @@ def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float)
         call,
         operands=("q", "k", "v"),
         results=results,
-        numbers={"scale": scale, "softcap": call.softcap},
+        numbers={"scale": scale, "softcap": call.softmax.softcap},
         queries=queries,
-        decode=forward.is_decode and not spec.softcap,
+        decode=forward.is_decode and not spec.is_capped,
     )
     adds_sinks = spec.sinks and has_lse and (forward.sinks_outside or spec.can_have_masked_rows)
     if spec.mask.masked_rows or adds_sinks or forward.with_lse != has_lse:
@@ -83,7 +90,7 @@ def bind_plan(
     if spec.has_lengths:
         given = [name for name in LENGTHS if getattr(call, name) is not None]
         made: RowLimitsKernel | LengthsKernel
-        if spec.softcap:
+        if spec.is_capped:
             made = RowLimitsKernel(
                 batch=batch, device=device, rows=spec.sq, band=spec.mask.band, max_q=spec.sq, max_kv=spec.skv
             )
@@ -140,3 +147,158 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     total = torch.logaddexp(lse, sinks)
     out.mul_(torch.exp(lse - total.clamp_min(MIN_HALF)).unsqueeze(-1))  # 0 where there is neither a key nor a sink
     lse.copy_(total)
+
+
+BackwardT = TypeVar("BackwardT", bound=GradientCall)
+
+OPERANDS = ("q", "k", "v", "out", "grad_out", "lse")  #: of all backward plans
+
+
+def readable(of: BackwardT) -> BackwardT:
+    """The backward call with copies of what cuDNN cannot read."""
+    out = readable_gradient(of.out, of.out)
+    grad_out, lse = readable_gradient(of.grad_out, out), memory.aligned("lse", of.lse)
+    if grad_out is of.grad_out and lse is of.lse and out is of.out:
+        return of
+    return of._replace(grad_out=grad_out, out=out, lse=lse)
+
+
+def prepare_gradients(of: GradientCall) -> Prepared:
+    """A backward call that cuDNN can read, bound to its plan.
+
+    Raises:
+        ArgumentError: A saved-tensor hook has changed a tensor.
+        UnsupportedError: cuDNN has no plan for it.
+        PlanBuildError: The plan is missing and may not be built now.
+    """
+    call = of.call
+    spec = DenseSpec.of(call)
+    if spec.is_empty:
+        return Prepared(_zero_gradients, None)
+    if spec.is_single or spec.has_no_plan:
+        return Prepared(lambda of: tuple(reference.gradients(of)), None)
+    if parts.split_gradient(of):
+        return Prepared(lambda of: tuple(parts.run_gradients(of, gradients)), None)
+    call.softmax.check()
+    arguments.check(call)
+    memory.check_strides(call.q, call.k, call.v)
+    device, backward = call.q.get_device(), BackwardSpec.of(of)
+    key = backward.key(live_target(device), device)
+    plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_backward))
+    spec = backward.dense
+    layouts = [*map(dense_like, (spec.q, spec.k, spec.v)), *([backward.grad_bias] if backward.bias_gradient else [])]
+    results: list[Layout] = [(x.shape, x.stride, x.dtype) for x in layouts]
+    queries = {"q": spec.q, "out": backward.out, "grad_out": backward.grad_out, "grad_q": dense_like(spec.q)}
+    with torch.cuda.device(device):
+        bound = bind_plan(
+            spec,
+            plan,
+            call,
+            operands=OPERANDS,
+            results=results,
+            numbers={"scale": plans.launched_backward(of).scale_value, "softcap": call.softmax.softcap},
+            queries=queries,
+        )
+    factor, needs = plans.factor_of_queries(of), Needs(*of.needs)
+    is_plain = factor is None and not (spec.mask.masked_rows or spec.bias or spec.is_capped or needs.sinks)
+    if is_plain:
+        fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
+        return Prepared(SingleLaunch(bound, [place for place, need in enumerate(needs[:3]) if need], of=fields), plan)
+    return Prepared(_Gradients(backward, bound, factor), plan)
+
+
+def gradients(of: GradientCall) -> list[Tensor]:
+    """The needed gradients of a backward call; its binding is not remembered."""
+    of = readable(of)
+    return list(prepare_gradients(of).run(of))
+
+
+class _Gradients:
+    """Runs backward calls of one plan."""
+
+    __slots__ = ("_backward", "_bound", "_factor", "_masks_lse", "_others_of")
+
+    def __init__(self, backward: BackwardSpec, bound: BoundPlan, factor: float | None) -> None:
+        self._backward = backward
+        self._bound = bound
+        self._factor = factor
+        self._others_of = items_by_name(bound.operands[len(OPERANDS) :])
+        self._masks_lse = backward.dense.bias is not None or backward.dense.is_capped
+
+    def __call__(self, of: GradientCall) -> tuple[Tensor, ...]:
+        """The needed gradients."""
+        call, lse, factor = of.call, of.lse, self._factor
+        masked_rows = self._backward.dense.mask.masked_rows
+        if masked_rows:
+            lse = memory.aligned("lse", lse[:, :, masked_rows:])
+        if self._masks_lse:  # fully masked rows: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
+            lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        q = call.q if factor is None else _multiplied(call.q, factor)
+        tensors = (q, call.k, call.v, of.out, of.grad_out, lse, *self._others_of(call))
+        grad_q, grad_k, grad_v, *grad_bias = self._bound(tensors)
+        if masked_rows:
+            grad_q[:, :, :masked_rows].zero_()
+        if factor is not None:
+            grad_q.mul_(factor)
+        if factor == 0:  # scores that are all 0 do not depend on q and k
+            grad_q.zero_()
+            grad_k.zero_()
+        needs = Needs(*of.needs)
+        found = [x for x, need in ((grad_q, needs.q), (grad_k, needs.k), (grad_v, needs.v)) if need]
+        if needs.attn_mask and call.attn_mask is not None:
+            found.append(mask_gradient(grad_bias[0], call.attn_mask, masked_rows))
+        if needs.sinks and call.sinks is not None:
+            found.append(sink_gradient(of.grad_out, of.out, of.lse, call.sinks))
+        return tuple(found)
+
+
+def _multiplied(q: Tensor, factor: float) -> Tensor:
+    check_address("q", q)  # PyTorch's kernel would read a null pointer
+    return multiplied(q, factor)
+
+
+def _zero_gradients(of: GradientCall) -> tuple[Tensor, ...]:
+    inputs = zip(Needs._fields, of.call.differentiable, of.needs, strict=True)
+    return tuple(new_gradient(name, x).zero_() for name, x, need in inputs if need and x is not None)
+
+
+def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, queries: Tensor | None = None) -> Tensor:
+    """The gradient of the sinks, in PyTorch: minus the sum of the sink's weight times grad_out · out.
+
+    cuDNN's own takes 2.5 times as long, and with dropout it is too small by a factor of (1 - p) (seen on 9.19).
+
+    Args:
+        grad_out: The gradient of the output (B, H, S, D).
+        out: The output.
+        lse: The LSE (B, H, S).
+        sinks: The sinks (H,).
+        queries: How many queries there are, on the device, if fewer than S: the gradient of the rest may be NaN.
+    """
+    check_present("sinks", sinks)  # PyTorch's kernels would read a null pointer
+    mean = (grad_out.float() * out).sum(-1)
+    if queries is not None:
+        mean.masked_fill_(torch.arange(mean.shape[-1], device=mean.device) >= queries, 0.0)
+    weights = torch.exp(sinks.view(1, -1, 1) - lse.clamp_min(MIN_HALF))  # also right for a sink of -inf
+    return -(weights * mean).sum((0, 2))
+
+
+def is_readable(grad_out: Tensor) -> bool:
+    """Whether cuDNN can read a gradient without a copy.
+
+    It cannot if the negative bit is set, so that memory has the other sign, or for a ZeroTensor, which has no memory.
+    """
+    address = grad_out.data_ptr()
+    if address == 0 or address % ALIGNMENT != 0 or grad_out.is_neg():
+        return False
+    alignment = ALIGNMENT // grad_out.element_size()
+    strides = [grad_out.stride(dim) for dim in range(3) if grad_out.shape[dim] != 1]
+    dense = grad_out.stride(3) == 1 or grad_out.shape[3] == 1
+    return dense and all(stride % alignment == 0 and stride != 0 for stride in strides)
+
+
+def readable_gradient(grad_out: Tensor, out: Tensor) -> Tensor:
+    """`grad_out` itself if cuDNN can read it, otherwise a copy in the memory order of `out`."""
+    if is_readable(grad_out):
+        return grad_out
+    stride = dense_stride_like(out.shape, out.shape, out.stride())
+    return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(grad_out)

@@ -191,11 +191,11 @@ def split_or_refuse(call: ForwardArguments, limits: Limits, reasons: list[str], 
         UnsupportedError: The call cannot be split.
     """
     found = parts.split(*call.qkv, limits)
-    if call.dropout_p > 0 and len(found) > 1:  # a single part is a copy of what spans too much memory
+    if call.softmax.dropout_p > 0 and len(found) > 1:  # a single part is a copy of what spans too much memory
         reasons = [*reasons, "calls with dropout cannot be split: an entry's place decides its random numbers"]
         fewer = f"calls with fewer tokens, and with at most {known_issues.MAX_GRID} batch entries and heads"
         raise UnsupportedError(f"{what} with dropout_p", reasons, f"{fewer}, or dropout_p=0.0")
-    if call.alibi and any(part.heads != found[0].heads for part in found):
+    if call.softmax.alibi and any(part.heads != found[0].heads for part in found):
         reasons = [*reasons, "calls with alibi cannot be split along heads, whose number decides their slopes"]
         raise UnsupportedError(f"{what} with alibi", reasons, "the biases in attn_mask, or calls with fewer heads")
     return found

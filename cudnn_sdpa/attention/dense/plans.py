@@ -48,7 +48,7 @@ class DenseSpec:
         bias: `attn_mask` as cuDNN reads it, without fully masked rows. None without one.
         sinks: Whether there are attention sinks.
         dropout_p: Dropout probability.
-        softcap: Whether there is logit soft-capping; its value is data.
+        is_capped: Whether there is logit soft-capping; its value is data.
         alibi: Whether there are ALiBi biases.
     """
 
@@ -61,23 +61,24 @@ class DenseSpec:
     bias: TensorLayout | None = None
     sinks: bool = False
     dropout_p: float = 0.0
-    softcap: bool = False
+    is_capped: bool = False
     alibi: bool = False
 
     @classmethod
     def of(cls, call: ForwardArguments) -> DenseSpec:
         """The spec of a call."""
         q, k, v = call.q, call.k, call.v
-        lengths_q, lengths_kv = call.seq_lens_q is not None, call.seq_lens_kv is not None
+        softmax, lengths_q, lengths_kv = call.softmax, call.seq_lens_q is not None, call.seq_lens_kv is not None
+        is_capped = softmax.softcap is not None
         mask = normalize_mask(
-            is_causal=call.is_causal,
-            alignment=call.causal_alignment,
-            window_size=(call.window_left, call.window_right),
+            is_causal=softmax.is_causal,
+            alignment=softmax.causal_alignment,
+            window_size=(softmax.window_left, softmax.window_right),
             sq=q.shape[2],
             skv=k.shape[2],
             has_lengths=lengths_q or lengths_kv,
-            top_left_only=call.attn_mask is not None or call.dropout_p > 0 or call.alibi or call.softcap is not None,
-            keep_causal=call.alibi,
+            top_left_only=call.attn_mask is not None or softmax.dropout_p > 0 or softmax.alibi or is_capped,
+            keep_causal=softmax.alibi,
         )
         bias = None if call.attn_mask is None else bias_layout(call.attn_mask, q, k.shape[2], mask.masked_rows)
         return cls(
@@ -89,9 +90,9 @@ class DenseSpec:
             lengths_kv=lengths_kv,
             bias=bias,
             sinks=call.sinks is not None,
-            dropout_p=float(call.dropout_p),
-            softcap=call.softcap is not None,
-            alibi=call.alibi,
+            dropout_p=float(softmax.dropout_p),
+            is_capped=is_capped,
+            alibi=softmax.alibi,
         )
 
     @property
@@ -136,7 +137,7 @@ class DenseSpec:
     def needs_lengths(self) -> bool:
         """Whether cuDNN needs lengths, even full ones, for the mask: a left bound with more queries than keys."""
         left_bound = self.mask.band is not None and self.mask.band[0] is not None
-        return left_bound and not self.softcap and self.rows > self.skv
+        return left_bound and not self.is_capped and self.rows > self.skv
 
     def configuration(self, operation: str, target: Target, **more: bool) -> Configuration:
         """The configuration that the support rules check."""
@@ -155,7 +156,7 @@ class DenseSpec:
             bias=self.bias is not None,
             sinks=self.sinks,
             dropout=self.dropout_p > 0,
-            softcap=self.softcap,
+            softcap=self.is_capped,
             alibi=self.alibi,
             **more,
         )
@@ -181,7 +182,7 @@ class DenseSpec:
             result.append(Operand("bias", repeated_row(self.bias, self.rows) if expand_bias else self.bias))
         if sinks:
             result.append(Operand("sink", TensorLayout.contiguous((1, heads, 1, 1), torch.float32)))
-        if self.softcap and self.has_lengths:
+        if self.is_capped and self.has_lengths:
             layout = TensorLayout.contiguous((batch, 1, self.sq, 1), torch.int32)
             result += [Operand("lowest", layout), Operand("highest", layout)]
         elif self.has_lengths or full_lengths:
@@ -195,7 +196,7 @@ class DenseSpec:
             ]
         if self.dropout_p:
             result += [Operand("seed", ONE_INT64), Operand("offset", ONE_INT64)]
-        if self.softcap:
+        if self.is_capped:
             result.append(Operand("softcap", HOST_SCALAR, Role.SCALAR))
         return result
 
@@ -246,7 +247,8 @@ class ForwardSpec:
     @classmethod
     def of(cls, call: ForwardArguments) -> ForwardSpec:
         """The spec of a call: its queries as they are launched, its output in the memory order of the caller's."""
-        return cls(DenseSpec.of(with_positive_scale(call)), output_layout(call), call.with_lse, call.deterministic)
+        dense = DenseSpec.of(with_positive_scale(call))
+        return cls(dense, output_layout(call), call.with_lse, call.softmax.deterministic)
 
     @property
     def is_empty(self) -> bool:
@@ -340,7 +342,7 @@ class BackwardSpec:
             dense=DenseSpec.of(launched_backward(of)),
             out=TensorLayout.of(of.out),
             grad_out=TensorLayout.of(of.grad_out),
-            deterministic=of.call.deterministic,
+            deterministic=of.call.softmax.deterministic,
             bias_gradient=needs.attn_mask,
             sink_gradient=needs.sinks,
         )
@@ -388,7 +390,7 @@ class BackwardSpec:
         """Whether full lengths are passed to mask the padding of the last tiles: see `known_issues`."""
         dense = self.dense
         partial = dense.rows % LAST_TILE != 0 or dense.skv % LAST_TILE != 0
-        return partial and target.cudnn < FIRST_RIGHT_LAST_TILE and not dense.softcap
+        return partial and target.cudnn < FIRST_RIGHT_LAST_TILE and not dense.is_capped
 
     def outputs(self) -> list[Operand]:
         """The gradients, each in the memory order of its tensor."""
@@ -413,7 +415,7 @@ class BackwardSpec:
             notes.append(f"the gradient of the first {dense.mask.masked_rows} queries is filled with zeros")
             notes.append("the log-sum-exp of the other queries is copied")
         notes += _notes_on_operands(dense, is_decode=False)
-        if dense.bias is not None or dense.softcap:
+        if dense.bias is not None or dense.is_capped:
             notes.append("the log-sum-exp of fully masked rows is replaced to avoid NaN")
         if self.bias_gradient:
             notes.append("the gradient of attn_mask is summed over its broadcast dimensions")
@@ -437,7 +439,7 @@ MASK_OF_ONE_KEY = "attn_mask over a single key: all is computed in plain PyTorch
 def _notes_on_operands(dense: DenseSpec, *, is_decode: bool) -> list[str]:
     """How lengths and `attn_mask` become operands of a plan."""
     notes = []
-    if dense.softcap and dense.has_lengths:
+    if dense.is_capped and dense.has_lengths:
         limits = "the first and the last key that each query sees are computed from the lengths"
         notes.append(f"{limits}, for soft-capping (one kernel)")
     elif dense.has_lengths:
@@ -497,4 +499,4 @@ def launched_backward(of: GradientCall) -> ForwardArguments:
     if factor is None:
         return call
     q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
-    return call._replace(q=q, scale=call.scale_value / factor if factor else 1.0)
+    return call._replace(q=q, softmax=call.softmax._replace(scale=call.scale_value / factor if factor else 1.0))

@@ -60,17 +60,17 @@ def _by_own_kernels(call: ForwardArguments) -> Tensor | None:
 
     Head dims above those of the fused form take the tiled one, whose memory grows with Sq × Skv.
     """
-    q, k, v, mask = call.q, call.k, call.v, call.attn_mask
-    aligned = not call.is_causal or call.causal_alignment == TOP_LEFT or q.shape[2] == k.shape[2]
+    q, k, v, mask, softmax = call.q, call.k, call.v, call.attn_mask, call.softmax
+    aligned = not softmax.is_causal or softmax.causal_alignment == TOP_LEFT or q.shape[2] == k.shape[2]
     if not call.has_only(_OF_KERNELS) or not aligned or v.shape[3] != q.shape[3]:
         return None
     mode = "fused" if q.shape[3] <= _MAX_FUSED_DIM else "tiled"
     operators = torch.ops.cudnn_sdpa
     if not needs_gradient(q, k, v, mask):
-        out: Tensor = operators.kernels_attention_forward(q, k, v, mask, mode, call.is_causal, call.scale)
+        out: Tensor = operators.kernels_attention_forward(q, k, v, mask, mode, softmax.is_causal, softmax.scale)
         return out
     _views = views_of_leaves(q, k, v, mask)  # while the operator applies a function of autograd's
-    out, _ = operators.kernels_attention_forward_statistics(q, k, v, mask, mode, call.is_causal, call.scale)
+    out, _ = operators.kernels_attention_forward_statistics(q, k, v, mask, mode, softmax.is_causal, softmax.scale)
     return out
 
 
@@ -78,6 +78,7 @@ def _by_pytorch(call: ForwardArguments) -> Tensor | None:
     """The output of PyTorch's own attention, in the memory order of q."""
     if not _pytorch_supports(call):
         return None
+    softmax = call.softmax
     q, mask, group = call.q, call.attn_mask, call.q.shape[1] // call.k.shape[1]
     k, v = (x if group == 1 else x.repeat_interleave(group, 1) for x in (call.k, call.v))
     if mask is not None and mask.dtype != torch.bool:
@@ -85,7 +86,7 @@ def _by_pytorch(call: ForwardArguments) -> Tensor | None:
     if mask is not None and mask.dim() < 2:
         mask = mask.expand(q.shape[2], k.shape[2])
     out = torch.nn.functional.scaled_dot_product_attention(
-        q, k, v, mask, dropout_p=call.dropout_p, is_causal=call.is_causal, scale=call.scale
+        q, k, v, mask, dropout_p=softmax.dropout_p, is_causal=softmax.is_causal, scale=softmax.scale
     )
     (shape, stride, dtype), _ = plans.results(call._replace(out=None))
     return (
@@ -102,9 +103,10 @@ _PYTORCHS = frozenset(
 def _pytorch_supports(call: ForwardArguments) -> bool:
     if not call.has_only(_PYTORCHS):
         return False
-    causal = call.is_causal and (call.attn_mask is not None or call.causal_alignment != TOP_LEFT)
+    softmax = call.softmax
+    causal = softmax.is_causal and (call.attn_mask is not None or softmax.causal_alignment != TOP_LEFT)
     # Only PyTorch's global setting makes its gradients deterministic.
-    deterministic = call.deterministic and needs_gradient(*call.differentiable)
+    deterministic = softmax.deterministic and needs_gradient(*call.differentiable)
     # One of its GPU kernels takes no float32 mask with half-precision inputs.
     mixed = call.attn_mask is not None and call.attn_mask.dtype not in (torch.bool, call.q.dtype)
     return not (causal or deterministic or mixed)

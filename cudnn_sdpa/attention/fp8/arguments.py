@@ -10,7 +10,16 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import DIMENSIONS, ForwardArguments, check_alike, check_flag, check_lengths
+from cudnn_sdpa.attention.arguments import (
+    DIMENSIONS,
+    ForwardArguments,
+    Softmax,
+    check_alike,
+    check_flag,
+    check_lengths,
+    from_fields,
+    softmax_of,
+)
 from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED, Alignment
 from cudnn_sdpa.attention.paged.arguments import HND, PAGE_DIMENSIONS, check_pages
 from cudnn_sdpa.engine import value_checks
@@ -223,6 +232,15 @@ def fields_of(options: Options) -> dict[str, Any]:
     }
 
 
+def dense_call(q: Tensor, k: Tensor, v: Tensor, options: Options) -> ForwardArguments:
+    """The call in other dtypes with these options; they have not been checked."""
+    softmax = softmax_of(
+        options["is_causal"], options["causal_alignment"], options["window_size"], as_float(options["scale"])
+    )
+    lengths_q, lengths_kv = options["seq_lens_q"], options["seq_lens_kv"]
+    return ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv, softmax=softmax)
+
+
 #: The tensors of a call that are not scales, and the page tables.
 TENSORS = ("q", "k", "v", "seq_lens_q", "seq_lens_kv")
 TENSORS_OF_BACKWARD = ("grad_out", "q", "k", "v", "out", "lse", "seq_lens_q", "seq_lens_kv")
@@ -236,15 +254,17 @@ SCALES = {name: f"scales.{name}" for name in (*Fp8Scales._fields, *Fp8BackwardSc
 def options_of(call: ForwardArguments | Fp8Arguments | Fp8BackwardArguments) -> dict[str, Any]:
     """The fields that calls of all functions in FP8 and of `sdpa` have, besides queries, keys and values."""
     names = ("is_causal", "causal_alignment", "window_left", "window_right", "scale", "seq_lens_q", "seq_lens_kv")
-    return {name: getattr(call, name) for name in names}
+    options = call.softmax if isinstance(call, ForwardArguments) else call
+    return {name: getattr(options if name in Softmax._fields else call, name) for name in names}
 
 
 def as_dense(call: Fp8Arguments | Fp8BackwardArguments) -> ForwardArguments:
     """The tensors and options that calls in other dtypes have, too; with pages, k and v are pages."""
-    return ForwardArguments(
-        q=call.q,
-        k=call.k,
-        v=call.v,
+    return from_fields(
+        ForwardArguments,
+        call.q,
+        call.k,
+        call.v,
         **options_of(call),
         deterministic=isinstance(call, Fp8BackwardArguments) and call.deterministic,
         with_lse=isinstance(call, Fp8BackwardArguments) or call.with_lse,
@@ -291,10 +311,14 @@ def _check_out_dtype(call: Fp8Arguments) -> None:
         raise OptionError("out_dtype", repr(call.out_dtype), f"one of {expected}, or None for the dtype of q")
 
 
-def check_options(call: ForwardArguments | Fp8Arguments | Fp8BackwardArguments) -> None:
-    arguments.check_options(call if isinstance(call, ForwardArguments) else as_dense(call))
-    if call.scale is not None and not call.scale >= arguments.MIN_SCALE:
-        raise OptionError("scale", repr(call.scale), "a positive number, or None for 1/sqrt(head dim)")
+def check_options(call: Fp8Arguments | Fp8BackwardArguments) -> None:
+    check_softmax(as_dense(call).softmax)
+
+
+def check_softmax(softmax: Softmax) -> None:
+    softmax.check()
+    if softmax.scale is not None and not softmax.scale >= arguments.MIN_SCALE:
+        raise OptionError("scale", repr(softmax.scale), "a positive number, or None for 1/sqrt(head dim)")
 
 
 _QUANTIZE = "Quantize it to FP8; cudnn_sdpa.sdpa takes float16 and bfloat16."

@@ -23,6 +23,7 @@ from cudnn_sdpa.attention.fp8.arguments import (
     Options,
 )
 from cudnn_sdpa.engine import memory
+from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.sharding import ShardingStrategy
 from cudnn_sdpa.errors import UnsupportedError
@@ -138,7 +139,6 @@ def backward_call_of(
     **options: Unpack[Options],
 ) -> Fp8BackwardCall:
     """The call that arguments of `sdpa_fp8_backward` make; they have not been checked."""
-    is_set = torch.are_deterministic_algorithms_enabled() if deterministic is None else as_bool(deterministic)
     return Fp8BackwardCall(
         grad_out=grad_out,
         q=q,
@@ -148,7 +148,7 @@ def backward_call_of(
         lse=lse,
         **scales._asdict(),
         **arguments.fields_of(options),
-        deterministic=is_set,
+        deterministic=is_deterministic(deterministic),
     )
 
 

@@ -109,7 +109,7 @@ def describe_fp8_attention(
 ) -> Description:
     lengths = {"seq_lens_q": options["seq_lens_q"], "seq_lens_kv": options["seq_lens_kv"]}
     fp8_arguments.check_tensors({"q": q, "k": k, "v": v, **lengths})
-    given = ForwardArguments(q=q, k=k, v=v, **fp8_arguments.fields_of(options))
+    given = fp8_arguments.dense_call(q, k, v, options)
     call = as_cast(given)
     refused = UnsupportedError.of(fp8_attention.check, call)
     grad_dtype = fp8_attention.check_scaling(scaling, grad_dtype, q)

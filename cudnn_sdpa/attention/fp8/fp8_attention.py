@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, sharding
-from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast
+from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax, cast_for_autocast
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients, Options
@@ -187,9 +186,6 @@ def _bounds(of: Forward, table: Tensor, call: Call, found: Fp8Gradients | None) 
 
 IN_DTYPES = (torch.bfloat16, torch.float16)
 
-_OPTIONS = ("is_causal", "causal_alignment", "window_left", "window_right", "scale")
-_options_of = operator.attrgetter(*_OPTIONS)
-
 
 def fp8_attention(
     q: Tensor,
@@ -270,7 +266,7 @@ def fp8_attention(
         return _on_dtensors({**tensors, **options}, scaling, grad_dtype)
     cast = cast_for_autocast(ForwardArguments(q, k, v))
     q, k, v = cast.q, cast.k, cast.v
-    of = ForwardArguments(q=q, k=k, v=v, **fp8_arguments.fields_of(options))
+    of = fp8_arguments.dense_call(q, k, v, options)
     check(of)
     made = check_scaling(scaling, grad_dtype, q)
     return _run(of, Call(options, scaling, made, is_deterministic(None)))
@@ -290,7 +286,7 @@ _eager = _disable_dynamo(fp8_attention)
 
 def check(of: ForwardArguments) -> None:
     q, k, v = of.qkv
-    fp8_arguments.check_options(of)
+    fp8_arguments.check_softmax(of.softmax)
     hint = "Convert it with .to(torch.bfloat16); sdpa_fp8 takes FP8 tensors."
     fp8_arguments.check_common(of, IN_DTYPES, hint)
     # Tensors inside a functorch transform have no address.
@@ -338,7 +334,7 @@ def check_support(of: ForwardArguments, *, trains: bool, deterministic: bool) ->
     if not q.numel() or not k.numel():
         return False
     lengths = of.seq_lens_q is not None, of.seq_lens_kv is not None
-    asked = ((q.shape, k.shape, v.shape), lengths, _options_of(of), trains, deterministic)
+    asked = ((q.shape, k.shape, v.shape), lengths, of.softmax, trains, deterministic)
     if q.is_cuda:
         return _support(q.get_device(), *asked)
     name = cpu_target.active_name()
@@ -355,15 +351,14 @@ def _support(
     device: int | str,
     shapes: Sequence[Sequence[int]],
     lengths: tuple[bool, bool],
-    options: tuple[Any, ...],
+    softmax: Softmax,
     trains: bool,
     deterministic: bool,
 ) -> bool:
     target = live_target(device) if isinstance(device, int) else cpu_target.target_of(device)
     q, k, v = (torch.empty(*shape, dtype=DTYPE, device="meta") for shape in shapes)
     of_q, of_kv = (q.new_empty(len(q), dtype=torch.int32) if is_given else None for is_given in lengths)
-    fields = dict(zip(_OPTIONS, options, strict=True))
-    call = ForwardArguments(q, k, v, seq_lens_q=of_q, seq_lens_kv=of_kv, **fields, with_lse=trains)
+    call = ForwardArguments(q, k, v, seq_lens_q=of_q, seq_lens_kv=of_kv, softmax=softmax, with_lse=trains)
     dense = spec_of(call)
     if not trains and has_half_output(dense, target):
         return True

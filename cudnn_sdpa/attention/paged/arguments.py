@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, check_lengths, softmax_of
-from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, Softmax, check_lengths
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.engine import memory, value_checks
 from cudnn_sdpa.engine.memory import check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import ArgumentError, DtypeError, OptionError, ShapeError
@@ -45,13 +45,7 @@ class PagedArguments(NamedTuple):
     seq_lens_q: Tensor | None
     sinks: Tensor | None
     page_layout: str
-    is_causal: bool = True
-    causal_alignment: str = BOTTOM_RIGHT
-    window_left: int = UNBOUNDED
-    window_right: int = UNBOUNDED
-    scale: float | None = None
-    softcap: float | None = None
-    deterministic: bool = False
+    softmax: Softmax = Softmax(is_causal=True, causal_alignment=BOTTOM_RIGHT)
     with_lse: bool = False
     out: Tensor | None = None
 
@@ -83,7 +77,8 @@ class PagedArguments(NamedTuple):
     @property
     def scale_value(self) -> float:
         """The factor applied to the scores."""
-        return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
+        scale = self.softmax.scale
+        return self.q.shape[3] ** -0.5 if scale is None else float(scale)
 
     def as_dense(
         self,
@@ -101,7 +96,8 @@ class PagedArguments(NamedTuple):
             q,
             k,
             v,
-            **softmax_of(self),
+            sinks=self.sinks,
+            softmax=self.softmax,
             seq_lens_q=seq_lens_q,
             seq_lens_kv=seq_lens_kv,
             with_lse=with_lse,
@@ -180,11 +176,6 @@ def check_types(call: PagedArguments) -> None:
     required |= {"page_table": call.page_table, "seq_lens_kv": call.seq_lens_kv}
     optional = {"page_table_v": call.page_table_v, "seq_lens_q": call.seq_lens_q, "sinks": call.sinks, "out": call.out}
     arguments.check_operands(required, optional, call.with_lse)
-
-
-def check_options(call: PagedArguments) -> None:
-    """The options, which are not tensors."""
-    arguments.check_options(call.as_dense(call.q, call.k_pages, call.v_pages))
 
 
 def check_values(call: PagedArguments) -> None:

@@ -25,7 +25,7 @@ class PagedCall(PagedArguments, CudnnCall):  # type: ignore[misc]  # a NamedTupl
 
     extra_key = plans.marks_of
     check_types = arguments.check_types
-    check_options = arguments.check_options
+    omitted = ("dropout_p", "alibi")
     check = arguments.check
     check_values = arguments.check_values
     check_strides = arguments.check_strides

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import reference as dense_reference
 from cudnn_sdpa.attention import sharding
-from cudnn_sdpa.attention.arguments import with_positive_scale
+from cudnn_sdpa.attention.arguments import grouped, with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.paged import plans, reference
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
@@ -27,7 +27,7 @@ from cudnn_sdpa.graph.target import live_target
 @describes(sdpa_paged, sharding.paged)
 def describe_paged(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa_paged` with these arguments runs on a GPU."""
-    checked = PAGED.checked(call_of(**given, sinks=sinks), PAGED.cast)
+    checked = PAGED.checked(call_of(**grouped(given), sinks=sinks), PAGED.cast)
     original, call, refused = checked.call, checked.cast, checked.refused
     if refused is not None:
         return Description.refused(graphs.paged_decode, refused, explain.device_of(call.q))
@@ -88,7 +88,7 @@ def describe_prefill(call: PagedArguments, device: int | None) -> Description:
 
 
 def _why_prefill(call: PagedArguments, queries: int) -> str:
-    if call.softcap is not None:
+    if call.softmax.is_capped:
         return "logit soft-capping"
     if queries > MAX_DECODED:
         return f"{queries} queries per sequence"

@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import CPU_DTYPES, Softmax, allowed_dtypes, dtype_error
+from cudnn_sdpa.attention.arguments import CPU_DTYPES, SoftmaxOptions, allowed_dtypes, dtype_error
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.engine import memory
 from cudnn_sdpa.engine.memory import check_tensor, shape_of
@@ -23,13 +23,13 @@ def check_count(name: str, count: object, least: int = 0) -> None:
         raise OptionError(name, repr(count), f"an int of at least {least}")
 
 
-class PlanOptions(Softmax, total=False):
+class PlanOptions(SoftmaxOptions, total=False):
     """The options of `PagedKVCache.plans`."""
 
     return_lse: bool
 
 
-class StepOptions(Softmax, total=False):
+class StepOptions(SoftmaxOptions, total=False):
     """The options of `PagedKVCache.attend` but `return_lse`."""
 
     out: Tensor | None

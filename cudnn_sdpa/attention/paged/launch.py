@@ -76,7 +76,7 @@ def _prepare_with_positive_scale(call: PagedArguments, sign: float) -> Prepared:
         out = call.out
         if out is None:
             out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)
-        return call._replace(q=multiplied(call.q, sign), scale=scale, out=out)
+        return call._replace(q=multiplied(call.q, sign), softmax=call.softmax._replace(scale=scale), out=out)
 
     prepared = prepare(launched(call))
     return Prepared(lambda call: prepared.run(launched(call)), prepared.plan)

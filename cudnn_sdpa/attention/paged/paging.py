@@ -161,7 +161,7 @@ class PageTableKernel(OwnKernel):
             page_size=call.page_size,
             pages=call.k.shape[0],
             right=right_bound(call),
-            bottom_right=call.causal_alignment == BOTTOM_RIGHT,
+            bottom_right=call.softmax.causal_alignment == BOTTOM_RIGHT,
             keys=_PER_CALL,
             table_k=_PER_CALL,
             table_v=_PER_CALL,

@@ -116,12 +116,12 @@ def _split(call: PagedArguments, at_once: int) -> list[Part]:
 def is_decode(call: PagedArguments) -> bool:
     """Whether cuDNN's decode kernels serve a call."""
     queries = call.q.shape[2]
-    if queries > MAX_DECODED or call.softcap is not None or call.k.shape[1] > known_issues.MAX_GRID:
+    if queries > MAX_DECODED or call.softmax.is_capped or call.k.shape[1] > known_issues.MAX_GRID:
         return False
-    if call.window_left == UNBOUNDED:
+    if call.softmax.window_left == UNBOUNDED:
         return True
     # cuDNN counts the window from the last key that a row sees, which must then be the key on its diagonal.
-    return call.causal_alignment == BOTTOM_RIGHT and (right_bound(call) == 0 or queries == 1)
+    return call.softmax.causal_alignment == BOTTOM_RIGHT and (right_bound(call) == 0 or queries == 1)
 
 
 def marks_of(call: PagedArguments) -> tuple[Mark | None, Mark | None]:
@@ -146,7 +146,7 @@ def reasons_against_in_place(call: PagedArguments) -> list[str]:
         reasons.append("each sequence must have one query")
     if sequence_bucket(batch) != batch:
         reasons.append(f"{batch} sequences are served by a plan for {sequence_bucket(batch)}")
-    if right_bound(call) != UNBOUNDED and call.causal_alignment != BOTTOM_RIGHT:
+    if right_bound(call) != UNBOUNDED and call.softmax.causal_alignment != BOTTOM_RIGHT:
         reasons.append("a mask aligned at the first key changes the lengths")
     if not is_of_a_cache(call):
         reasons.append("the tables and lengths are not those of a PagedKVCache, so they must be checked")
@@ -155,7 +155,7 @@ def reasons_against_in_place(call: PagedArguments) -> list[str]:
 
 def right_bound(call: PagedArguments) -> int:
     """The last key that a query sees, relative to the diagonal; -1 if unbounded."""
-    return 0 if call.is_causal else call.window_right
+    return 0 if call.softmax.is_causal else call.softmax.window_right
 
 
 def table_width(columns: int) -> int:
@@ -211,9 +211,9 @@ class DecodeSpec:
             v=TensorLayout.of(call.v),
             out=TensorLayout.contiguous(shape_out, call.q.dtype),
             tables=(table_k, table_v),
-            left=None if call.window_left == UNBOUNDED else call.window_left,
+            left=None if call.softmax.window_left == UNBOUNDED else call.softmax.window_left,
             with_lse=call.with_lse or call.sinks is not None,
-            deterministic=call.deterministic,
+            deterministic=call.softmax.deterministic,
         )
 
     @property
@@ -313,14 +313,7 @@ def as_packed(call: PagedArguments, gathered: Gathered) -> VarlenArguments:
         rng=None,
         max_seqlen_q=queries,
         max_seqlen_kv=call.max_kv_len,
-        is_causal=call.is_causal,
-        causal_alignment=call.causal_alignment,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        scale=call.scale,
-        dropout_p=0.0,
-        softcap=call.softcap,
-        deterministic=call.deterministic,
+        softmax=call.softmax,
         with_lse=call.with_lse,
     )
 

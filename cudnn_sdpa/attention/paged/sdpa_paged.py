@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Literal, overload
 
-import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import Softmax, as_sinks
+from cudnn_sdpa.attention.arguments import Softmax, SoftmaxOptions, as_sinks, softmax_of
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.paged.arguments import PageLayout
 from cudnn_sdpa.attention.paged.call import PagedCall, ReferencePagedCall
@@ -17,13 +15,13 @@ from cudnn_sdpa.attention.paged.step import MARK
 from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import NativeKey, Operation
-from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
+from cudnn_sdpa.graph.scalars import as_bool, is_compiling
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class PagedOptions(Softmax, total=False):
+class PagedOptions(SoftmaxOptions, total=False):
     """The options of `sdpa_paged` but `page_layout` and `return_lse`."""
 
     page_table_v: Tensor | None
@@ -175,7 +173,21 @@ def sdpa_paged(
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
-    result: Tensor | tuple[Tensor, Tensor] = PAGED(call_of(*given), NativeKey(_calls, given))
+    call = call_of(
+        q=q,
+        k_pages=k_pages,
+        v_pages=v_pages,
+        page_table=page_table,
+        seq_lens_kv=seq_lens_kv,
+        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap=softcap),
+        page_table_v=page_table_v,
+        seq_lens_q=seq_lens_q,
+        page_layout=page_layout,
+        sinks=sinks,
+        return_lse=return_lse,
+        out=out,
+    )
+    result: Tensor | tuple[Tensor, Tensor] = PAGED(call, NativeKey(_calls, given))
     return result
 
 
@@ -185,20 +197,16 @@ def call_of(
     v_pages: Tensor,
     page_table: Tensor,
     seq_lens_kv: Tensor,
+    *,
+    softmax: Softmax,
     page_table_v: Tensor | None,
     seq_lens_q: Tensor | None,
     page_layout: PageLayout | None,
-    is_causal: bool,
-    causal_alignment: Alignment,
-    window_size: tuple[int, int] | None,
-    scale: float | None,
-    softcap: float | None,
     sinks: Tensor | None,
     return_lse: bool,
     out: Tensor | None,
 ) -> PagedCall:
     """The call that arguments of `sdpa_paged` make; they have not been checked."""
-    left, right = arguments.window_bounds(window_size)
     return PagedCall(
         q=q,
         k_pages=k_pages,
@@ -209,14 +217,8 @@ def call_of(
         seq_lens_q=seq_lens_q,
         sinks=None if sinks is None else as_sinks(sinks),
         page_layout=page_layout,  # type: ignore[arg-type]  # None is refused by the check of types
-        is_causal=as_bool(is_causal),
-        causal_alignment=causal_alignment,
-        window_left=left,
-        window_right=right,
-        scale=None if scale is None else as_float(scale),
-        softcap=None if softcap is None else as_float(softcap),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
-        with_lse=as_bool(return_lse),
+        softmax=softmax,
+        with_lse=return_lse if type(return_lse) is bool else as_bool(return_lse),
         out=out,
     )
 

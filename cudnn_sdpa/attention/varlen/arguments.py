@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, softmax_of
-from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, Softmax
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.engine import memory, value_checks
 from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor, shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError
@@ -33,14 +33,7 @@ class VarlenArguments(NamedTuple):
     rng: Tensor | None
     max_seqlen_q: int
     max_seqlen_kv: int
-    is_causal: bool = False
-    causal_alignment: str = BOTTOM_RIGHT
-    window_left: int = UNBOUNDED
-    window_right: int = UNBOUNDED
-    scale: float | None = None
-    dropout_p: float = 0.0
-    softcap: float | None = None
-    deterministic: bool = False
+    softmax: Softmax = Softmax(causal_alignment=BOTTOM_RIGHT)
     with_lse: bool = False
     out: Tensor | None = None
 
@@ -62,22 +55,15 @@ class VarlenArguments(NamedTuple):
     @property
     def scale_value(self) -> float:
         """The softmax scale."""
-        return self.q.shape[2] ** -0.5 if self.scale is None else float(self.scale)
+        scale = self.softmax.scale
+        return self.q.shape[2] ** -0.5 if scale is None else float(scale)
 
     def as_dense(self) -> ForwardArguments:
         """A dense call of one sequence with the same options, for shared checks and the reference."""
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in self.qkv)
         out = None if self.out is None else self.out.transpose(0, 1).unsqueeze(0)
         kind = ForwardArguments if self.is_for_cudnn else ReferenceArguments
-        return kind(
-            q=q,
-            k=k,
-            v=v,
-            rng=self.rng,
-            **softmax_of(self),
-            with_lse=self.with_lse,
-            out=out,
-        )
+        return kind(q, k, v, sinks=self.sinks, rng=self.rng, softmax=self.softmax, with_lse=self.with_lse, out=out)
 
     @property
     def is_for_cudnn(self) -> bool:
@@ -110,11 +96,6 @@ def offsets_of_keys(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor) -> Tensor | Non
     if cu_seqlens_kv is None:
         raise OptionError("cu_seqlens_kv", "NoneType", "a torch.Tensor")
     return cu_seqlens_kv
-
-
-def check_options(call: VarlenArguments) -> None:
-    """The options, which are not tensors."""
-    arguments.check_options(ForwardArguments(q=call.q, k=call.k, v=call.v, **softmax_of(call)))
 
 
 def check(call: VarlenArguments) -> None:

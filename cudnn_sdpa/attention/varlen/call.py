@@ -22,7 +22,7 @@ class VarlenCall(VarlenArguments, CudnnCall):  # type: ignore[misc]  # a NamedTu
     __slots__ = ()
 
     check_types = arguments.check_types
-    check_options = arguments.check_options
+    omitted = ("alibi",)
     check = arguments.check
     check_values = arguments.check_values
     check_strides = arguments.check_strides

@@ -10,16 +10,14 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import reference, sharding
-from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, with_positive_scale
+from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, grouped, with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.call import VarlenCall
 from cudnn_sdpa.attention.varlen.reference import sequences
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen
-from cudnn_sdpa.attention.varlen.sdpa_varlen_backward import backward_call_of, sdpa_varlen_backward
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, backward_call_of, call_of, sdpa_varlen, sdpa_varlen_backward
 from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
-from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
@@ -29,7 +27,7 @@ from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 @describes(sdpa_varlen, sharding.varlen)
 def describe_varlen(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa_varlen` runs on a GPU with these arguments."""
-    checked = VARLEN.checked(call_of(**given, sinks=sinks), explain.as_cast)
+    checked = VARLEN.checked(call_of(**grouped(given), sinks=sinks), explain.as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     device = explain.device_of(original.q)
     if refused is not None:
@@ -55,11 +53,10 @@ def describe_varlen(sinks: Tensor | None, **given: Any) -> Description:
 @describes(sdpa_varlen_backward)
 def describe_varlen_backward(sinks: Tensor | None, **given: Any) -> Description:
     """What `sdpa_varlen_backward` runs on a GPU with these arguments."""
-    of = backward_call_of(**given, sinks=sinks)
-    of.call.check_types()
+    of = backward_call_of(**grouped(given), sinks=sinks)
+    call = of.call
+    call.check_types()
     of.check_types()
-    call = of.call._replace(deterministic=is_deterministic(of.call.deterministic))
-    of = of._replace(call=call)
     call.check_options()
     of.check()
     call.check_strides()
@@ -93,7 +90,7 @@ def _describe_backward(
     ]
     return Description(
         operation=graphs.sdpa_backward,
-        key=partial(as_launched.backward_key, part_out, part_out, call.deterministic),
+        key=partial(as_launched.backward_key, part_out, part_out, call.softmax.deterministic),
         device=device,
         is_empty=is_empty,
         extra_kernels=notes,

@@ -11,9 +11,8 @@ from torch import Tensor
 from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.arguments import sign_of_scale, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
-from cudnn_sdpa.attention.dense import launch_backward as dense_backward
-from cudnn_sdpa.attention.dense.launch import apply_sinks
-from cudnn_sdpa.attention.dense.launch_backward import sink_gradient
+from cudnn_sdpa.attention.dense import launch as dense_backward
+from cudnn_sdpa.attention.dense.launch import apply_sinks, sink_gradient
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.parts import packed_gradient_limits
 from cudnn_sdpa.attention.reference import fill_without_keys
@@ -76,7 +75,7 @@ def _fill_empty(call: VarlenArguments) -> Result:
 def readable(of: BackwardT) -> BackwardT:
     """The backward call with copies of what cuDNN cannot read."""
     call = of.call
-    limits = packed_gradient_limits(deterministic=call.deterministic)
+    limits = packed_gradient_limits(deterministic=call.softmax.deterministic)
     if call.is_empty or limits.exceeded(*call.qkv, of.out, of.grad_out):
         return of
     grad_out, lse, layout = of.grad_out, memory.aligned("lse", of.lse), TensorLayout.of(call.q)
@@ -116,14 +115,14 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
     in_order = [layout.stride == found[1] for layout, found in zip(wanted, _results(key, call), strict=True)]
 
     needs_sinks = of.needs[3] and call.sinks is not None
-    if sign is None and all(in_order) and not spec.softcap and not needs_sinks:
+    if sign is None and all(in_order) and not spec.is_capped and not needs_sinks:
         fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
         return Prepared(SingleLaunch(bound, [place for place in range(3) if of.needs[place]], of=fields), bound.plan)
     others_of = items_by_name(bound.operands[len(dense_backward.OPERANDS) :])
 
     def run(of: VarlenGradientCall) -> tuple[Tensor, ...]:
         call, lse = of.call, of.lse
-        if spec.softcap:  # a row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
+        if spec.is_capped:  # a row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         q = call.q if sign is None else _multiplied(call.q, sign)
         found = bound((q, call.k, call.v, of.out, of.grad_out, lse, *others_of(call)))
@@ -191,7 +190,7 @@ def _bind(
             kernels=(packing,),
             addresses={name: Address(MADE, offset) for name, offset in packing.offsets.items() if name in names},
         )
-        if spec.softcap:
+        if spec.is_capped:
             lengths = [Address(MADE, packing.offsets[name]) for name in ("seq_len_q", "seq_len_kv")]
             more += RowLimitsKernel(
                 batch=spec.sequences,
@@ -205,7 +204,7 @@ def _bind(
     if call.rng is not None:
         seed = {"seed": Address("rng"), "offset": Address("rng", call.rng.element_size())}
         more += LaunchExtras(operands=("rng",), unaligned_ok=("rng",), addresses=seed)
-    numbers = {"scale": call.scale_value, "softcap": call.softcap}
+    numbers = {"scale": call.scale_value, "softcap": call.softmax.softcap}
     return BoundPlan(plan=plan, operands=operands, results=_results(key, call), numbers=numbers, extras=more)
 
 

@@ -78,7 +78,7 @@ class VarlenSpec:
         shared_cu_seqlens: Whether queries and keys are known to have the same lengths.
         sinks: Whether there are attention sinks.
         dropout_p: Dropout probability.
-        softcap: Whether there is logit soft-capping; its value is data.
+        is_capped: Whether there is logit soft-capping; its value is data.
         deterministic: Whether results must be bit-exact.
     """
 
@@ -92,7 +92,7 @@ class VarlenSpec:
     shared_cu_seqlens: bool = False
     sinks: bool = False
     dropout_p: float = 0.0
-    softcap: bool = False
+    is_capped: bool = False
     deterministic: bool = False
 
     @property
@@ -117,7 +117,7 @@ class VarlenSpec:
             lengths=True,
             sinks=self.sinks,
             dropout=self.dropout_p > 0,
-            softcap=self.softcap,
+            softcap=self.is_capped,
             **more,
         )
 
@@ -214,7 +214,7 @@ class VarlenSpec:
         if self.q != dense_like(self.q):
             notes.append("q is copied (cuDNN cannot launch gradients of queries that are a slice of a larger tensor)")
         notes += self._notes_on_rows("rows of the gradients without queries or keys become zeros")
-        if self.softcap:
+        if self.is_capped:
             notes.append("the log-sum-exp of fully masked rows is replaced to avoid NaN")
         wanted = (("q", self.q), ("k", self.k), ("v", self.v))
         notes += [
@@ -229,7 +229,7 @@ class VarlenSpec:
     def _notes_on_rows(self, unwritten: str) -> list[str]:
         packing = "the start and the length of each sequence are computed from the offsets"
         notes = [f"{packing}; {unwritten}, as cuDNN does not write them (one kernel)"]
-        if self.softcap:
+        if self.is_capped:
             limits = "the first and the last key that each query sees are computed from them"
             notes.append(f"{limits}, for soft-capping (one kernel)")
         return notes
@@ -269,7 +269,7 @@ class VarlenSpec:
         result += [Operand("seq_len_q", lengths), Operand("seq_len_kv", lengths)]
         if self.dropout_p:
             result += [Operand("seed", ONE_INT64), Operand("offset", ONE_INT64)]
-        if self.softcap:
+        if self.is_capped:
             result.append(Operand("softcap", HOST_SCALAR, Role.SCALAR))
             limits = TensorLayout.contiguous((self.sequences, 1, self.max_seqlen_q, 1), torch.int32)
             result += [Operand("lowest", limits), Operand("highest", limits)]
@@ -278,15 +278,17 @@ class VarlenSpec:
 
 def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> VarlenSpec:
     """The spec of a call, its numbers rounded up; the rows of queries and of keys to `rows`, if these are given."""
-    tight = call.deterministic or call.softcap is not None
+    softmax = call.softmax
+    is_capped = softmax.softcap is not None
+    tight = softmax.deterministic or is_capped
     q, k, v = map(TensorLayout.of, call.qkv)
     if rows is not None:
         rows_q, rows_kv = rows
         q, k, v = (replace(x, shape=(n, *x.shape[1:])) for x, n in ((q, rows_q), (k, rows_kv), (v, rows_kv)))
     max_seqlens = min(call.max_seqlen_q, call.q.shape[0]), min(call.max_seqlen_kv, call.k.shape[0])
     is_shared = call.cu_seqlens_kv is None
-    alignment = TOP_LEFT if is_shared else call.causal_alignment
-    window_size = (call.window_left, call.window_right)
+    alignment = TOP_LEFT if is_shared else softmax.causal_alignment
+    window_size = (softmax.window_left, softmax.window_right)
     return VarlenSpec(
         q=q,
         k=k,
@@ -294,12 +296,12 @@ def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varle
         sequences=sequence_bucket(call.cu_seqlens_q.shape[0] - 1),
         max_seqlen_q=length_bucket(call.max_seqlen_q, q.shape[0], tight=tight),
         max_seqlen_kv=length_bucket(call.max_seqlen_kv, k.shape[0], tight=tight),
-        mask=normalize_mask(call.is_causal, alignment, window_size, *max_seqlens, has_lengths=True),
+        mask=normalize_mask(softmax.is_causal, alignment, window_size, *max_seqlens, has_lengths=True),
         shared_cu_seqlens=is_shared,
         sinks=call.sinks is not None,
-        dropout_p=float(call.dropout_p),
-        softcap=call.softcap is not None,
-        deterministic=call.deterministic,
+        dropout_p=float(softmax.dropout_p),
+        is_capped=is_capped,
+        deterministic=softmax.deterministic,
     )
 
 
@@ -333,7 +335,7 @@ def backward_key(of: VarlenGradientCall, target: Target, device: int | None) -> 
         UnsupportedError: It is known to have no kernel.
     """
     layouts = TensorLayout.of(of.out), TensorLayout.of(of.grad_out)
-    return spec_of(with_positive_scale(of.call)).backward_key(*layouts, of.call.deterministic, target, device)
+    return spec_of(with_positive_scale(of.call)).backward_key(*layouts, of.call.softmax.deterministic, target, device)
 
 
 def keys(call: VarlenArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
@@ -356,7 +358,7 @@ def split_gradient(of: VarlenGradientCall) -> list[Part]:
     Raises:
         UnsupportedError: It needs several and cannot be split.
     """
-    limits = parts.packed_gradient_limits(deterministic=of.call.deterministic)
+    limits = parts.packed_gradient_limits(deterministic=of.call.softmax.deterministic)
     reasons = limits.exceeded(*of.call.qkv, of.out, of.grad_out)
     what = "the gradient of sdpa_varlen"
     return split_or_refuse(of.call.as_dense(), limits, reasons, what) if reasons else []
@@ -381,11 +383,11 @@ def check_gradient(call: VarlenArguments, target: Target, device: int | None = N
     if call.is_empty:
         return
     call = dense_queries(without_data(call))  # others are copied
-    layout, limits = output_layout(call), parts.packed_gradient_limits(deterministic=call.deterministic)
-    sequences = call.cu_seqlens_q.shape[0] - 1
-    is_large = bool(limits.exceeded(*call.qkv, layout)) or (call.deterministic and sequences > known_issues.MAX_GRID)
+    deterministic, sequences = call.softmax.deterministic, call.cu_seqlens_q.shape[0] - 1
+    layout, limits = output_layout(call), parts.packed_gradient_limits(deterministic=deterministic)
+    is_large = bool(limits.exceeded(*call.qkv, layout)) or (deterministic and sequences > known_issues.MAX_GRID)
     if not is_large:  # nothing but the rules: packed training asks for each new number of tokens
-        refused = spec_of(with_positive_scale(call)).refusal(target, deterministic=call.deterministic)
+        refused = spec_of(with_positive_scale(call)).refusal(target, deterministic=deterministic)
         if refused is not None:
             raise refused
         return

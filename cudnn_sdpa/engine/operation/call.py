@@ -1,7 +1,8 @@
 """Base classes of calls: the methods by which an operation checks, plans, launches and differentiates a call.
 
 The class of a call has two bases. The first is a NamedTuple with the call's data: the tensors, then the options, and
-last the wanted results, where there is a choice: `with_…` for auxiliary results, and `out`. The second is `Call`, or
+last the wanted results, where there is a choice: `with_…` for auxiliary results, and `out`. The last option may be a
+NamedTuple, a group of options, which the flat schemas of operators have one by one. The second base is `Call`, or
 `BackwardCall`. `pipeline` has the order in which the methods are called.
 """
 
@@ -46,6 +47,9 @@ class Call(_Tuple):
     """A forward call: the base class of its behaviour. PyTorch's compiler traces tuples, and no other class of ours."""
 
     __slots__ = ()
+
+    #: The options of a group that the operators do not have; they are at their defaults.
+    omitted: ClassVar[tuple[str, ...]] = ()
 
     def autocast(self) -> dict[str, object]:
         """The fields that `torch.autocast`, which is on, changes."""

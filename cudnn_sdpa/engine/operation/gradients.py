@@ -140,7 +140,7 @@ class Gradients(Launches[CallT]):
             if through_dispatcher:  # the operator applies a function of PyTorch's
                 _views = views_of_leaves(*self._differentiable_of(call))
                 return self._select_outputs(call, as_tuple(self._through_dispatcher(self.complete(call))))
-            complete = self.call(*self._inputs_of(call), *self._all_outputs)
+            complete = self.call(*call[self._inputs_at], *self._all_outputs)
             tracked = Tracked(self, complete, entry, self._is_complete(call))
             result: Result = Differentiable.apply(tracked, *self._differentiable_of(call))
         except RuntimeError:

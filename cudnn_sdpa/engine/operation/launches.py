@@ -76,9 +76,18 @@ class Description(Generic[CallT]):
         flags = tuple(name for name in self.fields if name.startswith("with_"))
         self.takes_out = self.fields[-1] == "out"
         wanted = (*flags, "out") if self.takes_out else flags
-        self._types = {name: SCHEMA_TYPES[hints[name]] for name in self.fields if name not in wanted}
+        self._inputs = len(self.fields) - len(wanted)
+        #: The class of the last input, if that holds options: they are inputs of the operators one by one.
+        self._grouped = hints[self.fields[self._inputs - 1]]
+        self._has_group = hasattr(self._grouped, "_fields")
+        self._alone = self._inputs - self._has_group
+        self._types = {name: SCHEMA_TYPES[hints[name]] for name in self.fields[: self._alone]}
         self._tensors = sum(kind.startswith("Tensor") for kind in self._types.values())
-        self._inputs = len(self._types)
+        if self._has_group:
+            hints = typing.get_type_hints(self._grouped)
+            names = [name for name in self._grouped._fields if name not in self.call.omitted]
+            self._types |= {name: SCHEMA_TYPES[hints[name]] for name in names}
+        self._group_names = tuple(self._types)[self._alone :]
         self._can_draw = "rng" in self._types
         self._has_extra_key = self.call.extra_key is not Call.extra_key
         self._gradients = len(self.differentiable)
@@ -88,6 +97,7 @@ class Description(Generic[CallT]):
         self._options_at, self._inputs_at = slice(self._tensors, self._inputs), slice(self._inputs)
         self._others_at = slice(self._tensors, None)
         self._recognized_at = slice(self._tensors, self._inputs + len(flags))
+        self._alone_at = slice(self._alone)
         if self.fields[: self._gradients] != self.differentiable or self.fields[self._inputs :] != wanted:
             raise ValueError(f"{self.name}: fields in another order than {(*self.differentiable, '…', *wanted)}")
         if any(kind.startswith("Tensor") for kind in list(self._types.values())[self._tensors :]):
@@ -132,11 +142,21 @@ class Description(Generic[CallT]):
     def _differentiable_of(self, call: CallT) -> tuple[Tensor | None, ...]:
         return call[self._differentiable_at]
 
+    def flat(self, call: CallT) -> tuple[object, ...]:
+        """All fields, those of a group of options one by one, as the native module describes them."""
+        if not self._has_group:
+            return call[:]
+        return (*call[self._alone_at], *call[self._alone], *call[self._inputs :])
+
     def _options_of(self, call: CallT) -> tuple[object, ...]:
         return call[self._options_at]
 
-    def _inputs_of(self, call: CallT) -> tuple[object, ...]:
-        return call[self._inputs_at]
+    def inputs_of(self, call: CallT) -> tuple[object, ...]:
+        """The inputs of the operators: the tensors and the options."""
+        if not self._has_group:
+            return call[self._inputs_at]
+        group = call[self._alone]
+        return (*call[self._alone_at], *[getattr(group, name) for name in self._group_names])
 
     def _others_of(self, call: CallT) -> tuple[object, ...]:
         return call[self._others_at]
@@ -160,7 +180,7 @@ class Description(Generic[CallT]):
         return first
 
     def _draws(self, call: CallT) -> bool:
-        return self._can_draw and bool(getattr(call, "dropout_p", 0.0))
+        return self._can_draw and bool(call[self._alone].dropout_p)
 
     def _out_of(self, call: CallT) -> Tensor | None:
         """Where the first result goes, if not into new memory."""
@@ -274,7 +294,8 @@ class Launches(Description[CallT]):
         out = call[-1] if self.takes_out else None
         of_out = None if out is None else layout_signature(out)
         extra = call.extra_key() if self._has_extra_key else None
-        return (*layouts, *options, *map(type, options), of_out, extra)
+        types = map(type, (*options, *call[self._alone])) if self._has_group else map(type, options)
+        return (*layouts, *options, *types, of_out, extra)
 
     def _signature_of_gradient(self, backward: BackwardCall[CallT]) -> Hashable:
         layouts = map(layout_signature, self._given_of(backward))
@@ -301,14 +322,14 @@ class Launches(Description[CallT]):
     # PyTorch's operators.
 
     def _through_dispatcher(self, call: CallT) -> Result:
-        inputs, out = self._inputs_of(call), self._out_of(call)
+        inputs, out = self.inputs_of(call), self._out_of(call)
         if out is not None:
             return self._select_outputs(call, (out, *as_tuple(self.operator("forward_out")(*inputs, out))))
         found: Result = self.operator("forward_all" if self._flag and self._is_complete(call) else "forward")(*inputs)
         return found
 
     def _gradients_through_dispatcher(self, backward: BackwardCall[CallT]) -> list[Tensor]:
-        tensors, inputs = self._given_of(backward), self._inputs_of(backward.call)
+        tensors, inputs = self._given_of(backward), self.inputs_of(backward.call)
         found: list[Tensor] = self.operator("backward")(*tensors, *inputs, list(backward.needs))
         return found
 

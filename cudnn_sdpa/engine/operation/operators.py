@@ -27,9 +27,11 @@ class Operation(Pipeline[CallT]):
         OPERATIONS[self.name] = self
 
     def call_of(self, inputs: Sequence[object], *, is_complete: bool = False, out: Tensor | None = None) -> CallT:
-        found = self.call(*inputs, *self._all_outputs)
-        found = found if is_complete else self.complete(found, is_complete=False)
-        return found if out is None else found._replace(out=out)
+        wanted = [is_complete] * bool(self._flag) + [out] * self.takes_out
+        if not self._has_group:
+            return self.call(*inputs, *wanted)
+        group = self._grouped(**dict(zip(self._group_names, inputs[self._alone :], strict=True)))
+        return self.call(*inputs[: self._alone], group, *wanted)
 
     def forward_implementations(self, run: Callable[[CallT], Result]) -> dict[str, Callable[..., Result | None]]:
         """The forward operators as `run` implements them, by what they do."""
@@ -88,7 +90,7 @@ class Operation(Pipeline[CallT]):
 
         def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
             needs = tuple(ctx.needs_input_grad[: self._gradients])
-            others = (None,) * (self._inputs - self._gradients)
+            others = (None,) * (len(self._types) - self._gradients)
             return (*self.gradients(ctx, grads, needs), *others)
 
         return found._replace(backward=differentiate, setup_context=save_inputs)
@@ -106,11 +108,11 @@ class Operation(Pipeline[CallT]):
         implement(name, schema, found)
 
     def _count_forward(self, *inputs: object, **_: object) -> int:
-        return self.call_of(inputs[: self._inputs]).flops()[0]
+        return self.call_of(inputs[: len(self._types)]).flops()[0]
 
     def _count_backward(self, *inputs: object, **_: object) -> int:
         given = len(self._given_names)
-        return self.call_of(inputs[given : given + self._inputs]).flops()[1]
+        return self.call_of(inputs[given : given + len(self._types)]).flops()[1]
 
 
 #: All operations, by name.

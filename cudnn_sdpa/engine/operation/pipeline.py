@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks, fallback, sharding, value_checks
-from cudnn_sdpa.engine.autocast import could_cast, is_deterministic
+from cudnn_sdpa.engine.autocast import could_cast
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.dispatch_state import (
     can_be_recognized,
@@ -43,9 +43,6 @@ from cudnn_sdpa.engine.operation.launches import as_tuple, made
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.scalars import check_known, is_compiling
-
-#: Names of options in the public functions, where they differ from the names of fields.
-_OPTIONS = {"with_lse": "return_lse"}
 
 #: Replacements for options that depend on data.
 _INSTEAD = {"scale": "Multiply q by it, and pass scale=1.0.", "is_causal": "torch.cond chooses between two calls."}
@@ -68,7 +65,7 @@ class Checked(Generic[CallT]):
     """A call that is only described.
 
     Attributes:
-        call: As the caller made it, with the setting of deterministic algorithms that it follows.
+        call: As the caller made it.
         cast: As autocast casts it, with random numbers if it draws any.
         refused: Why its differentiation is refused; None if it is not.
         trains: Whether autograd follows it.
@@ -125,7 +122,8 @@ class Pipeline(Gradients[CallT]):
         call.check_types()
         if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
             call.check_options()
-        call = self._with_forward(call, self.cast(forward_of(call), by_autocast=not isinstance(call, BackwardCall)))
+        if not isinstance(call, BackwardCall):
+            call = self.cast(call)
         self.check_differentiation(call)
         if not isinstance(call, BackwardCall) and self._draws(call) and getattr(call, "rng", None) is None:
             call = call._replace(rng=new_seed(self.first_of(call)))
@@ -193,15 +191,15 @@ class Pipeline(Gradients[CallT]):
 
     def _check_known(self, call: CallT) -> None:
         """Refuses options that depend on data in compiled code; lengths and bounds may, which are symbols there."""
-        for name, value in zip(self.fields, call, strict=True):
-            if self._types.get(name) in ("float", "float?", "bool") or name == self._flag:
-                check_known(_OPTIONS.get(name, name), value, _INSTEAD.get(name, ""))
+        for (name, kind), value in zip(self._types.items(), self.inputs_of(call), strict=True):
+            if kind in ("float", "float?", "bool"):
+                check_known(name, value, _INSTEAD.get(name, ""))
+        if self._flag:
+            check_known(f"return{self._flag.removeprefix('with')}", call[self._inputs])
 
-    def cast(self, call: CallT, *, by_autocast: bool = True) -> CallT:
-        """The call as autocast casts it, with the setting of deterministic algorithms that it follows."""
-        changed = call.autocast() if by_autocast and (is_compiling() or is_autocasting()) else {}
-        if "deterministic" in self._types and type(getattr(call, "deterministic", None)) is not bool:
-            changed["deterministic"] = is_deterministic(getattr(call, "deterministic", None))
+    def cast(self, call: CallT) -> CallT:
+        """The call as autocast casts it."""
+        changed = call.autocast() if is_compiling() or is_autocasting() else {}
         # Not by _replace: PyTorch 2.9 cannot compile a function that returns what that gives.
         return type(call)(**(dict(zip(self.fields, call, strict=True)) | changed))
 
@@ -233,8 +231,6 @@ class Pipeline(Gradients[CallT]):
             UnsupportedError: The call is declined.
         """
         call.check_types()
-        if "deterministic" in self._types:
-            call = call._replace(deterministic=is_deterministic(getattr(call, "deterministic", None)))
         as_cast = cast(call)
         as_cast.check_options()
         if self._draws(call):
@@ -274,7 +270,7 @@ class Pipeline(Gradients[CallT]):
         try:
             if value_checks.enabled or (self._flag and type(call[self._inputs]) is not bool):
                 return None
-            dropout_p = getattr(call, "dropout_p", 0.0) if self._can_draw else 0.0
+            dropout_p = call[self._alone].dropout_p if self._can_draw else 0.0
             if type(dropout_p) is not float or dropout_p:
                 return None
             out = call[-1] if self.takes_out else None  # `_out_of` without its call

@@ -8,7 +8,7 @@ import torch
 from attention_checks import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 
 
@@ -44,7 +44,9 @@ def test_nothing_synchronizes(name, sq):
     if options.pop("lengths", False):
         options["seq_lens_kv"] = torch.tensor([96, 33], dtype=torch.int32, device="cuda")
     first = warm(q, k, v, **options)
-    inputs = ForwardArguments(q, k, v, **{name: x for name, x in options.items() if name != "return_lse"})[:17]
+    inputs = SDPA.inputs_of(
+        from_fields(ForwardArguments, q, k, v, **{name: x for name, x in options.items() if name != "return_lse"})
+    )
     operators = torch.ops.cudnn_sdpa
     operator = operators.sdpa_forward_lse if "return_lse" in options else operators.sdpa_forward
     torch.cuda.synchronize()

@@ -13,8 +13,8 @@ from attention_checks import LAYOUTS, TOLERANCE, error, exact, make, poison
 import cudnn_sdpa
 from cudnn_sdpa import no_plan_builds, plan_cache, sdpa, shape_policy
 from cudnn_sdpa.attention.dense import tiers
-from cudnn_sdpa.attention.dense.buckets import BucketRun
 from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.dense.tiers import BucketRun
 from cudnn_sdpa.offline.background import background
 from cudnn_sdpa.plans import device_memory
 from cudnn_sdpa.plans.build import plan_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.buckets import Bucket
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
+from cudnn_sdpa.attention.dense.tiers import Bucket
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline.planner import engine_offline, plan_offline
 
@@ -31,7 +31,7 @@ def bucket(layout, rows=(100, 100), dim=64, dtype=torch.bfloat16, heads=(4, 2), 
         return x.transpose(1, 2) if layout == "bshd" else x
 
     q, k = make(heads[0], rows[0]), make(heads[1], rows[1])
-    found = Bucket.of(ForwardSpec.of(ForwardArguments(q, k, k, **options)))
+    found = Bucket.of(ForwardSpec.of(from_fields(ForwardArguments, q, k, k, **options)))
     assert found is not None
     return found
 

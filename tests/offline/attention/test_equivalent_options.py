@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
@@ -55,7 +55,7 @@ MEANINGS = {
 
 def keys(sq, skv, options, target) -> list[PlanKey]:
     q, k = (torch.empty(2, 8, length, 128, dtype=torch.bfloat16, device="meta") for length in (sq, skv))
-    forward = ForwardSpec.of(ForwardArguments(q, k, k, with_lse=sq > 1, **bounds(options)))
+    forward = ForwardSpec.of(from_fields(ForwardArguments, q, k, k, with_lse=sq > 1, **bounds(options)))
     if sq == 1:
         return [forward.key(target, None)]
     backward = BackwardSpec(forward.dense, forward.out, forward.out, False, False, False)

@@ -7,7 +7,7 @@ import torch
 
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, output_layout
 from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.graph.key import Role
@@ -67,7 +67,7 @@ def plan_backward(h200):
         left, right = arguments.window_bounds(window_size)
         if options.get("dropout_p"):
             options["rng"] = meta(2, dtype=torch.int64)
-        call = ForwardArguments(q, k, v, window_left=left, window_right=right, **options)
+        call = from_fields(ForwardArguments, q, k, v, window_left=left, window_right=right, **options)
         arguments.check(call)
         out = output_layout(call)
         backward = BackwardSpec(DenseSpec.of(call), out, out, deterministic, bias_gradient, sink_gradient)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.dense.explain import describe_sdpa
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import DecodeSpec
@@ -59,7 +60,7 @@ def test_pages(gpu, can_plan):  # noqa: ARG001
     pages, table = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in PAGED)
     q, _ = single(128)
     properties = load_properties(gpu)
-    call = PagedArguments(q, pages, pages, table, None, LENGTHS, None, None, "HND", deterministic=True)
+    call = from_fields(PagedArguments, q, pages, pages, table, None, LENGTHS, None, None, "HND", deterministic=True)
     decode = DecodeSpec.of(call, in_place=True)
     made = plan_offline(decode.key(Target.from_properties(properties), None), properties)
     assert is_repeatable(made.engine, made.knobs, single_query=True)
@@ -80,8 +81,9 @@ def test_several_queries(gpu, queries, keys):
         torch.empty(1, heads, n, 128, dtype=torch.bfloat16, device="meta") for heads, n in ((32, queries), (8, keys))
     )
     lengths = torch.empty(2, dtype=torch.int32, device="meta")
-    of_rows = VarlenArguments(q[0].transpose(0, 1), *(kv[0].transpose(0, 1),) * 2, None, lengths, lengths, None, 64, 64)
-    of_rows = of_rows._replace(max_seqlen_q=queries, max_seqlen_kv=keys, deterministic=True)
+    rows = (q[0].transpose(0, 1), *(kv[0].transpose(0, 1),) * 2)
+    sizes = {"max_seqlen_q": queries, "max_seqlen_kv": keys}
+    of_rows = from_fields(VarlenArguments, *rows, None, lengths, lengths, None, **sizes, deterministic=True)
     packed = plans.forward_key(of_rows, target, None)
     for key in (describe_sdpa(q, kv, kv, deterministic=True).key(target, None), packed):
         made = plan_offline(key, properties)

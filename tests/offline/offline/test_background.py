@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cudnn_sdpa
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline import background
@@ -35,7 +35,9 @@ def properties(can_plan):  # noqa: ARG001
 
 def key(properties, rows=128, dtype=torch.bfloat16):
     q = torch.empty(1, 4, rows, 64, dtype=dtype, device="meta")
-    return ForwardSpec.of(ForwardArguments(q, q, q, is_causal=True)).key(Target.from_properties(properties), None)
+    return ForwardSpec.of(from_fields(ForwardArguments, q, q, q, is_causal=True)).key(
+        Target.from_properties(properties), None
+    )
 
 
 class Asked:

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import cudnn_sdpa
 from cudnn_sdpa import OfflineError, OptionError, UnsupportedError, compile_plans, explain
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.fused.conv_graphs import channels_last, convolution
@@ -26,7 +26,7 @@ from cudnn_sdpa.plans.store import PlanStore
 def keys(properties, dim=64):
     target = Target.from_properties(properties)
     q, k = (torch.empty(1, 4, length, dim, dtype=torch.bfloat16, device="meta") for length in (128, 200))
-    forward = ForwardSpec.of(ForwardArguments(q, k, k, is_causal=True, with_lse=True))
+    forward = ForwardSpec.of(from_fields(ForwardArguments, q, k, k, is_causal=True, with_lse=True))
     backward = BackwardSpec(forward.dense, forward.out, forward.out, False, False, False)
     return [forward.key(target, None), backward.key(target, None)]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cudnn_sdpa.attention import sharding
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax
 from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments
 
 #: Arguments that mean the same for each query, wherever it stands in the sequence.
@@ -17,5 +17,5 @@ OF_THE_BAND = {"causal_alignment", "window_left", "window_right"}
 
 
 def test_it_is_known_of_each_argument_whether_it_counts_queries():
-    arguments = {*ForwardArguments._fields, *Fp8Arguments._fields}
+    arguments = {*ForwardArguments._fields, *Softmax._fields, *Fp8Arguments._fields} - {"softmax"}
     assert arguments == FOR_ALL_QUERIES | OF_THE_BAND | set(sharding.OF_POSITIONS)

@@ -24,6 +24,7 @@ from cudnn_sdpa import (
 )
 from cudnn_sdpa.attention import arguments as checks
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
+from cudnn_sdpa.attention.dense.sdpa import SDPA
 
 R, Z = torch.randn, torch.empty
 QKV = {"q": R(2, 4, 8, 16), "k": R(2, 2, 12, 16), "v": R(2, 2, 12, 24)}
@@ -203,9 +204,9 @@ def test_a_float32_mask_with_half_precision_inputs():
     ids=["none", "dtype", "size", "stride", "device"],
 )
 def test_the_state_of_dropout_is_checked_by_the_operator(rng, error, got):
-    call = checks.ForwardArguments(**QKV, dropout_p=0.5, rng=rng)
+    call = checks.from_fields(checks.ForwardArguments, **QKV, dropout_p=0.5, rng=rng)
     with pytest.raises(error, match="rng: got") as caught:
-        torch.ops.cudnn_sdpa.sdpa_forward(*call[:17])
+        torch.ops.cudnn_sdpa.sdpa_forward(*SDPA.inputs_of(call))
     assert got in str(caught.value.got)
 
 

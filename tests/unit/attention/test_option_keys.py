@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax, from_fields
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.plans import output_layout, spec_of
@@ -55,14 +55,22 @@ NOT_STATIC = {"q", "k", "v", "out", "cu_seqlens_q", "cu_seqlens_kv", "max_seqlen
 
 
 def dense(options: dict[str, Any]) -> ForwardArguments:
-    return ForwardArguments(meta(BATCH, 4, SQ, 64), meta(BATCH, 2, SKV, 64), meta(BATCH, 2, SKV, 64), **options)
+    return from_fields(
+        ForwardArguments, meta(BATCH, 4, SQ, 64), meta(BATCH, 2, SKV, 64), meta(BATCH, 2, SKV, 64), **options
+    )
 
 
 def packed(options: dict[str, Any]) -> VarlenArguments:
     given = {"sinks": None, "rng": None, **options}
     rows, ends = (meta(SQ, 4, 64), meta(SKV, 2, 64), meta(SKV, 2, 64)), meta(4, dtype=torch.int32)
-    return VarlenArguments(
-        *rows, cu_seqlens_q=ends, cu_seqlens_kv=meta(4, dtype=torch.int32), max_seqlen_q=SQ, max_seqlen_kv=SKV, **given
+    return from_fields(
+        VarlenArguments,
+        *rows,
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=meta(4, dtype=torch.int32),
+        max_seqlen_q=SQ,
+        max_seqlen_kv=SKV,
+        **given,
     )
 
 
@@ -73,7 +81,9 @@ def forward_key(options: dict[str, Any], target: Target) -> PlanKey:
 def backward_key(options: dict[str, Any], target: Target) -> PlanKey:
     call = dense(options)
     out = TensorLayout.of(call.q)
-    return BackwardSpec(DenseSpec.of(call), out, out, call.deterministic, False, "sinks" in options).key(target, None)
+    return BackwardSpec(DenseSpec.of(call), out, out, call.softmax.deterministic, False, "sinks" in options).key(
+        target, None
+    )
 
 
 def packed_key(options: dict[str, Any], target: Target) -> PlanKey:
@@ -84,7 +94,7 @@ def packed_key(options: dict[str, Any], target: Target) -> PlanKey:
 def packed_backward_key(options: dict[str, Any], target: Target) -> PlanKey:
     call = packed(options)
     layout = output_layout(call)
-    return spec_of(call).backward_key(layout, layout, call.deterministic, target, None)
+    return spec_of(call).backward_key(layout, layout, call.softmax.deterministic, target, None)
 
 
 KEYS = {
@@ -161,6 +171,7 @@ def test_values_of_options_are_in_the_key_beside_every_other_one(name, target):
 
 
 def test_every_option_is_combined():
-    for call, values in ((ForwardArguments, DENSE), (VarlenArguments, COMMON)):
+    for call, values, lacks in ((ForwardArguments, DENSE, set()), (VarlenArguments, COMMON, {"alibi"})):
         combined = {field for given in values.values() for field in given}
-        assert set(call._fields) - combined == NOT_STATIC & set(call._fields) - combined
+        fields = {*call._fields, *Softmax._fields} - {"softmax"} - lacks
+        assert fields - combined == NOT_STATIC & fields - combined

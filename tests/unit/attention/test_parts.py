@@ -13,7 +13,7 @@ from float64_reference import attend
 import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError, fp8_attention, sdpa, sdpa_paged, sdpa_varlen
 from cudnn_sdpa.attention import parts
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, from_fields
 from cudnn_sdpa.attention.dense import parts as dense_parts
 from cudnn_sdpa.attention.dense import reference as dense_reference
 from cudnn_sdpa.attention.dense.plans import Needs
@@ -49,7 +49,7 @@ def backward_of(shape, *, layout="bhsd", **options):
         make(heads_kv, skv, dim_v),
         make(heads, sq, dim_v),
     )
-    call = ForwardArguments(q, k, v, scale=0.3, with_lse=True, **options)
+    call = from_fields(ForwardArguments, q, k, v, scale=0.3, with_lse=True, **options)
     out, lse = dense_reference.attention(call)
     needs = Needs(True, True, True, call.attn_mask is not None, call.sinks is not None)
     return GradientCall(grad_out, out, lse, call, needs)
@@ -107,7 +107,9 @@ def test_merged_parts_of_packed_calls_equal_the_whole(monkeypatch):
     ends = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
     q, grad_out = (torch.randn(12, 6, 8, dtype=torch.float64) for _ in range(2))
     k, v = (torch.randn(12, 1, 8, dtype=torch.float64) for _ in range(2))
-    call = VarlenArguments(q, k, v, torch.randn(6), ends, None, None, 7, 7, is_causal=True, scale=-0.2, with_lse=True)
+    call = from_fields(
+        VarlenArguments, q, k, v, torch.randn(6), ends, None, None, 7, 7, is_causal=True, scale=-0.2, with_lse=True
+    )
     out, lse = varlen_reference.attention(call)
     backward = GradientCall(grad_out, out, lse, call, (True, True, True, True))
     whole = varlen_reference.gradients(backward)

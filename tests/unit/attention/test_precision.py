@@ -8,7 +8,7 @@ from float64_reference import attend, gradients
 
 import cudnn_sdpa
 from cudnn_sdpa import kernels
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, from_fields
 from cudnn_sdpa.attention.dense import reference as dense_reference
 from cudnn_sdpa.attention.dense.plans import Needs
 
@@ -74,7 +74,7 @@ def by_each_function(tensors, mask):
         "reference": lambda: kernels.reference_attention(q, k, v, mask, scale=0.3),
         "fallback to PyTorch": lambda: in_place_of_cudnn("torch"),
         "fallback to PyTorch's functions": lambda: dense_reference._by_pytorch(
-            ForwardArguments(q, k, v, attn_mask=mask, scale=0.3)
+            from_fields(ForwardArguments, q, k, v, attn_mask=mask, scale=0.3)
         ),
         "fallback to kernels": lambda: in_place_of_cudnn("kernels"),
     }

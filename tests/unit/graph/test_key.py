@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.engine import launch
 from cudnn_sdpa.graph import key as key_module
@@ -183,11 +183,11 @@ def test_str_of_a_key():
 
 
 def forward_key(q, k, v, **options):
-    return ForwardSpec.of(ForwardArguments(q, k, v, **options)).key(TARGET, 0)
+    return ForwardSpec.of(from_fields(ForwardArguments, q, k, v, **options)).key(TARGET, 0)
 
 
 def backward_key(q, k, v, *, deterministic=False, bias_gradient=False, sink_gradient=False, **options):
-    call = ForwardArguments(q, k, v, **options)
+    call = from_fields(ForwardArguments, q, k, v, **options)
     out = TensorLayout.of(torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype))
     wanted = (deterministic, bias_gradient, sink_gradient)
     return BackwardSpec(DenseSpec.of(call), out, out, *wanted).key(TARGET, 0)

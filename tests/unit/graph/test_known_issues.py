@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.plans import output_layout, spec_of
@@ -28,7 +28,7 @@ def call(sq=100, skv=120, batch=2, heads=(4, 2), **options):
     def make(heads, length):
         return torch.empty(batch, heads, length, 64, dtype=torch.bfloat16, device="meta")
 
-    return ForwardArguments(make(heads[0], sq), make(heads[1], skv), make(heads[1], skv), **options)
+    return from_fields(ForwardArguments, make(heads[0], sq), make(heads[1], skv), make(heads[1], skv), **options)
 
 
 def forward(of, **where):

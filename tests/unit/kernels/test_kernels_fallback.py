@@ -9,6 +9,7 @@ import torch
 from fake_gpu import FakePlan, gpu_on_the_cpu
 
 from cudnn_sdpa import DtypeError, UnsupportedError, fallback, kernels, scaled_dot_product_attention, sdpa
+from cudnn_sdpa.attention.arguments import Softmax, from_fields
 from cudnn_sdpa.attention.dense import reference
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.engine import fallback as module
@@ -92,13 +93,13 @@ def test_what_kernels_lack_still_raises(options):
         sdpa(*qkv(), **options)
 
 
-@pytest.mark.parametrize("name", sorted(set(SdpaCall._fields) - reference._OF_KERNELS))
+@pytest.mark.parametrize("name", sorted({*SdpaCall._fields, *Softmax._fields} - reference._OF_KERNELS - {"softmax"}))
 def test_every_option_that_kernels_lack_is_declined(name):
     """One added to `sdpa` later, too: what is not known here is not ignored."""
-    call = SdpaCall(*(x.detach() for x in qkv()))
-    assert call.alternative("kernels") is not None
+    q, k, v = (x.detach() for x in qkv())
+    assert SdpaCall(q, k, v).alternative("kernels") is not None
     for value in (object(), torch.ones(2)):
-        assert call._replace(**{name: value}).alternative("kernels") is None
+        assert from_fields(SdpaCall, q, k, v, **{name: value}).alternative("kernels") is None
 
 
 def test_the_fused_form_takes_the_head_dims_that_it_has():

@@ -10,7 +10,7 @@ import torch
 from fake_gpu import TARGET, Engine, Machine, halve, halved, key, launch, operands
 
 from cudnn_sdpa import OptionError, autotune
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.graph.key import Operand, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
@@ -101,7 +101,7 @@ def test_plans_whose_speed_depends_on_lengths_are_not_tuned():
     rng = torch.empty(2, dtype=torch.int64, device="meta")
 
     def forward(**options):
-        return ForwardSpec.of(ForwardArguments(q, q, q, **options)).key(TARGET, 0)
+        return ForwardSpec.of(from_fields(ForwardArguments, q, q, q, **options)).key(TARGET, 0)
 
     assert autotune_module.not_tunable(forward(is_causal=True)) == ""
     assert autotune_module.not_tunable(forward(dropout_p=0.1, rng=rng)) == ""

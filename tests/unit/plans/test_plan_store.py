@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import cudnn_sdpa
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph import key as key_module
@@ -37,7 +37,7 @@ ROOT = Path(__file__).parents[3]
 def key(sq=64, cudnn=91900, sm=90, **options):
     q = torch.empty(1, 2, sq, 64, dtype=torch.bfloat16, device="meta")
     target = Target((("deviceVer", sm * 10), ("multiProcessorCount", 132)), cudnn, "1.32.0", "a GPU")
-    return ForwardSpec.of(ForwardArguments(q, q, q, **options)).key(target, 0)
+    return ForwardSpec.of(from_fields(ForwardArguments, q, q, q, **options)).key(target, 0)
 
 
 def plan(of, size=2000, seed=0):

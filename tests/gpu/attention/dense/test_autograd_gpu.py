@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache, sdpa
-from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense import launch_backward
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
+from cudnn_sdpa.attention.dense import launch
+from cudnn_sdpa.attention.dense.sdpa import SDPA
 
 NAMES = ("q", "k", "v", "attn_mask", "sinks")
 
@@ -115,7 +116,7 @@ def test_grad_out_is_copied_only_if_necessary(name, order):
     t["grad_out"] = (READABLE | COPIED)[name](t["grad_out"])
     with torch.no_grad():
         out = sdpa(t["q"], t["k"], t["v"])
-    read = launch_backward.readable_gradient(t["grad_out"], out)
+    read = launch.readable_gradient(t["grad_out"], out)
     assert (read is t["grad_out"]) == (name in READABLE)
     assert torch.equal(read, t["grad_out"])
     if name in COPIED:
@@ -148,7 +149,7 @@ def test_only_needed_gradients_are_computed(wanted):
     (plan,) = [plan for plan in plan_cache.plans() if plan.key.name == "sdpa_backward"]
     written = {operand.name for operand in plan.key.outputs}
     assert ("grad_bias" in written) == ("attn_mask" in wanted)  # as large as the scores
-    call = ForwardArguments(**tensors)[:17]
+    call = SDPA.inputs_of(from_fields(ForwardArguments, **tensors))
     out, lse = torch.ops.cudnn_sdpa.sdpa_forward_lse(*call)
     needs = [name in wanted for name in NAMES]
     made = torch.ops.cudnn_sdpa.sdpa_backward(2 * out, out, lse, *call, needs)

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.buckets import MAX_LENGTH, MAX_SEQUENCES, Bucket
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
+from cudnn_sdpa.attention.dense.tiers import MAX_LENGTH, MAX_SEQUENCES, Bucket
 from cudnn_sdpa.graph.target import Target, load_properties
 
 LAYOUTS = ("bshd", "bhsd", "sbhd", "sliced", "packed", "one head for all")
@@ -37,7 +37,7 @@ def forward(layout="bshd", batch=2, heads=(4, 2), rows=(100, 100), dim=64, out="
     q = make(layouts[0], batch, heads[0], rows[0], dim, device)
     k = make(layouts[1], batch, heads[1], rows[1], dim, device)
     result = None if out is None else make(out, batch, heads[0], rows[0], dim, device)
-    return ForwardSpec.of(ForwardArguments(q, k, k, out=result, **options))
+    return ForwardSpec.of(from_fields(ForwardArguments, q, k, k, out=result, **options))
 
 
 @pytest.fixture(scope="module")

@@ -7,6 +7,7 @@ import torch
 from fake_gpu import gpu_on_the_cpu
 
 from cudnn_sdpa import OptionError, sdpa
+from cudnn_sdpa.attention.arguments import Softmax, from_fields
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.attention.dense.sdpa import SDPA
@@ -67,7 +68,7 @@ CHANGES = [
 
 
 def signature(**changes):
-    return SDPA.signature(SdpaCall(**{**BASE, **changes}))
+    return SDPA.signature(from_fields(SdpaCall, **{**BASE, **changes}))
 
 
 def test_all_changes_lead_to_different_signatures():
@@ -76,7 +77,7 @@ def test_all_changes_lead_to_different_signatures():
 
 
 def test_every_argument_is_covered():
-    assert {name for change in CHANGES for name in change} == set(SdpaCall._fields)
+    assert {name for change in CHANGES for name in change} == {*SdpaCall._fields, *Softmax._fields} - {"softmax"}
 
 
 def test_other_data_of_the_same_kind_has_the_same_signature():
@@ -114,7 +115,7 @@ def test_options_of_a_wrong_type_are_another_call(right, wrong):
 def test_determinism_is_in_the_key_of_single_queries(sm, queries, concerned):
     q, k, v = (torch.empty(2, 4, n, 64, dtype=torch.bfloat16, device="meta") for n in (queries, 100, 100))
     for deterministic in (False, True):
-        forward = ForwardSpec.of(SdpaCall(q, k, v, deterministic=deterministic))
+        forward = ForwardSpec.of(from_fields(SdpaCall, q, k, v, deterministic=deterministic))
         values = forward.key(target_of(sm, "9.28.0"), None).option_values
         assert values.get("deterministic", False) is (deterministic and concerned)
 

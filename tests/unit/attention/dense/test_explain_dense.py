@@ -15,7 +15,9 @@ from fake_gpu import gpu_on_the_cpu
 import cudnn_sdpa
 import cudnn_sdpa.engine.explain
 from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa, sdpa_varlen
-from cudnn_sdpa.attention.dense import launch_backward, tiers
+from cudnn_sdpa.attention.arguments import from_fields
+from cudnn_sdpa.attention.dense import launch as dense_launch
+from cudnn_sdpa.attention.dense import tiers
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA
@@ -47,7 +49,7 @@ def key_of(monkeypatch):
     monkeypatch.setattr(PlanCache, "get", ask)
     monkeypatch.setattr(memory, "_share_memory", lambda *_: False)  # meta tensors have address 0
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-    for module in (tiers, launch_backward, launch):
+    for module in (tiers, dense_launch, launch):
         monkeypatch.setattr(module, "live_target", lambda _device: H200)
 
     def run(function, *arguments):
@@ -133,7 +135,7 @@ DENSE = {
 def dense_call(q, k, v, **options):
     left, right = options.pop("window_size", (-1, -1))
     options["rng"] = T(2, dtype=torch.int64) if options.get("dropout_p") else None
-    return SdpaCall(q, k, v, **options)._replace(window_left=left, window_right=right)
+    return from_fields(SdpaCall, q, k, v, **options, window_left=left, window_right=right)
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -146,7 +148,7 @@ def test_both_explained_keys_are_those_of_the_call(key_of, name):
     lse = T(*out.shape[:3], dtype=torch.float32)
     needs = Needs(*(x is not None and x.requires_grad for x in call[:5]))
     of = SdpaBackwardCall(out, out, lse, call, needs)
-    assert key(described.backward) == key_of(launch_backward.gradients, of)
+    assert key(described.backward) == key_of(dense_launch.gradients, of)
     assert not [
         issue for issue in known_issues.concerning(key(described.backward)) if not issue.avoids(key(described.backward))
     ]
@@ -208,9 +210,11 @@ def test_both_explained_keys_are_those_of_the_packed_call(key_of, name, shared_c
     offsets = T(4, dtype=torch.int32)
     ends = (offsets, offsets if shared_cu_seqlens else T(4, dtype=torch.int32), 128, 100)
     described = describe(sdpa_varlen, *tensors, *ends, **options)
+    sizes = {"max_seqlen_q": 128, "max_seqlen_kv": 100}
     rng = T(2, dtype=torch.int64) if "dropout_p" in options else None
-    call = VarlenCall(*tensors, options.get("sinks"), offsets, None if shared_cu_seqlens else ends[1], rng, *ends[2:])
-    call = call._replace(**options, with_lse=True)
+    sizes["cu_seqlens_kv"] = None if shared_cu_seqlens else ends[1]
+    options = {"sinks": None, "with_lse": True} | options
+    call = from_fields(VarlenCall, *tensors, cu_seqlens_q=offsets, rng=rng, **sizes, **options)
     assert key(described) == key_of(VARLEN.on_gpu, call)
     (shape, stride, _), _ = varlen_plans.results(call)
     out, lse = T(*shape, stride=stride), T(*call.q.shape[:2], dtype=torch.float32)

@@ -8,7 +8,8 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from cudnn_sdpa import ArgumentError, ShapeError, UnsupportedError, scaled_dot_product_attention, sdpa
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
+from cudnn_sdpa.attention.dense.sdpa import SDPA
 
 ops = torch.ops.cudnn_sdpa
 
@@ -27,8 +28,8 @@ def lens(*values):
 
 
 def operands(q, k, v, *, window_size=(-1, -1), **options):
-    call = ForwardArguments(q, k, v, window_left=window_size[0], window_right=window_size[1], **options)
-    return tuple(call[:17])
+    call = from_fields(ForwardArguments, q, k, v, window_left=window_size[0], window_right=window_size[1], **options)
+    return SDPA.inputs_of(call)
 
 
 BOTTOM_CAUSAL = {"is_causal": True, "causal_alignment": "bottom_right"}

@@ -8,11 +8,12 @@ from fake_gpu import FakePlan, gpu_on_the_cpu
 from float64_reference import attend
 
 from cudnn_sdpa import UnsupportedError, autotune, no_plan_builds, plan_cache, sdpa, shape_policy
-from cudnn_sdpa.attention.dense import buckets, tiers
-from cudnn_sdpa.attention.dense.buckets import Bucket, BucketRun
+from cudnn_sdpa.attention.arguments import from_fields
+from cudnn_sdpa.attention.dense import tiers
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.dense.tiers import Bucket, BucketRun
 from cudnn_sdpa.offline import background as background_plans
 from cudnn_sdpa.plans import cache
 from cudnn_sdpa.plans.file_format import BadPlanFileError
@@ -43,7 +44,7 @@ def patch():
     tables = Bucket.tables
     with gpu_on_the_cpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bucket, "tables", lambda bucket, _: tables(bucket, "cpu"))
-        patch.setattr(buckets, "DeviceTables", Tables)
+        patch.setattr(tiers, "DeviceTables", Tables)
         patch.setattr(background_plans, "live_properties", lambda _: {})
         patch.setattr(background_plans, "plan_of", lambda key, _: loaded(key))
         tiers.usages.clear()
@@ -73,7 +74,7 @@ def kinds(rows, **options):
 
 def known(rows, **options):
     """Whether calls of this length are known."""
-    return SDPA.table.get(SDPA.signature(SdpaCall(*inputs(rows), is_causal=True, **options))) is not None
+    return SDPA.table.get(SDPA.signature(from_fields(SdpaCall, *inputs(rows), is_causal=True, **options))) is not None
 
 
 def test_exact_gives_every_shape_its_own_plan():
@@ -224,7 +225,7 @@ def test_a_policy_change_during_a_call_leaves_no_bucket_call(patch):
 
     with shape_policy("bucketed"):
         serve(10)
-        patch.setattr(buckets, "DeviceTables", Late)
+        patch.setattr(tiers, "DeviceTables", Late)
         assert serve(20) == "bucket"
         assert not known(20)
         assert SDPA.runs(BucketRun) == []
@@ -405,7 +406,7 @@ def test_the_exact_shape_plan_takes_over_at_the_next_call(clock, background):
     assert (known(20), SDPA.runs(BucketRun)) == (True, [])
     assert use(clock, 3, seconds=0.0) == ["exact"] * 3
     clock.now += 1
-    old(SdpaCall(*inputs(20), is_causal=True))  # of a thread that still holds it
+    old(from_fields(SdpaCall, *inputs(20), is_causal=True))  # of a thread that still holds it
     assert FakePlan.launched[-1] == background.requests[0].key
     assert plan_cache.info().loads == 1
 

@@ -25,6 +25,7 @@ from cudnn_sdpa import (
     cpu_checks,
     fp8_attention,
 )
+from cudnn_sdpa.attention.arguments import Softmax
 from cudnn_sdpa.attention.fp8 import fp8_attention as attention_module
 from cudnn_sdpa.attention.fp8 import fp8_attention as fp8_attention_module
 from cudnn_sdpa.attention.fp8 import quantize as fp8_quantize
@@ -604,7 +605,7 @@ def test_unsupported_gpus_raise_before_anything_runs(capability, dim, trains, ex
     """Also tests that cuDNN writes 16 bits where it can, unless gradients are needed."""
     monkeypatch.setattr(attention_module, "live_target", lambda _: target(capability))
     shapes = (2, 4, 64, dim), (2, 2, 96, dim), (2, 2, 96, dim)
-    options = (True, "top_left", -1, -1, None)
+    options = Softmax(is_causal=True)
 
     def ask():
         return attention_module._support.__wrapped__(0, shapes, (False, True), options, trains, False)

@@ -9,7 +9,7 @@ import torch
 from fake_gpu import TARGET, gpu_on_the_cpu
 
 from cudnn_sdpa import LayoutError, UnsupportedError, fallback
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.fp8 import plans, reference, workarounds
 from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec, spec_of
@@ -152,11 +152,12 @@ def test_there_is_no_fallback():
 def test_bottom_right_masks_become_equivalent_top_left_masks(lengths, window_size, is_causal):
     q, k, v = qkv(lengths)
     options = {"is_causal": is_causal, "causal_alignment": "bottom_right"}
-    call = ForwardArguments(q, k, v, **options, window_left=window_size[0], window_right=window_size[1])
+    call = from_fields(ForwardArguments, q, k, v, **options, window_left=window_size[0], window_right=window_size[1])
     mask = spec_of(call).mask
     left, right, bottom_right = mask.band or (None, None, False)
     assert not (bottom_right and right is not None and (left is None or left >= lengths[1] - lengths[0]))
-    again = ForwardArguments(
+    again = from_fields(
+        ForwardArguments,
         *(q[:, :, mask.masked_rows :], k, v),
         causal_alignment="bottom_right" if bottom_right else "top_left",
         window_left=-1 if left is None else left,

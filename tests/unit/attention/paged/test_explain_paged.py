@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cudnn_sdpa import PagedKVCache, explain, sdpa_paged
+from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.paged import launch as paged_launch
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.call import PagedCall
@@ -52,7 +53,8 @@ def key_of(monkeypatch):
         q, k, v, *rest = arguments
         left, right = options.pop("window_size", (-1, -1))
         sides = {"seq_lens_q": None, "sinks": None}
-        call = PagedCall(
+        call = from_fields(
+            PagedCall,
             *(q, k, v, rest[0], None, rest[1]),
             page_layout=layout,
             **sides | {{"return_lse": "with_lse"}.get(name, name): value for name, value in options.items()},

@@ -6,7 +6,7 @@ import torch
 from fake_gpu import gpu_on_the_cpu
 
 from cudnn_sdpa import sdpa_varlen
-from cudnn_sdpa.attention.dense.launch_backward import sink_gradient
+from cudnn_sdpa.attention.dense.launch import sink_gradient
 
 
 def test_rows_past_the_last_sequence_have_no_share():
