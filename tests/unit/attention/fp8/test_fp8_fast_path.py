@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cudnn_sdpa.engine.fast_path import CallTable
 from fake_gpu import TARGET, FakeCache, FakePlan, poisoned, tensors_look_as_on_a_gpu
 from test_fp8_calls import CASES, E4M3, E5M2, SCALES, lens, qkv, same, within
 
@@ -19,6 +18,7 @@ from cudnn_sdpa.attention.fp8 import launch, plans
 from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD
 from cudnn_sdpa.engine import launch as engine_launch
+from cudnn_sdpa.engine.launch import CallTable
 
 pytestmark = pytest.mark.usefixtures("reference_alone")  # no GPU has kernels for all of these head dims and masks
 
