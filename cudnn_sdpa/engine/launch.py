@@ -8,7 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -438,7 +438,6 @@ class WithPlan(Protocol):
 
 
 EntryT = TypeVar("EntryT", bound=WithPlan)
-ItemT = TypeVar("ItemT")
 
 
 class CallTable(Generic[EntryT]):
@@ -497,18 +496,6 @@ def type_of(option: object) -> object:
 
 #: What a look-up of something that is no call raises: arguments that are no tensors, have no memory or no hash.
 NOT_A_CALL = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-
-
-def items_of(places: Sequence[int]) -> Callable[[Sequence[object]], tuple[ItemT, ...]]:
-    """What takes the items at these places out of a tuple, as a tuple."""
-    if not places:
-        return lambda _: ()
-    if places == list(range(places[-1] + 1)):
-        return itemgetter(slice(0, len(places)))
-    if len(places) == 1:
-        (place,) = places
-        return itemgetter(slice(place, place + 1))
-    return itemgetter(*places)
 
 
 def kinds_of(options: Iterable[object]) -> tuple[object, ...]:

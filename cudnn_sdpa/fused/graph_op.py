@@ -191,7 +191,7 @@ class GraphFunction(GraphDefinition):
                     return known
             entry = self._find(operands, options)
             if entry is not None:
-                if self.calls.is_used:
+                if self.calls.find is not None:
                     self._register(operands, options, entry)
                 if entry.trains:
                     return self._differentiate(self._completed(operands), entry.static, entry.bound)

@@ -116,10 +116,6 @@ class NativeCalls:
         plan_cache._tables.add(self)
         loader.when_loaded(_Use(self))
 
-    @property
-    def is_used(self) -> bool:
-        return self.find is not None
-
     def use(self, module: ModuleType | None) -> None:
         self.find = None if module is None else module.Calls(*self._options)
 

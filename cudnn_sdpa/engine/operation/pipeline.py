@@ -89,7 +89,7 @@ class Pipeline(Gradients[CallT]):
         if not is_compiling():
             run = self._find(call)
             if run is not None:
-                if asked is not None and asked.calls.is_used:
+                if asked is not None and asked.calls.find is not None:
                     self._register(asked, call)
                 return run(call)
         tensors = (*call[self._tensors_at], call[-1] if self.takes_out else None)
