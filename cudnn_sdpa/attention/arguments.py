@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED, Alignment
-from cudnn_sdpa.engine import cpu_target, memory, value_checks
+from cudnn_sdpa.engine import cpu_target, tensor_checks, value_checks
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.call import Fields
-from cudnn_sdpa.engine.memory import (
+from cudnn_sdpa.engine.tensor_checks import (
     check_are_tensors,
     check_is_tensor,
     check_tensor,
@@ -429,7 +429,7 @@ def check_out(out: Tensor, q: Tensor, v: Tensor, *, for_cudnn: bool) -> None:
     hint = "Allocate it with q.new_empty(...), or leave it out."
     check_tensor("out", out, q, shape=(*q.shape[:-1], v.shape[-1]), hint=hint)
     if out.numel() != 0:
-        memory.check_strides_of_out(out, for_cudnn=for_cudnn)
+        tensor_checks.check_strides_of_out(out, for_cudnn=for_cudnn)
 
 
 def check_values(call: ForwardArguments) -> None:
@@ -440,12 +440,12 @@ def check_values(call: ForwardArguments) -> None:
 
 def check_strides(call: ForwardArguments) -> None:
     """Strides that kernels can read."""
-    memory.check_strides(*call.qkv)
+    tensor_checks.check_strides(*call.qkv)
 
 
 def check_memory(call: ForwardArguments) -> None:
     """Addresses, and that `out` overlaps no input."""
-    memory.check_memory(call.q, call.k, call.v, out=call.out, mask=call.attn_mask)
+    tensor_checks.check_memory(call.q, call.k, call.v, out=call.out, mask=call.attn_mask)
 
 
 class AttentionCall(Fields, Protocol):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import AttentionGradientCall
-from cudnn_sdpa.engine.memory import check_are_tensors, check_tensor
+from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_tensor
 from cudnn_sdpa.errors import OptionError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.engine import memory
-from cudnn_sdpa.engine.memory import refuse_address
+from cudnn_sdpa.engine import tensor_checks
+from cudnn_sdpa.engine.tensor_checks import refuse_address
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 
 
@@ -19,7 +19,7 @@ def check_offsets(**tensors: Tensor | None) -> None:
 
 def check_strides_of_dense(call: ForwardArguments) -> None:
     """Strides and addresses of a dense call's tensors."""
-    memory.check_strides(call.q, call.k, call.v)
+    tensor_checks.check_strides(call.q, call.k, call.v)
     check_offsets(q=call.q, k=call.k, v=call.v, out=call.out)
     if call.out is not None and call.out.numel():
-        memory.check_strides_of_out(call.out, for_cudnn=True)
+        tensor_checks.check_strides_of_out(call.out, for_cudnn=True)

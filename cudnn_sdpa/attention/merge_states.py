@@ -10,8 +10,8 @@ from torch import Tensor
 
 from cudnn_sdpa.engine.autograd_checks import refuse_transforms
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.engine.sharding import has_dtensor, refuse
+from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError, UnsupportedError
 
 

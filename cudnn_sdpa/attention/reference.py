@@ -34,7 +34,7 @@ def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:
     A fully masked row gets zeros and an LSE of minus infinity, or of its sink.
     """
     with without_autocast(call.q):
-        softmax = Softmax.of(scores(call).masked, call.sinks)
+        softmax = Weights.of(scores(call).masked, call.sinks)
         weights = softmax.weights
         if call.softmax.dropout_p > 0:
             weights = weights * kept(call, weights.shape, weights.dtype)
@@ -54,7 +54,7 @@ def gradients(
         q, grad_out = call.q.to(exact), grad_out.to(exact)
         k, v = repeated(call.k, q, exact), repeated(call.v, q, exact)
         masked, slope = scores(call)
-        softmax = Softmax.of(masked, call.sinks)
+        softmax = Weights.of(masked, call.sinks)
         share_of_all = None if lse is None else softmax.share(lse)
         weights = softmax.weights if share_of_all is None else softmax.weights * share_of_all.unsqueeze(-1)
         share = kept(call, weights.shape, exact) if call.softmax.dropout_p > 0 else weights.new_ones(())
@@ -72,7 +72,7 @@ def gradients(
         return grad_q, summed(grad_k, call.k), summed(grad_v, call.v), grad_mask, grad_sinks
 
 
-class Softmax(NamedTuple):
+class Weights(NamedTuple):
     """The softmax of scores and, optionally, a sink.
 
     Computed from the difference to the largest score of each row. exp(score − LSE) would lose the logarithm of the sum
@@ -89,7 +89,7 @@ class Softmax(NamedTuple):
     lse: Tensor
 
     @classmethod
-    def of(cls, masked: Tensor, sinks: Tensor | None) -> Softmax:
+    def of(cls, masked: Tensor, sinks: Tensor | None) -> Weights:
         """The softmax of masked scores (B, Hq, Sq, Skv), with sinks (Hq,)."""
         no_keys = masked.new_full((*masked.shape[:-1], 0 if masked.shape[-1] else 1), -math.inf)
         highest = torch.cat([masked, no_keys], dim=-1).amax(-1, keepdim=True)

@@ -17,7 +17,7 @@ from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen, sdpa_varlen_bac
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.collectives import GroupRank
 from cudnn_sdpa.distributed.zigzag import chunks_of
-from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, memory
+from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, tensor_checks
 from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.dispatch_state import materialized
 from cudnn_sdpa.errors import LayoutError
@@ -178,9 +178,9 @@ def check_layout(name: str, x: Tensor, options: Options) -> None:
             except LayoutError as error:
                 raise cpu_target.for_gpu(error) from None
         return
-    memory.check_strides_of(name, x.transpose(0, 1).unsqueeze(0) if options.is_packed else x)
+    tensor_checks.check_strides_of(name, x.transpose(0, 1).unsqueeze(0) if options.is_packed else x)
     if x.is_cuda:
-        memory.check_addresses("", **{name: x})
+        tensor_checks.check_addresses("", **{name: x})
     else:
         check_offsets(**{name: x})
 

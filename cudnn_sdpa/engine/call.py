@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, overloa
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.memory import without_memory
+from cudnn_sdpa.engine.tensor_checks import without_memory
 
 if TYPE_CHECKING:
     from typing_extensions import Self

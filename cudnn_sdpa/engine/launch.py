@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.memory import LOWEST, MISALIGNED, check_address, check_present, refuse_address
 from cudnn_sdpa.engine.native import loader
+from cudnn_sdpa.engine.tensor_checks import LOWEST, MISALIGNED, check_address, check_present, refuse_address
 from cudnn_sdpa.errors import DeviceError
 from cudnn_sdpa.graph.handles import FILLED_BYTES
 from cudnn_sdpa.graph.layouts import ALIGNMENT

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor, dtype_name, refuse_address
+from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor, dtype_name, refuse_address
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.scalars import as_bool, check_known, is_compiling

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks, sharding
-from cudnn_sdpa.engine.memory import check_tensor
+from cudnn_sdpa.engine.tensor_checks import check_tensor
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
 from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, shown, widened
 from cudnn_sdpa.fused.encoding import Options, Value

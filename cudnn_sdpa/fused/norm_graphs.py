@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autograd_checks import no_second_gradient
-from cudnn_sdpa.engine.memory import dtype_name
+from cudnn_sdpa.engine.tensor_checks import dtype_name
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
 from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, shown, widened
 from cudnn_sdpa.fused.encoding import Options, Value

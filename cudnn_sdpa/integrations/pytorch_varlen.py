@@ -26,8 +26,8 @@ from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.memory import shape_of
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
+from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.integrations.pytorch_kernels import launch, launch_backward, undisturbed
 

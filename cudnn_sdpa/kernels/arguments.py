@@ -11,7 +11,7 @@ from cudnn_sdpa.attention.arguments import check_flag, check_mask, check_qkv, ch
 from cudnn_sdpa.attention.bias import alignment_of_causal_bias, refuse_two_masks
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import cpu_target
-from cudnn_sdpa.engine.memory import LOWEST, check_are_tensors, check_present, is_causal_bias
+from cudnn_sdpa.engine.tensor_checks import LOWEST, check_are_tensors, check_present, is_causal_bias
 from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import is_true
 

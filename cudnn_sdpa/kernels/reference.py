@@ -11,7 +11,7 @@ from cudnn_sdpa.attention.arguments import ReferenceArguments, from_fields
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward, flops_of_forward
 from cudnn_sdpa.attention.mask import as_kernels_see
-from cudnn_sdpa.attention.reference import Softmax, product, repeated, scores, without_autocast
+from cudnn_sdpa.attention.reference import Weights, product, repeated, scores, without_autocast
 from cudnn_sdpa.attention.reference import gradients as gradients_of_attention
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.kernels.arguments import (
@@ -86,7 +86,7 @@ def _arguments(call: KernelArguments) -> ReferenceArguments:
 def attention(call: KernelArguments) -> tuple[Tensor, Tensor]:
     with without_autocast(call.q):
         found = scores(_arguments(call)).masked
-        softmax = Softmax.of(found, None)
+        softmax = Weights.of(found, None)
         out = product(softmax.weights, repeated(call.v, call.q, found.dtype))
         highest = torch.cat([found, found.new_full((*found.shape[:3], 1), -math.inf)], -1).amax(-1)
         highest = torch.where(torch.isneginf(highest), 0.0, highest)

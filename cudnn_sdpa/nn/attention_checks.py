@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cudnn_sdpa.attention.arguments import check_lengths
 from cudnn_sdpa.attention.paged.step import PagedStep
-from cudnn_sdpa.engine.memory import shape_of
+from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.nn.checks import check_counts, check_tokens
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, refuse

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.paged.kv_cache_checks import check_count
-from cudnn_sdpa.engine.memory import shape_of
+from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.scalars import as_bool
 

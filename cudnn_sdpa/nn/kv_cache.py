@@ -21,7 +21,7 @@ from cudnn_sdpa.attention.paged.kv_cache_checks import (
 )
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor
+from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.nn.checks import check_counts

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cudnn_sdpa.engine import sharding
-from cudnn_sdpa.engine.memory import dtype_name, shape_of
+from cudnn_sdpa.engine.tensor_checks import dtype_name, shape_of
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.nn.checks import check_counts, checked_flags

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from cudnn_sdpa.engine.memory import shape_of
+from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.fused.conv import conv2d
 from cudnn_sdpa.nn.attention import AttentionOptions

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import is_lazy, materialized
 from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Prepared, SingleLaunch
-from cudnn_sdpa.engine.memory import check_is_tensor, check_present, check_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import NativeKey, Operation
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
+from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_present, check_tensor
 from cudnn_sdpa.errors import LayoutError, ShapeError
 from cudnn_sdpa.graph import target as targets
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, Role

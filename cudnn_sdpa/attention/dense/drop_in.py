@@ -16,9 +16,9 @@ from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.autograd_checks import PYTORCHS, refuse_context_parallel
-from cudnn_sdpa.engine.memory import check_is_tensor, check_present, is_causal_bias, shape_of
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import NativeKey
+from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_present, is_causal_bias, shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.scalars import as_bool, is_compiling
 

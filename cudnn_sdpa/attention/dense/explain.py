@@ -1,6 +1,6 @@
 """What `explain` shows of dense attention calls.
 
-Nothing is computed: checked calls take their real path with meta tensors.
+Checked calls take their real path with meta tensors; only `verify` computes anything.
 """
 
 from __future__ import annotations

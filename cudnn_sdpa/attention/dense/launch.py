@@ -15,17 +15,17 @@ from cudnn_sdpa.attention.bias import BiasKernel, mask_gradient, new_gradient
 from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec, Needs
 from cudnn_sdpa.attention.lengths import LENGTHS, LengthsKernel, RowLimitsKernel
-from cudnn_sdpa.engine import memory
+from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
-from cudnn_sdpa.engine.memory import check_address, check_present, multiplied
+from cudnn_sdpa.engine.tensor_checks import check_address, check_present, multiplied
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, contiguous_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.plan import Plan
 
-MIN_HALF = torch.finfo(torch.float32).min  #: replaces an LSE of -inf, because -inf - (-inf) is NaN
+LOWEST_LSE = torch.finfo(torch.float32).min  #: replaces an LSE of -inf, because -inf - (-inf) is NaN
 
 Run = Callable[[ForwardArguments], Result]
 
@@ -145,7 +145,7 @@ class _Completed:
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     """Adds the sinks, (1, Hq, 1), in place to an output and an LSE that were computed without them."""
     total = torch.logaddexp(lse, sinks)
-    out.mul_(torch.exp(lse - total.clamp_min(MIN_HALF)).unsqueeze(-1))  # 0 where there is neither a key nor a sink
+    out.mul_(torch.exp(lse - total.clamp_min(LOWEST_LSE)).unsqueeze(-1))  # 0 where there is neither a key nor a sink
     lse.copy_(total)
 
 
@@ -157,7 +157,7 @@ OPERANDS = ("q", "k", "v", "out", "grad_out", "lse")  #: of all backward plans
 def readable(of: BackwardT) -> BackwardT:
     """The backward call with copies of what cuDNN cannot read."""
     out = readable_gradient(of.out, of.out)
-    grad_out, lse = readable_gradient(of.grad_out, out), memory.aligned("lse", of.lse)
+    grad_out, lse = readable_gradient(of.grad_out, out), tensor_checks.aligned("lse", of.lse)
     if grad_out is of.grad_out and lse is of.lse and out is of.out:
         return of
     return of._replace(grad_out=grad_out, out=out, lse=lse)
@@ -181,7 +181,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
         return Prepared(lambda of: tuple(parts.run_gradients(of, gradients)), None)
     call.softmax.check()
     arguments.check(call)
-    memory.check_strides(call.q, call.k, call.v)
+    tensor_checks.check_strides(call.q, call.k, call.v)
     device, backward = call.q.get_device(), BackwardSpec.of(of)
     key = backward.key(live_target(device), device)
     plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_backward))
@@ -230,7 +230,7 @@ class _Gradients:
         call, lse, factor = of.call, of.lse, self._factor
         masked_rows = self._backward.dense.mask.masked_rows
         if masked_rows:
-            lse = memory.aligned("lse", lse[:, :, masked_rows:])
+            lse = tensor_checks.aligned("lse", lse[:, :, masked_rows:])
         if self._masks_lse:  # fully masked rows: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
         q = call.q if factor is None else _multiplied(call.q, factor)
@@ -278,7 +278,7 @@ def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, que
     mean = (grad_out.float() * out).sum(-1)
     if queries is not None:
         mean.masked_fill_(torch.arange(mean.shape[-1], device=mean.device) >= queries, 0.0)
-    weights = torch.exp(sinks.view(1, -1, 1) - lse.clamp_min(MIN_HALF))  # also right for a sink of -inf
+    weights = torch.exp(sinks.view(1, -1, 1) - lse.clamp_min(LOWEST_LSE))  # also right for a sink of -inf
     return -(weights * mean).sum((0, 2))
 
 

@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import Mask, normalize_mask
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
 from cudnn_sdpa.engine.launch import Layout
-from cudnn_sdpa.engine.memory import like_in_memory
+from cudnn_sdpa.engine.tensor_checks import like_in_memory
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.backend import has_only_repeatable
 from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role

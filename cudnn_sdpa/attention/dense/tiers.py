@@ -1,4 +1,4 @@
-"""Which plan serves a call of a new shape, how often shapes recur, and how a plan for the exact shape takes over.
+"""Binds forward calls of dense attention, and decides which plan serves a new shape.
 
 Buckets: one plan for a range of sequence lengths and batch sizes, and the calls that it serves.
 
@@ -30,8 +30,8 @@ from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec, length_bucket, sequence_bucket
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import BoundPlan, Prepared
-from cudnn_sdpa.engine.memory import check_address, multiplied
 from cudnn_sdpa.engine.operation import OPERATIONS
+from cudnn_sdpa.engine.tensor_checks import check_address, multiplied
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout

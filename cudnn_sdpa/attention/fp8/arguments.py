@@ -23,7 +23,7 @@ from cudnn_sdpa.attention.arguments import (
 from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED, Alignment
 from cudnn_sdpa.attention.paged.arguments import HND, PAGE_DIMENSIONS, check_pages
 from cudnn_sdpa.engine import value_checks
-from cudnn_sdpa.engine.memory import check_are_tensors, check_is_tensor, check_tensor, dtype_name, shape_of
+from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_is_tensor, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
 

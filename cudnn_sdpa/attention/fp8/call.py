@@ -22,7 +22,7 @@ from cudnn_sdpa.attention.fp8.arguments import (
     Fp8Scales,
     Options,
 )
-from cudnn_sdpa.engine import memory
+from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.sharding import ShardingStrategy
@@ -46,10 +46,10 @@ class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's 
     flops = in_pytorch.flops
 
     def check_strides(self) -> None:
-        memory.check_strides(self.q, self.k, self.v)
+        tensor_checks.check_strides(self.q, self.k, self.v)
 
     def check_memory(self) -> None:
-        memory.check_addresses(q=self.q, k=self.k, v=self.v)
+        tensor_checks.check_addresses(q=self.q, k=self.k, v=self.v)
 
     def check_strides_for_gpu(self) -> None:
         self.check_strides()
@@ -82,12 +82,12 @@ class Fp8BackwardCall(Fp8BackwardArguments, CudnnCall):  # type: ignore[misc]  #
         check_lengths(arguments.as_dense(self))
 
     def check_strides(self) -> None:
-        memory.check_strides(self.q, self.k, self.v)
-        memory.check_strides_of("out", self.out)
+        tensor_checks.check_strides(self.q, self.k, self.v)
+        tensor_checks.check_strides_of("out", self.out)
 
     def check_memory(self) -> None:
         lse = self.lse if self.lse.is_contiguous() else None  # otherwise it is copied
-        memory.check_addresses(q=self.q, k=self.k, v=self.v, out=self.out, lse=lse)
+        tensor_checks.check_addresses(q=self.q, k=self.k, v=self.v, out=self.out, lse=lse)
 
     def check_strides_for_gpu(self) -> None:
         self.check_strides()

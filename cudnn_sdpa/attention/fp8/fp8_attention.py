@@ -49,14 +49,14 @@ from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.reference import without_autocast
 from cudnn_sdpa.attention.support import rules_fp8
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
-from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, memory
+from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, tensor_checks
 from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.autograd_checks import refuse_batch, refuse_second_gradient
 from cudnn_sdpa.engine.call import Function
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory, needs_gradient
-from cudnn_sdpa.engine.memory import dtype_name
 from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.engine.sharding import run as run_on_dtensors
+from cudnn_sdpa.engine.tensor_checks import dtype_name
 from cudnn_sdpa.errors import DeviceError, OptionError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import TensorLayout
@@ -293,9 +293,9 @@ def check(of: ForwardArguments) -> None:
     autograd_checks.refuse_tangents({"q": q, "k": k, "v": v}, "attention in bfloat16")
     autograd_checks.refuse_transforms("fp8_attention", q, k, v, loops=False)
     if arguments.has_limits(of):
-        memory.check_strides(q, k, v)
+        tensor_checks.check_strides(q, k, v)
     if is_plain_memory(q, k, v):
-        memory.check_addresses(q=q, k=k, v=v)
+        tensor_checks.check_addresses(q=q, k=k, v=v)
     arguments.check_values(of)  # here already, and not by sdpa_fp8: a refused call records nothing
 
 

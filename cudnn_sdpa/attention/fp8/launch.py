@@ -17,8 +17,8 @@ from cudnn_sdpa.attention.fp8.arguments import SCALES, Fp8Arguments, Fp8Backward
 from cudnn_sdpa.attention.fp8.plans import AMAX, BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch
-from cudnn_sdpa.engine.memory import check_address
 from cudnn_sdpa.engine.operation import OPERATIONS
+from cudnn_sdpa.engine.tensor_checks import check_address
 from cudnn_sdpa.graph.key import PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target

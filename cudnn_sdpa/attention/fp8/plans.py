@@ -24,7 +24,7 @@ from cudnn_sdpa.attention.fp8.arguments import (
 from cudnn_sdpa.attention.parts import GRADIENTS, Part
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
 from cudnn_sdpa.attention.support.rules_fp8 import RULES
-from cudnn_sdpa.engine import memory
+from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import Operand, PlanKey
@@ -290,7 +290,7 @@ def part_of(call: Fp8BackwardArguments, part: Part) -> Fp8BackwardArguments:
         k=parts.compact(call.k[entries, heads_kv]),
         v=parts.compact(call.v[entries, heads_kv]),
         out=parts.compact(call.out[entries, heads]),
-        lse=memory.aligned("lse", call.lse[entries, heads]),
+        lse=tensor_checks.aligned("lse", call.lse[entries, heads]),
         seq_lens_q=lengths_q,
         seq_lens_kv=lengths_kv,
     )

@@ -15,7 +15,7 @@ from torch import distributed as dist
 from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.fp8.quantize import check_group, scales_of, share, update
 from cudnn_sdpa.attention.fp8.scaling_state import DO, Fp8State, Steps
-from cudnn_sdpa.engine.memory import dtype_name
+from cudnn_sdpa.engine.tensor_checks import dtype_name
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.scalars import as_bool, as_index, is_integer
 

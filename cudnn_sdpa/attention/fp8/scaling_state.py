@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardScales, Fp8Scales
-from cudnn_sdpa.engine.memory import dtype_name
+from cudnn_sdpa.engine.tensor_checks import dtype_name
 from cudnn_sdpa.errors import DeviceError, DtypeError
 
 NAMES = ("q", "k", "v", "s", "o", "do", "dp", "dq", "dk", "dv")

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, TABLES, Fp8Arguments, Fp8BackwardArguments
-from cudnn_sdpa.engine import memory
-from cudnn_sdpa.engine.memory import LOWEST, MISALIGNED, check_present
+from cudnn_sdpa.engine import tensor_checks
+from cudnn_sdpa.engine.tensor_checks import LOWEST, MISALIGNED, check_present
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, dense_stride_like
 
 #: The rows that the backward kernels write at a time.
@@ -30,7 +30,7 @@ def lengths(call: Fp8Arguments | Fp8BackwardArguments, skv: int) -> dict[str, Te
     of_q, of_kv = call.seq_lens_q, call.seq_lens_kv
     if of_q is None and of_kv is None:
         return {}
-    memory.check_lengths_present(of_q, of_kv)
+    tensor_checks.check_lengths_present(of_q, of_kv)
     sq = call.q.shape[2]
     found = {"seq_len_q": torch.full_like(of_kv, sq) if of_q is None else of_q.clamp(0, sq)}  # type: ignore[arg-type]
     return found if of_kv is None else {**found, "seq_len_kv": of_kv.clamp(0, skv)}

@@ -12,8 +12,8 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, Softmax, check_lengths
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
-from cudnn_sdpa.engine import memory, value_checks
-from cudnn_sdpa.engine.memory import check_tensor, dtype_name, shape_of
+from cudnn_sdpa.engine import tensor_checks, value_checks
+from cudnn_sdpa.engine.tensor_checks import check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import ArgumentError, DtypeError, OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import is_true
 
@@ -191,13 +191,13 @@ def check_values(call: PagedArguments) -> None:
 def check_strides(call: PagedArguments) -> None:
     """Strides that kernels can read."""
     with named():
-        memory.check_strides(call.q, call.k, call.v)
+        tensor_checks.check_strides(call.q, call.k, call.v)
 
 
 def check_memory(call: PagedArguments) -> None:
     """Addresses, and that `out` overlaps no input."""
     with named():
-        memory.check_memory(call.q, call.k, call.v, call.out)
+        tensor_checks.check_memory(call.q, call.k, call.v, call.out)
 
 
 def check_pages(q: Tensor, pages: dict[str, Tensor], table: Tensor, table_v: Tensor | None) -> None:

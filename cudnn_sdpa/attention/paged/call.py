@@ -12,7 +12,7 @@ from cudnn_sdpa.attention.cpu_checks import check_offsets
 from cudnn_sdpa.attention.paged import arguments, launch, plans
 from cudnn_sdpa.attention.paged import reference as in_pytorch
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.engine import memory
+from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.sharding import ShardingStrategy
 from cudnn_sdpa.errors import UnsupportedError
@@ -46,7 +46,7 @@ class PagedCall(PagedArguments, CudnnCall):  # type: ignore[misc]  # a NamedTupl
         with arguments.named():
             check_offsets(q=self.q, k=self.k, v=self.v, out=self.out)
         if self.out is not None and self.out.numel():
-            memory.check_strides_of_out(self.out, for_cudnn=True)
+            tensor_checks.check_strides_of_out(self.out, for_cudnn=True)
 
     def check_gradient(self) -> NoReturn:
         raise UnsupportedError(

@@ -17,7 +17,7 @@ from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged.step import PagedStep, Row
 from cudnn_sdpa.attention.paged.step_plans import plans_of_steps
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.memory import MISALIGNED, check_are_tensors
+from cudnn_sdpa.engine.tensor_checks import MISALIGNED, check_are_tensors
 from cudnn_sdpa.errors import DeviceError, ExecutionError, OptionError
 from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.graph.target import live_target

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import CPU_DTYPES, SoftmaxOptions, allowed_dtypes, dtype_error
 from cudnn_sdpa.attention.paged.step import PagedStep
-from cudnn_sdpa.engine import memory
-from cudnn_sdpa.engine.memory import check_tensor, shape_of
+from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.sharding import has_dtensor, refuse
+from cudnn_sdpa.engine.tensor_checks import check_tensor, shape_of
 from cudnn_sdpa.errors import DeviceError, LayoutError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.scalars import as_int
 
@@ -147,8 +147,8 @@ def check_rows(name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
     check_tensor(name, rows, to, of="the cache", shape=expected, meaning="(B, Hkv, tokens, head dim)")
     if rows.is_cuda:
         try:
-            memory.check_strides(rows, rows, rows)
-            memory.check_memory(rows, rows, rows, None)
+            tensor_checks.check_strides(rows, rows, rows)
+            tensor_checks.check_memory(rows, rows, rows, None)
         except LayoutError as error:
             raise error.renamed({"q": name}) from None
 

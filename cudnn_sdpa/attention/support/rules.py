@@ -31,7 +31,7 @@ class Configuration:
         packed: Whether sequences are packed.
         band: The normalized mask.
         lengths: Whether actual sequence lengths are given.
-        bias: Whether there is a float (additive) mask.
+        bias: Whether there is an `attn_mask`, of any dtype.
         bias_gradient: Whether its gradient is needed.
         sinks: Whether there are attention sinks.
         dropout: Whether there is dropout.

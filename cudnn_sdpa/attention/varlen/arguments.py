@@ -10,8 +10,8 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, Softmax
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
-from cudnn_sdpa.engine import memory, value_checks
-from cudnn_sdpa.engine.memory import check_is_tensor, check_tensor, shape_of
+from cudnn_sdpa.engine import tensor_checks, value_checks
+from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor, shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import LARGEST, is_integer, is_true
 
@@ -153,9 +153,9 @@ def check_values(call: VarlenArguments) -> None:
 def check_strides(call: VarlenArguments) -> None:
     """Strides that kernels can read."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in call.qkv)
-    memory.check_strides(q, k, v)
+    tensor_checks.check_strides(q, k, v)
 
 
 def check_memory(call: VarlenArguments) -> None:
     """Addresses, and that `out` overlaps no input."""
-    memory.check_memory(call.q, call.k, call.v, call.out)
+    tensor_checks.check_memory(call.q, call.k, call.v, call.out)

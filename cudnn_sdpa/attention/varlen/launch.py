@@ -20,10 +20,10 @@ from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
-from cudnn_sdpa.engine import memory
+from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
-from cudnn_sdpa.engine.memory import check_address, check_present, like_in_memory, multiplied, without_memory
+from cudnn_sdpa.engine.tensor_checks import check_address, check_present, like_in_memory, multiplied, without_memory
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
@@ -78,7 +78,7 @@ def readable(of: BackwardT) -> BackwardT:
     limits = packed_gradient_limits(deterministic=call.softmax.deterministic)
     if call.is_empty or limits.exceeded(*call.qkv, of.out, of.grad_out):
         return of
-    grad_out, lse, layout = of.grad_out, memory.aligned("lse", of.lse), TensorLayout.of(call.q)
+    grad_out, lse, layout = of.grad_out, tensor_checks.aligned("lse", of.lse), TensorLayout.of(call.q)
     out = of.out
     if not dense_backward.is_readable(out.unsqueeze(0)):
         out = dense_backward.readable_gradient(out.unsqueeze(0), out.unsqueeze(0)).squeeze(0)

@@ -22,7 +22,7 @@ from cudnn_sdpa.attention.mask import TOP_LEFT, Mask, normalize_mask
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
-from cudnn_sdpa.engine import memory
+from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.errors import UnsupportedError
@@ -368,7 +368,7 @@ def part_of(of: VarlenGradientCall, part: Part) -> VarlenGradientCall:
     """Some heads of a backward call."""
     call = of.call
     rows = {"q": call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}
-    q, grad_out, out, lse = (memory.aligned(name, x[:, part.heads]) for name, x in rows.items())
+    q, grad_out, out, lse = (tensor_checks.aligned(name, x[:, part.heads]) for name, x in rows.items())
     k, v = (parts.compact(x[:, part.heads_kv]) for x in (call.k, call.v))
     sinks = None if call.sinks is None else call.sinks[part.heads]
     return of._replace(grad_out=grad_out, out=out, lse=lse, call=call._replace(q=q, k=k, v=v, sinks=sinks))

@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.dense.reference import flops_of_backward, flops_of_forward
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
-from cudnn_sdpa.engine.memory import like_in_memory
+from cudnn_sdpa.engine.tensor_checks import like_in_memory
 
 
 def sequences(call: VarlenArguments) -> Iterator[tuple[slice, slice, ForwardArguments]]:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 from torch import Tensor
 
 from cudnn_sdpa.engine.launch import Layout, Prepared
-from cudnn_sdpa.engine.memory import like_in_memory
 from cudnn_sdpa.engine.sharding import ShardingStrategy
+from cudnn_sdpa.engine.tensor_checks import like_in_memory
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 

@@ -12,10 +12,10 @@ from cudnn_sdpa.engine import autograd_checks, fallback
 from cudnn_sdpa.engine.call import Differentiable, Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import needs_operator
 from cudnn_sdpa.engine.launch import Prepared, SingleLaunch
-from cudnn_sdpa.engine.memory import MISALIGNED
 from cudnn_sdpa.engine.native.calls import Differentiation, RepeatableCall
 from cudnn_sdpa.engine.operation.call import CallT
 from cudnn_sdpa.engine.operation.launches import Launches, alone, as_tuple
+from cudnn_sdpa.engine.tensor_checks import MISALIGNED
 
 #: Maximum number of signatures remembered as differentiable.
 MAX_REMEMBERED = 8192

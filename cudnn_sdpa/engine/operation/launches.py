@@ -36,7 +36,7 @@ SCHEMA_TYPES: dict[object, str] = {
 
 
 @dataclass(eq=False)
-class Description(Generic[CallT]):
+class OperationDescription(Generic[CallT]):
     """An operation as data.
 
     Attributes:
@@ -208,7 +208,7 @@ class Description(Generic[CallT]):
 
 
 @dataclass(eq=False)
-class Launches(Description[CallT]):
+class Launches(OperationDescription[CallT]):
     def __post_init__(self) -> None:
         super().__post_init__()
         #: The calls that are bound to their plans.

@@ -35,11 +35,11 @@ from cudnn_sdpa.engine.dispatch_state import (
     needs_gradient,
 )
 from cudnn_sdpa.engine.launch import NOT_A_CALL, Prepared, SingleLaunch
-from cudnn_sdpa.engine.memory import without_memory
 from cudnn_sdpa.engine.native.calls import NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
 from cudnn_sdpa.engine.operation.gradients import Gradients
 from cudnn_sdpa.engine.operation.launches import as_tuple, made
+from cudnn_sdpa.engine.tensor_checks import without_memory
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.scalars import check_known, is_compiling
@@ -118,7 +118,7 @@ class Pipeline(Gradients[CallT]):
 
     def _run_steps(self, call: CallT | BackwardCall[CallT]) -> Any:
         """The results of a call, forward or backward, that the fast path does not know."""
-        self._check_known(forward_of(call))
+        self._refuse_data_dependent(forward_of(call))
         call.check_types()
         if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
             call.check_options()
@@ -189,7 +189,7 @@ class Pipeline(Gradients[CallT]):
 
     # The steps.
 
-    def _check_known(self, call: CallT) -> None:
+    def _refuse_data_dependent(self, call: CallT) -> None:
         """Refuses options that depend on data in compiled code; lengths and bounds may, which are symbols there."""
         for (name, kind), value in zip(self._types.items(), self.inputs_of(call), strict=True):
             if kind in ("float", "float?", "bool"):

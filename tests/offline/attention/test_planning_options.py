@@ -9,7 +9,7 @@ from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, output_layout
-from cudnn_sdpa.engine.memory import like_in_memory
+from cudnn_sdpa.engine.tensor_checks import like_in_memory
 from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target

@@ -237,7 +237,7 @@ def test_an_output_that_requires_grad_is_refused():
 
 
 def test_gpu_only_checks_of_memory():
-    from cudnn_sdpa.engine import memory as checks
+    from cudnn_sdpa.engine import tensor_checks as checks
 
     q, k, v = (torch.randn(2, 4, 8, 16, dtype=torch.float16) for _ in range(3))
     checks.check_strides(q, k, v)

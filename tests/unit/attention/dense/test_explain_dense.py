@@ -25,7 +25,7 @@ from cudnn_sdpa.attention.varlen import launch
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
-from cudnn_sdpa.engine import memory
+from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.planning.support import target_of
@@ -47,7 +47,7 @@ def key_of(monkeypatch):
         raise Asked(key)
 
     monkeypatch.setattr(PlanCache, "get", ask)
-    monkeypatch.setattr(memory, "_share_memory", lambda *_: False)  # meta tensors have address 0
+    monkeypatch.setattr(tensor_checks, "_share_memory", lambda *_: False)  # meta tensors have address 0
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
     for module in (tiers, dense_launch, launch):
         monkeypatch.setattr(module, "live_target", lambda _device: H200)

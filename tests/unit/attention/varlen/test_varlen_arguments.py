@@ -19,7 +19,7 @@ from cudnn_sdpa import (
     sdpa_varlen_backward,
 )
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.engine import memory
+from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.explain import describer_of
 
 R, Z = torch.randn, torch.empty
@@ -118,9 +118,9 @@ def test_stride_checks_name_tokens_and_heads():
     for tensor, unit in ((uneven, "18 from head to head"), (by_token, "36 from token to token")):
         dense = VarlenArguments(q, tensor, v, None, OFFSETS, OFFSETS, None, 7, 7).as_dense()
         with pytest.raises(LayoutError, match=f"^k: got stride {unit}; expected a multiple of 8 elements"):
-            memory.check_strides(*dense[:3])
+            tensor_checks.check_strides(*dense[:3])
     dense = VarlenArguments(q, k, v, None, OFFSETS, OFFSETS, None, 7, 7).as_dense()
-    memory.check_strides(*dense[:3])
+    tensor_checks.check_strides(*dense[:3])
 
 
 @pytest.mark.parametrize("wrong", [1.5, 3, "offsets", [0, 4, 9], None, object(), float])
