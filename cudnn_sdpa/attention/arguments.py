@@ -63,7 +63,6 @@ class Softmax(NamedTuple):
         return self.softcap is not None
 
     def check(self) -> None:
-        """Checks all options."""
         check_flag("is_causal", self.is_causal)
         if self.causal_alignment not in ALIGNMENTS:
             raise OptionError("causal_alignment", repr(self.causal_alignment), " or ".join(map(repr, ALIGNMENTS)))
@@ -192,17 +191,14 @@ class ForwardArguments(NamedTuple):
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values."""
         return self.q, self.k, self.v
 
     @property
     def differentiable(self) -> tuple[Tensor | None, ...]:
-        """The inputs that can have a gradient."""
         return self.q, self.k, self.v, self.attn_mask, self.sinks
 
     @property
     def scale_value(self) -> float:
-        """The factor of the scores."""
         scale = self.softmax.scale
         return self.q.shape[3] ** -0.5 if scale is None else float(scale)
 
@@ -433,13 +429,11 @@ def check_out(out: Tensor, q: Tensor, v: Tensor, *, for_cudnn: bool) -> None:
 
 
 def check_values(call: ForwardArguments) -> None:
-    """The lengths of sequences."""
     value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
     value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.k.shape[2])
 
 
 def check_strides(call: ForwardArguments) -> None:
-    """Strides that kernels can read."""
     tensor_checks.check_strides(*call.qkv)
 
 
@@ -449,8 +443,6 @@ def check_memory(call: ForwardArguments) -> None:
 
 
 class AttentionCall(Fields, Protocol):
-    """A call of some kind of attention."""
-
     @property
     def q(self) -> Tensor: ...
     @property
@@ -500,8 +492,6 @@ def _warn_if_transposed(q: Tensor, k: Tensor) -> None:
 
 
 class AttentionGradientCall(Fields, Protocol):
-    """A backward call of some kind of attention."""
-
     @property
     def call(self) -> AttentionCall: ...
     @property
@@ -525,8 +515,6 @@ MIN_SCALE = 1e-30
 
 
 class Scaled(Protocol):
-    """A call with the factor of its scores."""
-
     @property
     def scale_value(self) -> float: ...
     @property

@@ -41,8 +41,6 @@ _passed: set[Hashable] = set()
 
 
 class CudnnCall(Call):
-    """A call of attention that cuDNN's kernels run."""
-
     __slots__ = ()
 
     if TYPE_CHECKING:
@@ -84,7 +82,6 @@ class CudnnCall(Call):
             known_issues.check(key)
 
     def check_gradient_keys(self, target: Target, device: int | None = None) -> None:
-        """Refuses a call whose backward call would need such a plan."""
         raise NotImplementedError
 
 
@@ -92,8 +89,6 @@ CudnnCallT = TypeVar("CudnnCallT", bound=CudnnCall)
 
 
 class CudnnBackwardCall(BackwardCall[CudnnCallT]):
-    """A backward call of attention that cuDNN's kernels run."""
-
     __slots__ = ()
 
     if TYPE_CHECKING:

@@ -41,7 +41,6 @@ class Mask:
 
 
 def as_kernels_see(mask: Tensor) -> Tensor:
-    """A float mask with −∞ for all values that mask a key."""
     return mask if mask.dtype == torch.float16 else mask.masked_fill(mask < LOWEST_BIAS, -math.inf)
 
 

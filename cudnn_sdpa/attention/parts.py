@@ -136,7 +136,6 @@ class Whole(NamedTuple):
     is_amax: bool = False
 
     def place(self, part: Part) -> tuple[slice, ...]:
-        """Where a part's result is."""
         return tuple([slice(None) if name is None else getattr(part, name) for name in self.dims])
 
 
@@ -169,8 +168,6 @@ def merge(
 
 
 class ForwardCall(Protocol):
-    """A forward call of dense or paged attention."""
-
     @property
     def q(self) -> Tensor: ...
     @property

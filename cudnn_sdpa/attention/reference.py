@@ -123,7 +123,6 @@ def without_autocast(q: Tensor) -> torch.autocast:
 
 
 def precision(call: ForwardArguments) -> torch.dtype:
-    """The dtype of the computation."""
     return torch.float64 if call.q.dtype == torch.float64 else torch.float32
 
 

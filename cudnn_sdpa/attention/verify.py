@@ -61,7 +61,6 @@ def run_detached(
 
 
 def empty_like(tensor: Tensor) -> Tensor:
-    """An uninitialized tensor of the same shape, strides and dtype."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
@@ -72,14 +71,12 @@ def exact_inputs(call: AttentionT, names: tuple[str, ...]) -> AttentionT:
 
 
 def compare(actual: Results, exact: Results) -> dict[str, float]:
-    """The relative error of each result."""
     pairs = {"out": (actual.out, exact.out)} | ({} if actual.lse is None else {"lse": (actual.lse, exact.lse)})
     pairs |= {f"grad {name}": (gradient, exact.gradients[name]) for name, gradient in actual.gradients.items()}
     return {name: _error(*pair) for name, pair in pairs.items()}
 
 
 def _error(actual: Tensor, exact: Tensor) -> float:
-    """Relative error in the Frobenius norm over the finite elements."""
     finite = torch.isfinite(exact)
     if not torch.equal(torch.isfinite(actual), finite):
         return float("inf")

@@ -467,7 +467,6 @@ def _check_gradients(
 
 
 def _reasons_against_gathering(options: Options, q: Tensor) -> dict[str, str]:
-    """Reasons against "all_gather", each with the option to give up."""
     if not options.is_packed or options.max_seqlen is None:
         return {}
     reasons = {}

@@ -46,8 +46,6 @@ def repeats(heads_q: int, heads_kv: int, ranks: int) -> int | None:
 
 
 class _Heads(NamedTuple):
-    """One of several equal groups of the heads that each rank computes."""
-
     number: int
     groups: int
 

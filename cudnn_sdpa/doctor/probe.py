@@ -226,7 +226,6 @@ def main() -> None:
 
 @contextlib.contextmanager
 def _error_in(facts: dict[str, object], name: str) -> Iterator[None]:
-    """Turns any exception into a fact of one line."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - whatever it is, it is the finding

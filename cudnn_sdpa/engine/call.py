@@ -71,8 +71,6 @@ def views_of_leaves(*values: object) -> list[Tensor]:
 
 
 class Function(torch.autograd.Function):
-    """An autograd function for threads that share leaves."""
-
     @classmethod
     def apply(cls, *inputs: object) -> Any:
         _views = views_of_leaves(*inputs)

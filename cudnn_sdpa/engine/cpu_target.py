@@ -103,7 +103,6 @@ def active_name() -> str | None:
 
 
 def checks_dtypes() -> bool:
-    """Whether dtypes that the GPU refuses are refused on the CPU."""
     return active_name() is not None and _Setting.has_dtypes
 
 
@@ -155,7 +154,6 @@ def _checked(argument: str, name: object) -> str | None:
 
 @functools.cache
 def target_of(name: str) -> Target:
-    """The target that stands for a GPU, with this environment's cuDNN."""
     properties = (("deviceVer", 10 * bundled_capabilities()[name]), ("multiProcessorCount", 0))
     return Target(properties, installed_cudnn(), "", f"{name} (checked on the CPU)")
 

@@ -139,7 +139,6 @@ def is_transformed() -> bool:
 
 
 def needs_gradient(*tensors: Tensor | None) -> bool:
-    """Whether autograd needs the gradient of one of these tensors."""
     if torch.is_grad_enabled():
         for tensor in tensors:  # saves 0.4 µs over `any`
             if tensor is not None and tensor.requires_grad:

@@ -360,7 +360,6 @@ def _explain_offline(name: str, description: Description, properties: backend.De
 
 
 def _key(result: Explanation, description: Description, target: Target, device: int | None) -> PlanKey:
-    """The key, recorded in the explanation with the bugs that affect it."""
     key = description.key(target, device)
     result.key = str(key)
     result.known_issues = [str(issue) for issue in known_issues.concerning(key)]

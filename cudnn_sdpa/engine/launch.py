@@ -105,7 +105,6 @@ class OwnKernel:
         return made
 
     def launch(self, addresses: Iterable[tuple[int, int]]) -> None:
-        """The same, given the places in the argument and what is put there."""
         fields = self.fields[:]  # of this call alone: many threads call at once
         for place, address in addresses:
             fields[place] = address

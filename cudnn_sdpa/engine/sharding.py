@@ -245,7 +245,6 @@ class ShardedCall(NamedTuple):
         return any(strategy is None and self.mesh.size(index) > 1 for index, strategy in enumerate(self.chosen))
 
     def part(self) -> int:
-        """The number of this rank's part among all parts."""
         coordinate: Sequence[int] = self.mesh.get_coordinate() or []
         found = 0
         for index, strategy in enumerate(self.chosen):

@@ -36,7 +36,6 @@ def check(*tensors: Tensor, names: Sequence[str] = ("gate", "up")) -> None:
 
 
 def check_halves(gate: Tensor, up: Tensor | None) -> None:
-    """Checks two operands, or one that holds both."""
     if up is not None:
         check(gate, up)
         return

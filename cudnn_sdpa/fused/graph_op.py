@@ -222,7 +222,6 @@ class GraphFunction(GraphDefinition):
         return GraphCall(self, values, static)
 
     def _first(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Result:
-        """Runs a call of an unknown signature, with unchecked arguments."""
         if sharding.has_dtensor(*operands):
             return self._on_dtensors(operands, options)
         values, static = self.arguments(operands, options)
@@ -294,7 +293,6 @@ class GraphFunction(GraphDefinition):
         return dict(zip(self.operands, values, strict=True))
 
     def _completed(self, operands: tuple[Value, ...]) -> tuple[Value, ...]:
-        """All operands, None for those that are left out."""
         return (*operands, *(None,) * (len(self.operands) - len(operands)))
 
     def _in_order(
@@ -310,7 +308,6 @@ class GraphFunction(GraphDefinition):
         return (*operands, *[options.get(name) for name in rest[:last]]), others
 
     def _register(self, operands: tuple[Value, ...], options: Mapping[str, object], entry: _BoundCall) -> None:
-        """Registers a known call with the native module."""
         if any(isinstance(x, int) for x in operands):
             return
         layouts = entry.bound.results

@@ -149,7 +149,6 @@ class LargeCall:
 
 
 def _is_written_there(x: Tensor, layout: Layout) -> bool:
-    """Whether a plan may write a result of this layout into a tensor."""
     return x.data_ptr() % ALIGNMENT == 0 and TensorLayout.of(x) == TensorLayout.of(
         torch.empty_strided(*layout[:2], dtype=layout[2], device="meta")
     )

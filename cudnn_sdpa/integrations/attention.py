@@ -321,8 +321,6 @@ class Documents(NamedTuple):
 
 
 class _LastRead(NamedTuple):
-    """Documents of a tensor of positions, and its version."""
-
     positions: weakref.ref[Tensor]
     version: int | None
     batch: int

@@ -25,7 +25,6 @@ BackwardT = TypeVar("BackwardT", bound=Gradient)
 
 
 def prepare(call: KernelArguments) -> Prepared:
-    """A forward call bound to its plan."""
     warn_of_order(call)
     spec = Spec.of(call)
     if spec.is_empty:
@@ -58,7 +57,6 @@ def prepare_gradients(of: Gradient) -> Prepared:
 
 
 def bind(spec: Spec, device: int, scale: float) -> tuple[BoundPlan, Plan]:
-    """The plan of a spec, with what its launch needs besides tensors."""
     operation = attention_forward if spec.needs is None else attention_backward
     key = spec.key(live_target(device), device)
     plan = plan_cache.get(key, lambda key: build_plan(operation, key))

@@ -128,11 +128,9 @@ class Spec:
 
     @property
     def statistics(self) -> TensorLayout:
-        """What the forward pass keeps of each row's softmax."""
         return TensorLayout.contiguous((*self.q.shape[:3], 2), torch.float32)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
-        """The key of the plan."""
         if self.q.dtype not in _DTYPES:
             given = str(self.q.dtype).removeprefix("torch.")
             reason = f"the kernels take float32, float16 and bfloat16; {given} runs on the CPU only"
@@ -273,12 +271,10 @@ _GRAD_Q = _Form(
 
 
 def padded_dim(dim: int) -> int:
-    """The head dim that a fused kernel is compiled for."""
     return 64 if dim <= 64 else 128
 
 
 def fused_rows(dtype: torch.dtype, dim: int, sm: int) -> int:
-    """How many queries a block of the fused forward pass keeps."""
     return _FORWARD.tiles(dtype, padded_dim(dim), _max_shared(sm)).rows
 
 
@@ -292,8 +288,6 @@ def _kernel(file: str, name: str, shared: int, **defines: int) -> Kernel:
 
 
 class _Sizes(NamedTuple):
-    """The sizes and layouts in a key."""
-
     layouts: Mapping[str, TensorLayout]
     options: Mapping[str, Any]
     max_shared: int
@@ -345,7 +339,6 @@ class _Sizes(NamedTuple):
         return _simple(_kernel(file, name, 0, **self.defines), work, threads)
 
     def delta(self) -> KernelCall:
-        """The first kernel of a backward pass, compiled once for a dtype."""
         batch, heads, sq, _ = self.layouts["q"].shape
         kernel = _kernel("delta.cu", "grad_delta", 0, **(self.defines | {"MASK": 0, "CAUSAL": 0, "VECTORS": 0}))
         return _simple(kernel, 32 * batch * heads * sq)
@@ -370,7 +363,6 @@ _kernel_op = functools.partial(KernelOp, folder=FOLDER)
 
 @_kernel_op
 def attention_forward(key: PlanKey) -> KernelProgram:
-    """The forward pass, in one of three forms."""
     sizes = _Sizes.of(key)
     q, k = sizes.layouts["q"].shape, sizes.layouts["k"].shape
     mode, scores = sizes.options["mode"], (*q[:3], k[2])

@@ -135,7 +135,6 @@ def describe_backward_call(of: GradientCall, device: int | None, notes: list[str
 
 
 def _describe_backward(original: ForwardArguments, call: ForwardArguments, sinks: Tensor | None) -> Description:
-    """The backward pass for a gradient with the layout of the output."""
     device = device_of(original.q)
     needs = Needs(*(x is not None and x.requires_grad for x in original.differentiable))
     layout = output_layout(call)
@@ -222,12 +221,10 @@ def notes_on_sinks(sinks: Tensor | None) -> list[str]:
 
 
 def notes_on_sink_gradient(sinks: Tensor | None, is_needed: bool) -> list[str]:
-    """The conversion of the gradient of sinks in half precision."""
     return ["the gradient of sinks is converted back"] if is_needed and notes_on_sinks(sinks) else []
 
 
 def note_on_parts(what: str, number: int) -> str:
-    """The note on a call or a gradient that one launch cannot compute."""
     if number == 1:
         return f"{what} is computed from copies of tensors that span too much memory, and its results are copied"
     return f"{what} is computed in {number} parts, as one launch cannot: this is the plan of the first"

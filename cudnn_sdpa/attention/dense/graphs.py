@@ -169,7 +169,6 @@ def masks(
     seq_len_q: Symbol | None,
     seq_len_kv: Symbol | None,
 ) -> dict[str, object]:
-    """The options of the masks that cuDNN applies itself."""
     options: dict[str, object] = {"use_alibi_mask": alibi}
     if band is not None:
         left, right, bottom_right = band
@@ -239,7 +238,6 @@ def soft_cap(
 
 
 def index(g: GraphBuilder, graph: Operations, score: Symbol, axis: int) -> Symbol:
-    """The position of each score along an axis."""
     int32 = g.types.data_type.INT32
     result = graph.gen_index(score, axis=axis, compute_data_type=int32)
     result.set_data_type(int32)
@@ -247,7 +245,6 @@ def index(g: GraphBuilder, graph: Operations, score: Symbol, axis: int) -> Symbo
 
 
 def shifted(g: GraphBuilder, graph: Operations, position: Symbol, shift: int) -> Symbol:
-    """A position plus a constant."""
     int32 = g.types.data_type.INT32
     result = graph.add(position, number(g, shift), compute_data_type=int32)
     result.set_data_type(int32)
@@ -271,5 +268,4 @@ def keep(
 
 
 def number(g: GraphBuilder, value: float) -> Symbol:
-    """A constant of the graph."""
     return g.tensor_scalar(value, g.types.scalar_type.RUNTIME_PARAM)

@@ -120,7 +120,6 @@ class _Completed:
         self._tensors_of = items_by_name(bound.operands)
 
     def __call__(self, call: ForwardArguments) -> Result:
-        """Launches the plan and completes its results."""
         forward, spec = self._forward, self._forward.dense
         masked_rows = spec.mask.masked_rows
         if call.sinks is not None:
@@ -155,7 +154,6 @@ OPERANDS = ("q", "k", "v", "out", "grad_out", "lse")  #: of all backward plans
 
 
 def readable(of: BackwardT) -> BackwardT:
-    """The backward call with copies of what cuDNN cannot read."""
     out = readable_gradient(of.out, of.out)
     grad_out, lse = readable_gradient(of.grad_out, out), tensor_checks.aligned("lse", of.lse)
     if grad_out is of.grad_out and lse is of.lse and out is of.out:
@@ -214,8 +212,6 @@ def gradients(of: GradientCall) -> list[Tensor]:
 
 
 class _Gradients:
-    """Runs backward calls of one plan."""
-
     __slots__ = ("_backward", "_bound", "_factor", "_masks_lse", "_others_of")
 
     def __init__(self, backward: BackwardSpec, bound: BoundPlan, factor: float | None) -> None:
@@ -226,7 +222,6 @@ class _Gradients:
         self._masks_lse = backward.dense.bias is not None or backward.dense.is_capped
 
     def __call__(self, of: GradientCall) -> tuple[Tensor, ...]:
-        """The needed gradients."""
         call, lse, factor = of.call, of.lse, self._factor
         masked_rows = self._backward.dense.mask.masked_rows
         if masked_rows:

@@ -94,7 +94,6 @@ def split_gradient(of: GradientCall) -> list[Part]:
 
 
 def has_gradient_plan(call: ForwardArguments) -> bool:
-    """Whether cuDNN computes the gradients of a call."""
     spec = DenseSpec.of(call)
     return not (spec.is_empty or spec.is_single or spec.has_no_plan)
 
@@ -150,7 +149,6 @@ def run_gradients(of: GradientCall, run: Callable[[GradientCall], Sequence[Tenso
 
 
 def gradient_part(of: GradientCall, part: Part) -> GradientCall:
-    """One part of a backward call."""
     entries, heads, _ = part
     call = _part(of.call, part)
     q, k, v = map(parts.compact, call.qkv)

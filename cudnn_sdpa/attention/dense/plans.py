@@ -25,8 +25,6 @@ from cudnn_sdpa.graph.target import Target
 
 
 class Needs(NamedTuple):
-    """Which gradients are needed."""
-
     q: bool
     k: bool
     v: bool
@@ -66,7 +64,6 @@ class DenseSpec:
 
     @classmethod
     def of(cls, call: ForwardArguments) -> DenseSpec:
-        """The spec of a call."""
         q, k, v = call.q, call.k, call.v
         softmax, lengths_q, lengths_kv = call.softmax, call.seq_lens_q is not None, call.seq_lens_kv is not None
         is_capped = softmax.softcap is not None
@@ -97,17 +94,14 @@ class DenseSpec:
 
     @property
     def sq(self) -> int:
-        """Number of queries."""
         return self.q.shape[2]
 
     @property
     def rows(self) -> int:
-        """Number of queries that the plan computes."""
         return self.sq - self.mask.masked_rows
 
     @property
     def skv(self) -> int:
-        """Number of keys."""
         return self.k.shape[2]
 
     @property
@@ -130,7 +124,6 @@ class DenseSpec:
 
     @property
     def has_lengths(self) -> bool:
-        """Whether any actual sequence lengths are passed."""
         return self.lengths_q or self.lengths_kv
 
     @property
@@ -140,7 +133,6 @@ class DenseSpec:
         return left_bound and not self.is_capped and self.rows > self.skv
 
     def configuration(self, operation: str, target: Target, **more: bool) -> Configuration:
-        """The configuration that the support rules check."""
         return Configuration(
             operation=operation,
             dtype=self.q.dtype,
@@ -163,7 +155,6 @@ class DenseSpec:
 
     @property
     def can_have_masked_rows(self) -> bool:
-        """Whether rows of the plan may be fully masked."""
         left_bound = self.mask.band is not None and self.mask.band[0] is not None
         return self.has_lengths or self.bias is not None or self.mask.masked_rows > 0 or left_bound
 
@@ -201,7 +192,6 @@ class DenseSpec:
         return result
 
     def options(self) -> dict[str, object]:
-        """The static options of both passes."""
         return {"band": self.mask.band, "alibi": self.alibi, "dropout_p": self.dropout_p, "totals": None}
 
     def visible(self, layout: TensorLayout) -> TensorLayout:
@@ -267,7 +257,6 @@ class ForwardSpec:
 
     @property
     def plan_has_lse(self) -> bool:
-        """Whether the plan writes the LSE."""
         return self.with_lse or self.sinks_outside
 
     def key(self, target: Target, device: int | None) -> PlanKey:
@@ -393,7 +382,6 @@ class BackwardSpec:
         return partial and target.cudnn < FIRST_RIGHT_LAST_TILE and not dense.is_capped
 
     def outputs(self) -> list[Operand]:
-        """The gradients, each in the memory order of its tensor."""
         dense = self.dense
         result = [
             Operand("grad_q", dense.visible(dense_like(dense.q))),

@@ -32,7 +32,6 @@ def run(call: ForwardArguments) -> Result:
 
 
 def gradients(of: GradientCall) -> list[Tensor]:
-    """The needed gradients of q, k, v, attn_mask and sinks."""
     call = of.call
     exact = reference.gradients(of.grad_out, of.out, call, of.lse)
     found = []
@@ -75,7 +74,6 @@ def _by_own_kernels(call: ForwardArguments) -> Tensor | None:
 
 
 def _by_pytorch(call: ForwardArguments) -> Tensor | None:
-    """The output of PyTorch's own attention, in the memory order of q."""
     if not _pytorch_supports(call):
         return None
     softmax = call.softmax
@@ -116,7 +114,6 @@ def _pytorch_supports(call: ForwardArguments) -> bool:
 
 
 def flops_of_forward(scores: int, head_dim: int, head_dim_v: int) -> int:
-    """FLOPs of the scores, and of the weights times the values."""
     return 2 * scores * (head_dim + head_dim_v)
 
 
@@ -126,12 +123,10 @@ def flops_of_backward(scores: int, head_dim: int, head_dim_v: int) -> int:
 
 
 def dense_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int, int]:
-    """The number of scores, and the head dims."""
     batch, heads, sq, head_dim = q.shape
     return batch * heads * sq * k.shape[2], head_dim, v.shape[3]
 
 
 def flops(call: ForwardArguments) -> tuple[int, int]:
-    """Floating-point operations of both passes."""
     sizes = dense_sizes(call.q, call.k, call.v)
     return flops_of_forward(*sizes), flops_of_backward(*sizes)

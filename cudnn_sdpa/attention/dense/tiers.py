@@ -86,14 +86,12 @@ class Usage:
 
     @classmethod
     def of(cls, key: PlanKey, wanted: float) -> Usage:
-        """The usage of the shape or the bucket with this key."""
         if len(usages) >= MAX_SHAPES and key not in usages:
             usages.clear()
         return usages.setdefault(key, cls(wanted))
 
     @classmethod
     def _drop(cls, plan: Plan | None) -> None:
-        """Forgets all usage when the plan cache is cleared."""
         if plan is None:
             usages.clear()
 

@@ -160,7 +160,6 @@ class Fp8Arguments(NamedTuple):
 
     @property
     def tables(self) -> tuple[Tensor, Tensor] | None:
-        """The page tables of keys and values."""
         if self.page_table is None:
             return None
         return self.page_table, self.page_table if self.page_table_v is None else self.page_table_v

@@ -145,7 +145,6 @@ def _describe_backward(
     scaling: Fp8Scaling | None,
     dtype: torch.dtype,
 ) -> Description:
-    """The backward pass for a gradient with the output's memory layout."""
     out = _dense((*of.q.shape[:3], of.v.shape[3]), of.q, DTYPE)
     lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
     options: dict[str, Any] = dict.fromkeys(Fp8BackwardScales._fields, ONE) | fp8_arguments.options_of(of)

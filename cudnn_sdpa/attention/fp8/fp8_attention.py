@@ -74,13 +74,10 @@ class Call(NamedTuple):
 
     @property
     def limits(self) -> tuple[float, float]:
-        """The values that amax is scaled to, forward and backward."""
         return limits_of(self.grad_dtype, 0 if self.scaling is None else self.scaling.margin)
 
 
 class Forward(NamedTuple):
-    """The output of a forward pass, and what its backward pass needs."""
-
     out: Tensor
     q: Tensor
     k: Tensor

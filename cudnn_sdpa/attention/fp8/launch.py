@@ -34,7 +34,6 @@ def as_layout(layout: TensorLayout) -> Layout:
 
 
 def prepare(call: Fp8Arguments) -> Prepared:
-    """A forward call bound to its plan."""
     warn_of_order(call)
     spec = ForwardSpec.of(call)
     dense, masked_rows = spec.dense, spec.dense.mask.masked_rows
@@ -101,7 +100,6 @@ def _scales(names: Sequence[str], key: PlanKey) -> LaunchExtras:
 
 
 def _made(call: Fp8Arguments | Fp8BackwardArguments, dense: DenseSpec) -> dict[str, Tensor]:
-    """The lengths and page tables that are made for a launch."""
     if not dense.has_lengths:
         return {}
     made = workarounds.lengths(call, dense.skv)
@@ -155,7 +153,6 @@ def _on(device: int) -> AbstractContextManager[object]:
 
 
 def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
-    """A backward call bound to its plan."""
     whole = BackwardSpec.of(call)
     if whole.dense.is_empty:
         return Prepared(_zero_gradients, None)

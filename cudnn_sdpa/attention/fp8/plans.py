@@ -102,7 +102,6 @@ class ForwardSpec:
         return cls(spec_of(arguments.without_pages(call)), out, call.with_lse, pages)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
-        """The key of this call's plan."""
         dense = self.dense
         configuration = dense.configuration(FORWARD, target, half_output=self.out.dtype not in FP8_DTYPES)
         refused = refusal(configuration, "sdpa_fp8", RULES)
@@ -156,7 +155,6 @@ class BackwardSpec:
         return cls(spec_of(as_dense(call)), out, grad_out, call.deterministic)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
-        """The key of this call's plan."""
         dense = self.dense
         refused = refusal(
             dense.configuration(BACKWARD, target, deterministic=self.deterministic), "sdpa_fp8_backward", RULES
@@ -182,7 +180,6 @@ class BackwardSpec:
         )
 
     def gradients(self) -> list[TensorLayout]:
-        """The layouts of the gradients of q, k and v, with all rows."""
         dtype, dense = self.grad_out.dtype, self.dense
         return [replace(dense_like(layout), dtype=dtype) for layout in (dense.q, dense.k, dense.v)]
 
@@ -269,7 +266,6 @@ def split_backward(call: Fp8BackwardArguments) -> list[Part]:
 
 
 def split_gradients(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Part]:
-    """The parts of a backward call with these tensors."""
     reasons = GRADIENTS.exceeded(q, k, v, *others)
     if not reasons or 0 in q.shape or 0 in k.shape:
         return []
@@ -281,7 +277,6 @@ def split_gradients(q: Tensor, k: Tensor, v: Tensor, *others: Tensor) -> list[Pa
 
 
 def part_of(call: Fp8BackwardArguments, part: Part) -> Fp8BackwardArguments:
-    """One part of a backward call."""
     entries, heads, heads_kv = part
     lengths_q, lengths_kv = (None if x is None else x[entries] for x in (call.seq_lens_q, call.seq_lens_kv))
     return call._replace(

@@ -227,7 +227,6 @@ def by_kernel(*tensors: Tensor) -> bool:
 
 
 def new_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new dense tensor in the memory order of another."""
     stride = dense_stride_like(tensor.shape, tensor.shape, tensor.stride())
     return torch.empty_strided(tensor.shape, stride, dtype=dtype, device=tensor.device)
 
@@ -376,7 +375,6 @@ WORLD = "world"
 
 
 def check_group(group: object) -> None:
-    """Checks a process group."""
     if group is None or group == WORLD or (dist.is_available() and isinstance(group, dist.ProcessGroup)):
         return
     raise OptionError(

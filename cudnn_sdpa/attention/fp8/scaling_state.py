@@ -122,7 +122,6 @@ class Fp8State(nn.Module):
             self._buffers[name].copy_(tensor)  # type: ignore[union-attr]
 
     def check(self) -> None:
-        """Checks that kernels can read the state."""
         for name, tensor in self._buffers.items():
             if tensor is None or tensor.dtype != torch.float32 or not tensor.is_contiguous():
                 got = "None" if tensor is None else f"{dtype_name(tensor.dtype)} with strides {tensor.stride()}"

@@ -26,7 +26,6 @@ _WITHOUT_SIGN = 0x7F
 
 
 def lengths(call: Fp8Arguments | Fp8BackwardArguments, skv: int) -> dict[str, Tensor]:
-    """The two lengths that cuDNN reads, clamped to the tensors."""
     of_q, of_kv = call.seq_lens_q, call.seq_lens_kv
     if of_q is None and of_kv is None:
         return {}
@@ -114,7 +113,6 @@ def readable_layout(call: Fp8BackwardArguments) -> TensorLayout:
 
 
 def copied(name: str, x: Tensor, layout: TensorLayout) -> Tensor:
-    """A copy in another layout."""
     check_present(name, x)  # PyTorch's kernel would read a null pointer
     return torch.empty_strided(layout.shape, layout.stride, dtype=x.dtype, device=x.device).copy_(x)
 

@@ -61,12 +61,10 @@ class PagedArguments(NamedTuple):
 
     @property
     def tables(self) -> tuple[Tensor, Tensor]:
-        """The page tables of keys and of values."""
         return self.page_table, self.page_table if self.page_table_v is None else self.page_table_v
 
     @property
     def is_empty(self) -> bool:
-        """Whether there are no queries, or no room for keys."""
         return 0 in self.q.shape or self.page_table.shape[1] == 0
 
     @property
@@ -76,7 +74,6 @@ class PagedArguments(NamedTuple):
 
     @property
     def scale_value(self) -> float:
-        """The factor applied to the scores."""
         scale = self.softmax.scale
         return self.q.shape[3] ** -0.5 if scale is None else float(scale)
 
@@ -105,12 +102,10 @@ class PagedArguments(NamedTuple):
 
     @property
     def page_size(self) -> int:
-        """Tokens per page."""
         return self.k_pages.shape[1 if self.page_layout == NHD else 2]
 
     @property
     def max_kv_len(self) -> int:
-        """The most keys per sequence that the table has room for."""
         return self.page_table.shape[1] * self.page_size
 
 
@@ -179,7 +174,6 @@ def check_types(call: PagedArguments) -> None:
 
 
 def check_values(call: PagedArguments) -> None:
-    """The lengths of sequences, and their page ids."""
     value_checks.check_lengths("seq_lens_kv", call.seq_lens_kv, call.max_kv_len)
     value_checks.check_lengths("seq_lens_q", call.seq_lens_q, call.q.shape[2])
     for name, table in zip(("page_table", "page_table_v"), call.tables, strict=True):
@@ -189,7 +183,6 @@ def check_values(call: PagedArguments) -> None:
 
 
 def check_strides(call: PagedArguments) -> None:
-    """Strides that kernels can read."""
     with named():
         tensor_checks.check_strides(call.q, call.k, call.v)
 

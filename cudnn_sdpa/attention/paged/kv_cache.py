@@ -100,7 +100,6 @@ class PagedKVCache:
         self._set_up()
 
     def _set_up(self) -> None:
-        """Makes what follows from the tensors of all layers."""
         self._layers = list(zip(self._k.unbind(), self._v.unbind(), strict=True))
         self._appenders: dict[Hashable, paging.AppendKernel] = {}
 
@@ -216,7 +215,6 @@ class PagedKVCache:
         return step
 
     def _current(self, step: PagedStep) -> None:
-        """Refuses a step whose pages may belong to other sequences by now."""
         self._own(step)
         if step.generation != self._pool.generation and not is_compiling():
             step.check_current(self._pool)

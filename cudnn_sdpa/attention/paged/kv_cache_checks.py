@@ -102,7 +102,6 @@ def check_dtype(dtype: object, device: torch.device, fp8_hint: str) -> None:
 
 
 def refuse_gradient(what: str) -> NoReturn:
-    """Raises the error of keys or values that require grad."""
     reasons = ["keys or values require grad, and a cache stores values without their autograd history"]
     raise UnsupportedError(f"{what} with a gradient", reasons, "calling it under torch.no_grad()")
 

@@ -143,7 +143,6 @@ def _refuse(name: str, call: PagedArguments) -> int:
 
 
 def _is_direct(call: PagedArguments, bound: BoundPlan) -> bool:
-    """Whether the plan's results are what the caller expects."""
     batch, _, queries, _ = call.q.shape
     rows = bound.plan.key.outputs[0].layout.shape[0]
     is_as_requested = plans.has_memory_order_of_q(call) and call.sinks is None and call.out is None
@@ -231,8 +230,6 @@ def _prepare_prefill(call: PagedArguments) -> Prepared:
 
 
 def _run_in_parts(call: PagedArguments, split: Callable[[PagedArguments], list[Part]]) -> Result:
-    """The results of a call that runs on some sequences at a time."""
-
     def run(part: Part, out: Tensor) -> Result:
         of_part = plans.batch_entries(call, part.entries)._replace(out=out)
         result: Result = OPERATIONS["paged"].on_gpu(of_part)  # which remembers its binding

@@ -74,7 +74,6 @@ class PagePool:
         return number
 
     def length(self, sequence: int) -> int:
-        """Number of tokens of a sequence."""
         return self._lookup(sequence).length
 
     def pages_of(self, sequence: int) -> list[int]:
@@ -87,7 +86,6 @@ class PagePool:
         return None if known is None else known.generation
 
     def fork(self, sequence: int) -> int:
-        """Adds a sequence with the same pages and returns its number."""
         source = self._lookup(sequence)
         self._count()
         number, self._next = self._next, self._next + 1
@@ -176,7 +174,6 @@ class PagePool:
             self._release(old.pages[keep:])
 
     def free(self, sequence: int) -> None:
-        """Removes a sequence."""
         old = self._lookup(sequence)
         self._count()
         self._is_counted = False
@@ -184,7 +181,6 @@ class PagePool:
         self._release(old.pages)
 
     def use(self) -> CacheUse:
-        """How full the pool is."""
         self._count()
         return CacheUse(
             pages=len(self._owners),

@@ -114,7 +114,6 @@ def _split(call: PagedArguments, at_once: int) -> list[Part]:
 
 
 def is_decode(call: PagedArguments) -> bool:
-    """Whether cuDNN's decode kernels serve a call."""
     queries = call.q.shape[2]
     if queries > MAX_DECODED or call.softmax.is_capped or call.k.shape[1] > known_issues.MAX_GRID:
         return False
@@ -218,7 +217,6 @@ class DecodeSpec:
 
     @property
     def rows(self) -> int:
-        """The number of queries in the plan."""
         return self.q.shape[0]
 
     def key(self, target: Target, device: int | None) -> PlanKey:
@@ -284,7 +282,6 @@ class Gathered(NamedTuple):
 
 
 def sequences_at_once(call: PagedArguments) -> int:
-    """How many sequences' keys and values are gathered at a time."""
     _, heads, _, dim = call.k.shape
     of_token = heads * (dim + call.v.shape[3]) * call.k.element_size()
     return max(1, MAX_GATHERED_BYTES // max(1, call.max_kv_len * of_token))
@@ -338,5 +335,4 @@ def packed_spec(call: VarlenArguments, batch: int) -> VarlenSpec:
 
 
 def row_bucket(rows: int) -> int:
-    """The number of queries that the plan for so many is built for."""
     return max(MIN_ROWS, 1 << (rows - 1).bit_length())

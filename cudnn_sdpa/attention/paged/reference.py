@@ -25,7 +25,6 @@ def as_dense(call: PagedArguments) -> ForwardArguments:
 
 
 def attention(call: PagedArguments) -> tuple[Tensor, Tensor]:
-    """The output and the LSE."""
     (shape, stride, dtype), (rows, _, _) = plans.results(call)
     out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)
     if call.is_empty:

@@ -64,12 +64,10 @@ class Configuration:
 
     @property
     def backward(self) -> bool:
-        """Whether it is the backward pass."""
         return self.operation == BACKWARD
 
     @property
     def largest_head_dim(self) -> int:
-        """The larger of the two head dims."""
         return max(self.head_dim, self.head_dim_v)
 
     @property
@@ -79,7 +77,6 @@ class Configuration:
 
     @property
     def backward_head_dim(self) -> int:
-        """The largest head dim of a backward pass on this GPU."""
         return 256 if self.sm // 10 == 9 else 128
 
     @property

@@ -39,22 +39,18 @@ class VarlenArguments(NamedTuple):
 
     @property
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries, keys and values."""
         return self.q, self.k, self.v
 
     @property
     def offsets(self) -> tuple[Tensor, Tensor]:
-        """The offsets of queries and of keys."""
         return self.cu_seqlens_q, self.cu_seqlens_q if self.cu_seqlens_kv is None else self.cu_seqlens_kv
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no query or no key."""
         return 0 in self.q.shape or 0 in self.k.shape
 
     @property
     def scale_value(self) -> float:
-        """The softmax scale."""
         scale = self.softmax.scale
         return self.q.shape[2] ** -0.5 if scale is None else float(scale)
 
@@ -143,7 +139,6 @@ def check_cumulative(name: str, offsets: Tensor, q: Tensor) -> None:
 
 
 def check_values(call: VarlenArguments) -> None:
-    """The offsets of sequences."""
     max_seqlens = call.max_seqlen_q, call.max_seqlen_kv
     rows = zip(("cu_seqlens_q", "cu_seqlens_kv"), call.offsets, (call.q, call.k), max_seqlens, strict=True)
     for name, offsets, tensor, max_seqlen in rows:
@@ -151,7 +146,6 @@ def check_values(call: VarlenArguments) -> None:
 
 
 def check_strides(call: VarlenArguments) -> None:
-    """Strides that kernels can read."""
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in call.qkv)
     tensor_checks.check_strides(q, k, v)
 

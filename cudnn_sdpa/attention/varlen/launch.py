@@ -73,7 +73,6 @@ def _fill_empty(call: VarlenArguments) -> Result:
 
 
 def readable(of: BackwardT) -> BackwardT:
-    """The backward call with copies of what cuDNN cannot read."""
     call = of.call
     limits = packed_gradient_limits(deterministic=call.softmax.deterministic)
     if call.is_empty or limits.exceeded(*call.qkv, of.out, of.grad_out):
@@ -94,7 +93,6 @@ def readable(of: BackwardT) -> BackwardT:
 
 
 def prepare_gradients(of: VarlenGradientCall) -> Prepared:
-    """A backward call that cuDNN can read, bound to its plan."""
     call = of.call
     if call.is_empty:
         return Prepared(_zero_gradients, None)

@@ -97,11 +97,9 @@ class VarlenSpec:
 
     @property
     def totals(self) -> tuple[int, int]:
-        """Total number of rows of queries and of keys of the plan."""
         return row_bucket(self.q.shape[0]), row_bucket(self.k.shape[0])
 
     def configuration(self, operation: str, target: Target, **more: bool) -> Configuration:
-        """The configuration that the support rules check."""
         return Configuration(
             operation=operation,
             dtype=self.q.dtype,
@@ -339,13 +337,11 @@ def backward_key(of: VarlenGradientCall, target: Target, device: int | None) -> 
 
 
 def keys(call: VarlenArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
-    """The keys of the plans of a forward call."""
     if not call.is_empty:
         yield forward_key(call, target, device)
 
 
 def gradient_keys(of: VarlenGradientCall, target: Target, device: int | None) -> Iterator[PlanKey]:
-    """The keys of the plans of a backward call."""
     if of.call.is_empty:
         return
     for part in [part_of(of, part) for part in split_gradient(of)] or [of]:
@@ -365,7 +361,6 @@ def split_gradient(of: VarlenGradientCall) -> list[Part]:
 
 
 def part_of(of: VarlenGradientCall, part: Part) -> VarlenGradientCall:
-    """Some heads of a backward call."""
     call = of.call
     rows = {"q": call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}
     q, grad_out, out, lse = (tensor_checks.aligned(name, x[:, part.heads]) for name, x in rows.items())

@@ -26,7 +26,6 @@ def sequences(call: VarlenArguments) -> Iterator[tuple[slice, slice, ForwardArgu
 
 
 def attention(call: VarlenArguments) -> tuple[Tensor, Tensor]:
-    """The output and the LSE."""
     (shape, stride, dtype), (rows_lse, _, _) = plans.results(call._replace(out=None))
     out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device).zero_()
     lse = torch.full(rows_lse, -torch.inf, dtype=torch.float32, device=call.q.device)
@@ -40,7 +39,6 @@ def attention(call: VarlenArguments) -> tuple[Tensor, Tensor]:
 
 
 def gradients(of: VarlenGradientCall) -> list[Tensor]:
-    """The needed gradients of q, k, v and the sinks."""
     call = of.call
     found = [like_in_memory(tensor).zero_() for tensor in call.qkv]
     grad_sinks = torch.zeros(call.q.shape[1], dtype=torch.float64, device=call.q.device)

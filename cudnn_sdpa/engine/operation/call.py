@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 
 class _Tuple(tuple[Any, ...]):
-    """The NamedTuple that is the other base, for type checkers."""
-
     __slots__ = ()
 
     if TYPE_CHECKING:
@@ -88,11 +86,9 @@ class Call(_Tuple):
         """Refuses a call whose gradients are known to be unsupported: any, if nothing is differentiable."""
 
     def outputs(self) -> tuple[Layout, ...]:
-        """The layouts of all results."""
         raise NotImplementedError
 
     def reference(self) -> tuple[Tensor, ...]:
-        """All results in plain PyTorch."""
         raise NotImplementedError
 
     def alternative(self, to: str) -> Tensor | None:
@@ -108,11 +104,9 @@ class Call(_Tuple):
         raise NotImplementedError
 
     def keys(self, target: Target, device: int | None) -> Iterator[PlanKey]:
-        """The keys of the call's plans on a target."""
         raise NotImplementedError
 
     def flops(self) -> tuple[int, int]:
-        """Floating-point operations of the call, and of its backward call."""
         raise NotImplementedError
 
     def strategies(self) -> Sequence[ShardingStrategy] | None:
@@ -166,11 +160,9 @@ class BackwardCall(_Tuple, Generic[CallT]):
         """Refuses a backward call on the CPU that a GPU would refuse."""
 
     def make_readable(self) -> Self:
-        """The call with copies of the tensors that kernels cannot read."""
         return self
 
     def reference(self) -> list[Tensor]:
-        """The needed gradients in plain PyTorch."""
         raise NotImplementedError
 
     def bind(self) -> Prepared:

@@ -81,7 +81,6 @@ class _TrackedGradient(NamedTuple):
     def gradients(
         self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
     ) -> list[Tensor | None]:
-        """The gradient of each differentiable input."""
         return self.operation.gradients(ctx, grads, needs, by_reference=self.by_reference)
 
 

@@ -162,7 +162,6 @@ class OperationDescription(Generic[CallT]):
         return call[self._others_at]
 
     def _given_of(self, backward: BackwardCall[CallT]) -> tuple[Tensor, ...]:
-        """The tensors of a backward call besides those of the forward call."""
         return backward[:-2]
 
     # The wanted results.
@@ -286,7 +285,6 @@ class Launches(OperationDescription[CallT]):
     # The table of bound calls.
 
     def signature(self, call: CallT) -> Hashable:
-        """Everything that decides a call's plan and how it is bound."""
         layouts = [  # `layout_signature` without its calls
             None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call[self._tensors_at]
         ]
@@ -309,7 +307,6 @@ class Launches(OperationDescription[CallT]):
         return prepared
 
     def remember(self, call: CallT, prepared: Prepared) -> None:
-        """Binds calls with this one's signature anew."""
         self._add(self.signature(call), prepared)
 
     def runs(self, kind: type[KindT]) -> list[KindT]:
