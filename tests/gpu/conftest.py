@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import platform
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -16,8 +18,11 @@ from cudnn_sdpa.graph import backend
 
 HERE = Path(__file__).parent
 
-#: The file with the test that takes longest.
-LONGEST = "test_sanitizer.py"
+#: Files with tests that take long, the longest first.
+SLOW = (
+    *("test_sanitizer.py", "test_context_parallel_gpu.py", "test_notebooks.py", "test_fork_and_exit_gpu.py"),
+    *("test_compiled_models_gpu.py", "test_benchmarks.py", "test_generated_calls.py"),
+)
 
 #: Bytes that PyTorch may keep after a test: more than ten workers of pytest-xdist share a GPU.
 MAX_RESERVED = 1 << 30
@@ -61,7 +66,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.filterwarnings(f"ignore:{warning}:UserWarning"))
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="no NVIDIA GPU that PyTorch can see"))
-    items.sort(key=lambda item: item.path.name != LONGEST)  # first, beside all others
+    items[:] = _slow_ones_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _slow_ones_first(items: Sequence[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Deals slow tests out to the workers of pytest-xdist, which each begin with an equal share of the list."""
+    slow = sorted((x for x in items if x.path.name in SLOW), key=lambda item: SLOW.index(item.path.name))
+    rest = iter([x for x in items if x.path.name not in SLOW])
+    dealt: list[pytest.Item] = []
+    for worker in range(workers):
+        mine = slow[worker::workers]
+        share = (len(items) - len(dealt)) // (workers - worker)
+        dealt += [*mine, *itertools.islice(rest, max(0, share - len(mine)))]
+    return [*dealt, *rest]
 
 
 @pytest.fixture(autouse=True)
