@@ -522,7 +522,7 @@ class Scaled(Protocol):
 
 
 def sign_of_scale(call: Scaled) -> float | None:
-    """What q is multiplied by, so that the scale is positive as cuDNN needs it; None for nothing."""
+    """The factor of q that makes the scale positive, as cuDNN needs it; None if it is."""
     if call.scale_value >= MIN_SCALE:
         return None
     return 0.0 if call.scale_value > -MIN_SCALE else -1.0

@@ -76,12 +76,12 @@ def gradients_of(
 
 
 def check_types(of: AttentionGradientCall) -> None:
-    """What the operators' schemas would refuse as well, but without naming the argument."""
+    """Refuses types that the operators' schemas would refuse without naming the argument."""
     check_are_tensors({"grad_out": of.grad_out, "out": of.out, "lse": of.lse})
 
 
 def check(of: AttentionGradientCall) -> None:
-    """What the forward pass gave, and the gradient: shapes, dtypes and devices. Fake tensors pass."""
+    """Checks shapes, dtypes and devices of the output, the LSE and the gradient; fake tensors, too."""
     q, shape = of.call.q, (*of.call.q.shape[:-1], of.call.v.shape[-1])
     for name, tensor in (("grad_out", of.grad_out), ("out", of.out)):
         check_tensor(name, tensor, q, shape=shape, meaning="that of the output")

@@ -126,7 +126,7 @@ class BiasKernel(OwnKernel):
         )
 
     def extras(self, *, reads_mask: bool) -> LaunchExtras:
-        """What a plan gets that reads the mask, or what the kernel makes of it."""
+        """Launch extras of a plan that reads the mask, or this kernel's copy of it."""
         mask, at = ("attn_mask",), self.reads_mask_at
         if reads_mask and at is not None:
             return LaunchExtras(operands=mask, unaligned_ok=mask, aligned=(at,), addresses={"bias": at})

@@ -118,7 +118,6 @@ def describes(
 
 
 def describer_of(function: Callable[..., object]) -> Callable[..., Description] | None:
-    """What describes calls of `function`, if anything does."""
     _import_describers()
     own: Callable[..., Description] | None = getattr(function, "describe", None)  # graph functions describe themselves
     return _describers.get(function, own)
@@ -289,7 +288,7 @@ def explained(
     verify: bool = False,
     target: str | None = None,
 ) -> Explanation:
-    """The same, with a `target` for tensors that are not on a GPU."""
+    """The explanation for `target`, if tensors are not on a GPU."""
     if function is autograd_checks.PYTORCHS:
         function = autograd_checks.PYTORCHS.__name__
     called = named(function) if isinstance(function, str) else function

@@ -358,7 +358,7 @@ _APART = 512
 
 
 def _side_by_side(layouts: Sequence[Layout]) -> tuple[list[int], int]:
-    """Where tensors of these layouts are in one allocation, in bytes, and its size."""
+    """Byte offsets of tensors of these layouts in one allocation, and its size."""
     offsets, end = [], 0
     for shape, strides, dtype in layouts:
         offsets.append(end)

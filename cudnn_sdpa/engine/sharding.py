@@ -362,7 +362,7 @@ class _Search(NamedTuple):
         return True
 
     def _obstacles(self, chosen: Sequence[ShardingStrategy | None]) -> list[str]:
-        """What is wrong with strategies together: sizes, and plain tensors that would have to be divided."""
+        """Obstacles to strategies taken together: sizes, and plain tensors that would have to be divided."""
         found: list[str] = []
         for strategy in chosen:
             if strategy is None:

@@ -45,7 +45,7 @@ TO_CAST = ("q", "k", "v", "attn_mask")
 
 @describes(sdpa, sharding.dense)
 def describe_sdpa(sinks: Tensor | None, **given: Any) -> Description:
-    """What `sdpa` runs on a GPU with these arguments; tensors may also be on the CPU."""
+    """The launches of an `sdpa` call on a GPU; its tensors may be on the CPU."""
     checked = SDPA.checked(call_of(**grouped(given), sinks=sinks), as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     device = device_of(original.q)
@@ -80,7 +80,6 @@ def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> 
 
 @describes(sdpa_backward)
 def describe_backward(sinks: Tensor | None, **given: Any) -> Description:
-    """What `sdpa_backward` runs on a GPU with these arguments."""
     of = backward_call_of(**grouped(given), sinks=sinks)
     call = of.call
     call.check_types()
@@ -166,7 +165,6 @@ def describe_drop_in(
     scale: float | None,
     enable_gqa: bool,
 ) -> Description:
-    """The same for `scaled_dot_product_attention`."""
     query, key, value = lifted(query, key, value, attn_mask)
     q, k, v, options = drop_in_arguments(
         query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa

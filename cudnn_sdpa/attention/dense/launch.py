@@ -31,7 +31,7 @@ Run = Callable[[ForwardArguments], Result]
 
 
 def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float) -> Run:
-    """What runs calls like this one on `plan`, whose GPU is the current device, with a positive scale."""
+    """Binds calls like this one to `plan`, whose GPU is the current device. The scale is positive."""
     spec, has_lse = forward.dense, forward.plan_has_lse
     results: list[Layout] = [(forward.out.shape, forward.out.stride, forward.out.dtype)]
     if has_lse:

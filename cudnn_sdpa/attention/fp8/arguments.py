@@ -400,7 +400,7 @@ def without_pages(call: Fp8Arguments) -> ForwardArguments:
 
 
 def gathered(call: Fp8Arguments) -> Fp8Arguments:
-    """The same call on contiguous keys and values, on any device. Keys past the lengths are zeros."""
+    """The call on contiguous keys and values, on any device. Keys past the lengths are zeros."""
     if call.tables is None:
         return call
     lengths = call.seq_lens_kv

@@ -229,7 +229,7 @@ def _is_read_in_place(call: Fp8BackwardArguments) -> bool:
 
 
 def _reader(call: Fp8BackwardArguments, spec: BackwardSpec) -> Callable[[Fp8BackwardArguments], Fp8BackwardArguments]:
-    """What makes calls like this one readable: copies the output's gradient and the LSE if cuDNN cannot read them."""
+    """Makes calls like this one readable: copies the output's gradient and the LSE if cuDNN cannot read them."""
     copies_grad_out = not workarounds.has_readable_strides(call.grad_out)
     lse = None if call.lse.is_contiguous() else TensorLayout.contiguous(tuple(call.lse.shape), torch.float32)
 

@@ -26,7 +26,6 @@ from cudnn_sdpa.graph.target import live_target
 
 @describes(sdpa_paged, sharding.paged)
 def describe_paged(sinks: Tensor | None, **given: Any) -> Description:
-    """What `sdpa_paged` with these arguments runs on a GPU."""
     checked = PAGED.checked(call_of(**grouped(given), sinks=sinks), PAGED.cast)
     original, call, refused = checked.call, checked.cast, checked.refused
     if refused is not None:
@@ -45,7 +44,6 @@ def describe_paged(sinks: Tensor | None, **given: Any) -> Description:
 
 
 def describe_decode(call: PagedArguments, device: int | None) -> Description:
-    """What `explain` says of a call that runs as a decode step."""
     split = plans.split_decode(call)
     call = plans.batch_entries(call, split[0].entries) if split else call
     reasons = plans.reasons_against_in_place(call)
@@ -68,7 +66,7 @@ def describe_decode(call: PagedArguments, device: int | None) -> Description:
 
 
 def describe_prefill(call: PagedArguments, device: int | None) -> Description:
-    """What `explain` says of a call that runs as prefill, or of its first part if the batch is split."""
+    """Describes prefill, or its first part if the batch is split."""
     at_once, number = plans.sequences_at_once(call), len(plans.split_prefill(call))
     packed, out = plans.prefill_spec(plans.batch_entries(call, slice(0, at_once)))
     _, heads, _, dim = call.k.shape

@@ -98,7 +98,7 @@ def split_decode(call: PagedArguments) -> list[Part]:
 
 
 def split_prefill(call: PagedArguments) -> list[Part]:
-    """The same of prefill, whose gathered keys and values would take too much memory."""
+    """The parts of prefill whose gathered keys and values would take too much memory; none if they fit."""
     return _split(call, sequences_at_once(call))
 
 
@@ -295,7 +295,7 @@ def batch_entries(call: PagedArguments, part: slice) -> PagedArguments:
 
 
 def as_packed(call: PagedArguments, gathered: Gathered) -> VarlenArguments:
-    """The same call on packed sequences. Queries are copied unless they are token-major."""
+    """The call on packed sequences. Queries are copied unless they are token-major."""
     batch, heads, queries, dim = call.q.shape
     rows: Tensor = call.q.transpose(1, 2).reshape(batch * queries, heads, dim)
     if heads > 1 and rows.stride(1) > rows.stride(0):  # a head-major sequence would need a plan per number of queries

@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.paged.arguments import PagedArguments
 
 
 def as_dense(call: PagedArguments) -> ForwardArguments:
-    """The same call on contiguous keys and values, zeros in unused slots; on any device."""
+    """The call on contiguous keys and values, with zeros in unused slots; on any device."""
     lengths = call.seq_lens_kv.clamp(0, call.max_kv_len)
     is_owned = torch.arange(call.max_kv_len, device=lengths.device) < lengths.unsqueeze(1)
     rows: list[Tensor] = []

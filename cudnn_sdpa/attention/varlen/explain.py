@@ -26,7 +26,6 @@ from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 
 @describes(sdpa_varlen, sharding.varlen)
 def describe_varlen(sinks: Tensor | None, **given: Any) -> Description:
-    """What `sdpa_varlen` runs on a GPU with these arguments."""
     checked = VARLEN.checked(call_of(**grouped(given), sinks=sinks), explain.as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     device = explain.device_of(original.q)
@@ -52,7 +51,6 @@ def describe_varlen(sinks: Tensor | None, **given: Any) -> Description:
 
 @describes(sdpa_varlen_backward)
 def describe_varlen_backward(sinks: Tensor | None, **given: Any) -> Description:
-    """What `sdpa_varlen_backward` runs on a GPU with these arguments."""
     of = backward_call_of(**grouped(given), sinks=sinks)
     call = of.call
     call.check_types()

@@ -134,7 +134,7 @@ def is_of_keys(operand: Operand) -> bool:
 
 
 def _table(operand: Operand) -> tuple[int, bool]:
-    """What decides where sequences begin in a tensor: elements from row to row, and whose rows they are."""
+    """Elements from row to row and the kind of rows, which decide where sequences begin in a tensor."""
     return operand.layout.stride[2], is_of_keys(operand)
 
 

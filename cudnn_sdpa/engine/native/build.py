@@ -146,7 +146,7 @@ def _sha256(contents: bytes) -> str:
 
 
 def _seal(name: str, library: bytes) -> bytes:
-    """What ends a file, so that a damaged or renamed one is never loaded; the dynamic loader ignores it."""
+    """The end of a file, by which a damaged or renamed one is recognized; the dynamic loader ignores it."""
     return hashlib.sha256(name.encode() + library).digest()
 
 
