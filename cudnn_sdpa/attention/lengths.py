@@ -102,7 +102,7 @@ class _IntsKernel(OwnKernel):
         )
 
     def extras(self, lengths: Sequence[str] = ()) -> LaunchExtras:
-        """Launch extras of a plan that reads this kernel's output, made of the call's lengths or of another kernel's."""
+        """Launch extras of a plan that reads this output, made of the call's lengths or of another kernel's."""
         return LaunchExtras(
             operands=tuple(lengths),
             unaligned_ok=tuple(lengths),

@@ -408,7 +408,7 @@ def attention_backward(key: PlanKey) -> KernelProgram:
 
 
 def _tiled_backward(sizes: _Sizes) -> KernelProgram:
-    """Gradients for head dims beyond those of the fused form, which keep the weights and the gradients of the scores."""
+    """Gradients for head dims beyond the fused form; they keep the weights and the gradients of the scores."""
     (batch, heads, sq, dim), (_, heads_kv, skv, _) = sizes.layouts["q"].shape, sizes.layouts["k"].shape
     of_queries, of_keys, of_columns = (-(-size // TILE) for size in (sq, skv, dim))
 
