@@ -41,9 +41,6 @@ def needs_of(wanted: Sequence[str] | None, inputs: Mapping[str, object]) -> tupl
     Args:
         wanted: The names.
         inputs: The differentiable inputs by name, None where absent.
-
-    Raises:
-        OptionError: A name is none of an input that has a gradient.
     """
     can = {name: x is not None and (name != "attn_mask" or _is_additive(x)) for name, x in inputs.items()}
     if wanted is None:

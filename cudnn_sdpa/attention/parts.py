@@ -84,11 +84,7 @@ class Part(NamedTuple):
 
 
 def split(q: Tensor, k: Tensor, v: Tensor, limits: Limits) -> list[Part]:
-    """The parts of a call with tensors of rank 4: as few as possible, each small enough for one launch.
-
-    Raises:
-        UnsupportedError: A single head does not fit.
-    """
+    """The parts of a call with tensors of rank 4: as few as possible, each small enough for one launch."""
     batch, heads, heads_kv = q.shape[0], q.shape[1], k.shape[1]
     dim, group = max(q.shape[3], v.shape[3]), heads // heads_kv
     of_head, of_head_kv = max(1, q.shape[2] * dim), max(1, k.shape[2] * dim)

@@ -16,11 +16,7 @@ from cudnn_sdpa.graph.scalars import is_compiling
 
 
 def refuse_second_gradient(what: str) -> NoReturn:
-    """Rejects double backward.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    """Rejects double backward."""
     raise UnsupportedError(
         f"a gradient of {what}'s gradient (double backward)",
         ["cuDNN has no kernel for it"],
@@ -65,10 +61,6 @@ def check(
         loops: See `refuse_transforms`.
         forward_mode: What can be differentiated in forward mode instead.
         inputs: The tensors, by argument.
-
-    Raises:
-        UnsupportedError: A tensor has a forward-mode tangent, a functorch transform needs a gradient, or `out` would
-            need one.
     """
     refuse_tangents({"out": out, **inputs}, forward_mode)
     refuse_transforms(what, *inputs.values(), out, loops=loops)
@@ -89,9 +81,6 @@ def refuse_context_parallel(what: str) -> None:
 
     It replaces `torch.nn.functional.scaled_dot_product_attention` by a function that exchanges keys and values between
     the processes. Any other attention would see only the keys of its own process.
-
-    Raises:
-        UnsupportedError: `context_parallel` is in force.
     """
     patched = torch.nn.functional.scaled_dot_product_attention
     if patched is not PYTORCHS and str(getattr(patched, "__module__", "")).startswith("torch.distributed."):
@@ -107,9 +96,6 @@ def resolved(call: FieldsT) -> FieldsT:
     """A dense or packed call without negative bits, so that tensors saved for backward can be read directly.
 
     A tensor with that bit, such as the imaginary part of a conjugate, has the opposite sign in memory.
-
-    Raises:
-        LayoutError: PyTorch cannot negate the tensor's dtype.
     """
     negative = {}
     for name in ("q", "k", "v", "k_pages", "v_pages", "attn_mask", "mask", "sinks"):
@@ -124,11 +110,7 @@ def resolved(call: FieldsT) -> FieldsT:
 
 
 def refuse_gradient_through(function: str, tensors: Mapping[str, Tensor | None]) -> None:
-    """Refuses inputs of a backward function whose gradient would silently be lost.
-
-    Raises:
-        UnsupportedError: One requires grad.
-    """
+    """Refuses inputs of a backward function whose gradient would silently be lost."""
     wanting = [name for name, x in tensors.items() if x is not None and needs_gradient(x)]
     if wanting:
         raise UnsupportedError(
@@ -139,11 +121,7 @@ def refuse_gradient_through(function: str, tensors: Mapping[str, Tensor | None])
 
 
 def refuse_inference_tensors(call: object) -> None:
-    """Names the tensor that autograd could not save for backward, once that has failed.
-
-    Raises:
-        LayoutError: One was made under `torch.inference_mode`.
-    """
+    """Names the tensor that autograd could not save for backward, once that has failed."""
     names = ("q", "k", "v", "attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv")
     for name in names:
         tensor = getattr(call, name, None)
@@ -157,11 +135,7 @@ def refuse_inference_tensors(call: object) -> None:
 
 
 def refuse_tangents(tensors: Mapping[str, object], alternative: str = "PyTorch's own functions") -> None:
-    """Rejects tensors with forward-mode tangents; ignores other objects.
-
-    Raises:
-        UnsupportedError: One has a tangent.
-    """
+    """Rejects tensors with forward-mode tangents; ignores other objects."""
     if forward_ad._current_level < 0:
         return
     for name, tensor in tensors.items():
@@ -184,9 +158,6 @@ def refuse_transforms(what: str, *tensors: object, loops: bool) -> None:
         what: The function, for the message.
         tensors: Its operands.
         loops: Whether PyTorch can run the operator under `torch.vmap`, once for each entry of the batch.
-
-    Raises:
-        UnsupportedError: There is such a transform.
     """
     stack = None if is_compiling() or _interpreters is None else _interpreters()
     if stack is None:

@@ -117,11 +117,7 @@ def _put(value: str | None) -> None:
 
 
 def of_environment() -> str | None:
-    """The name that the environment has for it.
-
-    Raises:
-        OptionError: There is no such GPU.
-    """
+    """The name that the environment has for it."""
     return _checked(VARIABLE, os.environ.get(VARIABLE, DEFAULT) or None)
 
 

@@ -106,10 +106,6 @@ def check_or_decline(what: str, check: Callable[[], None], without: Callable[[],
         what: Names the function.
         check: Checks a call.
         without: Checks it without cuDNN's limits.
-
-    Raises:
-        ArgumentError: The call is wrong.
-        UnsupportedError: The call is right but for the limits.
     """
     try:
         check()

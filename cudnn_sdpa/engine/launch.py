@@ -31,11 +31,7 @@ Run = Callable[..., Result]
 
 
 def check_one_device(names: Sequence[str], given: Sequence[object]) -> None:
-    """Checks that all tensors are on one device: an address on another would corrupt the CUDA context.
-
-    Raises:
-        DeviceError: They are on different devices.
-    """
+    """Checks that all tensors are on one device: an address on another would corrupt the CUDA context."""
     tensors = [(name, x) for name, x in zip(names, given, strict=False) if isinstance(x, Tensor)]
     first, x = tensors[0]
     for name, tensor in tensors[1:]:

@@ -222,11 +222,7 @@ class ShardedCall(NamedTuple):
         )
 
     def check_results(self, what: str, local: Mapping[str, object], found: Result) -> None:
-        """Checks that results are divided as their strategies say, which users may declare.
-
-        Raises:
-            UnsupportedError: One has another size than the operands in the dimension that is divided.
-        """
+        """Checks that results are divided as their strategies say, which users may declare."""
         for number, result in enumerate([found] if isinstance(found, Tensor) else found):
             for strategy in self.chosen:
                 dim = None if strategy is None else strategy.result(number)
@@ -299,11 +295,7 @@ def sharded_call(
 
 
 def refuse(what: str, reason: str) -> NoReturn:
-    """Refuses a function on DTensors.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    """Refuses a function on DTensors."""
     raise UnsupportedError(f"{what} on DTensors", [reason], _LOCAL_MAP)
 
 
@@ -509,11 +501,7 @@ def run(
 
 
 def local_arguments(what: str, strategies: Strategies | None, arguments: Mapping[str, object]) -> dict[str, Any]:
-    """The arguments of the call that this rank runs, for `explain`; tuples of tensors, such as scales, are replicated.
-
-    Raises:
-        UnsupportedError: See `sharded_call`.
-    """
+    """The arguments of this rank's call, for `explain`; tuples of tensors, such as scales, are replicated."""
     named: dict[str, Any] = {name: value for name, value in arguments.items() if hasattr(value, "_fields")}
     flat = dict(arguments)
     for name, value in named.items():

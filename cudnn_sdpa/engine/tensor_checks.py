@@ -33,14 +33,7 @@ def shape_of(tensor: Tensor) -> str:
 
 
 def check_is_tensor(name: str, x: object, *, optional: bool = False, hint: str = "") -> None:
-    """Checks that an argument is a tensor with strided memory on a GPU, the CPU or "meta"; or None, where `optional`.
-
-    Raises:
-        OptionError: It is not a tensor.
-        DeviceError: It is on another device.
-        DtypeError: It is quantized.
-        LayoutError: It is nested, sparse or a `CausalBias`, or its memory was freed.
-    """
+    """Checks that an argument is a strided tensor on a GPU, the CPU or "meta"; or None, where `optional`."""
     check_are_tensors({name: x}, (name,) if optional else (), hint)
 
 
@@ -91,9 +84,6 @@ def check_tensor(
         meaning: What the shape stands for.
         dense: Whether its last dimension must be contiguous.
         hint: What to do about a wrong shape or dtype, where that is not to convert it.
-
-    Raises:
-        ArgumentError: Something about it is wrong.
     """
     if x is None:
         return

@@ -131,9 +131,6 @@ def implement(name: str, schema: str, implementations: Implementations) -> None:
         name: The operator.
         schema: Its schema as the operation has it.
         implementations: The implementations.
-
-    Raises:
-        ValueError: It is registered by another schema.
     """
     is_differentiable = implementations.backward is not None
     if name not in registered:

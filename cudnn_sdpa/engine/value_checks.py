@@ -20,11 +20,7 @@ enabled = os.environ.get("CUDNN_SDPA_DEBUG", "").strip().lower() not in ("", "0"
 
 
 def check_lengths(name: str, lengths: Tensor | None, size: int) -> None:
-    """Actual sequence lengths must be between 0 and the length of the tensor.
-
-    Raises:
-        ShapeError: One is not.
-    """
+    """Actual sequence lengths must be between 0 and the length of the tensor."""
     if lengths is None or not _is_read(lengths):
         return
     wrong = [(entry, length) for entry, length in enumerate(lengths.tolist()) if not 0 <= length <= size]
@@ -34,11 +30,7 @@ def check_lengths(name: str, lengths: Tensor | None, size: int) -> None:
 
 
 def check_offsets(name: str, offsets: Tensor, tokens: int, max_seqlen: int) -> None:
-    """Offsets of packed sequences must start at 0, not decrease, end within the tokens, and respect `max_seqlen`.
-
-    Raises:
-        ShapeError: They do not.
-    """
+    """Offsets of packed sequences must start at 0, not decrease, end within the tokens, and respect `max_seqlen`."""
     if not _is_read(offsets):
         return
     values = offsets.tolist()
@@ -55,11 +47,7 @@ def check_offsets(name: str, offsets: Tensor, tokens: int, max_seqlen: int) -> N
 
 
 def check_pages(name: str, table: Tensor, lengths: Tensor, page_size: int, pages: int) -> None:
-    """The page ids that a sequence uses must be pages of the cache.
-
-    Raises:
-        ShapeError: One is not.
-    """
+    """The page ids that a sequence uses must be pages of the cache."""
     if not _is_read(table, lengths):
         return
     for entry, (row, length) in enumerate(zip(table.tolist(), lengths.tolist(), strict=True)):

@@ -116,9 +116,6 @@ def launch_backward(operation: Operation[CallT], backward: BackwardCall[CallT]) 
     Args:
         operation: The operation.
         backward: The unchecked call.
-
-    Raises:
-        ArgumentError: An argument is wrong.
     """
     with undisturbed(operation.first_of(backward.call)):
         return operation.run_backward(backward)

@@ -234,9 +234,6 @@ def errors_of(call: SdpaCall, *, differentiate: bool) -> dict[str, float]:
     Args:
         call: The call as the caller made it.
         differentiate: Whether to differentiate it with respect to the inputs that require grad.
-
-    Raises:
-        OptionError: The call has dropout, for which the reference draws other random numbers.
     """
     actual, grad_out = run_detached(call, DENSE, SDPA, differentiate=differentiate)
     exact_call = exact_inputs(cast_for_autocast(call), DENSE)

@@ -162,13 +162,7 @@ def readable(of: BackwardT) -> BackwardT:
 
 
 def prepare_gradients(of: GradientCall) -> Prepared:
-    """A backward call that cuDNN can read, bound to its plan.
-
-    Raises:
-        ArgumentError: A saved-tensor hook has changed a tensor.
-        UnsupportedError: cuDNN has no plan for it.
-        PlanBuildError: The plan is missing and may not be built now.
-    """
+    """A backward call that cuDNN can read, bound to its plan."""
     call = of.call
     spec = DenseSpec.of(call)
     if spec.is_empty:

@@ -24,11 +24,7 @@ from cudnn_sdpa.graph.target import Target
 
 
 def split_forward(call: ForwardArguments) -> list[Part]:
-    """The parts of a forward call; none if one launch computes it.
-
-    Raises:
-        UnsupportedError: It needs several and cannot be split.
-    """
+    """The parts of a forward call; none if one launch computes it."""
     dense = ForwardSpec.of(call).dense
     if dense.is_empty or dense.has_no_plan:
         return []
@@ -38,11 +34,7 @@ def split_forward(call: ForwardArguments) -> list[Part]:
 
 
 def forward_calls(call: ForwardArguments) -> list[ForwardArguments]:
-    """The forward calls that each need one plan: the call itself, or its parts, without data.
-
-    Raises:
-        UnsupportedError: It needs several plans and cannot be split.
-    """
+    """The forward calls that each need one plan: the call itself, or its parts, without data."""
     found = split_forward(call)
     if not found:
         return [call]
@@ -67,11 +59,7 @@ def run_forward(call: ForwardArguments, run: Callable[[ForwardArguments], Result
 
 
 def keys(call: ForwardArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
-    """The keys of the plans of a forward call: its exact-shape plan, or those of its parts.
-
-    Raises:
-        UnsupportedError: It has no plan.
-    """
+    """The keys of the plans of a forward call: its exact-shape plan, or those of its parts."""
     for part in forward_calls(call):
         forward = ForwardSpec.of(part)
         if not (forward.is_empty or forward.dense.has_no_plan):
@@ -82,11 +70,7 @@ def keys(call: ForwardArguments, target: Target, device: int | None) -> Iterator
 
 
 def split_gradient(of: GradientCall) -> list[Part]:
-    """The parts of a backward call; none if one launch computes it, or none at all.
-
-    Raises:
-        UnsupportedError: It needs several and cannot be split.
-    """
+    """The parts of a backward call; none if one launch computes it, or none at all."""
     reasons = GRADIENTS.exceeded(*of.call.qkv, of.out, of.grad_out)
     if not reasons or not has_gradient_plan(of.call):
         return []
@@ -99,32 +83,20 @@ def has_gradient_plan(call: ForwardArguments) -> bool:
 
 
 def gradient_calls(of: GradientCall) -> list[GradientCall]:
-    """The backward calls that each need one plan: the call itself, its parts, or none.
-
-    Raises:
-        UnsupportedError: It needs several plans and cannot be split.
-    """
+    """The backward calls that each need one plan: the call itself, its parts, or none."""
     if not has_gradient_plan(of.call):
         return []
     return [gradient_part(of, part) for part in split_gradient(of)] or [of]
 
 
 def gradient_keys(of: GradientCall, target: Target, device: int | None) -> Iterator[PlanKey]:
-    """The keys of the plans of a backward call that kernels can read.
-
-    Raises:
-        UnsupportedError: It has no plan.
-    """
+    """The keys of the plans of a backward call that kernels can read."""
     for part in gradient_calls(of):
         yield BackwardSpec.of(part).key(target, device)
 
 
 def check_gradient(call: ForwardArguments, target: Target, device: int | None = None) -> None:
-    """Refuses a call whose gradients are known to be unsupported, also when split.
-
-    Raises:
-        UnsupportedError: With every reason.
-    """
+    """Refuses a call whose gradients are known to be unsupported, also when split."""
     needs = Needs(*(x is not None and x.requires_grad for x in call.differentiable))
     layout = plans.output_layout(call)
     out = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
@@ -184,9 +156,6 @@ def split_or_refuse(call: ForwardArguments, limits: Limits, reasons: list[str], 
         limits: The limits of a launch.
         reasons: Why one launch cannot.
         what: What is computed, for messages.
-
-    Raises:
-        UnsupportedError: The call cannot be split.
     """
     found = parts.split(*call.qkv, limits)
     if call.softmax.dropout_p > 0 and len(found) > 1:  # a single part is a copy of what spans too much memory

@@ -260,11 +260,7 @@ class ForwardSpec:
         return self.with_lse or self.sinks_outside
 
     def key(self, target: Target, device: int | None) -> PlanKey:
-        """The key of this call's plan.
-
-        Raises:
-            UnsupportedError: The call is known to be unsupported.
-        """
+        """The key of this call's plan."""
         dense = self.dense
         refused = refusal(dense.configuration(FORWARD, target), "sdpa")
         if refused is not None:
@@ -342,11 +338,7 @@ class BackwardSpec:
         return refusal(self.dense.configuration(BACKWARD, target, **options), "the gradient of sdpa")
 
     def key(self, target: Target, device: int | None) -> PlanKey:
-        """The key of this call's plan.
-
-        Raises:
-            UnsupportedError: The call is known to be unsupported.
-        """
+        """The key of this call's plan."""
         dense, refused = self.dense, self.refusal(target)
         if refused is not None:
             raise refused

@@ -125,12 +125,7 @@ plan_cache._tables.add(Usage)
 
 
 def prepare(call: ForwardArguments) -> Prepared:
-    """A forward call bound to the plan that serves it.
-
-    Raises:
-        UnsupportedError: cuDNN has no plan for it.
-        PlanBuildError: The plan is missing and may not be built now.
-    """
+    """A forward call bound to the plan that serves it."""
     warn_of_order(call)
     device, sign, scale = call.q.get_device(), sign_of_scale(call), with_positive_scale(call).scale_value
     forward = ForwardSpec.of(call)

@@ -388,9 +388,6 @@ def share(amaxes: Sequence[Tensor], group: object) -> None:
     Args:
         amaxes: (10,) each, on one device; the same number and order on each rank.
         group: A process group, or `WORLD`.
-
-    Raises:
-        OptionError: There is no default group.
     """
     if group == WORLD and not (dist.is_available() and dist.is_initialized()):
         hint = "Call torch.distributed.init_process_group() before the first step ends."

@@ -154,11 +154,7 @@ def check(call: PagedArguments) -> None:
 
 
 def check_page_layout(page_layout: object) -> None:
-    """Checks the name of a layout. There is no default: of another library's pages it would be wrong without an error.
-
-    Raises:
-        OptionError: It is none.
-    """
+    """Checks the name of a layout. A default would be silently wrong for other libraries' pages."""
     if not isinstance(page_layout, str) or page_layout not in LAYOUTS:
         expected = ", or ".join(f"{name!r} for pages {shape}, {_USED_BY[name]}" for name, shape in LAYOUTS.items())
         raise OptionError("page_layout", repr(page_layout), expected)

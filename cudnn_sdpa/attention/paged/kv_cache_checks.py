@@ -51,11 +51,7 @@ def refuse_options(options: Iterable[str], known: frozenset[str] = OPTIONS) -> N
 
 
 def check_sizes(sizes: dict[str, int], max_length: int | None) -> None:
-    """Checks the sizes of a `PagedKVCache`.
-
-    Raises:
-        OptionError: One is invalid.
-    """
+    """Checks the sizes of a `PagedKVCache`."""
     for name, size in {**sizes, **({} if max_length is None else {"max_length": max_length})}.items():
         check_count(name, size, least=1)
         if name.startswith("head_dim") and size % 8:
@@ -66,12 +62,7 @@ def check_sizes(sizes: dict[str, int], max_length: int | None) -> None:
 
 
 def checked_device(device: torch.device | str | int | None) -> torch.device:
-    """The device of a cache; by default the current GPU, or the CPU without one.
-
-    Raises:
-        OptionError: It is not a device.
-        DeviceError: Attention does not run on it, or it does not exist.
-    """
+    """The device of a cache; by default the current GPU, or the CPU without one."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     expected = "a CUDA device such as 'cuda' or 'cuda:0', or 'cpu' for the reference"
@@ -87,12 +78,7 @@ def checked_device(device: torch.device | str | int | None) -> torch.device:
 
 
 def check_dtype(dtype: object, device: torch.device, fp8_hint: str) -> None:
-    """Checks that attention supports the dtype of a cache on its device.
-
-    Raises:
-        OptionError: It is not a dtype.
-        DtypeError: It is not supported.
-    """
+    """Checks that attention supports the dtype of a cache on its device."""
     if not isinstance(dtype, torch.dtype):
         raise OptionError("dtype", repr(dtype), "a torch.dtype")
     allowed = CPU_DTYPES if device.type == "meta" else allowed_dtypes(device)
@@ -116,9 +102,6 @@ def checked_growth(
         tokens: Number of new tokens, for all or for each.
         length: Returns the length of a sequence.
         max_length: Maximum tokens per sequence.
-
-    Raises:
-        OptionError: One is invalid.
     """
     try:
         numbers = list(sequences)
@@ -153,10 +136,6 @@ def check_rows(name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
 
 
 def check_queries(q: object, tokens: int) -> None:
-    """Queries are those of a step's new tokens.
-
-    Raises:
-        ShapeError: They are more or fewer.
-    """
+    """Queries are those of a step's new tokens."""
     if isinstance(q, Tensor) and q.dim() == 4 and q.shape[2] != tokens:
         raise ShapeError("q", shape_of(q), f"(B, Hq, {tokens}, D): as many queries as the step has tokens")

@@ -36,12 +36,7 @@ MAX_DECLINED = 1000
 
 
 def prepare(call: PagedArguments) -> Prepared:
-    """A call bound to its plan.
-
-    Raises:
-        UnsupportedError: cuDNN has no plan for it.
-        PlanBuildError: The plan is missing and may not be built now.
-    """
+    """A call bound to its plan."""
     if call.is_empty:
         return Prepared(_fill_empty, None)
     sign = sign_of_scale(call)
@@ -91,10 +86,6 @@ def bind_decode(call: PagedArguments, *, in_place: bool) -> BoundPlan:
     Args:
         call: The call.
         in_place: Whether cuDNN reads the call's tables, lengths and queries directly, without copies.
-
-    Raises:
-        UnsupportedError: cuDNN has no plan for it.
-        PlanBuildError: The plan is missing and may not be built now.
     """
     device = call.q.get_device()
     decode = DecodeSpec.of(call, in_place=in_place)

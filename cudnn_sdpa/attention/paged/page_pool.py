@@ -158,11 +158,7 @@ class PagePool:
         self._count()
 
     def truncate(self, sequence: int, length: int) -> None:
-        """Drops the tokens after the first `length` and frees the pages that become empty.
-
-        Raises:
-            OptionError: The sequence is shorter.
-        """
+        """Drops the tokens after the first `length` and frees the pages that become empty."""
         old = self._lookup(sequence)
         if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= old.length:
             raise OptionError("length", repr(length), f"an int from 0 to {old.length}, the length of the sequence")

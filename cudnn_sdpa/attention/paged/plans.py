@@ -67,11 +67,7 @@ def has_memory_order_of_q(call: PagedArguments) -> bool:
 
 
 def keys(call: PagedArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
-    """The keys of the plans of a call: one, or those of the parts that a large batch is split into.
-
-    Raises:
-        UnsupportedError: One is known to have no kernel.
-    """
+    """The keys of the plans of a call: one, or those of the parts that a large batch is split into."""
     if call.is_empty:
         return
     call = with_positive_scale(call)
@@ -220,11 +216,7 @@ class DecodeSpec:
         return self.q.shape[0]
 
     def key(self, target: Target, device: int | None) -> PlanKey:
-        """The key of its plan.
-
-        Raises:
-            UnsupportedError: cuDNN is known to have no plan.
-        """
+        """The key of its plan."""
         configuration = Configuration(
             operation=FORWARD,
             dtype=self.q.dtype,

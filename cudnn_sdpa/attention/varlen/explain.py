@@ -96,11 +96,7 @@ def _describe_backward(
 
 
 def _first_part(call: VarlenArguments, out: TensorLayout) -> tuple[VarlenArguments, TensorLayout, int]:
-    """The first part of a backward call, its output, and the number of parts: 0 if one launch computes it.
-
-    Raises:
-        UnsupportedError: It needs several launches and cannot be split.
-    """
+    """The first part of a backward call, its output, and the number of parts: 0 if one launch computes it."""
     grad_out = torch.empty_strided(out.shape, out.stride, dtype=out.dtype, device="meta")
     lse = torch.empty(out.shape[:2], dtype=torch.float32, device="meta")
     of = VarlenGradientCall(grad_out, grad_out, lse, call, needs=(True, True, True, False))
@@ -112,11 +108,7 @@ def _first_part(call: VarlenArguments, out: TensorLayout) -> tuple[VarlenArgumen
 
 
 def errors_varlen(call: VarlenCall, *, differentiate: bool) -> dict[str, float]:
-    """Relative errors of a call over packed sequences, as `dense.explain.errors_of`.
-
-    Raises:
-        OptionError: The call has dropout, for which the reference draws other random numbers.
-    """
+    """Relative errors of a call over packed sequences, as `dense.explain.errors_of`."""
     actual, grad_out = run_detached(call, PACKED, VARLEN, differentiate=differentiate)
     cast = cast_for_autocast(ForwardArguments(call.q, call.k, call.v))
     exact_call = exact_inputs(call._replace(q=cast.q, k=cast.k, v=cast.v), PACKED)

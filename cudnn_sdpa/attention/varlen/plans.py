@@ -125,11 +125,7 @@ class VarlenSpec:
         return self.sinks and max(self.sequences, self.q.shape[1]) > known_issues.MAX_GRID
 
     def forward_key(self, out: TensorLayout, with_lse: bool, target: Target, device: int | None) -> PlanKey:
-        """The key of the forward plan.
-
-        Raises:
-            UnsupportedError: The call is known to be unsupported.
-        """
+        """The key of the forward plan."""
         refused = refusal(self.configuration(FORWARD, target), "sdpa_varlen")
         if refused is not None:
             raise refused
@@ -150,11 +146,7 @@ class VarlenSpec:
     def backward_key(
         self, out: TensorLayout, grad_out: TensorLayout, deterministic: bool, target: Target, device: int | None
     ) -> PlanKey:
-        """The key of the backward plan.
-
-        Raises:
-            UnsupportedError: The call is known to be unsupported.
-        """
+        """The key of the backward plan."""
         refused = self.refusal(target, deterministic=deterministic)
         if refused is not None:
             raise refused
@@ -318,20 +310,12 @@ def results(call: VarlenArguments) -> tuple[Layout, Layout]:
 
 
 def forward_key(call: VarlenArguments, target: Target, device: int | None) -> PlanKey:
-    """The key of a forward call that is not empty.
-
-    Raises:
-        UnsupportedError: It is known to have no kernel.
-    """
+    """The key of a forward call that is not empty."""
     return spec_of(with_positive_scale(call)).forward_key(output_layout(call), call.with_lse, target, device)
 
 
 def backward_key(of: VarlenGradientCall, target: Target, device: int | None) -> PlanKey:
-    """The key of a backward call that is not empty, with tensors that kernels can read.
-
-    Raises:
-        UnsupportedError: It is known to have no kernel.
-    """
+    """The key of a backward call that is not empty, with tensors that kernels can read."""
     layouts = TensorLayout.of(of.out), TensorLayout.of(of.grad_out)
     return spec_of(with_positive_scale(of.call)).backward_key(*layouts, of.call.softmax.deterministic, target, device)
 
@@ -349,11 +333,7 @@ def gradient_keys(of: VarlenGradientCall, target: Target, device: int | None) ->
 
 
 def split_gradient(of: VarlenGradientCall) -> list[Part]:
-    """The parts of a backward call, some heads each; none if one launch computes it.
-
-    Raises:
-        UnsupportedError: It needs several and cannot be split.
-    """
+    """The parts of a backward call, some heads each; none if one launch computes it."""
     limits = parts.packed_gradient_limits(deterministic=of.call.softmax.deterministic)
     reasons = limits.exceeded(*of.call.qkv, of.out, of.grad_out)
     what = "the gradient of sdpa_varlen"
@@ -370,11 +350,7 @@ def part_of(of: VarlenGradientCall, part: Part) -> VarlenGradientCall:
 
 
 def check_gradient(call: VarlenArguments, target: Target, device: int | None = None) -> None:
-    """Refuses a call whose gradients are known to have no kernel, also in parts.
-
-    Raises:
-        UnsupportedError: With every reason.
-    """
+    """Refuses a call whose gradients are known to have no kernel, also in parts."""
     if call.is_empty:
         return
     call = dense_queries(without_data(call))  # others are copied

@@ -82,11 +82,7 @@ class CompileError(Exception):
 
 
 def sanitizer_of_environment() -> str:
-    """The sanitizer that the environment names; usually empty.
-
-    Raises:
-        OptionError: There is no such sanitizer.
-    """
+    """The sanitizer that the environment names; usually empty."""
     name = os.environ.get(SANITIZE_VARIABLE, "")
     if name not in _SANITIZERS:
         raise OptionError(SANITIZE_VARIABLE, repr(name), "address, undefined, or both with a comma")
@@ -151,11 +147,7 @@ def _seal(name: str, library: bytes) -> bytes:
 
 
 def find(sources: Path = SOURCES) -> Path | None:
-    """The file of the module, if it is there and can be trusted; if it cannot, a line of the log says why.
-
-    Raises:
-        CompileError: The folder is unsafe or cannot be read.
-    """
+    """The file of the module, if it is there and can be trusted; if it cannot, a line of the log says why."""
     name = name_of(sources)
     try:
         path = folder_of_environment() / name
@@ -280,11 +272,7 @@ os.register_at_fork(after_in_child=_running.clear)  # they are the parent's
 
 
 def check() -> list[str]:
-    """Checks what compiling needs, and returns the compiler's command.
-
-    Raises:
-        CompileError: It is missing.
-    """
+    """Checks what compiling needs, and returns the compiler's command."""
     if sys.platform != "linux":
         raise CompileError(f"it is for Linux only, not for {sys.platform}", is_expected=True)
     command = find_compiler()

@@ -63,11 +63,7 @@ def status() -> str:
 
 
 def mode() -> str:
-    """The mode that the environment names: "off", "auto" or "on".
-
-    Raises:
-        OptionError: It names another one.
-    """
+    """The mode that the environment names: "off", "auto" or "on"."""
     name = os.environ.get(VARIABLE, "").strip().lower() or AUTO
     if name not in MODES:
         raise OptionError(VARIABLE, repr(os.environ[VARIABLE]), f"one of {', '.join(MODES)}")

@@ -98,12 +98,7 @@ class Pipeline(Gradients[CallT]):
         return self._run_steps(call)
 
     def run_backward(self, backward: BackwardCall[CallT]) -> list[Tensor]:
-        """The needed gradients of a backward call that a caller made, which nothing has checked. Autograd stays out.
-
-        Raises:
-            ArgumentError: An argument is wrong.
-            UnsupportedError: cuDNN has no kernel for it, or it is to be differentiated itself.
-        """
+        """The needed gradients of a backward call that a caller made, which nothing has checked. Autograd stays out."""
         if not is_compiling():
             found = self._find_backward(backward)
             if found is not None:
@@ -204,11 +199,7 @@ class Pipeline(Gradients[CallT]):
         return type(call)(**(dict(zip(self.fields, call, strict=True)) | changed))
 
     def check_differentiation(self, call: CallT | BackwardCall[CallT]) -> None:
-        """Refuses calls whose results would be silently detached from their inputs.
-
-        Raises:
-            UnsupportedError: Such differentiation is asked for.
-        """
+        """Refuses calls whose results would be silently detached from their inputs."""
         is_backward, out = isinstance(call, BackwardCall), forward_of(call)[-1] if self.takes_out else None
         if is_backward or is_compiling() or is_transformed() or out is not None:
             tensors = {self.names.get(name, name): x for name, x in self._named_tensors(call).items() if name != "out"}
@@ -225,10 +216,6 @@ class Pipeline(Gradients[CallT]):
         Args:
             call: The call as a caller made it.
             cast: What casts it as autocast does, without computing.
-
-        Raises:
-            ArgumentError: An argument is wrong.
-            UnsupportedError: The call is declined.
         """
         call.check_types()
         as_cast = cast(call)
