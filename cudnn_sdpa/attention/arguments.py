@@ -237,9 +237,6 @@ class GradientCall(NamedTuple):
     """A backward call of dense attention; see `BackwardCall`.
 
     Attributes:
-        grad_out: The gradient of the output.
-        out: The output.
-        lse: The LSE.
         call: The forward call, with the tensors as they were saved.
         needs: Which of the differentiable inputs need a gradient.
     """

@@ -32,7 +32,6 @@ class Limits(NamedTuple):
     Attributes:
         offsets: Whether offsets of elements end at `known_issues.MAX_OFFSET`.
         batch: Whether batch entries end at `known_issues.MAX_GRID`.
-        heads: Whether query heads do.
     """
 
     offsets: bool = False
@@ -65,13 +64,7 @@ def packed_gradient_limits(*, deterministic: bool) -> Limits:
 
 
 def forward_limits(heads: int, heads_kv: int, *, is_single: bool) -> Limits:
-    """The limits of a forward call.
-
-    Args:
-        heads: Number of query heads.
-        heads_kv: Number of key heads.
-        is_single: Whether there is one query per sequence.
-    """
+    """The limits of a forward call."""
     return Limits(batch=is_single, heads=is_single or heads != heads_kv)
 
 
@@ -122,7 +115,6 @@ class Whole(NamedTuple):
     """A result of a call that parts give.
 
     Attributes:
-        layout: Its layout.
         dims: Which ranges of a part its first dimensions have, by their names; None where each part has all of one.
         is_amax: Whether it is the maximum of the parts' results, not their sum, where they meet.
     """

@@ -81,7 +81,6 @@ class Weights(NamedTuple):
     Attributes:
         weights: The weights of the keys, 0 in fully masked rows.
         sink_weight: The weight of the sink in each row, None without sinks.
-        lse: The LSE of the scores and the sink.
     """
 
     weights: Tensor

@@ -20,7 +20,6 @@ class Results(NamedTuple):
     """The results of a call.
 
     Attributes:
-        out: The output.
         lse: The LSE, if the call returns it.
         gradients: The gradients of the inputs that require grad, by name.
     """

@@ -44,7 +44,6 @@ class _Setting:
 
     Attributes:
         name: The name of the GPU; None for no checks.
-        has_dtypes: Whether dtypes are checked, too.
     """
 
     name: str | None = ""

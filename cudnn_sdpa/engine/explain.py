@@ -37,7 +37,6 @@ class Description:
     """What one call would run.
 
     Attributes:
-        operation: The operation.
         key: Gives the key of its plan for a target and a device; raises UnsupportedError if there can be none.
         device: Index of the GPU that the tensors are on; None for tensors elsewhere.
         is_empty: Whether there is nothing to compute, hence no plan.

@@ -100,13 +100,7 @@ def or_else(run: Callable[[], T], instead: Callable[[], T | None], kind: Callabl
 
 
 def check_or_decline(what: str, check: Callable[[], None], without: Callable[[], None]) -> None:
-    """`check()` of a call for which a fallback is in force: errors due to cuDNN's limits become UnsupportedError.
-
-    Args:
-        what: Names the function.
-        check: Checks a call.
-        without: Checks it without cuDNN's limits.
-    """
+    """`check()` of a call for which a fallback is in force: errors due to cuDNN's limits become UnsupportedError."""
     try:
         check()
     except ArgumentError as error:

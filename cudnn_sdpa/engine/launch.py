@@ -61,11 +61,6 @@ class OwnKernel:
 
     Attributes:
         name: What addresses call the memory that it fills.
-        buffer_layout: Layout of that memory.
-        kernel: The kernel.
-        blocks: Blocks in its grid.
-        threads: Threads per block.
-        fields: Its argument, without addresses.
         addresses: The addresses that are put into the argument at each launch, by place.
     """
 
@@ -112,11 +107,9 @@ class LaunchExtras:
     """Optional operands and prologue kernels of a launch.
 
     Attributes:
-        operands: Tensors of the call.
         kernels: Kernels that run before the plan, in this order.
         addresses: The addresses of operands of the plan that are not the call's tensors themselves, by name.
         aligned: Addresses that kernels read in words of 16 bytes, of operands that may begin anywhere.
-        unaligned_ok: Operands that may begin anywhere.
         copy_if_unaligned: Operands that are copied if kernels cannot read their address.
     """
 
@@ -149,18 +142,11 @@ class BoundPlan:
     """A plan with all that its launch needs besides tensors, as data: what is allocated, and which address goes where.
 
     Attributes:
-        plan: The plan.
         operands: Names of the tensors that a launch gets, in its order.
-        results: Layouts of the new tensors that it gives.
-        kernels: Kernels that run before it.
         kernel_pointers: For each of them the addresses in its argument.
         prologue_scratch: Size of what they fill, if that may be in the memory of the thread's slot; otherwise 0.
         offsets: Where in that each of them fills what it fills.
-        pointers: The addresses that it gets at each launch.
         template: The addresses of its operands and outputs, as far as they are always the same.
-        aligned: The addresses that must be aligned.
-        numbers: The values of its host scalars.
-        number_places: Their places among the operands.
     """
 
     __slots__ = (
@@ -366,15 +352,7 @@ def _side_by_side(layouts: Sequence[Layout]) -> tuple[list[int], int]:
 
 
 class SingleLaunch:
-    """Runs calls of one kind that are one launch of a bound plan and nothing else.
-
-    Attributes:
-        bound: The bound plan.
-        operands: Where its operands are in the call.
-        returned: Which of its results are given.
-        single_output: Whether one result is given alone.
-        tensors_of: Gives the operands of a call.
-    """
+    """Runs calls of one kind that are one launch of a bound plan and nothing else."""
 
     __slots__ = ("_is_backward", "bound", "operands", "returned", "single_output", "tensors_of")
 
@@ -406,7 +384,6 @@ class Prepared(NamedTuple):
     """A call bound to its plan.
 
     Attributes:
-        run: Runs a call with the same signature.
         plan: The plan; None if the binding is not to be remembered, as for empty tensors, which need no plan.
         policy: The shape policy under which the binding may be remembered; None if it always may.
     """

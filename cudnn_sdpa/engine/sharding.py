@@ -156,9 +156,7 @@ class ShardedCall(NamedTuple):
     """How one call is divided among the ranks of a mesh.
 
     Attributes:
-        mesh: The mesh of its DTensors.
         chosen: The strategy in each mesh dimension; None where all tensors are replicated.
-        sizes: The global size that each strategy divides.
     """
 
     mesh: DeviceMesh

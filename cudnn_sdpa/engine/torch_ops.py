@@ -102,10 +102,6 @@ class Implementations(NamedTuple):
     """The implementations of an operator.
 
     Attributes:
-        cuda: On CUDA tensors.
-        cpu: On CPU tensors.
-        fake: On tensors without data.
-        flops: The floating-point operations of a call.
         backward: The gradient, as `torch.autograd.Function` has it, for operators that autograd knows.
         setup_context: Saves the tensors of `backward`.
     """
@@ -125,13 +121,7 @@ registered: dict[str, tuple[str, bool]] = {}
 
 
 def implement(name: str, schema: str, implementations: Implementations) -> None:
-    """Sets the implementations of the operator ``cudnn_sdpa::name``; registers it unless the import has.
-
-    Args:
-        name: The operator.
-        schema: Its schema as the operation has it.
-        implementations: The implementations.
-    """
+    """Sets the implementations of the operator ``cudnn_sdpa::name``; registers it unless the import has."""
     is_differentiable = implementations.backward is not None
     if name not in registered:
         _register(name, schema, is_differentiable=is_differentiable)

@@ -31,8 +31,6 @@ class Split(NamedTuple):
 
     Attributes:
         way: The split dimension of each operand and result.
-        size: Size of that dimension.
-        part_size: Its size in each part but the last.
     """
 
     way: ShardingStrategy

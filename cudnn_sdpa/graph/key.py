@@ -59,7 +59,6 @@ class PlanKey:
         outputs: Outputs in the order of the builder's results.
         options: Static options as (name, type, value): 1, 1.0 and True are three different options,
             as are 0.0 and -0.0.
-        target: The GPU and the libraries.
         device: Index of the GPU in this process; None for a plan compiled for later.
         deterministic: Whether engines that cuDNN marks as nondeterministic are skipped. Attention, which knows more
             about its kernels than cuDNN reports, has an option of this name instead.

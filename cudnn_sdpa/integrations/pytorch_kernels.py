@@ -111,12 +111,7 @@ def launch(operation: Operation[CallT], call: CallT, calls: NativeCalls, signatu
 
 
 def launch_backward(operation: Operation[CallT], backward: BackwardCall[CallT]) -> Sequence[Tensor]:
-    """Runs a backward call of PyTorch's dispatcher, below autograd; returns the needed gradients.
-
-    Args:
-        operation: The operation.
-        backward: The unchecked call.
-    """
+    """Runs a backward call of PyTorch's dispatcher, below autograd; returns the needed gradients."""
     with undisturbed(operation.first_of(backward.call)):
         return operation.run_backward(backward)
 

@@ -197,10 +197,7 @@ class _Tiles(NamedTuple):
     """How a fused kernel divides its work.
 
     Attributes:
-        rows: Rows of a tile, which a block keeps.
         columns: Rows of the tensors that it goes through, at a time.
-        threads: Threads of a block.
-        shared: Bytes of shared memory.
     """
 
     rows: int
@@ -213,11 +210,9 @@ class _Form(NamedTuple):
     """What a fused kernel has in shared memory.
 
     Attributes:
-        kept: Tensors of which it keeps a tile.
         scores: Tiles of scores in float32, on CUDA cores.
         known: Numbers that it keeps of each column, twice, on tensor cores.
         on_cores: Sizes of tiles and numbers of threads on CUDA cores, the best first, by head dim.
-        on_tensor_cores: The same on tensor cores.
         at_once: Blocks that should share a multiprocessor, on CUDA cores.
     """
 

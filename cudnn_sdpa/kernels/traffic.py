@@ -17,7 +17,6 @@ class Traffic(NamedTuple):
 
     Attributes:
         read: Read from global memory; caches serve a part of it.
-        written: Written there.
         kept: Of all scores, which stay there between one kernel and the next.
     """
 

@@ -25,11 +25,7 @@ _lock = renewed_in_children(threading.RLock())
 
 
 class ShapePolicyUse(Override[str]):
-    """The result of `shape_policy`: ignore it, or use it in a `with` statement to restore the previous policy.
-
-    Attributes:
-        policy: The policy in force.
-    """
+    """The result of `shape_policy`: ignore it, or use it in a `with` statement to restore the previous policy."""
 
     def __init__(self, policy: str) -> None:
         self.policy = policy

@@ -149,14 +149,7 @@ def _whole(name: str, tensor: Tensor) -> Whole:
 
 
 def split_or_refuse(call: ForwardArguments, limits: Limits, reasons: list[str], what: str) -> list[Part]:
-    """The parts of a call that one launch cannot compute.
-
-    Args:
-        call: The call.
-        limits: The limits of a launch.
-        reasons: Why one launch cannot.
-        what: What is computed, for messages.
-    """
+    """The parts of a call that one launch cannot compute."""
     found = parts.split(*call.qkv, limits)
     if call.softmax.dropout_p > 0 and len(found) > 1:  # a single part is a copy of what spans too much memory
         reasons = [*reasons, "calls with dropout cannot be split: an entry's place decides its random numbers"]

@@ -37,17 +37,11 @@ class DenseSpec:
     """The layouts and options that both passes of a call share.
 
     Attributes:
-        q: Queries.
-        k: Keys.
-        v: Values.
         mask: The normalized band, and the number of fully masked rows.
         lengths_q: Whether actual sequence lengths of the queries are passed.
         lengths_kv: Whether actual sequence lengths of the keys are passed.
         bias: `attn_mask` as cuDNN reads it, without fully masked rows. None without one.
-        sinks: Whether there are attention sinks.
-        dropout_p: Dropout probability.
         is_capped: Whether there is logit soft-capping; its value is data.
-        alibi: Whether there are ALiBi biases.
     """
 
     q: TensorLayout
@@ -220,14 +214,7 @@ LAST_TILE = 128
 
 @dataclass(frozen=True, slots=True)
 class ForwardSpec:
-    """The spec of a forward call.
-
-    Attributes:
-        dense: The part that the backward pass shares.
-        out: The output.
-        with_lse: Whether the caller needs the LSE.
-        deterministic: Whether the result must be bit-exact.
-    """
+    """The spec of a forward call."""
 
     dense: DenseSpec
     out: TensorLayout
@@ -304,10 +291,6 @@ class BackwardSpec:
     """The spec of a backward call.
 
     Attributes:
-        dense: The part that the forward pass shares.
-        out: The output of the forward pass.
-        grad_out: Its gradient, as cuDNN reads it.
-        deterministic: Whether the result must be bit-exact.
         bias_gradient: Whether the gradient of `attn_mask` is needed.
         sink_gradient: Whether the gradient of the sinks is needed, which extra kernels compute.
     """

@@ -249,10 +249,7 @@ class Bucket:
     """A dense forward call as a packed one, whose plan it shares with calls of other shapes.
 
     Attributes:
-        forward: The call.
         split_heads: Whether each head of each batch entry is a sequence.
-        packed: The spec of the plan.
-        out: The output as the plan writes it.
     """
 
     forward: ForwardSpec
@@ -364,7 +361,6 @@ class BucketRun:
 
     Attributes:
         is_captured: Whether its tables were made in a CUDA graph capture, and are valid only in that graph.
-        table_bytes: Size of the tables in GPU memory.
     """
 
     __slots__ = ("_bound", "_device", "_find_exact", "_tables", "is_captured", "table_bytes")

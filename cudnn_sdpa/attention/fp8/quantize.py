@@ -105,7 +105,6 @@ class Wanted(NamedTuple):
     """How tensors are quantized.
 
     Attributes:
-        rows: Their rows in the table.
         dtype: float8_e4m3fn or float8_e5m2.
         limit: The value that amax is scaled to, if the scale comes from amax.
         current: Whether it comes from amax even if scales are given (current scaling).

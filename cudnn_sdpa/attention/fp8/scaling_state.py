@@ -182,7 +182,6 @@ class Steps:
     finite. Only the GPU knows that; the host counts steps.
 
     Attributes:
-        calibration: Number of steps that calibrate.
         recorded: Whether this step has had a forward pass, and whether a backward pass.
         sure: Whether a forward pass, and a backward pass, takes its scales from the history without further checks; a
             warm call reads nothing else.

@@ -95,14 +95,7 @@ def refuse_gradient(what: str) -> NoReturn:
 def checked_growth(
     sequences: Iterable[int], tokens: int | Iterable[int], length: Callable[[int], int], max_length: int
 ) -> tuple[list[int], list[int]]:
-    """The sequences and token counts of `PagedKVCache.reserve`, as lists.
-
-    Args:
-        sequences: Numbers of the sequences.
-        tokens: Number of new tokens, for all or for each.
-        length: Returns the length of a sequence.
-        max_length: Maximum tokens per sequence.
-    """
+    """The sequences and token counts of `PagedKVCache.reserve`, as lists."""
     try:
         numbers = list(sequences)
     except TypeError:

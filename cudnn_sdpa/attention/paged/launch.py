@@ -176,11 +176,7 @@ def as_requested(call: PagedArguments, out: Tensor) -> Tensor:
 
 
 class _Prefill:
-    """A call bound to its plan, on as many sequences as are gathered at a time.
-
-    Attributes:
-        plan: The plan.
-    """
+    """A call bound to its plan, on as many sequences as are gathered at a time."""
 
     __slots__ = ("_gather", "_has_several_gpus", "_is_as_requested", "_run_varlen", "plan")
 

@@ -34,8 +34,6 @@ class _Sequence:
     """A sequence's state. It is immutable, so that one assignment replaces it.
 
     Attributes:
-        pages: Its pages, in order.
-        length: Number of tokens.
         generation: The pool's when the sequence last lost tokens, or its last page was replaced: steps from before are
             stale.
     """

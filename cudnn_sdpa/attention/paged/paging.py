@@ -129,11 +129,7 @@ _APPEND_V = _APPEND_K + len(MoveFields._fields)
 
 
 class PageTableKernel(OwnKernel):
-    """Copies queries, lengths and page ids for a decode plan, the latter two clamped to the cache; for similar calls.
-
-    Attributes:
-        operands: Where the plan finds them.
-    """
+    """Copies queries, lengths and page ids for a decode plan, the latter two clamped to the cache."""
 
     __slots__ = ("operands",)
 

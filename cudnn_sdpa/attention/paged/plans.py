@@ -172,8 +172,6 @@ class DecodeSpec:
         out: The output (rows, Hq, 1, Dv).
         tables: The page tables of keys and of values (rows, 1, width, 1).
         left: The window's left bound, or None.
-        with_lse: Whether the plan writes the log-sum-exp.
-        deterministic: Whether every run must give the same bits.
     """
 
     q: TensorLayout
@@ -264,7 +262,6 @@ class Gathered(NamedTuple):
         k: Keys (tokens, Hkv, D), those of all sequences first.
         v: Values (tokens, Hkv, Dv).
         cu_seqlens_q: Offsets of the sequences of queries, (sequences + 1,) int32.
-        cu_seqlens_kv: Offsets of the sequences of keys.
     """
 
     k: Tensor

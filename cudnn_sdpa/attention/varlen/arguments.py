@@ -21,7 +21,6 @@ class VarlenArguments(NamedTuple):
 
     Attributes:
         cu_seqlens_kv: None if the offsets of queries are those of keys, too: the same tensor was given twice.
-        rng: Seed and offset of dropout.
     """
 
     q: Tensor
@@ -71,9 +70,6 @@ class VarlenGradientCall(NamedTuple):
     """A backward call of packed attention; see `BackwardCall`.
 
     Attributes:
-        grad_out: The gradient of the output.
-        out: The output.
-        lse: The LSE.
         call: The forward call, with the tensors as they were saved.
         needs: Which of the differentiable inputs need a gradient.
     """

@@ -71,15 +71,9 @@ class VarlenSpec:
         q: Queries (Tq, Hq, D).
         k: Keys (Tkv, Hkv, D).
         v: Values (Tkv, Hkv, Dv).
-        sequences: Number of sequences of the plan.
         max_seqlen_q: Maximum number of queries of a sequence of the plan.
-        max_seqlen_kv: The same for keys.
-        mask: The normalized band.
         shared_cu_seqlens: Whether queries and keys are known to have the same lengths.
-        sinks: Whether there are attention sinks.
-        dropout_p: Dropout probability.
         is_capped: Whether there is logit soft-capping; its value is data.
-        deterministic: Whether results must be bit-exact.
     """
 
     q: TensorLayout

@@ -173,10 +173,6 @@ def find(sources: Path = SOURCES) -> Path | None:
 def compile_module(sources: Path = SOURCES, *, in_background: bool = False) -> Path:
     """Compiles the module and saves it; returns its file.
 
-    Args:
-        sources: The folder with its sources.
-        in_background: Whether the compiler runs at a low priority.
-
     Raises:
         CompileError: It cannot be compiled or saved; the message says why.
     """

@@ -57,15 +57,11 @@ class Differentiation(Generic[OptionsT]):
     """What the gradients of a kind of calls need.
 
     Attributes:
-        name: Of the node in autograd's graph.
         gradients: Computes them: called with `options`, the gradients of the returned results, what was saved, which
             gradients are needed, whether a fallback was in force, the call's numbers, and whether such a backward
             call can be registered. Gives a gradient or None for each input; and the call that it was, or
             None, with the place of each operand among gradients and what was saved. It must hold no plan.
-        options: Given to it.
         inputs: The differentiable inputs; None for those that are left out.
-        saved: The saved inputs.
-        results: Which results are saved.
         asks_for_fallback: Whether it wants to know if a fallback is in force.
     """
 
@@ -79,14 +75,7 @@ class Differentiation(Generic[OptionsT]):
 
 
 class RepeatableCall(NamedTuple):
-    """A call that the module can repeat: one launch of a bound plan, and nothing else.
-
-    Attributes:
-        bound: The bound plan.
-        tensors: Its operands.
-        returned: Which of its results the caller gets.
-        single_output: Whether it gets one alone.
-    """
+    """A call that the module can repeat: one launch of a bound plan, and nothing else."""
 
     bound: BoundPlan
     tensors: Sequence[Tensor]
@@ -217,7 +206,6 @@ class _Computed(NamedTuple):
     """Gradients that Python has computed for the module.
 
     Attributes:
-        gradients: The gradient of each input.
         recipe: Launches such a backward call from now on; None if Python does.
         operands: The places of its operands among the gradients of the results and what was saved.
         returned: Which of its results are the needed gradients.
@@ -325,11 +313,6 @@ class _Kernel(NamedTuple):
 
     Attributes:
         driver: Address of `cuLaunchKernel`; 0 if `launch` launches the kernel.
-        function: Address of the kernel.
-        blocks: Blocks in its grid.
-        threads: Threads per block.
-        shared: Bytes of dynamic shared memory of a block.
-        fields: Its argument, without addresses.
         pointers: The addresses that are put into the argument.
         launch: Launches it, given its argument and a stream.
     """

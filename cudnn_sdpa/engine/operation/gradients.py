@@ -26,8 +26,6 @@ class SavedCall(Protocol):
 
     Attributes:
         saved_tensors: The tensors of the call, then the results that are saved.
-        options: Its options.
-        may_fall_back: Whether a fallback was in force.
     """
 
     @property
@@ -50,10 +48,7 @@ class Tracked(NamedTuple):
     """A call that autograd follows.
 
     Attributes:
-        operation: Its operation.
-        call: The call, with all results.
         entry: Its entry, if the fast path found it.
-        returns_all: Whether all results are returned.
         by_reference: Whether it runs in plain PyTorch, on any device, as cuDNN declines it.
     """
 
@@ -153,13 +148,7 @@ class Gradients(Launches[CallT]):
         return as_tuple(Differentiable.apply(tracked, *self._differentiable_of(call)))
 
     def save(self, ctx: Any, call: CallT, found: tuple[Tensor, ...]) -> None:
-        """Saves the tensors and options of the backward pass.
-
-        Args:
-            ctx: Autograd's context.
-            call: The call.
-            found: All results.
-        """
+        """Saves the tensors and options of the backward pass."""
         ctx.save_for_backward(*self._tensors_of(call), *found[self._saved])
         ctx.options = self._options_of(call)
         ctx.may_fall_back = self.reference_call is not None and fallback.is_in_force()

@@ -42,8 +42,6 @@ class OperationDescription(Generic[CallT]):
     Attributes:
         name: Its operators are `cudnn_sdpa::NAME_forward`, `NAME_forward_X` with auxiliary results if the call has a
             field `with_X` (`NAME_forward_lse`), `NAME_forward_out` if it has `out`, and `NAME_backward`.
-        function: Name of the public function, for messages.
-        call: The class of a call.
         reference_call: The class of calls that only the reference runs, without cuDNN's limits; None without fallback.
         backward: The class of a backward call; None if no input can have a gradient.
         differentiable: The inputs that can have gradients; they are the first fields of a call.

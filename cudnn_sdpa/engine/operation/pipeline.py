@@ -53,7 +53,6 @@ class NativeKey(NamedTuple):
 
     Attributes:
         calls: The function's calls that are launched natively.
-        arguments: All arguments of the function.
     """
 
     calls: NativeCalls
@@ -65,10 +64,8 @@ class Checked(Generic[CallT]):
     """A call that is only described.
 
     Attributes:
-        call: As the caller made it.
         cast: As autocast casts it, with random numbers if it draws any.
         refused: Why its differentiation is refused; None if it is not.
-        trains: Whether autograd follows it.
     """
 
     call: CallT
