@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fake_gpu import gpu_on_the_cpu
 from float64_reference import gradients
 
-from cudnn_sdpa import sdpa
+from cudnn_sdpa import UnsupportedError, cpu_checks, sdpa, sdpa_backward
 from cudnn_sdpa.attention.bias import mask_gradient
 
 B, H, SQ, SKV = 2, 4, 5, 8
@@ -65,3 +66,24 @@ def test_a_learned_table_trains_when_compiled(backend):
     (eager,) = torch.autograd.grad(loss(table), table)
     (compiled,) = torch.autograd.grad(torch.compile(loss, backend=backend, fullgraph=True)(table), table)
     torch.testing.assert_close(compiled, eager)
+
+
+def test_a_refused_gradient_of_the_mask_is_so_after_calls_that_need_none():
+    """In the forward pass, and not when the loss is differentiated."""
+    q, k, v = (x.half().requires_grad_() for x in inputs())
+    mask = torch.randn(B, H, SQ, SKV).half()
+    with gpu_on_the_cpu():
+        for _ in range(3):
+            sdpa(q, k, v, attn_mask=mask, softcap=30.0)
+            with pytest.raises(UnsupportedError, match="attn_mask"):
+                sdpa(q, k, v, attn_mask=mask.clone().requires_grad_(), softcap=30.0)
+
+
+def test_a_refused_backward_call_is_so_after_one_that_wants_less():
+    q, k, v = (x.half() for x in inputs())
+    options = {"attn_mask": torch.randn(B, H, SQ, SKV).half(), "softcap": 30.0}
+    with cpu_checks("h200"):
+        out, lse = sdpa(q, k, v, return_lse=True, **options)
+        sdpa_backward(out, out, lse, q, k, v, wanted=("q", "k", "v"), **options)
+        with pytest.raises(UnsupportedError, match="attn_mask"):
+            sdpa_backward(out, out, lse, q, k, v, **options)

@@ -9,8 +9,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cudnn_sdpa
 from cudnn_sdpa import DeviceError
+from cudnn_sdpa.attention.dense.call import SdpaCall
+from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.engine.launch import check_one_device, layout_signature
 from cudnn_sdpa.fused.checks import check_beside
+from cudnn_sdpa.fused.norm_graphs import rms_norm_rows
 
 
 @pytest.fixture
@@ -33,6 +36,15 @@ def test_calls_of_another_gpu_are_not_known_ones(two):
     first, second = two
     assert layout_signature(first) == layout_signature(first.clone())
     assert layout_signature(first) != layout_signature(second)
+
+
+def test_a_call_on_another_gpu_has_another_signature(two):
+    """Or it would be launched on the GPU of the first, with that one's plan."""
+    calls = [SdpaCall(*[torch.empty(1, 2, 8, 16, device=x.device)] * 3) for x in two]
+    assert SDPA.signature(calls[0]) == SDPA.signature(calls[0]._replace(q=calls[0].k))
+    assert SDPA.signature(calls[0]) != SDPA.signature(calls[1])
+    rows = [rms_norm_rows._signature((x, None, 1e-6), {}, trains=False) for x in two]
+    assert rows[0] != rows[1]
 
 
 def empty_like(x: torch.Tensor, device: str) -> torch.Tensor:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -924,6 +926,17 @@ def check_dropout(compiled=False):
     with cudnn_sdpa.fallback("torch"), pytest.raises(UnsupportedError, match="fallback"):
         sdpa(sharded, sharded, sharded, dropout_p=0.5)
     return shares
+
+
+def test_each_part_has_a_number_of_its_own():
+    """By which its random numbers differ from those of others."""
+    strategy, sizes = sharding.ShardingStrategy("the heads", {"q": 1}, 1), (2, 3)
+
+    def part(*coordinate):
+        mesh = SimpleNamespace(size=lambda index: sizes[index], get_coordinate=lambda: coordinate)
+        return sharding.ShardedCall(mesh, (strategy, strategy), (6, 6)).part()
+
+    assert sorted(part(*place) for place in itertools.product(*map(range, sizes))) == list(range(6))
 
 
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])

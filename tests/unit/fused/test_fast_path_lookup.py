@@ -48,6 +48,7 @@ def test_other_tensors_are_other_calls(change):
     [
         ({"power": 1}, {"power": 2}),
         ({"power": 1}, {"power": True}),
+        ({"power": 0.0}, {"power": -0.0}),
         ({"power": 1}, {"power": 1, "name": "other"}),
         ({"name": "1"}, {"name": "2"}),
     ],

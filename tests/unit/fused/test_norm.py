@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from fake_gpu import gpu_on_the_cpu
 
 import cudnn_sdpa
 from cudnn_sdpa import DeviceError, DtypeError, OptionError, ShapeError, layer_norm, rms_norm
@@ -433,3 +434,13 @@ def test_results_without_elements_are_dense(norm):
     x = torch.empty_strided((0, 32), (1, 0))
     assert norm(x).stride() == torch.empty(0, 32).stride()
     assert norm(x, torch.ones(32)).stride() == torch.empty(0, 32).stride()
+
+
+def test_a_compiled_backward_pass_reads_gradients_at_any_address():
+    x, weight = torch.randn(4, 32, requires_grad=True), torch.ones(32)
+    grad_out = torch.randn(4 * 32 + 1)[1:].view(4, 32)
+    (expected,) = torch.autograd.grad(F.rms_norm(x, (32,), weight, 1e-6), x, grad_out)
+    with gpu_on_the_cpu(), cudnn_sdpa.cpu_checks(None):
+        out = torch.compile(rms_norm, backend="aot_eager", fullgraph=True)(x, weight, 1e-6)
+        (found,) = torch.autograd.grad(out, x, grad_out)
+    torch.testing.assert_close(found, expected)

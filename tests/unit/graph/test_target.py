@@ -50,6 +50,17 @@ def test_each_planning_property_makes_another_target(name):
     assert Target.from_properties(changed) != Target.from_properties(properties)
 
 
+@pytest.mark.parametrize(
+    ("of", "versions"), [("cudnn_version", (91900, 91901, 91910)), ("frontend_version", ("1.28.0", "1.28.1"))]
+)
+def test_each_version_of_a_library_makes_another_target(of, versions, monkeypatch):
+    properties, made = load_properties(str(FILES[-1])), set()
+    for version in versions:
+        monkeypatch.setattr(backend, of, lambda version=version: version)
+        made.add(Target.from_properties(properties))
+    assert len(made) == len(versions)
+
+
 def test_sibling_gpus_share_a_target():
     properties = load_properties("h200")
     sibling = {**properties, "deviceName": "NVIDIA H200 NVL", "pciBusId": 77, "clockRate": 12345}

@@ -27,6 +27,7 @@ REACHED = [
     (replace(PLAIN, sm=75), {"sm": 80}),
     (replace(PLAIN, dtype=torch.float32), {"dtype": torch.bfloat16}),
     (replace(PLAIN, head_dim=100), {"head_dim": 104}),
+    (replace(PLAIN, head_dim_v=100), {"head_dim_v": 104}),
     (replace(PLAIN, head_dim_v=2048), {"head_dim_v": 1024}),
     (replace(PLAIN, cudnn=91001), {"cudnn": 91002}),
     (replace(GRADIENT, sm=80, head_dim=136), {"head_dim": 128}),

@@ -363,3 +363,16 @@ def test_all_that_a_kernel_is_compiled_from_is_in_its_identity(tmp_path, monkeyp
     source.write_text("int x;")
     header.write_text("#define A 2")
     assert [one in first for one in identities()] == [True] + [False] * (len(first) - 1)
+
+
+@pytest.mark.parametrize(("of", "name"), [(nvrtc, "__version__"), (torch.version, "cuda")], ids=["package", "CUDA"])
+def test_a_kernel_of_another_version_is_compiled_again(tmp_path, monkeypatch, of, name):
+    """Its compiler, or the flags for it, may be others."""
+    source = tmp_path / "a.cu"
+    source.write_text("int x;")
+    monkeypatch.setattr(Kernel, "compile", lambda *_: b"code")
+    with cudnn_sdpa.use_plan_store(tmp_path / "plans") as store:
+        assert Kernel(source, "a").compile_into(store, 90)
+        assert not Kernel(source, "a").compile_into(store, 90)
+        monkeypatch.setattr(of, name, "0.0")
+        assert Kernel(source, "a").compile_into(store, 90)

@@ -22,6 +22,11 @@ def test_rows_past_the_last_sequence_have_no_share():
     torch.testing.assert_close(found, wanted)
     whole = sink_gradient(*(x[:, :, :7] for x in as_dense), sinks.detach())
     torch.testing.assert_close(whole, wanted)
+    with gpu_on_the_cpu():
+        halves = [x.half() for x in (q, k, v)]
+        out = sdpa_varlen(*halves, ends, ends, 4, 4, sinks=sinks)
+        (found,) = torch.autograd.grad(out, sinks, grad_out.half())
+    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
 
 
 def test_without_keys_the_lse_is_that_of_the_sinks():

@@ -206,6 +206,26 @@ def test_known_calls_under_autocast_that_casts_nothing(name, launches_in_python)
         assert not launches_in_python
 
 
+def test_autocasts_dtype_on_gpus_is_described(launches_in_python):
+    """With another one it may cast what it did not."""
+    call, before = OPERATIONS["sdpa, causal, scale"], torch.get_autocast_dtype("cuda")
+    with gpu_on_the_cpu(call.compute):
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            for dtype in (torch.bfloat16, torch.float16):
+                torch.set_autocast_dtype("cuda", dtype)
+                launches_in_python.clear()
+                call(call.tensors())
+                assert launches_in_python
+                call.warm_up()
+                launches_in_python.clear()
+                call(call.tensors())
+                assert not launches_in_python
+        finally:
+            torch.set_autocast_enabled("cuda", False)
+            torch.set_autocast_dtype("cuda", before)
+
+
 @pytest.mark.parametrize("is_native", [False, True])
 def test_observers_of_operators_see_them(tmp_path, is_native):
     call, file = OPERATIONS["sdpa, causal, scale"], tmp_path / "trace.json"
@@ -303,6 +323,19 @@ class TestBackwardPassesThatReturnACall:
         found, grad_out = learned(operation, calls=0)
         assert not launches_in_python
         assert torch.equal(found, 2 * grad_out)
+
+    def test_its_numbers_are_those_of_the_call(self):
+        def times(g, x, factor):
+            return g.mul(a=x, b=factor)
+
+        def backward(grads, operands, results):  # noqa: ARG001
+            return once.call(grads[0], operands[1])
+
+        once = graph_op(reference=lambda x, factor: x * factor)(times)
+        operation = graph_op(reference=lambda x, factor: x * factor, backward=backward)(times)
+        for factor in (2.0, 3.0):
+            found, grad_out = learned(operation, factor)
+            torch.testing.assert_close(found, factor * grad_out)
 
     def test_numbers_may_decide(self):
         operation = graph_op(reference=lambda x, s: x * s, backward=by_number)(lambda g, x, s: g.mul(a=x, b=s))

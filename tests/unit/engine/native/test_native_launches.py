@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import ctypes
 import gc
 import threading
 import weakref
+from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -105,6 +107,82 @@ def test_pointers_are_those_of_the_operands_and_results(name, stream, way, launc
             tensors = call.tensors(grad=True)
             call.assert_gradients(call.gradients(tensors), tensors)
             assert device.last.stream == stream
+
+
+# Kernels of the library's own before a plan, and several GPUs.
+
+
+#: As `cuLaunchKernel`: function, grid, block, shared memory, stream, arguments, extra.
+DRIVER = ctypes.CFUNCTYPE(
+    *(ctypes.c_int, ctypes.c_void_p, *(ctypes.c_uint,) * 7, ctypes.c_void_p),
+    *(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p),
+)
+
+
+@pytest.mark.parametrize("status", [0, 201])
+@pytest.mark.parametrize("name", ["sdpa, lengths", "sdpa_paged"])
+def test_kernels_before_a_plan_are_launched_on_its_stream(name, status, way, monkeypatch):
+    """By the driver, or by Python, which knows what to do if the driver refuses."""
+    call, kernels, launched, run = OPERATIONS[name], {}, [], CpuKernel.launch
+
+    def by_python(kernel, blocks, threads, fields, on):
+        launched.append(("python", kernel.name, blocks, threads, on))
+        run(kernel, blocks, threads, fields, on)
+
+    def by_driver(function, *sizes_and_arguments):
+        blocks, _, _, threads, _, _, _, on, arguments, _ = sizes_and_arguments
+        assert sizes_and_arguments[1:3] == sizes_and_arguments[4:6] == (1, 1)
+        launched.append(("driver", kernels[function].name, blocks, threads, on or 0))
+        if not status:
+            fields = array("Q", (ctypes.c_uint64 * 64).from_address(arguments[0]))
+            run(kernels[function], blocks, threads, fields, on)
+        return status
+
+    def native(kernel):
+        kernels[id(kernel)] = kernel
+        return ctypes.cast(driver, ctypes.c_void_p).value, id(kernel), 0
+
+    driver = DRIVER(by_driver)
+    monkeypatch.setattr(CpuKernel, "launch", by_python)
+    monkeypatch.setattr(CpuKernel, "native", property(native), raising=False)
+    with real_plans(call.compute) as device, device.stream(11):
+        call.warm_up()
+        first = {launch[1:] for launch in launched}
+        launched.clear()
+        assert_right(call, call.tensors())
+        assert {launch[1:] for launch in launched} <= first
+    assert {on for *_, on in launched} == {11}
+    by = {"python"} if way == "python" else {"driver", "python"} if status else {"driver"}
+    assert {who for who, *_ in launched} == by
+
+
+@pytest.mark.parametrize("name", ["sdpa, lengths", "rms_norm"])
+def test_a_plan_is_launched_on_its_gpu(name):
+    """Also where another one is the current device: memory is allocated there, and what is launched goes there."""
+    current, seen, call = [0], [], OPERATIONS[name]
+
+    @contextlib.contextmanager
+    def on(device):
+        before, current[0] = current[0], device if isinstance(device, int) else 0
+        try:
+            yield
+        finally:
+            current[0] = before
+
+    def allocate(*layout):
+        seen.append(current[0])
+        return poisoned(*layout)
+
+    with real_plans(call.compute, allocate=allocate) as device, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "device_count", lambda: 2)
+        patch.setattr(torch.cuda, "device", on)
+        everywhere(patch, plans.current_device, lambda: current[0])
+        device.during_launch = lambda: seen.append(current[0])
+        call.warm_up()
+        for current[0] in (0, 1, 0, 1):
+            seen.clear()
+            assert_right(call, call.tensors())
+            assert set(seen) == {0}
 
 
 # Workspaces.
