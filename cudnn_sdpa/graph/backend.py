@@ -113,7 +113,9 @@ def _keep_out_python_engines() -> None:
         family_for = manifest.family_for
     except (ImportError, AttributeError):  # a frontend without such engines, or with others
         return
-    manifest.family_for = lambda graph: None if _BACKEND_ONLY in vars(graph) else family_for(graph)
+    manifest.family_for = lambda graph: (
+        None if hasattr(graph, "__dict__") and _BACKEND_ONLY in vars(graph) else family_for(graph)
+    )
 
 
 def version_string(version: int) -> str:

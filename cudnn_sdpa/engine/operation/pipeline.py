@@ -125,7 +125,8 @@ class Pipeline(Gradients[CallT]):
         if any(isinstance(x, Tensor) and x.is_neg() for x in forward[self._tensors_at]):
             call = self._with_forward(call, autograd_checks.resolved(forward))
         to = fallback.chosen.get()
-        if self.reference_call is None or to not in self.fallbacks or (to == fallback.KERNELS and call is not forward):
+        is_declined = to == fallback.KERNELS and isinstance(call, BackwardCall)  # kernels have no such function
+        if self.reference_call is None or to not in self.fallbacks or is_declined:
             call.check()
             return self._run(call)
         without_limits = self._with_forward(call, made(self.reference_call, forward_of(call)))
@@ -199,7 +200,9 @@ class Pipeline(Gradients[CallT]):
         """Refuses calls whose results would be silently detached from their inputs."""
         is_backward, out = isinstance(call, BackwardCall), forward_of(call)[-1] if self.takes_out else None
         if is_backward or is_compiling() or is_transformed() or out is not None:
-            tensors = {self.names.get(name, name): x for name, x in self._named_tensors(call).items() if name != "out"}
+            tensors = {self.names.get(name, name): x for name, x in self._named_tensors(call).items()}
+            if not is_backward and self.takes_out:
+                del tensors["out"]
             loops = self.loops and not is_backward
             autograd_checks.check(self._function_of(call), out, loops=loops, forward_mode=self.forward_mode, **tensors)
             if is_backward:
@@ -240,7 +243,7 @@ class Pipeline(Gradients[CallT]):
         found = dict(zip(self.fields, forward[self._tensors_at]))  # noqa: B905
         if isinstance(call, BackwardCall):
             return found | dict(zip(self._given_names, self._given_of(call), strict=True))
-        return found | {"out": forward[-1] if self.takes_out else None}
+        return found | {"out": forward[-1]} if self.takes_out else found
 
     def _with_forward(self, call: CallT | BackwardCall[CallT], forward: CallT) -> CallT | BackwardCall[CallT]:
         return call._replace(call=forward) if isinstance(call, BackwardCall) else forward
@@ -288,6 +291,9 @@ class Pipeline(Gradients[CallT]):
             tensors = [x for x in (*self._given_of(backward), *self._tensors_of(backward.call)) if x is not None]
             if value_checks.enabled or needs_gradient(*tensors) or not can_be_recognized(tensors, could_cast):
                 return None
+            grad_out, out, *_ = self._given_of(backward)
+            if (grad_out.dtype, grad_out.device, grad_out.shape) != (out.dtype, out.device, out.shape):
+                return None  # a copy that kernels can read would be converted to those of the output, unchecked
             readable = backward.make_readable()
             known = self.table.get(self._signature_of_gradient(readable))
         except NOT_A_CALL:  # the checks name the wrong argument

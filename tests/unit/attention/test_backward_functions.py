@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from fake_gpu import gpu_on_the_cpu
 from float64_reference import attend, gradients
+from native_way import native_way
 
 import cudnn_sdpa
-from cudnn_sdpa import UnsupportedError, merge_states, sdpa, sdpa_backward, sdpa_varlen, sdpa_varlen_backward
+from cudnn_sdpa import (
+    Fp8BackwardScales,
+    UnsupportedError,
+    merge_states,
+    sdpa,
+    sdpa_backward,
+    sdpa_fp8_backward,
+    sdpa_varlen,
+    sdpa_varlen_backward,
+)
+from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8_BACKWARD
 
 PARTS = (slice(0, 5), slice(5, 6), slice(6, 17))  # of the keys
 
@@ -145,6 +157,48 @@ def test_a_gradient_of_the_gradient_is_refused():
         sdpa_backward(grad_out.requires_grad_(), out, lse, **tensors)
     with torch.no_grad():
         assert not sdpa_backward(grad_out, out, lse, **tensors).dq.requires_grad
+
+
+@pytest.mark.parametrize("name", ["grad_out", "out", "lse", "q"])
+def test_no_tensor_is_silently_detached(name):
+    tensors, grad_out = drawn()
+    out, lse = sdpa(**tensors, return_lse=True)
+    given = {"grad_out": grad_out, "out": out, "lse": lse, **tensors}
+    with pytest.raises(UnsupportedError, match=f"{name} requires grad"):
+        sdpa_backward(**given | {name: given[name].detach().clone().requires_grad_()})
+    with fwAD.dual_level(), pytest.raises(UnsupportedError, match=f"{name} has a tangent"):
+        sdpa_backward(**given | {name: fwAD.make_dual(given[name], given[name])})
+
+
+def test_a_tangent_of_an_output_in_fp8_is_refused():
+    q = torch.zeros(1, 1, 8, 16).to(torch.float8_e4m3fn)
+    one = torch.ones(())
+    scales = Fp8BackwardScales(*[one] * len(Fp8BackwardScales._fields))
+    lse = torch.zeros(1, 1, 8)
+    with fwAD.dual_level(), pytest.raises(UnsupportedError, match="lse has a tangent"):
+        sdpa_fp8_backward(q, q, q, q, q, fwAD.make_dual(lse, lse), scales)
+    call = FP8_BACKWARD.call._make([q] * len(FP8_BACKWARD.fields))
+    assert FP8_BACKWARD._named_tensors(call)["out"] is q
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        torch.ones(()).expand(2, 4, 8, 16),
+        torch.ones((), dtype=torch.int64).expand(2, 4, 8, 16),
+        torch.ones((), dtype=torch.float16).expand(1, 4, 8, 16),
+    ],
+    ids=["float32", "int64", "one batch entry"],
+)
+@pytest.mark.parametrize("is_known", [False, True])
+def test_wrong_gradients_are_refused_after_right_ones(wrong, is_known):
+    q = torch.randn(2, 4, 8, 16, dtype=torch.float16)
+    with native_way(on=False), gpu_on_the_cpu(), cudnn_sdpa.cpu_checks(None):
+        out, lse = sdpa(q, q, q, return_lse=True)
+        if is_known:
+            sdpa_backward(torch.randn_like(out), out, lse, q, q, q)
+        with pytest.raises(cudnn_sdpa.ArgumentError, match=r"^grad_out: got"):
+            sdpa_backward(wrong, out, lse, q, q, q)
 
 
 def test_what_a_gpu_would_refuse_is_refused():

@@ -106,6 +106,12 @@ def test_the_fused_form_takes_the_head_dims_that_it_has():
     assert reference._MAX_FUSED_DIM == MAX_FUSED_DIM
 
 
+def test_negated_tensors_run_on_kernels():
+    q, k, v = (torch.randn(1, 2, 16, 12) for _ in range(3))
+    with fallback("kernels"):
+        torch.testing.assert_close(sdpa(torch._neg_view(q), k, v), sdpa(-q, k, v))
+
+
 def test_wrong_calls_are_wrong_with_a_fallback():
     q, k, v = qkv()
     with gpu_on_the_cpu(), fallback("kernels"), pytest.raises(DtypeError, match="k: got float32"):
