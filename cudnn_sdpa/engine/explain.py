@@ -34,7 +34,7 @@ TARGET_VARIABLE = "CUDNN_SDPA_TARGET"
 
 @dataclass(frozen=True)
 class Description:
-    """What one call would run.
+    """The launches of one call, for `explain`.
 
     Attributes:
         key: Gives the key of its plan for a target and a device; raises UnsupportedError if there can be none.

@@ -1,4 +1,4 @@
-"""What `explain` shows of dense attention calls.
+"""Descriptions of dense attention calls for `explain`.
 
 Checked calls take their real path with meta tensors; only `verify` computes anything.
 """

@@ -442,7 +442,7 @@ MIN_SCALE_OF_MASK_GRADIENT = 2**-6
 
 
 def factor_of_queries(of: GradientCall) -> float | None:
-    """What q is multiplied by for a backward plan, and then its gradient; None for nothing.
+    """The factor of q in a backward plan, and then of its gradient; None without one.
 
     The scale must be positive, and must not round the gradient of attn_mask to zero.
     """

@@ -1,4 +1,4 @@
-"""What `explain` says of calls on a paged cache."""
+"""Descriptions of calls on a paged cache for `explain`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What cuDNN has attention kernels for, as data."""
+"""The limits of cuDNN's attention kernels, as data."""

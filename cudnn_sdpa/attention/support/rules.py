@@ -1,4 +1,4 @@
-"""What cuDNN has attention kernels for, as data: a configuration, and the rules that reject it."""
+"""The limits of cuDNN's attention kernels, as data: a configuration, and the rules that reject it."""
 
 from __future__ import annotations
 

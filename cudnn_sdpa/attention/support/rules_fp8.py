@@ -1,4 +1,4 @@
-"""What cuDNN has FP8 kernels for, as data: the rules that reject a configuration.
+"""The limits of cuDNN's FP8 kernels, as data: the rules that reject a configuration.
 
 Found by planning for an H200, a B200 and an RTX 5090 with cuDNN 9.19, and in the frontend's own checks
 (`sdpa_support_surface.h`, `sdpa_fp8_bwd.h`).

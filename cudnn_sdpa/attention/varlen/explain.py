@@ -1,4 +1,4 @@
-"""What `explain` shows of calls over packed sequences."""
+"""Descriptions of calls over packed sequences for `explain`."""
 
 from __future__ import annotations
 
