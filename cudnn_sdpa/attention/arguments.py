@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import reprlib
 import sys
 import warnings
@@ -127,10 +128,7 @@ def softmax_of(
     )
 
 
-_SOFTMAX = (
-    *("is_causal", "causal_alignment", "window_size", "scale", "softcap"),
-    *("deterministic", "dropout_p", "alibi"),
-)
+_SOFTMAX = tuple(inspect.signature(softmax_of).parameters)
 
 
 def grouped(arguments: Mapping[str, Any]) -> dict[str, Any]:
