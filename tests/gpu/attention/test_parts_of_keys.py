@@ -78,10 +78,12 @@ def test_nothing_waits_for_the_gpu():
     q, k, v, grad_out = (drawn(1, 4, 256, 64) for _ in range(4))
     out, lse = sdpa(q, k, v, return_lse=True)
     for _ in range(2):
-        sdpa_backward(grad_out, out, lse, q, k, v)
+        wanted = sdpa_backward(grad_out, out, lse, q, k, v)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            sdpa_backward(grad_out, out, lse, q, k, v)
-            merge_states([out, out], [lse, lse])
+            found = sdpa_backward(grad_out, out, lse, q, k, v)
+            merged, _ = merge_states([out, out], [lse, lse])
         finally:
             torch.cuda.set_sync_debug_mode("default")
+        assert error(found.dk, wanted.dk.double()) < 1e-2
+        assert error(merged, out.double()) < 1e-2
