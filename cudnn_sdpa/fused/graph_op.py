@@ -726,9 +726,8 @@ def find(token: str) -> GraphFunction:
         function = _functions.get(token)
     if function is None:
         got, expected = "another builder, reference or gradient", "the same as when this graph was compiled"
-        raise OptionError(
-            f"the graph function {token}", got, expected, "Compile again; torch.compiler.reset() forgets."
-        )
+        hint = "Compile again: torch.compiler.reset() forgets; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 reads none from disk."
+        raise OptionError(f"the graph function {token}", got, expected, hint)
     return function
 
 

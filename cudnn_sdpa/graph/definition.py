@@ -243,7 +243,8 @@ def function_digest(*functions: object) -> str:
             is_pytorch = function is None or getattr(torch.nn.functional, name, getattr(torch, name, None)) is function
             digest.update((f"{name}" if is_pytorch else uuid.uuid4().hex).encode())
         elif (function.__module__ or "").partition(".")[0] == __name__.partition(".")[0]:
-            digest.update(_source(function.__code__).encode())  # the package's version covers the rest
+            # Its file holds the graph functions that its gradient calls; the package's version covers the rest.
+            digest.update((_source(function.__code__) + _file(function.__code__.co_filename)).encode())
         else:
             try:
                 for part in _identity(function, seen=set(), complete=True):
@@ -304,6 +305,11 @@ def _identity_of_value(
             "only constants, functions, and modules of Python, torch and numpy: a plan must depend on its key alone",
             "Pass the value as an option instead.",
         )
+
+
+@functools.cache
+def _file(name: str) -> str:
+    return "".join(linecache.getlines(name))
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import itertools
+import linecache
 import math
 from textwrap import dedent
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from cudnn_sdpa.attention.dense.graphs import sdpa_forward
+from cudnn_sdpa.fused import conv_graphs
 from cudnn_sdpa.graph import definition, known_issues
 from cudnn_sdpa.graph.definition import GraphDefinition, find_operation, graph_definition
 
@@ -252,3 +254,17 @@ def test_the_version_of_the_package_is_part_of_every_digest(monkeypatch, digest)
     monkeypatch.setattr(definition, "__version__", "0.0.1")
     after = digest(RELU), *map(definition.function_digest, functions)
     assert all(one != other for one, other in zip(before, after, strict=True))
+
+
+def test_the_digest_of_a_graph_function_of_the_package_changes_with_the_gradient_that_it_calls(monkeypatch):
+    """Graphs that PyTorch has stored hold the gradient's name: after an edit it must not be asked for."""
+    function = conv_graphs.convolution.backward
+    before = definition.function_digest(function)
+    lines = linecache.getlines(conv_graphs.__file__)
+    edited = [line.replace("g.conv_wgrad(image=x", "g.conv_wgrad(image=-x") for line in lines]
+    monkeypatch.setattr(linecache, "getlines", lambda name, module_globals=None: edited)
+    definition._file.cache_clear()
+    after = definition.function_digest(function)
+    definition._file.cache_clear()
+    assert edited != lines
+    assert after != before
