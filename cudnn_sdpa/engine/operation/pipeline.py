@@ -39,7 +39,7 @@ from cudnn_sdpa.engine.native.calls import NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
 from cudnn_sdpa.engine.operation.gradients import Gradients
 from cudnn_sdpa.engine.operation.launches import as_tuple, made
-from cudnn_sdpa.engine.tensor_checks import without_memory
+from cudnn_sdpa.engine.tensor_checks import LOWEST, check_present, without_memory
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.scalars import check_known, is_compiling
@@ -291,7 +291,12 @@ class Pipeline(Gradients[CallT]):
             tensors = [x for x in (*self._given_of(backward), *self._tensors_of(backward.call)) if x is not None]
             if value_checks.enabled or needs_gradient(*tensors) or not can_be_recognized(tensors, could_cast):
                 return None
-            grad_out, out, *_ = self._given_of(backward)
+            grad_out, out, *_ = given = self._given_of(backward)
+            for name, x in zip(self._given_names, given, strict=True):
+                if x is not None and x.data_ptr() < LOWEST:  # copied below, if kernels cannot read it
+                    if x._is_zerotensor():
+                        return None
+                    check_present(name, x)
             if (grad_out.dtype, grad_out.device, grad_out.shape) != (out.dtype, out.device, out.shape):
                 return None  # a copy that kernels can read would be converted to those of the output, unchecked
             readable = backward.make_readable()
