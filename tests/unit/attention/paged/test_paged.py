@@ -273,6 +273,18 @@ def test_sequences_without_a_new_token_in_a_decode_step(is_given):
         torch.testing.assert_close(lse[i].double(), of_exact[0], rtol=1e-3, atol=1e-3)
 
 
+def test_sinks_are_added_to_the_results_of_a_decode_step():
+    """cuDNN's decode engines take none on pages."""
+    k_pages, v_pages, table, *_ = pages_of([5, 20], dtype=torch.float16)
+    q, sinks, lengths = torch.randn(2, HEADS, 1, DIM).half(), 2 + torch.randn(HEADS), torch.tensor([5, 20]).int()
+    call = (q, k_pages, v_pages, table, lengths)
+    expected = sdpa_paged(*call, sinks=sinks, page_layout="HND")
+    with gpu_on_the_cpu():
+        found, again = (sdpa_paged(*call, sinks=sinks, page_layout="HND") for _ in range(2))
+    torch.testing.assert_close(found, expected, rtol=4e-3, atol=4e-3)
+    assert torch.equal(again, found)
+
+
 def test_a_fork_keeps_its_prefix_when_the_other_grows():
     cache = new_cache()
     one = cache.add()
