@@ -726,7 +726,7 @@ def find(token: str) -> GraphFunction:
         function = _functions.get(token)
     if function is None:
         got, expected = "another builder, reference or gradient", "the same as when this graph was compiled"
-        hint = "Compile again: torch.compiler.reset() forgets; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 reads none from disk."
+        hint = "Compile again: torch.compiler.reset() forgets; TORCHINDUCTOR_FORCE_DISABLE_CACHES=1 reads no file."
         raise OptionError(f"the graph function {token}", got, expected, hint)
     return function
 
