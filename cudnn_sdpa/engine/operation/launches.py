@@ -156,9 +156,6 @@ class OperationDescription(Generic[CallT]):
         group = call[self._alone]
         return (*call[self._alone_at], *[getattr(group, name) for name in self._group_names])
 
-    def _others_of(self, call: CallT) -> tuple[object, ...]:
-        return call[self._others_at]
-
     def _given_of(self, backward: BackwardCall[CallT]) -> tuple[Tensor, ...]:
         return backward[:-2]
 

@@ -339,7 +339,7 @@ class Pipeline(Gradients[CallT]):
         if not is_compiling():
             call.check_options()
         layouts = [None if x is None else without_memory(x) for x in self._tensors_of(call)]
-        whole = made(self.reference_call or self.call, (*layouts, *self._others_of(call)))
+        whole = made(self.reference_call or self.call, (*layouts, *call[self._others_at]))
         if self._draws(call):
             whole = whole._replace(rng=torch.empty(2, dtype=torch.int64, device="meta"))
         try:
