@@ -82,11 +82,6 @@ _DESCRIBING_MODULES = (
 )
 
 
-def _import_describers() -> None:
-    for name in _DESCRIBING_MODULES:
-        importlib.import_module(name)
-
-
 def describes(
     function: Callable[..., object], ways: sharding.Strategies | None = None
 ) -> Callable[[Callable[..., Description]], Callable[..., Description]]:
@@ -118,7 +113,7 @@ def describes(
 
 
 def describer_of(function: Callable[..., object]) -> Callable[..., Description] | None:
-    _import_describers()
+    functions()
     own: Callable[..., Description] | None = getattr(function, "describe", None)  # graph functions describe themselves
     return _describers.get(function, own)
 
@@ -128,13 +123,14 @@ def named(name: str) -> Callable[..., object] | None:
 
 
 def functions() -> list[Callable[..., object]]:
-    _import_describers()
+    """The functions that can be explained, graph functions left out."""
+    for name in _DESCRIBING_MODULES:
+        importlib.import_module(name)
     return list(_describers)
 
 
 def described_functions() -> list[str]:
-    _import_describers()
-    return sorted(function.__name__ for function in _describers)
+    return sorted(function.__name__ for function in functions())
 
 
 @dataclass

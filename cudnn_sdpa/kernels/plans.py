@@ -146,14 +146,8 @@ class Spec:
         return operation.key(self.inputs(), self.outputs(), options, target, device=device)
 
 
-def keys(call: KernelArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
-    spec = Spec.of(call)
-    if not spec.is_empty:
-        yield spec.key(target, device)
-
-
-def gradient_keys(of: Gradient, target: Target, device: int | None) -> Iterator[PlanKey]:
-    spec = Spec.of_gradient(of)
+def keys(call: KernelArguments | Gradient, target: Target, device: int | None) -> Iterator[PlanKey]:
+    spec = Spec.of_gradient(call) if isinstance(call, Gradient) else Spec.of(call)
     if not spec.is_empty:
         yield spec.key(target, device)
 

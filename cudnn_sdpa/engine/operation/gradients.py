@@ -92,7 +92,6 @@ class Gradients(Launches[CallT]):
         return as_tuple(Differentiable.apply(tracked, *self._differentiable_of(call)))
 
     def save(self, ctx: Any, call: CallT, found: tuple[Tensor, ...]) -> None:
-        """Saves the tensors and options of the backward pass."""
         ctx.save_for_backward(*self._tensors_of(call), *found[self._saved])
         ctx.options = self._options_of(call)
         ctx.may_fall_back = self.reference_call is not None and fallback.is_in_force()

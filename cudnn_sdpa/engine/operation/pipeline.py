@@ -191,7 +191,6 @@ class Pipeline(Gradients[CallT]):
             check_known(f"return{self._flag.removeprefix('with')}", call[self._inputs])
 
     def cast(self, call: CallT) -> CallT:
-        """The call as autocast casts it."""
         changed = call.autocast() if is_compiling() or is_autocasting() else {}
         # Not by _replace: PyTorch 2.9 cannot compile a function that returns what that gives.
         return type(call)(**(dict(zip(self.fields, call, strict=True)) | changed))
