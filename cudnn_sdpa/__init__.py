@@ -8,128 +8,78 @@ import importlib as _importlib
 import typing as _typing
 
 from cudnn_sdpa import _start
-from cudnn_sdpa._version import __version__
+from cudnn_sdpa._version import __version__ as __version__
 
 if _typing.TYPE_CHECKING:
     from cudnn_sdpa import kernels as kernels
     from cudnn_sdpa import nn as nn
-    from cudnn_sdpa.attention.backward_arguments import SdpaGradients
-    from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
-    from cudnn_sdpa.attention.dense.sdpa import sdpa, sdpa_backward
-    from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardScales, Fp8Gradients, Fp8Output, Fp8Scales
-    from cudnn_sdpa.attention.fp8.fp8_attention import fp8_attention
-    from cudnn_sdpa.attention.fp8.scaling import Fp8Scaling
-    from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
-    from cudnn_sdpa.attention.merge_states import merge_states
-    from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
-    from cudnn_sdpa.attention.paged.page_pool import CacheUse
-    from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
-    from cudnn_sdpa.attention.paged.step import PagedStep
-    from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen, sdpa_varlen_backward
-    from cudnn_sdpa.engine.cpu_target import cpu_checks
-    from cudnn_sdpa.engine.explain import Explanation, explain
-    from cudnn_sdpa.engine.fallback import fallback
-    from cudnn_sdpa.errors import (
-        ArgumentError,
-        CudnnSdpaError,
-        DeviceError,
-        DtypeError,
-        ExecutionError,
-        LayoutError,
-        LayoutWarning,
-        LibraryError,
-        OfflineError,
-        OptionError,
-        OutOfPagesError,
-        PlanBuildError,
-        ShapeError,
-        UnsupportedError,
-    )
-    from cudnn_sdpa.fused.activation import gelu_mul, relu_squared, silu_mul
-    from cudnn_sdpa.fused.conv import conv1d, conv2d, conv3d
-    from cudnn_sdpa.fused.graph_op import GraphFunction, graph_op
-    from cudnn_sdpa.fused.norm import layer_norm, rms_norm
-    from cudnn_sdpa.nn import Fp8Attention
-    from cudnn_sdpa.offline.warmup import WarmupReport, compile_plans, warmup
-    from cudnn_sdpa.planning.record import record_plans
-    from cudnn_sdpa.planning.support import Support, support
-    from cudnn_sdpa.plans.autotune import AutotuneCandidate, AutotuneEntry, AutotuneReport, autotune
-    from cudnn_sdpa.plans.cache import PlanCache, PlanCacheInfo, no_plan_builds, plan_cache
-    from cudnn_sdpa.plans.default_store import use_plan_store
-    from cudnn_sdpa.plans.manifest import PlanManifest
-    from cudnn_sdpa.plans.shape_policy import shape_policy
-    from cudnn_sdpa.plans.store import PlanStore, PlanStoreInfo
-
-__all__ = [
-    "ArgumentError",
-    "AutotuneCandidate",
-    "AutotuneEntry",
-    "AutotuneReport",
-    "CacheUse",
-    "CudnnSdpaError",
-    "DeviceError",
-    "DtypeError",
-    "ExecutionError",
-    "Explanation",
-    "Fp8Attention",
-    "Fp8BackwardScales",
-    "Fp8Gradients",
-    "Fp8Output",
-    "Fp8Scales",
-    "Fp8Scaling",
-    "GraphFunction",
-    "LayoutError",
-    "LayoutWarning",
-    "LibraryError",
-    "OfflineError",
-    "OptionError",
-    "OutOfPagesError",
-    "PagedKVCache",
-    "PagedStep",
-    "PlanBuildError",
-    "PlanCache",
-    "PlanCacheInfo",
-    "PlanManifest",
-    "PlanStore",
-    "PlanStoreInfo",
-    "SdpaGradients",
-    "ShapeError",
-    "Support",
-    "UnsupportedError",
-    "WarmupReport",
-    "__version__",
-    "autotune",
-    "compile_plans",
-    "conv1d",
-    "conv2d",
-    "conv3d",
-    "cpu_checks",
-    "explain",
-    "fallback",
-    "fp8_attention",
-    "gelu_mul",
-    "graph_op",
-    "layer_norm",
-    "merge_states",
-    "no_plan_builds",
-    "plan_cache",
-    "record_plans",
-    "relu_squared",
-    "rms_norm",
-    "scaled_dot_product_attention",
-    "sdpa",
-    "sdpa_backward",
-    "sdpa_fp8",
-    "sdpa_fp8_backward",
-    "sdpa_paged",
-    "sdpa_varlen",
-    "sdpa_varlen_backward",
-    "shape_policy",
-    "silu_mul",
-    "support",
-    "use_plan_store",
-    "warmup",
-]
+    from cudnn_sdpa.attention.backward_arguments import SdpaGradients as SdpaGradients
+    from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention as scaled_dot_product_attention
+    from cudnn_sdpa.attention.dense.sdpa import sdpa as sdpa
+    from cudnn_sdpa.attention.dense.sdpa import sdpa_backward as sdpa_backward
+    from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardScales as Fp8BackwardScales
+    from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients as Fp8Gradients
+    from cudnn_sdpa.attention.fp8.arguments import Fp8Output as Fp8Output
+    from cudnn_sdpa.attention.fp8.arguments import Fp8Scales as Fp8Scales
+    from cudnn_sdpa.attention.fp8.fp8_attention import fp8_attention as fp8_attention
+    from cudnn_sdpa.attention.fp8.scaling import Fp8Scaling as Fp8Scaling
+    from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8 as sdpa_fp8
+    from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8_backward as sdpa_fp8_backward
+    from cudnn_sdpa.attention.merge_states import merge_states as merge_states
+    from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache as PagedKVCache
+    from cudnn_sdpa.attention.paged.page_pool import CacheUse as CacheUse
+    from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged as sdpa_paged
+    from cudnn_sdpa.attention.paged.step import PagedStep as PagedStep
+    from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen as sdpa_varlen
+    from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen_backward as sdpa_varlen_backward
+    from cudnn_sdpa.engine.cpu_target import cpu_checks as cpu_checks
+    from cudnn_sdpa.engine.explain import Explanation as Explanation
+    from cudnn_sdpa.engine.explain import explain as explain
+    from cudnn_sdpa.engine.fallback import fallback as fallback
+    from cudnn_sdpa.errors import ArgumentError as ArgumentError
+    from cudnn_sdpa.errors import CudnnSdpaError as CudnnSdpaError
+    from cudnn_sdpa.errors import DeviceError as DeviceError
+    from cudnn_sdpa.errors import DtypeError as DtypeError
+    from cudnn_sdpa.errors import ExecutionError as ExecutionError
+    from cudnn_sdpa.errors import LayoutError as LayoutError
+    from cudnn_sdpa.errors import LayoutWarning as LayoutWarning
+    from cudnn_sdpa.errors import LibraryError as LibraryError
+    from cudnn_sdpa.errors import OfflineError as OfflineError
+    from cudnn_sdpa.errors import OptionError as OptionError
+    from cudnn_sdpa.errors import OutOfPagesError as OutOfPagesError
+    from cudnn_sdpa.errors import PlanBuildError as PlanBuildError
+    from cudnn_sdpa.errors import ShapeError as ShapeError
+    from cudnn_sdpa.errors import UnsupportedError as UnsupportedError
+    from cudnn_sdpa.fused.activation import gelu_mul as gelu_mul
+    from cudnn_sdpa.fused.activation import relu_squared as relu_squared
+    from cudnn_sdpa.fused.activation import silu_mul as silu_mul
+    from cudnn_sdpa.fused.conv import conv1d as conv1d
+    from cudnn_sdpa.fused.conv import conv2d as conv2d
+    from cudnn_sdpa.fused.conv import conv3d as conv3d
+    from cudnn_sdpa.fused.graph_op import GraphFunction as GraphFunction
+    from cudnn_sdpa.fused.graph_op import graph_op as graph_op
+    from cudnn_sdpa.fused.norm import layer_norm as layer_norm
+    from cudnn_sdpa.fused.norm import rms_norm as rms_norm
+    from cudnn_sdpa.nn import Fp8Attention as Fp8Attention
+    from cudnn_sdpa.offline.warmup import WarmupReport as WarmupReport
+    from cudnn_sdpa.offline.warmup import compile_plans as compile_plans
+    from cudnn_sdpa.offline.warmup import warmup as warmup
+    from cudnn_sdpa.planning.record import record_plans as record_plans
+    from cudnn_sdpa.planning.support import Support as Support
+    from cudnn_sdpa.planning.support import support as support
+    from cudnn_sdpa.plans.autotune import AutotuneCandidate as AutotuneCandidate
+    from cudnn_sdpa.plans.autotune import AutotuneEntry as AutotuneEntry
+    from cudnn_sdpa.plans.autotune import AutotuneReport as AutotuneReport
+    from cudnn_sdpa.plans.autotune import autotune as autotune
+    from cudnn_sdpa.plans.cache import PlanCache as PlanCache
+    from cudnn_sdpa.plans.cache import PlanCacheInfo as PlanCacheInfo
+    from cudnn_sdpa.plans.cache import no_plan_builds as no_plan_builds
+    from cudnn_sdpa.plans.cache import plan_cache as plan_cache
+    from cudnn_sdpa.plans.default_store import use_plan_store as use_plan_store
+    from cudnn_sdpa.plans.manifest import PlanManifest as PlanManifest
+    from cudnn_sdpa.plans.shape_policy import shape_policy as shape_policy
+    from cudnn_sdpa.plans.store import PlanStore as PlanStore
+    from cudnn_sdpa.plans.store import PlanStoreInfo as PlanStoreInfo
 
 #: The public names, by the module that has them.
 _NAMES = {
@@ -179,6 +129,7 @@ def _register() -> None:
 
 
 if not _typing.TYPE_CHECKING:  # for type checkers, a name that is not above is an error
+    __all__ = sorted([*_MODULES, "__version__"])  # noqa: PLE0605 - from the table
 
     def __getattr__(name: str) -> object:
         if name not in _MODULES and name not in _PACKAGES:
@@ -189,9 +140,8 @@ if not _typing.TYPE_CHECKING:  # for type checkers, a name that is not above is 
         globals()[name] = found
         return found
 
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__, *_PACKAGES})
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULES, *_PACKAGES})
 
 
 if not _start.is_command_line():  # the command line prints its help without PyTorch

@@ -10,8 +10,7 @@ import difflib
 import inspect
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -48,25 +47,19 @@ class Commands(TyperGroup):
     """Prints errors as one line, without a traceback."""
 
     def invoke(self, ctx: Any) -> Any:
-        with _errors_as_lines():
+        try:
             return super().invoke(ctx)
-
-
-@contextmanager
-def _errors_as_lines() -> Iterator[None]:
-    try:
-        yield
-    except DeviceError as error:
-        _fail(str(error), PROBLEM)  # no GPU: nothing is wrong with the arguments
-    except ArgumentError as error:
-        name = _ARGUMENTS.get(error.argument, error.argument)
-        _fail(str(type(error)(name, error.got, error.expected, error.hint)), USAGE)
-    except CudnnSdpaError as error:
-        _fail(str(error), PROBLEM)
-    except OSError as error:
-        _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), PROBLEM)
-    except ImportError as error:  # mostly PyTorch's, whose message includes a cure
-        _fail(" ".join(str(error).split()), PROBLEM)
+        except DeviceError as error:
+            _fail(str(error), PROBLEM)  # no GPU: nothing is wrong with the arguments
+        except ArgumentError as error:
+            name = _ARGUMENTS.get(error.argument, error.argument)
+            _fail(str(type(error)(name, error.got, error.expected, error.hint)), USAGE)
+        except CudnnSdpaError as error:
+            _fail(str(error), PROBLEM)
+        except OSError as error:
+            _fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), PROBLEM)
+        except ImportError as error:  # mostly PyTorch's, whose message includes a cure
+            _fail(" ".join(str(error).split()), PROBLEM)
 
 
 def _fail(why: str, status: int) -> NoReturn:
@@ -85,15 +78,10 @@ def show_help(ctx: typer.Context) -> None:
 
 def require_gpu(command: str) -> None:
     import_pytorch()
-    if not _has_gpu():
-        typer.echo(f"{command} needs an NVIDIA GPU that PyTorch can see (torch.cuda.is_available() is False)", err=True)
-        raise typer.Exit(USAGE)
+    from torch.cuda import is_available
 
-
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
+    if not is_available():
+        _fail(f"{command} needs an NVIDIA GPU that PyTorch can see (torch.cuda.is_available() is False)", USAGE)
 
 
 def writable(path: Path | None) -> Path | None:

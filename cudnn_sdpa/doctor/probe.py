@@ -17,12 +17,11 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 
 from cudnn_sdpa.engine import cpu_target, explain
-from cudnn_sdpa.engine.native import build, loader
+from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import OfflineError, OptionError
 from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.layouts import JsonObject
@@ -48,7 +47,6 @@ _READ: dict[str, Callable[[], object]] = {
     "CUDNN_SDPA_CPU_CHECKS": cpu_target.of_environment,
     planner.TIMEOUT_VARIABLE: planner.timeout_seconds,
     loader.VARIABLE: loader.mode,
-    build.SANITIZE_VARIABLE: build.sanitizer_of_environment,
     shape_policy.VARIABLE: shape_policy.of_environment,
     explain.TARGET_VARIABLE: lambda: check_name(
         os.environ.get(explain.TARGET_VARIABLE) or "h200", explain.TARGET_VARIABLE
@@ -106,17 +104,6 @@ class Facts:
     mapped: tuple[str, ...] = ()  # NVIDIA's libraries in the probing process
 
 
-class SettingsFacts(TypedDict):
-    refused_settings: tuple[str, ...]
-    ignored_settings: tuple[str, ...]
-
-
-class StoreFacts(TypedDict, total=False):
-    plan_store: str
-    plan_store_problem: str
-    plan_store_is_readable: bool
-
-
 def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
     if reason := interpreter.why_no_python():
         raise OfflineError(f"the doctor examines an installation in a separate process, but {reason}")
@@ -167,7 +154,7 @@ def probed(timeout: float) -> JsonObject:
     return found
 
 
-def settings() -> SettingsFacts:
+def settings() -> JsonObject:
     refused: list[str] = []
     ignored: list[str] = []
     handler, log = logging.Handler(), logging.getLogger("cudnn_sdpa")
@@ -199,8 +186,8 @@ def gpu_nodes() -> int:
     return sum(re.fullmatch(r"nvidia\d+|dxg", path.name) is not None for path in Path("/dev").iterdir())
 
 
-def store() -> StoreFacts:
-    facts: StoreFacts = {}
+def store() -> JsonObject:
+    facts: JsonObject = {}
     try:
         folder = default_store.folder_of_environment()
         if folder is None:

@@ -16,7 +16,6 @@ from cudnn_sdpa.graph.scalars import is_compiling
 
 
 def refuse_second_gradient(what: str) -> NoReturn:
-    """Rejects double backward."""
     raise UnsupportedError(
         f"a gradient of {what}'s gradient (double backward)",
         ["cuDNN has no kernel for it"],

@@ -6,7 +6,7 @@ node of its own in autograd's graph.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Protocol, SupportsIndex, TypeVar, overload
 
 import torch
@@ -46,15 +46,11 @@ def without_data(call: FieldsT) -> FieldsT:
 
 class Tracked(Protocol):
     def forward(self, ctx: Any, inputs: tuple[object, ...], /) -> Result:
-        """Runs the call. Saves what its gradients need, and sets `ctx.tracked` to what computes them.
+        """Runs the call. Saves what its gradients need, and sets `ctx.gradients` to the function that computes them.
 
-        Autograd's graph holds that, so it must hold no plan.
+        That gives the gradient of each input from `ctx`, the gradients of the results, and which are needed. Autograd's
+        graph holds it, so it must hold no plan.
         """
-
-
-class TrackedGradient(Protocol):
-    def gradients(self, ctx: Any, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
-        """The gradient of each input, given those of the results, and which are needed."""
 
 
 def views_of_leaves(*values: object) -> list[Tensor]:
@@ -87,6 +83,5 @@ class Differentiable(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        tracked: TrackedGradient = ctx.tracked
         _, *needs = ctx.needs_input_grad
-        return None, *tracked.gradients(ctx, grads, tuple(needs))
+        return None, *ctx.gradients(ctx, grads, tuple(needs))

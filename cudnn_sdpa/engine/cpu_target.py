@@ -40,14 +40,9 @@ class CpuChecksUse(Override["str | None"]):
 
 
 class _Setting:
-    """The GPU of this process; an empty name means that the environment names none that is known.
+    """The setting of this process, as `cpu_checks` takes it; empty if the environment names no GPU that is known."""
 
-    Attributes:
-        name: The name of the GPU; None for no checks.
-    """
-
-    name: str | None = ""
-    has_dtypes = True
+    value: str | None = ""
 
 
 def cpu_checks(target: str | None) -> CpuChecksUse:
@@ -96,23 +91,23 @@ def cpu_checks(target: str | None) -> CpuChecksUse:
 
 
 def active_name() -> str | None:
-    if _Setting.name == "":
-        _put(of_environment())  # raises as long as it names none
-    return _Setting.name
+    value = _value()
+    return None if value is None else value.partition(",")[0]
 
 
 def checks_dtypes() -> bool:
-    return active_name() is not None and _Setting.has_dtypes
+    value = _value()
+    return value is not None and ANY_DTYPE not in value
 
 
 def _value() -> str | None:
-    """The setting, as `cpu_checks` takes it; empty as `_Setting.name`."""
-    return _Setting.name if not _Setting.name or _Setting.has_dtypes else f"{_Setting.name},{ANY_DTYPE}"
+    if _Setting.value == "":
+        _Setting.value = of_environment()  # raises as long as it names none
+    return _Setting.value
 
 
 def _put(value: str | None) -> None:
-    name, _, any_dtype = (value or "").partition(",")
-    _Setting.has_dtypes, _Setting.name = not any_dtype, None if value is None else name
+    _Setting.value = value
 
 
 def of_environment() -> str | None:
@@ -128,7 +123,7 @@ def _read_environment() -> None:
         _put("")
 
 
-_overrides = Overrides(_value, _put)
+_overrides = Overrides(lambda: _Setting.value, _put)
 
 
 def active() -> Target | None:

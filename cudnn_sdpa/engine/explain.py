@@ -22,11 +22,12 @@ from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.graph.target import Target, live_target, load_properties
-from cudnn_sdpa.offline.planner import plan_offline
+from cudnn_sdpa.offline.planner import OfflinePlan, plan_offline
 from cudnn_sdpa.plans import shape_policy
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
-from cudnn_sdpa.plans.kernel_plan import ENGINE, KernelOp
+from cudnn_sdpa.plans.kernel_plan import ENGINE, KernelOp, KernelProgram
+from cudnn_sdpa.plans.plan import Plan
 
 #: The environment variable that names the GPU of calls without one.
 TARGET_VARIABLE = "CUDNN_SDPA_TARGET"
@@ -81,11 +82,6 @@ _DESCRIBING_MODULES = (
 )
 
 
-def _import_describers() -> None:
-    for name in _DESCRIBING_MODULES:
-        importlib.import_module(name)
-
-
 def describes(
     function: Callable[..., object], ways: sharding.Strategies | None = None
 ) -> Callable[[Callable[..., Description]], Callable[..., Description]]:
@@ -117,7 +113,7 @@ def describes(
 
 
 def describer_of(function: Callable[..., object]) -> Callable[..., Description] | None:
-    _import_describers()
+    functions()
     own: Callable[..., Description] | None = getattr(function, "describe", None)  # graph functions describe themselves
     return _describers.get(function, own)
 
@@ -127,13 +123,14 @@ def named(name: str) -> Callable[..., object] | None:
 
 
 def functions() -> list[Callable[..., object]]:
-    _import_describers()
+    """The functions that can be explained, graph functions left out."""
+    for name in _DESCRIBING_MODULES:
+        importlib.import_module(name)
     return list(_describers)
 
 
 def described_functions() -> list[str]:
-    _import_describers()
-    return sorted(function.__name__ for function in _describers)
+    return sorted(function.__name__ for function in functions())
 
 
 @dataclass
@@ -308,53 +305,52 @@ def explained(
 
 
 def _explain(name: str, description: Description, target: str | None) -> Explanation:
-    if description.device is not None:
-        return _explain_live(name, description, description.device)
-    if target is not None:
-        return _explain_offline(name, description, load_properties(target))
-    of_environment = load_properties(os.environ.get(TARGET_VARIABLE) or "h200", TARGET_VARIABLE)
-    return _explain_offline(name, description, of_environment)
-
-
-def _explain_live(name: str, description: Description, device: int) -> Explanation:
-    target = live_target(device)
-    result = _start(name, description, target, offline=False)
+    device, properties = description.device, None
+    if device is not None:
+        gpu = live_target(device)
+    else:
+        of_environment = (os.environ.get(TARGET_VARIABLE) or "h200", TARGET_VARIABLE)
+        properties = load_properties(*(of_environment if target is None else (target,)))
+        gpu = Target.from_properties(properties)
+    versions = {
+        "cudnn_sdpa": __version__,
+        "cuDNN": backend.version_string(gpu.cudnn),
+        "nvidia-cudnn-frontend": gpu.frontend,
+        "torch": str(torch.__version__),
+    }
+    result = Explanation(
+        call=name,
+        target=str(gpu),
+        offline=device is None,
+        extra_kernels=description.extra_kernels,
+        versions=versions,
+    )
     if not description.is_empty:
         try:
-            key = _key(result, description, target, device)
-            result.cached = plan_cache.peek(key) is not None
-            plan = plan_cache.get(key, partial(build_plan, description.operation), to_use=False)
+            _plan(result, description.operation, _key(result, description, gpu, device), properties)
         except UnsupportedError as error:
             result.decline(error)
-        else:
-            result.engine, result.knobs, result.workspace = plan.engine, plan.knobs, plan.workspace
-            result.build_seconds, result.loaded = plan.build_seconds, plan.loaded
-            result.native = loader.status()
-    result.libraries |= backend.loaded_libraries()
+    if device is not None:
+        result.libraries |= backend.loaded_libraries()
     return result
 
 
-def _explain_offline(name: str, description: Description, properties: backend.DeviceProperties) -> Explanation:
-    target = Target.from_properties(properties)
-    result = _start(name, description, target, offline=True)
-    operation = description.operation
-    if not description.is_empty and isinstance(operation, KernelOp):
-        try:
-            program = operation.program(_key(result, description, target, None))
-        except UnsupportedError as error:
-            result.decline(error)
-        else:
-            result.engine, result.knobs, result.workspace = ENGINE, dict(program.knobs), program.workspace
-    elif not description.is_empty:
-        try:
-            plan = plan_offline(_key(result, description, target, None), properties)
-        except UnsupportedError as error:
-            result.decline(error)
-        else:
-            result.engine, result.knobs, result.workspace = plan.engine, plan.knobs, plan.workspace
-            result.build_seconds, result.on_gpu = plan.build_seconds, plan.note
-            result.libraries |= plan.libraries
-    return result
+def _plan(
+    result: Explanation, operation: GraphDefinition, key: PlanKey, properties: backend.DeviceProperties | None
+) -> None:
+    """Describes the plan of a key: on this machine's GPU, of own kernels elsewhere, or a helper's."""
+    plan: Plan | OfflinePlan | KernelProgram
+    if properties is None:
+        result.cached = plan_cache.peek(key) is not None
+        plan = plan_cache.get(key, partial(build_plan, operation), to_use=False)
+        result.build_seconds, result.loaded, result.native = plan.build_seconds, plan.loaded, loader.status()
+    elif isinstance(operation, KernelOp):
+        plan = operation.program(key)
+    else:
+        plan = plan_offline(key, properties)
+        result.build_seconds, result.on_gpu, result.libraries = plan.build_seconds, plan.note, plan.libraries
+    engine = ENGINE if isinstance(plan, KernelProgram) else plan.engine
+    result.engine, result.knobs, result.workspace = engine, dict(plan.knobs), plan.workspace
 
 
 def _key(result: Explanation, description: Description, target: Target, device: int | None) -> PlanKey:
@@ -365,22 +361,6 @@ def _key(result: Explanation, description: Description, target: Target, device: 
         of_bucket = description.bucket(target, device)
         result.bucket = "" if of_bucket is None else str(of_bucket)
     return key
-
-
-def _start(name: str, description: Description, target: Target, *, offline: bool) -> Explanation:
-    versions = {
-        "cudnn_sdpa": __version__,
-        "cuDNN": backend.version_string(target.cudnn),
-        "nvidia-cudnn-frontend": target.frontend,
-        "torch": str(torch.__version__),
-    }
-    return Explanation(
-        call=name,
-        target=str(target),
-        offline=offline,
-        extra_kernels=description.extra_kernels,
-        versions=versions,
-    )
 
 
 __all__ = ["Explanation", "explain"]

@@ -149,29 +149,6 @@ class BoundPlan:
         template: The addresses of its operands and outputs, as far as they are always the same.
     """
 
-    __slots__ = (
-        "_aligned_names",
-        "_aligned_slots",
-        "_arguments",
-        "_copied",
-        "_elsewhere",
-        "_memory",
-        "_unaligned_plan",
-        "aligned",
-        "kernel_pointers",
-        "kernels",
-        "number_places",
-        "numbers",
-        "offsets",
-        "operands",
-        "plan",
-        "pointers",
-        "prologue_scratch",
-        "recipe",
-        "results",
-        "template",
-    )
-
     def __init__(
         self,
         plan: Plan,

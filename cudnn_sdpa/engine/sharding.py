@@ -328,28 +328,27 @@ class _Search(NamedTuple):
     placed: Mapping[str, list[_Placed]]
 
     def chosen(self) -> tuple[ShardingStrategy | None, ...] | None:
-        possible: list[list[ShardingStrategy | None]] = []
-        for index in range(self.mesh.ndim):
-            if all(at[index] is None for at in self.placed.values()):
-                possible.append([None])
-                continue
-            possible.append(
-                [strategy for strategy in self.strategies if not strategy.refused and self._fits(strategy, index)]
-            )
+        possible = [self._possible(index) for index in range(self.mesh.ndim)]
         for found in itertools.product(*possible):
             if not self._obstacles(found):
                 return tuple(found)
         return None
+
+    def _possible(self, index: int) -> list[ShardingStrategy | None]:
+        """The strategies in a mesh dimension; None alone where all tensors are replicated."""
+        if all(at[index] is None for at in self.placed.values()):
+            return [None]
+        return [strategy for strategy in self._usable() if self._fits(strategy, index)]
 
     def _usable(self) -> list[ShardingStrategy]:
         return [strategy for strategy in self.strategies if not strategy.refused]
 
     def _fits(self, strategy: ShardingStrategy, index: int) -> bool:
         """Whether tensors are sharded for a strategy, or follow without communication."""
-        for name, at in self.placed.items():
-            if at[index] is not None and at[index] != strategy.dimension(name, self.tensors[name]):
-                return False
-        return True
+        return all(
+            at[index] is None or at[index] == strategy.dimension(name, self.tensors[name])
+            for name, at in self.placed.items()
+        )
 
     def _obstacles(self, chosen: Sequence[ShardingStrategy | None]) -> list[str]:
         """Obstacles to strategies taken together: sizes, and plain tensors that would have to be divided."""
@@ -357,24 +356,16 @@ class _Search(NamedTuple):
         for strategy in chosen:
             if strategy is None:
                 continue
-            ranks = 1
-            for index, other in enumerate(chosen):
-                ranks *= self.mesh.size(index) if other is strategy else 1
-            for name in strategy.divisible:
-                dim = strategy.dimension(name, self.tensors[name])
-                size = 0 if dim is None else self.tensors[name].shape[dim]
-                if size % ranks:
-                    found.append(
-                        f"{name} has {size} {strategy.name}, which {ranks} ranks cannot share in whole numbers"
-                    )
             shares = [self.mesh.size(index) for index, other in enumerate(chosen) if other is strategy]
-            for name in strategy.non_empty:
-                dim = strategy.dimension(name, self.tensors[name])
-                size = 0 if dim is None else self.tensors[name].shape[dim]
-                if min(_parts(size, shares)) == 0:
-                    found.append(
-                        f"{name} has {size} {strategy.name}, which {ranks} ranks cannot share so that each has one"
-                    )
+            ranks = 1
+            for share in shares:  # PyTorch's compiler traces this
+                ranks *= share
+            uneven = [name for name in strategy.divisible if self._size(strategy, name) % ranks]
+            short = [name for name in strategy.non_empty if not min(_parts(self._size(strategy, name), shares))]
+            for names, how in ((uneven, "in whole numbers"), (short, "so that each has one")):
+                for name in names:
+                    what = f"{self._size(strategy, name)} {strategy.name}"
+                    found.append(f"{name} has {what}, which {ranks} ranks cannot share {how}")
             for name, x in self.tensors.items():
                 dim = None if name in self.placed else strategy.dimension(name, x)
                 if dim is not None:
@@ -402,17 +393,11 @@ class _Search(NamedTuple):
                     reasons += self._obstacles([strategy if at == index else None for at in range(self.mesh.ndim)])
             if not fitting:
                 reasons.append(f"{self._described(placed, index)}; expected {self._expected(placed)}")
-        reasons = list(dict.fromkeys(reasons)) or self._obstacles(
-            [self._first(index) for index in range(self.mesh.ndim)]
-        )
+        first = [next(iter(self._possible(index)), None) for index in range(self.mesh.ndim)]
+        reasons = list(dict.fromkeys(reasons)) or self._obstacles(first)
         suggestions = [", ".join(self._redistributions()), *instead]
         suggestion = " or ".join(dict.fromkeys([text for text in suggestions if text]))
         return UnsupportedError(f"{self.what} on DTensors placed like these", reasons, suggestion)
-
-    def _first(self, index: int) -> ShardingStrategy | None:
-        if all(at[index] is None for at in self.placed.values()):
-            return None
-        return next(strategy for strategy in self._usable() if self._fits(strategy, index))
 
     def _described(self, placed: Mapping[str, _Placed], index: int) -> str:
         names = self.mesh.mesh_dim_names
@@ -421,25 +406,18 @@ class _Search(NamedTuple):
 
     def _expected(self, placed: Mapping[str, _Placed]) -> str:
         name = next(iter(placed))
-        dims = {
-            strategy.dimension(name, self.tensors[name]): strategy.name
-            for strategy in self.strategies
-            if not strategy.refused
-        }
+        dims = {strategy.dimension(name, self.tensors[name]): strategy.name for strategy in self._usable()}
         allowed = [f"{name} {_text(dim)} ({what})" for dim, what in dims.items() if dim is not None]
         return ", ".join([*allowed, f"{name} Replicate()"]) + ", and others alike"
 
     def _redistributions(self) -> list[str]:
         """The fewest redistributions that make the call right, as code."""
-        options = [None, *self._usable()]
-        best: list[str] | None = None
-        best_kept = 0
-        for chosen in itertools.product(options, repeat=self.mesh.ndim):
+        able: list[tuple[int, int, list[str]]] = []
+        for chosen in itertools.product([None, *self._usable()], repeat=self.mesh.ndim):
             changes = self._redistributions_to(chosen)
-            kept = sum(strategy is not None for strategy in chosen)
-            if changes is not None and (best is None or (len(changes), -kept) < (len(best), -best_kept)):
-                best, best_kept = changes, kept
-        return best or []
+            if changes is not None:
+                able.append((len(changes), chosen.count(None), changes))
+        return min(able, key=lambda each: each[:2], default=(0, 0, []))[2]
 
     def _redistributions_to(self, chosen: Sequence[ShardingStrategy | None]) -> list[str] | None:
         changes = []

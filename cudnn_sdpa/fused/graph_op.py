@@ -42,7 +42,7 @@ from cudnn_sdpa.engine.launch import (
     kinds_of,
     readable_gradient,
 )
-from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
+from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, NativelySaved, RepeatableCall
 from cudnn_sdpa.engine.torch_ops import SCHEMAS, Implementations, implement
 from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import large
@@ -590,16 +590,6 @@ def gradients(
     return tuple([x if need else None for x, need in zip(grad_inputs, needs, strict=True)]), call
 
 
-#: Shape, dtype and device of each result, for gradients of zeros.
-_Like = tuple[tuple[tuple[int, ...], torch.dtype, torch.device], ...]
-
-
-class _NativeContext(NamedTuple):
-    saved_tensors: tuple[Tensor, ...]
-    numbers: tuple[float, ...]
-    like: _Like
-
-
 class Saved:
     """State of a call for its backward pass; autograd's graph holds this and no plan."""
 
@@ -618,10 +608,10 @@ class Saved:
         """Saves the values of a call in `ctx`: the operands that `backward` reads, the kept results, the numbers."""
         ctx.save_for_backward(*self._read(values), *results[self.function.kept])
         ctx.set_materialize_grads(False)
-        ctx.tracked, ctx.numbers = self, _numbers(values)
+        ctx.gradients, ctx.function, ctx.numbers = self.gradients, self.function, _numbers(values)
         returned = self.function.without_auxiliary(results, trains=True)
-        if len(returned) > 1 and self.function.materialize_grads:  # one of several may have no gradient
-            ctx.like = tuple([(x.shape, x.dtype, x.device) for x in returned])
+        if len(returned) > 1 and self.function.materialize_grads:  # one of several may have none: zeros like these
+            ctx.options = tuple([(x.shape, x.dtype, x.device) for x in returned])
 
     def _read(self, values: Sequence[Value]) -> list[Tensor]:
         return _tensors([values[index] for index in self._positions])
@@ -656,36 +646,28 @@ class Saved:
     def _given(self, ctx: Any, index: int, grad: Tensor | None) -> Tensor | None:
         """The gradient of a result as an argument of `backward`."""
         if grad is None and self.function.materialize_grads:
-            shape, dtype, device = ctx.like[index]
+            shape, dtype, device = ctx.options[index]
             return torch.zeros(shape, dtype=dtype, device=device)
         return readable_gradient(grad) if type(grad) is Tensor and not is_batch(grad) else grad
 
-    def differentiation(self, values: tuple[Value, ...], results: Sequence[Layout]) -> Differentiation[_Like]:
+    def differentiation(self, values: tuple[Value, ...], results: Sequence[Layout]) -> Differentiation:
         returned = results[: len(results) - self.function.auxiliary]
         device = _tensors(values)[0].device
         return Differentiation(
             name=f"cudnn_sdpa::{self.function.__name__}",
-            gradients=self,
+            gradients=self.native_gradients,
             options=tuple([(shape, dtype, device) for shape, _, dtype in returned]),
             inputs=[x if isinstance(x, Tensor) else None for x in values],
             saved=self._read(values),
             results=range(len(results))[self.function.kept],
         )
 
-    def __call__(
-        self,
-        options: _Like,
-        grads: tuple[Tensor | None, ...],
-        saved: tuple[Tensor, ...],
-        needs: tuple[bool, ...],
-        *,
-        may_fall_back: bool,
-        numbers: tuple[float, ...],
-        can_register: bool,
-    ) -> tuple[Sequence[Tensor | None], RepeatableCall | None]:
+    def native_gradients(
+        self, saved: NativelySaved, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
+    ) -> tuple[Sequence[Tensor | None], Callable[[], RepeatableCall | None]]:
         """Gradients of calls that the native module has launched; see `Differentiation`."""
-        found, call = self._gradients_and_call(_NativeContext(saved, numbers, options), grads, needs)
-        return found, call.repeatable(self.function, needs) if can_register and call is not None else None
+        found, call = self._gradients_and_call(saved, grads, needs)
+        return found, lambda: None if call is None else call.repeatable(self.function, needs)
 
 
 class _Tracked(NamedTuple):
@@ -808,7 +790,7 @@ def _backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[object, ...]:
     _, _, tensors_need, *_ = ctx.needs_input_grad  # in the order of the schema: name, kinds, tensors, ...
     needed = iter(tensors_need)
     needs = tuple(kind == "t" and bool(next(needed)) for kind in ctx.kinds)  # numbers never do
-    grad_inputs = ctx.tracked.gradients(ctx, ctx.tracked.function.without_auxiliary(grads, trains=True), needs)
+    grad_inputs = ctx.gradients(ctx, ctx.function.without_auxiliary(grads, trains=True), needs)
     tensor_gradients = [gradient for gradient, kind in zip(grad_inputs, ctx.kinds, strict=True) if kind == "t"]
     # One for each argument of the operator: token, kinds, tensors, numbers, symbols, options. PyTorch takes an empty
     # list of numbers for a list of tensors.

@@ -54,7 +54,7 @@ class KernelAttentionBackwardCall(Gradient, BackwardCall[KernelAttentionCall]): 
     make_readable = launch.readable
     reference = in_pytorch.gradients
     bind = launch.prepare_gradients
-    keys = plans.gradient_keys
+    keys = plans.keys
 
     @staticmethod
     def new_gradient(name: str, tensor: Tensor) -> Tensor:

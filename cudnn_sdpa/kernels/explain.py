@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.dense.explain import device_of
+from cudnn_sdpa.attention.verify import Results, compare
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.kernels import reference
-from cudnn_sdpa.kernels.arguments import FUSED, Gradient, KernelArguments, Mode, without_causal_bias
+from cudnn_sdpa.kernels.arguments import FUSED, Gradient, KernelArguments, without_causal_bias
 from cudnn_sdpa.kernels.attention import ATTENTION, attention
 from cudnn_sdpa.kernels.call import KernelAttentionCall
 from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward
@@ -65,32 +67,20 @@ def _backward(call: KernelAttentionCall, needs: tuple[bool, ...]) -> Description
 
 def _errors(call: KernelArguments, needs: tuple[bool, ...]) -> dict[str, float]:
     """Relative errors of the output, and of the needed gradients, against the reference in float64."""
-    q, k, v, mask = (None if x is None else x.detach() for x in call.differentiable)
-    assert q is not None
-    assert k is not None
-    assert v is not None
-    exact_mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
-    ours, right = [q, k, v, mask], [q.double(), k.double(), v.double()]
-    wanted = [place for place, need in enumerate(needs) if need]
-    leaves = [[x for place in wanted if (x := given[place]) is not None] for given in (ours, [*right, exact_mask])]
-    for leaf in (*leaves[0], *leaves[1]):
-        leaf.requires_grad_()
-    found = attention(q, k, v, mode=cast("Mode", call.mode), mask=mask, is_causal=call.is_causal, scale=call.scale)
-    exact = reference.reference_attention(
-        q=right[0], k=right[1], v=right[2], mask=exact_mask, is_causal=call.is_causal, scale=call.scale
-    )
-    errors = {"out": _relative(found, exact)}
-    if wanted:
-        grad_out = torch.randn_like(found)
-        gradients = torch.autograd.grad(found, leaves[0], grad_out)
-        of_exact = torch.autograd.grad(exact, leaves[1], grad_out.double())
-        pairs = zip(wanted, gradients, of_exact, strict=True)
-        errors |= {f"grad {_NAMES[place]}": _relative(x, y) for place, x, y in pairs}
-    return errors
+    given = dict(zip(_NAMES, (None if x is None else x.detach() for x in call.differentiable), strict=True))
+    in_double = {name: x if x is None or x.dtype == torch.bool else x.double() for name, x in given.items()}
+    wanted = [name for name, need in zip(_NAMES, needs, strict=True) if need]
+    options: Any = {"is_causal": call.is_causal, "scale": call.scale}
+    grad_out = torch.randn_like(call.q) if wanted else call.q
+
+    def results(run: Callable[..., Tensor], inputs: dict[str, Tensor | None], **more: str) -> Results:
+        leaves = [x.requires_grad_() for name in wanted if (x := inputs[name]) is not None]
+        out = run(**inputs, **options, **more)
+        gradients = torch.autograd.grad(out, leaves, grad_out.to(out.dtype)) if wanted else ()
+        return Results(out, None, dict(zip(wanted, gradients, strict=True)))
+
+    exact = results(reference.reference_attention, in_double)
+    return compare(results(attention, given, mode=call.mode), exact._replace(out=exact.out.detach()))
 
 
 _NAMES = ("q", "k", "v", "mask")
-
-
-def _relative(found: Tensor, exact: Tensor) -> float:
-    return float((found.detach().double() - exact.detach()).norm() / exact.detach().norm().clamp_min(1e-30))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -62,6 +61,11 @@ def bind(spec: Spec, device: int, scale: float) -> tuple[BoundPlan, Plan]:
     plan = plan_cache.get(key, lambda key: build_plan(operation, key))
     operands = [x.name for x in spec.inputs()[:-1]]
     read_by_element = operands if not spec.vectors else [x for x in operands if x in ("mask", "statistics")]
+
+    def by_element(*launch: Any) -> list[Tensor]:
+        """Launches a call whose addresses allow no vectors, though its layouts do."""
+        return bind(replace(spec, vectors=False), device, scale)[0](*launch)
+
     with torch.cuda.device(device):
         bound = BoundPlan(
             plan,
@@ -69,15 +73,9 @@ def bind(spec: Spec, device: int, scale: float) -> tuple[BoundPlan, Plan]:
             results=[(x.layout.shape, x.layout.stride, x.layout.dtype) for x in spec.outputs()],
             numbers={"scale": scale},
             extras=LaunchExtras(unaligned_ok=tuple(read_by_element)),
-            unaligned_plan=partial(_by_element, replace(spec, vectors=False), device, scale) if spec.vectors else None,
+            unaligned_plan=by_element if spec.vectors else None,
         )
     return bound, plan
-
-
-def _by_element(spec: Spec, device: int, scale: float, *launch: Any) -> list[Tensor]:
-    """Launches a call whose addresses allow no vectors, though its layouts do."""
-    bound, _ = bind(spec, device, scale)
-    return bound(*launch)
 
 
 def readable(of: BackwardT) -> BackwardT:

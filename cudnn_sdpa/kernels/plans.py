@@ -146,14 +146,8 @@ class Spec:
         return operation.key(self.inputs(), self.outputs(), options, target, device=device)
 
 
-def keys(call: KernelArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
-    spec = Spec.of(call)
-    if not spec.is_empty:
-        yield spec.key(target, device)
-
-
-def gradient_keys(of: Gradient, target: Target, device: int | None) -> Iterator[PlanKey]:
-    spec = Spec.of_gradient(of)
+def keys(call: KernelArguments | Gradient, target: Target, device: int | None) -> Iterator[PlanKey]:
+    spec = Spec.of_gradient(call) if isinstance(call, Gradient) else Spec.of(call)
     if not spec.is_empty:
         yield spec.key(target, device)
 
@@ -256,13 +250,7 @@ _GRAD_KV = _Form(
     on_cores={64: ((64, 64, 256), (64, 32, 256)), 128: ((64, 32, 256), (32, 32, 256))},
     on_tensor_cores={64: ((128, 64, 256),), 128: ((128, 32, 256), (64, 32, 128))},
 )
-_GRAD_Q = _Form(
-    kept=2,
-    scores=1,
-    known=0,
-    on_cores={64: ((64, 64, 256), (64, 32, 256)), 128: ((64, 32, 256), (32, 32, 256))},
-    on_tensor_cores={64: ((128, 64, 256),), 128: ((128, 32, 256), (64, 32, 128))},
-)
+_GRAD_Q = _GRAD_KV._replace(scores=1, known=0)
 
 
 def padded_dim(dim: int) -> int:
@@ -329,22 +317,18 @@ class _Sizes(NamedTuple):
         blocks = -(-rows // tiles.rows) * heads * q.shape[0]
         return KernelCall(kernel, min(blocks, _MAX_BLOCKS), tiles.threads)
 
-    def simple(self, file: str, name: str, work: int, threads: int = 256) -> KernelCall:
-        """A kernel whose blocks do so much work each: any number of them is right."""
-        return _simple(_kernel(file, name, 0, **self.defines), work, threads)
+    def simple(self, file: str, name: str, work: int, **defines: int) -> KernelCall:
+        """A kernel whose 256 threads do a piece of work each: any number of blocks is right."""
+        kernel = _kernel(file, name, 0, **(self.defines | defines))
+        return KernelCall(kernel, min(-(-work // 256), _MAX_BLOCKS), 256)
 
     def delta(self) -> KernelCall:
         batch, heads, sq, _ = self.layouts["q"].shape
-        kernel = _kernel("delta.cu", "grad_delta", 0, **(self.defines | {"MASK": 0, "CAUSAL": 0, "VECTORS": 0}))
-        return _simple(kernel, 32 * batch * heads * sq)
+        return self.simple("delta.cu", "grad_delta", 32 * batch * heads * sq, MASK=0, CAUSAL=0, VECTORS=0)
 
     def tiled(self, file: str, name: str, blocks: int, threads: int, shared: int) -> KernelCall:
         kernel = _kernel(file, name, shared, **self.defines)
         return KernelCall(kernel, min(blocks, _MAX_BLOCKS), threads)
-
-
-def _simple(kernel: Kernel, work: int, threads: int = 256) -> KernelCall:
-    return KernelCall(kernel, min(-(-work // threads), _MAX_BLOCKS), threads)
 
 
 #: Rows and columns of a tile of tiled.cu, the columns that it reads at a time, and the bytes that they take.

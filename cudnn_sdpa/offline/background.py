@@ -144,7 +144,7 @@ class BackgroundPlanner:
         store = default_store.active()
         if store is not None and (stored := store.load(request.key)) is not None:  # another process has built it
             return stored
-        stored = plan_offline(request.key, request.properties, helper).stored_form(request.key)
+        stored = plan_offline(request.key, request.properties, helper)
         if store is not None:
             store.save(request.key, stored)
         return stored

@@ -58,7 +58,10 @@ def stand_in_folder() -> Path:
         if not (folder / "libcuda.so.1").exists():
             _compile(source, folder)
         os.close(private_folders.open_private(folder, make=False))
-        _check_private(folder / "libcuda.so.1")
+        status = (folder / "libcuda.so.1").lstat()
+        if not (stat.S_ISREG(status.st_mode) and private_folders.is_private(status)):
+            why = "is a link, belongs to another user or is writable by others"
+            raise OfflineError(f"{folder / 'libcuda.so.1'} {why}; remove {folder}")
     except private_folders.UnsafeFolderError as error:
         raise OfflineError(
             f"there is no safe folder for the stand-in driver ({error}). Remove files that others may have put there; "
@@ -105,9 +108,3 @@ def _sweep(parent: Path) -> None:
         with contextlib.suppress(OSError):
             if abs(time.time() - scratch.stat().st_mtime) > _ABANDONED_SECONDS:
                 shutil.rmtree(scratch)
-
-
-def _check_private(path: Path) -> None:
-    status = path.lstat()
-    if not (stat.S_ISREG(status.st_mode) and private_folders.is_private(status)):
-        raise OfflineError(f"{path} is a link, belongs to another user or is writable by others; remove {path.parent}")

@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import IO
 
 from cudnn_sdpa.errors import OfflineError, UnsupportedError
@@ -38,30 +38,15 @@ _MAX_NOISE = 64 << 20
 
 
 @dataclass(frozen=True)
-class OfflinePlan:
+class OfflinePlan(StoredPlan):
     """A plan compiled without its GPU.
 
     `libraries` are the helper's NVIDIA libraries with their files. `note` is the reason for which a plan built on the
     GPU would be much faster; empty if it would not.
     """
 
-    engine: str
-    knobs: dict[str, int]
-    workspace: int
-    build_seconds: float
-    data: bytes
-    libraries: dict[str, str]
+    libraries: dict[str, str] = field(default_factory=dict)
     note: str = ""
-
-    def stored_form(self, key: PlanKey) -> StoredPlan:
-        return StoredPlan(
-            identity=key.identity(),
-            engine=self.engine,
-            knobs=self.knobs,
-            workspace=self.workspace,
-            build_seconds=self.build_seconds,
-            data=self.data,
-        )
 
 
 #: The helper's program. It ends with the parent, also when that is killed, and also while it imports PyTorch: its input
@@ -244,8 +229,7 @@ def plan_offline(key: PlanKey, properties: DeviceProperties, helper: Helper = _h
         OfflineError: There was no answer: no C compiler, no cuDNN, or a crash.
     """
     answer = _answer(helper, key, properties)
-    data = base64.b64decode(answer.pop("plan"))
-    return OfflinePlan(data=data, **answer)
+    return OfflinePlan(identity=key.identity(), data=base64.b64decode(answer.pop("plan")), **answer)
 
 
 def plan_to_keep(key: PlanKey, properties: DeviceProperties, helper: Helper) -> OfflinePlan:

@@ -68,16 +68,8 @@ def plan_all(
     A failed plan is yielded with its error; the others continue. `workers` is as for `warmup`. `here` plans a key in
     this process, from the front of `keys`; helpers, which need seconds to start, work from the back.
     """
-    check_workers(workers, 1 if here is None else 0)
-    return _plan_all(keys, properties, workers, here) if keys else iter(())
-
-
-def _plan_all(
-    keys: Sequence[PlanKey],
-    properties: DeviceProperties,
-    workers: int | None,
-    here: Callable[[PlanKey], Made] | None,
-) -> Iterator[tuple[PlanKey, OfflinePlan | Made | CudnnSdpaError]]:
+    if not keys:
+        return
     if here is None:
         interpreter.check()
     elif interpreter.why_no_helper():
@@ -239,15 +231,14 @@ def warmup(
             plan_cache.put(plan_or_error)
             report.built += 1
             continue
-        stored = plan_or_error.stored_form(key)
         try:
-            plan_cache.put(plan_of(key, stored))
+            plan_cache.put(plan_of(key, plan_or_error))
         except BadPlanFileError as error:
             report.failed[str(key)] = f"a helper process built it, but on this GPU {error}"
             continue
         report.built += 1
         if store is not None:
-            store.save(key, stored)
+            store.save(key, plan_or_error)
     report.seconds = time.perf_counter() - start
     return report
 
@@ -306,7 +297,7 @@ def compile_plans(
     for key, plan_or_error in _shown(plan_all(missing, properties, workers), len(missing), progress):
         if isinstance(plan_or_error, CudnnSdpaError):
             report.failed[str(key)] = str(plan_or_error)
-        elif store.save(key, plan_or_error.stored_form(key)):
+        elif store.save(key, plan_or_error):
             built.append(key)
         else:
             report.failed[str(key)] = _not_kept(store)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cudnn_sdpa.engine.operation import OPERATIONS, Operation
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
+from cudnn_sdpa.engine.tensor_checks import without_memory
 from cudnn_sdpa.engine.torch_ops import implementations
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused.encoding import Options, Value
@@ -61,42 +62,27 @@ def record_plans(target: str | None = None) -> AbstractContextManager[PlanManife
         2
     """
     if target is None:
-        return _record_used()
+        return _recorded(None)
     if not isinstance(target, str):
         raise OptionError("target", repr(target), "the name of a GPU or the path of a file, or None for this GPU")
-    return _record_for(Target.from_properties(load_properties(target)))
+    return _recorded(_Recorder(Target.from_properties(load_properties(target))))
 
 
 @contextmanager
-def _record_used() -> Iterator[PlanManifest]:
+def _recorded(recorder: _Recorder | None) -> Iterator[PlanManifest]:
     manifest = PlanManifest()
     used: list[PlanKey] = []
     try:
-        with plan_cache.watch_uses() as used:
+        with plan_cache.watch_uses() as used, recorder or nullcontext():
             yield manifest
     finally:  # also when a server is interrupted
-        _fill(manifest, used)
-    if not used and not torch.cuda.is_available():
+        recorded = PlanManifest.of([*used, *(recorder.keys if recorder else ())])
+        manifest.plans, manifest.recorded_on = recorded.plans, recorded.recorded_on
+    if recorder is None and not used and not torch.cuda.is_available():
         _log.warning(
             "record_plans has recorded no plan: there is no GPU here, and calls on the CPU use none; "
             'record_plans(target="h200") records the plans that they would use on one'
         )
-
-
-@contextmanager
-def _record_for(target: Target) -> Iterator[PlanManifest]:
-    manifest, recorder = PlanManifest(), _Recorder(target)
-    used: list[PlanKey] = []
-    try:
-        with plan_cache.watch_uses() as used, recorder:
-            yield manifest
-    finally:
-        _fill(manifest, [*used, *recorder.keys])
-
-
-def _fill(manifest: PlanManifest, keys: list[PlanKey]) -> None:
-    recorded = PlanManifest.of(keys)
-    manifest.plans, manifest.recorded_on = recorded.plans, recorded.recorded_on
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -110,7 +96,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name not in _WITHOUT_PLANS and _is_without_gpu(args):
             adapt, keys_of = _keys_of_operator(name)
             with torch.no_grad():
-                adapt(self._recording(keys_of))(*tree_map_only(Tensor, _without_memory, args))
+                adapt(self._recording(keys_of))(*tree_map_only(Tensor, without_memory, args))
         return function(*args, **(kwargs or {}))
 
     def _recording(self, keys_of: Callable[..., Keys]) -> Recording:
@@ -124,10 +110,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_without_gpu(arguments: object) -> bool:
     tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     return all(x.device.type in ("cpu", "meta") and not isinstance(x, FakeTensor) for x in tensors)
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _graph_keys(target: Target, function: GraphFunction, values: Sequence[Value], static: Options) -> Keys:

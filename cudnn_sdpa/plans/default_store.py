@@ -8,7 +8,8 @@ import threading
 from pathlib import Path
 
 from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.plans.private_folders import OpenFolderError, UnsafeFolderError, in_users_cache
+from cudnn_sdpa.plans import private_folders
+from cudnn_sdpa.plans.private_folders import OpenFolderError, UnsafeFolderError
 from cudnn_sdpa.plans.store import DEFAULT_BYTES, PlanStore
 from cudnn_sdpa.settings import Override, Overrides, renewed_in_children
 
@@ -63,29 +64,23 @@ def active() -> PlanStore | None:
 def folder_of_environment() -> Path | None:
     """The default folder, existing or not; None if the environment switches storing off."""
     folder = os.environ.get(VARIABLE, "")
-    if is_off(folder):
-        return None
-    return _absolute(folder) if folder else _default_folder()
+    return None if is_off(folder) else private_folders.named_or_in_cache(folder, "plans")
 
 
 def _from_environment() -> PlanStore | None:
-    folder = os.environ.get(VARIABLE, "")
-    if is_off(folder):
-        return None
+    is_named = bool(os.environ.get(VARIABLE))
     try:
-        return PlanStore(_absolute(folder)) if folder else PlanStore(_default_folder(), log_level=logging.INFO)
+        folder = folder_of_environment()
+        level = logging.WARNING if is_named else logging.INFO
+        return None if folder is None else PlanStore(folder, log_level=level)
     except UnsafeFolderError as error:
-        if folder:
+        if is_named:
             _log.warning("plans are not stored despite %s: %s", VARIABLE, error)
         else:  # not requested, so only information
             level = logging.WARNING if isinstance(error, OpenFolderError) else logging.INFO
             text = "plans are not stored for later processes: %s; %s can name another folder"
             _log.log(level, text, error, VARIABLE)
         return None
-
-
-def _default_folder() -> Path:
-    return in_users_cache("plans")
 
 
 def use_plan_store(path: str | os.PathLike[str] | None = None, *, capacity: int = DEFAULT_BYTES) -> PlanStoreUse:
@@ -130,19 +125,12 @@ def is_off(path: str | os.PathLike[str]) -> bool:
     return isinstance(path, str) and path.strip().lower() == OFF
 
 
-def _absolute(path: str | os.PathLike[str]) -> Path:
-    try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError as error:
-        raise UnsafeFolderError(f"{path} cannot be used: {error}") from error
-
-
 def open_store(path: str | os.PathLike[str] | None, argument: str, capacity: int = DEFAULT_BYTES) -> PlanStore:
     """Opens a folder that the caller named as `argument`; None is the one in the user's cache folder."""
     is_path = isinstance(path, (str, os.PathLike)) and os.fspath(path) and "\0" not in os.fspath(path)
     if not (path is None or is_path):
         raise OptionError(argument, repr(path), "the path of a folder")
     try:
-        return PlanStore(_default_folder() if path is None else _absolute(path), capacity)
+        return PlanStore(private_folders.named_or_in_cache(path, "plans"), capacity)
     except UnsafeFolderError as error:
         raise OptionError(argument, str(path), f"a folder that only its owner can write to ({error})") from error

@@ -27,6 +27,10 @@ TEMPORARY = ".writing-"
 MAX_BYTES = 64 << 20
 
 
+#: The facts of a plan in its description, with their types.
+_FACTS = {"engine": (str,), "knobs": (dict,), "workspace": (int,), "build_seconds": (int, float)}
+
+
 class BadPlanFileError(Exception):
     pass
 
@@ -44,16 +48,8 @@ class StoredPlan:
     tuned: bool = False
 
     def encode(self) -> bytes:
-        description = {
-            "key": self.identity,
-            "engine": self.engine,
-            "knobs": self.knobs,
-            "workspace": self.workspace,
-            "build_seconds": self.build_seconds,
-            "size": len(self.data),
-            "tuned": self.tuned,
-        }
-        line = canonical(description)
+        facts = {name: getattr(self, name) for name in (*_FACTS, "tuned")}
+        line = canonical({"key": self.identity, "size": len(self.data), **facts})
         return b"".join([_MAGIC, _digest(line, self.data).encode(), b"\n", line, b"\n", self.data])
 
     @classmethod
@@ -65,21 +61,14 @@ class StoredPlan:
         if digest != _digest(line, data).encode():
             raise BadPlanFileError("its contents do not match its digest")
         description = json.loads(line)
-        types = {"key": (dict,), "engine": (str,), "knobs": (dict,), "workspace": (int,), "build_seconds": (int, float)}
-        wrong = [name for name, allowed in types.items() if type(description[name]) not in allowed]
+        facts = {name: description[name] for name in _FACTS}
+        wrong = [name for name, allowed in _FACTS.items() if type(facts[name]) not in allowed]
+        wrong += ["key"] if type(description["key"]) is not dict else []
         if not wrong and any(type(value) is not int for value in description["knobs"].values()):
             wrong.append("knobs")
         if wrong or description["workspace"] < 0:
             raise BadPlanFileError(f"its description is not a plan's: {', '.join(wrong) or 'workspace'}")
-        return cls(
-            identity=description["key"],
-            engine=description["engine"],
-            knobs=description["knobs"],
-            workspace=description["workspace"],
-            build_seconds=description["build_seconds"],
-            data=data,
-            tuned=description.get("tuned") is True,
-        )
+        return cls(identity=description["key"], data=data, tuned=description.get("tuned") is True, **facts)
 
 
 def canonical(description: object) -> bytes:

@@ -179,6 +179,14 @@ def _is_users_own_group(group: int) -> bool:
     return all(other.pw_uid == user.pw_uid for other in pwd.getpwall() if other.pw_gid == group)
 
 
+def named_or_in_cache(named: str | os.PathLike[str] | None, default: str) -> Path:
+    """The absolute path of a folder that the user names, or one in the user's cache folder."""
+    try:
+        return Path(named).expanduser().absolute() if named else in_users_cache(default)
+    except RuntimeError as error:  # the home of an unknown user
+        raise UnsafeFolderError(f"{named} cannot be used: {error}") from error
+
+
 def in_users_cache(name: str) -> Path:
     try:
         cache = Path(platformdirs.user_cache_dir("cudnn_sdpa"))

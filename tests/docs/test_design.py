@@ -14,8 +14,8 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "cudnn_sdpa"
 DESIGN = (ROOT / "docs" / "design.md").read_text()
 ROWS = re.findall(r"^\| (Wh[^|]*\?) \| (.*) \|$", DESIGN, re.MULTILINE)
-#: Set for the library's own helper processes and tests.
-PRIVATE = {"CUDNN_SDPA_IN_HELPER", "CUDNN_SDPA_NATIVE_SANITIZE"}
+#: Set for the library's own helper processes.
+PRIVATE = {"CUDNN_SDPA_IN_HELPER"}
 
 
 def files(path: str) -> list[Path]:

@@ -26,7 +26,6 @@ from pathlib import Path
 
 import torch
 
-from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.diagnostics import printable, shortened
 from cudnn_sdpa.offline.interpreter import exit_reason
 from cudnn_sdpa.plans import file_format, private_folders
@@ -37,10 +36,6 @@ _log = logging.getLogger("cudnn_sdpa")
 
 #: Environment variable that names the folder of compiled modules; unset or empty, it is in the user's cache folder.
 FOLDER_VARIABLE = "CUDNN_SDPA_NATIVE_DIR"
-
-#: Environment variable with a sanitizer that the module is compiled with, for tests.
-SANITIZE_VARIABLE = "CUDNN_SDPA_NATIVE_SANITIZE"
-_SANITIZERS = ("", "address", "undefined", "address,undefined")
 
 #: The folder of the module's `*.cpp` and `*.h` files.
 SOURCES = Path(__file__).parent
@@ -58,12 +53,11 @@ _ABANDONED_SECONDS = 3600.0
 
 #: PyTorch 2.9's headers are C++17 and those of 2.15 are C++20, which both accept.
 _FLAGS = (
-    *("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden"),
+    *("-std=c++20", "-shared", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-O2", "-DNDEBUG"),
     *("-Wall", "-Wextra", "-Wno-missing-field-initializers"),
     "-Wl,-z,now",  # a symbol that is missing fails when the module is loaded, not in a call
+    f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
 )
-_OPTIMIZED = ("-O2", "-DNDEBUG")
-_SANITIZED = ("-O1", "-g", "-fno-omit-frame-pointer", "-fno-sanitize-recover=all")
 
 #: PyTorch's libraries, which its import has loaded: no path to them is kept in the module.
 _LIBRARIES = ("-ltorch_python", "-ltorch_cpu", "-ltorch", "-lc10")
@@ -81,25 +75,13 @@ class CompileError(Exception):
         self.is_expected = is_expected
 
 
-def sanitizer_of_environment() -> str:
-    """The sanitizer that the environment names; usually empty."""
-    name = os.environ.get(SANITIZE_VARIABLE, "")
-    if name not in _SANITIZERS:
-        raise OptionError(SANITIZE_VARIABLE, repr(name), "address, undefined, or both with a comma")
-    return name
-
-
 def folder_of_environment() -> Path:
     """The folder of modules, existing or not.
 
     Raises:
         UnsafeFolderError: The environment names none, and the user has no cache folder.
     """
-    named = os.environ.get(FOLDER_VARIABLE, "")
-    try:
-        return Path(named).expanduser().absolute() if named else private_folders.in_users_cache("native")
-    except RuntimeError as error:  # the home of an unknown user
-        raise UnsafeFolderError(f"{named} cannot be used: {error}") from error
+    return private_folders.named_or_in_cache(os.environ.get(FOLDER_VARIABLE), "native")
 
 
 def name_of(sources: Path) -> str:
@@ -109,7 +91,7 @@ def name_of(sources: Path) -> str:
     """
     identity = {
         "sources": {path.name: _sha256(path.read_bytes()) for path in _files(sources, ".cpp", ".h")},
-        "flags": _flags(),
+        "flags": _FLAGS,
         "torch": [str(torch.__version__), torch.version.git_version, torch.version.cuda, torch.version.hip],
         "python": [sys.implementation.cache_tag, platform.python_version(), sysconfig.get_config_var("SOABI")],
         "platform": [sysconfig.get_platform(), _c_library()],
@@ -121,12 +103,6 @@ def name_of(sources: Path) -> str:
 
 def _files(sources: Path, *suffixes: str) -> list[Path]:
     return sorted(path for path in sources.iterdir() if path.suffix in suffixes)
-
-
-def _flags() -> list[str]:
-    sanitize = sanitizer_of_environment()
-    of_kind = [*_SANITIZED, f"-fsanitize={sanitize}"] if sanitize else _OPTIMIZED
-    return [*_FLAGS, *of_kind, f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
 
 
 def _c_library() -> str:
@@ -208,7 +184,7 @@ def _compile(sources: Path, folder: Path, in_background: bool) -> bytes:
         output = scratch / "module.so"
         includes = [argument for path in include_folders() for argument in ("-isystem", str(path))]
         linked = [*map(str, _files(sources, ".cpp")), "-o", str(output), f"-L{torch_folder() / 'lib'}", *_LIBRARIES]
-        _run([*compiler, *_flags(), *includes, *linked], scratch, in_background)
+        _run([*compiler, *_FLAGS, *includes, *linked], scratch, in_background)
         return output.read_bytes()
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -220,16 +196,13 @@ is_ending = threading.Event()
 
 
 def _run(command: list[str], scratch: Path, in_background: bool) -> None:
-    environment = {**os.environ, "TMPDIR": str(scratch), "LC_ALL": "C"}
-    if sanitizer_of_environment():
-        environment.pop("LD_PRELOAD", None)  # the sanitizer is for this process
     process = subprocess.Popen(
         [*(_IN_BACKGROUND if in_background else ()), *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd=scratch,
-        env=environment,
+        env={**os.environ, "TMPDIR": str(scratch), "LC_ALL": "C"},
         start_new_session=True,  # an interrupt of the terminal is for the program alone
     )
     _running.append(process)

@@ -11,8 +11,9 @@ import weakref
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,41 +34,36 @@ MISSED = object()
 _ALLOCATORS = (plans.allocate,)  #: PyTorch's allocator, which tests replace
 
 
-#: What gradients need besides tensors.
-OptionsT = TypeVar("OptionsT", bound=tuple[object, ...])
-_OptionsT_contra = TypeVar("_OptionsT_contra", bound=tuple[object, ...], contravariant=True)
+class NativelySaved(NamedTuple):
+    """The saved part of a call that the native module has launched, in place of autograd's `ctx`.
 
+    Attributes:
+        saved_tensors: The tensors of the call, then the results that are saved.
+        options: The options of its `Differentiation`.
+        may_fall_back: Whether a fallback was in force.
+    """
 
-class RunBackward(Protocol[_OptionsT_contra]):
-    def __call__(
-        self,
-        options: _OptionsT_contra,
-        grads: tuple[Tensor | None, ...],
-        saved: tuple[Tensor, ...],
-        needs: tuple[bool, ...],
-        *,
-        may_fall_back: bool,
-        numbers: tuple[float, ...],
-        can_register: bool,
-    ) -> tuple[Sequence[Tensor | None], RepeatableCall | None]: ...
+    saved_tensors: tuple[Tensor | None, ...]
+    options: tuple[object, ...]
+    may_fall_back: bool
+    numbers: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class Differentiation(Generic[OptionsT]):
+class Differentiation:
     """What the gradients of a kind of calls need.
 
     Attributes:
-        gradients: Computes them: called with `options`, the gradients of the returned results, what was saved, which
-            gradients are needed, whether a fallback was in force, the call's numbers, and whether such a backward
-            call can be registered. Gives a gradient or None for each input; and the call that it was, or
-            None, with the place of each operand among gradients and what was saved. It must hold no plan.
+        gradients: Computes them: called with what was saved, the gradients of the returned results, and which gradients
+            are needed. Gives a gradient or None for each input; and a function that gives the backward call, if it can
+            be repeated. It must hold no plan.
         inputs: The differentiable inputs; None for those that are left out.
         asks_for_fallback: Whether it wants to know if a fallback is in force.
     """
 
     name: str
-    gradients: RunBackward[OptionsT]
-    options: OptionsT
+    gradients: RunBackward
+    options: tuple[object, ...]
     inputs: Sequence[Tensor | None]
     saved: Sequence[Tensor | None]
     results: range
@@ -81,6 +77,12 @@ class RepeatableCall(NamedTuple):
     tensors: Sequence[Tensor]
     returned: Sequence[int]
     single_output: bool = False
+
+
+RunBackward = Callable[
+    [NativelySaved, tuple[Tensor | None, ...], tuple[bool, ...]],
+    tuple[Sequence[Tensor | None], Callable[[], RepeatableCall | None]],
+]
 
 
 class NativeCalls:
@@ -103,7 +105,7 @@ class NativeCalls:
         self._options = numbers, sum(1 << place for place in with_extra_key), extra_key
         _tables.add(self)
         plan_cache._tables.add(self)
-        loader.when_loaded(_Use(self))
+        loader.when_loaded(partial(_use_if_alive, weakref.ref(self)))
 
     def use(self, module: ModuleType | None) -> None:
         self.find = None if module is None else module.Calls(*self._options)
@@ -113,7 +115,7 @@ class NativeCalls:
         arguments: Sequence[object],
         options: Mapping[str, object],
         call: RepeatableCall,
-        differentiation: Differentiation[OptionsT] | None = None,
+        differentiation: Differentiation | None = None,
     ) -> bool:
         """Registers calls like this one with the module, given its arguments as the function got them."""
         module, table = _module(), self.find
@@ -172,18 +174,13 @@ class NativeCalls:
         return 0 if self.find is None else len(self.find)
 
 
-class _Use:
-    """Has a table use the module once it is loaded, if it still exists."""
-
-    def __init__(self, table: NativeCalls) -> None:
-        self._table = weakref.ref(table)
-
-    def __call__(self, module: ModuleType) -> None:
-        module.set_missed(MISSED)
-        dispatch_state.set_observer_predicate(module.is_observed)
-        table = self._table()
-        if table is not None and not _is_switched_off:
-            table.use(module)
+def _use_if_alive(of: weakref.ref[NativeCalls], module: ModuleType) -> None:
+    """Has a table use the module, once it is loaded."""
+    module.set_missed(MISSED)
+    dispatch_state.set_observer_predicate(module.is_observed)
+    table = of()
+    if table is not None and not _is_switched_off:
+        table.use(module)
 
 
 _tables: weakref.WeakSet[NativeCalls] = weakref.WeakSet()
@@ -217,29 +214,27 @@ class _Computed(NamedTuple):
     returned: Sequence[int] = ()
 
 
-class _Gradients(Generic[OptionsT]):
+class _Gradients:
     """Runs the backward pass in Python, and returns what the native module can replay."""
 
     __slots__ = ("_gradients",)
 
-    def __init__(self, gradients: RunBackward[OptionsT]) -> None:
+    def __init__(self, gradients: RunBackward) -> None:
         self._gradients = gradients
 
     def __call__(
         self,
-        options: OptionsT,
+        options: tuple[object, ...],
         grads: tuple[Tensor | None, ...],
-        saved: tuple[Tensor, ...],
+        saved: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
         *,
         may_fall_back: bool,
         numbers: tuple[float, ...],
         can_register: bool,
     ) -> _Computed:
-        found, call = self._gradients(
-            options, grads, saved, needs, may_fall_back=may_fall_back, numbers=numbers, can_register=can_register
-        )
-        module = _module()
+        found, repeatable = self._gradients(NativelySaved(saved, options, may_fall_back, numbers), grads, needs)
+        call, module = repeatable() if can_register else None, _module()
         if call is None or module is None or not call.bound.plan.held:
             return _Computed(found)
         given = [(place, x) for place, x in enumerate((*grads, *saved)) if x is not None]

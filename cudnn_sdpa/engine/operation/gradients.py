@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,36 +13,13 @@ from cudnn_sdpa.engine import autograd_checks, fallback
 from cudnn_sdpa.engine.call import Differentiable, Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import needs_operator
 from cudnn_sdpa.engine.launch import Prepared, SingleLaunch
-from cudnn_sdpa.engine.native.calls import Differentiation, RepeatableCall
+from cudnn_sdpa.engine.native.calls import Differentiation, NativelySaved, RepeatableCall
 from cudnn_sdpa.engine.operation.call import CallT
 from cudnn_sdpa.engine.operation.launches import Launches, alone, as_tuple
 from cudnn_sdpa.engine.tensor_checks import MISALIGNED
 
 #: Maximum number of signatures remembered as differentiable.
 MAX_REMEMBERED = 8192
-
-
-class SavedCall(Protocol):
-    """The saved part of a call: autograd's `ctx`, or a `NativelySaved`.
-
-    Attributes:
-        saved_tensors: The tensors of the call, then the results that are saved.
-    """
-
-    @property
-    def saved_tensors(self) -> tuple[Tensor | None, ...]: ...
-
-    @property
-    def options(self) -> tuple[object, ...]: ...
-
-    @property
-    def may_fall_back(self) -> bool: ...
-
-
-class NativelySaved(NamedTuple):
-    saved_tensors: tuple[Tensor | None, ...]
-    options: tuple[object, ...]
-    may_fall_back: bool
 
 
 class Tracked(NamedTuple):
@@ -65,42 +43,8 @@ class Tracked(NamedTuple):
         found = as_tuple(run(call))
         if operation.differentiable:
             operation.save(ctx, call, found)
-        ctx.tracked = _TrackedGradient(operation, by_reference)
+        ctx.gradients = partial(operation.gradients, by_reference=by_reference)
         return alone(found if returns_all else operation._split_outputs(found)[0])
-
-
-class _TrackedGradient(NamedTuple):
-    operation: Gradients[Any]
-    by_reference: bool
-
-    def gradients(
-        self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
-    ) -> list[Tensor | None]:
-        return self.operation.gradients(ctx, grads, needs, by_reference=self.by_reference)
-
-
-class NativeGradient:
-    """Computes gradients of calls that the native module has launched; autograd's graph holds it, and so no plan."""
-
-    __slots__ = ("operation",)
-
-    def __init__(self, operation: Gradients[Any]) -> None:
-        self.operation = operation
-
-    def __call__(
-        self,
-        options: tuple[object, ...],
-        grads: tuple[Tensor | None, ...],
-        saved: tuple[Tensor | None, ...],
-        needs: tuple[bool, ...],
-        *,
-        may_fall_back: bool,
-        numbers: tuple[float, ...],
-        can_register: bool,
-    ) -> tuple[list[Tensor | None], RepeatableCall | None]:
-        context = NativelySaved(saved, options, may_fall_back)
-        found = self.operation.gradients(context, grads, needs)
-        return found, self.operation.repeatable_gradient(context, grads, needs) if can_register else None
 
 
 @dataclass(eq=False)
@@ -148,7 +92,6 @@ class Gradients(Launches[CallT]):
         return as_tuple(Differentiable.apply(tracked, *self._differentiable_of(call)))
 
     def save(self, ctx: Any, call: CallT, found: tuple[Tensor, ...]) -> None:
-        """Saves the tensors and options of the backward pass."""
         ctx.save_for_backward(*self._tensors_of(call), *found[self._saved])
         ctx.options = self._options_of(call)
         ctx.may_fall_back = self.reference_call is not None and fallback.is_in_force()
@@ -156,7 +99,7 @@ class Gradients(Launches[CallT]):
 
     def gradients(
         self,
-        ctx: SavedCall,
+        ctx: Any,
         grads: tuple[Tensor | None, ...],
         needs: tuple[bool, ...],
         *,
@@ -165,7 +108,7 @@ class Gradients(Launches[CallT]):
         """The gradient of each differentiable input, None where none is needed, from what `save` saved.
 
         Args:
-            ctx: Where it was saved.
+            ctx: Where it was saved: autograd's context, or a `NativelySaved`.
             grads: The gradients of the results that were returned.
             needs: Which gradients are needed.
             by_reference: Whether it runs in plain PyTorch.
@@ -196,8 +139,13 @@ class Gradients(Launches[CallT]):
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
 
+    def native_gradients(
+        self, saved: NativelySaved, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
+    ) -> tuple[list[Tensor | None], Callable[[], RepeatableCall | None]]:
+        return self.gradients(saved, grads, needs), partial(self.repeatable_gradient, saved, grads, needs)
+
     def repeatable_gradient(
-        self, ctx: SavedCall, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
+        self, ctx: NativelySaved, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
     ) -> RepeatableCall | None:
         """A backward call that has just run, if the native module can repeat it."""
         if any(grad is None or needs_operator(grad) for grad in grads[: self._given]):
@@ -212,10 +160,10 @@ class Gradients(Launches[CallT]):
         launch = known.run
         return RepeatableCall(launch.bound, launch.tensors_of(backward), launch.returned)
 
-    def _differentiation(self, call: CallT) -> Differentiation[tuple[object, ...]]:
+    def _differentiation(self, call: CallT) -> Differentiation:
         return Differentiation(
             name=f"cudnn_sdpa::{self.name}",
-            gradients=NativeGradient(self),
+            gradients=self.native_gradients,
             options=self._options_of(call),
             inputs=self._differentiable_of(call),
             saved=self._tensors_of(call),

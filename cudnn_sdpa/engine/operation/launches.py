@@ -156,9 +156,6 @@ class OperationDescription(Generic[CallT]):
         group = call[self._alone]
         return (*call[self._alone_at], *[getattr(group, name) for name in self._group_names])
 
-    def _others_of(self, call: CallT) -> tuple[object, ...]:
-        return call[self._others_at]
-
     def _given_of(self, backward: BackwardCall[CallT]) -> tuple[Tensor, ...]:
         return backward[:-2]
 
@@ -180,7 +177,6 @@ class OperationDescription(Generic[CallT]):
         return self._can_draw and bool(call[self._alone].dropout_p)
 
     def _out_of(self, call: CallT) -> Tensor | None:
-        """The caller's tensor for the first result, if there is one."""
         return call[-1] if self.takes_out else None
 
     def _is_for_cudnn(self, call: CallT) -> bool:

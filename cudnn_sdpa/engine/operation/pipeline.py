@@ -191,7 +191,6 @@ class Pipeline(Gradients[CallT]):
             check_known(f"return{self._flag.removeprefix('with')}", call[self._inputs])
 
     def cast(self, call: CallT) -> CallT:
-        """The call as autocast casts it."""
         changed = call.autocast() if is_compiling() or is_autocasting() else {}
         # Not by _replace: PyTorch 2.9 cannot compile a function that returns what that gives.
         return type(call)(**(dict(zip(self.fields, call, strict=True)) | changed))
@@ -339,7 +338,7 @@ class Pipeline(Gradients[CallT]):
         if not is_compiling():
             call.check_options()
         layouts = [None if x is None else without_memory(x) for x in self._tensors_of(call)]
-        whole = made(self.reference_call or self.call, (*layouts, *self._others_of(call)))
+        whole = made(self.reference_call or self.call, (*layouts, *call[self._others_at]))
         if self._draws(call):
             whole = whole._replace(rng=torch.empty(2, dtype=torch.int64, device="meta"))
         try:

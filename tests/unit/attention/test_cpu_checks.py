@@ -334,9 +334,8 @@ def test_the_setting():
 @pytest.fixture
 def read(monkeypatch):
     """Reads the environment as the import does."""
-    monkeypatch.setattr(cpu_target._Setting, "name", cpu_target._Setting.name)
-    monkeypatch.setattr(cpu_target._Setting, "has_dtypes", cpu_target._Setting.has_dtypes)
-    monkeypatch.setattr(cpu_target, "_overrides", Overrides(cpu_target._value, cpu_target._put))
+    monkeypatch.setattr(cpu_target._Setting, "value", cpu_target._Setting.value)
+    monkeypatch.setattr(cpu_target, "_overrides", Overrides(lambda: cpu_target._Setting.value, cpu_target._put))
     return cpu_target._read_environment
 
 

@@ -1,15 +1,24 @@
-"""Counts of memory traffic: what the kernels read and write, thread by thread, the formulas, and docs/kernels.md."""
+"""Counts of memory traffic: what the kernels read and write, thread by thread; the formulas of notebook and page."""
 
 from __future__ import annotations
 
+import json
 import re
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 from fake_gpu import EmulatedKernel, gpu_on_the_cpu
 
 from cudnn_sdpa import kernels
-from cudnn_sdpa.kernels.traffic import forward_traffic
+from cudnn_sdpa.kernels.plans import TILE, fused_rows
+
+NOTEBOOK = Path(__file__).parents[3] / "samples" / "11_attention_kernels.ipynb"
+_cells = ["".join(cell["source"]) for cell in json.loads(NOTEBOOK.read_text())["cells"]]
+_names = {"NamedTuple": NamedTuple, "TILE": TILE, "fused_rows": fused_rows, "torch": torch}
+exec(next(text for text in _cells if "def forward_traffic" in text), _names)  # noqa: S102 - of this repository
+forward_traffic = _names["forward_traffic"]
 
 MODES = ("naive", "tiled", "fused")
 

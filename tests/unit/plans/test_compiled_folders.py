@@ -7,7 +7,6 @@ import torch
 
 import cudnn_sdpa
 from cudnn_sdpa import OptionError
-from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.offline import warmup
 from cudnn_sdpa.plans.manifest import PlanManifest
 from cudnn_sdpa.plans.nvrtc import Kernel
@@ -17,16 +16,10 @@ from tests.unit.plans.test_plan_store import plan
 SIZE = 20_000
 
 
-class _Planned:
-    @staticmethod
-    def stored_form(key: PlanKey):
-        return plan(key, SIZE)
-
-
 @pytest.fixture
 def manifest(monkeypatch):
     """Three plans, which need no helper processes."""
-    monkeypatch.setattr(warmup, "plan_all", lambda keys, *_: ((key, _Planned()) for key in keys))
+    monkeypatch.setattr(warmup, "plan_all", lambda keys, *_: ((key, plan(key, SIZE)) for key in keys))
     with cudnn_sdpa.record_plans(target="h200") as recorded:
         for sq in (64, 128, 192):
             q = torch.empty(1, 2, sq, 64, dtype=torch.bfloat16, device="meta")
