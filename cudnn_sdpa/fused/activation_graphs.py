@@ -76,22 +76,24 @@ def _silu_mul_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return (F.silu(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
 
 
-def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+def _silu_mul_gradients_reference(
+    grad: Tensor, gate: Tensor, up: Tensor | None = None, *, of_up: bool = True
+) -> Tensor | tuple[Tensor, ...]:
     one, other = _halves(gate, up)
     x, factor, dy = widened(one), widened(other), widened(grad)
     sigmoid = torch.sigmoid(x)
     grads = dy * factor * sigmoid * (1 + x * (1 - sigmoid)), dy * x * sigmoid
     grad_gate, grad_up = (part.to(gate.dtype).contiguous() for part in grads)
-    return torch.cat([grad_gate, grad_up], -1) if up is None else (grad_gate, grad_up)
+    return torch.cat([grad_gate, grad_up], -1) if up is None else (grad_gate, grad_up) if of_up else grad_gate
 
 
-def _check_saved(_grad: Tensor, *tensors: Tensor | None) -> None:
+def _check_saved(_grad: Tensor, *tensors: Tensor | None, **_: bool) -> None:
     """Checks saved tensors, to which hooks may have given other layouts."""
     if None not in tensors:
         check_rows([x for x in tensors if x is not None], ("gate", "up")[: len(tensors)])
 
 
-def _readable_gradients(grad: Tensor, gate: Tensor, up: Tensor | None = None) -> list[Tensor | None]:
+def _readable_gradients(grad: Tensor, gate: Tensor, up: Tensor | None = None, **_: bool) -> list[Tensor | None]:
     """Dense operands: where one tensor holds both, its gradient has the strides of a dense `gate`."""
     return [grad.contiguous(), gate.contiguous() if up is None else gate, up]
 
@@ -121,32 +123,13 @@ def _ways(arguments: Mapping[str, object]) -> Sequence[sharding.ShardingStrategy
     views=backward_views,
     shard=_ways,
 )
-def silu_mul_gradients(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol | None = None) -> tuple[Symbol, Symbol]:
-    """Gradients of gate and up; one tensor where one holds both."""
+def silu_mul_gradients(
+    g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol | None = None, *, of_up: bool = True
+) -> Symbol | tuple[Symbol, Symbol]:
+    """Gradients of gate and up, one tensor where one holds both; of gate alone unless `of_up`."""
     silu, slope = _silu_and_slope(g, gate)
-    return g.mul(a=g.mul(a=grad, b=up), b=slope), g.mul(a=silu, b=grad)
-
-
-def _grad_gate_reference(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    return _silu_mul_gradients_reference(grad, gate, up)[0]
-
-
-def _readable_gradient(grad: Tensor, *others: Tensor) -> list[Tensor]:
-    return [grad.contiguous(), *others]
-
-
-@graph_op(
-    reference=_grad_gate_reference,
-    backward=_no_second_gradient,
-    keeps_results=False,
-    check=_check_saved,
-    readable=_readable_gradient,
-    views=backward_views,
-    shard={"grad": 0, "gate": 0, "up": 0},
-)
-def silu_mul_grad_gate(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol) -> Symbol:
-    """The gradient of gate only, contiguous."""
-    return g.mul(a=g.mul(a=grad, b=up), b=_silu_and_slope(g, gate)[1])
+    grad_gate = g.mul(a=g.mul(a=grad, b=up), b=slope)
+    return (grad_gate, g.mul(a=silu, b=grad)) if of_up else grad_gate
 
 
 @graph_op(
@@ -154,7 +137,7 @@ def silu_mul_grad_gate(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol) 
     backward=_no_second_gradient,
     keeps_results=False,
     check=_check_saved,
-    readable=_readable_gradient,
+    readable=lambda grad, gate: [grad.contiguous(), gate],
     views=backward_views,
     shard={"grad": 0, "gate": 0},
 )
@@ -172,7 +155,7 @@ def _silu_mul_backward(
     if up is None or (needs_grad_gate and needs_grad_up):
         return silu_mul_gradients.call(grad, gate, up)
     if needs_grad_gate:
-        return silu_mul_grad_gate.call(grad, gate, up)
+        return silu_mul_gradients.call(grad, gate, up, of_up=False)
     return silu_mul_grad_up.call(grad, gate).of("up")
 
 

@@ -24,12 +24,11 @@ from cudnn_sdpa.fused.activation_graphs import (
     relu_squared_rows,
     silu_mul_rows,
 )
-from cudnn_sdpa.fused.checks import EXPECTED, checked_flag
+from cudnn_sdpa.fused.checks import EXPECTED, check_activation, checked_flag
 from cudnn_sdpa.fused.conv_graphs import channels_last, check_call, conv_wgrad, convolution, sizes_of
 from cudnn_sdpa.fused.graph_op import GraphFunction
-from cudnn_sdpa.fused.norm_graphs import check as check_norm
 from cudnn_sdpa.fused.norm_graphs import (
-    check_activation,
+    ACTIVATIONS,
     check_residual,
     checked_eps,
     default_eps,
@@ -37,6 +36,7 @@ from cudnn_sdpa.fused.norm_graphs import (
     layer_norm_rows,
     rms_norm_rows,
 )
+from cudnn_sdpa.fused.norm_graphs import check as check_norm
 from cudnn_sdpa.graph.key import PlanKey
 
 
@@ -53,7 +53,7 @@ def _rms_norm(
     zero_centered = checked_flag("zero_centered", zero_centered)
     eps = checked_eps(default_eps(x) if eps is None else eps)
     check_norm(x, {"weight": weight}, eps)
-    check_activation(activation)
+    check_activation(activation, ACTIVATIONS)
     check_residual(x, residual)
     can_fuse = fuses(x, weight)
     is_separate = activation is not None and (not can_fuse or needs_gradient(x, weight, residual))
@@ -108,21 +108,16 @@ def _convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: object,
-    padding: object,
-    dilation: object,
     groups: int,
     activation: str | None,
+    **given: object,
 ) -> Description:
-    sizes = dict(zip(("stride", "padding", "dilation"), sizes_of(rank, stride, padding, dilation), strict=True))
+    sizes = sizes_of(rank, **given)
     check_call(x, weight, bias, **sizes, groups=groups, activation=activation)
     if rank == 2 and groups == 1 and conv.is_patch_embedding(x, weight, **sizes):
         reasons = ["the stride equals the filter size: the patches are gathered, and PyTorch multiplies them"]
         raise UnsupportedError("a cuDNN plan for this conv2d", reasons, "calling it")
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    is_separate = needs_gradient(*tensors) or conv.has_separate_activation(
-        x, weight, bias, groups=groups, activation=activation
-    )
+    is_separate = conv.has_separate_activation(x, weight, bias, groups, activation)
     fused = None if is_separate else activation
     forward = convolution.describe(x, weight, bias, **sizes, groups=groups, activation=fused)
     copied = [name for name, part in (("x", x), ("weight", weight)) if channels_last(part) is not part]
