@@ -17,7 +17,7 @@ from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import ShapeError, UnsupportedError
 from cudnn_sdpa.fused.activation_tiling import backward_views, check_rows, forward_views, split
-from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, widened
+from cudnn_sdpa.fused.checks import check_beside, check_dtype, widened
 from cudnn_sdpa.fused.graph_op import GraphCall, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.scalars import is_true
@@ -31,7 +31,6 @@ def check(*tensors: Tensor, names: Sequence[str] = ("gate", "up")) -> None:
     check_dtype(names[0], first)
     for name, other in zip(names[1:], others, strict=True):
         check_beside(name, other, names[0], first, shape=first.shape, meaning=f"that of {names[0]}")
-    check_savable(**dict(zip(names, tensors, strict=True)))
     check_rows(tensors, names)
 
 
@@ -48,13 +47,9 @@ def check_halves(gate: Tensor, up: Tensor | None) -> None:
 
 def _refuse_gradient(name: str, *tensors: Tensor | None) -> None:
     if needs_gradient(*tensors):
-        raise no_gradient(name)
-
-
-def no_gradient(name: str) -> UnsupportedError:
-    """The error of a function for inference whose operand requires a gradient."""
-    reasons = ["an argument requires grad, and there is no backward pass for it"]
-    return UnsupportedError(f"the gradient of {name}", reasons, "torch.no_grad(), silu_mul, or PyTorch's own functions")
+        reasons = ["an argument requires grad, and there is no backward pass for it"]
+        suggestion = "torch.no_grad(), silu_mul, or PyTorch's own functions"
+        raise UnsupportedError(f"the gradient of {name}", reasons, suggestion)
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from cudnn_sdpa.engine import autograd_checks, sharding
 from cudnn_sdpa.engine.tensor_checks import check_tensor
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
-from cudnn_sdpa.fused.checks import check_activation, check_beside, check_dtype, check_savable, shown, widened
+from cudnn_sdpa.fused.checks import check_activation, check_beside, check_dtype, shown, widened
 from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.graph_op import GraphCall, Outputs, Views, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
@@ -61,7 +61,6 @@ def check_call(
     for name, tensor, shape in (("x", x, x.shape[1:]), ("weight", weight, weight.shape)):
         if 0 in shape:
             raise ShapeError(name, f"shape {tuple(tensor.shape)}", "sizes of at least 1")
-    check_savable(x=x, weight=weight, bias=bias)
     autograd_checks.refuse_transforms(f"conv{rank}d", x, weight, bias, loops=False)
     check_activation(activation, ACTIVATIONS)
     _, padding, dilation = sizes_of(rank, **sizes).values()

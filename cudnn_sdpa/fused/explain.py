@@ -16,14 +16,7 @@ from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused import activation as gates
 from cudnn_sdpa.fused import conv, norm
-from cudnn_sdpa.fused.activation_graphs import (
-    check,
-    check_halves,
-    gelu_mul_rows,
-    no_gradient,
-    relu_squared_rows,
-    silu_mul_rows,
-)
+from cudnn_sdpa.fused.activation_graphs import gelu_mul_rows, relu_squared_rows, silu_mul_rows
 from cudnn_sdpa.fused.checks import EXPECTED, check_activation, checked_flag
 from cudnn_sdpa.fused.conv_graphs import channels_last, check_call, conv_wgrad, convolution, sizes_of
 from cudnn_sdpa.fused.graph_op import GraphFunction
@@ -79,27 +72,16 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
     return _completed(layer_norm_rows.describe(x, *vectors, eps), x, _copies(x=x) + notes)
 
 
-@describes(gates.silu_mul, silu_mul_rows.ways)
-def _silu_mul(gate: Tensor, up: Tensor | None) -> Description:
-    return _completed(silu_mul_rows.describe(gate, up), gate, [])
+def _gate(graph: GraphFunction, **operands: Tensor) -> Description:
+    first, *_ = operands.values()
+    if graph.backward is None and (error := UnsupportedError.of(graph.arguments, tuple(operands.values()), {})):
+        return Description.refused(graph, error, first.get_device() if first.is_cuda else None)
+    return _completed(graph.describe(*operands.values()), first, [])
 
 
-@describes(gates.gelu_mul, gelu_mul_rows.ways)
-def _gelu_mul(gate: Tensor, up: Tensor | None) -> Description:
-    check_halves(gate, up)
-    return _without_gradient("gelu_mul", gelu_mul_rows, gate, up)
-
-
-@describes(gates.relu_squared, relu_squared_rows.ways)
-def _relu_squared(x: Tensor) -> Description:
-    check(x, names=("x",))
-    return _without_gradient("relu_squared", relu_squared_rows, x)
-
-
-def _without_gradient(name: str, graph: GraphFunction, first: Tensor, *others: Tensor | None) -> Description:
-    if needs_gradient(first, *others):
-        return Description.refused(graph, no_gradient(name), first.get_device() if first.is_cuda else None)
-    return _completed(graph.describe(first, *others), first, [])
+describes(gates.silu_mul, silu_mul_rows.ways)(partial(_gate, silu_mul_rows))
+describes(gates.gelu_mul, gelu_mul_rows.ways)(partial(_gate, gelu_mul_rows))
+describes(gates.relu_squared, relu_squared_rows.ways)(partial(_gate, relu_squared_rows))
 
 
 def _convolution(

@@ -43,6 +43,7 @@ from cudnn_sdpa.engine.launch import (
     type_of,
 )
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
+from cudnn_sdpa.engine.tensor_checks import without_memory
 from cudnn_sdpa.engine.torch_ops import SCHEMAS, Implementations, implement
 from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import large
@@ -879,7 +880,7 @@ def _check_number(name: str, value: int) -> None:
 def _without_memory(value: Value) -> Value:
     """An operand for shape computations: tensors become meta tensors."""
     if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        return without_memory(value)
     return float(value) if isinstance(value, int) else value  # PyTorch's own functions take no int of 65 bits
 
 

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cudnn_sdpa.engine.operation import OPERATIONS, Operation
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
+from cudnn_sdpa.engine.tensor_checks import without_memory
 from cudnn_sdpa.engine.torch_ops import implementations
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.fused.encoding import Options, Value
@@ -110,7 +111,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name not in _WITHOUT_PLANS and _is_without_gpu(args):
             adapt, keys_of = _keys_of_operator(name)
             with torch.no_grad():
-                adapt(self._recording(keys_of))(*tree_map_only(Tensor, _without_memory, args))
+                adapt(self._recording(keys_of))(*tree_map_only(Tensor, without_memory, args))
         return function(*args, **(kwargs or {}))
 
     def _recording(self, keys_of: Callable[..., Keys]) -> Recording:
@@ -124,10 +125,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _is_without_gpu(arguments: object) -> bool:
     tensors = [x for x in tree_leaves(arguments) if isinstance(x, Tensor)]
     return all(x.device.type in ("cpu", "meta") and not isinstance(x, FakeTensor) for x in tensors)
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _graph_keys(target: Target, function: GraphFunction, values: Sequence[Value], static: Options) -> Keys:
