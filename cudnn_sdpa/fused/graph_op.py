@@ -43,7 +43,6 @@ from cudnn_sdpa.engine.launch import (
     type_of,
 )
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, RepeatableCall
-from cudnn_sdpa.engine.tensor_checks import without_memory
 from cudnn_sdpa.engine.torch_ops import SCHEMAS, Implementations, implement
 from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import large
@@ -880,7 +879,7 @@ def _check_number(name: str, value: int) -> None:
 def _without_memory(value: Value) -> Value:
     """An operand for shape computations: tensors become meta tensors."""
     if isinstance(value, Tensor):
-        return without_memory(value)
+        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
     return float(value) if isinstance(value, int) else value  # PyTorch's own functions take no int of 65 bits
 
 

@@ -167,11 +167,8 @@ def test_gradients_reach_the_base_of_a_view(view):
     assert_gradients(one(silu_mul), one(silu_in_float64), leaves[:1])
 
 
-def test_single_gradients_and_one_tensor_as_both_operands():
-    gate, up = values(3, 16), values(3, 16)
-    assert_gradients(lambda x: silu_mul(x, up), lambda x: silu_in_float64(x, up), leaves_of([gate]))
-    assert_gradients(lambda x: silu_mul(gate, x), lambda x: silu_in_float64(gate, x), leaves_of([up]))
-    assert_gradients(lambda x: silu_mul(x, x), lambda x: silu_in_float64(x, x), leaves_of([gate]))
+def test_one_tensor_as_both_operands():
+    assert_gradients(lambda x: silu_mul(x, x), lambda x: silu_in_float64(x, x), leaves_of([values(3, 16)]))
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16), (3, 0), (0,)], ids=str)
