@@ -445,7 +445,3 @@ def type_of(option: object) -> object:
 
 #: What a look-up of something that is no call raises: arguments that are no tensors, have no memory or no hash.
 NOT_A_CALL = (AttributeError, IndexError, RuntimeError, TypeError, ValueError)
-
-
-def kinds_of(options: Iterable[object]) -> tuple[object, ...]:
-    return tuple([type_of(value) for value in options])

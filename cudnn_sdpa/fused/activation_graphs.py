@@ -17,7 +17,7 @@ from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import ShapeError, UnsupportedError
 from cudnn_sdpa.fused.activation_tiling import backward_views, check_rows, forward_views, split
-from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, widened
+from cudnn_sdpa.fused.checks import check_beside, check_dtype, widened
 from cudnn_sdpa.fused.graph_op import GraphCall, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.scalars import is_true
@@ -31,7 +31,6 @@ def check(*tensors: Tensor, names: Sequence[str] = ("gate", "up")) -> None:
     check_dtype(names[0], first)
     for name, other in zip(names[1:], others, strict=True):
         check_beside(name, other, names[0], first, shape=first.shape, meaning=f"that of {names[0]}")
-    check_savable(**dict(zip(names, tensors, strict=True)))
     check_rows(tensors, names)
 
 
@@ -48,13 +47,9 @@ def check_halves(gate: Tensor, up: Tensor | None) -> None:
 
 def _refuse_gradient(name: str, *tensors: Tensor | None) -> None:
     if needs_gradient(*tensors):
-        raise no_gradient(name)
-
-
-def no_gradient(name: str) -> UnsupportedError:
-    """The error of a function for inference whose operand requires a gradient."""
-    reasons = ["an argument requires grad, and there is no backward pass for it"]
-    return UnsupportedError(f"the gradient of {name}", reasons, "torch.no_grad(), silu_mul, or PyTorch's own functions")
+        reasons = ["an argument requires grad, and there is no backward pass for it"]
+        suggestion = "torch.no_grad(), silu_mul, or PyTorch's own functions"
+        raise UnsupportedError(f"the gradient of {name}", reasons, suggestion)
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -76,22 +71,24 @@ def _silu_mul_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
     return (F.silu(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
 
 
-def _silu_mul_gradients_reference(grad: Tensor, gate: Tensor, up: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+def _silu_mul_gradients_reference(
+    grad: Tensor, gate: Tensor, up: Tensor | None = None, *, of_up: bool = True
+) -> Tensor | tuple[Tensor, ...]:
     one, other = _halves(gate, up)
     x, factor, dy = widened(one), widened(other), widened(grad)
     sigmoid = torch.sigmoid(x)
     grads = dy * factor * sigmoid * (1 + x * (1 - sigmoid)), dy * x * sigmoid
     grad_gate, grad_up = (part.to(gate.dtype).contiguous() for part in grads)
-    return torch.cat([grad_gate, grad_up], -1) if up is None else (grad_gate, grad_up)
+    return torch.cat([grad_gate, grad_up], -1) if up is None else (grad_gate, grad_up) if of_up else grad_gate
 
 
-def _check_saved(_grad: Tensor, *tensors: Tensor | None) -> None:
+def _check_saved(_grad: Tensor, *tensors: Tensor | None, **_: bool) -> None:
     """Checks saved tensors, to which hooks may have given other layouts."""
     if None not in tensors:
         check_rows([x for x in tensors if x is not None], ("gate", "up")[: len(tensors)])
 
 
-def _readable_gradients(grad: Tensor, gate: Tensor, up: Tensor | None = None) -> list[Tensor | None]:
+def _readable_gradients(grad: Tensor, gate: Tensor, up: Tensor | None = None, **_: bool) -> list[Tensor | None]:
     """Dense operands: where one tensor holds both, its gradient has the strides of a dense `gate`."""
     return [grad.contiguous(), gate.contiguous() if up is None else gate, up]
 
@@ -121,32 +118,13 @@ def _ways(arguments: Mapping[str, object]) -> Sequence[sharding.ShardingStrategy
     views=backward_views,
     shard=_ways,
 )
-def silu_mul_gradients(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol | None = None) -> tuple[Symbol, Symbol]:
-    """Gradients of gate and up; one tensor where one holds both."""
+def silu_mul_gradients(
+    g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol | None = None, *, of_up: bool = True
+) -> Symbol | tuple[Symbol, Symbol]:
+    """Gradients of gate and up, one tensor where one holds both; of gate alone unless `of_up`."""
     silu, slope = _silu_and_slope(g, gate)
-    return g.mul(a=g.mul(a=grad, b=up), b=slope), g.mul(a=silu, b=grad)
-
-
-def _grad_gate_reference(grad: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    return _silu_mul_gradients_reference(grad, gate, up)[0]
-
-
-def _readable_gradient(grad: Tensor, *others: Tensor) -> list[Tensor]:
-    return [grad.contiguous(), *others]
-
-
-@graph_op(
-    reference=_grad_gate_reference,
-    backward=_no_second_gradient,
-    keeps_results=False,
-    check=_check_saved,
-    readable=_readable_gradient,
-    views=backward_views,
-    shard={"grad": 0, "gate": 0, "up": 0},
-)
-def silu_mul_grad_gate(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol) -> Symbol:
-    """The gradient of gate only, contiguous."""
-    return g.mul(a=g.mul(a=grad, b=up), b=_silu_and_slope(g, gate)[1])
+    grad_gate = g.mul(a=g.mul(a=grad, b=up), b=slope)
+    return (grad_gate, g.mul(a=silu, b=grad)) if of_up else grad_gate
 
 
 @graph_op(
@@ -154,7 +132,7 @@ def silu_mul_grad_gate(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol) 
     backward=_no_second_gradient,
     keeps_results=False,
     check=_check_saved,
-    readable=_readable_gradient,
+    readable=lambda grad, gate: [grad.contiguous(), gate],
     views=backward_views,
     shard={"grad": 0, "gate": 0},
 )
@@ -172,7 +150,7 @@ def _silu_mul_backward(
     if up is None or (needs_grad_gate and needs_grad_up):
         return silu_mul_gradients.call(grad, gate, up)
     if needs_grad_gate:
-        return silu_mul_grad_gate.call(grad, gate, up)
+        return silu_mul_gradients.call(grad, gate, up, of_up=False)
     return silu_mul_grad_up.call(grad, gate).of("up")
 
 

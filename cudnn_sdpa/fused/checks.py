@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -42,6 +42,11 @@ def checked_flag(name: str, flag: object) -> bool:
     if not isinstance(flag, bool):
         raise OptionError(name, shown(flag), "True or False")
     return flag
+
+
+def check_activation(activation: object, known: Collection[str | None]) -> None:
+    if not isinstance(activation, (str, type(None))) or activation not in known:
+        raise OptionError("activation", shown(activation), " or ".join(map(repr, known)))
 
 
 def check_strided(name: str, x: object) -> None:

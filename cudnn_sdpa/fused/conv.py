@@ -12,11 +12,11 @@ from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autocast import could_cast
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.fused.checks import check_activation
 from cudnn_sdpa.fused.conv_graphs import (
     ACTIVATIONS,
     Sizes,
     channels_last,
-    check_activation,
     convolution,
     sizes_of,
     ways,
@@ -73,8 +73,7 @@ def conv2d(
         >>> cudnn_sdpa.conv2d(x, weight, padding=1, activation="silu").shape
         torch.Size([2, 4, 16, 16])
     """
-    sizes = sizes_of(2, stride, padding, dilation)
-    return _convolve((x, weight, bias), sizes, groups, activation)
+    return _convolve((x, weight, bias), sizes_of(2, stride, padding, dilation), groups, activation)
 
 
 def conv1d(
@@ -111,8 +110,7 @@ def conv1d(
         >>> cudnn_sdpa.conv1d(torch.randn(2, 8, 30), torch.randn(4, 8, 3), padding=1).shape
         torch.Size([2, 4, 30])
     """
-    sizes = sizes_of(1, stride, padding, dilation)
-    return _convolve((x, weight, bias), sizes, groups, activation)
+    return _convolve((x, weight, bias), sizes_of(1, stride, padding, dilation), groups, activation)
 
 
 def conv3d(
@@ -149,47 +147,40 @@ def conv3d(
         >>> cudnn_sdpa.conv3d(torch.randn(1, 8, 4, 6, 6), torch.randn(4, 8, 3, 3, 3)).shape
         torch.Size([1, 4, 2, 4, 4])
     """
-    sizes = sizes_of(3, stride, padding, dilation)
-    return _convolve((x, weight, bias), sizes, groups, activation)
+    return _convolve((x, weight, bias), sizes_of(3, stride, padding, dilation), groups, activation)
 
 
 def _convolve(
-    operands: tuple[Tensor, Tensor, Tensor | None],
-    sizes: tuple[Sizes, Sizes, Sizes],
-    groups: int,
-    activation: str | None,
+    operands: tuple[Tensor, Tensor, Tensor | None], sizes: dict[str, Sizes], groups: int, activation: str | None
 ) -> Tensor:
-    (x, weight, bias), (strides, zeros, spacing) = operands, sizes
+    x, weight, bias = operands
     groups = as_index(groups)
     # Checked in known calls, too: the setting may change between calls.
     is_float32 = isinstance(x, Tensor) and x.dtype is torch.float32 and x.is_cuda
     if is_float32 and not _may_be_tf32() and not could_cast((x,)):
         reasons = ["cuDNN multiplies float32 in TF32 here, and torch.backends.cudnn.allow_tf32 is False"]
         raise UnsupportedError("a convolution of float32", reasons, "bfloat16 or float16, or PyTorch's own functions")
-    fused = (
-        None
-        if activation is None or _is_separate(x, weight, bias, groups=groups, activation=activation)
-        else activation
-    )
-    options: Options = {"stride": strides, "padding": zeros, "dilation": spacing, "groups": groups, "activation": fused}
+    is_separate = activation is not None and has_separate_activation(x, weight, bias, groups, activation)
+    fused = None if is_separate else activation
+    options: Options = {**sizes, "groups": groups, "activation": fused}
     tensors = (x, weight) if bias is None else (x, weight, bias)
+    strides = sizes["stride"]
     if len(strides) == 2 and strides != (1, 1) and type(groups) is int and _has_size(weight, strides):
         cast: Any = convolution.arguments(tensors, options)[0]
-        if groups == 1 and is_patch_embedding(x, weight, stride=strides, padding=zeros, dilation=spacing):
-            if sharding.has_dtensor(*tensors):
-                return ACTIVATIONS[activation](_patches_of_dtensors(*cast))
-            return ACTIVATIONS[activation](_patch_embedding(*cast))
+        if groups == 1 and is_patch_embedding(x, weight, **sizes):
+            embed = _patches_of_dtensors if sharding.has_dtensor(*tensors) else _patch_embedding
+            return ACTIVATIONS[activation](embed(*cast))
     y: Tensor = convolution.run(tensors, options)
     return y if fused is activation else ACTIVATIONS[activation](y)
 
 
-def _is_separate(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, activation: str | None) -> bool:
+def has_separate_activation(
+    x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, activation: str | None
+) -> bool:
     """Whether the activation is a separate kernel; False for wrong arguments, which the checks name."""
-    check_activation(activation)
+    check_activation(activation, ACTIVATIONS)
     try:
-        return needs_gradient(x, weight, bias) or has_separate_activation(
-            x, weight, bias, groups=groups, activation=activation
-        )
+        return needs_gradient(x, weight, bias) or not _can_fuse(x, weight, bias, groups, activation)
     except (AttributeError, IndexError, RuntimeError, TypeError):
         return False
 
@@ -205,19 +196,15 @@ def _may_be_tf32() -> bool:
         return str(torch.backends.cudnn.conv.fp32_precision) != "ieee"  # type: ignore[attr-defined]
 
 
-def has_separate_activation(
-    x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, activation: str | None
-) -> bool:
-    """Whether cuDNN may lack a kernel that fuses the activation, by plans for five generations of GPUs.
+def _can_fuse(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, activation: str | None) -> bool:
+    """Whether cuDNN has a kernel that fuses the activation, by plans for five generations of GPUs.
 
     cuDNN 9.19 has none on an H200 for groups of channels that do not fill one 16-byte load.
     """
     if activation is None or (activation == "relu" and bias is not None):
-        return False
-    filters, channels, *_ = weight.shape
-    if filters == 1:
         return True
-    return groups > 1 and (groups == x.shape[1] or channels % _CHANNELS_PER_LOAD != 0)
+    filters, channels, *_ = weight.shape
+    return filters > 1 and (groups <= 1 or (groups != x.shape[1] and channels % _CHANNELS_PER_LOAD == 0))
 
 
 def is_patch_embedding(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:

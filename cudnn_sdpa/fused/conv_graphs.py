@@ -17,13 +17,14 @@ from torch import Tensor
 from cudnn_sdpa.engine import autograd_checks, sharding
 from cudnn_sdpa.engine.tensor_checks import check_tensor
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
-from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, shown, widened
+from cudnn_sdpa.fused.checks import check_activation, check_beside, check_dtype, shown, widened
 from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.graph_op import GraphCall, Outputs, Views, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.scalars import as_index, check_known, is_compiling, is_integer, is_true
 
 Sizes = tuple[int, ...]
+Needs = tuple[bool, ...]
 
 #: Activations that can be fused after a convolution.
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
@@ -38,7 +39,11 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
 MAX_SIZE = 2**31 - 1
 
 
-def check(rank: int, *, x: Tensor, weight: Tensor, bias: Tensor | None, groups: object) -> None:
+def check_call(
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, groups: object, activation: object, **sizes: object
+) -> None:
+    stride = sizes["stride"]
+    rank = len(stride) if isinstance(stride, tuple) else x.dim() - 2
     check_dtype("x", x)
     others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
     for name, tensor in others.items():
@@ -56,11 +61,9 @@ def check(rank: int, *, x: Tensor, weight: Tensor, bias: Tensor | None, groups: 
     for name, tensor, shape in (("x", x, x.shape[1:]), ("weight", weight, weight.shape)):
         if 0 in shape:
             raise ShapeError(name, f"shape {tuple(tensor.shape)}", "sizes of at least 1")
-    check_savable(x=x, weight=weight, bias=bias)
     autograd_checks.refuse_transforms(f"conv{rank}d", x, weight, bias, loops=False)
-
-
-def check_extent(x: Tensor, weight: Tensor, *, padding: Sizes, dilation: Sizes) -> None:
+    check_activation(activation, ACTIVATIONS)
+    _, padding, dilation = sizes_of(rank, **sizes).values()
     for length, size, zeros, spacing in zip(x.shape[2:], weight.shape[2:], padding, dilation, strict=True):
         if is_true(length + 2 * zeros > MAX_SIZE):
             raise OptionError("padding", str(zeros), f"no more than {MAX_SIZE} elements including padding")
@@ -70,12 +73,12 @@ def check_extent(x: Tensor, weight: Tensor, *, padding: Sizes, dilation: Sizes) 
             raise LayoutError("x", got, f"at least {extent}, the extent of the filter", "Pad x.")
 
 
-def sizes_of(rank: int, stride: object, padding: object, dilation: object) -> tuple[Sizes, Sizes, Sizes]:
-    return (
-        _sizes("stride", stride, rank, 1),
-        _sizes("padding", padding, rank, 0),
-        _sizes("dilation", dilation, rank, 1),
-    )
+def sizes_of(rank: int, stride: object, padding: object, dilation: object) -> dict[str, Sizes]:
+    return {
+        "stride": _sizes("stride", stride, rank, 1),
+        "padding": _sizes("padding", padding, rank, 0),
+        "dilation": _sizes("dilation", dilation, rank, 1),
+    }
 
 
 def _sizes(name: str, value: object, rank: int, minimum: int) -> Sizes:
@@ -91,29 +94,6 @@ def _sizes(name: str, value: object, rank: int, minimum: int) -> Sizes:
     if len(sizes) != rank or any(not is_integer(x) or is_true(x < minimum) or is_true(x > MAX_SIZE) for x in sizes):
         raise OptionError(name, shown(value), f"an int of at least {minimum}, or {rank} of them, up to {MAX_SIZE}")
     return sizes
-
-
-def check_activation(activation: object) -> None:
-    if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
-        raise OptionError("activation", shown(activation), " or ".join(map(repr, ACTIVATIONS)))
-
-
-def check_call(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    stride: object,
-    padding: object,
-    dilation: object,
-    groups: object,
-    activation: object,
-) -> None:
-    rank = len(stride) if isinstance(stride, tuple) else x.dim() - 2
-    check(rank, x=x, weight=weight, bias=bias, groups=groups)
-    check_activation(activation)
-    _, zeros, spacing = sizes_of(rank, stride, padding, dilation)
-    check_extent(x, weight, padding=zeros, dilation=spacing)
 
 
 def channels_last(x: Tensor) -> Tensor:
@@ -152,23 +132,16 @@ def _as_2d(operands: Sequence[Value], results: Sequence[Tensor], options: Option
 
 
 def _reference(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    *,
-    stride: Sizes,
-    padding: Sizes,
-    dilation: Sizes,
-    groups: int,
-    activation: str | None,
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, groups: int, activation: str | None, **sizes: Sizes
 ) -> Tensor:
     convolve = (F.conv1d, F.conv2d, F.conv3d)[x.dim() - 3]
     vector = None if bias is None else widened(bias.flatten())
     # Row-major copies: oneDNN misreads filters in channels_last_3d with strides of size-1 dimensions (PyTorch 2.13).
     x_copy, filters = (widened(tensor).clone(memory_format=torch.contiguous_format) for tensor in (x, weight))
     # Longer strides have the same result, but one of 2**31 - 1 breaks every later call of oneDNN (PyTorch 2.15, AVX2).
-    stride = tuple(min(step, size + 2 * pad) for step, size, pad in zip(stride, x.shape[2:], padding, strict=True))
-    y = convolve(x_copy, filters, vector, stride=stride, padding=padding, dilation=dilation, groups=groups)
+    steps = zip(sizes["stride"], x.shape[2:], sizes["padding"], strict=True)
+    sizes["stride"] = tuple(min(step, size + 2 * pad) for step, size, pad in steps)
+    y = convolve(x_copy, filters, vector, **sizes, groups=groups)
     return channels_last(ACTIVATIONS[activation](y).to(x.dtype))
 
 
@@ -207,21 +180,19 @@ def _geometry(stride: Sizes, padding: Sizes, dilation: Sizes) -> dict[str, list[
     return {"pre_padding": pads, "post_padding": pads, "stride": list(stride), "dilation": list(dilation)}
 
 
+def _needed(calls: tuple[GraphCall, GraphCall], needs: Sequence[bool]) -> GraphCall | tuple[Tensor, Tensor]:
+    first, second = calls
+    return (first(), second()) if all(needs) else first if needs[0] else second
+
+
 def _dgrad_backward(
-    grads: Sequence[Tensor],
-    operands: Sequence[Tensor],
-    results: Outputs,
-    *,
-    needs: tuple[bool, bool],
-    shape: Sizes,
-    **sizes: Sizes,
+    grads: Sequence[Tensor], operands: Sequence[Tensor], _: Outputs, *, needs: Needs, shape: Sizes, **sizes: Sizes
 ) -> GraphCall | tuple[Tensor, Tensor]:
-    del results
     grad, weight = operands
     groups = shape[0] // weight.shape[1]
     of_grad = convolution.call(grads[0], weight, **sizes, groups=groups, activation=None)
     of_weight = conv_wgrad.call(grad, grads[0], shape=tuple(weight.shape), **sizes).of("weight")
-    return (of_grad(), of_weight()) if all(needs) else of_grad if needs[0] else of_weight
+    return _needed((of_grad, of_weight), needs)
 
 
 @graph_op(
@@ -242,20 +213,13 @@ def conv_dgrad(
 
 
 def _wgrad_backward(
-    grads: Sequence[Tensor],
-    operands: Sequence[Tensor],
-    results: Outputs,
-    *,
-    needs: tuple[bool, bool],
-    shape: Sizes,
-    **sizes: Sizes,
+    grads: Sequence[Tensor], operands: Sequence[Tensor], _: Outputs, *, needs: Needs, shape: Sizes, **sizes: Sizes
 ) -> GraphCall | tuple[Tensor, Tensor]:
-    del results
     grad, x = operands
     groups = x.shape[1] // shape[1]
     of_grad = convolution.call(x, grads[0], **sizes, groups=groups, activation=None)
     of_x = conv_dgrad.call(grad, grads[0], shape=tuple(x.shape[1:]), **sizes).of("x")
-    return (of_grad(), of_x()) if all(needs) else of_grad if needs[0] else of_x
+    return _needed((of_grad, of_x), needs)
 
 
 @graph_op(
@@ -276,18 +240,11 @@ def conv_wgrad(
 
 
 def _backward(
-    grads: Sequence[Tensor],
-    operands: Sequence[Tensor],
-    results: Outputs,
-    *,
-    needs: tuple[bool, bool, bool],
-    groups: int,
-    activation: str | None,
-    **sizes: Sizes,
+    grads: Sequence[Tensor], operands: Sequence[Tensor], _: Outputs, *, needs: Needs, **options: Any
 ) -> GraphCall | tuple[Tensor | None, Tensor | None, Tensor | None]:
-    del results, groups
-    assert activation is None
-    (grad,), (x, weight, _) = grads, operands
+    assert options["activation"] is None
+    sizes = {name: options[name] for name in ("stride", "padding", "dilation")}
+    (grad,), (x, weight) = grads, operands[:2]
     needs_grad_x, needs_grad_weight, needs_grad_bias = needs
     of_x = conv_dgrad.call(grad, weight, shape=tuple(x.shape[1:]), **sizes)
     of_weight = conv_wgrad.call(grad, x, shape=tuple(weight.shape), **sizes).of("weight")

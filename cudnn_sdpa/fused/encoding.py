@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import TypeAlias, cast
 
@@ -29,12 +29,22 @@ def encoded(
     values: Sequence[Value], static: Options
 ) -> tuple[str, list[Tensor], list[float], list[torch.SymInt] | None, str]:
     """A call's operands and options as the operator's arguments, in the order of its schema."""
-    kinds = "".join("t" if isinstance(x, Tensor) else "-" if x is None else "n" for x in values)
     tensors = [x for x in values if isinstance(x, Tensor)]
     numbers = [float(x) for x in values if x is not None and not isinstance(x, Tensor)]
     symbols: list[torch.SymInt] = []
     options = _encoded(static.values(), symbols, numbers)
-    return kinds, tensors, numbers, symbols or None, options
+    return operand_kinds(values), tensors, numbers, symbols or None, options
+
+
+def operand_kinds(values: Iterable[Value]) -> str:
+    """A character for each operand: "t" for a tensor, "n" for a number, "-" for one that is left out."""
+    return "".join(["t" if isinstance(x, Tensor) else "-" if x is None else "n" for x in values])
+
+
+def joined(kinds: str, tensors: Iterable[Tensor], numbers: Iterable[float]) -> tuple[Value, ...]:
+    """The operands of these kinds, in their order."""
+    remaining: dict[str, Iterator[Value]] = {"t": iter(tensors), "n": iter(numbers)}
+    return tuple([None if kind == "-" else next(remaining[kind]) for kind in kinds])
 
 
 def checked_option(name: str, value: object) -> object:

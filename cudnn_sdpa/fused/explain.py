@@ -16,20 +16,12 @@ from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused import activation as gates
 from cudnn_sdpa.fused import conv, norm
-from cudnn_sdpa.fused.activation_graphs import (
-    check,
-    check_halves,
-    gelu_mul_rows,
-    no_gradient,
-    relu_squared_rows,
-    silu_mul_rows,
-)
-from cudnn_sdpa.fused.checks import EXPECTED, checked_flag
+from cudnn_sdpa.fused.activation_graphs import gelu_mul_rows, relu_squared_rows, silu_mul_rows
+from cudnn_sdpa.fused.checks import EXPECTED, check_activation, checked_flag
 from cudnn_sdpa.fused.conv_graphs import channels_last, check_call, conv_wgrad, convolution, sizes_of
 from cudnn_sdpa.fused.graph_op import GraphFunction
-from cudnn_sdpa.fused.norm_graphs import check as check_norm
 from cudnn_sdpa.fused.norm_graphs import (
-    check_activation,
+    ACTIVATIONS,
     check_residual,
     checked_eps,
     default_eps,
@@ -37,6 +29,7 @@ from cudnn_sdpa.fused.norm_graphs import (
     layer_norm_rows,
     rms_norm_rows,
 )
+from cudnn_sdpa.fused.norm_graphs import check as check_norm
 from cudnn_sdpa.graph.key import PlanKey
 
 
@@ -53,7 +46,7 @@ def _rms_norm(
     zero_centered = checked_flag("zero_centered", zero_centered)
     eps = checked_eps(default_eps(x) if eps is None else eps)
     check_norm(x, {"weight": weight}, eps)
-    check_activation(activation)
+    check_activation(activation, ACTIVATIONS)
     check_residual(x, residual)
     can_fuse = fuses(x, weight)
     is_separate = activation is not None and (not can_fuse or needs_gradient(x, weight, residual))
@@ -79,27 +72,16 @@ def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: floa
     return _completed(layer_norm_rows.describe(x, *vectors, eps), x, _copies(x=x) + notes)
 
 
-@describes(gates.silu_mul, silu_mul_rows.ways)
-def _silu_mul(gate: Tensor, up: Tensor | None) -> Description:
-    return _completed(silu_mul_rows.describe(gate, up), gate, [])
+def _gate(graph: GraphFunction, **operands: Tensor) -> Description:
+    first, *_ = operands.values()
+    if graph.backward is None and (error := UnsupportedError.of(graph.arguments, tuple(operands.values()), {})):
+        return Description.refused(graph, error, first.get_device() if first.is_cuda else None)
+    return _completed(graph.describe(*operands.values()), first, [])
 
 
-@describes(gates.gelu_mul, gelu_mul_rows.ways)
-def _gelu_mul(gate: Tensor, up: Tensor | None) -> Description:
-    check_halves(gate, up)
-    return _without_gradient("gelu_mul", gelu_mul_rows, gate, up)
-
-
-@describes(gates.relu_squared, relu_squared_rows.ways)
-def _relu_squared(x: Tensor) -> Description:
-    check(x, names=("x",))
-    return _without_gradient("relu_squared", relu_squared_rows, x)
-
-
-def _without_gradient(name: str, graph: GraphFunction, first: Tensor, *others: Tensor | None) -> Description:
-    if needs_gradient(first, *others):
-        return Description.refused(graph, no_gradient(name), first.get_device() if first.is_cuda else None)
-    return _completed(graph.describe(first, *others), first, [])
+describes(gates.silu_mul, silu_mul_rows.ways)(partial(_gate, silu_mul_rows))
+describes(gates.gelu_mul, gelu_mul_rows.ways)(partial(_gate, gelu_mul_rows))
+describes(gates.relu_squared, relu_squared_rows.ways)(partial(_gate, relu_squared_rows))
 
 
 def _convolution(
@@ -108,21 +90,16 @@ def _convolution(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    stride: object,
-    padding: object,
-    dilation: object,
     groups: int,
     activation: str | None,
+    **given: object,
 ) -> Description:
-    sizes = dict(zip(("stride", "padding", "dilation"), sizes_of(rank, stride, padding, dilation), strict=True))
+    sizes = sizes_of(rank, **given)
     check_call(x, weight, bias, **sizes, groups=groups, activation=activation)
     if rank == 2 and groups == 1 and conv.is_patch_embedding(x, weight, **sizes):
         reasons = ["the stride equals the filter size: the patches are gathered, and PyTorch multiplies them"]
         raise UnsupportedError("a cuDNN plan for this conv2d", reasons, "calling it")
-    tensors = (x, weight) if bias is None else (x, weight, bias)
-    is_separate = needs_gradient(*tensors) or conv.has_separate_activation(
-        x, weight, bias, groups=groups, activation=activation
-    )
+    is_separate = conv.has_separate_activation(x, weight, bias, groups, activation)
     fused = None if is_separate else activation
     forward = convolution.describe(x, weight, bias, **sizes, groups=groups, activation=fused)
     copied = [name for name, part in (("x", x), ("weight", weight)) if channels_last(part) is not part]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import operator
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, overload
@@ -39,15 +39,15 @@ from cudnn_sdpa.engine.launch import (
     LaunchExtras,
     Layout,
     check_one_device,
-    kinds_of,
     readable_gradient,
+    type_of,
 )
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, NativelySaved, RepeatableCall
 from cudnn_sdpa.engine.torch_ops import SCHEMAS, Implementations, implement
 from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import large
 from cudnn_sdpa.fused.checks import check_offsets, check_savable, check_strided, shown
-from cudnn_sdpa.fused.encoding import Options, Value, checked_option, decoded_options, encoded
+from cudnn_sdpa.fused.encoding import Options, Value, checked_option, decoded_options, encoded, joined, operand_kinds
 from cudnn_sdpa.graph.definition import GraphDefinition, find_operation, function_digest
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES, TensorLayout, is_expanded, layouts_of
@@ -246,7 +246,7 @@ class GraphFunction(GraphDefinition):
             # The signature is of the caller's operands. A plan for casts or copies of them, or for operands that
             # `readable` fills in, would not fit.
             is_as_given = all(map(operator.is_, values, self._completed(operands)))
-            if is_as_given and isinstance(run, BoundPlan) and options.keys() <= self.options.keys():
+            if is_as_given and isinstance(run, BoundPlan):
                 self.table.add(self._signature(operands, options, trains), _BoundCall(run, run.plan, static, trains))
         if trains:
             return self._differentiate(values, static, run)
@@ -259,10 +259,9 @@ class GraphFunction(GraphDefinition):
 
     def _on_dtensors(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Result:
         tensors = self._named(self.arguments(operands, options)[0])
-        static = {name: value for name, value in options.items() if name in self.options}
 
         def on_local_tensors(local: dict[str, Any], _: object) -> Result:
-            result: Result = self.run(tuple([local[name] for name in self.operands]), static)
+            result: Result = self.run(tuple([local[name] for name in self.operands]), options)
             return result
 
         ways = None if self.ways is None else self.ways(tensors)
@@ -287,7 +286,7 @@ class GraphFunction(GraphDefinition):
     def _signature(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> Hashable:
         """Everything that determines a call's plan and its binding; of numbers, which are data, the type."""
         layouts = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in operands]
-        return (trains, is_deterministic(), *layouts, *options.items(), *kinds_of(options.values()))
+        return (trains, is_deterministic(), *layouts, *options.items(), *map(type_of, options.values()))
 
     def _named(self, values: Sequence[Value]) -> dict[str, Value]:
         return dict(zip(self.operands, values, strict=True))
@@ -298,14 +297,15 @@ class GraphFunction(GraphDefinition):
     def _in_order(
         self, operands: tuple[Value, ...], options: Mapping[str, Any]
     ) -> tuple[tuple[Value, ...], Mapping[str, object]]:
-        """Binds operands given by name; wrong arguments are left for the checks."""
+        """Binds operands given by name."""
         rest = self.operands[len(operands) :]
-        named = [name for name in rest if name in options]
-        others = {name: value for name, value in options.items() if name not in named}
-        if not named or [name for name in others if name not in self.options]:
-            return operands, options
-        last = rest.index(named[-1]) + 1
-        return (*operands, *[options.get(name) for name in rest[:last]]), others
+        for name in options:
+            if name not in self.options and name not in rest:
+                got = "a second value" if name in self.operands else "an argument that does not exist"
+                raise OptionError(name, got, f"{self.__name__}({', '.join((*self.operands, *self.options))})")
+        given = [place for place, name in enumerate(rest, start=1) if name in options]
+        named = [options.get(name) for name in rest[: max(given, default=0)]]
+        return (*operands, *named), {name: value for name, value in options.items() if name in self.options}
 
     def _register(self, operands: tuple[Value, ...], options: Mapping[str, object], entry: _BoundCall) -> None:
         if any(isinstance(x, int) for x in operands):
@@ -353,22 +353,14 @@ class GraphFunction(GraphDefinition):
 
     # The arguments.
 
-    def arguments(self, operands: Sequence[Value], options: Mapping[str, object]) -> tuple[tuple[Value, ...], Options]:
-        """All operands, cast for autocast, and all options; both checked."""
+    def arguments(
+        self, operands: tuple[Value, ...], options: Mapping[str, object]
+    ) -> tuple[tuple[Value, ...], Options]:
+        """All operands, cast for autocast, and all options; both checked. Operands are in the builder's order."""
         if len(operands) > len(self.operands):
             got = f"{len(operands)} of them"
             raise OptionError(f"operands of {self.__name__}", got, f"no more than {', '.join(self.operands)}")
-        by_name = dict(zip(self.operands[: len(operands)], operands, strict=True))  # not strict fails in Dynamo of 2.9
-        static = dict(self.options)
-        for name, value in options.items():
-            if name in static:
-                static[name] = value
-            elif name in self.operands and name not in by_name:
-                by_name[name] = value  # type: ignore[assignment]
-            else:
-                got = "a second value" if name in self.operands else "an argument that does not exist"
-                raise OptionError(name, got, f"{self.__name__}({', '.join((*self.operands, *self.options))})")
-        values = tuple(by_name.get(name) for name in self.operands)
+        values, static = self._completed(operands), {**self.options, **options}
         if static.get(TRAINS) is inspect.Parameter.empty:
             static[TRAINS] = needs_gradient(*_tensors(values))
         for name, value in static.items():
@@ -470,7 +462,7 @@ class GraphFunction(GraphDefinition):
 
     def describe(self, *operands: Value, **options: object) -> Description:
         """The description of a call with these arguments on a GPU, and of its gradient."""
-        checked, static = self.arguments(operands, options)
+        checked, static = self.arguments(*self._in_order(operands, options))
         if sharding.has_dtensor(*checked):
             local = sharding.local_arguments(self.__name__, self.ways, self._named(checked))
             checked = tuple(local.values())
@@ -593,16 +585,16 @@ def gradients(
 class Saved:
     """State of a call for its backward pass; autograd's graph holds this and no plan."""
 
-    __slots__ = ("_numbers", "_positions", "_static", "_unread", "function")
+    __slots__ = ("_kinds", "_static", "_unread", "function")
 
     def __init__(
         self, function: GraphFunction, static: Options, values: Sequence[Value], reads: Sequence[bool]
     ) -> None:
         self.function, self._static = function, static
-        tensors = [(index, x) for index, x in enumerate(values) if isinstance(x, Tensor)]
-        self._numbers = [index for index, x in enumerate(values) if isinstance(x, (int, float))]
-        self._positions = [index for index, _ in tensors if reads[index]]
-        self._unread = [(index, (x.shape, x.stride(), x.dtype)) for index, x in tensors if not reads[index]]
+        unread = [(i, x) for i, x in enumerate(values) if isinstance(x, Tensor) and not reads[i]]
+        self._unread = [(index, (x.shape, x.stride(), x.dtype)) for index, x in unread]
+        is_left_out = [index for index, _ in unread]
+        self._kinds = operand_kinds([None if index in is_left_out else x for index, x in enumerate(values)])
 
     def save(self, ctx: Any, values: Sequence[Value], results: Sequence[Tensor]) -> None:
         """Saves the values of a call in `ctx`: the operands that `backward` reads, the kept results, the numbers."""
@@ -614,7 +606,7 @@ class Saved:
             ctx.options = tuple([(x.shape, x.dtype, x.device) for x in returned])
 
     def _read(self, values: Sequence[Value]) -> list[Tensor]:
-        return _tensors([values[index] for index in self._positions])
+        return [x for x, kind in zip(values, self._kinds, strict=True) if kind == "t" and isinstance(x, Tensor)]
 
     def gradients(self, ctx: Any, grads: Sequence[Tensor | None], needs: tuple[bool, ...]) -> Sequence[Tensor | None]:
         return self._gradients_and_call(ctx, grads, needs)[0]
@@ -624,16 +616,12 @@ class Saved:
     ) -> tuple[Sequence[Tensor | None], GraphCall | None]:
         if not [grad for grad in grads if grad is not None]:
             return (None,) * len(needs), None
-        values: list[Value] = [None] * len(needs)
         saved = ctx.saved_tensors  # read once: hooks may load them, and checkpointing counts accesses
-        for index, tensor in zip(self._positions, saved):  # noqa: B905 - results follow
-            values[index] = tensor
-        for index, number in zip(self._numbers, ctx.numbers, strict=True):
-            values[index] = number
+        values = list(joined(self._kinds, saved, ctx.numbers))
         for index, (shape, stride, dtype) in self._unread:
             values[index] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
         given = [self._given(ctx, index, grad) for index, grad in enumerate(grads)]
-        results = saved[len(self._positions) :]
+        results = saved[self._kinds.count("t") :]
         try:
             return gradients(self.function, given, values, results=results, static=self._static, needs=needs)
         except (ExecutionError, torch.OutOfMemoryError):
@@ -727,17 +715,13 @@ def _run_reference(function: GraphFunction, values: Sequence[Value], static: Opt
     if function.reference is None:
         reasons = ["its operands are not on an NVIDIA GPU, and it has no reference="]
         raise UnsupportedError(function.__name__, reasons, "tensors on a GPU")
-    results = as_tuple(function.reference(*values, **static))
-    like = function.outputs(values, static)
+    results, like = as_tuple(function.reference(*values, **static)), _fake_results(function, values, static)
     found, wanted = ([tuple(x.shape) if isinstance(x, Tensor) else x for x in each] for each in (results, like))
     if found != wanted:
         raise OptionError(
             f"reference of {function.__name__}", f"results of shapes {found}", f"those of outputs=, {wanted}"
         )
-    return tuple(
-        torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=y.device).copy_(y)
-        for x, y in zip(like, results, strict=True)
-    )
+    return tuple([x.copy_(y) for x, y in zip(like, results, strict=True)])
 
 
 def _fake_results(function: GraphFunction, values: Sequence[Value], static: Options) -> Outputs:
@@ -756,10 +740,8 @@ def _decode(
     options: str,
 ) -> tuple[GraphFunction, tuple[Value, ...], Options]:
     function = find(token)
-    iterators: dict[str, Iterator[Value]] = {"t": iter(tensors), "n": iter(numbers)}
-    values = tuple(None if kind == "-" else next(iterators[kind]) for kind in kinds)
     static = zip(function.options, decoded_options(options, symbols or (), numbers), strict=True)
-    return function, values, dict(static)
+    return function, joined(kinds, tensors, numbers), dict(static)
 
 
 def decoded(implementation: Callable[..., Sequence[Tensor]]) -> Callable[..., list[Tensor]]:

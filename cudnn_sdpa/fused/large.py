@@ -7,7 +7,7 @@ that are allocated once; results that are sums are summed in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from cudnn_sdpa.engine.launch import BoundPlan, Layout
 from cudnn_sdpa.engine.sharding import ShardingStrategy, Strategies, size_of
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.fused.encoding import Value
+from cudnn_sdpa.fused.encoding import Value, joined, operand_kinds
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.scalars import is_known
@@ -103,17 +103,13 @@ class LargeCall:
     ) -> None:
         """Splits it; `bind` binds a part, given its operands, to its plan."""
         self._bind, self._split = bind, split
-        self._kinds = {
-            name: type(None) if x is None else Tensor if isinstance(x, Tensor) else float
-            for name, x in operands.items()
-        }
+        self._names, self._kinds = tuple(operands), operand_kinds(operands.values())
         self.results: list[Layout] = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in results]
 
     def __call__(
         self, tensors: Sequence[Tensor], *, numbers: tuple[float, ...], into: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        remaining: dict[type, Iterator[Value]] = {Tensor: iter(tensors), float: iter(numbers)}
-        operands = {name: next(remaining[kind]) if kind in remaining else None for name, kind in self._kinds.items()}
+        operands = dict(zip(self._names, joined(self._kinds, tensors, numbers), strict=True))
         with torch.no_grad(), torch.cuda.device(tensors[0].device):
             results = [allocate(*layout) for layout in self.results] if into is None else list(into)
             sums: dict[int, Tensor] = {}

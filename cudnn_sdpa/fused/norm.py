@@ -9,13 +9,12 @@ from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED
-from cudnn_sdpa.fused.checks import checked_flag
+from cudnn_sdpa.fused.checks import check_activation, checked_flag
 from cudnn_sdpa.fused.encoding import Value
 from cudnn_sdpa.fused.norm_graphs import (
     ACTIVATIONS,
     MAX_EPS,
     check,
-    check_activation,
     check_residual,
     checked_eps,
     default_eps,
@@ -109,7 +108,7 @@ def rms_norm(
             total = (x + residual).contiguous()
             return rms_norm(total, weight, eps, activation=activation, zero_centered=zero_centered), total
         if activation is not None and (not is_fused or _needs_gradient(x, weight, residual)):
-            check_activation(activation)
+            check_activation(activation, ACTIVATIONS)
             normalized = rms_norm(x, weight, eps, residual=residual, zero_centered=zero_centered)
             activate = ACTIVATIONS[activation]
             return activate(normalized) if isinstance(normalized, Tensor) else (activate(normalized[0]), normalized[1])

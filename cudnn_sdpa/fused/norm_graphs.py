@@ -15,7 +15,7 @@ from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.engine.tensor_checks import dtype_name
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
-from cudnn_sdpa.fused.checks import check_beside, check_dtype, check_savable, shown, widened
+from cudnn_sdpa.fused.checks import check_activation, check_beside, check_dtype, check_savable, shown, widened
 from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.graph_op import GraphCall, Views, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
@@ -41,7 +41,6 @@ def check(x: Tensor, weights: Mapping[str, object], eps: object) -> None:
     if x.dim() == 0:
         raise ShapeError("x", "no dimension", "one dimension or more")
     checked_eps(eps)
-    tensors = {"x": x}
     for name, weight in weights.items():
         if weight is None:
             continue
@@ -51,8 +50,6 @@ def check(x: Tensor, weights: Mapping[str, object], eps: object) -> None:
             raise OptionError(name, type(weight).__name__, "a torch.Tensor", hint)
         dtypes, meaning = (x.dtype, torch.float32), "the last dimension of x"
         check_beside(name, weight, "x", x, dtype=dtypes, shape=x.shape[-1:], meaning=meaning)
-        tensors[name] = weight
-    check_savable(**tensors)
 
 
 def checked_eps(eps: object) -> float:
@@ -194,7 +191,7 @@ def _check_rms(
 ) -> None:
     check(x, {"weight": weight}, eps)
     check_residual(x, residual)
-    check_activation(activation)
+    check_activation(activation, ACTIVATIONS)
     if trains and activation is not None:
         raise OptionError("activation", shown(activation), "None, where a gradient is wanted")
 
@@ -208,11 +205,6 @@ def fuses(x: Tensor, weight: Tensor | None) -> bool:
     # That holds for 1 to 65,536 columns on 9.19 with an H100, and on 9.28 with an A100, H200 and B200.
     has_kernel = is_true(x.shape[-1] * x.element_size() % _FUSED_BYTES == 0)
     return has_kernel and (weight is None or weight.dtype == x.dtype)
-
-
-def check_activation(activation: object) -> None:
-    if not isinstance(activation, (str, type(None))) or activation not in ACTIVATIONS:
-        raise OptionError("activation", shown(activation), " or ".join(map(repr, ACTIVATIONS)))
 
 
 @graph_op(

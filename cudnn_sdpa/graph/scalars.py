@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import operator
 from numbers import Real
-from typing import TypeGuard, overload
+from typing import TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.errors import OptionError
+
+#: The type that a caller expects: a value of it may be numpy's.
+ValueT = TypeVar("ValueT")
 
 is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -50,81 +53,43 @@ def is_integer(number: object) -> TypeGuard[int]:
     return isinstance(number, (int, torch.SymInt)) and not isinstance(number, bool)
 
 
-@overload
-def as_index(number: int) -> int: ...
-
-
-@overload
-def as_index(number: object) -> object: ...
-
-
-def as_index(number: object) -> object:
+def as_index(number: ValueT) -> ValueT:
     """An integer, also numpy's, as an int; other types are returned unchanged."""
     if isinstance(number, (int, torch.SymInt, Tensor)) or is_compiling() or is_numpy_bool(number):  # that has an index
         return number
     try:
-        return operator.index(number)  # type: ignore[arg-type]
+        return operator.index(number)  # type: ignore[arg-type, return-value]
     except TypeError:
         return number
 
 
-@overload
-def as_int(number: int) -> int: ...
-
-
-@overload
-def as_int(number: object) -> object: ...
-
-
-def as_int(number: object) -> object:
+def as_int(number: ValueT) -> ValueT:
     """A length or bound as an int of at most `LARGEST`, also from numpy; other types are returned unchanged.
 
     A symbol that depends on data is returned unchanged, too: the operators check it when they run.
     """
     number = as_index(number)
     # torch.compile shows symbols as plain integers.
-    return LARGEST if isinstance(number, int) and not isinstance(number, bool) and is_true(number > LARGEST) else number
+    is_larger = isinstance(number, int) and not isinstance(number, bool) and is_true(number > LARGEST)
+    return LARGEST if is_larger else number  # type: ignore[return-value]
 
 
-@overload
-def as_float(number: float) -> float: ...
-
-
-@overload
-def as_float(number: float | None) -> float | None: ...
-
-
-@overload
-def as_float(number: object) -> object: ...
-
-
-def as_float(number: object) -> object:
+def as_float(number: ValueT) -> ValueT:
     """A real number, such as 1 or numpy's, as a float; other types are returned unchanged."""
     if number is None or type(number) in (float, bool):
         return number
     if not isinstance(number, (int, float)) and (is_compiling() or not isinstance(number, Real)):
         return number
     try:
-        return float(number)
+        return float(number)  # type: ignore[return-value]
     except OverflowError:  # left unchanged for the checks to report
         return number
 
 
-@overload
-def as_bool(flag: bool) -> bool: ...
-
-
-@overload
-def as_bool(flag: bool | None) -> bool | None: ...
-
-
-@overload
-def as_bool(flag: object) -> object: ...
-
-
-def as_bool(flag: object) -> object:
+def as_bool(flag: ValueT) -> ValueT:
     """A flag, also numpy's, as a bool; other types are returned unchanged."""
-    return flag if type(flag) is bool or is_compiling() or not is_numpy_bool(flag) else bool(flag)
+    is_plain = type(flag) is bool or is_compiling() or not is_numpy_bool(flag)
+    return flag if is_plain else bool(flag)  # type: ignore[return-value]
 
 
 def is_numpy_bool(value: object) -> bool:

@@ -136,7 +136,13 @@ def load_properties(name_or_path: str | Path, argument: str = "target") -> Devic
     try:
         return _loaded(name_or_path)
     except (OSError, ValueError, RecursionError, TypeError) as error:
-        raise _no_gpu(name_or_path, argument, error) from error
+        known = ", ".join(map(repr, bundled_targets()))
+        why = getattr(error, "strerror", None) or error
+        raise OptionError(
+            argument,
+            f"{shortened(repr(name_or_path))} ({shortened(str(why))})",
+            f"one of {known}, or the path of a cuDNN device-properties JSON file",
+        ) from error
 
 
 @functools.cache
@@ -152,20 +158,7 @@ def _loaded(name_or_path: str | Path) -> DeviceProperties:
 def check_name(name_or_path: str, argument: str) -> None:
     """Checks an argument of `load_properties`, without cuDNN."""
     if name_or_path.lower() not in bundled_targets():
-        try:
-            _read(Path(name_or_path))
-        except (OSError, ValueError, RecursionError) as error:
-            raise _no_gpu(name_or_path, argument, error) from error
-
-
-def _no_gpu(name_or_path: object, argument: str, error: Exception) -> OptionError:
-    known = ", ".join(map(repr, bundled_targets()))
-    why = getattr(error, "strerror", None) or error
-    return OptionError(
-        argument,
-        f"{shortened(repr(name_or_path))} ({shortened(str(why))})",
-        f"one of {known}, or the path of a cuDNN device-properties JSON file",
-    )
+        load_properties(name_or_path, argument)
 
 
 @functools.cache

@@ -9,7 +9,6 @@ from cudnn_sdpa import UnsupportedError, explain, rms_norm
 from cudnn_sdpa.fused.activation_graphs import (
     gelu_mul_rows,
     relu_squared_rows,
-    silu_mul_grad_gate,
     silu_mul_grad_up,
     silu_mul_gradients,
     silu_mul_rows,
@@ -104,7 +103,7 @@ GATES = {
     "gradients of silu_mul": (silu_mul_gradients, (DENSE, DENSE, DENSE), {}),
     "gradients of silu_mul of halves": (silu_mul_gradients, (bare(512, 1024), *halves(GATE_AND_UP)), {}),
     "gradients of silu_mul into halves": (silu_mul_gradients, (bare(512, 1024), GATE_AND_UP), {}),
-    "gradient of silu_mul by gate": (silu_mul_grad_gate, (bare(512, 1024), *halves(GATE_AND_UP)), {}),
+    "gradient of silu_mul by gate": (silu_mul_gradients, (bare(512, 1024), *halves(GATE_AND_UP)), {"of_up": False}),
     "gradient of silu_mul by up": (silu_mul_grad_up, (bare(512, 1024), halves(GATE_AND_UP)[0]), {}),
     "gelu_mul": (gelu_mul_rows, (DENSE, DENSE), {}),
     "gelu_mul of halves": (gelu_mul_rows, halves(GATE_AND_UP), {}),
