@@ -5,11 +5,14 @@ A `SingleLaunch` is a call of one launch and nothing else; a `CallTable` finds b
 
 from __future__ import annotations
 
+import functools
+import re
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -54,6 +57,62 @@ class Address(NamedTuple):
 
     of: str
     offset: int = 0
+
+
+class Struct:
+    """The argument of a kernel, a struct of 64-bit values, with the fields that its source declares.
+
+    Fields within an array or another struct are named by their path, such as "of.1.table".
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name = path, name
+
+    @functools.cached_property
+    def _pointers(self) -> dict[str, bool]:
+        """The fields in their order, and whether each is a pointer."""
+        return dict(_fields(self._path.read_text(), self._name))
+
+    def places(self, *names: str) -> list[int]:
+        order = list(self._pointers)
+        return [order.index(name) for name in names]
+
+    def filled(self, **values: object) -> array[int]:
+        """The struct with these values. A pointer that is not given is null; a number must be given.
+
+        Raises:
+            ValueError: There is no such field, or a number is missing at the top, or in an array or struct of `values`.
+        """
+        given: dict[str, int] = dict(_flat("", values))
+        parts = {"", *(name.rpartition(".")[0] for name in given)}
+        numbers = {x for x, is_pointer in self._pointers.items() if not is_pointer and x.rpartition(".")[0] in parts}
+        if wrong := (numbers - given.keys()) | (given.keys() - self._pointers.keys()):
+            raise ValueError(f"missing or unknown fields of struct {self._name}: {sorted(wrong)}")
+        return array("q", [given.get(name, 0) for name in self._pointers])
+
+
+_FIELD = re.compile(r"^\s+(?:const )?(\w+)(\*)? (\w+)(?:\[(\d+)\])?;", re.MULTILINE)
+
+
+def _fields(source: str, struct: str, within: str = "") -> Iterator[tuple[str, bool]]:
+    body = source.partition(f"struct {struct} {{\n")[2].partition("\n};")[0]
+    found = _FIELD.findall(body)
+    if len(found) != len(body.splitlines()):
+        raise ValueError(f"struct {struct}: a line that is no field")
+    for kind, pointer, name, count in found:
+        for path in [f"{within}{name}.{i}" for i in range(int(count))] if count else [f"{within}{name}"]:
+            if pointer or kind == "number":
+                yield path, bool(pointer)
+            else:
+                yield from _fields(source, kind, f"{path}.")
+
+
+def _flat(within: str, values: Any) -> Iterator[tuple[str, int]]:
+    for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        if isinstance(value, (Mapping, list, tuple)):
+            yield from _flat(f"{within}{key}.", value)
+        else:
+            yield f"{within}{key}", value
 
 
 class OwnKernel:

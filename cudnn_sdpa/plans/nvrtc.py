@@ -11,14 +11,12 @@ import functools
 import hashlib
 import importlib.util
 import os
-import re
 import threading
 import time
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -57,62 +55,6 @@ def slots(fields: type[tuple[int, ...]], *names: str, start: int = 0) -> list[in
     """Indices of named fields in a kernel's argument, an array in which `fields`, a NamedTuple, begins at `start`."""
     all_names: tuple[str, ...] = fields._fields  # type: ignore[attr-defined]
     return [start + all_names.index(name) for name in names]
-
-
-class Struct:
-    """The argument of a kernel, a struct of 64-bit values, with the fields that its source declares.
-
-    Fields within an array or another struct are named by their path, such as "of.1.table".
-    """
-
-    def __init__(self, path: Path, name: str) -> None:
-        self._path, self._name = path, name
-
-    @functools.cached_property
-    def _pointers(self) -> dict[str, bool]:
-        """The fields in their order, and whether each is a pointer."""
-        return dict(_fields(self._path.read_text(), self._name))
-
-    def places(self, *names: str) -> list[int]:
-        order = list(self._pointers)
-        return [order.index(name) for name in names]
-
-    def filled(self, **values: object) -> array[int]:
-        """The struct with these values. A pointer that is not given is null; a number must be given.
-
-        Raises:
-            ValueError: There is no such field, or a number is missing at the top, or in an array or struct of `values`.
-        """
-        given: dict[str, int] = dict(_flat("", values))
-        parts = {"", *(name.rpartition(".")[0] for name in given)}
-        numbers = {x for x, is_pointer in self._pointers.items() if not is_pointer and x.rpartition(".")[0] in parts}
-        if wrong := (numbers - given.keys()) | (given.keys() - self._pointers.keys()):
-            raise ValueError(f"missing or unknown fields of struct {self._name}: {sorted(wrong)}")
-        return array("q", [given.get(name, 0) for name in self._pointers])
-
-
-_FIELD = re.compile(r"^\s+(?:const )?(\w+)(\*)? (\w+)(?:\[(\d+)\])?;", re.MULTILINE)
-
-
-def _fields(source: str, struct: str, within: str = "") -> Iterator[tuple[str, bool]]:
-    body = source.partition(f"struct {struct} {{\n")[2].partition("\n};")[0]
-    found = _FIELD.findall(body)
-    if len(found) != len(body.splitlines()):
-        raise ValueError(f"struct {struct}: a line that is no field")
-    for kind, pointer, name, count in found:
-        for path in [f"{within}{name}.{i}" for i in range(int(count))] if count else [f"{within}{name}"]:
-            if pointer or kind == "number":
-                yield path, bool(pointer)
-            else:
-                yield from _fields(source, kind, f"{path}.")
-
-
-def _flat(within: str, values: Any) -> Iterator[tuple[str, int]]:
-    for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
-        if isinstance(value, (Mapping, list, tuple)):
-            yield from _flat(f"{within}{key}.", value)
-        else:
-            yield f"{within}{key}", value
 
 
 class LoadedKernel:

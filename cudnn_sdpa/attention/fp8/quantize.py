@@ -21,9 +21,10 @@ from torch import distributed as dist
 from cudnn_sdpa.attention.fp8 import reference
 from cudnn_sdpa.attention.fp8.scaling_state import AMAX, DESCALE, SCALE_S, O, S, V, number, scale_for, set_scales
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
+from cudnn_sdpa.engine.launch import Struct
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
-from cudnn_sdpa.plans.nvrtc import Kernel, LoadedKernel, Struct
+from cudnn_sdpa.plans.nvrtc import Kernel, LoadedKernel
 from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 
 SOURCE = Path(__file__).with_name("quantize.cu")

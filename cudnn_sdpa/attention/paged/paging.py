@@ -10,8 +10,8 @@ from torch import Tensor
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import Gathered, right_bound
-from cudnn_sdpa.engine.launch import Address, OwnKernel
-from cudnn_sdpa.plans.nvrtc import Kernel, Struct
+from cudnn_sdpa.engine.launch import Address, OwnKernel, Struct
+from cudnn_sdpa.plans.nvrtc import Kernel
 from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 
 _SOURCE = Path(__file__).with_name("paging.cu")
