@@ -374,7 +374,10 @@ class BoundPlan:
             if slot in aligned and tensor.data_ptr() & MISALIGNED:
                 if name not in self._copied:
                     check_address(argument, tensor)
-                tensor = tensor.clone()  # noqa: PLW2901 - where kernels can read it
+                made: Tensor = allocate(
+                    tuple(tensor.shape), tensor.stride(), tensor.dtype
+                )  # the plan's, perhaps with gaps
+                tensor = made.copy_(tensor)  # noqa: PLW2901 - where kernels can read it
             found.append(tensor)
         for name, (_, slot, offset) in zip(self._aligned_names, self.aligned, strict=True):
             if (address := found[slot].data_ptr() + offset) & MISALIGNED:

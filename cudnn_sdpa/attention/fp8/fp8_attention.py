@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, sharding
-from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax, cast_for_autocast
+from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax, cast_for_autocast, softmax_of
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients, Options
@@ -263,7 +263,8 @@ def fp8_attention(
         return _on_dtensors({**tensors, **options}, scaling, grad_dtype)
     cast = cast_for_autocast(ForwardArguments(q, k, v))
     q, k, v = cast.q, cast.k, cast.v
-    of = fp8_arguments.dense_call(q, k, v, options)
+    softmax = softmax_of(is_causal, causal_alignment, window_size, options["scale"])
+    of = ForwardArguments(q, k, v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv, softmax=softmax)
     check(of)
     made = check_scaling(scaling, grad_dtype, q)
     return _run(of, Call(options, scaling, made, is_deterministic(None)))
