@@ -133,13 +133,15 @@ class OwnKernel:
         *,
         blocks: int,
         threads: int,
-        fields: Sequence[int],
-        addresses: Mapping[int, Address],
+        argument: Struct,
+        values: Mapping[str, object],
+        addresses: Mapping[str, Address],
         device: int,
     ) -> None:
         self.kernel = kernel.on(device)
         self.name, self.buffer_layout, self.blocks, self.threads = name, buffer_layout, blocks, threads
-        self.fields, self.addresses = array("q", fields), dict(addresses)
+        self.fields = argument.filled(**values)
+        self.addresses = dict(zip(argument.places(*addresses), addresses.values(), strict=True))
         self._device = device
 
     def __call__(self, **addresses: int) -> Tensor:
