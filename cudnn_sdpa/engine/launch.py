@@ -69,32 +69,32 @@ class Struct:
         self._path, self._name = path, name
 
     @functools.cached_property
-    def _pointers(self) -> dict[str, bool]:
-        """The fields in their order, and whether each is a pointer."""
+    def _owners(self) -> dict[str, str | None]:
+        """The fields in their order, and the struct that each number is in, as a path; None for pointers."""
         return dict(_fields(self._path.read_text(), self._name))
 
     def places(self, *names: str) -> list[int]:
-        order = list(self._pointers)
+        order = list(self._owners)
         return [order.index(name) for name in names]
 
     def filled(self, **values: object) -> array[int]:
         """The struct with these values. A pointer that is not given is null; a number must be given.
 
         Raises:
-            ValueError: There is no such field, or a number is missing at the top, or in an array or struct of `values`.
+            ValueError: There is no such field, or a number is missing in a struct that `values` are of.
         """
         given: dict[str, int] = dict(_flat("", values))
-        parts = {"", *(name.rpartition(".")[0] for name in given)}
-        numbers = {x for x, is_pointer in self._pointers.items() if not is_pointer and x.rpartition(".")[0] in parts}
-        if wrong := (numbers - given.keys()) | (given.keys() - self._pointers.keys()):
+        structs = {within for within in self._owners.values() if not within or any(x.startswith(within) for x in given)}
+        numbers = {name for name, within in self._owners.items() if within is not None and within in structs}
+        if wrong := (numbers - given.keys()) | (given.keys() - self._owners.keys()):
             raise ValueError(f"missing or unknown fields of struct {self._name}: {sorted(wrong)}")
-        return array("q", [given.get(name, 0) for name in self._pointers])
+        return array("q", [given.get(name, 0) for name in self._owners])
 
 
 _FIELD = re.compile(r"^\s+(?:const )?(\w+)(\*)? (\w+)(?:\[(\d+)\])?;", re.MULTILINE)
 
 
-def _fields(source: str, struct: str, within: str = "") -> Iterator[tuple[str, bool]]:
+def _fields(source: str, struct: str, within: str = "") -> Iterator[tuple[str, str | None]]:
     body = source.partition(f"struct {struct} {{\n")[2].partition("\n};")[0]
     found = _FIELD.findall(body)
     if len(found) != len(body.splitlines()):
@@ -102,7 +102,7 @@ def _fields(source: str, struct: str, within: str = "") -> Iterator[tuple[str, b
     for kind, pointer, name, count in found:
         for path in [f"{within}{name}.{i}" for i in range(int(count))] if count else [f"{within}{name}"]:
             if pointer or kind == "number":
-                yield path, bool(pointer)
+                yield path, None if pointer else within
             else:
                 yield from _fields(source, kind, f"{path}.")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -22,14 +22,13 @@ from cudnn_sdpa.attention.fp8.arguments import (
     Fp8Scales,
     Options,
 )
-from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call, backward_call_of, call_of
+from cudnn_sdpa.attention.fp8.call import backward_call_of, call_of
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
-from cudnn_sdpa.engine.operation import Operation
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import dense_stride_like
@@ -43,34 +42,22 @@ if TYPE_CHECKING:
 def describe_sdpa_fp8(scales: Fp8Scales, **given: Any) -> Description:
     fp8_arguments.check_scales_type(scales, Fp8Scales)
     call = call_of(**grouped(given), scales=scales)
-    refused = _checked(FP8, call)
+    refused = FP8.checked(call, lambda call: call).refused
     if refused is not None:
-        return refused
+        return Description.refused(graphs.sdpa_fp8_forward, refused, device_of(call.q))
     forward = ForwardSpec.of(call)
     is_empty = forward.dense.is_empty
     notes = forward.extra_kernels()
     return Description(graphs.sdpa_fp8_forward, forward.key, device_of(call.q), is_empty=is_empty, extra_kernels=notes)
 
 
-Fp8T = TypeVar("Fp8T", Fp8Call, Fp8BackwardCall)
-
-
-def _checked(operation: Operation[Fp8T], call: Fp8T) -> Description | None:
-    """Checks a call as it is checked before its launch; describes one that is refused for its differentiation."""
-    refused = operation.checked(call, lambda call: call).refused
-    if refused is None:
-        return None
-    graph = graphs.sdpa_fp8_forward if isinstance(call, Fp8Arguments) else graphs.sdpa_fp8_backward
-    return Description.refused(graph, refused, device_of(call.q))
-
-
 @describes(sdpa_fp8_backward, sharding.fp8_backward)
 def describe_sdpa_fp8_backward(scales: Fp8BackwardScales, **given: Any) -> Description:
     fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
     call = backward_call_of(**grouped(given), scales=scales)
-    refused = _checked(FP8_BACKWARD, call)
+    refused = FP8_BACKWARD.checked(call, lambda call: call).refused
     if refused is not None:
-        return refused
+        return Description.refused(graphs.sdpa_fp8_backward, refused, device_of(call.q))
     return _describe_backward_call(call, device_of(call.q), [])
 
 

@@ -108,8 +108,9 @@ def forward(
     amaxes = {S: found.amax_s, O: found.amax_o}
     if half_output:
         record_all(amaxes, record)
-        return Forward(out=found.out, q=q8, k=k8, v=v8, out_fp8=found.out, lse=found.lse, table=table)
-    (out,) = dequantize((found.out,), (O,), dtype=q.dtype, table=table, amaxes=amaxes, record=record)
+        out = found.out
+    else:
+        (out,) = dequantize((found.out,), (O,), dtype=q.dtype, table=table, amaxes=amaxes, record=record)
     return Forward(out=out, q=q8, k=k8, v=v8, out_fp8=found.out, lse=found.lse, table=table)
 
 
