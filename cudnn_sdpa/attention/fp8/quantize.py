@@ -175,7 +175,7 @@ def _blocks(device: int, units: int) -> int:
 
 
 class _Quantizer:
-    __slots__ = ("_blocks", "_device", "_fields", "_kernel", "_made", "_places")
+    __slots__ = ("_blocks", "_converts", "_device", "_fields", "_kernel", "_made", "_measures", "_places")
 
     def __init__(self, device: int, dtype: torch.dtype, wanted: Wanted, *layouts: tuple[Shape, Shape]) -> None:
         self._device = device
@@ -195,7 +195,8 @@ class _Quantizer:
             of=[{**walk, "row": row} for walk, row in zip(walks, wanted.rows, strict=True)],
         )
         of = (f"of.{which}.{name}" for name in ("from", "to") for which in range(len(layouts)))
-        self._places = _quantize.places("measures", "converts", "table", "given", "record", *of)
+        self._places = _quantize.places("table", "given", "record", *of)
+        self._measures, self._converts = _quantize.places("measures", "converts")
         self._blocks = _blocks(device, max(walk["units"] for walk in walks))
 
     def __call__(
@@ -210,16 +211,17 @@ class _Quantizer:
     ) -> list[Tensor]:
         with torch.cuda.device(self._device):
             made = [allocate(*layout) for layout in self._made] if converts else []
-            addresses = [0 if x is None else x.data_ptr() for x in (table, given, record, *tensors, *made)]
             fields = self._fields[:]
-            for place, value in zip(self._places, (measures, converts, *addresses), strict=False):
-                fields[place] = value
+            fields[self._measures], fields[self._converts] = measures, converts
+            for place, x in zip(self._places, (table, given, record, *tensors, *made), strict=False):
+                if x is not None:
+                    fields[place] = x.data_ptr()
             self._kernel.launch(self._blocks, THREADS, fields, current_raw_stream(self._device))
         return made
 
 
 class _Dequantizer:
-    __slots__ = ("_device", "_dtype", "_fields", "_kernel", "_places")
+    __slots__ = ("_device", "_dtype", "_fields", "_kernel", "_places", "_units")
 
     def __init__(self, device: int, fp8: torch.dtype, dtype: torch.dtype, rows: Shape, measured: Shape) -> None:
         self._device, self._dtype = device, dtype
@@ -233,21 +235,23 @@ class _Dequantizer:
             of=[{"units": 0, "row": row} for row in rows],
         )
         amaxes = (f"amax.{slot}" for slot in range(len(measured)))
-        of = (f"of.{which}.{name}" for name in ("from", "to", "units") for which in range(len(rows)))
+        of = (f"of.{which}.{name}" for name in ("from", "to") for which in range(len(rows)))
         self._places = _dequantize.places("table", "record", *amaxes, *of)
+        self._units = _dequantize.places(*(f"of.{which}.units" for which in range(len(rows))))
 
     def __call__(
         self, tensors: Sequence[Tensor], table: Tensor, amaxes: dict[int, Tensor], record: Tensor | None
     ) -> list[Tensor]:
         with torch.cuda.device(self._device):
             made = [allocate(tuple(tensor.shape), tensor.stride(), self._dtype) for tensor in tensors]
-            units = [tensor.numel() // _UNIT for tensor in tensors]
-            given = (table, record, *amaxes.values(), *tensors, *made)
-            addresses = [0 if x is None else x.data_ptr() for x in given]
-            fields = self._fields[:]
-            for place, value in zip(self._places, (*addresses, *units), strict=True):
-                fields[place] = value
-            self._kernel.launch(_blocks(self._device, max(units)), THREADS, fields, current_raw_stream(self._device))
+            fields, units = self._fields[:], 0
+            for place, x in zip(self._places, (table, record, *amaxes.values(), *tensors, *made), strict=True):
+                if x is not None:
+                    fields[place] = x.data_ptr()
+            for place, tensor in zip(self._units, tensors, strict=False):
+                fields[place] = count = tensor.numel() // _UNIT
+                units = max(units, count)
+            self._kernel.launch(_blocks(self._device, units), THREADS, fields, current_raw_stream(self._device))
         return made
 
 

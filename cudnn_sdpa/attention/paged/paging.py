@@ -185,9 +185,9 @@ class AppendKernel:
         if self._has_several_gpus and torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self(k, v, table, lengths_kv=lengths_kv, lengths_q=lengths_q)
-        fields, addresses = self._fields[:], (lengths_kv.data_ptr(), lengths_q.data_ptr(), table.data_ptr(), k, v)
-        for place, address in zip(self._places, addresses, strict=True):
-            fields[place] = address
+        fields, (to_kv, to_q, to_table, to_k, to_v) = self._fields[:], self._places
+        fields[to_kv], fields[to_q] = lengths_kv.data_ptr(), lengths_q.data_ptr()
+        fields[to_table], fields[to_k], fields[to_v] = table.data_ptr(), k, v
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
         return None
 
