@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardT
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
-from cudnn_sdpa.engine.launch import Address, LaunchExtras, OwnKernel
+from cudnn_sdpa.engine.launch import Address, LaunchExtras, OwnKernel, Struct
 from cudnn_sdpa.engine.tensor_checks import is_causal_bias, like_in_memory
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
-from cudnn_sdpa.plans.nvrtc import Kernel, slots
+from cudnn_sdpa.plans.nvrtc import Kernel
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
 
-kernel = Kernel(Path(__file__).with_name("bias.cu"), "make_bias")
+_SOURCE = Path(__file__).with_name("bias.cu")
+kernel, _argument = Kernel(_SOURCE, "make_bias"), Struct(_SOURCE, "Mask")
 
 _THREADS = 256
 _WORD = 16  #: bytes that a thread writes at a time
-_PER_CALL = 0  #: an address that is filled in at each launch
 _MINUS_INFINITY = {torch.float16: 0xFC00, torch.bfloat16: 0xFF80}
 
 
@@ -54,26 +54,6 @@ def reads_directly(view: Tensor, skv: int) -> bool:
     return all(shape[dim] == 1 or stride[dim] % alignment == 0 for dim in range(3))
 
 
-class BiasFields(NamedTuple):
-    """The struct `Mask` of `bias.cu`."""
-
-    base: int
-    batch: int
-    head: int
-    row: int
-    column: int
-    heads: int
-    rows: int
-    columns: int
-    elements: int
-    size: int
-    masked: int
-    bias: int
-
-
-_BASE, _BIAS = slots(BiasFields, "base", "bias")
-
-
 class BiasKernel(OwnKernel):
     """Converts masks that look alike to the bias that cuDNN adds to the scores.
 
@@ -97,21 +77,9 @@ class BiasKernel(OwnKernel):
             span = 1 + sum((n - 1) * elements for n, elements in zip(shape, stride, strict=True)) if view.numel() else 0
             shape, stride = (1, 1, 1, span), (0, 0, 0, 1)
         elements = math.prod(shape)
-        batch, head, row, column = (elements * size for elements in stride)
-        fields = BiasFields(
-            base=_PER_CALL,
-            batch=batch,
-            head=head,
-            row=row,
-            column=column,
-            heads=shape[1],
-            rows=shape[2],
-            columns=shape[3],
-            elements=elements,
-            size=size,
-            masked=_MINUS_INFINITY.get(layout.dtype, 0),
-            bias=_PER_CALL,
-        )
+        strides = zip(("batch", "head", "row", "column"), (elements * size for elements in stride), strict=True)
+        sizes = zip(("heads", "rows", "columns"), shape[1:], strict=True)
+        masked = _MINUS_INFINITY.get(layout.dtype, 0)
         processors = torch.cuda.get_device_properties(device).multi_processor_count
         in_block = _THREADS * _WORD // layout.dtype.itemsize
         super().__init__(
@@ -120,8 +88,9 @@ class BiasKernel(OwnKernel):
             buffer_layout=((elements,), (1,), layout.dtype),
             blocks=max(1, min(-(-elements // in_block), 8 * processors)),
             threads=_THREADS,
-            fields=fields,
-            addresses={_BASE: Address("attn_mask", begin), _BIAS: Address("converted_mask")},
+            argument=_argument,
+            values={**dict(strides), **dict(sizes), "elements": elements, "size": size, "masked": masked},
+            addresses={"base": Address("attn_mask", begin), "bias": Address("converted_mask")},
             device=device,
         )
 

@@ -7,55 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from cudnn_sdpa.attention.mask import Band
-from cudnn_sdpa.engine.launch import Address, LaunchExtras, OwnKernel
+from cudnn_sdpa.engine.launch import Address, LaunchExtras, OwnKernel, Struct
 from cudnn_sdpa.graph.layouts import ALIGNMENT
-from cudnn_sdpa.plans.nvrtc import Kernel, slots
+from cudnn_sdpa.plans.nvrtc import Kernel
 
 _SOURCE = Path(__file__).with_name("lengths.cu")
 correct_kernel = Kernel(_SOURCE, "correct_lengths")
 limit_kernel = Kernel(_SOURCE, "limit_rows")
+_lengths, _limits = Struct(_SOURCE, "Lengths"), Struct(_SOURCE, "Limits")
 
 LENGTHS = ("seq_lens_q", "seq_lens_kv")  #: of a call; kernels take them first
 LENGTHS_OF_CALL = tuple(map(Address, LENGTHS))
 
 _THREADS = 256
 _MADE = "lengths"  #: what addresses call the memory that a kernel fills
-_PER_CALL = 0  #: an address that is filled in at each launch
 _UNBOUNDED = 1 << 40  #: farther than any key is from the diagonal
 _LARGEST = 2**31 - 1
-
-
-class LengthsFields(NamedTuple):
-    """The struct `Lengths` of `lengths.cu`."""
-
-    q: int
-    kv: int
-    batch: int
-    max_q: int
-    max_kv: int
-    seq_len_q: int
-    seq_len_kv: int
-
-
-class LimitsFields(NamedTuple):
-    """The struct `Limits` of `lengths.cu`."""
-
-    q: int
-    kv: int
-    batch: int
-    max_q: int
-    max_kv: int
-    rows: int
-    left: int
-    right: int
-    bottom_right: int
-    lowest: int
-    highest: int
 
 
 class _IntsKernel(OwnKernel):
@@ -70,8 +41,9 @@ class _IntsKernel(OwnKernel):
     def __init__(
         self,
         kernel: Kernel,
-        fields: tuple[int, ...],
-        outputs: dict[str, int],
+        argument: Struct,
+        values: dict[str, object],
+        outputs: Sequence[str],
         size: int,
         device: int,
         lengths: Sequence[Address] = LENGTHS_OF_CALL,
@@ -80,8 +52,9 @@ class _IntsKernel(OwnKernel):
 
         Args:
             kernel: Its source.
-            fields: Its argument, without addresses; lengths of queries and of keys come first.
-            outputs: The place in `fields` of the address of each tensor that is made, by operand.
+            argument: Its argument.
+            values: Those of the argument, without addresses.
+            outputs: The tensors that are made, as the argument and operands of plans call them.
             size: Number of elements of each of these tensors.
             device: The GPU.
             lengths: Where it finds the lengths of queries and of keys.
@@ -95,9 +68,10 @@ class _IntsKernel(OwnKernel):
             buffer_layout=((len(outputs) * aligned // 4,), (1,), torch.int32),
             blocks=max(1, min(-(-size // _THREADS), 4 * processors)),
             threads=_THREADS,
-            fields=fields,
-            addresses=dict(enumerate(lengths))
-            | {place: Address(_MADE, self.offsets[name]) for name, place in outputs.items()},
+            argument=argument,
+            values=values,
+            addresses=dict(zip(("given.q", "given.kv"), lengths, strict=True))
+            | {name: Address(_MADE, offset) for name, offset in self.offsets.items()},
             device=device,
         )
 
@@ -132,20 +106,11 @@ class LengthsKernel(_IntsKernel):
             device: The GPU.
             decode: Whether the plan is one of a decode engine, which reads only lengths of keys.
         """
-        fields = LengthsFields(
-            q=_PER_CALL,
-            kv=_PER_CALL,
-            batch=batch,
-            max_q=sq,
-            max_kv=skv,
-            seq_len_q=_PER_CALL,
-            seq_len_kv=_PER_CALL,
-        )
         made = [] if decode else ["seq_len_q"]
         if decode or has_kv:
             made.append("seq_len_kv")
-        outputs = dict(zip(made, slots(LengthsFields, *made), strict=True))
-        super().__init__(correct_kernel, fields, outputs, size=batch, device=device)
+        given = {"batch": batch, "max_q": sq, "max_kv": skv}
+        super().__init__(correct_kernel, _lengths, {"given": given}, made, size=batch, device=device)
 
 
 class RowLimitsKernel(_IntsKernel):
@@ -180,19 +145,12 @@ class RowLimitsKernel(_IntsKernel):
             lengths: Where the lengths of queries and of keys are.
         """
         left, right, bottom_right = band or (None, None, False)
-        fields = LimitsFields(
-            q=_PER_CALL,
-            kv=_PER_CALL,
-            batch=batch,
-            max_q=max_q,
-            max_kv=max_kv,
-            rows=rows,
-            left=_UNBOUNDED if left is None else left,
-            right=_UNBOUNDED if right is None else right,
-            bottom_right=bottom_right,
-            lowest=_PER_CALL,
-            highest=_PER_CALL,
-        )
-        lowest, highest = slots(LimitsFields, "lowest", "highest")
-        outputs = {"lowest": lowest, "highest": highest}
-        super().__init__(limit_kernel, fields, outputs, size=batch * rows, device=device, lengths=lengths)
+        values: dict[str, object] = {
+            "given": {"batch": batch, "max_q": max_q, "max_kv": max_kv},
+            "rows": rows,
+            "left": _UNBOUNDED if left is None else left,
+            "right": _UNBOUNDED if right is None else right,
+            "bottom_right": bottom_right,
+        }
+        outputs = "lowest", "highest"
+        super().__init__(limit_kernel, _limits, values, outputs, size=batch * rows, device=device, lengths=lengths)

@@ -51,12 +51,6 @@ class _Identity:
         return {"kernel": self.name, "source": self.digest, "sm": self.sm, **version}
 
 
-def slots(fields: type[tuple[int, ...]], *names: str, start: int = 0) -> list[int]:
-    """Indices of named fields in a kernel's argument, an array in which `fields`, a NamedTuple, begins at `start`."""
-    all_names: tuple[str, ...] = fields._fields  # type: ignore[attr-defined]
-    return [start + all_names.index(name) for name in names]
-
-
 class LoadedKernel:
     __slots__ = ("_device", "_function", "_launch", "_shared", "name", "native")
 

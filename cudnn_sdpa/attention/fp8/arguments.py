@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from operator import attrgetter
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from torch import Tensor
@@ -17,15 +16,13 @@ from cudnn_sdpa.attention.arguments import (
     check_alike,
     check_flag,
     check_lengths,
-    from_fields,
-    softmax_of,
 )
 from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED, Alignment
 from cudnn_sdpa.attention.paged.arguments import HND, PAGE_DIMENSIONS, check_pages
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_is_tensor, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
-from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
+from cudnn_sdpa.graph.scalars import is_compiling
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (*FP8_DTYPES, torch.bfloat16, torch.float16)
@@ -83,9 +80,6 @@ class Fp8BackwardScales(NamedTuple):
     scale_dk: Tensor
     scale_dv: Tensor
     scale_dp: Tensor
-
-
-_SCALES, _BACKWARD_SCALES = attrgetter(*Fp8Scales._fields), attrgetter(*Fp8BackwardScales._fields)
 
 
 class Fp8Output(NamedTuple):
@@ -155,18 +149,10 @@ class Fp8Arguments(NamedTuple):
     with_lse: bool = False
 
     @property
-    def scales(self) -> tuple[Tensor, ...]:
-        return _SCALES(self)
-
-    @property
     def tables(self) -> tuple[Tensor, Tensor] | None:
         if self.page_table is None:
             return None
         return self.page_table, self.page_table if self.page_table_v is None else self.page_table_v
-
-    @property
-    def scale_value(self) -> float:
-        return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
 
 
 class Fp8BackwardArguments(NamedTuple):
@@ -199,14 +185,6 @@ class Fp8BackwardArguments(NamedTuple):
     scale: float | None = None
     deterministic: bool = False
 
-    @property
-    def scales(self) -> tuple[Tensor, ...]:
-        return _BACKWARD_SCALES(self)
-
-    @property
-    def scale_value(self) -> float:
-        return self.q.shape[3] ** -0.5 if self.scale is None else float(self.scale)
-
 
 class Options(TypedDict):
     is_causal: bool
@@ -217,28 +195,8 @@ class Options(TypedDict):
     seq_lens_kv: Tensor | None
 
 
-def fields_of(options: Options) -> dict[str, Any]:
-    """The fields of a call with these options; they have not been checked."""
-    left, right = arguments.window_bounds(options["window_size"])
-    return {
-        "is_causal": as_bool(options["is_causal"]),
-        "causal_alignment": options["causal_alignment"],
-        "window_left": left,
-        "window_right": right,
-        "scale": as_float(options["scale"]),
-        "seq_lens_q": options["seq_lens_q"],
-        "seq_lens_kv": options["seq_lens_kv"],
-    }
-
-
-def dense_call(q: Tensor, k: Tensor, v: Tensor, options: Options) -> ForwardArguments:
-    """The call in other dtypes with these options; they have not been checked."""
-    softmax = softmax_of(
-        options["is_causal"], options["causal_alignment"], options["window_size"], as_float(options["scale"])
-    )
-    lengths_q, lengths_kv = options["seq_lens_q"], options["seq_lens_kv"]
-    return ForwardArguments(q, k, v, seq_lens_q=lengths_q, seq_lens_kv=lengths_kv, softmax=softmax)
-
+#: How many options of the softmax, the first ones, the calls of all functions in FP8 have.
+OPTIONS = 5
 
 #: The tensors of a call that are not scales, and the page tables.
 TENSORS = ("q", "k", "v", "seq_lens_q", "seq_lens_kv")
@@ -250,24 +208,18 @@ TABLES = ("page_table", "page_table_v")
 SCALES = {name: f"scales.{name}" for name in (*Fp8Scales._fields, *Fp8BackwardScales._fields)}
 
 
-def options_of(call: ForwardArguments | Fp8Arguments | Fp8BackwardArguments) -> dict[str, Any]:
-    """The fields that calls of all functions in FP8 and of `sdpa` have, besides queries, keys and values."""
-    names = ("is_causal", "causal_alignment", "window_left", "window_right", "scale", "seq_lens_q", "seq_lens_kv")
-    options = call.softmax if isinstance(call, ForwardArguments) else call
-    return {name: getattr(options if name in Softmax._fields else call, name) for name in names}
+def scale_names(call: Fp8Arguments | Fp8BackwardArguments) -> tuple[str, ...]:
+    return Fp8Scales._fields if isinstance(call, Fp8Arguments) else Fp8BackwardScales._fields
 
 
 def as_dense(call: Fp8Arguments | Fp8BackwardArguments) -> ForwardArguments:
     """The tensors and options that calls in other dtypes have, too; with pages, k and v are pages."""
-    return from_fields(
-        ForwardArguments,
-        call.q,
-        call.k,
-        call.v,
-        **options_of(call),
-        deterministic=isinstance(call, Fp8BackwardArguments) and call.deterministic,
-        with_lse=isinstance(call, Fp8BackwardArguments) or call.with_lse,
-    )
+    softmax = Softmax(call.is_causal, call.causal_alignment, call.window_left, call.window_right, call.scale)
+    with_lse = isinstance(call, Fp8BackwardArguments) or call.with_lse
+    if isinstance(call, Fp8BackwardArguments):
+        softmax = softmax._replace(deterministic=call.deterministic)
+    tensors = call.q, call.k, call.v, None, None, call.seq_lens_q, call.seq_lens_kv
+    return ForwardArguments(*tensors, softmax=softmax, with_lse=with_lse)
 
 
 def check_scales_type(scales: object, kind: type[tuple[Tensor, ...]]) -> None:
@@ -284,24 +236,17 @@ def check_tensors(tensors: Mapping[str, object]) -> None:
             raise LayoutError(name, "a negated view", "a tensor of its own", "PyTorch negates no FP8: negate before.")
 
 
-def check_types(call: Fp8Arguments) -> None:
-    """Types that the operator's schema would refuse as well, but without naming the argument."""
-    check_tensors({name: getattr(call, name) for name in TENSORS})
-    _check_types_of_scales(call, Fp8Scales._fields)
-    check_flag("return_lse", call.with_lse)
-    check_is_tensor("page_table", call.page_table, optional=call.page_table_v is None)
-    check_is_tensor("page_table_v", call.page_table_v, optional=True)
-    _check_out_dtype(call)
-
-
-def check_types_of_backward(call: Fp8BackwardArguments) -> None:
-    check_tensors({name: getattr(call, name) for name in TENSORS_OF_BACKWARD})
-    _check_types_of_scales(call, Fp8BackwardScales._fields)
-
-
-def _check_types_of_scales(call: Fp8Arguments | Fp8BackwardArguments, names: tuple[str, ...]) -> None:
+def check_types(call: Fp8Arguments | Fp8BackwardArguments) -> None:
+    """Types that the operators' schemas would refuse as well, but without naming the argument."""
+    names = TENSORS if isinstance(call, Fp8Arguments) else TENSORS_OF_BACKWARD
+    check_tensors({name: getattr(call, name) for name in names})
     hint = "Make one with torch.tensor([1.0], dtype=torch.float32, device=q.device)."
-    check_are_tensors({SCALES[name]: getattr(call, name) for name in names}, hint=hint)
+    check_are_tensors({SCALES[name]: getattr(call, name) for name in scale_names(call)}, hint=hint)
+    if isinstance(call, Fp8Arguments):
+        check_flag("return_lse", call.with_lse)
+        check_is_tensor("page_table", call.page_table, optional=call.page_table_v is None)
+        check_is_tensor("page_table_v", call.page_table_v, optional=True)
+        _check_out_dtype(call)
 
 
 def _check_out_dtype(call: Fp8Arguments) -> None:
@@ -320,12 +265,9 @@ def check_softmax(softmax: Softmax) -> None:
         raise OptionError("scale", repr(softmax.scale), "a positive number, or None for 1/sqrt(head dim)")
 
 
-_QUANTIZE = "Quantize it to FP8; cudnn_sdpa.sdpa takes float16 and bfloat16."
-
-
-def check(call: Fp8Arguments) -> None:
+def check(call: Fp8Arguments | Fp8BackwardArguments) -> None:
     """The checks of tensors for every device. They read no address and no value, so that fake tensors pass."""
-    if call.tables is None:
+    if isinstance(call, Fp8BackwardArguments) or call.tables is None:
         _check_dense(call)
         return
     q, k, v = call.q, call.k, call.v
@@ -347,22 +289,28 @@ def check(call: Fp8Arguments) -> None:
     check_lengths("seq_lens_kv", call.seq_lens_kv, q)
 
 
-def _check_dense(call: Fp8Arguments) -> None:
-    check_common(as_dense(call), FP8_DTYPES, _QUANTIZE)
-    _check_scales(call, Fp8Scales._fields)
-    _check_out_dtype(call)
+def _check_dense(call: Fp8Arguments | Fp8BackwardArguments) -> None:
+    check_common(as_dense(call), FP8_DTYPES, "Quantize it to FP8; cudnn_sdpa.sdpa takes float16 and bfloat16.")
+    if isinstance(call, Fp8BackwardArguments):
+        _check_results(call)
+    for field in scale_names(call):
+        scale = getattr(call, field)
+        check_tensor(SCALES[field], scale, call.q, dtype=torch.float32)
+        if scale.numel() != 1:
+            raise ShapeError(SCALES[field], shape_of(scale), "one element: cuDNN has one scale per tensor")
+    if isinstance(call, Fp8Arguments):
+        _check_out_dtype(call)
 
 
-def check_backward(call: Fp8BackwardArguments) -> None:
+def _check_results(call: Fp8BackwardArguments) -> None:
+    """The output, its gradient and the LSE."""
     q, v = call.q, call.v
-    check_common(as_dense(call), FP8_DTYPES, _QUANTIZE)
     shape = (*q.shape[:3], v.shape[3])
     for name, tensor in (("grad_out", call.grad_out), ("out", call.out)):
         hint = f"Quantize it: ({name} * scale).to({q.dtype}), after a clamp to the range of that dtype."
         check_tensor(name, tensor, q, dtype=FP8_DTYPES, shape=shape, meaning="that of the output", hint=hint)
     meaning = "(batch, heads, queries), as sdpa_fp8 gives it with return_lse=True"
     check_tensor("lse", call.lse, q, dtype=torch.float32, shape=shape[:3], meaning=meaning)
-    _check_scales(call, Fp8BackwardScales._fields)
 
 
 def check_common(call: ForwardArguments, dtypes: tuple[torch.dtype, ...], hint: str) -> None:
@@ -373,15 +321,6 @@ def check_common(call: ForwardArguments, dtypes: tuple[torch.dtype, ...], hint: 
     arguments.check_sizes(q, k, v, HEAD_DIM_MULTIPLE if arguments.has_limits(call) else 1)
     check_lengths("seq_lens_q", call.seq_lens_q, q)
     check_lengths("seq_lens_kv", call.seq_lens_kv, q)
-
-
-def _check_scales(call: Fp8Arguments | Fp8BackwardArguments, names: tuple[str, ...]) -> None:
-    """cuDNN reads one float32 per tensor, on the GPU."""
-    for field in names:
-        scale = getattr(call, field)
-        check_tensor(SCALES[field], scale, call.q, dtype=torch.float32)
-        if scale.numel() != 1:
-            raise ShapeError(SCALES[field], shape_of(scale), "one element: cuDNN has one scale per tensor")
 
 
 # The same calls without pages.
@@ -397,24 +336,6 @@ def without_pages(call: Fp8Arguments) -> ForwardArguments:
         _, heads, size, dim = pages.shape
         rows.append(torch.empty(batch, heads, width * size, dim, dtype=pages.dtype, device="meta"))
     return as_dense(call)._replace(k=rows[0], v=rows[1])
-
-
-def gathered(call: Fp8Arguments) -> Fp8Arguments:
-    """The call on contiguous keys and values, on any device. Keys past the lengths are zeros."""
-    if call.tables is None:
-        return call
-    lengths = call.seq_lens_kv
-    assert lengths is not None
-    keys = call.tables[0].shape[1] * call.k.shape[2]
-    is_owned = torch.arange(keys, device=lengths.device) < lengths.unsqueeze(1)
-
-    def gather(pages: Tensor, table: Tensor) -> Tensor:
-        bits = pages.view(torch.uint8)
-        rows = bits[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
-        return rows.masked_fill(~is_owned[:, None, :, None], 0).view(pages.dtype)
-
-    k, v = (gather(pages, table) for pages, table in zip((call.k, call.v), call.tables, strict=True))
-    return call._replace(k=k, v=v, page_table=None, page_table_v=None)
 
 
 def check_values(call: Fp8Arguments) -> None:

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import sharding
+from cudnn_sdpa.attention.arguments import Softmax, warn_of_order
 from cudnn_sdpa.attention.arguments import check_values as check_lengths
-from cudnn_sdpa.attention.arguments import warn_of_order
 from cudnn_sdpa.attention.call import CudnnCall
 from cudnn_sdpa.attention.cpu_checks import check_offsets
 from cudnn_sdpa.attention.fp8 import arguments, launch, plans
 from cudnn_sdpa.attention.fp8 import reference as in_pytorch
 from cudnn_sdpa.attention.fp8.arguments import (
+    OPTIONS,
     SCALES,
     Fp8Arguments,
     Fp8BackwardArguments,
     Fp8BackwardScales,
     Fp8Scales,
-    Options,
 )
 from cudnn_sdpa.engine import tensor_checks
-from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.sharding import ShardingStrategy
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.scalars import as_bool
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
@@ -69,9 +65,9 @@ class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's 
 class Fp8BackwardCall(Fp8BackwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
     __slots__ = ()
 
-    check_types = arguments.check_types_of_backward
+    check_types = arguments.check_types
     check_options = arguments.check_options
-    check = arguments.check_backward
+    check = arguments.check
     outputs = plans.results_of_backward
     bind = launch.prepare_backward
     keys = plans.keys_of_backward
@@ -105,25 +101,19 @@ def call_of(
     k: Tensor,
     v: Tensor,
     scales: Fp8Scales,
+    softmax: Softmax,
     *,
+    seq_lens_q: Tensor | None,
+    seq_lens_kv: Tensor | None,
     page_table: Tensor | None,
     page_table_v: Tensor | None,
     out_dtype: torch.dtype | None,
     return_lse: bool,
-    **options: Unpack[Options],
 ) -> Fp8Call:
     """The call that arguments of `sdpa_fp8` make; they have not been checked."""
-    return Fp8Call(
-        q,
-        k,
-        v,
-        *scales,
-        **arguments.fields_of(options),
-        page_table=page_table,
-        page_table_v=None if page_table_v is page_table else page_table_v,
-        out_dtype=out_dtype,
-        with_lse=as_bool(return_lse),
-    )
+    tables = page_table, None if page_table_v is page_table else page_table_v
+    others = seq_lens_q, seq_lens_kv, *tables, *softmax[:OPTIONS], out_dtype, as_bool(return_lse)
+    return Fp8Call._make((q, k, v, *scales, *others))
 
 
 def backward_call_of(
@@ -134,22 +124,14 @@ def backward_call_of(
     out: Tensor,
     lse: Tensor,
     scales: Fp8BackwardScales,
+    softmax: Softmax,
     *,
-    deterministic: bool | None,
-    **options: Unpack[Options],
+    seq_lens_q: Tensor | None,
+    seq_lens_kv: Tensor | None,
 ) -> Fp8BackwardCall:
     """The call that arguments of `sdpa_fp8_backward` make; they have not been checked."""
-    return Fp8BackwardCall(
-        grad_out=grad_out,
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        lse=lse,
-        **scales._asdict(),
-        **arguments.fields_of(options),
-        deterministic=is_deterministic(deterministic),
-    )
+    others = seq_lens_q, seq_lens_kv, *softmax[:OPTIONS], softmax.deterministic
+    return Fp8BackwardCall._make((grad_out, q, k, v, out, lse, *scales, *others))
 
 
 def _refuse_gradient(what: str, call: Fp8Arguments | Fp8BackwardArguments) -> NoReturn:

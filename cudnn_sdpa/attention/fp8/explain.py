@@ -4,26 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import sharding
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, grouped
 from cudnn_sdpa.attention.dense.explain import as_cast, device_of, note_on_parts, notes_on_casts
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8 import fp8_attention, graphs, plans
-from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales, Options
-from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call, backward_call_of, call_of
+from cudnn_sdpa.attention.fp8.arguments import (
+    OPTIONS,
+    Fp8Arguments,
+    Fp8BackwardArguments,
+    Fp8BackwardScales,
+    Fp8Scales,
+    Options,
+)
+from cudnn_sdpa.attention.fp8.call import backward_call_of, call_of
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
-from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
-from cudnn_sdpa.engine.operation import Operation
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import dense_stride_like
@@ -36,35 +41,23 @@ if TYPE_CHECKING:
 @describes(sdpa_fp8, sharding.fp8)
 def describe_sdpa_fp8(scales: Fp8Scales, **given: Any) -> Description:
     fp8_arguments.check_scales_type(scales, Fp8Scales)
-    call = call_of(**given, scales=scales)
-    refused = _checked(FP8, call)
+    call = call_of(**grouped(given), scales=scales)
+    refused = FP8.checked(call, lambda call: call).refused
     if refused is not None:
-        return refused
+        return Description.refused(graphs.sdpa_fp8_forward, refused, device_of(call.q))
     forward = ForwardSpec.of(call)
     is_empty = forward.dense.is_empty
     notes = forward.extra_kernels()
     return Description(graphs.sdpa_fp8_forward, forward.key, device_of(call.q), is_empty=is_empty, extra_kernels=notes)
 
 
-Fp8T = TypeVar("Fp8T", Fp8Call, Fp8BackwardCall)
-
-
-def _checked(operation: Operation[Fp8T], call: Fp8T) -> Description | None:
-    """Checks a call as it is checked before its launch; describes one that is refused for its differentiation."""
-    refused = operation.checked(call, lambda call: call).refused
-    if refused is None:
-        return None
-    graph = graphs.sdpa_fp8_forward if isinstance(call, Fp8Arguments) else graphs.sdpa_fp8_backward
-    return Description.refused(graph, refused, device_of(call.q))
-
-
 @describes(sdpa_fp8_backward, sharding.fp8_backward)
 def describe_sdpa_fp8_backward(scales: Fp8BackwardScales, **given: Any) -> Description:
     fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
-    call = backward_call_of(**given, scales=scales)
-    refused = _checked(FP8_BACKWARD, call)
+    call = backward_call_of(**grouped(given), scales=scales)
+    refused = FP8_BACKWARD.checked(call, lambda call: call).refused
     if refused is not None:
-        return refused
+        return Description.refused(graphs.sdpa_fp8_backward, refused, device_of(call.q))
     return _describe_backward_call(call, device_of(call.q), [])
 
 
@@ -109,7 +102,7 @@ def describe_fp8_attention(
 ) -> Description:
     lengths = {"seq_lens_q": options["seq_lens_q"], "seq_lens_kv": options["seq_lens_kv"]}
     fp8_arguments.check_tensors({"q": q, "k": k, "v": v, **lengths})
-    given = fp8_arguments.dense_call(q, k, v, options)
+    given = ForwardArguments(q, k, v, **grouped(options))
     call = as_cast(given)
     refused = UnsupportedError.of(fp8_attention.check, call)
     grad_dtype = fp8_attention.check_scaling(scaling, grad_dtype, q)
@@ -146,28 +139,19 @@ def _describe_backward(
     dtype: torch.dtype,
 ) -> Description:
     out = _dense((*of.q.shape[:3], of.v.shape[3]), of.q, DTYPE)
-    lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
-    options: dict[str, Any] = dict.fromkeys(Fp8BackwardScales._fields, ONE) | fp8_arguments.options_of(of)
-    backward = Fp8BackwardArguments(
-        grad_out=_dense(out.shape, out, dtype),
-        q=of.q,
-        k=of.k,
-        v=of.v,
-        out=out,
-        lse=lse,
-        **options,
-        deterministic=is_deterministic(None),
-    )
+    grad_out, lse = _dense(out.shape, out, dtype), torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
+    tensors = grad_out, of.q, of.k, of.v, out, lse, *[ONE] * len(Fp8BackwardScales._fields)
+    options = *call.softmax[:OPTIONS], call.softmax.deterministic
+    backward = Fp8BackwardArguments._make((*tensors, of.seq_lens_q, of.seq_lens_kv, *options))
     around = [*_notes_backward(scaling, dtype), *notes_on_casts(given, call, back=True)]
     return _describe_backward_call(backward, device_of(call.q), around)
 
 
 def _in_fp8(call: ForwardArguments, *, with_lse: bool) -> Fp8Arguments:
     """The call of `sdpa_fp8`: quantized tensors are dense, in the memory order of the originals."""
-    q, k, v = (_dense(x.shape, x, DTYPE) for x in call.qkv)
-    return Fp8Arguments(
-        q, k, v, *Fp8Scales(*[ONE] * 6), **fp8_arguments.options_of(without_data(call)), with_lse=with_lse
-    )
+    of, qkv = without_data(call), [_dense(x.shape, x, DTYPE) for x in call.qkv]
+    scales, lengths, tables = [ONE] * len(Fp8Scales._fields), (of.seq_lens_q, of.seq_lens_kv), (None, None)
+    return Fp8Arguments._make((*qkv, *scales, *lengths, *tables, *call.softmax[:OPTIONS], None, with_lse))
 
 
 def _dense(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:

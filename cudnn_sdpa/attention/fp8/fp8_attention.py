@@ -12,7 +12,7 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, sharding
-from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax, cast_for_autocast
+from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax, cast_for_autocast, softmax_of
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients, Options
@@ -108,8 +108,9 @@ def forward(
     amaxes = {S: found.amax_s, O: found.amax_o}
     if half_output:
         record_all(amaxes, record)
-        return Forward(out=found.out, q=q8, k=k8, v=v8, out_fp8=found.out, lse=found.lse, table=table)
-    (out,) = dequantize((found.out,), (O,), dtype=q.dtype, table=table, amaxes=amaxes, record=record)
+        out = found.out
+    else:
+        (out,) = dequantize((found.out,), (O,), dtype=q.dtype, table=table, amaxes=amaxes, record=record)
     return Forward(out=out, q=q8, k=k8, v=v8, out_fp8=found.out, lse=found.lse, table=table)
 
 
@@ -263,7 +264,8 @@ def fp8_attention(
         return _on_dtensors({**tensors, **options}, scaling, grad_dtype)
     cast = cast_for_autocast(ForwardArguments(q, k, v))
     q, k, v = cast.q, cast.k, cast.v
-    of = fp8_arguments.dense_call(q, k, v, options)
+    softmax = softmax_of(is_causal, causal_alignment, window_size, options["scale"])
+    of = ForwardArguments(q, k, v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv, softmax=softmax)
     check(of)
     made = check_scaling(scaling, grad_dtype, q)
     return _run(of, Call(options, scaling, made, is_deterministic(None)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -13,7 +14,14 @@ from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.arguments import warn_of_order
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import graphs, plans, workarounds
-from cudnn_sdpa.attention.fp8.arguments import SCALES, Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
+from cudnn_sdpa.attention.fp8.arguments import (
+    SCALES,
+    Fp8Arguments,
+    Fp8BackwardArguments,
+    Fp8BackwardScales,
+    Fp8Scales,
+    as_dense,
+)
 from cudnn_sdpa.attention.fp8.plans import AMAX, BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch
@@ -47,7 +55,7 @@ def prepare(call: Fp8Arguments) -> Prepared:
         plan=plan,
         operands=("q", "k", "v"),
         results=[as_layout(spec.out), AMAX, AMAX, as_layout(lse)][: len(key.outputs)],
-        numbers={"scale": call.scale_value},
+        numbers={"scale": as_dense(call).scale_value},
         extras=_scales(Fp8Scales._fields, key),
         arguments=SCALES,
     )
@@ -109,11 +117,11 @@ def _made(call: Fp8Arguments | Fp8BackwardArguments, dense: DenseSpec) -> dict[s
 class _Bound:
     """Launches a plan with the scales of a call, and the lengths and page tables that are made for it."""
 
-    __slots__ = ("_amaxes", "_dense", "_sides", "bound")
+    __slots__ = ("_amaxes", "_dense", "_scales", "_sides", "bound")
 
     def __init__(self, bound: BoundPlan, scales: Sequence[str], tensors: int, dense: DenseSpec) -> None:
         """Binds it, given the names of the scales, and the number of the operands before them."""
-        self.bound, self._dense = bound, dense
+        self.bound, self._dense, self._scales = bound, dense, attrgetter(*scales)
         self._sides = bound.operands[tensors + len(scales) :]
         key = bound.plan.key
         amaxes = [place for place, x in enumerate(key.outputs) if x.name.startswith("amax_")]
@@ -141,7 +149,7 @@ class _Bound:
             if into is not None:
                 for place in self._amaxes:
                     into[place].zero_()
-            return bound((*tensors, *call.scales, *(made[name] for name in self._sides)), out, into)
+            return bound((*tensors, *self._scales(call), *(made[name] for name in self._sides)), out, into)
 
 
 def _on(device: int) -> AbstractContextManager[object]:
@@ -168,7 +176,7 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
         plan=plan,
         operands=("q", "k", "v", "out", "grad_out", "lse"),
         results=[*(as_layout(layout) for layout in spec.gradients()), *[AMAX] * 4],
-        numbers={"scale": call.scale_value},
+        numbers={"scale": as_dense(call).scale_value},
         extras=_scales(Fp8BackwardScales._fields, key) + LaunchExtras(copy_if_unaligned=("grad_out",)),
         arguments=SCALES,
     )

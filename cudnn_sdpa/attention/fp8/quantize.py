@@ -12,7 +12,7 @@ import struct
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,84 +21,23 @@ from torch import distributed as dist
 from cudnn_sdpa.attention.fp8 import reference
 from cudnn_sdpa.attention.fp8.scaling_state import AMAX, DESCALE, SCALE_S, O, S, V, number, scale_for, set_scales
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
+from cudnn_sdpa.engine.launch import Struct
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
-from cudnn_sdpa.plans.nvrtc import Kernel, LoadedKernel, slots
+from cudnn_sdpa.plans.nvrtc import Kernel, LoadedKernel
 from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 
 SOURCE = Path(__file__).with_name("quantize.cu")
 quantize_kernel = Kernel(SOURCE, "fp8_quantize")
 dequantize_kernel = Kernel(SOURCE, "fp8_dequantize")
+_quantize, _dequantize = Struct(SOURCE, "Quantize"), Struct(SOURCE, "Dequantize")
 
 THREADS = 256
 _UNIT = 16  #: elements that a thread converts at a time
 _AT_ONCE = 4  #: units per thread whose loads are in flight together
-_MAX_TENSORS = 3  #: tensors of a launch
 _MAX_AMAXES = 4
-_PER_CALL = 0  #: an address or a flag that is filled in at each launch
 
 Shape = tuple[int, ...]
-
-
-class QuantizeFields(NamedTuple):
-    """The struct `Quantize` of `quantize.cu`, up to its three `Source`s."""
-
-    table: int
-    given: int
-    record: int
-    tensors: int
-    is_bfloat16: int
-    is_e5m2: int
-    limit: int
-    measures: int
-    converts: int
-    by_amax: int
-
-
-class SourceFields(NamedTuple):
-    """The struct `Source` of `quantize.cu`; `from` is `source` here, as it is a keyword."""
-
-    source: int
-    to: int
-    units: int
-    of_row: int
-    middle: int
-    inner: int
-    outer_stride: int
-    middle_stride: int
-    inner_stride: int
-    row: int
-
-
-class DequantizeFields(NamedTuple):
-    """The struct `Dequantize` of `quantize.cu`, up to its four amax addresses, their four rows, and its `Result`s."""
-
-    table: int
-    record: int
-    tensors: int
-    is_bfloat16: int
-    is_e5m2: int
-    measured: int
-
-
-class ResultFields(NamedTuple):
-    """The struct `Result` of `quantize.cu`; `from` is `source` here, as it is a keyword."""
-
-    source: int
-    to: int
-    units: int
-    row: int
-
-
-_TABLE, _GIVEN, _RECORD, _MEASURES, _CONVERTS = slots(
-    QuantizeFields, "table", "given", "record", "measures", "converts"
-)
-_SOURCES = [len(QuantizeFields._fields) + index * len(SourceFields._fields) for index in range(_MAX_TENSORS)]
-_SOURCE, _TO = slots(SourceFields, "source", "to")
-_DEQUANTIZE_TABLE, _DEQUANTIZE_RECORD = slots(DequantizeFields, "table", "record")
-_AMAXES = len(DequantizeFields._fields)
-_RESULTS = [_AMAXES + 2 * _MAX_AMAXES + index * len(ResultFields._fields) for index in range(_MAX_TENSORS)]
-_RESULT_SOURCE, _RESULT_TO, _RESULT_UNITS = slots(ResultFields, "source", "to", "units")
 
 
 class Wanted(NamedTuple):
@@ -236,35 +175,29 @@ def _blocks(device: int, units: int) -> int:
 
 
 class _Quantizer:
-    __slots__ = ("_blocks", "_device", "_fields", "_kernel", "_made")
+    __slots__ = ("_blocks", "_converts", "_device", "_fields", "_kernel", "_made", "_measures", "_places")
 
     def __init__(self, device: int, dtype: torch.dtype, wanted: Wanted, *layouts: tuple[Shape, Shape]) -> None:
         self._device = device
         self._kernel: LoadedKernel = quantize_kernel.on(device)
         (limit,) = struct.unpack("<i", struct.pack("<f", wanted.limit))
-        fields: list[int] = []
-        fields += QuantizeFields(
-            table=_PER_CALL,
-            given=_PER_CALL,
-            record=_PER_CALL,
+        results = [dense_stride_like(shape, shape, stride) for shape, stride in layouts]
+        self._made = [(shape, made, wanted.dtype) for (shape, _), made in zip(layouts, results, strict=True)]
+        walks = [_walk(*layout, made) for layout, made in zip(layouts, results, strict=True)]
+        self._fields = _quantize.filled(
             tensors=len(layouts),
             is_bfloat16=dtype == torch.bfloat16,
             is_e5m2=wanted.dtype == torch.float8_e5m2,
             limit=limit,
-            measures=_PER_CALL,
-            converts=_PER_CALL,
+            measures=0,
+            converts=0,
             by_amax=wanted.current,
+            of=[{**walk, "row": row} for walk, row in zip(walks, wanted.rows, strict=True)],
         )
-        self._made, max_units = [], 0
-        for (shape, stride), row in zip(layouts, wanted.rows, strict=True):
-            made = dense_stride_like(shape, shape, stride)
-            self._made.append((shape, made, wanted.dtype))
-            source = _walk(shape, stride, made, row)
-            fields += source
-            max_units = max(max_units, source.units)
-        self._blocks = _blocks(device, max_units)
-        missing = _MAX_TENSORS - len(layouts)
-        self._fields = array("q", [*fields, *(0,) * (missing * len(SourceFields._fields))])
+        of = (f"of.{which}.{name}" for name in ("from", "to") for which in range(len(layouts)))
+        self._places = _quantize.places("table", "given", "record", *of)
+        self._measures, self._converts = _quantize.places("measures", "converts")
+        self._blocks = _blocks(device, max(walk["units"] for walk in walks))
 
     def __call__(
         self,
@@ -276,62 +209,54 @@ class _Quantizer:
         measures: bool,
         converts: bool,
     ) -> list[Tensor]:
-        fields = self._fields[:]
         with torch.cuda.device(self._device):
             made = [allocate(*layout) for layout in self._made] if converts else []
-            fields[_TABLE], fields[_MEASURES], fields[_CONVERTS] = table.data_ptr(), measures, converts
-            fields[_GIVEN] = 0 if given is None else given.data_ptr()
-            fields[_RECORD] = 0 if record is None else record.data_ptr()
-            for start, tensor in zip(_SOURCES, tensors, strict=False):
-                fields[start + _SOURCE] = tensor.data_ptr()
-            for start, tensor in zip(_SOURCES, made, strict=False):
-                fields[start + _TO] = tensor.data_ptr()
+            fields = self._fields[:]
+            fields[self._measures], fields[self._converts] = measures, converts
+            for place, x in zip(self._places, (table, given, record, *tensors, *made), strict=False):
+                if x is not None:
+                    fields[place] = x.data_ptr()
             self._kernel.launch(self._blocks, THREADS, fields, current_raw_stream(self._device))
         return made
 
 
 class _Dequantizer:
-    __slots__ = ("_device", "_dtype", "_fields", "_kernel")
+    __slots__ = ("_device", "_dtype", "_fields", "_kernel", "_places", "_units")
 
     def __init__(self, device: int, fp8: torch.dtype, dtype: torch.dtype, rows: Shape, measured: Shape) -> None:
         self._device, self._dtype = device, dtype
         self._kernel: LoadedKernel = dequantize_kernel.on(device)
-        missing = (0,) * (_MAX_AMAXES - len(measured))
-        fields: list[int] = []
-        fields += DequantizeFields(
-            table=_PER_CALL,
-            record=_PER_CALL,
+        self._fields = _dequantize.filled(
             tensors=len(rows),
             is_bfloat16=dtype == torch.bfloat16,
             is_e5m2=fp8 == torch.float8_e5m2,
             measured=len(measured),
+            row=[*measured, *(0,) * (_MAX_AMAXES - len(measured))],
+            of=[{"units": 0, "row": row} for row in rows],
         )
-        fields += [*(_PER_CALL,) * _MAX_AMAXES, *measured, *missing]
-        for row in rows:
-            fields += ResultFields(source=_PER_CALL, to=_PER_CALL, units=_PER_CALL, row=row)
-        self._fields = array("q", [*fields, *(0,) * ((_MAX_TENSORS - len(rows)) * len(ResultFields._fields))])
+        amaxes = (f"amax.{slot}" for slot in range(len(measured)))
+        of = (f"of.{which}.{name}" for name in ("from", "to") for which in range(len(rows)))
+        self._places = _dequantize.places("table", "record", *amaxes, *of)
+        self._units = _dequantize.places(*(f"of.{which}.units" for which in range(len(rows))))
 
     def __call__(
         self, tensors: Sequence[Tensor], table: Tensor, amaxes: dict[int, Tensor], record: Tensor | None
     ) -> list[Tensor]:
-        fields, units = self._fields[:], 0
         with torch.cuda.device(self._device):
             made = [allocate(tuple(tensor.shape), tensor.stride(), self._dtype) for tensor in tensors]
-            fields[_DEQUANTIZE_TABLE] = table.data_ptr()
-            fields[_DEQUANTIZE_RECORD] = 0 if record is None else record.data_ptr()
-            for slot, amax in enumerate(amaxes.values(), _AMAXES):
-                fields[slot] = amax.data_ptr()
-            for start, tensor, to in zip(_RESULTS, tensors, made, strict=False):
-                count = tensor.numel() // _UNIT
-                fields[start + _RESULT_SOURCE], fields[start + _RESULT_TO] = tensor.data_ptr(), to.data_ptr()
-                fields[start + _RESULT_UNITS] = count
+            fields, units = self._fields[:], 0
+            for place, x in zip(self._places, (table, record, *amaxes.values(), *tensors, *made), strict=True):
+                if x is not None:
+                    fields[place] = x.data_ptr()
+            for place, tensor in zip(self._units, tensors, strict=False):
+                fields[place] = count = tensor.numel() // _UNIT
                 units = max(units, count)
             self._kernel.launch(_blocks(self._device, units), THREADS, fields, current_raw_stream(self._device))
         return made
 
 
-def _walk(shape: Shape, strides: Shape, made: Shape, row: int) -> SourceFields:
-    """The fields of a tensor that a kernel traverses in the order of its result; strides are in bytes."""
+def _walk(shape: Shape, strides: Shape, made: Shape) -> dict[str, Any]:
+    """How a kernel traverses a tensor in the order of its result; strides are in bytes."""
     sizes_and_strides: list[list[int]] = []
     for dim in sorted(range(3), key=made.__getitem__, reverse=True):
         size, stride = shape[dim], 2 * strides[dim]
@@ -341,23 +266,12 @@ def _walk(shape: Shape, strides: Shape, made: Shape, row: int) -> SourceFields:
             sizes_and_strides[-1] = [sizes_and_strides[-1][0] * size, stride]
         else:
             sizes_and_strides.append([size, stride])
-    row_units, units = shape[3] // _UNIT, shape[0] * shape[1] * shape[2] * shape[3] // _UNIT
+    row_units, units = shape[3] // _UNIT, math.prod(shape) // _UNIT
     if len(sizes_and_strides) == 1 and sizes_and_strides[0][1] == 2 * shape[3]:  # one row, of everything
         sizes_and_strides, row_units = [], units
-    sizes_and_strides = [[1, 0]] * (3 - len(sizes_and_strides)) + sizes_and_strides
-    (_, outer_stride), (middle, middle_stride), (inner, inner_stride) = sizes_and_strides
-    return SourceFields(
-        source=_PER_CALL,
-        to=_PER_CALL,
-        units=units,
-        of_row=row_units,
-        middle=middle,
-        inner=inner,
-        outer_stride=outer_stride,
-        middle_stride=middle_stride,
-        inner_stride=inner_stride,
-        row=row,
-    )
+    (_, outer), (middle, next_outer), (inner, innermost) = [[1, 0]] * (3 - len(sizes_and_strides)) + sizes_and_strides
+    strides = (outer, next_outer, innermost)
+    return {"units": units, "of_row": row_units, "middle": middle, "inner": inner, "strides": strides}
 
 
 _quantizer: Callable[..., _Quantizer] = functools.lru_cache(maxsize=1024)(_Quantizer)

@@ -26,9 +26,9 @@ from cudnn_sdpa.attention.fp8.arguments import (
     Fp8Gradients,
     Fp8Output,
     as_dense,
-    gathered,
     without_pages,
 )
+from cudnn_sdpa.attention.paged.reference import gathered
 from cudnn_sdpa.attention.reference import finite, repeated, summed, visible, without_autocast
 from cudnn_sdpa.engine.launch import Layout
 
@@ -54,7 +54,9 @@ def attention(call: Fp8Arguments, *, exact: torch.dtype = torch.float32) -> Fp8O
     - amax_s is the amax of the probabilities e / l, before `scale_s`; a kernel computes it from the smallest l
     - amax_o is the amax of O, before `scale_o`
     """
-    call = gathered(call)
+    if call.tables is not None and call.seq_lens_kv is not None:
+        k, v = (gathered(x, table, call.seq_lens_kv) for x, table in zip((call.k, call.v), call.tables, strict=True))
+        call = call._replace(k=k, v=v, page_table=None, page_table_v=None)
     dtype = call.q.dtype if call.out_dtype is None else call.out_dtype
     with without_autocast(call.q):
         masked = scores(call, call.descale_q, call.descale_k, exact)
@@ -84,7 +86,7 @@ def gradients(call: Fp8BackwardArguments, *, exact: torch.dtype = torch.float32)
     P is rounded to the dtype of q, dS to that of `grad_out`. Heads of a group are summed before anything is rounded;
     each result x is returned as fp8(x · its scale), with the amax of x.
     """
-    scales = Fp8BackwardScales(*(scale.to(exact).view(()) for scale in call.scales))
+    scales = Fp8BackwardScales(*(getattr(call, name).to(exact).view(()) for name in Fp8BackwardScales._fields))
     with without_autocast(call.q):
         q, grad_out = call.q.to(exact), call.grad_out.to(exact)
         k, v = repeated(call.k, q, exact), repeated(call.v, q, exact)
@@ -95,7 +97,7 @@ def gradients(call: Fp8BackwardArguments, *, exact: torch.dtype = torch.float32)
         grad_v = grad_v * scales.descale_s * scales.descale_do
         mean = (grad_out * call.out.to(exact)).sum(-1, keepdim=True) * scales.descale_do * scales.descale_o
         of_weights = torch.matmul(grad_out, v.transpose(-1, -2)) * scales.descale_do * scales.descale_v
-        of_scores = (of_weights - mean) * weights * call.scale_value
+        of_scores = (of_weights - mean) * weights * as_dense(call).scale_value
         rounded = quantized(of_scores, scales.scale_dp, call.grad_out.dtype).to(exact)
         grad_q = torch.matmul(rounded, k) * scales.descale_dp * scales.descale_k
         grad_k = summed(torch.matmul(rounded.transpose(-1, -2), q), call.k) * scales.descale_dp * scales.descale_q
@@ -115,9 +117,10 @@ def scores(
     call: Fp8Arguments | Fp8BackwardArguments, descale_q: Tensor, descale_k: Tensor, exact: torch.dtype
 ) -> Tensor:
     """The scores as the softmax sees them, (B, Hq, Sq, Skv), −inf where a query does not see a key."""
-    product = torch.matmul(call.q.to(exact), repeated(call.k, call.q, exact).transpose(-1, -2)) * call.scale_value
+    dense = as_dense(call)
+    product = torch.matmul(call.q.to(exact), repeated(call.k, call.q, exact).transpose(-1, -2)) * dense.scale_value
     product = product * descale_q.to(exact).view(()) * descale_k.to(exact).view(())
-    return product.masked_fill(~visible(as_dense(call)), -torch.inf)
+    return product.masked_fill(~visible(dense), -torch.inf)
 
 
 def amax_of(x: Tensor) -> Tensor:

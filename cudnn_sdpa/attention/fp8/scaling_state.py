@@ -37,34 +37,29 @@ def number(table: Tensor, part: int, row: int) -> Tensor:
     return table[part, row, :1]
 
 
+#: The part and the row of a table in which each scale is.
+_PLACES = {
+    kind: [
+        (DESCALE if part == "descale" else SCALE, NAMES.index(of)) for part, of in (x.split("_") for x in kind._fields)
+    ]
+    for kind in (Fp8Scales, Fp8BackwardScales)
+}
+
+
 def forward_scales(table: Tensor) -> Fp8Scales:
-    descales = [number(table, DESCALE, row) for row in (Q, K, V, S)]
-    return Fp8Scales(*descales, *(number(table, SCALE, row) for row in (S, O)))
+    return Fp8Scales(*[number(table, *place) for place in _PLACES[Fp8Scales]])
 
 
 def backward_scales(forward: Tensor, backward: Tensor) -> Fp8BackwardScales:
-    return Fp8BackwardScales(
-        descale_q=number(forward, DESCALE, Q),
-        descale_k=number(forward, DESCALE, K),
-        descale_v=number(forward, DESCALE, V),
-        descale_o=number(forward, DESCALE, O),
-        descale_do=number(backward, DESCALE, DO),
-        descale_s=number(forward, DESCALE, S),
-        descale_dp=number(backward, DESCALE, DP),
-        scale_s=number(forward, SCALE, S),
-        scale_dq=number(backward, SCALE, DQ),
-        scale_dk=number(backward, SCALE, DK),
-        scale_dv=number(backward, SCALE, DV),
-        scale_dp=number(backward, SCALE, DP),
-    )
+    """The scales of a backward pass, given its table and that of its forward pass."""
+    places = _PLACES[Fp8BackwardScales]
+    return Fp8BackwardScales(*[number(forward if row < DO else backward, part, row) for part, row in places])
 
 
 def scale_for(limit: float | Tensor, amax: Tensor) -> Tensor:
     """The scale that maps an amax to a limit; 1 if the amax is 0, infinite or NaN."""
     known = amax.isfinite() & (amax > 0)
-    if not isinstance(
-        limit, Tensor
-    ):  # PyTorch divides a number by a tensor as number · (1 / tensor), which rounds twice
+    if not isinstance(limit, Tensor):  # PyTorch would divide it as limit · (1 / amax), which rounds twice
         limit = torch.full_like(amax, limit)
     return torch.where(known, limit / amax.clamp_min(TINY), torch.ones_like(amax))
 
@@ -86,9 +81,6 @@ class Fp8State(nn.Module):
     All are float32, also after a conversion of the model, and never inference tensors, since each step writes them.
 
     Attributes:
-        scale: The scale of each tensor, (10,).
-        amax: The amax values of a step, (10,).
-        amax_history: The amax values of earlier steps, (10, history), the latest first.
         limits: The values that amax is scaled to, (10,); 0 if the scale is fixed. Not in `state_dict`.
     """
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from cudnn_sdpa.attention.arguments import softmax_of
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8.arguments import (
     SCALES,
@@ -120,10 +121,7 @@ def sdpa_fp8(
         k,
         v,
         scales,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_size=window_size,
-        scale=scale,
+        softmax_of(is_causal, causal_alignment, window_size, scale),
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
         page_table=page_table,
@@ -220,21 +218,9 @@ def sdpa_fp8_backward(
         known = _calls_of_backward.find(*given)
         if known is not MISSED:
             return Fp8Gradients._make(known)
+    softmax = softmax_of(is_causal, causal_alignment, window_size, scale, deterministic=deterministic)
     call = backward_call_of(
-        grad_out=grad_out,
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        lse=lse,
-        scales=scales,
-        is_causal=is_causal,
-        causal_alignment=causal_alignment,
-        window_size=window_size,
-        scale=scale,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        deterministic=deterministic,
+        grad_out, q, k, v, out, lse, scales, softmax, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv
     )
     return Fp8Gradients._make(FP8_BACKWARD(call, NativeKey(_calls_of_backward, given)))
 

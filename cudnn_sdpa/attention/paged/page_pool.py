@@ -102,13 +102,10 @@ class PagePool:
 
         Raises:
             OutOfPagesError: There are too few free pages. Nothing has changed.
-            OptionError: A sequence is missing or duplicate, or a count is negative.
+            OptionError: A sequence is missing or duplicate.
         """
         if len(set(sequences)) != len(sequences):
             raise OptionError("sequences", repr(sequences), "each sequence once")
-        for more in added:
-            if not isinstance(more, int) or isinstance(more, bool) or more < 0:
-                raise OptionError("tokens", repr(more), "the number of new tokens, an int from 0")
         self._count()
         requests = []
         writers: Counter[int] = Counter()  # of shared pages

@@ -191,17 +191,17 @@ class DecodeSpec:
             call: The call.
             in_place: Whether cuDNN reads the call's tables and queries directly, without copies.
         """
-        batch, heads, queries, dim = call.q.shape
+        (batch, heads, queries, dim), k, v = call.q.shape, call.k, call.v
         rows = sequence_bucket(batch * queries)
         width = table_width(call.page_table.shape[1])
         row_q, head_q = (heads * dim, dim) if not in_place else (call.q.stride(0), call.q.stride(1))
-        shape_q, shape_out = (rows, heads, 1, dim), (rows, heads, 1, call.v.shape[3])
+        shape_q, shape_out = (rows, heads, 1, dim), (rows, heads, 1, v.shape[3])
         strides = [t.stride(0) if in_place and rows > 1 else width for t in call.tables]
         table_k, table_v = (TensorLayout((rows, 1, width, 1), (x, x, 1, 1), torch.int32) for x in strides)
         return cls(
             q=TensorLayout(shape_q, canonical_stride(shape_q, (row_q, head_q, head_q, 1)), call.q.dtype),
-            k=TensorLayout.of(call.k),
-            v=TensorLayout.of(call.v),
+            k=TensorLayout.of(k),
+            v=TensorLayout.of(v),
             out=TensorLayout.contiguous(shape_out, call.q.dtype),
             tables=(table_k, table_v),
             left=None if call.softmax.window_left == UNBOUNDED else call.softmax.window_left,

@@ -12,14 +12,18 @@ from cudnn_sdpa.attention.paged import plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 
 
+def gathered(pages: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
+    """The keys or values of pages (pages, Hkv, page size, D) as contiguous sequences, with zeros past the lengths."""
+    bits = pages.view(torch.uint8) if pages.element_size() == 1 else pages  # PyTorch masks no FP8
+    rows = bits[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
+    is_past = torch.arange(rows.shape[2], device=lengths.device) >= lengths.unsqueeze(1)
+    return rows.masked_fill(is_past[:, None, :, None], 0).view(pages.dtype)
+
+
 def as_dense(call: PagedArguments) -> ForwardArguments:
     """The call on contiguous keys and values, with zeros in unused slots; on any device."""
     lengths = call.seq_lens_kv.clamp(0, call.max_kv_len)
-    is_owned = torch.arange(call.max_kv_len, device=lengths.device) < lengths.unsqueeze(1)
-    rows: list[Tensor] = []
-    for pages, table in zip((call.k, call.v), call.tables, strict=True):
-        gathered = pages[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
-        rows.append(torch.where(is_owned[:, None, :, None], gathered, gathered.new_zeros(())))
+    rows = [gathered(x, table, lengths) for x, table in zip((call.k, call.v), call.tables, strict=True)]
     present = None if call.seq_lens_q is None else call.seq_lens_q.clamp(0, call.q.shape[2])
     return call.as_dense(call.q, *rows, seq_lens_q=present, seq_lens_kv=lengths, with_lse=True)
 

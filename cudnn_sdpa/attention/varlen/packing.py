@@ -7,60 +7,25 @@ sequence that has no keys, and none past the last sequence; the same kernel writ
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
-from cudnn_sdpa.engine.launch import Address, OwnKernel
+from cudnn_sdpa.engine.launch import Address, OwnKernel, Struct
 from cudnn_sdpa.graph.key import Operand
-from cudnn_sdpa.plans.nvrtc import Kernel, slots
+from cudnn_sdpa.plans.nvrtc import Kernel
 from cudnn_sdpa.plans.plan import Plan
 
-kernel = Kernel(Path(__file__).with_name("packing.cu"), "fill_packing")
+_SOURCE = Path(__file__).with_name("packing.cu")
+kernel, _argument = Kernel(_SOURCE, "fill_packing"), Struct(_SOURCE, "Packing")
 
 MADE = "packing"  #: what addresses call the memory that the kernel fills
 
 _THREADS = 256
-_MAX_TABLES, _MAX_OUTPUTS = 10, 4
+_MAX_TABLES = 10
 
 _ZERO, _MINUS_INFINITY = 0, 0xFF800000  # as words of 4 bytes
-
-_PER_CALL = 0  #: Addresses, which each call fills in.
-
-
-class PackingFields(NamedTuple):
-    """The struct `Packing` of packing.cu up to its arrays."""
-
-    ends_q: int
-    ends_kv: int
-    given: int
-    made: int
-    rows_q: int
-    rows_kv: int
-    lengths_q: int
-    lengths_kv: int
-    begins: int
-    tables: int
-    outputs: int
-    everything: int
-
-
-class RowFields(NamedTuple):
-    """The struct `Rows`: the rows of an output."""
-
-    base: int
-    row: int
-    head: int
-    heads: int
-    words: int
-    value: int
-    of_keys: int
-
-
-_ENDS_Q, _ENDS_KV = slots(PackingFields, "ends_q", "ends_kv")
-_LENGTHS_Q, _LENGTHS_KV, _BEGINS = slots(PackingFields, "lengths_q", "lengths_kv", "begins")
 
 
 class PackingKernel(OwnKernel):
@@ -80,33 +45,27 @@ class PackingKernel(OwnKernel):
         self.offsets = {f"offsets_{x.name}": 8 * (sequences + 1) * tables.index(_table(x)) for x in ragged}
         self.offsets |= {"seq_len_q": 8 * lengths, "seq_len_kv": 8 * lengths + 4 * sequences}
         rows = call.q.shape[0], call.k.shape[0]
-        fields = PackingFields(
-            ends_q=_PER_CALL,
-            ends_kv=_PER_CALL,
-            given=call.cu_seqlens_q.shape[0] - 1,
-            made=sequences,
-            rows_q=rows[0],
-            rows_kv=rows[1],
-            lengths_q=_PER_CALL,
-            lengths_kv=_PER_CALL,
-            begins=_PER_CALL,
-            tables=len(tables),
-            outputs=len(outputs),
-            everything=_fills_everything(packed, plan),
-        )
         unused = [0] * (_MAX_TABLES - len(tables))
-        arrays = [*(row for row, _ in tables), *unused, *(of_keys for _, of_keys in tables), *unused]
-        start, size = len(fields) + len(arrays), len(RowFields._fields)
-        rows_of_outputs = [field for output in outputs for field in _rows(output)]
-        rest = [0] * (size * _MAX_OUTPUTS - len(rows_of_outputs))
-        addresses = {
-            _ENDS_Q: Address("cu_seqlens_q"),
-            _ENDS_KV: Address("cu_seqlens_q" if call.cu_seqlens_kv is None else "cu_seqlens_kv"),
-            _LENGTHS_Q: Address(MADE, self.offsets["seq_len_q"]),
-            _LENGTHS_KV: Address(MADE, self.offsets["seq_len_kv"]),
-            _BEGINS: Address(MADE),
+        values = {
+            "given": call.cu_seqlens_q.shape[0] - 1,
+            "made": sequences,
+            "rows_q": rows[0],
+            "rows_kv": rows[1],
+            "tables": len(tables),
+            "outputs": len(outputs),
+            "everything": _fills_everything(packed, plan),
+            "stride": [*(row for row, _ in tables), *unused],
+            "is_of_keys": [*(of_keys for _, of_keys in tables), *unused],
+            "output": [_rows(output) for output in outputs],
         }
-        addresses |= {start + number * size: Address(output.name) for number, output in enumerate(outputs)}
+        addresses = {
+            "ends_q": Address("cu_seqlens_q"),
+            "ends_kv": Address("cu_seqlens_q" if call.cu_seqlens_kv is None else "cu_seqlens_kv"),
+            "lengths_q": Address(MADE, self.offsets["seq_len_q"]),
+            "lengths_kv": Address(MADE, self.offsets["seq_len_kv"]),
+            "begins": Address(MADE),
+        }
+        addresses |= {f"output.{number}.base": Address(output.name) for number, output in enumerate(outputs)}
         processors = torch.cuda.get_device_properties(plan.device).multi_processor_count
         super().__init__(
             kernel,
@@ -114,7 +73,8 @@ class PackingKernel(OwnKernel):
             buffer_layout=((lengths + sequences,), (1,), torch.int64),
             blocks=max(1, min(4 * processors, max(rows))),
             threads=_THREADS,
-            fields=[*fields, *arrays, *rows_of_outputs, *rest],
+            argument=_argument,
+            values=values,
             addresses=addresses,
             device=plan.device,
         )
@@ -138,17 +98,10 @@ def _table(operand: Operand) -> tuple[int, bool]:
     return operand.layout.stride[2], is_of_keys(operand)
 
 
-def _rows(output: Operand) -> RowFields:
+def _rows(output: Operand) -> dict[str, int]:
+    """The rows of an output, as the kernel fills them."""
     _, heads, _, dim = output.layout.shape
     _, head, row, _ = output.layout.stride
-    size = output.layout.dtype.itemsize
-    value = _MINUS_INFINITY if output.name == "lse" else _ZERO
-    return RowFields(
-        base=_PER_CALL,
-        row=row * size,
-        head=head * size,
-        heads=heads,
-        words=dim * size // 4,
-        value=value,
-        of_keys=is_of_keys(output),
-    )
+    size, value = output.layout.dtype.itemsize, _MINUS_INFINITY if output.name == "lse" else _ZERO
+    words = {"words": dim * size // 4, "value": value, "of_keys": is_of_keys(output)}
+    return {"row": row * size, "head": head * size, "heads": heads, **words}

@@ -194,7 +194,9 @@ def test_a_misaligned_grad_out_is_copied_warm(gpu, misaligned, is_causal, monkey
     grad_out = torch.randn(2, 4, 48, 128).to(E5M2)
     given = (q, k, v, made.out, made.lse, BACKWARD)
     expected = sdpa_fp8_backward(grad_out, *given, is_causal=is_causal)
-    for gradient in (grad_out, grad_out.clone(), moved(grad_out), grad_out):
+    wide = torch.cat([grad_out.view(torch.uint8), torch.full((2, 4, 48, 16), 0x42, dtype=torch.uint8)], -1).view(E5M2)
+    with_gaps = wide[..., :128], moved(wide)[..., :128]  # a copy keeps the gaps, which the plan has
+    for gradient in (grad_out, grad_out.clone(), moved(grad_out), grad_out, *with_gaps):
         found = gpu(sdpa_fp8_backward, gradient, *given, is_causal=is_causal)
         assert all(map(same, found, expected))
     assert misaligned == []

@@ -1,0 +1,49 @@
+"""Arguments of the library's own kernels, filled by the fields that their sources declare."""
+
+from __future__ import annotations
+
+import pytest
+
+from cudnn_sdpa.engine.launch import Struct
+
+SOURCE = """
+struct Part {
+  const char* from;  /* its beginning */
+  number size[2];
+};
+
+struct Whole {
+  number count;
+  Part part[2];
+  uint4* to;
+};
+"""
+
+
+@pytest.fixture
+def struct(tmp_path):
+    path = tmp_path / "kernel.cu"
+    path.write_text(SOURCE)
+    return Struct(path, "Whole")
+
+
+def test_fields_are_in_the_order_of_the_source(struct):
+    assert list(struct.filled(count=7, part=[{"from": 1, "size": [2, 3]}], to=9)) == [7, 1, 2, 3, 0, 0, 0, 9]
+    assert struct.places("to", "count", "part.1.size.0") == [7, 0, 5]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [{}, {"count": 1, "other": 2}, {"count": 1, "part": [{"from": 1}]}, {"count": 1, "part": [{"size": [1]}]}],
+    ids=["a number is missing", "an unknown field", "an array is missing", "an element is missing"],
+)
+def test_missing_numbers_and_unknown_fields_are_refused(struct, values):
+    with pytest.raises(ValueError, match="struct Whole"):
+        struct.filled(**values)
+
+
+def test_a_line_that_is_no_field_is_refused(tmp_path):
+    path = tmp_path / "kernel.cu"
+    path.write_text(SOURCE.replace("number count;", "number count, more;"))
+    with pytest.raises(ValueError, match="no field"):
+        Struct(path, "Whole").filled(count=1)
