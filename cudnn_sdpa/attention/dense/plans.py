@@ -14,10 +14,9 @@ from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments, Gradient
 from cudnn_sdpa.attention.bias import bias_layout, repeated_row
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import Mask, normalize_mask
-from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
+from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refuse
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.tensor_checks import like_in_memory
-from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.backend import has_only_repeatable
 from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like, dense_stride_like
@@ -249,9 +248,7 @@ class ForwardSpec:
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan."""
         dense = self.dense
-        refused = refusal(dense.configuration(FORWARD, target), "sdpa")
-        if refused is not None:
-            raise refused
+        refuse(dense.configuration(FORWARD, target), "sdpa")
         inputs = [
             Operand("q", dense.visible(dense.q)),
             Operand("k", dense.k),
@@ -315,16 +312,10 @@ class BackwardSpec:
             sink_gradient=needs.sinks,
         )
 
-    def refusal(self, target: Target) -> UnsupportedError | None:
-        """The error with every reason known against a plan, None if there is none."""
-        options = {"bias_gradient": self.bias_gradient, "deterministic": self.deterministic}
-        return refusal(self.dense.configuration(BACKWARD, target, **options), "the gradient of sdpa")
-
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan."""
-        dense, refused = self.dense, self.refusal(target)
-        if refused is not None:
-            raise refused
+        dense, more = self.dense, {"bias_gradient": self.bias_gradient, "deterministic": self.deterministic}
+        refuse(dense.configuration(BACKWARD, target, **more), "the gradient of sdpa")
         out = dense.visible(self.out)
         lse = TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)
         inputs = [

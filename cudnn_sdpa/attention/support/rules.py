@@ -105,8 +105,6 @@ class Configuration:
         return self.bias_gradient or self.dropout or (self.alibi and not self.softcap)
 
 
-__all__ = ["BACKWARD", "DTYPES", "FORWARD", "MAX_HEAD_DIM", "MIN_SM", "RULES", "Configuration", "Rule", "refusal"]
-
 DTYPES = (torch.float16, torch.bfloat16)
 MIN_SM = 80
 MAX_HEAD_DIM = 1024
@@ -351,3 +349,10 @@ def refusal(config: Configuration, what: str, rules: Sequence[Rule] = RULES) -> 
     }
     suggestions = dict.fromkeys(rule.suggestion.format(**facts) for rule in broken)
     return UnsupportedError(what, [rule.reason.format(**facts) for rule in broken], "; ".join(suggestions))
+
+
+def refuse(config: Configuration, what: str, rules: Sequence[Rule] = RULES) -> None:
+    """Raises the error of `refusal`, if there is one."""
+    refused = refusal(config, what, rules)
+    if refused is not None:
+        raise refused
