@@ -25,6 +25,7 @@ from cudnn_sdpa.engine.tensor_checks import (
     shape_of,
 )
 from cudnn_sdpa.errors import DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
+from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.scalars import LARGEST, as_bool, as_float, as_int, is_compiling, is_integer, is_true
 
 
@@ -63,6 +64,10 @@ class Softmax(NamedTuple):
     def is_capped(self) -> bool:
         return self.softcap is not None
 
+    def numbers(self, scale: float) -> dict[str, float | None]:
+        """The host scalars of a launch with this scale."""
+        return {"scale": scale, "softcap": self.softcap}
+
     def check(self) -> None:
         check_flag("is_causal", self.is_causal)
         if self.causal_alignment not in ALIGNMENTS:
@@ -81,15 +86,6 @@ class Softmax(NamedTuple):
             raise OptionError("dropout_p", type(self.dropout_p).__name__, "a number from 0 up to, not including, 1")
         if not 0 <= self.dropout_p < 1:
             raise OptionError("dropout_p", repr(self.dropout_p), "a number from 0 up to, not including, 1")
-
-
-class _WithSoftmax(Protocol):
-    @property
-    def softmax(self) -> Softmax: ...
-
-
-def check_options(call: _WithSoftmax) -> None:
-    call.softmax.check()
 
 
 def softmax_of(
@@ -244,6 +240,12 @@ class GradientCall(NamedTuple):
     lse: Tensor
     call: ForwardArguments
     needs: tuple[bool, ...]
+
+
+def outputs_without_data(layout: TensorLayout) -> dict[str, Tensor]:
+    """The tensors that a backward call has besides its forward call, given the layout of the output."""
+    out = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+    return {"grad_out": out, "out": out, "lse": torch.empty(out.shape[:-1], dtype=torch.float32, device="meta")}
 
 
 class ReferenceArguments(ForwardArguments):

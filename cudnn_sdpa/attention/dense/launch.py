@@ -47,7 +47,7 @@ def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float)
         call,
         operands=("q", "k", "v"),
         results=results,
-        numbers={"scale": scale, "softcap": call.softmax.softcap},
+        numbers=call.softmax.numbers(scale),
         queries=queries,
         decode=forward.is_decode and not spec.is_capped,
     )
@@ -194,7 +194,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
             call,
             operands=OPERANDS,
             results=results,
-            numbers={"scale": plans.launched_backward(of).scale_value, "softcap": call.softmax.softcap},
+            numbers=call.softmax.numbers(plans.launched_backward(of).scale_value),
             queries=queries,
         )
     factor, needs = plans.factor_of_queries(of), Needs(*of.needs)

@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration,
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.tensor_checks import like_in_memory
 from cudnn_sdpa.graph.backend import has_only_repeatable
-from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
+from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import Target
 
@@ -59,7 +59,6 @@ class DenseSpec:
     def of(cls, call: ForwardArguments) -> DenseSpec:
         q, k, v = call.q, call.k, call.v
         softmax, lengths_q, lengths_kv = call.softmax, call.seq_lens_q is not None, call.seq_lens_kv is not None
-        is_capped = softmax.softcap is not None
         mask = normalize_mask(
             is_causal=softmax.is_causal,
             alignment=softmax.causal_alignment,
@@ -67,7 +66,7 @@ class DenseSpec:
             sq=q.shape[2],
             skv=k.shape[2],
             has_lengths=lengths_q or lengths_kv,
-            top_left_only=call.attn_mask is not None or softmax.dropout_p > 0 or softmax.alibi or is_capped,
+            top_left_only=call.attn_mask is not None or softmax.dropout_p > 0 or softmax.alibi or softmax.is_capped,
             keep_causal=softmax.alibi,
         )
         bias = None if call.attn_mask is None else bias_layout(call.attn_mask, q, k.shape[2], mask.masked_rows)
@@ -81,7 +80,7 @@ class DenseSpec:
             bias=bias,
             sinks=call.sinks is not None,
             dropout_p=float(softmax.dropout_p),
-            is_capped=is_capped,
+            is_capped=softmax.is_capped,
             alibi=softmax.alibi,
         )
 
@@ -141,7 +140,7 @@ class DenseSpec:
             bias=self.bias is not None,
             sinks=self.sinks,
             dropout=self.dropout_p > 0,
-            softcap=self.is_capped,
+            capped=self.is_capped,
             alibi=self.alibi,
             **more,
         )
@@ -151,7 +150,12 @@ class DenseSpec:
         left_bound = self.mask.band is not None and self.mask.band[0] is not None
         return self.has_lengths or self.bias is not None or self.mask.masked_rows > 0 or left_bound
 
-    def operands(self, *, decode: bool, sinks: bool, full_lengths: bool, expand_bias: bool = False) -> list[Operand]:
+    def qkv(self) -> list[Operand]:
+        return [Operand("q", self.visible(self.q)), Operand("k", self.k), Operand("v", self.v)]
+
+    def operands(
+        self, *, full_lengths: bool, decode: bool = False, sinks: bool = False, expand_bias: bool = False
+    ) -> list[Operand]:
         """The inputs of both passes other than queries, keys and values.
 
         Args:
@@ -178,31 +182,23 @@ class DenseSpec:
                 Operand("seq_len_q", layout) if q_is_data else Operand("seq_len_q", layout, Role.FILL, self.rows),
                 Operand("seq_len_kv", layout) if kv_is_data else Operand("seq_len_kv", layout, Role.FILL, self.skv),
             ]
-        if self.dropout_p:
-            result += [Operand("seed", ONE_INT64), Operand("offset", ONE_INT64)]
-        if self.is_capped:
-            result.append(Operand("softcap", HOST_SCALAR, Role.SCALAR))
-        return result
+        return result + graphs.option_operands(self.dropout_p, is_capped=self.is_capped)
 
     def options(self) -> dict[str, object]:
         return {"band": self.mask.band, "alibi": self.alibi, "dropout_p": self.dropout_p, "totals": None}
 
     def visible(self, layout: TensorLayout) -> TensorLayout:
         """A layout with one row per query, without the fully masked rows."""
-        rows = self.mask.masked_rows
-        return cut_rows(layout, rows) if rows else layout
+        if not self.mask.masked_rows:
+            return layout
+        batch, heads, length, dim = layout.shape
+        shape = (batch, heads, length - self.mask.masked_rows, dim)
+        return TensorLayout(shape, canonical_stride(shape, layout.stride), layout.dtype)
 
     def extra_kernels(self) -> list[str]:
         """The extra kernels of both passes, for `explain`."""
         rows = self.mask.masked_rows
         return [f"the first {rows} queries see no key: their output is filled with zeros"] if rows else []
-
-
-def cut_rows(layout: TensorLayout, rows: int) -> TensorLayout:
-    """The layout of `tensor[:, :, rows:]`."""
-    batch, heads, length, dim = layout.shape
-    shape = (batch, heads, length - rows, dim)
-    return TensorLayout(shape, canonical_stride(shape, layout.stride), layout.dtype)
 
 
 #: Before cuDNN 9.28, a backward pass without lengths does not mask the padding of the last tile of this size, and a
@@ -227,11 +223,6 @@ class ForwardSpec:
         return cls(dense, output_layout(call), call.with_lse, call.softmax.deterministic)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to compute: no query, or no key."""
-        return self.dense.is_empty
-
-    @property
     def is_decode(self) -> bool:
         """Whether there is one query per sequence, so that cuDNN's decode engines run it."""
         return self.dense.rows == 1
@@ -250,9 +241,7 @@ class ForwardSpec:
         dense = self.dense
         refuse(dense.configuration(FORWARD, target), "sdpa")
         inputs = [
-            Operand("q", dense.visible(dense.q)),
-            Operand("k", dense.k),
-            Operand("v", dense.v),
+            *dense.qkv(),
             *dense.operands(
                 decode=self.is_decode,
                 sinks=dense.sinks and not self.sinks_outside,
@@ -319,15 +308,11 @@ class BackwardSpec:
         out = dense.visible(self.out)
         lse = TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)
         inputs = [
-            Operand("q", dense.visible(dense.q)),
-            Operand("k", dense.k),
-            Operand("v", dense.v),
+            *dense.qkv(),
             Operand("out", out),
             Operand("grad_out", dense.visible(self.grad_out)),
             Operand("lse", lse),
             *dense.operands(
-                decode=False,
-                sinks=False,
                 full_lengths=dense.needs_lengths or self._pads(target),
                 expand_bias=True,
             ),

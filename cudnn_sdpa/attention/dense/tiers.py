@@ -129,16 +129,19 @@ def prepare(call: ForwardArguments) -> Prepared:
     warn_of_order(call)
     device, sign, scale = call.q.get_device(), sign_of_scale(call), with_positive_scale(call).scale_value
     forward = ForwardSpec.of(call)
-    if forward.is_empty:
-        return Prepared(_fill_empty, None)
+    if forward.dense.is_empty:
+        return Prepared(lambda call: fill_without_keys(call, plans.results(call)), None)
     if forward.dense.has_no_plan:
         return Prepared(reference.run, None)
     if parts.split_forward(call):
-        return Prepared(_run_parts, None)
+        return Prepared(
+            partial(parts.run_forward, run=OPERATIONS["sdpa"].on_gpu), None
+        )  # which remembers their bindings
     key = forward.key(live_target(device), device)  # refused under every policy if there is no exact-shape plan
     with torch.cuda.device(device):
         policy = shape_policy.Setting.policy or shape_policy.active()
-        is_exact = sign is not None or _wants_exact_shape_plan(policy, call)
+        deterministic = call.softmax.deterministic or torch.are_deterministic_algorithms_enabled()
+        is_exact = sign is not None or policy == shape_policy.EXACT or deterministic or bool(autotune.in_force)
         prepared = None if is_exact else _with_bucket(forward, key, policy, scale)
         if prepared is None:
             plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_forward))
@@ -151,20 +154,6 @@ def prepare(call: ForwardArguments) -> Prepared:
         return run(call._replace(q=multiplied(call.q, sign)))
 
     return prepared._replace(run=run_multiplied)
-
-
-def _run_parts(call: ForwardArguments) -> Result:
-    return parts.run_forward(call, OPERATIONS["sdpa"].on_gpu)  # which remembers their bindings
-
-
-def _fill_empty(call: ForwardArguments) -> Result:
-    sinks = None if call.sinks is None else call.sinks.view(1, -1, 1)
-    return fill_without_keys(call, plans.results(call), sinks)
-
-
-def _wants_exact_shape_plan(policy: str, call: ForwardArguments) -> bool:
-    deterministic = call.softmax.deterministic or torch.are_deterministic_algorithms_enabled()
-    return policy == shape_policy.EXACT or deterministic or bool(autotune.in_force)
 
 
 def _with_bucket(forward: ForwardSpec, key: PlanKey, policy: str, scale: float) -> Prepared | None:

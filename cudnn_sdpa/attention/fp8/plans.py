@@ -105,7 +105,7 @@ class ForwardSpec:
         dense = self.dense
         configuration = dense.configuration(FORWARD, target, half_output=self.out.dtype not in FP8_DTYPES)
         refuse(configuration, "sdpa_fp8", RULES)
-        scale, *lengths = dense.operands(decode=False, sinks=False, full_lengths=dense.needs_lengths)
+        scale, *lengths = dense.operands(full_lengths=dense.needs_lengths)
         k, v, *tables = (dense.k, dense.v) if self.pages is None else self.pages
         inputs = [
             Operand("q", dense.visible(dense.q)),
@@ -157,7 +157,7 @@ class BackwardSpec:
         configuration = dense.configuration(BACKWARD, target, deterministic=self.deterministic)
         refuse(configuration, "sdpa_fp8_backward", RULES)
         full = dense.needs_lengths or self._pads(target)
-        scale, *lengths = dense.operands(decode=False, sinks=False, full_lengths=full)
+        scale, *lengths = dense.operands(full_lengths=full)
         rows = self.padded_rows(target)
         out = self._of_rows(self.out, rows)
         inputs = [

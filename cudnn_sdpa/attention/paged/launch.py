@@ -38,7 +38,7 @@ MAX_DECLINED = 1000
 def prepare(call: PagedArguments) -> Prepared:
     """A call bound to its plan."""
     if call.is_empty:
-        return Prepared(_fill_empty, None)
+        return Prepared(lambda call: fill_without_keys(call, plans.results(call)), None)
     sign = sign_of_scale(call)
     if sign is not None:
         return _prepare_with_positive_scale(call, sign)
@@ -54,11 +54,6 @@ def prepare(call: PagedArguments) -> Prepared:
     if plans.split_prefill(call):
         return Prepared(partial(_run_in_parts, split=plans.split_prefill), None)
     return _prepare_prefill(call)
-
-
-def _fill_empty(call: PagedArguments) -> Result:
-    sinks = None if call.sinks is None else call.sinks.view(1, -1, 1)
-    return fill_without_keys(call, plans.results(call), sinks)
 
 
 def _prepare_with_positive_scale(call: PagedArguments, sign: float) -> Prepared:

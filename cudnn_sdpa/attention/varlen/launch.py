@@ -36,7 +36,7 @@ BackwardT = TypeVar("BackwardT", bound=VarlenGradientCall)
 def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     """A forward call bound to its plan, or to that of `spec`."""
     if call.is_empty:
-        return Prepared(_fill_empty, None)
+        return Prepared(lambda call: fill_without_keys(call, plans.results(call)), None)
     device, sign = call.q.get_device(), sign_of_scale(call)
     launched = with_positive_scale(call)
     spec = plans.spec_of(launched) if spec is None else spec
@@ -60,10 +60,6 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
         return (out, lse[0]) if call.with_lse else out
 
     return Prepared(run, bound.plan)
-
-
-def _fill_empty(call: VarlenArguments) -> Result:
-    return fill_without_keys(call, plans.results(call), call.sinks)
 
 
 def readable(of: BackwardT) -> BackwardT:
@@ -135,7 +131,7 @@ def _needed(of: VarlenGradientCall, found: list[Tensor]) -> tuple[Tensor, ...]:
 
 def _gradients_in_parts(of: VarlenGradientCall) -> tuple[Tensor, ...]:
     """The needed gradients of a call that one launch cannot compute: some heads at a time."""
-    inputs = zip((*of.call.qkv, of.call.sinks), ("heads", "heads_kv", "heads_kv", "heads"), of.needs, strict=True)
+    inputs = zip(of.call.differentiable, ("heads", "heads_kv", "heads_kv", "heads"), of.needs, strict=True)
     wholes = [_whole(x, heads) for x, heads, need in inputs if need and x is not None]
     found = parts.merge(
         plans.split_gradient(of), lambda part: gradients(plans.part_of(of, part)), wholes, of.out.device
@@ -180,7 +176,7 @@ def _bind(
                 lengths=lengths,
             ).extras()
     more += extras_of(call, key)
-    numbers = {"scale": call.scale_value, "softcap": call.softmax.softcap}
+    numbers = call.softmax.numbers(call.scale_value)
     return BoundPlan(plan=plan, operands=operands, results=_results(key, call), numbers=numbers, extras=more)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cudnn_sdpa.attention import parts
-from cudnn_sdpa.attention.arguments import with_positive_scale
+from cudnn_sdpa.attention.arguments import outputs_without_data, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.parts import split_or_refuse
 from cudnn_sdpa.attention.dense.plans import GRAD_OUT_COPY
@@ -27,7 +27,7 @@ from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.backend import has_only_repeatable
-from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
+from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import Target
 
@@ -108,7 +108,7 @@ class VarlenSpec:
             lengths=True,
             sinks=self.sinks,
             dropout=self.dropout_p > 0,
-            softcap=self.is_capped,
+            capped=self.is_capped,
             **more,
         )
 
@@ -245,10 +245,8 @@ class VarlenSpec:
         if sinks:
             result.append(Operand("sink", TensorLayout.contiguous((1, self.q.shape[1], 1, 1), torch.float32)))
         result += [Operand("seq_len_q", lengths), Operand("seq_len_kv", lengths)]
-        if self.dropout_p:
-            result += [Operand("seed", ONE_INT64), Operand("offset", ONE_INT64)]
+        result += graphs.option_operands(self.dropout_p, is_capped=self.is_capped)
         if self.is_capped:
-            result.append(Operand("softcap", HOST_SCALAR, Role.SCALAR))
             limits = TensorLayout.contiguous((self.sequences, 1, self.max_seqlen_q, 1), torch.int32)
             result += [Operand("lowest", limits), Operand("highest", limits)]
         return result
@@ -257,8 +255,7 @@ class VarlenSpec:
 def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> VarlenSpec:
     """The spec of a call, its numbers rounded up; the rows of queries and of keys to `rows`, if these are given."""
     softmax = call.softmax
-    is_capped = softmax.softcap is not None
-    tight = softmax.deterministic or is_capped
+    tight = softmax.deterministic or softmax.is_capped
     q, k, v = map(TensorLayout.of, call.qkv)
     if rows is not None:
         rows_q, rows_kv = rows
@@ -278,7 +275,7 @@ def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varle
         shared_cu_seqlens=is_shared,
         sinks=call.sinks is not None,
         dropout_p=float(softmax.dropout_p),
-        is_capped=is_capped,
+        is_capped=softmax.is_capped,
         deterministic=softmax.deterministic,
     )
 
@@ -348,9 +345,7 @@ def check_gradient(call: VarlenArguments, target: Target, device: int | None = N
     if not is_large:  # nothing but the rules: packed training asks for each new number of tokens
         spec_of(with_positive_scale(call)).refuse_gradient(target, deterministic=deterministic)
         return
-    out = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-    lse = torch.empty(out.shape[:2], dtype=torch.float32, device="meta")
-    of = VarlenGradientCall(grad_out=out, out=out, lse=lse, call=call, needs=(True, True, True, False))
+    of = VarlenGradientCall(**outputs_without_data(layout), call=call, needs=(True, True, True, False))
     for key in gradient_keys(of, target, device):
         known_issues.check(key)
 
