@@ -175,7 +175,8 @@ def _mask(attn_mask: object, is_causal: object, full: tuple[int, ...]) -> Tensor
     if not isinstance(attn_mask, Tensor):
         raise OptionError("attn_mask", type(attn_mask).__name__, "a torch.Tensor or None")
     if not isinstance(is_causal, bool):
-        raise OptionError("is_causal", _kind(is_causal), "True or False")
+        got = "a tensor" if isinstance(is_causal, Tensor) else reprlib.repr(is_causal)
+        raise OptionError("is_causal", got, "True or False")
     if is_causal:
         raise OptionError(
             "is_causal", "True in addition to attn_mask", "one of the two", "Add the causal mask to attn_mask."
@@ -207,10 +208,6 @@ def _batch_of(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
 def _with_heads(tensor: Tensor, heads: int, count: int) -> Tensor:
     """Keys or values with each of their heads repeated to `count` heads."""
     return tensor if heads == count else tensor.repeat_interleave(count // heads, -3)
-
-
-def _kind(value: object) -> str:
-    return "a tensor" if isinstance(value, Tensor) else reprlib.repr(value)
 
 
 def _to_four(tensor: Tensor, batch: torch.Size, heads: int) -> Tensor:

@@ -68,18 +68,10 @@ def bind_plan(
     queries: Mapping[str, TensorLayout],
     decode: bool = False,
 ) -> BoundPlan:
-    """A plan with what only some calls have: bias, sinks, random numbers, lengths.
+    """A plan, whose GPU is the current device, with what only some calls have: bias, sinks, random numbers, lengths.
 
-    Args:
-        spec: The spec of the calls.
-        plan: Their plan, whose GPU is the current device.
-        call: One of them.
-        operands: The operands that all have.
-        results: Layouts of the results.
-        numbers: The host scalars.
-        queries: The operands with one row for each query, as the caller sees them. Fully masked rows are not given to
-            cuDNN: these begin behind them.
-        decode: Whether the plan is one of a decode engine.
+    `operands` are those that all calls have. `queries` are the operands with one row for each query, as the caller sees
+    them: fully masked rows are not given to cuDNN, so these begin behind them.
     """
     rows, device, batch = spec.mask.masked_rows, plan.device, spec.q.shape[0]
     behind = {name: Address(name, rows * x.stride[2] * x.dtype.itemsize) for name, x in queries.items() if rows}

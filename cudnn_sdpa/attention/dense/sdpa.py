@@ -23,19 +23,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class BackwardOptions(SoftmaxOptions, total=False):
-    """The options that `sdpa` and `sdpa_backward` share."""
+class SdpaOptions(SoftmaxOptions, total=False):
+    """The options of `sdpa` but `return_lse`."""
 
     attn_mask: Tensor | None
     alibi: bool
     seq_lens_q: Tensor | None
     seq_lens_kv: Tensor | None
     deterministic: bool | None
-
-
-class SdpaOptions(BackwardOptions, total=False):
-    """The options of `sdpa` but `return_lse`."""
-
     dropout_p: float
     out: Tensor | None
 

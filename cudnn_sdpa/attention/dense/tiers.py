@@ -340,10 +340,6 @@ def _packed(tensor: TensorLayout, rows: int, *, split_heads: bool) -> TensorLayo
 # Forward calls that run the plan of their bucket.
 
 
-#: Gives what runs a call on its exact-shape plan; None until that is available. Called at each use.
-FindExact = Callable[[ForwardArguments], Run | None]
-
-
 class BucketRun:
     """Runs calls of one shape on the plan of their bucket, with tables of sequence offsets and lengths.
 
@@ -353,8 +349,13 @@ class BucketRun:
 
     __slots__ = ("_bound", "_device", "_find_exact", "_tables", "is_captured", "table_bytes")
 
-    def __init__(self, bucket: Bucket, plan: Plan, scale: float, find_exact: FindExact | None) -> None:
-        """Makes the tables on the current stream of the plan's GPU, which must be the current device."""
+    def __init__(
+        self, bucket: Bucket, plan: Plan, scale: float, find_exact: Callable[[ForwardArguments], Run | None] | None
+    ) -> None:
+        """Makes the tables on the current stream of the plan's GPU, which must be the current device.
+
+        At each use, `find_exact` gives what runs the call on its exact-shape plan, or None until that is available.
+        """
         self._find_exact = find_exact
         self._device = plan.device
         tables = bucket.tables(torch.device("cuda", plan.device))

@@ -134,11 +134,9 @@ class VarlenSpec:
             options["deterministic"] = True
         return graphs.sdpa_forward.key(inputs=inputs, outputs=outputs, options=options, target=target, device=device)
 
-    def backward_key(
-        self, out: TensorLayout, grad_out: TensorLayout, deterministic: bool, target: Target, device: int | None
-    ) -> PlanKey:
+    def backward_key(self, out: TensorLayout, grad_out: TensorLayout, target: Target, device: int | None) -> PlanKey:
         """The key of the backward plan."""
-        self.refuse_gradient(target, deterministic=deterministic)
+        self.refuse_gradient(target)
         gradients = [
             self._rows(name, layout, max_seqlen)
             for name, layout, max_seqlen in zip(
@@ -155,15 +153,11 @@ class VarlenSpec:
             *operands,
             *self._other_inputs(sinks=False),
         ]
-        options = {
-            **self._options(),
-            "deterministic": deterministic,
-            "bias_gradient": None,
-        }
+        options = {**self._options(), "deterministic": self.deterministic, "bias_gradient": None}
         return graphs.sdpa_backward.key(inputs=inputs, outputs=gradients, options=options, target=target, device=device)
 
-    def refuse_gradient(self, target: Target, *, deterministic: bool) -> None:
-        refuse(self.configuration(BACKWARD, target, deterministic=deterministic), "the gradient of sdpa_varlen")
+    def refuse_gradient(self, target: Target) -> None:
+        refuse(self.configuration(BACKWARD, target, deterministic=self.deterministic), "the gradient of sdpa_varlen")
 
     def gradients(self) -> tuple[TensorLayout, TensorLayout, TensorLayout]:
         """The gradients of q, k and v as cuDNN writes them: in the memory order of their tensors where it can.
@@ -302,7 +296,7 @@ def forward_key(call: VarlenArguments, target: Target, device: int | None) -> Pl
 def backward_key(of: VarlenGradientCall, target: Target, device: int | None) -> PlanKey:
     """The key of a backward call that is not empty, with tensors that kernels can read."""
     layouts = TensorLayout.of(of.out), TensorLayout.of(of.grad_out)
-    return spec_of(with_positive_scale(of.call)).backward_key(*layouts, of.call.softmax.deterministic, target, device)
+    return spec_of(with_positive_scale(of.call)).backward_key(*layouts, target, device)
 
 
 def keys(call: VarlenArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
@@ -343,7 +337,7 @@ def check_gradient(call: VarlenArguments, target: Target, device: int | None = N
     layout, limits = output_layout(call), parts.packed_gradient_limits(deterministic=deterministic)
     is_large = bool(limits.exceeded(*call.qkv, layout)) or (deterministic and sequences > known_issues.MAX_GRID)
     if not is_large:  # nothing but the rules: packed training asks for each new number of tokens
-        spec_of(with_positive_scale(call)).refuse_gradient(target, deterministic=deterministic)
+        spec_of(with_positive_scale(call)).refuse_gradient(target)
         return
     of = VarlenGradientCall(**outputs_without_data(layout), call=call, needs=(True, True, True, False))
     for key in gradient_keys(of, target, device):

@@ -22,15 +22,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class BackwardOptions(SoftmaxOptions, total=False):
-    """The options that `sdpa_varlen` and `sdpa_varlen_backward` share."""
-
-    deterministic: bool | None
-
-
-class VarlenOptions(BackwardOptions, total=False):
+class VarlenOptions(SoftmaxOptions, total=False):
     """The options of `sdpa_varlen` but `return_lse`."""
 
+    deterministic: bool | None
     dropout_p: float
     out: Tensor | None
 
