@@ -64,10 +64,6 @@ class Softmax(NamedTuple):
     def is_capped(self) -> bool:
         return self.softcap is not None
 
-    def numbers(self, scale: float) -> dict[str, float | None]:
-        """The host scalars of a launch with this scale."""
-        return {"scale": scale, "softcap": self.softcap}
-
     def check(self) -> None:
         check_flag("is_causal", self.is_causal)
         if self.causal_alignment not in ALIGNMENTS:
@@ -86,6 +82,15 @@ class Softmax(NamedTuple):
             raise OptionError("dropout_p", type(self.dropout_p).__name__, "a number from 0 up to, not including, 1")
         if not 0 <= self.dropout_p < 1:
             raise OptionError("dropout_p", repr(self.dropout_p), "a number from 0 up to, not including, 1")
+
+
+class _WithSoftmax(Protocol):
+    @property
+    def softmax(self) -> Softmax: ...
+
+
+def check_options(call: _WithSoftmax) -> None:
+    call.softmax.check()
 
 
 def softmax_of(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import backward_arguments
-from cudnn_sdpa.attention.arguments import Softmax, outputs_without_data
+from cudnn_sdpa.attention.arguments import Softmax, check_options, outputs_without_data
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import cpu_target, fallback
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
@@ -50,8 +50,7 @@ class CudnnCall(Call):
         @property
         def softmax(self) -> Softmax: ...
 
-    def check_options(self) -> None:
-        self.softmax.check()
+    check_options = check_options
 
     def log_key(self) -> Hashable:
         softmax = self.softmax._replace(scale=None, causal_alignment=TOP_LEFT)

@@ -19,7 +19,6 @@ from typing import TypeAlias
 
 from cudnn_sdpa.graph.backend import GraphBuilder, Operations, Results, Symbol
 from cudnn_sdpa.graph.definition import graph_definition
-from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, Role
 
 Modifier: TypeAlias = Callable[[Operations, Symbol], Symbol]
 
@@ -115,12 +114,6 @@ def sdpa_backward(
         name="sdpa_backward", q=q, k=k, v=v, o=out, dO=grad_out, stats=lse, attn_scale=scale, **options
     )
     return tuple(gradients) if grad_bias is None else (*gradients, grad_bias)
-
-
-def option_operands(dropout_p: float, *, is_capped: bool) -> list[Operand]:
-    """The operands of dropout and of soft-capping."""
-    random = [Operand("seed", ONE_INT64), Operand("offset", ONE_INT64)] if dropout_p else []
-    return [*random, Operand("softcap", HOST_SCALAR, Role.SCALAR)] if is_capped else random
 
 
 @graph_definition

@@ -47,7 +47,7 @@ def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float)
         call,
         operands=("q", "k", "v"),
         results=results,
-        numbers=call.softmax.numbers(scale),
+        numbers={"scale": scale, "softcap": call.softmax.softcap},
         queries=queries,
         decode=forward.is_decode and not spec.is_capped,
     )
@@ -75,7 +75,7 @@ def bind_plan(
     """
     rows, device, batch = spec.mask.masked_rows, plan.device, spec.q.shape[0]
     behind = {name: Address(name, rows * x.stride[2] * x.dtype.itemsize) for name, x in queries.items() if rows}
-    more = LaunchExtras(addresses=behind) + extras_of(call, plan.key)
+    more = with_sinks_and_rng(LaunchExtras(addresses=behind), call, plan.key)
     if spec.has_lengths:
         given = [name for name in LENGTHS if getattr(call, name) is not None]
         made: RowLimitsKernel | LengthsKernel
@@ -98,9 +98,8 @@ def bind_plan(
     return bound
 
 
-def extras_of(call: ForwardArguments | VarlenArguments, key: PlanKey) -> LaunchExtras:
-    """The sinks, if the plan of this key applies them, and the random numbers of a call."""
-    more = LaunchExtras()
+def with_sinks_and_rng(more: LaunchExtras, call: ForwardArguments | VarlenArguments, key: PlanKey) -> LaunchExtras:
+    """The extras with a call's sinks, if the plan of this key applies them, and its random numbers."""
     if call.sinks is not None and any(operand.name == "sink" for operand in key.inputs):
         more += LaunchExtras(operands=("sinks",), copy_if_unaligned=("sinks",), addresses={"sink": Address("sinks")})
     if call.rng is not None:
@@ -186,7 +185,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
             call,
             operands=OPERANDS,
             results=results,
-            numbers=call.softmax.numbers(plans.launched_backward(of).scale_value),
+            numbers={"scale": plans.launched_backward(of).scale_value, "softcap": call.softmax.softcap},
             queries=queries,
         )
     factor, needs = plans.factor_of_queries(of), Needs(*of.needs)

@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration,
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.tensor_checks import like_in_memory
 from cudnn_sdpa.graph.backend import has_only_repeatable
-from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
+from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import Target
 
@@ -59,6 +59,7 @@ class DenseSpec:
     def of(cls, call: ForwardArguments) -> DenseSpec:
         q, k, v = call.q, call.k, call.v
         softmax, lengths_q, lengths_kv = call.softmax, call.seq_lens_q is not None, call.seq_lens_kv is not None
+        is_capped = softmax.softcap is not None
         mask = normalize_mask(
             is_causal=softmax.is_causal,
             alignment=softmax.causal_alignment,
@@ -66,7 +67,7 @@ class DenseSpec:
             sq=q.shape[2],
             skv=k.shape[2],
             has_lengths=lengths_q or lengths_kv,
-            top_left_only=call.attn_mask is not None or softmax.dropout_p > 0 or softmax.alibi or softmax.is_capped,
+            top_left_only=call.attn_mask is not None or softmax.dropout_p > 0 or softmax.alibi or is_capped,
             keep_causal=softmax.alibi,
         )
         bias = None if call.attn_mask is None else bias_layout(call.attn_mask, q, k.shape[2], mask.masked_rows)
@@ -80,7 +81,7 @@ class DenseSpec:
             bias=bias,
             sinks=call.sinks is not None,
             dropout_p=float(softmax.dropout_p),
-            is_capped=softmax.is_capped,
+            is_capped=is_capped,
             alibi=softmax.alibi,
         )
 
@@ -182,7 +183,11 @@ class DenseSpec:
                 Operand("seq_len_q", layout) if q_is_data else Operand("seq_len_q", layout, Role.FILL, self.rows),
                 Operand("seq_len_kv", layout) if kv_is_data else Operand("seq_len_kv", layout, Role.FILL, self.skv),
             ]
-        return result + graphs.option_operands(self.dropout_p, is_capped=self.is_capped)
+        if self.dropout_p:
+            result += [Operand("seed", ONE_INT64), Operand("offset", ONE_INT64)]
+        if self.is_capped:
+            result.append(Operand("softcap", HOST_SCALAR, Role.SCALAR))
+        return result
 
     def options(self) -> dict[str, object]:
         return {"band": self.mask.band, "alibi": self.alibi, "dropout_p": self.dropout_p, "totals": None}

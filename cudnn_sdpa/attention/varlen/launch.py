@@ -12,7 +12,7 @@ from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.arguments import sign_of_scale, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense import launch as dense_backward
-from cudnn_sdpa.attention.dense.launch import apply_sinks, extras_of, sink_gradient, zero_gradients
+from cudnn_sdpa.attention.dense.launch import apply_sinks, sink_gradient, with_sinks_and_rng, zero_gradients
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.parts import packed_gradient_limits
 from cudnn_sdpa.attention.reference import fill_without_keys
@@ -175,8 +175,9 @@ def _bind(
                 device=plan.device,
                 lengths=lengths,
             ).extras()
-    more += extras_of(call, key)
-    numbers = call.softmax.numbers(call.scale_value)
+    if call.sinks is not None or call.rng is not None:
+        more = with_sinks_and_rng(more, call, key)
+    numbers = {"scale": call.scale_value, "softcap": call.softmax.softcap}
     return BoundPlan(plan=plan, operands=operands, results=_results(key, call), numbers=numbers, extras=more)
 
 

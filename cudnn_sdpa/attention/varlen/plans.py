@@ -27,7 +27,7 @@ from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.backend import has_only_repeatable
-from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
+from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import Target
 
@@ -239,8 +239,10 @@ class VarlenSpec:
         if sinks:
             result.append(Operand("sink", TensorLayout.contiguous((1, self.q.shape[1], 1, 1), torch.float32)))
         result += [Operand("seq_len_q", lengths), Operand("seq_len_kv", lengths)]
-        result += graphs.option_operands(self.dropout_p, is_capped=self.is_capped)
+        if self.dropout_p:
+            result += [Operand("seed", ONE_INT64), Operand("offset", ONE_INT64)]
         if self.is_capped:
+            result.append(Operand("softcap", HOST_SCALAR, Role.SCALAR))
             limits = TensorLayout.contiguous((self.sequences, 1, self.max_seqlen_q, 1), torch.int32)
             result += [Operand("lowest", limits), Operand("highest", limits)]
         return result
@@ -249,7 +251,8 @@ class VarlenSpec:
 def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> VarlenSpec:
     """The spec of a call, its numbers rounded up; the rows of queries and of keys to `rows`, if these are given."""
     softmax = call.softmax
-    tight = softmax.deterministic or softmax.is_capped
+    is_capped = softmax.softcap is not None
+    tight = softmax.deterministic or is_capped
     q, k, v = map(TensorLayout.of, call.qkv)
     if rows is not None:
         rows_q, rows_kv = rows
@@ -269,7 +272,7 @@ def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varle
         shared_cu_seqlens=is_shared,
         sinks=call.sinks is not None,
         dropout_p=float(softmax.dropout_p),
-        is_capped=softmax.is_capped,
+        is_capped=is_capped,
         deterministic=softmax.deterministic,
     )
 
