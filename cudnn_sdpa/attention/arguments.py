@@ -25,6 +25,7 @@ from cudnn_sdpa.engine.tensor_checks import (
     shape_of,
 )
 from cudnn_sdpa.errors import DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
+from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.scalars import LARGEST, as_bool, as_float, as_int, is_compiling, is_integer, is_true
 
 
@@ -244,6 +245,12 @@ class GradientCall(NamedTuple):
     lse: Tensor
     call: ForwardArguments
     needs: tuple[bool, ...]
+
+
+def outputs_without_data(layout: TensorLayout) -> dict[str, Tensor]:
+    """The tensors that a backward call has besides its forward call, given the layout of the output."""
+    out = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+    return {"grad_out": out, "out": out, "lse": torch.empty(out.shape[:-1], dtype=torch.float32, device="meta")}
 
 
 class ReferenceArguments(ForwardArguments):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +11,10 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import AttentionGradientCall
 from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_tensor
 from cudnn_sdpa.errors import OptionError
+
+if TYPE_CHECKING:
+    from cudnn_sdpa.engine.operation import Operation
+    from cudnn_sdpa.engine.operation.call import CallT
 
 
 class SdpaGradients(NamedTuple):
@@ -31,17 +35,16 @@ class SdpaGradients(NamedTuple):
     dsinks: Tensor | None = None
 
 
-#: The field of each input's gradient.
-FIELDS = {"q": "dq", "k": "dk", "v": "dv", "attn_mask": "dmask", "sinks": "dsinks"}
+def backward_call_of(
+    operation: Operation[CallT], call: CallT, grad_out: Tensor, out: Tensor, lse: Tensor, wanted: Sequence[str] | None
+) -> Any:
+    """The backward call of an operation that arguments of its public function make; they have not been checked."""
+    assert operation.backward is not None
+    needs = _needs_of(wanted, {name: getattr(call, name) for name in operation.differentiable})
+    return operation.backward(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)
 
 
-def needs_of(wanted: Sequence[str] | None, inputs: Mapping[str, object]) -> tuple[bool, ...]:
-    """Which gradients are wanted: those named, or if None all that there are.
-
-    Args:
-        wanted: The names.
-        inputs: The differentiable inputs by name, None where absent.
-    """
+def _needs_of(wanted: Sequence[str] | None, inputs: Mapping[str, object]) -> tuple[bool, ...]:
     can = {name: x is not None and (name != "attn_mask" or _is_additive(x)) for name, x in inputs.items()}
     if wanted is None:
         return tuple(can.values())
@@ -66,7 +69,8 @@ def gradients_of(
 ) -> SdpaGradients:
     """The gradients by name, given those that were needed; that of the sinks in their dtype."""
     remaining = iter(found)
-    result = SdpaGradients(**{FIELDS[name]: next(remaining) for name, need in zip(names, needs, strict=True) if need})
+    needed = [name for name, need in zip(names, needs, strict=True) if need]
+    result = SdpaGradients(**{f"d{name.removeprefix('attn_')}": next(remaining) for name in needed})
     if result.dsinks is None or sinks is None:
         return result
     return result._replace(dsinks=result.dsinks.to(sinks.dtype))

@@ -112,18 +112,14 @@ def repeated_row(layout: TensorLayout, rows: int) -> TensorLayout:
 
 
 def mask_gradient(grad_bias: Tensor, mask: Tensor, masked_rows: int) -> Tensor:
-    """The gradient of the caller's mask: summed over the dimensions along which the mask was broadcast."""
+    """The gradient of the caller's mask, in its dtype and memory order: summed where the mask was broadcast."""
     shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
     broadcast = [dim for dim in range(4) if shape[dim] == 1 and grad_bias.shape[dim] != 1]
     if broadcast:
         grad_bias = grad_bias.sum(broadcast, keepdim=True, dtype=torch.float32)
     if masked_rows and shape[2] != 1:
         grad_bias = torch.nn.functional.pad(grad_bias, (0, 0, masked_rows, 0))
-    return in_memory_order_of(mask, grad_bias.reshape(mask.shape))
-
-
-def in_memory_order_of(mask: Tensor, gradient: Tensor) -> Tensor:
-    """A gradient of `mask` in its dtype and memory order, as the fake implementations return it."""
+    gradient = grad_bias.reshape(mask.shape)
     if gradient.dtype == mask.dtype and gradient.stride() == mask.stride():
         return gradient
     return new_gradient("attn_mask", mask).copy_(gradient)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import backward_arguments
-from cudnn_sdpa.attention.arguments import Softmax, check_options
+from cudnn_sdpa.attention.arguments import Softmax, check_options, outputs_without_data
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import cpu_target, fallback
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
@@ -23,12 +23,8 @@ from cudnn_sdpa.engine.launch import layout_signature
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.layouts import ALIGNMENT
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.target import Target, live_target
-
-#: Arguments that a log key has as given or not.
-_ARGUMENTS = ("attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "with_lse", "out")
-
 
 #: Dtypes that only the reference takes, and the dtype that replaces them in the checks.
 _REFERENCE_DTYPES = (torch.float32, torch.float64)
@@ -57,10 +53,9 @@ class CudnnCall(Call):
     check_options = check_options
 
     def log_key(self) -> Hashable:
-        arguments = [getattr(self, name, None) for name in _ARGUMENTS]
         softmax = self.softmax._replace(scale=None, causal_alignment=TOP_LEFT)
         options = [value != default for value, default in zip(softmax, Softmax(), strict=True)]
-        return type(self), self.q.dtype, *options, *(isinstance(x, Tensor) or bool(x) for x in arguments)
+        return type(self), self.q.dtype, *options, *(x is not None and x is not False for x in self)
 
     def check_for_gpu(self) -> None:
         _check_for_gpu(self)
@@ -142,10 +137,8 @@ def _check_for_gpu(
         if lifted:
             pass
         elif backward is not None:
-            shape = (*meta.q.shape[:-1], meta.v.shape[-1])
-            out = torch.empty(shape, dtype=meta.q.dtype, device="meta")
-            lse = torch.empty(shape[:-1], dtype=torch.float32, device="meta")
-            backward._replace(grad_out=out, out=out, lse=lse, call=meta).check_keys(target)
+            layout = TensorLayout.contiguous((*meta.q.shape[:-1], meta.v.shape[-1]), meta.q.dtype)
+            backward._replace(**outputs_without_data(layout), call=meta).check_keys(target)
         elif of_gradient:
             meta.check_gradient_keys(target)
         else:

@@ -57,7 +57,7 @@ class _IntsKernel(OwnKernel):
             outputs: The tensors that are made, as the argument and operands of plans call them.
             size: Number of elements of each of these tensors.
             device: The GPU.
-            lengths: Where it finds the lengths of queries and of keys.
+            lengths: Where the lengths of queries and of keys are.
         """
         aligned = -(-4 * size // ALIGNMENT) * ALIGNMENT
         self.offsets = {name: number * aligned for number, name in enumerate(outputs)}
@@ -96,16 +96,7 @@ class LengthsKernel(_IntsKernel):
     __slots__ = ()
 
     def __init__(self, *, batch: int, sq: int, skv: int, has_kv: bool, device: int, decode: bool = False) -> None:
-        """Binds it.
-
-        Args:
-            batch: Number of sequences.
-            sq: Number of queries of each sequence.
-            skv: Number of keys of each sequence.
-            has_kv: Whether the call has lengths of keys; without, it has those of queries.
-            device: The GPU.
-            decode: Whether the plan is one of a decode engine, which reads only lengths of keys.
-        """
+        """Binds it to calls with lengths of keys (`has_kv`) or else of queries, and to a `decode` engine or another."""
         made = [] if decode else ["seq_len_q"]
         if decode or has_kv:
             made.append("seq_len_kv")
@@ -133,17 +124,7 @@ class RowLimitsKernel(_IntsKernel):
         max_kv: int = _LARGEST,
         lengths: Sequence[Address] = LENGTHS_OF_CALL,
     ) -> None:
-        """Binds it.
-
-        Args:
-            batch: Number of sequences.
-            rows: Number of queries of each sequence in the plan.
-            band: The band, None if a query sees all keys.
-            device: The GPU.
-            max_q: What lengths of queries are clamped to.
-            max_kv: What lengths of keys are clamped to.
-            lengths: Where the lengths of queries and of keys are.
-        """
+        """Binds it to a plan with this many `rows` of queries; lengths are clamped to `max_q` and `max_kv`."""
         left, right, bottom_right = band or (None, None, False)
         values: dict[str, object] = {
             "given": {"batch": batch, "max_q": max_q, "max_kv": max_kv},

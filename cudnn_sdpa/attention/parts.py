@@ -63,11 +63,6 @@ def packed_gradient_limits(*, deterministic: bool) -> Limits:
     return Limits(offsets=True, heads=deterministic)
 
 
-def forward_limits(heads: int, heads_kv: int, *, is_single: bool) -> Limits:
-    """The limits of a forward call."""
-    return Limits(batch=is_single, heads=is_single or heads != heads_kv)
-
-
 class Part(NamedTuple):
     """A part of a call: batch entries, query heads, and their key heads."""
 

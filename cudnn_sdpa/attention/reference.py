@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED, as_kernels_see
+from cudnn_sdpa.attention.parts import ForwardCall
 from cudnn_sdpa.engine.launch import Layout
 
 
@@ -233,24 +234,17 @@ def summed(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.view(batch, heads, gradient.shape[1] // heads, *gradient.shape[2:]).sum(2)
 
 
-class _WithResults(Protocol):
+class _WithSinks(ForwardCall, Protocol):
     @property
-    def q(self) -> Tensor: ...
-    @property
-    def out(self) -> Tensor | None: ...
-    @property
-    def with_lse(self) -> bool: ...
+    def sinks(self) -> Tensor | None: ...
 
 
-def fill_without_keys(
-    call: _WithResults, layouts: tuple[Layout, Layout], sinks: Tensor | None
-) -> Tensor | tuple[Tensor, Tensor]:
+def fill_without_keys(call: _WithSinks, layouts: tuple[Layout, Layout]) -> Tensor | tuple[Tensor, Tensor]:
     """The results where there are no queries or no keys: zeros, and the LSE of the sinks alone.
 
     Args:
-        call: The call; only its `out` and `with_lse` are used, and the device of q.
+        call: A dense, packed or paged call.
         layouts: Those of the output and the LSE.
-        sinks: The sinks in a shape that broadcasts to the LSE.
     """
     (shape, stride, dtype), (rows, strides, _) = layouts
     device = call.q.device
@@ -259,4 +253,6 @@ def fill_without_keys(
     if not call.with_lse:
         return out
     lse = torch.empty_strided(rows, strides, dtype=torch.float32, device=device).fill_(-torch.inf)
-    return out, lse if sinks is None else torch.maximum(lse, sinks, out=lse)
+    if call.sinks is not None:
+        torch.maximum(lse, call.sinks.view(-1, *[1] * (lse.dim() - 2)), out=lse)
+    return out, lse

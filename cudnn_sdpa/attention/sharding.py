@@ -24,20 +24,16 @@ _TOKENS = "the sequences span ranks, and each query needs all keys of its sequen
 
 _BATCH = {"q": 0, "k": 0, "v": 0, "seq_lens_q": 0, "seq_lens_kv": 0}
 _PAGED_BATCH = {"q": 0, "page_table": 0, "page_table_v": 0, "seq_lens_q": 0, "seq_lens_kv": 0}
-_HEADS = {"q": 1, "k": 1, "v": 1, "sinks": 0}
+_KV_HEADS = {"k": 1, "v": 1}
 _ONE_KEY_HEAD = "query heads share keys, and their groups would be others among a part of them"
 
 
 def dense(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The ways of `sdpa` and of the forward pass in FP8."""
     alibi = _ALIBI if arguments.get("alibi") else ""
-    query_heads = alibi or ("" if _heads(arguments.get("k"), 1) == 1 else _ONE_KEY_HEAD)
     return [
         ShardingStrategy("the batch", {**_BATCH, "attn_mask": -4}, (0, 0)),
-        ShardingStrategy("heads", {**_HEADS, "attn_mask": -3}, (1, 1), divisible=("k",), refused=alibi),
-        ShardingStrategy(
-            "query heads", {"q": 1, "sinks": 0, "attn_mask": -3}, (1, 1), non_empty=("q",), refused=query_heads
-        ),
+        *_of_heads(arguments, {"q": 1, "sinks": 0, "attn_mask": -3}, refused=alibi),
         ShardingStrategy("queries", {"q": 2, "attn_mask": -2}, (2, 2), refused=_depends_on_positions(arguments)),
         ShardingStrategy("keys", {"k": 2, "v": 2, "q": 2}, (2, 2), refused=_KEYS, alternative=_CONTEXT_PARALLEL),
         ShardingStrategy(
@@ -48,11 +44,9 @@ def dense(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
 
 def kernels(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The ways of `kernels.attention`."""
-    query_heads = "" if _heads(arguments.get("k"), 1) == 1 else _ONE_KEY_HEAD
     return [
         ShardingStrategy("the batch", {"q": 0, "k": 0, "v": 0, "mask": -4}, (0, 0)),
-        ShardingStrategy("heads", {"q": 1, "k": 1, "v": 1, "mask": -3}, (1, 1), divisible=("k",)),
-        ShardingStrategy("query heads", {"q": 1, "mask": -3}, (1, 1), non_empty=("q",), refused=query_heads),
+        *_of_heads(arguments, {"q": 1, "mask": -3}),
         ShardingStrategy("queries", {"q": 2, "mask": -2}, (2, 2), refused=_depends_on_positions(arguments)),
         ShardingStrategy("keys", {"k": 2, "v": 2, "q": 2}, (2, 2), refused=_KEYS),
         ShardingStrategy("keys", {"k": 2, "v": 2, "mask": -1}, (2, 2), refused=_KEYS),
@@ -61,11 +55,9 @@ def kernels(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
 
 def varlen(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The ways of `sdpa_varlen`."""
-    query_heads = "" if _heads(arguments.get("k"), 1) == 1 else _ONE_KEY_HEAD
     tokens = {"q": 0, "k": 0, "v": 0}
     return [
-        ShardingStrategy("heads", _HEADS, (1, 1), divisible=("k",)),
-        ShardingStrategy("query heads", {"q": 1, "sinks": 0}, (1, 1), non_empty=("q",), refused=query_heads),
+        *_of_heads(arguments, {"q": 1, "sinks": 0}),
         ShardingStrategy("tokens", tokens, (0, 0), refused=_TOKENS, alternative=f"{_CONTEXT_PARALLEL}_varlen"),
     ]
 
@@ -73,13 +65,8 @@ def varlen(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
 def paged(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The ways of `sdpa_paged`: each rank has all pages, or its heads of all pages."""
     dim = 1 if arguments.get("page_layout") == "HND" else 2
-    query_heads = "" if _heads(arguments.get("k_pages"), dim) == 1 else _ONE_KEY_HEAD
-    heads = {"q": 1, "k_pages": dim, "v_pages": dim, "sinks": 0}
-    return [
-        ShardingStrategy("the batch", _PAGED_BATCH, (0, 0)),
-        ShardingStrategy("heads", heads, (1, 1), divisible=("k_pages",)),
-        ShardingStrategy("query heads", {"q": 1, "sinks": 0}, (1, 1), non_empty=("q",), refused=query_heads),
-    ]
+    heads = _of_heads(arguments, {"q": 1, "sinks": 0}, kv={"k_pages": dim, "v_pages": dim})
+    return [ShardingStrategy("the batch", _PAGED_BATCH, (0, 0)), *heads]
 
 
 def fp8(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
@@ -106,8 +93,18 @@ def fp8_attention(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     return [way for way in dense(arguments) if way.name in ("the batch", "heads", "keys")]
 
 
-def _heads(k: object, dim: int) -> int:
-    return k.shape[dim] if isinstance(k, Tensor) and k.dim() > dim else 0
+def _of_heads(
+    arguments: Mapping[str, object], of_q: dict[str, int], *, kv: dict[str, int] = _KV_HEADS, refused: str = ""
+) -> list[ShardingStrategy]:
+    """The ways along heads: of queries and keys, or of the queries alone where they have one key head."""
+    (name, dim), *_ = kv.items()
+    k = arguments.get(name)
+    has_one = isinstance(k, Tensor) and k.dim() > dim and k.shape[dim] == 1
+    why = refused or ("" if has_one else _ONE_KEY_HEAD)
+    return [
+        ShardingStrategy("heads", {"q": of_q["q"], **kv, **of_q}, (1, 1), divisible=(name,), refused=refused),
+        ShardingStrategy("query heads", of_q, (1, 1), non_empty=("q",), refused=why),
+    ]
 
 
 def _depends_on_positions(arguments: Mapping[str, object]) -> str:

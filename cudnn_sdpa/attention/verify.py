@@ -12,9 +12,6 @@ from cudnn_sdpa.attention.arguments import AttentionCall, AttentionT, Softmax
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.errors import OptionError
 
-DENSE = ("q", "k", "v", "attn_mask", "sinks")
-PACKED = ("q", "k", "v", "sinks")
-
 
 class Results(NamedTuple):
     """The results of a call.
@@ -40,7 +37,7 @@ TrainableT = TypeVar("TrainableT", bound=_TrainableCall)
 
 
 def run_detached(
-    call: TrainableT, names: tuple[str, ...], run: Callable[[TrainableT], Result], *, differentiate: bool
+    call: TrainableT, run: Callable[[TrainableT], Result], *, differentiate: bool
 ) -> tuple[Results, Tensor]:
     """Runs a call and differentiates it; returns the results and the random gradient of the output.
 
@@ -49,8 +46,9 @@ def run_detached(
     if call.softmax.dropout_p:
         hint = "Verify the same call without dropout."
         raise OptionError("dropout_p", repr(call.softmax.dropout_p), "0, to compare with the reference", hint)
-    originals: dict[str, Tensor] = {name: x for name in names if (x := getattr(call, name)) is not None}
+    originals = _floating_point(call)
     inputs = {name: x.detach().requires_grad_(differentiate and x.requires_grad) for name, x in originals.items()}
+    inputs.pop("out", None)
     out = call.out if call.out is None else empty_like(call.out)
     result = run(call._replace(**inputs, out=out))
     out, lse = result if isinstance(result, tuple) else (result, None)
@@ -63,10 +61,13 @@ def empty_like(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
 
 
-def exact_inputs(call: AttentionT, names: tuple[str, ...]) -> AttentionT:
-    """The call with its inputs in float64."""
-    tensors = {name: x for name in names if (x := getattr(call, name)) is not None and x.dtype != torch.bool}
-    return call._replace(**{name: x.detach().double() for name, x in tensors.items()})
+def exact_inputs(call: AttentionT) -> AttentionT:
+    """The call with its floating-point tensors in float64."""
+    return call._replace(**{name: x.detach().double() for name, x in _floating_point(call).items()})
+
+
+def _floating_point(call: AttentionCall) -> dict[str, Tensor]:
+    return {name: x for name, x in call._asdict().items() if isinstance(x, Tensor) and x.is_floating_point()}
 
 
 def compare(actual: Results, exact: Results) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.engine.call import FieldsT
+from cudnn_sdpa.engine.call import Fields, FieldsT
 from cudnn_sdpa.engine.dispatch_state import is_batch, needs_gradient
 from cudnn_sdpa.errors import LayoutError, UnsupportedError
 from cudnn_sdpa.graph.scalars import is_compiling
@@ -97,9 +97,8 @@ def resolved(call: FieldsT) -> FieldsT:
     A tensor with that bit, such as the imaginary part of a conjugate, has the opposite sign in memory.
     """
     negative = {}
-    for name in ("q", "k", "v", "k_pages", "v_pages", "attn_mask", "mask", "sinks"):
-        tensor = getattr(call, name, None) if name in call._fields else None
-        if tensor is not None and tensor.is_neg():
+    for name, tensor in zip(call._fields, call, strict=True):
+        if name != "out" and isinstance(tensor, Tensor) and tensor.is_neg():
             try:
                 negative[name] = tensor.resolve_neg()
             except NotImplementedError:  # booleans and FP8
@@ -119,12 +118,10 @@ def refuse_gradient_through(function: str, tensors: Mapping[str, Tensor | None])
         )
 
 
-def refuse_inference_tensors(call: object) -> None:
+def refuse_inference_tensors(call: Fields) -> None:
     """Names the tensor that autograd could not save for backward, once that has failed."""
-    names = ("q", "k", "v", "attn_mask", "sinks", "seq_lens_q", "seq_lens_kv", "cu_seqlens_q", "cu_seqlens_kv")
-    for name in names:
-        tensor = getattr(call, name, None)
-        if tensor is not None and tensor.is_inference():
+    for name, tensor in zip(call._fields, call, strict=True):
+        if isinstance(tensor, Tensor) and tensor.is_inference():
             raise LayoutError(
                 name,
                 "a tensor made under torch.inference_mode",

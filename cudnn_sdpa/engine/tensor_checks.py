@@ -285,12 +285,13 @@ def _extent(tensor: Tensor) -> int:
     return (last + 1) * tensor.element_size()
 
 
-def multiplied(tensor: Tensor, factor: float) -> Tensor:
-    """A dense copy of a tensor times a number, in its memory order.
+def multiplied(q: Tensor, factor: float) -> Tensor:
+    """A dense copy of `q` times a number, in its memory order.
 
-    What `tensor * factor` makes of an expanded tensor may have a last dimension that is not dense.
+    What `q * factor` makes of an expanded tensor may have a last dimension that is not dense.
     """
-    return torch.mul(tensor.detach(), factor, out=like_in_memory(tensor))
+    check_address("q", q)  # PyTorch's kernel would read a null pointer
+    return torch.mul(q.detach(), factor, out=like_in_memory(q))
 
 
 def without_memory(tensor: Tensor) -> Tensor:

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import Softmax
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
-from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
@@ -21,7 +20,7 @@ _calls = NativeCalls()
 _NAMES = {"q": "query", "k": "key", "v": "value", "attn_mask": "attn_bias", "rng": "philox_seed", "lse": "logsumexp"}
 
 #: PyTorch's operator returns the gradients of query, key and value.
-_NEEDS = Needs(q=True, k=True, v=True, attn_mask=False, sinks=False)
+_NEEDS = (True, True, True, False, False)
 
 Results = tuple[Tensor, Tensor, None, None, int, int, Tensor, Tensor, None]
 

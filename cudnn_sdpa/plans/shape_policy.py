@@ -70,8 +70,9 @@ def shape_policy(policy: Policy) -> ShapePolicyUse:
       that plan takes over when it is ready. With `deterministic=True`, and while
       `torch.use_deterministic_algorithms` or `autotune` is in force, new shapes get exact-shape plans at once.
 
-    Buckets serve inference calls without `return_lse`, sequence lengths, `attn_mask`, dropout, `softcap`, sinks and
-    ALiBi; all others are exact under every policy. The results of two plans differ by rounding.
+    Buckets serve inference calls that return no LSE and have no options but `is_causal`, `causal_alignment`,
+    `window_size`, `scale` and `out`; all others are exact under every policy. The results of two plans differ by
+    rounding.
 
     The setting is process-wide, and ends with the `with` statement if it is used in one. Without a call, the
     environment variable `CUDNN_SDPA_SHAPE_POLICY` names the policy.

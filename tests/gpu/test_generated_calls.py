@@ -134,7 +134,7 @@ def test_nearly_every_call_with_a_plan_runs(monkeypatch):
             has_wrong_plan.append(line)
         else:
             with monkeypatch.context() as without_rules:
-                without_rules.setattr(plans, "refusal", lambda *_: None)
+                without_rules.setattr(plans, "refuse", lambda *_: None)
                 if generators.attempt("sdpa", seed, "cuda").kind != "declined":
                     has_plan.append(line)
     assert not has_plan, "\n".join(has_plan)

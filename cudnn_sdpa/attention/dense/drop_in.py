@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import reprlib
-from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -23,14 +22,6 @@ from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, Unsupporte
 from cudnn_sdpa.graph.scalars import as_bool, is_compiling
 
 _calls = NativeCalls()
-
-
-class SdpaOptions(TypedDict):
-    """The options of the equivalent `sdpa` call."""
-
-    is_causal: bool
-    scale: float | None
-    attn_mask: Tensor | None
 
 
 def scaled_dot_product_attention(
@@ -84,10 +75,8 @@ def scaled_dot_product_attention(
             call = SdpaCall(query, key, value, softmax=softmax)
             return SDPA(call, NativeKey(_calls, given))  # type: ignore[no-any-return]
         query, key, value = lifted(query, key, value, attn_mask)
-        q, k, v, options = drop_in_arguments(
-            query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-        )
-        out: Tensor = sdpa(q, k, v, dropout_p=dropout_p, **options)
+        q, k, v, mask = drop_in_tensors(query, key, value, attn_mask, is_causal, enable_gqa)
+        out: Tensor = sdpa(q, k, v, is_causal=is_causal, scale=scale, attn_mask=mask, dropout_p=dropout_p)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed({"q": "query", "k": "key", "v": "value"}) from None
     rank = query.dim()
@@ -133,18 +122,12 @@ def _is_plain_call(query: object, key: object, value: object, enable_gqa: object
     )
 
 
-def drop_in_arguments(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, SdpaOptions]:
-    """The tensors and options of the equivalent `sdpa` call."""
+def drop_in_tensors(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: object, enable_gqa: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Queries, keys, values and mask of the equivalent `sdpa` call."""
     try:
-        return _reshaped(query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+        return _reshaped(query, key, value, attn_mask, is_causal, enable_gqa)
     except RuntimeError:  # there are no views of freed storage
         for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
             if isinstance(tensor, Tensor):
@@ -153,15 +136,8 @@ def drop_in_arguments(
 
 
 def _reshaped(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    *,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-) -> tuple[Tensor, Tensor, Tensor, SdpaOptions]:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: object, enable_gqa: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():
         check_is_tensor(name, tensor)
@@ -189,7 +165,7 @@ def _reshaped(
     q = _to_four(query, batch, heads_q)
     k, v = _to_four(key, batch, heads_kv), _to_four(value, batch, heads_kv)
     full = (*batch, heads_q, query.shape[-2], key.shape[-2])
-    return q, k, v, {"is_causal": is_causal, "scale": scale, "attn_mask": _mask(attn_mask, is_causal, full)}
+    return q, k, v, _mask(attn_mask, is_causal, full)
 
 
 def _mask(attn_mask: object, is_causal: object, full: tuple[int, ...]) -> Tensor | None:
@@ -199,7 +175,8 @@ def _mask(attn_mask: object, is_causal: object, full: tuple[int, ...]) -> Tensor
     if not isinstance(attn_mask, Tensor):
         raise OptionError("attn_mask", type(attn_mask).__name__, "a torch.Tensor or None")
     if not isinstance(is_causal, bool):
-        raise OptionError("is_causal", _kind(is_causal), "True or False")
+        got = "a tensor" if isinstance(is_causal, Tensor) else reprlib.repr(is_causal)
+        raise OptionError("is_causal", got, "True or False")
     if is_causal:
         raise OptionError(
             "is_causal", "True in addition to attn_mask", "one of the two", "Add the causal mask to attn_mask."
@@ -231,10 +208,6 @@ def _batch_of(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
 def _with_heads(tensor: Tensor, heads: int, count: int) -> Tensor:
     """Keys or values with each of their heads repeated to `count` heads."""
     return tensor if heads == count else tensor.repeat_interleave(count // heads, -3)
-
-
-def _kind(value: object) -> str:
-    return "a tensor" if isinstance(value, Tensor) else reprlib.repr(value)
 
 
 def _to_four(tensor: Tensor, batch: torch.Size, heads: int) -> Tensor:

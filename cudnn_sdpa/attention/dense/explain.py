@@ -5,6 +5,7 @@ Checked calls take their real path with meta tensors; only `verify` computes any
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,24 +17,30 @@ from cudnn_sdpa.attention.arguments import (
     AttentionGradientCall,
     ForwardArguments,
     GradientCall,
+    GradientT,
     Scaled,
     cast_for_autocast,
     grouped,
+    outputs_without_data,
     sign_of_scale,
 )
+from cudnn_sdpa.attention.backward_arguments import backward_call_of
 from cudnn_sdpa.attention.dense import graphs, parts
 from cudnn_sdpa.attention.dense.call import SdpaCall
-from cudnn_sdpa.attention.dense.drop_in import drop_in_arguments, lifted, scaled_dot_product_attention
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, Needs, factor_of_queries, output_layout
-from cudnn_sdpa.attention.dense.sdpa import SDPA, backward_call_of, call_of, sdpa, sdpa_backward
+from cudnn_sdpa.attention.dense.drop_in import drop_in_tensors, lifted, scaled_dot_product_attention
+from cudnn_sdpa.attention.dense.launch import has_readable_layout
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, factor_of_queries, output_layout
+from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa, sdpa_backward
 from cudnn_sdpa.attention.dense.tiers import Bucket
-from cudnn_sdpa.attention.verify import DENSE, Results, compare, exact_inputs, run_detached
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
+from cudnn_sdpa.engine.operation import Operation
+from cudnn_sdpa.engine.operation.call import CallT
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.target import Target
 
 #: The arguments of one call of any kind of attention: a NamedTuple with `q`.
@@ -44,9 +51,9 @@ TO_CAST = ("q", "k", "v", "attn_mask")
 
 
 @describes(sdpa, sharding.dense)
-def describe_sdpa(sinks: Tensor | None, **given: Any) -> Description:
+def describe_sdpa(**given: Any) -> Description:
     """The launches of an `sdpa` call on a GPU; its tensors may be on the CPU."""
-    checked = SDPA.checked(call_of(**grouped(given), sinks=sinks), as_cast)
+    checked = SDPA.checked(call_of(**grouped(given)), as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     device = device_of(original.q)
     if refused is not None:
@@ -58,58 +65,57 @@ def describe_sdpa(sinks: Tensor | None, **given: Any) -> Description:
     except UnsupportedError as error:
         return Description.refused(graphs.sdpa_forward, error, device)
     forward = ForwardSpec.of(first)
-    notes = [*notes_on_casts(original, call), *notes_on_sinks(sinks)]
+    notes = [*notes_on_casts(original, call), *notes_on_sinks(given)]
     notes += [note_on_parts("the call", 1 + len(others))] * bool(others)
     notes += [*notes_on_scale(call), *forward.extra_kernels()]
     return Description(
         operation=graphs.sdpa_forward,
         key=forward.key,
         device=device,
-        is_empty=forward.is_empty or forward.dense.has_no_plan,
+        is_empty=forward.dense.is_empty or forward.dense.has_no_plan,
         extra_kernels=notes,
-        backward=_describe_backward(original, call, sinks) if trains else None,
+        backward=_describe_backward(original, call, given) if trains else None,
         bucket=None if sign_of_scale(call) is not None else partial(_key_of_bucket, forward),
         verify=lambda differentiate: errors_of(original, differentiate=differentiate),
     )
 
 
 def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> PlanKey | None:
-    bucket = None if forward.is_empty else Bucket.of(forward)
+    bucket = None if forward.dense.is_empty else Bucket.of(forward)
     return None if bucket is None else bucket.key(target, device)
 
 
 @describes(sdpa_backward)
-def describe_backward(sinks: Tensor | None, **given: Any) -> Description:
-    of = backward_call_of(**grouped(given), sinks=sinks)
-    call = of.call
-    call.check_types()
+def describe_backward(**given: Any) -> Description:
+    of, notes = checked_backward(SDPA, call_of, given)
+    return describe_backward_call(as_read(of), device_of(of.call.q), notes)
+
+
+def checked_backward(
+    operation: Operation[CallT], call_of: Callable[..., CallT], given: dict[str, Any]
+) -> tuple[Any, list[str]]:
+    """The checked call of a backward function with these arguments, and the notes on what runs around it."""
+    of_backward = {name: given.pop(name) for name in ("grad_out", "out", "lse", "wanted")}
+    of = backward_call_of(operation, call_of(**grouped(given)), **of_backward)
     of.check_types()
-    call.check_options()
+    of.check_options()
     of.check()
-    call.check_strides()
-    call.check_memory()
-    notes = [*notes_on_sinks(sinks), *notes_on_copies(of, dims=4), *notes_on_sink_gradient(sinks, of.needs[-1])]
-    return describe_backward_call(as_read(of), device_of(call.q), notes)
+    of.check_strides()
+    of.check_memory()
+    return of, [*notes_on_sinks(given), *notes_on_copies(of), *notes_on_sink_gradient(given, of.needs[-1])]
 
 
-def as_read(of: GradientCall) -> GradientCall:
+def as_read(of: GradientT) -> GradientT:
     """A backward call without data, with the layouts that kernels read: those of copies where there are any."""
-    out = of.out if is_readable_layout(of.out, 4) else torch.empty_like(of.out, memory_format=torch.contiguous_format)
-    grad_out = of.grad_out if is_readable_layout(of.grad_out, 4) else out
+    out = of.out if has_readable_layout(of.out) else torch.empty_like(of.out, memory_format=torch.contiguous_format)
+    grad_out = of.grad_out if has_readable_layout(of.grad_out) else out
     lse = torch.empty(of.lse.shape, dtype=of.lse.dtype, device="meta")
     return of._replace(grad_out=_like(grad_out, "meta"), out=_like(out, "meta"), lse=lse, call=without_data(of.call))
 
 
-def is_readable_layout(tensor: Tensor, dims: int) -> bool:
-    """Whether cuDNN can read the strides of an output or of its gradient, of 4 dimensions or 3 of packed sequences."""
-    alignment = ALIGNMENT // tensor.element_size()
-    strides = [tensor.stride(dim) for dim in range(dims - 1) if tensor.shape[dim] != 1]
-    return (tensor.stride(-1) == 1 or tensor.shape[-1] == 1) and all(x % alignment == 0 and x for x in strides)
-
-
-def notes_on_copies(of: AttentionGradientCall, dims: int) -> list[str]:
+def notes_on_copies(of: AttentionGradientCall) -> list[str]:
     """The copies of what a caller gave to a backward function and cuDNN cannot read."""
-    copied = [name for name in ("grad_out", "out") if not is_readable_layout(getattr(of, name), dims)]
+    copied = [name for name in ("grad_out", "out") if not has_readable_layout(getattr(of, name))]
     copied += [] if of.lse.is_contiguous() else ["lse"]
     return [f"{name} is copied, as cuDNN cannot read its layout" for name in copied]
 
@@ -133,15 +139,15 @@ def describe_backward_call(of: GradientCall, device: int | None, notes: list[str
     )
 
 
-def _describe_backward(original: ForwardArguments, call: ForwardArguments, sinks: Tensor | None) -> Description:
-    device = device_of(original.q)
-    needs = Needs(*(x is not None and x.requires_grad for x in original.differentiable))
-    layout = output_layout(call)
-    out = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-    lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
-    of = GradientCall(grad_out=out, out=out, lse=lse, call=call, needs=needs)
-    notes = notes_on_casts(original, call, back=True)
-    return describe_backward_call(of, device, notes + notes_on_sink_gradient(sinks, needs.sinks))
+def _describe_backward(original: ForwardArguments, call: ForwardArguments, given: Mapping[str, Any]) -> Description:
+    needs = needs_of_described(original)
+    of = GradientCall(**outputs_without_data(output_layout(call)), call=call, needs=needs)
+    notes = [*notes_on_casts(original, call, back=True), *notes_on_sink_gradient(given, needs[-1])]
+    return describe_backward_call(of, device_of(original.q), notes)
+
+
+def needs_of_described(call: ForwardArguments | VarlenArguments) -> tuple[bool, ...]:
+    return tuple(x is not None and x.requires_grad for x in call.differentiable)
 
 
 def _notes_on_factor(of: GradientCall) -> list[str]:
@@ -156,21 +162,12 @@ def _notes_on_factor(of: GradientCall) -> list[str]:
 
 @describes(scaled_dot_product_attention)
 def describe_drop_in(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool, **options: Any
 ) -> Description:
     query, key, value = lifted(query, key, value, attn_mask)
-    q, k, v, options = drop_in_arguments(
-        query, key, value, attn_mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa
-    )
+    q, k, v, mask = drop_in_tensors(query, key, value, attn_mask, options["is_causal"], enable_gqa)
     try:
-        return describe_sdpa(q, k, v, dropout_p=dropout_p, **options)
+        return describe_sdpa(q, k, v, attn_mask=mask, **options)
     except ArgumentError as error:
         raise error.renamed({"q": "query", "k": "key", "v": "value"}) from None
 
@@ -213,13 +210,14 @@ def notes_on_scale(call: Scaled) -> list[str]:
     return [] if sign is None else [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]
 
 
-def notes_on_sinks(sinks: Tensor | None) -> list[str]:
+def notes_on_sinks(given: Mapping[str, Any]) -> list[str]:
     """The conversion of sinks in half precision, which kernels read in float32."""
+    sinks = given["sinks"]
     return ["sinks are converted to float32"] if sinks is not None and sinks.dtype != torch.float32 else []
 
 
-def notes_on_sink_gradient(sinks: Tensor | None, is_needed: bool) -> list[str]:
-    return ["the gradient of sinks is converted back"] if is_needed and notes_on_sinks(sinks) else []
+def notes_on_sink_gradient(given: Mapping[str, Any], is_needed: bool) -> list[str]:
+    return ["the gradient of sinks is converted back"] if is_needed and notes_on_sinks(given) else []
 
 
 def note_on_parts(what: str, number: int) -> str:
@@ -235,12 +233,12 @@ def errors_of(call: SdpaCall, *, differentiate: bool) -> dict[str, float]:
         call: The call as the caller made it.
         differentiate: Whether to differentiate it with respect to the inputs that require grad.
     """
-    actual, grad_out = run_detached(call, DENSE, SDPA, differentiate=differentiate)
-    exact_call = exact_inputs(cast_for_autocast(call), DENSE)
+    actual, grad_out = run_detached(call, SDPA, differentiate=differentiate)
+    exact_call = exact_inputs(cast_for_autocast(call))
     out, lse = reference.attention(exact_call)
     if not actual.gradients:
         return compare(actual, Results(out, lse, {}))
-    gradients = dict(zip(DENSE, reference.gradients(grad_out.double(), out, exact_call), strict=True))
+    gradients = dict(zip(call._fields, reference.gradients(grad_out.double(), out, exact_call), strict=False))
     mask, grad_mask = call.attn_mask, gradients["attn_mask"]
     if mask is not None and grad_mask is not None:
         shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
-from cudnn_sdpa.attention.bias import BiasKernel, mask_gradient, new_gradient
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, GradientT
+from cudnn_sdpa.attention.bias import BiasKernel, mask_gradient
 from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec, Needs
 from cudnn_sdpa.attention.lengths import LENGTHS, LengthsKernel, RowLimitsKernel
+from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
-from cudnn_sdpa.engine.tensor_checks import check_address, check_present, multiplied
+from cudnn_sdpa.engine.operation.call import BackwardCall
+from cudnn_sdpa.engine.tensor_checks import check_present, multiplied
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, contiguous_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
@@ -65,28 +68,14 @@ def bind_plan(
     queries: Mapping[str, TensorLayout],
     decode: bool = False,
 ) -> BoundPlan:
-    """A plan with what only some calls have: bias, sinks, random numbers, lengths.
+    """A plan, whose GPU is the current device, with what only some calls have: bias, sinks, random numbers, lengths.
 
-    Args:
-        spec: The spec of the calls.
-        plan: Their plan, whose GPU is the current device.
-        call: One of them.
-        operands: The operands that all have.
-        results: Layouts of the results.
-        numbers: The host scalars.
-        queries: The operands with one row for each query, as the caller sees them. Fully masked rows are not given to
-            cuDNN: these begin behind them.
-        decode: Whether the plan is one of a decode engine.
+    `operands` are those that all calls have. `queries` are the operands with one row for each query, as the caller sees
+    them: fully masked rows are not given to cuDNN, so these begin behind them.
     """
     rows, device, batch = spec.mask.masked_rows, plan.device, spec.q.shape[0]
-    all_names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
     behind = {name: Address(name, rows * x.stride[2] * x.dtype.itemsize) for name, x in queries.items() if rows}
-    more = LaunchExtras(addresses=behind)
-    if call.sinks is not None and "sink" in all_names:
-        more += LaunchExtras(operands=("sinks",), copy_if_unaligned=("sinks",), addresses={"sink": Address("sinks")})
-    if call.rng is not None:
-        seed = {"seed": Address("rng"), "offset": Address("rng", call.rng.element_size())}
-        more += LaunchExtras(operands=("rng",), unaligned_ok=("rng",), addresses=seed)
+    more = with_sinks_and_rng(LaunchExtras(addresses=behind), call, plan.key)
     if spec.has_lengths:
         given = [name for name in LENGTHS if getattr(call, name) is not None]
         made: RowLimitsKernel | LengthsKernel
@@ -107,6 +96,16 @@ def bind_plan(
     if bias.reads_mask_at is not None:
         bound = bound_plan(extras=more + bias.extras(reads_mask=True), unaligned_plan=bound)
     return bound
+
+
+def with_sinks_and_rng(more: LaunchExtras, call: ForwardArguments | VarlenArguments, key: PlanKey) -> LaunchExtras:
+    """The extras with a call's sinks, if the plan of this key applies them, and its random numbers."""
+    if call.sinks is not None and any(operand.name == "sink" for operand in key.inputs):
+        more += LaunchExtras(operands=("sinks",), copy_if_unaligned=("sinks",), addresses={"sink": Address("sinks")})
+    if call.rng is not None:
+        seed = {"seed": Address("rng"), "offset": Address("rng", call.rng.element_size())}
+        more += LaunchExtras(operands=("rng",), unaligned_ok=("rng",), addresses=seed)
+    return more
 
 
 class _Completed:
@@ -148,12 +147,10 @@ def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
     lse.copy_(total)
 
 
-BackwardT = TypeVar("BackwardT", bound=GradientCall)
-
 OPERANDS = ("q", "k", "v", "out", "grad_out", "lse")  #: of all backward plans
 
 
-def readable(of: BackwardT) -> BackwardT:
+def readable(of: GradientT) -> GradientT:
     out = readable_gradient(of.out, of.out)
     grad_out, lse = readable_gradient(of.grad_out, out), tensor_checks.aligned("lse", of.lse)
     if grad_out is of.grad_out and lse is of.lse and out is of.out:
@@ -166,7 +163,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     call = of.call
     spec = DenseSpec.of(call)
     if spec.is_empty:
-        return Prepared(_zero_gradients, None)
+        return Prepared(zero_gradients, None)
     if spec.is_single or spec.has_no_plan:
         return Prepared(lambda of: tuple(reference.gradients(of)), None)
     if parts.split_gradient(of):
@@ -222,7 +219,7 @@ class _Gradients:
             lse = tensor_checks.aligned("lse", lse[:, :, masked_rows:])
         if self._masks_lse:  # fully masked rows: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        q = call.q if factor is None else _multiplied(call.q, factor)
+        q = call.q if factor is None else multiplied(call.q, factor)
         tensors = (q, call.k, call.v, of.out, of.grad_out, lse, *self._others_of(call))
         grad_q, grad_k, grad_v, *grad_bias = self._bound(tensors)
         if masked_rows:
@@ -241,14 +238,8 @@ class _Gradients:
         return tuple(found)
 
 
-def _multiplied(q: Tensor, factor: float) -> Tensor:
-    check_address("q", q)  # PyTorch's kernel would read a null pointer
-    return multiplied(q, factor)
-
-
-def _zero_gradients(of: GradientCall) -> tuple[Tensor, ...]:
-    inputs = zip(Needs._fields, of.call.differentiable, of.needs, strict=True)
-    return tuple(new_gradient(name, x).zero_() for name, x, need in inputs if need and x is not None)
+def zero_gradients(of: BackwardCall[Any]) -> tuple[Tensor, ...]:
+    return tuple(x.zero_() for x in of.fake_gradients())
 
 
 def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, queries: Tensor | None = None) -> Tensor:
@@ -277,12 +268,17 @@ def is_readable(grad_out: Tensor) -> bool:
     It cannot if the negative bit is set, so that memory has the other sign, or for a ZeroTensor, which has no memory.
     """
     address = grad_out.data_ptr()
-    if address == 0 or address % ALIGNMENT != 0 or grad_out.is_neg():
-        return False
-    alignment = ALIGNMENT // grad_out.element_size()
-    strides = [grad_out.stride(dim) for dim in range(3) if grad_out.shape[dim] != 1]
-    dense = grad_out.stride(3) == 1 or grad_out.shape[3] == 1
-    return dense and all(stride % alignment == 0 and stride != 0 for stride in strides)
+    return address != 0 and address % ALIGNMENT == 0 and not grad_out.is_neg() and has_readable_layout(grad_out)
+
+
+def has_readable_layout(tensor: Tensor) -> bool:
+    """Whether cuDNN can read the strides of an output or of its gradient, dense or packed."""
+    alignment = ALIGNMENT // tensor.element_size()
+    *sizes, dim = tensor.shape
+    *strides, last = tensor.stride()
+    return (last == 1 or dim == 1) and all(
+        size == 1 or (stride % alignment == 0 and stride != 0) for size, stride in zip(sizes, strides, strict=True)
+    )
 
 
 def readable_gradient(grad_out: Tensor, out: Tensor) -> Tensor:

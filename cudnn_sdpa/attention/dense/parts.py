@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import parts
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, outputs_without_data
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense import plans
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec, Needs
@@ -28,7 +28,8 @@ def split_forward(call: ForwardArguments) -> list[Part]:
     dense = ForwardSpec.of(call).dense
     if dense.is_empty or dense.has_no_plan:
         return []
-    limits = parts.forward_limits(call.q.shape[1], call.k.shape[1], is_single=dense.rows == 1)
+    is_single = dense.rows == 1
+    limits = Limits(batch=is_single, heads=is_single or call.q.shape[1] != call.k.shape[1])
     reasons = limits.exceeded(call.q)
     return split_or_refuse(call, limits, reasons, "sdpa") if reasons else []
 
@@ -62,7 +63,7 @@ def keys(call: ForwardArguments, target: Target, device: int | None) -> Iterator
     """The keys of the plans of a forward call: its exact-shape plan, or those of its parts."""
     for part in forward_calls(call):
         forward = ForwardSpec.of(part)
-        if not (forward.is_empty or forward.dense.has_no_plan):
+        if not (forward.dense.is_empty or forward.dense.has_no_plan):
             yield forward.key(target, device)
 
 
@@ -98,10 +99,7 @@ def gradient_keys(of: GradientCall, target: Target, device: int | None) -> Itera
 def check_gradient(call: ForwardArguments, target: Target, device: int | None = None) -> None:
     """Refuses a call whose gradients are known to be unsupported, also when split."""
     needs = Needs(*(x is not None and x.requires_grad for x in call.differentiable))
-    layout = plans.output_layout(call)
-    out = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-    lse = torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
-    of = GradientCall(grad_out=out, out=out, lse=lse, call=without_data(call), needs=needs)
+    of = GradientCall(**outputs_without_data(plans.output_layout(call)), call=without_data(call), needs=needs)
     for key in gradient_keys(of, target, device):
         known_issues.check(key)
 

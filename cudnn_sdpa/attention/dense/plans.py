@@ -14,10 +14,9 @@ from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments, Gradient
 from cudnn_sdpa.attention.bias import bias_layout, repeated_row
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import Mask, normalize_mask
-from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
+from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refuse
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.tensor_checks import like_in_memory
-from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.backend import has_only_repeatable
 from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like, dense_stride_like
@@ -142,7 +141,7 @@ class DenseSpec:
             bias=self.bias is not None,
             sinks=self.sinks,
             dropout=self.dropout_p > 0,
-            softcap=self.is_capped,
+            capped=self.is_capped,
             alibi=self.alibi,
             **more,
         )
@@ -152,7 +151,12 @@ class DenseSpec:
         left_bound = self.mask.band is not None and self.mask.band[0] is not None
         return self.has_lengths or self.bias is not None or self.mask.masked_rows > 0 or left_bound
 
-    def operands(self, *, decode: bool, sinks: bool, full_lengths: bool, expand_bias: bool = False) -> list[Operand]:
+    def qkv(self) -> list[Operand]:
+        return [Operand("q", self.visible(self.q)), Operand("k", self.k), Operand("v", self.v)]
+
+    def operands(
+        self, *, full_lengths: bool, decode: bool = False, sinks: bool = False, expand_bias: bool = False
+    ) -> list[Operand]:
         """The inputs of both passes other than queries, keys and values.
 
         Args:
@@ -190,20 +194,16 @@ class DenseSpec:
 
     def visible(self, layout: TensorLayout) -> TensorLayout:
         """A layout with one row per query, without the fully masked rows."""
-        rows = self.mask.masked_rows
-        return cut_rows(layout, rows) if rows else layout
+        if not self.mask.masked_rows:
+            return layout
+        batch, heads, length, dim = layout.shape
+        shape = (batch, heads, length - self.mask.masked_rows, dim)
+        return TensorLayout(shape, canonical_stride(shape, layout.stride), layout.dtype)
 
     def extra_kernels(self) -> list[str]:
         """The extra kernels of both passes, for `explain`."""
         rows = self.mask.masked_rows
         return [f"the first {rows} queries see no key: their output is filled with zeros"] if rows else []
-
-
-def cut_rows(layout: TensorLayout, rows: int) -> TensorLayout:
-    """The layout of `tensor[:, :, rows:]`."""
-    batch, heads, length, dim = layout.shape
-    shape = (batch, heads, length - rows, dim)
-    return TensorLayout(shape, canonical_stride(shape, layout.stride), layout.dtype)
 
 
 #: Before cuDNN 9.28, a backward pass without lengths does not mask the padding of the last tile of this size, and a
@@ -228,11 +228,6 @@ class ForwardSpec:
         return cls(dense, output_layout(call), call.with_lse, call.softmax.deterministic)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether there is nothing to compute: no query, or no key."""
-        return self.dense.is_empty
-
-    @property
     def is_decode(self) -> bool:
         """Whether there is one query per sequence, so that cuDNN's decode engines run it."""
         return self.dense.rows == 1
@@ -249,13 +244,9 @@ class ForwardSpec:
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan."""
         dense = self.dense
-        refused = refusal(dense.configuration(FORWARD, target), "sdpa")
-        if refused is not None:
-            raise refused
+        refuse(dense.configuration(FORWARD, target), "sdpa")
         inputs = [
-            Operand("q", dense.visible(dense.q)),
-            Operand("k", dense.k),
-            Operand("v", dense.v),
+            *dense.qkv(),
             *dense.operands(
                 decode=self.is_decode,
                 sinks=dense.sinks and not self.sinks_outside,
@@ -315,28 +306,18 @@ class BackwardSpec:
             sink_gradient=needs.sinks,
         )
 
-    def refusal(self, target: Target) -> UnsupportedError | None:
-        """The error with every reason known against a plan, None if there is none."""
-        options = {"bias_gradient": self.bias_gradient, "deterministic": self.deterministic}
-        return refusal(self.dense.configuration(BACKWARD, target, **options), "the gradient of sdpa")
-
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan."""
-        dense, refused = self.dense, self.refusal(target)
-        if refused is not None:
-            raise refused
+        dense, more = self.dense, {"bias_gradient": self.bias_gradient, "deterministic": self.deterministic}
+        refuse(dense.configuration(BACKWARD, target, **more), "the gradient of sdpa")
         out = dense.visible(self.out)
         lse = TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)
         inputs = [
-            Operand("q", dense.visible(dense.q)),
-            Operand("k", dense.k),
-            Operand("v", dense.v),
+            *dense.qkv(),
             Operand("out", out),
             Operand("grad_out", dense.visible(self.grad_out)),
             Operand("lse", lse),
             *dense.operands(
-                decode=False,
-                sinks=False,
                 full_lengths=dense.needs_lengths or self._pads(target),
                 expand_bias=True,
             ),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from cudnn_sdpa.attention.arguments import Softmax, SoftmaxOptions, as_sinks, softmax_of
-from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
+from cudnn_sdpa.attention.backward_arguments import SdpaGradients, backward_call_of, gradients_of
 from cudnn_sdpa.attention.bias import without_causal_bias
 from cudnn_sdpa.attention.dense.call import ReferenceSdpaCall, SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.mask import Alignment
@@ -23,19 +23,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class BackwardOptions(SoftmaxOptions, total=False):
-    """The options that `sdpa` and `sdpa_backward` share."""
+class SdpaOptions(SoftmaxOptions, total=False):
+    """The options of `sdpa` but `return_lse`."""
 
     attn_mask: Tensor | None
     alibi: bool
     seq_lens_q: Tensor | None
     seq_lens_kv: Tensor | None
     deterministic: bool | None
-
-
-class SdpaOptions(BackwardOptions, total=False):
-    """The options of `sdpa` but `return_lse`."""
-
     dropout_p: float
     out: Tensor | None
 
@@ -322,11 +317,7 @@ def sdpa_backward(
     """
     if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
         autograd_checks.refuse_context_parallel("sdpa_backward")
-    of = backward_call_of(
-        grad_out,
-        out,
-        lse,
-        wanted,
+    call = call_of(
         q=q,
         k=k,
         v=v,
@@ -338,17 +329,5 @@ def sdpa_backward(
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
     )
+    of = backward_call_of(SDPA, call, grad_out, out, lse, wanted)
     return gradients_of(SDPA.run_backward(of), SDPA.differentiable, of.needs, sinks)
-
-
-def backward_call_of(
-    grad_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    wanted: Sequence[str] | None,
-    **arguments: Any,
-) -> SdpaBackwardCall:
-    """The call that arguments of `sdpa_backward` make; they have not been checked."""
-    call = call_of(**arguments)
-    needs = needs_of(wanted, {name: getattr(call, name) for name in SDPA.differentiable})
-    return SdpaBackwardCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)

@@ -31,7 +31,7 @@ from cudnn_sdpa.attention.varlen.plans import VarlenSpec, length_bucket, sequenc
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import BoundPlan, Prepared
 from cudnn_sdpa.engine.operation import OPERATIONS
-from cudnn_sdpa.engine.tensor_checks import check_address, multiplied
+from cudnn_sdpa.engine.tensor_checks import multiplied
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
@@ -129,16 +129,19 @@ def prepare(call: ForwardArguments) -> Prepared:
     warn_of_order(call)
     device, sign, scale = call.q.get_device(), sign_of_scale(call), with_positive_scale(call).scale_value
     forward = ForwardSpec.of(call)
-    if forward.is_empty:
-        return Prepared(_fill_empty, None)
+    if forward.dense.is_empty:
+        return Prepared(lambda call: fill_without_keys(call, plans.results(call)), None)
     if forward.dense.has_no_plan:
         return Prepared(reference.run, None)
     if parts.split_forward(call):
-        return Prepared(_run_parts, None)
+        return Prepared(
+            partial(parts.run_forward, run=OPERATIONS["sdpa"].on_gpu), None
+        )  # which remembers their bindings
     key = forward.key(live_target(device), device)  # refused under every policy if there is no exact-shape plan
     with torch.cuda.device(device):
         policy = shape_policy.Setting.policy or shape_policy.active()
-        is_exact = sign is not None or _wants_exact_shape_plan(policy, call)
+        deterministic = call.softmax.deterministic or torch.are_deterministic_algorithms_enabled()
+        is_exact = sign is not None or policy == shape_policy.EXACT or deterministic or bool(autotune.in_force)
         prepared = None if is_exact else _with_bucket(forward, key, policy, scale)
         if prepared is None:
             plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_forward))
@@ -148,24 +151,9 @@ def prepare(call: ForwardArguments) -> Prepared:
     run = prepared.run  # a caller's negative scale is rare: a wrapper keeps it out of all other calls
 
     def run_multiplied(call: ForwardArguments) -> Result:
-        check_address("q", call.q)  # PyTorch's kernel would read a null pointer
         return run(call._replace(q=multiplied(call.q, sign)))
 
     return prepared._replace(run=run_multiplied)
-
-
-def _run_parts(call: ForwardArguments) -> Result:
-    return parts.run_forward(call, OPERATIONS["sdpa"].on_gpu)  # which remembers their bindings
-
-
-def _fill_empty(call: ForwardArguments) -> Result:
-    sinks = None if call.sinks is None else call.sinks.view(1, -1, 1)
-    return fill_without_keys(call, plans.results(call), sinks)
-
-
-def _wants_exact_shape_plan(policy: str, call: ForwardArguments) -> bool:
-    deterministic = call.softmax.deterministic or torch.are_deterministic_algorithms_enabled()
-    return policy == shape_policy.EXACT or deterministic or bool(autotune.in_force)
 
 
 def _with_bucket(forward: ForwardSpec, key: PlanKey, policy: str, scale: float) -> Prepared | None:
@@ -352,10 +340,6 @@ def _packed(tensor: TensorLayout, rows: int, *, split_heads: bool) -> TensorLayo
 # Forward calls that run the plan of their bucket.
 
 
-#: Gives what runs a call on its exact-shape plan; None until that is available. Called at each use.
-FindExact = Callable[[ForwardArguments], Run | None]
-
-
 class BucketRun:
     """Runs calls of one shape on the plan of their bucket, with tables of sequence offsets and lengths.
 
@@ -365,8 +349,13 @@ class BucketRun:
 
     __slots__ = ("_bound", "_device", "_find_exact", "_tables", "is_captured", "table_bytes")
 
-    def __init__(self, bucket: Bucket, plan: Plan, scale: float, find_exact: FindExact | None) -> None:
-        """Makes the tables on the current stream of the plan's GPU, which must be the current device."""
+    def __init__(
+        self, bucket: Bucket, plan: Plan, scale: float, find_exact: Callable[[ForwardArguments], Run | None] | None
+    ) -> None:
+        """Makes the tables on the current stream of the plan's GPU, which must be the current device.
+
+        At each use, `find_exact` gives what runs the call on its exact-shape plan, or None until that is available.
+        """
         self._find_exact = find_exact
         self._device = plan.device
         tables = bucket.tables(torch.device("cuda", plan.device))

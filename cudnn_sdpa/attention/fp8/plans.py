@@ -22,7 +22,7 @@ from cudnn_sdpa.attention.fp8.arguments import (
     as_dense,
 )
 from cudnn_sdpa.attention.parts import GRADIENTS, Part
-from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
+from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refuse
 from cudnn_sdpa.attention.support.rules_fp8 import RULES
 from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.launch import Layout
@@ -104,10 +104,8 @@ class ForwardSpec:
     def key(self, target: Target, device: int | None) -> PlanKey:
         dense = self.dense
         configuration = dense.configuration(FORWARD, target, half_output=self.out.dtype not in FP8_DTYPES)
-        refused = refusal(configuration, "sdpa_fp8", RULES)
-        if refused is not None:
-            raise refused
-        scale, *lengths = dense.operands(decode=False, sinks=False, full_lengths=dense.needs_lengths)
+        refuse(configuration, "sdpa_fp8", RULES)
+        scale, *lengths = dense.operands(full_lengths=dense.needs_lengths)
         k, v, *tables = (dense.k, dense.v) if self.pages is None else self.pages
         inputs = [
             Operand("q", dense.visible(dense.q)),
@@ -156,13 +154,10 @@ class BackwardSpec:
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         dense = self.dense
-        refused = refusal(
-            dense.configuration(BACKWARD, target, deterministic=self.deterministic), "sdpa_fp8_backward", RULES
-        )
-        if refused is not None:
-            raise refused
+        configuration = dense.configuration(BACKWARD, target, deterministic=self.deterministic)
+        refuse(configuration, "sdpa_fp8_backward", RULES)
         full = dense.needs_lengths or self._pads(target)
-        scale, *lengths = dense.operands(decode=False, sinks=False, full_lengths=full)
+        scale, *lengths = dense.operands(full_lengths=full)
         rows = self.padded_rows(target)
         out = self._of_rows(self.out, rows)
         inputs = [

@@ -6,8 +6,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torch import Tensor
-
 from cudnn_sdpa.attention import reference as dense_reference
 from cudnn_sdpa.attention import sharding
 from cudnn_sdpa.attention.arguments import grouped, with_positive_scale
@@ -25,8 +23,8 @@ from cudnn_sdpa.graph.target import live_target
 
 
 @describes(sdpa_paged, sharding.paged)
-def describe_paged(sinks: Tensor | None, **given: Any) -> Description:
-    checked = PAGED.checked(call_of(**grouped(given), sinks=sinks), PAGED.cast)
+def describe_paged(**given: Any) -> Description:
+    checked = PAGED.checked(call_of(**grouped(given)), PAGED.cast)
     original, call, refused = checked.call, checked.cast, checked.refused
     if refused is not None:
         return Description.refused(graphs.paged_decode, refused, explain.device_of(call.q))
@@ -36,7 +34,7 @@ def describe_paged(sinks: Tensor | None, **given: Any) -> Description:
         described = describe_prefill(launched, device)
     notes = [
         *explain.notes_on_casts(original, call),
-        *explain.notes_on_sinks(sinks),
+        *explain.notes_on_sinks(given),
         *explain.notes_on_scale(call),
         *described.extra_kernels,
     ]
@@ -99,5 +97,5 @@ def errors_paged(call: PagedCall) -> dict[str, float]:
     out = call.out if call.out is None else empty_like(call.out)
     result = PAGED.runner(call)(call._replace(out=out))
     output, lse = result if isinstance(result, tuple) else (result, None)
-    exact = dense_reference.attention(exact_inputs(reference.as_dense(call), ("q", "k", "v", "sinks")))
+    exact = dense_reference.attention(exact_inputs(reference.as_dense(call)))
     return compare(Results(output, lse, {}), Results(*exact, {}))

@@ -297,8 +297,7 @@ class PagedKVCache:
             step: What `reserve` returned; its keys and values have been appended.
             q: Queries (B, Hq, tokens, D).
             layer: The layer.
-            options: Those of `sdpa_paged`: is_causal, causal_alignment, window_size, scale, softcap, sinks, return_lse
-                and out.
+            options: Options of `sdpa_paged` that are not tensors of the cache.
 
         Returns:
             What `sdpa_paged` returns.

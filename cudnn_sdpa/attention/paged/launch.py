@@ -38,7 +38,7 @@ MAX_DECLINED = 1000
 def prepare(call: PagedArguments) -> Prepared:
     """A call bound to its plan."""
     if call.is_empty:
-        return Prepared(_fill_empty, None)
+        return Prepared(lambda call: fill_without_keys(call, plans.results(call)), None)
     sign = sign_of_scale(call)
     if sign is not None:
         return _prepare_with_positive_scale(call, sign)
@@ -56,18 +56,12 @@ def prepare(call: PagedArguments) -> Prepared:
     return _prepare_prefill(call)
 
 
-def _fill_empty(call: PagedArguments) -> Result:
-    sinks = None if call.sinks is None else call.sinks.view(1, -1, 1)
-    return fill_without_keys(call, plans.results(call), sinks)
-
-
 def _prepare_with_positive_scale(call: PagedArguments, sign: float) -> Prepared:
     """The call with queries multiplied by `sign`, and with results in the memory order of the caller's queries."""
     (shape, stride, dtype), _ = plans.results(call)
     scale = max(-call.scale_value, MIN_SCALE)
 
     def launched(call: PagedArguments) -> PagedArguments:
-        check_address("q", call.q)  # PyTorch's kernel would read a null pointer
         out = call.out
         if out is None:
             out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)

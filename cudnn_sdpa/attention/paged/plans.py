@@ -26,7 +26,7 @@ from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.step import MARK, Mark
 from cudnn_sdpa.attention.parts import Part
-from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refusal
+from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refuse
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec, sequence_bucket
@@ -227,9 +227,7 @@ class DecodeSpec:
             gpu=target,
             lengths=True,
         )
-        refused = refusal(configuration, "sdpa_paged")
-        if refused is not None:
-            raise refused
+        refuse(configuration, "sdpa_paged")
         lengths = TensorLayout.contiguous((self.rows, 1, 1, 1), torch.int32)
         inputs = [
             Operand("q", self.q),

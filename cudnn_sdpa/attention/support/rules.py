@@ -20,22 +20,12 @@ class Configuration:
 
     Attributes:
         operation: "forward" or "backward".
-        dtype: Of queries, keys and values.
-        head_dim: Of queries and keys.
-        head_dim_v: Of values.
-        sq: Queries.
-        skv: Keys.
         sm: Compute capability as one number, 90 for 9.0.
         cudnn: Version as a number, 91900 for 9.19.0.
         gpu: The GPU's name, for messages.
-        packed: Whether sequences are packed.
         band: The normalized mask.
-        lengths: Whether actual sequence lengths are given.
         bias: Whether there is an `attn_mask`, of any dtype.
-        bias_gradient: Whether its gradient is needed.
-        sinks: Whether there are attention sinks.
-        dropout: Whether there is dropout.
-        softcap: Whether there is logit soft-capping.
+        capped: Whether there is logit soft-capping.
         alibi: Whether there are linear biases.
         deterministic: Whether the gradients must be bit-exact.
         half_output: Whether what is computed from FP8 is to be float16 or bfloat16.
@@ -57,7 +47,7 @@ class Configuration:
     bias_gradient: bool = False
     sinks: bool = False
     dropout: bool = False
-    softcap: bool = False
+    capped: bool = False
     alibi: bool = False
     deterministic: bool = False
     half_output: bool = False
@@ -102,10 +92,8 @@ class Configuration:
     @property
     def has_dropout_or_bias_gradient(self) -> bool:
         """Whether the backward pass has dropout, cuDNN's linear biases, or a gradient of attn_mask to give."""
-        return self.bias_gradient or self.dropout or (self.alibi and not self.softcap)
+        return self.bias_gradient or self.dropout or (self.alibi and not self.capped)
 
-
-__all__ = ["BACKWARD", "DTYPES", "FORWARD", "MAX_HEAD_DIM", "MIN_SM", "RULES", "Configuration", "Rule", "refusal"]
 
 DTYPES = (torch.float16, torch.bfloat16)
 MIN_SM = 80
@@ -140,14 +128,14 @@ def _lacks_backward_head_dim(config: Configuration) -> bool:
 
 def _starts_late(config: Configuration) -> bool:
     negative = config.band is not None and config.band[0] is not None and config.band[0] < 0
-    return negative and not config.softcap and (config.bias or config.dropout or config.alibi)
+    return negative and not config.capped and (config.bias or config.dropout or config.alibi)
 
 
 def _lacks_gradient_over_one_key(config: Configuration) -> bool:
     if not (config.backward and config.bias and config.skv == 1):
         return False
     if config.is_data_center_blackwell:
-        return config.bias_gradient or (config.cudnn < 92800 and (config.deterministic or config.softcap))
+        return config.bias_gradient or (config.cudnn < 92800 and (config.deterministic or config.capped))
     return config.is_ampere_kind
 
 
@@ -200,12 +188,12 @@ RULES = (
         "padded sequences, with seq_lens_q and seq_lens_kv",
     ),
     Rule(
-        lambda config: config.backward and config.softcap and config.is_ampere_kind,
+        lambda config: config.backward and config.capped and config.is_ampere_kind,
         "on SM {sm} there are no gradients with softcap",
         "softcap=None, or no gradients",
     ),
     Rule(
-        lambda config: config.bottom_right and not config.softcap and (config.bias or config.dropout or config.alibi),
+        lambda config: config.bottom_right and not config.capped and (config.bias or config.dropout or config.alibi),
         "a causal mask or right window bound aligned bottom-right cannot be combined with attn_mask, dropout or alibi "
         "if sequence lengths are given or the window is narrower than Skv - Sq",
         "the band drawn into attn_mask, without is_causal and window",
@@ -218,13 +206,13 @@ RULES = (
     ),
     Rule(
         lambda config: (
-            config.alibi and not config.softcap and (config.band is None or config.band[1] != 0 or config.band[2])
+            config.alibi and not config.capped and (config.band is None or config.band[1] != 0 or config.band[2])
         ),
         "alibi needs a causal mask aligned top-left",
         "the ALiBi biases passed as attn_mask",
     ),
     Rule(
-        lambda config: config.alibi and config.softcap,
+        lambda config: config.alibi and config.capped,
         "softcap and alibi cannot be combined",
         "the ALiBi biases passed as attn_mask",
         wrong=True,
@@ -243,12 +231,12 @@ RULES = (
         wrong=True,
     ),
     Rule(  # seen on 9.10.2, not on 9.19
-        lambda config: config.backward and config.softcap and config.skv % 128 != 0 and config.cudnn < 91100,
+        lambda config: config.backward and config.capped and config.skv % 128 != 0 and config.cudnn < 91100,
         "gradients with softcap need a multiple of 128 keys with cuDNN {version}",
         "a newer cuDNN, or keys padded to a multiple of 128 and hidden with attn_mask",
     ),
     Rule(
-        lambda config: config.softcap and config.lengths and config.sq == 1 and not config.packed,
+        lambda config: config.capped and config.lengths and config.sq == 1 and not config.packed,
         "with softcap and actual sequence lengths, cuDNN computes a single query wrongly",
         "an attn_mask (B, 1, 1, Skv) that masks the keys past each length",
         wrong=True,
@@ -260,7 +248,7 @@ RULES = (
         wrong=True,
     ),
     Rule(
-        lambda config: config.softcap and config.bias_gradient,
+        lambda config: config.capped and config.bias_gradient,
         "with softcap, cuDNN gives wrong gradients of attn_mask",
         "an attn_mask that requires no grad",
         wrong=True,
@@ -320,7 +308,7 @@ RULES = (
         lambda config: (
             config.backward
             and config.deterministic
-            and config.softcap
+            and config.capped
             and config.lengths
             and config.is_data_center_blackwell
             and config.cudnn < 92800
@@ -351,3 +339,10 @@ def refusal(config: Configuration, what: str, rules: Sequence[Rule] = RULES) -> 
     }
     suggestions = dict.fromkeys(rule.suggestion.format(**facts) for rule in broken)
     return UnsupportedError(what, [rule.reason.format(**facts) for rule in broken], "; ".join(suggestions))
+
+
+def refuse(config: Configuration, what: str, rules: Sequence[Rule] = RULES) -> None:
+    """Raises the error of `refusal`, if there is one."""
+    refused = refusal(config, what, rules)
+    if refused is not None:
+        raise refused

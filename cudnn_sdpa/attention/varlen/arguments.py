@@ -41,6 +41,10 @@ class VarlenArguments(NamedTuple):
         return self.q, self.k, self.v
 
     @property
+    def differentiable(self) -> tuple[Tensor | None, ...]:
+        return self.q, self.k, self.v, self.sinks
+
+    @property
     def offsets(self) -> tuple[Tensor, Tensor]:
         return self.cu_seqlens_q, self.cu_seqlens_q if self.cu_seqlens_kv is None else self.cu_seqlens_kv
 

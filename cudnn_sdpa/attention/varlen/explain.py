@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,108 +9,85 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import reference, sharding
-from cudnn_sdpa.attention.arguments import ForwardArguments, cast_for_autocast, grouped, with_positive_scale
+from cudnn_sdpa.attention.arguments import (
+    ForwardArguments,
+    cast_for_autocast,
+    grouped,
+    outputs_without_data,
+    with_positive_scale,
+)
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.call import VarlenCall
 from cudnn_sdpa.attention.varlen.reference import sequences
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, backward_call_of, call_of, sdpa_varlen, sdpa_varlen_backward
-from cudnn_sdpa.attention.verify import PACKED, Results, compare, exact_inputs, run_detached
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen, sdpa_varlen_backward
+from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 
 
 @describes(sdpa_varlen, sharding.varlen)
-def describe_varlen(sinks: Tensor | None, **given: Any) -> Description:
-    checked = VARLEN.checked(call_of(**grouped(given), sinks=sinks), explain.as_cast)
+def describe_varlen(**given: Any) -> Description:
+    checked = VARLEN.checked(call_of(**grouped(given)), explain.as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     device = explain.device_of(original.q)
     if refused is not None:
         return Description.refused(graphs.sdpa_forward, refused, device)
     original = original._replace(with_lse=original.with_lse or trains)
-    launched, scale_notes = with_positive_scale(call), explain.notes_on_scale(call)
-    packed, layout = plans.spec_of(launched), plans.output_layout(call)
-    is_empty = 0 in call.q.shape or 0 in call.k.shape
-    notes = [*explain.notes_on_casts(original, call), *explain.notes_on_sinks(sinks), *scale_notes]
+    packed, layout = plans.spec_of(with_positive_scale(call)), plans.output_layout(call)
+    notes = [*explain.notes_on_casts(original, call), *explain.notes_on_sinks(given), *explain.notes_on_scale(call)]
     notes += packed.extra_kernels(with_lse=original.with_lse)
-    back = explain.notes_on_sink_gradient(sinks, sinks is not None and sinks.requires_grad)
+    needs = explain.needs_of_described(original)
+    of = VarlenGradientCall(**outputs_without_data(layout), call=without_data(call), needs=needs)
+    back = [*explain.notes_on_casts(original, call, back=True), *explain.notes_on_sink_gradient(given, needs[-1])]
     return Description(
         operation=graphs.sdpa_forward,
         key=partial(packed.forward_key, layout, original.with_lse),
         device=device,
-        is_empty=is_empty,
+        is_empty=call.is_empty,
         extra_kernels=notes,
-        backward=_describe_backward(original, without_data(call), layout, back) if trains else None,
+        backward=describe_backward_call(of, device, back) if trains else None,
         verify=lambda differentiate: errors_varlen(original, differentiate=differentiate),
     )
 
 
 @describes(sdpa_varlen_backward)
-def describe_varlen_backward(sinks: Tensor | None, **given: Any) -> Description:
-    of = backward_call_of(**grouped(given), sinks=sinks)
-    call = of.call
-    call.check_types()
-    of.check_types()
-    call.check_options()
-    of.check()
-    call.check_strides()
-    call.check_memory()
-    original = call._replace(sinks=None if sinks is None else sinks.detach().requires_grad_(of.needs[-1]))
-    is_readable = explain.is_readable_layout(of.out, 3)
-    layout = TensorLayout.of(of.out) if is_readable else TensorLayout.contiguous(of.out.shape, of.out.dtype)
-    notes = [*explain.notes_on_sinks(sinks), *explain.notes_on_copies(of, dims=3)]
-    notes += explain.notes_on_sink_gradient(sinks, of.needs[-1])
-    return _describe_backward(original, without_data(call), layout, notes)
+def describe_varlen_backward(**given: Any) -> Description:
+    of, notes = explain.checked_backward(VARLEN, call_of, given)
+    return describe_backward_call(explain.as_read(of), explain.device_of(of.call.q), notes)
 
 
-def _describe_backward(
-    original: VarlenArguments, call: VarlenArguments, out: TensorLayout, notes: list[str]
-) -> Description:
-    """The backward pass for a gradient with the layout of the output, given the notes on what runs around it."""
-    device, is_empty = explain.device_of(original.q), 0 in call.q.shape or 0 in call.k.shape
+def describe_backward_call(of: VarlenGradientCall, device: int | None, notes: list[str]) -> Description:
+    """A backward call without data that kernels can read, but for its queries."""
+    is_empty = of.call.is_empty
     try:
-        part, part_out, number = (call, out, 0) if is_empty else _first_part(call, out)
+        parts = [] if is_empty else plans.split_gradient(of)
     except UnsupportedError as error:
         return Description.refused(graphs.sdpa_backward, error, device)
-    launched, scale_notes = with_positive_scale(part), explain.notes_on_scale(part)
-    packed = plans.spec_of(launched)
-    as_launched = replace(packed, q=dense_like(packed.q))
+    first = plans.part_of(of, parts[0]) if parts else of
+    packed = plans.spec_of(with_positive_scale(first.call))
     notes = [
         *notes,
-        *([explain.note_on_parts("the gradient", number)] if number else []),
-        *(f"{note}, and so are the gradients of q and k" for note in scale_notes),
-        *packed.backward_kernels(sink_gradient=original.sinks is not None and original.sinks.requires_grad),
-        *explain.notes_on_casts(original, call, back=True),
+        *([explain.note_on_parts("the gradient", len(parts))] if parts else []),
+        *(f"{note}, and so are the gradients of q and k" for note in explain.notes_on_scale(first.call)),
+        *packed.backward_kernels(sink_gradient=of.needs[-1]),
     ]
     return Description(
         operation=graphs.sdpa_backward,
-        key=partial(as_launched.backward_key, part_out, part_out, call.softmax.deterministic),
+        key=partial(plans.backward_key, first._replace(call=plans.dense_queries(first.call))),
         device=device,
         is_empty=is_empty,
         extra_kernels=notes,
     )
 
 
-def _first_part(call: VarlenArguments, out: TensorLayout) -> tuple[VarlenArguments, TensorLayout, int]:
-    """The first part of a backward call, its output, and the number of parts: 0 if one launch computes it."""
-    grad_out = torch.empty_strided(out.shape, out.stride, dtype=out.dtype, device="meta")
-    lse = torch.empty(out.shape[:2], dtype=torch.float32, device="meta")
-    of = VarlenGradientCall(grad_out, grad_out, lse, call, needs=(True, True, True, False))
-    parts = plans.split_gradient(of)
-    if not parts:
-        return call, out, 0
-    part = plans.part_of(of, parts[0])
-    return part.call, TensorLayout.of(part.out), len(parts)
-
-
 def errors_varlen(call: VarlenCall, *, differentiate: bool) -> dict[str, float]:
     """Relative errors of a call over packed sequences, as `dense.explain.errors_of`."""
-    actual, grad_out = run_detached(call, PACKED, VARLEN, differentiate=differentiate)
+    actual, grad_out = run_detached(call, VARLEN, differentiate=differentiate)
     cast = cast_for_autocast(ForwardArguments(call.q, call.k, call.v))
-    exact_call = exact_inputs(call._replace(q=cast.q, k=cast.k, v=cast.v), PACKED)
+    exact_call = exact_inputs(call._replace(q=cast.q, k=cast.k, v=cast.v))
     exact = _exact_varlen(exact_call, grad_out.double() if actual.gradients else None)
     return compare(*(_of_sequences(results, call) for results in (actual, exact)))
 
@@ -120,17 +96,20 @@ def _exact_varlen(call: VarlenArguments, grad_out: Tensor | None) -> Results:
     """The results in float64, sequence by sequence: each is a dense call."""
     out = call.q.new_zeros(*call.q.shape[:2], call.v.shape[2])
     lse = out.new_full(out.shape[:2], -torch.inf)
-    gradients = {name: torch.zeros_like(x) for name in PACKED if (x := getattr(call, name)) is not None}
+    gradients = {
+        name: torch.zeros_like(x) for name, x in zip(call._fields, call.differentiable, strict=False) if x is not None
+    }
     for rows, columns, one in sequences(call):
         out_one, lse_one = reference.attention(one)
         out[rows], lse[rows] = out_one[0].transpose(0, 1), lse_one[0].transpose(0, 1)
         if grad_out is None:
             continue
-        *grad_qkv, _, grad_sinks = reference.gradients(grad_out[rows].transpose(0, 1).unsqueeze(0), out_one, one)
-        for name, span, gradient in zip("qkv", (rows, columns, columns), grad_qkv, strict=True):
+        *of_qkv, _, of_sinks = reference.gradients(grad_out[rows].transpose(0, 1).unsqueeze(0), out_one, one)
+        for name, span, gradient in zip("qkv", (rows, columns, columns), of_qkv, strict=True):
             gradients[name][span] = gradient[0].transpose(0, 1)
-        if grad_sinks is not None:
-            gradients["sinks"] += grad_sinks
+        if of_sinks is not None:
+            *_, last = gradients
+            gradients[last] += of_sinks
     return Results(out, lse, gradients)
 
 

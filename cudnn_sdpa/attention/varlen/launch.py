@@ -12,7 +12,7 @@ from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.arguments import sign_of_scale, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense import launch as dense_backward
-from cudnn_sdpa.attention.dense.launch import apply_sinks, sink_gradient
+from cudnn_sdpa.attention.dense.launch import apply_sinks, sink_gradient, with_sinks_and_rng, zero_gradients
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.parts import packed_gradient_limits
 from cudnn_sdpa.attention.reference import fill_without_keys
@@ -20,10 +20,9 @@ from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
-from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
-from cudnn_sdpa.engine.tensor_checks import check_address, check_present, like_in_memory, multiplied, without_memory
+from cudnn_sdpa.engine.tensor_checks import check_present, like_in_memory, multiplied, without_memory
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
@@ -37,7 +36,7 @@ BackwardT = TypeVar("BackwardT", bound=VarlenGradientCall)
 def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     """A forward call bound to its plan, or to that of `spec`."""
     if call.is_empty:
-        return Prepared(_fill_empty, None)
+        return Prepared(lambda call: fill_without_keys(call, plans.results(call)), None)
     device, sign = call.q.get_device(), sign_of_scale(call)
     launched = with_positive_scale(call)
     spec = plans.spec_of(launched) if spec is None else spec
@@ -49,7 +48,7 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     others_of = items_by_name(bound.operands[1:])
 
     def run(call: VarlenArguments) -> Result:
-        q = call.q if sign is None else _multiplied(call.q, sign)
+        q = call.q if sign is None else multiplied(call.q, sign)
         out, *lse = bound((q, *others_of(call)), call.out)
         if not lse:
             return out
@@ -63,39 +62,23 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     return Prepared(run, bound.plan)
 
 
-def _multiplied(q: Tensor, sign: float) -> Tensor:
-    check_address("q", q)  # PyTorch's kernel would read a null pointer
-    return multiplied(q, sign)
-
-
-def _fill_empty(call: VarlenArguments) -> Result:
-    return fill_without_keys(call, plans.results(call), call.sinks)
-
-
 def readable(of: BackwardT) -> BackwardT:
     call = of.call
     limits = packed_gradient_limits(deterministic=call.softmax.deterministic)
     if call.is_empty or limits.exceeded(*call.qkv, of.out, of.grad_out):
         return of
-    grad_out, lse, layout = of.grad_out, tensor_checks.aligned("lse", of.lse), TensorLayout.of(call.q)
-    out = of.out
-    if not dense_backward.is_readable(out.unsqueeze(0)):
-        out = dense_backward.readable_gradient(out.unsqueeze(0), out.unsqueeze(0)).squeeze(0)
-    if not dense_backward.is_readable(grad_out.unsqueeze(0)):
-        grad_out = dense_backward.readable_gradient(grad_out.unsqueeze(0), out.unsqueeze(0)).squeeze(0)
+    of, layout = dense_backward.readable(of), TensorLayout.of(call.q)
     if layout != (dense := dense_like(layout)):
         # cuDNN 9.19 cannot launch gradients of packed queries that are views of a larger tensor.
         q = torch.empty_strided(dense.shape, dense.stride, dtype=dense.dtype, device=call.q.device)
-        call = call._replace(q=q.copy_(call.q))
-    if grad_out is of.grad_out and out is of.out and lse is of.lse and call is of.call:
-        return of
-    return of._replace(grad_out=grad_out, out=out, lse=lse, call=call)
+        of = of._replace(call=call._replace(q=q.copy_(call.q)))
+    return of
 
 
 def prepare_gradients(of: VarlenGradientCall) -> Prepared:
     call = of.call
     if call.is_empty:
-        return Prepared(_zero_gradients, None)
+        return Prepared(zero_gradients, None)
     if plans.split_gradient(of):
         return Prepared(_gradients_in_parts, None)
     device, sign = call.q.get_device(), sign_of_scale(call)
@@ -122,7 +105,7 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
         call, lse = of.call, of.lse
         if spec.is_capped:  # a row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        q = call.q if sign is None else _multiplied(call.q, sign)
+        q = call.q if sign is None else multiplied(call.q, sign)
         found = bound((q, call.k, call.v, of.out, of.grad_out, lse, *others_of(call)))
         for place, layout in enumerate(wanted):
             if not in_order[place]:  # cuDNN sums the gradients of grouped heads only token-major
@@ -146,14 +129,9 @@ def _needed(of: VarlenGradientCall, found: list[Tensor]) -> tuple[Tensor, ...]:
     return tuple(needed)
 
 
-def _zero_gradients(of: VarlenGradientCall) -> tuple[Tensor, ...]:
-    inputs = (*of.call.qkv, of.call.sinks)
-    return tuple(like_in_memory(x).zero_() for x, need in zip(inputs, of.needs, strict=True) if need and x is not None)
-
-
 def _gradients_in_parts(of: VarlenGradientCall) -> tuple[Tensor, ...]:
     """The needed gradients of a call that one launch cannot compute: some heads at a time."""
-    inputs = zip((*of.call.qkv, of.call.sinks), ("heads", "heads_kv", "heads_kv", "heads"), of.needs, strict=True)
+    inputs = zip(of.call.differentiable, ("heads", "heads_kv", "heads_kv", "heads"), of.needs, strict=True)
     wholes = [_whole(x, heads) for x, heads, need in inputs if need and x is not None]
     found = parts.merge(
         plans.split_gradient(of), lambda part: gradients(plans.part_of(of, part)), wholes, of.out.device
@@ -197,11 +175,8 @@ def _bind(
                 device=plan.device,
                 lengths=lengths,
             ).extras()
-    if call.sinks is not None and "sink" in names:
-        more += LaunchExtras(operands=("sinks",), copy_if_unaligned=("sinks",), addresses={"sink": Address("sinks")})
-    if call.rng is not None:
-        seed = {"seed": Address("rng"), "offset": Address("rng", call.rng.element_size())}
-        more += LaunchExtras(operands=("rng",), unaligned_ok=("rng",), addresses=seed)
+    if call.sinks is not None or call.rng is not None:
+        more = with_sinks_and_rng(more, call, key)
     numbers = {"scale": call.scale_value, "softcap": call.softmax.softcap}
     return BoundPlan(plan=plan, operands=operands, results=_results(key, call), numbers=numbers, extras=more)
 

@@ -14,18 +14,17 @@ from dataclasses import dataclass, replace
 import torch
 
 from cudnn_sdpa.attention import parts
-from cudnn_sdpa.attention.arguments import with_positive_scale
+from cudnn_sdpa.attention.arguments import outputs_without_data, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.parts import split_or_refuse
 from cudnn_sdpa.attention.dense.plans import GRAD_OUT_COPY
 from cudnn_sdpa.attention.mask import TOP_LEFT, Mask, normalize_mask
 from cudnn_sdpa.attention.parts import Part
-from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refusal
+from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refuse
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.launch import Layout
-from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.backend import has_only_repeatable
 from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
@@ -109,7 +108,7 @@ class VarlenSpec:
             lengths=True,
             sinks=self.sinks,
             dropout=self.dropout_p > 0,
-            softcap=self.is_capped,
+            capped=self.is_capped,
             **more,
         )
 
@@ -120,9 +119,7 @@ class VarlenSpec:
 
     def forward_key(self, out: TensorLayout, with_lse: bool, target: Target, device: int | None) -> PlanKey:
         """The key of the forward plan."""
-        refused = refusal(self.configuration(FORWARD, target), "sdpa_varlen")
-        if refused is not None:
-            raise refused
+        refuse(self.configuration(FORWARD, target), "sdpa_varlen")
         with_lse = with_lse or self.sinks_outside
         inputs = [
             *self._offsets("q", "k", "v", "out", *(("lse",) if with_lse else ())),
@@ -137,13 +134,9 @@ class VarlenSpec:
             options["deterministic"] = True
         return graphs.sdpa_forward.key(inputs=inputs, outputs=outputs, options=options, target=target, device=device)
 
-    def backward_key(
-        self, out: TensorLayout, grad_out: TensorLayout, deterministic: bool, target: Target, device: int | None
-    ) -> PlanKey:
+    def backward_key(self, out: TensorLayout, grad_out: TensorLayout, target: Target, device: int | None) -> PlanKey:
         """The key of the backward plan."""
-        refused = self.refusal(target, deterministic=deterministic)
-        if refused is not None:
-            raise refused
+        self.refuse_gradient(target)
         gradients = [
             self._rows(name, layout, max_seqlen)
             for name, layout, max_seqlen in zip(
@@ -160,16 +153,11 @@ class VarlenSpec:
             *operands,
             *self._other_inputs(sinks=False),
         ]
-        options = {
-            **self._options(),
-            "deterministic": deterministic,
-            "bias_gradient": None,
-        }
+        options = {**self._options(), "deterministic": self.deterministic, "bias_gradient": None}
         return graphs.sdpa_backward.key(inputs=inputs, outputs=gradients, options=options, target=target, device=device)
 
-    def refusal(self, target: Target, *, deterministic: bool) -> UnsupportedError | None:
-        """The error with every reason known against a backward plan, None if there is none."""
-        return refusal(self.configuration(BACKWARD, target, deterministic=deterministic), "the gradient of sdpa_varlen")
+    def refuse_gradient(self, target: Target) -> None:
+        refuse(self.configuration(BACKWARD, target, deterministic=self.deterministic), "the gradient of sdpa_varlen")
 
     def gradients(self) -> tuple[TensorLayout, TensorLayout, TensorLayout]:
         """The gradients of q, k and v as cuDNN writes them: in the memory order of their tensors where it can.
@@ -311,7 +299,7 @@ def forward_key(call: VarlenArguments, target: Target, device: int | None) -> Pl
 def backward_key(of: VarlenGradientCall, target: Target, device: int | None) -> PlanKey:
     """The key of a backward call that is not empty, with tensors that kernels can read."""
     layouts = TensorLayout.of(of.out), TensorLayout.of(of.grad_out)
-    return spec_of(with_positive_scale(of.call)).backward_key(*layouts, of.call.softmax.deterministic, target, device)
+    return spec_of(with_positive_scale(of.call)).backward_key(*layouts, target, device)
 
 
 def keys(call: VarlenArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
@@ -352,13 +340,9 @@ def check_gradient(call: VarlenArguments, target: Target, device: int | None = N
     layout, limits = output_layout(call), parts.packed_gradient_limits(deterministic=deterministic)
     is_large = bool(limits.exceeded(*call.qkv, layout)) or (deterministic and sequences > known_issues.MAX_GRID)
     if not is_large:  # nothing but the rules: packed training asks for each new number of tokens
-        refused = spec_of(with_positive_scale(call)).refusal(target, deterministic=deterministic)
-        if refused is not None:
-            raise refused
+        spec_of(with_positive_scale(call)).refuse_gradient(target)
         return
-    out = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
-    lse = torch.empty(out.shape[:2], dtype=torch.float32, device="meta")
-    of = VarlenGradientCall(grad_out=out, out=out, lse=lse, call=call, needs=(True, True, True, False))
+    of = VarlenGradientCall(**outputs_without_data(layout), call=call, needs=(True, True, True, False))
     for key in gradient_keys(of, target, device):
         known_issues.check(key)
 

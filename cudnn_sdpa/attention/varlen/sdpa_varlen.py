@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, overload
 
 from torch import Tensor
 from torch.nn import functional
 
 from cudnn_sdpa.attention.arguments import Softmax, SoftmaxOptions, as_sinks, softmax_of
-from cudnn_sdpa.attention.backward_arguments import SdpaGradients, gradients_of, needs_of
+from cudnn_sdpa.attention.backward_arguments import SdpaGradients, backward_call_of, gradients_of
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.varlen.arguments import offsets_of_keys
 from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenBackwardCall, VarlenCall
@@ -22,15 +22,10 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class BackwardOptions(SoftmaxOptions, total=False):
-    """The options that `sdpa_varlen` and `sdpa_varlen_backward` share."""
-
-    deterministic: bool | None
-
-
-class VarlenOptions(BackwardOptions, total=False):
+class VarlenOptions(SoftmaxOptions, total=False):
     """The options of `sdpa_varlen` but `return_lse`."""
 
+    deterministic: bool | None
     dropout_p: float
     out: Tensor | None
 
@@ -310,11 +305,7 @@ def sdpa_varlen_backward(
     """
     if functional.scaled_dot_product_attention is not autograd_checks.PYTORCHS:
         autograd_checks.refuse_context_parallel("sdpa_varlen_backward")
-    of = backward_call_of(
-        grad_out,
-        out,
-        lse,
-        wanted,
+    call = call_of(
         q=q,
         k=k,
         v=v,
@@ -327,17 +318,5 @@ def sdpa_varlen_backward(
         ),
         sinks=sinks,
     )
+    of = backward_call_of(VARLEN, call, grad_out, out, lse, wanted)
     return gradients_of(VARLEN.run_backward(of), VARLEN.differentiable, of.needs, sinks)
-
-
-def backward_call_of(
-    grad_out: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    wanted: Sequence[str] | None,
-    **arguments: Any,
-) -> VarlenBackwardCall:
-    """The call that arguments of `sdpa_varlen_backward` make; they have not been checked."""
-    call = call_of(**arguments)
-    needs = needs_of(wanted, {name: getattr(call, name) for name in VARLEN.differentiable})
-    return VarlenBackwardCall(grad_out=grad_out, out=out, lse=lse, call=call, needs=needs)

@@ -97,7 +97,7 @@ def test_gradients_at_head_dim_256_are_declined(name, monkeypatch):
     target = Target.from_properties(properties)
     with pytest.raises(UnsupportedError, match=f"head dims 256 and 256 on SM {target.sm}"):
         key_of("backward", target, head_dim=256)
-    monkeypatch.setattr(plans, "refusal", lambda *_: None)
+    monkeypatch.setattr(plans, "refuse", lambda *_: None)
     with pytest.raises(UnsupportedError) as caught:  # and cuDNN agrees
         engine_offline(key_of("backward", target, head_dim=256), properties)
     assert caught.value.reasons

@@ -138,7 +138,7 @@ def test_every_support_rule_is_checked(monkeypatch):
     """New rules apply on the CPU automatically: they are the GPU's rules."""
     rule = rules.Rule(lambda case: case.head_dim == 24, "24 is out of fashion", "another number")
     monkeypatch.setattr(rules, "RULES", (rule,))
-    monkeypatch.setattr(rules.refusal, "__defaults__", ((rule,),))
+    monkeypatch.setattr(rules.refuse, "__defaults__", ((rule,),))
     q, k, v = qkv(dims=(24, 24))
     q_packed = torch.randn(8, 2, 24)
     table = torch.zeros(2, 1, dtype=torch.int32)

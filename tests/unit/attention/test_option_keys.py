@@ -94,7 +94,7 @@ def packed_key(options: dict[str, Any], target: Target) -> PlanKey:
 def packed_backward_key(options: dict[str, Any], target: Target) -> PlanKey:
     call = packed(options)
     layout = output_layout(call)
-    return spec_of(call).backward_key(layout, layout, call.softmax.deterministic, target, None)
+    return spec_of(call).backward_key(layout, layout, target, None)
 
 
 KEYS = {

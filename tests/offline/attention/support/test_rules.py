@@ -119,7 +119,7 @@ def key_and_rules(plan: Description, target: Target) -> tuple[PlanKey, Configura
 
     with pytest.MonkeyPatch.context() as patch:
         for module in (dense_plans, varlen_plans, fp8_plans):
-            patch.setattr(module, "refusal", note)
+            patch.setattr(module, "refuse", note)
         key = plan.key(target, None)
     return key, *asked[-1]
 
