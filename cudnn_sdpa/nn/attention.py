@@ -37,16 +37,15 @@ class _ScoreOptions(TypedDict, total=False):
     window_size: tuple[int, int] | None
     scale: float | None
     softcap: float | None
+
+
+class _CallOptions(_ScoreOptions, total=False):
     sinks: Tensor | None
 
 
-class ConversionOptions(TypedDict, total=False):
+class ConversionOptions(_ScoreOptions, total=False):
     """Options of `Attention` that PyTorch's module does not have."""
 
-    is_causal: bool
-    window_size: tuple[int, int] | None
-    scale: float | None
-    softcap: float | None
     rope: RotaryEmbedding | None
 
 
@@ -288,7 +287,7 @@ class Attention(nn.Module):
             rotations=rotations,
             step=step,
         )
-        options: _ScoreOptions = {
+        options: _CallOptions = {
             "is_causal": self.is_causal,
             "window_size": self.window_size,
             "scale": self.scale,
