@@ -6,17 +6,16 @@ some of other ranks', so that all ranks raise the same error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import torch
-from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.varlen.arguments import offsets_of_keys
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.distributed import all_gather, ring, ulysses
-from cudnn_sdpa.distributed.local_attention import Options, Part, PartCall, arguments_of, new_results, without_data
+from cudnn_sdpa.distributed.local_attention import Inputs, Options, Part, arguments_of, new_results, without_data
 from cudnn_sdpa.engine import cpu_target, fallback
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.launch import layout_signature
@@ -25,7 +24,7 @@ from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, live_target
 
-CALLS: dict[str, Callable[[Options, Tensor, Tensor, Tensor], Iterator[PartCall]]]
+CALLS: dict[str, Callable[[Options, Inputs], Iterator[tuple[Part, Inputs]]]]
 CALLS = {"all_gather": all_gather.calls, "ulysses": ulysses.calls, "ring": ring.calls}
 
 #: Arguments of suggestions that context parallelism lacks.
@@ -34,60 +33,40 @@ MISSING = ("attn_mask", "seq_lens")
 #: Maximum number of accepted calls that are remembered.
 MAX_REMEMBERED = 8192
 
-_known: set[Hashable] = set()
+known: set[Hashable] = set()  #: signatures of accepted calls
 
 
-def is_known(summary: str, options: Options, qkv: Iterable[Tensor]) -> bool:
-    return _signature(summary, options, qkv) in _known
+def remember(signature: Hashable) -> None:
+    if len(known) >= MAX_REMEMBERED:
+        known.clear()
+    known.add(signature)
 
 
-def remember(summary: str, options: Options, qkv: Iterable[Tensor]) -> None:
-    if len(_known) >= MAX_REMEMBERED:
-        _known.clear()
-    _known.add(_signature(summary, options, qkv))
+def signature_of(summary: str, options: Options, inputs: Inputs) -> Hashable:
+    layouts = map(layout_signature, inputs.qkv)
+    return summary, options.group_rank.ranks, *layouts, cpu_target.active_name(), fallback.is_in_force()
 
 
-def _signature(summary: str, options: Options, qkv: Iterable[Tensor]) -> Hashable:
-    return (
-        summary,
-        options.group_rank.ranks,
-        *map(layout_signature, qkv),
-        cpu_target.active_name(),
-        fallback.is_in_force(),
-    )
-
-
-def refusal(
-    method: str,
-    options: Options,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    *,
-    sinks: Tensor | None,
-    cu_seqlens: Tensor | None,
-) -> UnsupportedError | None:
+def refusal(method: str, options: Options, inputs: Inputs) -> UnsupportedError | None:
     """The error with which a rank's backward pass would be refused; None if there is none."""
-    device = qkv[0].get_device() if qkv[0].is_cuda else None
+    device = inputs.q.get_device() if inputs.q.is_cuda else None
     target = cpu_target.active() if device is None else live_target(device)
-    if target is None or fallback.is_in_force() or not is_plain_memory(*qkv):
+    if target is None or fallback.is_in_force() or not is_plain_memory(*inputs.qkv):
         return None
-    q, k, v = map(without_data, qkv)
-    offsets = None if cu_seqlens is None else torch.zeros_like(cu_seqlens, device="cpu")  # "meta" is slow in Python
+    q, k, v = map(without_data, inputs.qkv)
+    offsets = inputs.cu_seqlens
+    offsets = None if offsets is None else torch.zeros_like(offsets, device="cpu")  # "meta" is slow in Python
     is_alone = options.group_rank.ranks == 1
-    if is_alone:
-        whole = Part.whole(q.shape[options.dim], is_causal=options.is_causal, window=options.window)
-        calls = iter([PartCall(whole, q, k, v)])
-    else:
-        calls = CALLS[method](options, q, k, v)
-    if not (is_alone or options.dropout_p):  # `gradient_of_sinks` computes theirs
-        sinks = None
+    sinks = inputs.sinks if is_alone or options.dropout_p else None  # `gradient_of_sinks` computes theirs
+    inputs = Inputs(q=q, k=k, v=v, sinks=sinks, cu_seqlens=offsets)
+    calls = iter([(Part.whole(options, q), inputs)]) if is_alone else CALLS[method](options, inputs)
     seen: set[Hashable] = set()
-    for call in calls:
-        part = call.part
-        signature = part.is_causal, part.window, part.queries == part.keys, *map(layout_signature, call[1:])
+    for part, tensors in calls:
+        signature = part.is_causal, part.window, part.queries == part.keys, *map(layout_signature, tensors.qkv)
         if signature not in seen:
             seen.add(signature)
             try:
-                for key in _keys(options, call, sinks, offsets, target=target, device=device):
+                for key in _keys(options, part, tensors, target=target, device=device):
                     known_issues.check(key)
             except UnsupportedError as error:
                 return error
@@ -98,28 +77,19 @@ def what_works(refused: UnsupportedError) -> str:
     return "; ".join(x for x in refused.suggestion.split("; ") if not any(name in x for name in MISSING))
 
 
-def _keys(
-    options: Options,
-    call: PartCall,
-    sinks: Tensor | None,
-    cu_seqlens: Tensor | None,
-    *,
-    target: Target,
-    device: int | None,
-) -> Iterator[PlanKey]:
-    part, q, k, v = call
-    fields = arguments_of(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+def _keys(options: Options, part: Part, inputs: Inputs, *, target: Target, device: int | None) -> Iterator[PlanKey]:
+    fields = arguments_of(options, part, inputs)
     del fields["window_size"]
     left, right = part.window
-    fields |= {"window_left": left, "window_right": right, "dropout_p": options.dropout_p, "sinks": sinks}
-    out, lse = new_results(q, v)
+    fields |= {"window_left": left, "window_right": right, "dropout_p": options.dropout_p, "sinks": inputs.sinks}
+    out, lse = new_results(inputs.q, inputs.v)
     outputs = {"grad_out": out, "out": out, "lse": lse}
     needs = True, True, True
-    if cu_seqlens is None:
-        needs_all = (*needs, False, sinks is not None)
-        dense = SdpaBackwardCall(**outputs, call=from_fields(SdpaCall, **fields), needs=needs_all)
+    has_sinks = inputs.sinks is not None
+    if inputs.cu_seqlens is None:
+        dense = SdpaBackwardCall(**outputs, call=from_fields(SdpaCall, **fields), needs=(*needs, False, has_sinks))
         return dense.make_readable().keys(target, device)
     fields["cu_seqlens_kv"] = offsets_of_keys(fields["cu_seqlens_q"], fields["cu_seqlens_kv"])
     packed = from_fields(VarlenCall, **fields, rng=None)
-    backward = VarlenBackwardCall(**outputs, call=packed, needs=(*needs, sinks is not None))
+    backward = VarlenBackwardCall(**outputs, call=packed, needs=(*needs, has_sinks))
     return backward.make_readable().keys(target, device)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -24,6 +24,8 @@ from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.layouts import dense_stride_like
 
 State = tuple[Tensor, Tensor]  #: an output and its LSE
+Outputs = tuple[Tensor, Tensor, Tensor]  #: the gradient of an output, the output, and its LSE
+Gradients = tuple[Tensor, Tensor, Tensor]  #: of q, k and v
 
 
 @dataclass(frozen=True)
@@ -74,17 +76,26 @@ class Part:
     window: tuple[int, int] = (UNBOUNDED, UNBOUNDED)
 
     @classmethod
-    def whole(cls, tokens: int, is_causal: bool, window: tuple[int, int]) -> Part:
-        span = Span(0, tokens)
+    def whole(cls, options: Options, mine: Tensor) -> Part:
+        """All tokens, given a tensor of this rank's."""
+        span = Span(0, mine.shape[options.dim] * options.group_rank.ranks)
         every = slice(*span)
+        is_causal, window = options.is_causal, options.window
         return cls(rows=every, columns=every, queries=span, keys=span, is_causal=is_causal, window=window)
 
 
-class PartCall(NamedTuple):
-    part: Part
+class Inputs(NamedTuple):
+    """Tensors of a call: those of this rank or of a part, the sinks in float32, the offsets of packed sequences."""
+
     q: Tensor
     k: Tensor
     v: Tensor
+    sinks: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.q, self.k, self.v
 
 
 def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
@@ -136,9 +147,8 @@ def split_at_diagonal(part: Part) -> list[Part]:
 
 
 def parts_of_ring(options: Options, tokens: int, step: int) -> Iterator[Part]:
-    """Parts of this rank's attention to the keys of the rank `step` before it."""
-    group_rank = options.group_rank
-    chunk = tokens // (2 * group_rank.ranks)
+    """Parts of this rank's attention, of `tokens` queries, to the keys of the rank `step` before it."""
+    group_rank, chunk = options.group_rank, tokens // 2
     halves = slice(0, chunk), slice(chunk, 2 * chunk)
     whole, nowhere = slice(0, 2 * chunk), Span(0, 0)
     if not options.is_packed:
@@ -194,6 +204,11 @@ def make_readable(x: Tensor, options: Options) -> Tensor:
     return x
 
 
+def groups_of_heads(heads: int, most: int) -> int:
+    """The largest number of equal groups up to `most`, at least one."""
+    return max(n for n in range(1, max(1, min(most, heads)) + 1) if heads % n == 0)
+
+
 def split_kv(both: Tensor, size: int) -> tuple[Tensor, Tensor]:
     return both[..., :size], both[..., size:]
 
@@ -203,39 +218,26 @@ def offsets_within(cu_seqlens: Tensor, span: Span) -> Tensor:
     return cu_seqlens.clamp(span.begin, span.end) - span.begin
 
 
-def attend(
-    options: Options, part: Part, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
-) -> State:
-    common = {"sinks": sinks, "dropout_p": options.dropout_p, "return_lse": True}
-    arguments = arguments_of(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+def attend(options: Options, part: Part, inputs: Inputs) -> State:
+    common = {"sinks": inputs.sinks, "dropout_p": options.dropout_p, "return_lse": True}
     function: Callable[..., State] = sdpa_varlen if options.is_packed else sdpa
-    out, lse = function(**arguments, **common)
+    out, lse = function(**arguments_of(options, part, inputs), **common)
     return out, lse
 
 
-def attend_backward(
-    options: Options,
-    part: Part,
-    outputs: tuple[Tensor, Tensor, Tensor],
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def attend_backward(options: Options, part: Part, outputs: Outputs, inputs: Inputs) -> Gradients:
     """Gradients of q, k and v of a part, given the gradient, output and LSE of its queries for all keys."""
     grad_out, out, lse = outputs
-    arguments = arguments_of(options, part, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
     function: Callable[..., SdpaGradients] = sdpa_varlen_backward if options.is_packed else sdpa_backward
-    grads = function(grad_out=grad_out, out=out, lse=lse, **arguments)
+    grads = function(grad_out=grad_out, out=out, lse=lse, **arguments_of(options, part, inputs))
     assert grads.dq is not None
     assert grads.dk is not None
     assert grads.dv is not None
     return grads.dq, grads.dk, grads.dv
 
 
-def arguments_of(
-    options: Options, part: Part, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None
-) -> dict[str, Any]:
+def arguments_of(options: Options, part: Part, inputs: Inputs) -> dict[str, Any]:
+    q, k, v, _, cu_seqlens = inputs
     keywords: dict[str, Any] = {
         "q": q,
         "k": k,
@@ -264,11 +266,12 @@ def new_results(q: Tensor, v: Tensor) -> State:
 
 
 def gradient_of_sinks(
-    options: Options, grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
+    options: Options, outputs: Outputs, sinks: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor | None:
     """The gradient of the sinks: minus the sum of the sink's weight times grad_out · out over this rank's queries."""
     if sinks is None:
         return None
+    grad_out, out, lse = outputs
     exact = torch.float64 if out.dtype == torch.float64 else torch.float32
     heads = [-1 if dim == 1 else 1 for dim in range(lse.dim())]
     weights = torch.exp(sinks.to(exact).view(heads) - torch.where(torch.isneginf(lse), torch.inf, lse).to(exact))
@@ -282,41 +285,52 @@ def gradient_of_sinks(
     return -(weights * mean).sum(others).to(sinks.dtype)
 
 
-Gradients = tuple[Tensor | None, ...]
+class Method(NamedTuple):
+    """A way in which ranks share attention.
 
-
-def save(ctx: Any, options: Options, tensors: tuple[Tensor | None, ...]) -> None:
-    """Saves the state of the backward pass, which runs on autograd's threads, where no fallback is in force."""
-    ctx.save_for_backward(*tensors)
-    ctx.options, ctx.may_fall_back = options, fallback.is_in_force()
-    ctx.set_materialize_grads(False)
-
-
-def resumed(
-    method: str,
-    ctx: Any,
-    grad_out: Tensor | None,
-    grad_lse: Tensor | None,
-    gradients: Callable[[Options, Tensor, tuple[Any, ...]], Gradients],
-) -> Gradients:
-    """The results of a backward pass: None for options and offsets, then the gradients.
-
-    Every rank runs the whole pass, whatever gradients it needs, because the others wait for its part.
+    Attributes:
+        name: As the argument `method` has it.
+        forward: The state, and tensors for the backward pass, of which sinks and offsets are the last.
+        gradients: The gradients, given these tensors.
     """
-    autograd_checks.refuse_gradient_of("lse", grad_lse)
-    autograd_checks.refuse_batch(grad_out)
-    saved = ctx.saved_tensors
-    may_fall_back = fallback.fallback("torch" if ctx.may_fall_back else None)
-    dtypes_stay = torch.autocast(saved[-2].device.type, enabled=False)  # as in a backward pass outside of autocast
-    with torch.no_grad(), may_fall_back, dtypes_stay, collectives.settled():
-        grad_out = torch.zeros_like(saved[-2]) if grad_out is None else grad_out
-        grads = gradients(ctx.options, grad_out, saved)
-    if torch.is_grad_enabled():  # create_graph: second gradients must raise, and not be zero
-        present = [x for x in grads if x is not None]
-        depended_on = [x for x in (grad_out, *saved) if x is not None and x.requires_grad]
-        tied = iter(_NoSecondGradient.apply(method, len(present), *present, *depended_on))
-        grads = tuple(None if x is None else next(tied) for x in grads)
-    return None, None, *grads
+
+    name: str
+    forward: Callable[[Options, Inputs], tuple[State, Sequence[Tensor | None]]]
+    gradients: Callable[[Options, Outputs, Sequence[Any]], Gradients]
+
+    def apply(self, options: Options, inputs: Inputs) -> State:
+        out, lse = _Differentiable.apply(self, options, *inputs)
+        return out, lse
+
+
+class _Differentiable(Function):
+    @staticmethod
+    def forward(ctx: Any, method: Method, options: Options, *tensors: Any) -> State:
+        (out, lse), saved = method.forward(options, Inputs(*tensors))
+        ctx.save_for_backward(*saved, out, lse)
+        # Autograd's threads run the backward pass, where no fallback is in force.
+        ctx.method, ctx.options, ctx.may_fall_back = method, options, fallback.is_in_force()
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        """Runs the whole pass, whatever gradients are needed: the other ranks wait for this one's part."""
+        autograd_checks.refuse_gradient_of("lse", grad_lse)
+        autograd_checks.refuse_batch(grad_out)
+        *saved, out, lse = ctx.saved_tensors
+        may_fall_back = fallback.fallback("torch" if ctx.may_fall_back else None)
+        dtypes_stay = torch.autocast(out.device.type, enabled=False)  # as in a backward pass outside of autocast
+        with torch.no_grad(), may_fall_back, dtypes_stay, collectives.settled():
+            outputs = torch.zeros_like(out) if grad_out is None else grad_out, out, lse
+            grads: tuple[Tensor | None, ...] = ctx.method.gradients(ctx.options, outputs, saved)
+            grads = *grads, gradient_of_sinks(ctx.options, outputs, *saved[-2:])
+        if torch.is_grad_enabled():  # create_graph: second gradients must raise, and not be zero
+            present = [x for x in grads if x is not None]
+            depended_on = [x for x in (grad_out, *saved, out, lse) if x is not None and x.requires_grad]
+            tied = iter(_NoSecondGradient.apply(ctx.method.name, len(present), *present, *depended_on))
+            grads = tuple(None if x is None else next(tied) for x in grads)
+        return None, None, *grads, None
 
 
 class _NoSecondGradient(Function):

@@ -16,13 +16,13 @@ from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenCall
 from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement
 from cudnn_sdpa.distributed.collectives import check_device, group_rank_of
-from cudnn_sdpa.distributed.local_attention import Options, Part, State, attend, check_layout
+from cudnn_sdpa.distributed.local_attention import Inputs, Options, Part, State, attend, check_layout
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, value_checks
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.tensor_checks import check_are_tensors, dtype_name, shape_of
-from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
-from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int, is_integer
+from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 
 MethodName = Literal["all_gather", "ulysses", "ring"]
-METHODS: dict[str, Callable[..., State]] = {"all_gather": all_gather.run, "ulysses": ulysses.run, "ring": ring.run}
+METHODS: dict[str, Callable[[Options, Inputs], State]] = {
+    "all_gather": all_gather.run,
+    "ulysses": ulysses.run,
+    "ring": ring.run,
+}
 
 
 class ParallelOptions(TypedDict, total=False):
@@ -140,15 +144,13 @@ def context_parallel(
     """
     return _run(
         "context_parallel",
-        (q, k, v),
-        None,
+        Inputs(q, k, v, sinks),
         group=group,
         method=method,
         is_causal=is_causal,
         window_size=window_size,
         scale=scale,
         softcap=softcap,
-        sinks=sinks,
         dropout_p=dropout_p,
         return_lse=return_lse,
         deterministic=deterministic,
@@ -260,34 +262,32 @@ def context_parallel_varlen(
     """
     return _run(
         "context_parallel_varlen",
-        (q, k, v),
-        (cu_seqlens, max_seqlen),
+        Inputs(q=q, k=k, v=v, sinks=sinks, cu_seqlens=cu_seqlens),
+        max_seqlen=max_seqlen,
         group=group,
         method=method,
         is_causal=is_causal,
         window_size=window_size,
         scale=scale,
         softcap=softcap,
-        sinks=sinks,
         dropout_p=dropout_p,
         return_lse=return_lse,
         deterministic=deterministic,
     )
 
 
+class _PackedOptions(ParallelOptions, total=False):
+    max_seqlen: int
+
+
 def _run_eagerly(
-    function: str,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    packing: tuple[Tensor, int] | None,
-    *,
-    return_lse: bool,
-    **kwargs: Unpack[ParallelOptions],
+    function: str, inputs: Inputs, *, return_lse: bool, **kwargs: Unpack[_PackedOptions]
 ) -> Tensor | tuple[Tensor, Tensor]:
     group_rank, method = group_rank_of(kwargs["group"]), kwargs["method"]
-
+    is_packed = "max_seqlen" in kwargs
     return_lse = as_bool(return_lse)
 
-    def summarize() -> tuple[str, tuple[Options, tuple[Tensor, Tensor, Tensor], Tensor | None]]:
+    def summarize() -> tuple[str, tuple[Options, Inputs]]:
         check_method(method)
         arguments.check_flag("return_lse", return_lse)
         options = Options(
@@ -298,26 +298,23 @@ def _run_eagerly(
             softcap=as_float(kwargs["softcap"]),
             dropout_p=as_float(kwargs["dropout_p"]),
             deterministic=is_deterministic(kwargs["deterministic"]),
-            max_seqlen=None if packing is None else as_int(packing[1]),
+            max_seqlen=as_int(kwargs["max_seqlen"]) if is_packed else None,
         )
-        tensors, scores = _checked(function, options, qkv, sinks=kwargs["sinks"], packing=packing)
-        check_supported(function, method, options, *tensors[:2])
+        checked = _checked(function, options, inputs, is_packed=is_packed)
+        check_supported(function, method, options, checked)
         if method != "ulysses":  # the exchange copies queries, too
-            check_layout("q", tensors[0], options)
-        summary = _summary(method, options, tensors, sinks=scores, packing=packing)
-        if needs_gradient(*tensors, scores):
-            offsets = None if packing is None else packing[0]
-            _check_gradients(function, method, options, tensors, sinks=scores, cu_seqlens=offsets, summary=summary)
-        return summary, (options, tensors, scores)
+            check_layout("q", checked.q, options)
+        summary = _summary(method, options, checked)
+        if needs_gradient(*checked[:4]):
+            _check_gradients(function, method, options, checked, summary=summary)
+        return summary, (options, checked)
 
-    options, (q, k, v), scores = in_agreement(group_rank, function, summarize)
-    cu_seqlens = None if packing is None else packing[0]
+    options, checked = in_agreement(group_rank, function, summarize)
     if group_rank.ranks == 1:
-        part = Part.whole(q.shape[options.dim], is_causal=options.is_causal, window=options.window)
-        out, lse = attend(options, part, q=q, k=k, v=v, sinks=scores, cu_seqlens=cu_seqlens)
+        out, lse = attend(options, Part.whole(options, checked.q), checked)
     else:
         with collectives.settled():
-            out, lse = METHODS[method](options, q, k, v, sinks=scores, cu_seqlens=cu_seqlens)
+            out, lse = METHODS[method](options, checked)
     return (out, lse) if return_lse else out
 
 
@@ -330,66 +327,43 @@ def check_method(method: object) -> None:
         raise OptionError("method", repr(method), " or ".join(map(repr, METHODS)))
 
 
-def _checked(
-    function: str,
-    options: Options,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    sinks: Tensor | None,
-    packing: tuple[Tensor, int] | None,
-) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+def _checked(function: str, options: Options, inputs: Inputs, *, is_packed: bool) -> Inputs:
     """The checked tensors, cast by autocast, and the sinks in float32.
 
     Lengths and other values are checked on the CPU, and on the GPU under `CUDNN_SDPA_DEBUG`.
     """
-    for name, x in zip(("q", "k", "v", "sinks"), (*qkv, sinks), strict=True):
+    named = inputs._asdict()
+    cu_seqlens = named.pop("cu_seqlens")
+    for name, x in named.items():
         if type(x).__name__ == "DTensor":
             raise OptionError(name, "a DTensor", "this rank's part as a plain tensor", f"Use {name}.to_local().")
-    scores = as_sinks(sinks)
-    q, k, v = qkv
-    check_are_tensors({"q": q, "k": k, "v": v, "sinks": sinks}, ("sinks",))
-    autograd_checks.check(function, None, loops=False, q=q, k=k, v=v, sinks=sinks)
-    q, k, v = (cast_tensor(x, qkv[0]) for x in qkv)
-    asked = ForwardArguments(
-        q=q,
-        k=k,
-        v=v,
-        sinks=scores,
-        softmax=Softmax(
-            is_causal=options.is_causal,
-            window_left=options.window[0],
-            window_right=options.window[1],
-            scale=options.scale,
-            dropout_p=options.dropout_p,
-            softcap=options.softcap,
-        ),
+    scores = as_sinks(inputs.sinks)
+    check_are_tensors(named, ("sinks",))
+    autograd_checks.check(function, None, loops=False, **named)
+    q, k, v = (cast_tensor(x, inputs.q) for x in inputs.qkv)
+    softmax = Softmax(
+        is_causal=options.is_causal,
+        window_left=options.window[0],
+        window_right=options.window[1],
+        scale=options.scale,
+        dropout_p=options.dropout_p,
+        softcap=options.softcap,
     )
-    asked.softmax.check()
+    softmax.check()
     rng = torch.empty(2, dtype=torch.int64, device=q.device) if options.dropout_p else None
     has_limits = not fallback.is_in_force()
-    if packing is None:
+    if not is_packed:
         dense = ForwardArguments if has_limits else ReferenceArguments
-        arguments.check(dense(*asked)._replace(rng=rng))
+        arguments.check(dense(q=q, k=k, v=v, sinks=scores, rng=rng, softmax=softmax))
     else:
-        cu_seqlens = packing[0]
-        max_seqlen = options.max_seqlen
-        if max_seqlen is None or not is_integer(max_seqlen) or max_seqlen < 0:
-            raise OptionError("max_seqlen", repr(max_seqlen), "the length of the longest sequence, an int")
-        varlen_arguments.check_cumulative("cu_seqlens", cu_seqlens, q)
         packed = VarlenCall if has_limits else ReferenceVarlenCall
-        varlen_arguments.check(
-            packed(
-                q=q,
-                k=k,
-                v=v,
-                cu_seqlens_q=cu_seqlens,
-                cu_seqlens_kv=None,
-                rng=rng,
-                max_seqlen_q=max_seqlen,
-                max_seqlen_kv=max_seqlen,
-                sinks=scores,
-                softmax=asked.softmax,
-            )
-        )
+        max_seqlen: Any = options.max_seqlen
+        lengths = {"max_seqlen_q": max_seqlen, "max_seqlen_kv": max_seqlen}
+        offsets = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": None}
+        try:
+            varlen_arguments.check(packed(q=q, k=k, v=v, sinks=scores, rng=rng, softmax=softmax, **offsets, **lengths))
+        except ArgumentError as error:
+            raise error.renamed({"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen"}) from None
     check_device("q", q, options.group_rank)
     tokens = q.shape[options.dim]
     if k.shape[options.dim] != tokens:
@@ -401,14 +375,14 @@ def _checked(
         )
         hint = f"Pad the sequence to a multiple of {2 * options.group_rank.ranks}."
         raise ShapeError("q", shape_of(q), expected, hint)
-    if packing is not None:
-        value_checks.check_offsets("cu_seqlens", packing[0], tokens * options.group_rank.ranks, as_int(packing[1]))
-    return (q, k, v), scores
+    if options.max_seqlen is not None:
+        value_checks.check_offsets("cu_seqlens", cu_seqlens, tokens * options.group_rank.ranks, options.max_seqlen)
+    return Inputs(q=q, k=k, v=v, sinks=scores, cu_seqlens=cu_seqlens)
 
 
-def check_supported(function: str, method: str, options: Options, q: Tensor, k: Tensor) -> None:
+def check_supported(function: str, method: str, options: Options, inputs: Inputs) -> None:
     """Refuses calls that a method does not support, with every reason, and names a method that does."""
-    ranks = options.group_rank.ranks
+    q, k, ranks = inputs.q, inputs.k, options.group_rank.ranks
     if ranks == 1:
         return
     divides = ulysses.repeats(q.shape[1], k.shape[1], ranks) is not None
@@ -433,24 +407,14 @@ def check_supported(function: str, method: str, options: Options, q: Tensor, k: 
     raise UnsupportedError(f'{function} by method="{method}"', reasons, suggestion)
 
 
-def _check_gradients(
-    function: str,
-    method: str,
-    options: Options,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    *,
-    sinks: Tensor | None,
-    cu_seqlens: Tensor | None,
-    summary: str,
-) -> None:
+def _check_gradients(function: str, method: str, options: Options, inputs: Inputs, *, summary: str) -> None:
     """Refuses a call whose gradients a rank would refuse in the backward pass, where the others would wait for it."""
-    q, k, _ = qkv
-    if gradient_checks.is_known(summary, options, qkv):
+    signature = gradient_checks.signature_of(summary, options, inputs)
+    if signature in gradient_checks.known:
         return
-    tensors: Any = {"qkv": qkv, "sinks": sinks, "cu_seqlens": cu_seqlens}
-    refused = gradient_checks.refusal(method, options, **tensors)
+    refused = gradient_checks.refusal(method, options, inputs)
     if refused is None:
-        gradient_checks.remember(summary, options, qkv)
+        gradient_checks.remember(signature)
         return
     what, others = f"the gradient of {function}", []
     if options.group_rank.ranks > 1:
@@ -458,12 +422,12 @@ def _check_gradients(
         others = [
             other
             for other in METHODS
-            if UnsupportedError.of(check_supported, function, other, options, q=q, k=k) is None
-            and gradient_checks.refusal(other, options, **tensors) is None
+            if UnsupportedError.of(check_supported, function, other, options, inputs=inputs) is None
+            and gradient_checks.refusal(other, options, inputs) is None
         ]
     suggestion = f'method="{others[0]}"' if others else gradient_checks.what_works(refused)
     error = UnsupportedError(what, refused.reasons, suggestion)
-    raise error if q.is_cuda else cpu_target.for_gpu(error)
+    raise error if inputs.q.is_cuda else cpu_target.for_gpu(error)
 
 
 def _reasons_against_gathering(options: Options, q: Tensor) -> dict[str, str]:
@@ -486,18 +450,9 @@ def _reasons_against_gathering(options: Options, q: Tensor) -> dict[str, str]:
     return reasons
 
 
-def _summary(
-    method: str,
-    options: Options,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    sinks: Tensor | None,
-    packing: tuple[Tensor, int] | None,
-) -> str:
-    named = dict(zip(("q", "k", "v", "sinks"), (*qkv, sinks), strict=True))
-    if packing is not None:
-        named["cu_seqlens"] = packing[0]
-    parts = [f"method={method}", f"device={qkv[0].device.type}"]
-    for name, x in named.items():
+def _summary(method: str, options: Options, inputs: Inputs) -> str:
+    parts = [f"method={method}", f"device={inputs.q.device.type}"]
+    for name, x in inputs._asdict().items():
         what = "None" if x is None else f"{dtype_name(x.dtype)}{list(x.shape)}"
         parts.append(f"{name}={what}" + (" with gradient" if x is not None and needs_gradient(x) else ""))
     window = None if options.window == (UNBOUNDED, UNBOUNDED) else options.window

@@ -8,7 +8,7 @@ transit, and so are the previous results.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,17 +18,17 @@ from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.collectives import GroupRank, Message, Pending, copy
 from cudnn_sdpa.distributed.local_attention import (
     Gradients,
+    Inputs,
+    Method,
     Options,
+    Outputs,
     Part,
-    PartCall,
     State,
     attend,
     attend_backward,
-    gradient_of_sinks,
+    groups_of_heads,
     new_results,
     refusing_gradients,
-    resumed,
-    save,
 )
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine.call import Function
@@ -71,124 +71,101 @@ class _Results(NamedTuple):
 ALL = _Heads(0, 1)
 
 
-def run(options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None) -> State:
-    times = repeats(q.shape[1], k.shape[1], options.group_rank.ranks)
+def run(options: Options, inputs: Inputs) -> State:
+    times = repeats(inputs.q.shape[1], inputs.k.shape[1], options.group_rank.ranks)
     assert times is not None
     if times > 1:
-        k, v = (x.repeat_interleave(times, 1) for x in (k, v))
-    if options.dropout_p:
-        return _run_by_autograd(options, q, k, v, sinks=sinks, cu_seqlens=cu_seqlens)
-    out, lse = _Ulysses.apply(options, cu_seqlens, q, k, v, sinks)
-    return out, lse
+        inputs = inputs._replace(k=inputs.k.repeat_interleave(times, 1), v=inputs.v.repeat_interleave(times, 1))
+    return _run_by_autograd(options, inputs) if options.dropout_p else _METHOD.apply(options, inputs)
 
 
-def calls(options: Options, q: Tensor, k: Tensor, v: Tensor) -> Iterator[PartCall]:
+def calls(options: Options, inputs: Inputs) -> Iterator[tuple[Part, Inputs]]:
+    q, k, v = inputs.qkv
     dim, ranks = options.dim, options.group_rank.ranks
     heads_kv = math.lcm(k.shape[1], ranks)
     shares = ranks * (1 if options.dropout_p else len(_groups(options, q, heads_kv)))
-    tensors = []
-    for x, heads in ((q, q.shape[1]), (k, heads_kv), (v, heads_kv)):
+
+    def whole(x: Tensor, heads: int) -> Tensor:
         rows = x.movedim(dim, 0)
-        whole = x.new_empty(rows.shape[0] * ranks, *rows.shape[1:-2], heads // shares, x.shape[-1])
-        tensors.append(whole.movedim(0, dim))
-    yield PartCall(_whole(options, q), *tensors)
+        shape = (rows.shape[0] * ranks, *rows.shape[1:-2], heads // shares, x.shape[-1])
+        return x.new_empty(shape).movedim(0, dim)
+
+    heads = {"q": whole(q, q.shape[1]), "k": whole(k, heads_kv), "v": whole(v, heads_kv)}
+    yield Part.whole(options, q), inputs._replace(**heads)
 
 
-class _Ulysses(Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        options: Options,
-        cu_seqlens: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-    ) -> State:
-        dim, group_rank = options.dim, options.group_rank
-        part = _whole(options, q)
-        rows = [x.movedim(dim, 0) for x in (q, k, v)]
-        groups = _groups(options, rows[0], heads_kv=k.shape[1])
-        receives = [_send_heads(rows, heads, group_rank) for heads in groups]
-        out, lse = new_results(q, v)  # not views: autograd forbids changes in place to views of a function's results
-        results = [out.movedim(dim, 0), _lse_rows(lse, dim)]
-        sends, saved = [], []
-        for heads, pending in zip(groups, receives, strict=True):
-            own = [x.movedim(0, dim) for x in pending.wait()]
-            group_sinks = None if sinks is None else sinks[heads.of(group_rank.rank, q.shape[1], group_rank.ranks)]
-            result = attend(options, part, q=own[0], k=own[1], v=own[2], sinks=group_sinks, cu_seqlens=cu_seqlens)
-            saved += [*own, *result]
-            sends.append(
-                _send_tokens([result[0].movedim(dim, 0), _lse_rows(result[1], dim)], results, heads, group_rank)
-            )
-        for pending_results in sends:
-            pending_results.wait()
-        offsets = None if cu_seqlens is None else cu_seqlens.clone()  # the caller may refill `cu_seqlens`
-        save(ctx, options, (*saved, sinks, offsets, out, lse))
-        return out, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None) -> Gradients:
-        return resumed("ulysses", ctx, grad_out, grad_lse, gradients=_gradients)
+def _forward(options: Options, inputs: Inputs) -> tuple[State, list[Tensor | None]]:
+    q, k, v, sinks, cu_seqlens = inputs
+    dim, group_rank = options.dim, options.group_rank
+    part = Part.whole(options, q)
+    rows = [x.movedim(dim, 0) for x in (q, k, v)]
+    groups = _groups(options, rows[0], heads_kv=k.shape[1])
+    receives = [_send_heads(rows, heads, group_rank) for heads in groups]
+    out, lse = new_results(q, v)  # not views: autograd forbids changes in place to views of a function's results
+    results = [out.movedim(dim, 0), _lse_rows(lse, dim)]
+    saved: list[Tensor | None] = []
+    sends = []
+    for heads, pending in zip(groups, receives, strict=True):
+        own_q, own_k, own_v = (x.movedim(0, dim) for x in pending.wait())
+        group_sinks = None if sinks is None else sinks[heads.of(group_rank.rank, q.shape[1], group_rank.ranks)]
+        own = inputs._replace(q=own_q, k=own_k, v=own_v, sinks=group_sinks)
+        result = attend(options, part, own)
+        saved += [*own.qkv, *result]
+        sends.append(_send_tokens([result[0].movedim(dim, 0), _lse_rows(result[1], dim)], results, heads, group_rank))
+    for pending_results in sends:
+        pending_results.wait()
+    offsets = None if cu_seqlens is None else cu_seqlens.clone()  # the caller may refill `cu_seqlens`
+    return (out, lse), [*saved, sinks, offsets]
 
 
-def _gradients(options: Options, grad_out: Tensor, saved: tuple[Any, ...]) -> Gradients:
-    *of_groups, sinks, cu_seqlens, out, lse = saved
+def _gradients(options: Options, outputs: Outputs, saved: Sequence[Any]) -> Gradients:
+    *of_groups, _, cu_seqlens = saved
     dim, group_rank = options.dim, options.group_rank
     calls = [of_groups[at : at + 5] for at in range(0, len(of_groups), 5)]
     groups = [_Heads(index, len(calls)) for index in range(len(calls))]
-    part = _whole(options, grad_out)
-    rows = grad_out.movedim(dim, 0)
+    part = Part.whole(options, outputs[0])
+    rows = outputs[0].movedim(dim, 0)
     receives = [_send_heads([rows], heads, group_rank) for heads in groups]
     grads: list[Tensor] = []
     sends = []
-    for heads, pending, (q, k, v, *results) in zip(groups, receives, calls, strict=True):
-        outputs = (pending.wait()[0].movedim(0, dim), *results)
-        group_grads = attend_backward(options, part, outputs, q=q, k=k, v=v, cu_seqlens=cu_seqlens)
+    for heads, pending, (q, k, v, out, lse) in zip(groups, receives, calls, strict=True):
+        of_group = (pending.wait()[0].movedim(0, dim), out, lse)
+        group_grads = attend_backward(options, part, of_group, Inputs(q=q, k=k, v=v, cu_seqlens=cu_seqlens))
         if not grads:  # after the first kernel, whose workspace is free again
             shares = len(groups) * group_rank.ranks
             grads = [x.new_empty(*rows.shape[:-2], x.shape[1] * shares, x.shape[-1]) for x in (q, k, v)]
         sends.append(_send_tokens([x.movedim(dim, 0) for x in group_grads], grads, heads, group_rank))
     for pending_grads in sends:
         pending_grads.wait()
-    grad_sinks = gradient_of_sinks(options, grad_out, out, lse, sinks=sinks, cu_seqlens=cu_seqlens)
-    return *(x.movedim(0, dim) for x in grads), grad_sinks
+    grad_q, grad_k, grad_v = (x.movedim(0, dim) for x in grads)
+    return grad_q, grad_k, grad_v
 
 
-def _run_by_autograd(
-    options: Options, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, cu_seqlens: Tensor | None
-) -> State:
+_METHOD = Method("ulysses", _forward, _gradients)
+
+
+def _run_by_autograd(options: Options, inputs: Inputs) -> State:
     group_rank, dim = options.group_rank, options.dim
-    part = _whole(options, q)
-    q, k, v = (_HeadsForTokens.apply(x.movedim(dim, 0), group_rank).movedim(0, dim) for x in (q, k, v))
-    own = None if sinks is None else sinks.chunk(group_rank.ranks)[group_rank.rank]
-    out, lse = attend(options, part, q=q, k=k, v=v, sinks=own, cu_seqlens=cu_seqlens)
-    out = _TokensForHeads.apply(out.movedim(dim, 0), group_rank).movedim(0, dim)
+    q, k, v = (_Exchanged.apply(x.movedim(dim, 0), group_rank, True).movedim(0, dim) for x in inputs.qkv)
+    own = None if inputs.sinks is None else inputs.sinks.chunk(group_rank.ranks)[group_rank.rank]
+    out, lse = attend(options, Part.whole(options, inputs.q), inputs._replace(q=q, k=k, v=v, sinks=own))
+    out = _Exchanged.apply(out.movedim(dim, 0), group_rank, False).movedim(0, dim)
     with torch.no_grad():
         lse = _tokens_for_heads(_lse_rows(lse, dim), group_rank).squeeze(-1).movedim(0, dim)
     return out, refusing_gradients(lse, out)
 
 
-class _HeadsForTokens(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_rank: GroupRank) -> Tensor:
-        ctx.group_rank = group_rank
-        return _send_heads([x], ALL, group_rank).wait()[0]
+class _Exchanged(Function):
+    """Heads of all tokens for all heads of a rank's tokens, or the reverse, which is the gradient."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _TokensForHeads.apply(grad, ctx.group_rank), None
-
-
-class _TokensForHeads(Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_rank: GroupRank) -> Tensor:
-        ctx.group_rank = group_rank
-        return _tokens_for_heads(x, group_rank)
+    def forward(ctx: Any, x: Tensor, group_rank: GroupRank, for_heads: bool) -> Tensor:
+        ctx.group_rank, ctx.for_heads = group_rank, for_heads
+        return _send_heads([x], ALL, group_rank).wait()[0] if for_heads else _tokens_for_heads(x, group_rank)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _HeadsForTokens.apply(grad, ctx.group_rank), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _Exchanged.apply(grad, ctx.group_rank, not ctx.for_heads), None, None
 
 
 def _tokens_for_heads(x: Tensor, group_rank: GroupRank) -> Tensor:
@@ -198,11 +175,6 @@ def _tokens_for_heads(x: Tensor, group_rank: GroupRank) -> Tensor:
     return whole
 
 
-def _whole(options: Options, mine: Tensor) -> Part:
-    tokens = mine.shape[options.dim] * options.group_rank.ranks
-    return Part.whole(tokens, is_causal=options.is_causal, window=options.window)
-
-
 def _lse_rows(lse: Tensor, dim: int) -> Tensor:
     return lse.movedim(dim, 0).unsqueeze(-1)
 
@@ -210,8 +182,8 @@ def _lse_rows(lse: Tensor, dim: int) -> Tensor:
 def _groups(options: Options, rows: Tensor, heads_kv: int) -> list[_Heads]:
     heads = heads_kv // options.group_rank.ranks
     in_bytes = rows.numel() * rows.element_size()
-    wanted = max(1, min(MAX_GROUPS if options.is_packed else MAX_DENSE_GROUPS, heads, in_bytes // MIN_BYTES))
-    number = max(n for n in range(1, wanted + 1) if heads % n == 0)
+    most = MAX_GROUPS if options.is_packed else MAX_DENSE_GROUPS
+    number = groups_of_heads(heads, min(most, in_bytes // MIN_BYTES))
     return [_Heads(index, number) for index in range(number)]
 
 

@@ -20,7 +20,7 @@ from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.errors import DtypeError, UnsupportedError
+from cudnn_sdpa.errors import DtypeError, refuse
 from cudnn_sdpa.graph.scalars import is_true
 from cudnn_sdpa.integrations import masks
 
@@ -83,7 +83,8 @@ def attention(
     `position_ids` that restart do; `inspect_positions` allows reading them, which waits for the GPU.
     """
     if others:
-        _refuse(others)
+        asked = {reason: not (others.get(x) is None or others[x] is False) for x, reason in REFUSED.items()}
+        refuse("cudnn_sdpa in transformers", asked, 'attn_implementation="eager" for this model')
     options: Options = {
         "scale": scaling,
         "dropout_p": dropout,
@@ -92,22 +93,17 @@ def attention(
     }
     causal = query.shape[2] > 1 and _is_causal(module, is_causal)
     if others and not _separates_sequences(attention_mask):
-        call = _Call(
-            query=query,
-            key=key,
-            value=value,
-            mask=attention_mask,
-            position_bias=position_bias,
-            is_causal=_is_causal(module, is_causal),
+        call = _Call((query, key, value), attention_mask, position_bias, _is_causal(module, is_causal))
+        if others.get("cu_seq_lens_q") is not None:
+            return _by_offsets(call, others, options), None
+        packed = (
+            None if query.shape[2] == 1 else documents(others.get("position_ids"), query, may_read=inspect_positions)
         )
-        packed = _by_arguments(call, others, options, inspect=inspect_positions)
         if packed is not None:
-            return packed, None
+            return _by_positions(call, packed, options), None
     if position_bias is not None:
-        attention_mask, causal = (
-            _with_bias(attention_mask, position_bias, query, key),
-            causal and attention_mask is None,
-        )
+        causal = causal and attention_mask is None
+        attention_mask = _with_bias(attention_mask, position_bias, query, key)
     if attention_mask is None:
         lengths = None
         if query.shape[2] == 1 and not (dropout or softcap) and _grows(module, is_causal, key):
@@ -187,23 +183,10 @@ def _separates_sequences(mask: Tensor | None) -> bool:
 class _Call(NamedTuple):
     """A layer's arguments if no mask separates packed sequences; the mask is None or a band."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    qkv: tuple[Tensor, Tensor, Tensor]
     mask: Tensor | None
     position_bias: Tensor | None
     is_causal: bool
-
-
-def _by_arguments(call: _Call, others: Arguments, options: Options, *, inspect: bool) -> Tensor | None:
-    """Attention within packed sequences that offsets or positions separate; None if there are none."""
-    if others.get("cu_seq_lens_q") is not None:
-        return _by_offsets(call, others, options)
-    positions = others.get("position_ids")
-    if positions is None or call.query.shape[2] == 1:
-        return None
-    packed = documents(positions, call.query, may_read=inspect)
-    return None if packed is None else _by_positions(call, packed, options)
 
 
 def _by_offsets(call: _Call, others: Arguments, options: Options) -> Tensor:
@@ -211,11 +194,11 @@ def _by_offsets(call: _Call, others: Arguments, options: Options) -> Tensor:
     reasons = {
         "cu_seq_lens_q with a sliding window": call.mask is not None or others.get("sliding_window") is not None,
         "cu_seq_lens_q with a position bias": call.position_bias is not None,
-        "cu_seq_lens_q in a batch of more than one": call.query.shape[0] != 1,
+        "cu_seq_lens_q in a batch of more than one": call.qkv[0].shape[0] != 1,
         "cu_seq_lens_q without cu_seq_lens_k, max_length_q and max_length_k": not is_complete,
     }
-    _refuse_packed(reasons, _BY_POSITIONS)
-    q, k, v = (x.transpose(1, 2)[0] for x in (call.query, call.key, call.value))
+    refuse("cudnn_sdpa in transformers", reasons, _BY_POSITIONS)
+    q, k, v = (x.transpose(1, 2)[0] for x in call.qkv)
     out: Tensor = sdpa_varlen(
         q,
         k,
@@ -231,7 +214,7 @@ def _by_offsets(call: _Call, others: Arguments, options: Options) -> Tensor:
 
 
 def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
-    query, key, value, mask = call.query, call.key, call.value, call.mask
+    (query, key, value), mask = call.qkv, call.mask
     batch, heads, length, _ = query.shape
     band = None if mask is None else cast(masks.Band, masks.structure(mask, query))
     # A static cache whose rows past the queries are empty, and masked by the causal mask.
@@ -241,8 +224,8 @@ def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
         "position_ids that restart, on a static cache": band is not None and band.seq_lens_kv is not None,
         "position_ids that restart, with a position bias": call.position_bias is not None,
     }
-    _refuse_packed(reasons, SUGGESTION)
-    q, k, v = (_token_major(x, length) for x in (query, key, value))
+    refuse("cudnn_sdpa in transformers", reasons, SUGGESTION)
+    q, k, v = (_token_major(x, length) for x in call.qkv)
     causal, window = (call.is_causal, None) if band is None else (band.right == 0, (band.left, band.right))
     out: Tensor = sdpa_varlen(
         q,
@@ -257,12 +240,6 @@ def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
         **options,
     )
     return out.view(batch, length, heads, value.shape[3])
-
-
-def _refuse_packed(reasons: dict[str, bool], suggestion: str) -> None:
-    true_reasons = [reason for reason, is_true in reasons.items() if is_true]
-    if true_reasons:
-        raise UnsupportedError("cudnn_sdpa in transformers", true_reasons, suggestion)
 
 
 def _is_causal(module: torch.nn.Module, is_causal: bool | None) -> bool:
@@ -306,13 +283,6 @@ def _padded_with_mask(mask: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor,
     return pad(key, (0, 0, 0, missing)), pad(value, (0, 0, 0, missing)), pad(mask, (0, missing), value=masked)
 
 
-def _refuse(others: Arguments) -> None:
-    refused = [name for name in REFUSED if others.get(name) is not None and others[name] is not False]
-    if refused:
-        reasons = [REFUSED[name] for name in refused]
-        raise UnsupportedError("cudnn_sdpa in transformers", reasons, 'attn_implementation="eager" for this model')
-
-
 class Documents(NamedTuple):
     """Offsets (N + 1,) int32 of the documents of all sequences, packed, and the length of the longest one."""
 
@@ -322,9 +292,7 @@ class Documents(NamedTuple):
 
 class _LastRead(NamedTuple):
     positions: weakref.ref[Tensor]
-    version: int | None
-    batch: int
-    may_read: bool
+    state: tuple[int | None, int, bool]  #: version, batch, may_read
     result: Documents | None
 
 
@@ -346,18 +314,16 @@ def documents(positions: object, query: Tensor, *, may_read: bool) -> Documents 
         _assert_one_document(positions)
         return None
     version = None if positions.is_inference() else positions._version
+    state = version, batch, may_read
     last: _LastRead | None = getattr(_last, "read", None)
-    is_same = last is not None and version is not None and last.positions() is positions
-    if last is not None and is_same and (last.version, last.batch, last.may_read) == (version, batch, may_read):
+    if last is not None and version is not None and last.positions() is positions and last.state == state:
         return last.result
     result = None
     if may_read:
         result = _read_documents(positions.expand(batch, length))
     else:
         _assert_one_document(positions)
-    _last.read = _LastRead(
-        positions=weakref.ref(positions), version=version, batch=batch, may_read=may_read, result=result
-    )
+    _last.read = _LastRead(weakref.ref(positions), state, result)
     return result
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import SoftmaxOptions
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.errors import OptionError, refuse
 
 __all__ = ["CoreAttention"]
 
@@ -68,12 +68,9 @@ class CoreAttention(torch.nn.Module):
         pg_collection: Any = None,
     ) -> None:
         super().__init__()
-        if config.context_parallel_size != 1:
-            raise UnsupportedError(
-                "context parallelism in Megatron's core_attention",
-                [f"context_parallel_size is {config.context_parallel_size}"],
-                "context_parallel_size=1, with tensor, sequence or data parallelism",
-            )
+        what, ranks = "context parallelism in Megatron's core_attention", config.context_parallel_size
+        suggestion = "context_parallel_size=1, with tensor, sequence or data parallelism"
+        refuse(what, {f"context_parallel_size is {ranks}": ranks != 1}, suggestion)
         self.config, self.attn_mask_type = config, attn_mask_type
         utils = importlib.import_module("megatron.core.transformer.utils")
         is_windowed = utils.is_layer_window_attention(
@@ -168,10 +165,8 @@ class CoreAttention(torch.nn.Module):
             **{name: tensor is not None for name, tensor in dense.items()},
             "no cu_seqlens or max_seqlen": None in (*lengths, *(None if x is None else 0 for x in offsets)),
         }
-        if wrong := [reason for reason, holds in reasons.items() if holds]:
-            raise UnsupportedError(
-                "packed sequences of Megatron with these arguments", wrong, "sequences end to end, in the format thd"
-            )
+        what = "packed sequences of Megatron with these arguments"
+        refuse(what, reasons, "sequences end to end, in the format thd")
         # Megatron keeps a dimension of one batch entry in some of its layers.
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         out: Tensor = sdpa_varlen(

@@ -9,16 +9,16 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import Unpack
 
-from cudnn_sdpa.attention.arguments import softmax_of
+from cudnn_sdpa.attention.arguments import check_lengths, softmax_of
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.engine.sharding import sinks_of_heads
-from cudnn_sdpa.errors import OptionError
-from cudnn_sdpa.nn import attention_checks
-from cudnn_sdpa.nn.checks import Factory, check_number, check_tokens, checked_flags, unsharded
-from cudnn_sdpa.nn.conversion import check_type, copy_linear, copy_parameter, merge, rename, split
+from cudnn_sdpa.engine.tensor_checks import shape_of
+from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError, refuse
+from cudnn_sdpa.nn.checks import Factory, check_counts, check_number, check_tokens, checked_flags, unsharded
+from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, copy_parameter, merge, rename, split
 from cudnn_sdpa.nn.kv_cache import KVStep
-from cudnn_sdpa.nn.rotary import RotaryEmbedding, Rotations
+from cudnn_sdpa.nn.rotary import RotaryEmbedding, Rotations, check_positions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,16 +37,15 @@ class _ScoreOptions(TypedDict, total=False):
     window_size: tuple[int, int] | None
     scale: float | None
     softcap: float | None
+
+
+class _CallOptions(_ScoreOptions, total=False):
     sinks: Tensor | None
 
 
-class ConversionOptions(TypedDict, total=False):
+class ConversionOptions(_ScoreOptions, total=False):
     """Options of `Attention` that PyTorch's module does not have."""
 
-    is_causal: bool
-    window_size: tuple[int, int] | None
-    scale: float | None
-    softcap: float | None
     rope: RotaryEmbedding | None
 
 
@@ -153,24 +152,17 @@ class Attention(nn.Module):
         super().__init__()
         qkv_bias = bias if qkv_bias is None else qkv_bias
         bias, qkv_bias, sinks, packed = checked_flags(bias=bias, qkv_bias=qkv_bias, sinks=sinks, packed=packed)
-        heads = attention_checks.head_sizes(embed_dim, num_heads, num_kv_heads, head_dim)
+        heads = _head_sizes(embed_dim, num_heads, num_kv_heads, head_dim)
         self.embed_dim, self.num_heads, (self.num_kv_heads, self.head_dim) = embed_dim, num_heads, heads
         self.context_dim, self.packed = context_dim, packed
         check_number("dropout", dropout, below=1)
         softmax = softmax_of(is_causal, "top_left", window_size, scale, softcap=softcap)
         softmax.check()
-        is_causal, scale, softcap = softmax.is_causal, softmax.scale, softmax.softcap
-        attention_checks.check_cross_attention(
-            context_dim=context_dim,
-            is_causal=is_causal,
-            window_size=window_size,
-            rope=rope,
-            head_dim=self.head_dim,
-        )
-        attention_checks.check_parallel(cp_group, cp_method, context_dim)
+        self.is_causal, self.window_size, self.dropout = softmax.is_causal, window_size, dropout
+        self.scale, self.softcap = softmax.scale, softmax.softcap
+        _check_rope_and_context(self, rope)
+        _check_parallel(cp_group, cp_method, context_dim)
         self.cp_group, self.cp_method = cp_group, cp_method
-        self.is_causal, self.window_size = is_causal, window_size
-        self.scale, self.softcap, self.dropout = scale, softcap, dropout
         rows, rows_kv = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
         factory: Factory = {"device": device, "dtype": dtype}
         if not packed:
@@ -221,7 +213,7 @@ class Attention(nn.Module):
         for name in options.keys() - {"is_causal", "window_size", "scale", "softcap", "rope"}:
             expected = "is_causal, window_size, scale, softcap or rope: the module has the others"
             raise OptionError("options", name, expected)
-        attention_checks.check_convertible(module, cross)
+        _check_convertible(module, cross)
         out_weight, bias = module.out_proj.weight, module.in_proj_bias is not None
         new = cls(
             module.embed_dim,
@@ -284,7 +276,7 @@ class Attention(nn.Module):
             UnsupportedError: cuDNN or this GPU has no kernel for it, with every reason.
         """
         check_tokens("x", x, self.embed_dim)
-        attention_checks.check_call(
+        _check_call(
             self,
             x,
             context=context,
@@ -295,7 +287,7 @@ class Attention(nn.Module):
             rotations=rotations,
             step=step,
         )
-        options: _ScoreOptions = {
+        options: _CallOptions = {
             "is_causal": self.is_causal,
             "window_size": self.window_size,
             "scale": self.scale,
@@ -306,31 +298,25 @@ class Attention(nn.Module):
                 rotations = self._rotations(x, position_ids, rotations)
             q, k, v = self._heads(x, context, rotations)
             options["sinks"] = self._sinks(q)
-            if self.cp_group is not None:
-                return self._of_all_ranks(q, k, v, options)
-            lengths = context_lens if self.context_dim is not None else seq_lens
             dropout = self.dropout if self.training else 0.0
-            out = sdpa(
-                q, k, v, attn_mask=attn_mask, seq_lens_q=seq_lens, seq_lens_kv=lengths, dropout_p=dropout, **options
-            )
+            if self.cp_group is not None:
+                from cudnn_sdpa.distributed import context_parallel
+
+                group, method = self.cp_group, self.cp_method
+                out = context_parallel(q, k, v, group=group, method=method, dropout_p=dropout, **options)
+            else:
+                lengths = context_lens if self.context_dim is not None else seq_lens
+                out = sdpa(
+                    q, k, v, attn_mask=attn_mask, seq_lens_q=seq_lens, seq_lens_kv=lengths, dropout_p=dropout, **options
+                )
         else:
             positions = step.positions if position_ids is None else position_ids
             q, k, v = self._heads(x, None, self._rotations(x, positions, rotations))
             options["sinks"] = self._sinks(q)
             cache: Any = step.cache()
             cache.append(step, k, v, layer)
-            if attn_mask is None:
-                out = cache.attend(step, q, layer, **options)
-            else:
-                out = cache.attend(step, q, layer, attn_mask=attn_mask, **options)
-        projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
-        return projected
-
-    def _of_all_ranks(self, q: Tensor, k: Tensor, v: Tensor, options: _ScoreOptions) -> Tensor:
-        from cudnn_sdpa.distributed import context_parallel
-
-        dropout = self.dropout if self.training else 0.0
-        out = context_parallel(q, k, v, group=self.cp_group, method=self.cp_method, dropout_p=dropout, **options)
+            masks = {} if attn_mask is None else {"attn_mask": attn_mask}
+            out = cache.attend(step, q, layer, **masks, **options)
         projected: Tensor = self.out_proj(out.transpose(1, 2).flatten(2))
         return projected
 
@@ -359,7 +345,7 @@ class Attention(nn.Module):
         if self.rope is None or rotations is not None:
             return rotations
         if positions is None:
-            positions = attention_checks.positions_of(x, self.cp_group)
+            positions = _positions_of(x, self.cp_group)
         result: Rotations = self.rope(positions)
         return result
 
@@ -402,13 +388,15 @@ class Attention(nn.Module):
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         heads = q.shape[2], k.shape[1], v.shape[1]
         if heads[1:] != (self.num_kv_heads,) * 2 or heads[0] != self.num_heads:
-            attention_checks.check_groups(self, heads)
+            _check_groups(self, heads)
         return q.transpose(1, 2), k, v
 
     def _heads_of(self, name: str, x: Tensor) -> Tensor:
         projected: Tensor = getattr(self, name)(x)
         if projected.shape[-1] % self.head_dim:
-            attention_checks.refuse_parts_of_heads(name, projected, self.head_dim)
+            reason = f"{name} returned {projected.shape[-1]} features, which are no whole heads of {self.head_dim}"
+            suggestion = "a number of processes that divides num_kv_heads"
+            raise UnsupportedError("this tensor parallelism", [reason], suggestion)
         return projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-any-return,no-untyped-call]
 
     def _sinks(self, q: Tensor) -> Tensor | None:
@@ -449,3 +437,175 @@ class Attention(nn.Module):
         others["cp_method"] = "" if self.cp_group is None else self.cp_method
         text += "".join(f", {name}={value}" for name, value in others.items() if value)
         return text if self.packed else f"{text}, packed=False"
+
+
+def _head_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None) -> tuple[int, int]:
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    check_counts(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise OptionError("num_kv_heads", repr(num_kv_heads), f"a divisor of num_heads, {num_heads}")
+    if head_dim is None:
+        if embed_dim % num_heads:
+            expected = f"a divisor of embed_dim, {embed_dim}, unless head_dim is passed"
+            raise OptionError("num_heads", repr(num_heads), expected)
+        head_dim = embed_dim // num_heads
+    check_counts(head_dim=head_dim)
+    return num_kv_heads, head_dim
+
+
+def _check_rope_and_context(module: Attention, rope: object) -> None:
+    """Checks rope, and for cross-attention that no option compares positions, which two sequences do not share."""
+    head_dim = module.head_dim
+    if rope is not None and not isinstance(rope, RotaryEmbedding):
+        raise OptionError("rope", type(rope).__name__, "cudnn_sdpa.nn.RotaryEmbedding or None")
+    if rope is not None and rope.head_dim != head_dim:
+        raise OptionError("rope", f"one for head_dim {rope.head_dim}", f"one for {head_dim}, the head_dim here")
+    if module.context_dim is None:
+        return
+    check_counts(context_dim=module.context_dim)
+    options: tuple[tuple[str, object, object], ...] = (
+        ("is_causal", module.is_causal, False),
+        ("window_size", module.window_size, None),
+        ("rope", rope, None),
+    )
+    for name, value, off in options:
+        if value is not off:
+            expected = f"{off}: positions in the two sequences of cross-attention are not comparable"
+            raise OptionError(name, repr(value) if name != "rope" else "one", expected)
+
+
+def _check_groups(module: Attention, heads: tuple[int, int, int]) -> None:
+    """Checks that the query, key and value heads of one process are whole groups."""
+    q, k, v = heads
+    if k == v and (q * module.num_kv_heads == k * module.num_heads or module.num_kv_heads == k == 1):
+        return
+    reason = (
+        f"q_proj, k_proj and v_proj returned {q}, {k} and {v} of their {module.num_heads}, {module.num_kv_heads} and "
+        f"{module.num_kv_heads} heads: query heads would meet the keys of other groups"
+    )
+    suggestion = "the same ColwiseParallel on all three, as cudnn_sdpa.nn.parallel_plan gives it"
+    raise UnsupportedError("this tensor parallelism", [reason], suggestion)
+
+
+def _check_convertible(module: nn.MultiheadAttention, cross: bool) -> None:
+    check_type("module.out_proj", module.out_proj, *LINEAR)
+    same = module.kdim == module.vdim == module.embed_dim
+    reasons = {
+        "its inputs are (sequence, batch, features); if yours are not, set module.batch_first = True": (
+            not module.batch_first
+        ),
+        "it has add_bias_kv: a learned key and value that every query sees": module.bias_k is not None,
+        "it has add_zero_attn: a key and value of zeros that every query sees": module.add_zero_attn,
+        f"its keys have {module.kdim} features and its values {module.vdim}: they come from two sequences": (
+            module.kdim != module.vdim
+        ),
+        f"its queries have {module.embed_dim} features and its keys {module.kdim}: it is for cross=True": (
+            not cross and not same and module.kdim == module.vdim
+        ),
+    }
+    refuse("Attention.from_torch", reasons)
+
+
+def _check_call(
+    module: Attention,
+    x: Tensor,
+    *,
+    context: Tensor | tuple[Tensor, Tensor] | None,
+    attn_mask: object,
+    seq_lens: Tensor | None,
+    context_lens: Tensor | None,
+    position_ids: Tensor | None,
+    rotations: object,
+    step: object,
+) -> None:
+    if module.context_dim is None:
+        for name, value in (("context", context), ("context_lens", context_lens)):
+            if value is not None:
+                raise OptionError(name, type(value).__name__, "None: this is self-attention (context_dim=None)")
+    else:
+        _check_context(module, x, context)
+    check_lengths("seq_lens", seq_lens, x, "x")
+    check_lengths("context_lens", context_lens, x, "x")
+    for name, argument in (("position_ids", position_ids), ("rotations", rotations)):
+        if argument is not None and module.rope is None:
+            raise OptionError(name, type(argument).__name__, "None: this module has no rope")
+    if position_ids is not None:
+        check_positions(position_ids)
+        batch, tokens, _ = x.shape
+        if not module.packed:  # x may be a part of the sequence; `rope` compares with the heads
+            tokens = position_ids.shape[-1]
+        if position_ids.shape[-1] != tokens or (position_ids.dim() == 2 and position_ids.shape[0] not in (1, batch)):
+            raise ShapeError("position_ids", shape_of(position_ids), f"(S,) or (B, S), as x has ({shape_of(x)})")
+    if module.cp_group is not None:
+        of_whole_sequences = {"attn_mask": attn_mask, "seq_lens": seq_lens, "step": step}
+        why = "is for whole sequences, of which cp_group gives each rank a part"
+        reasons = {f"{name} {why}": value is not None for name, value in of_whole_sequences.items()}
+        refuse("Attention with cp_group", reasons, "cudnn_sdpa.distributed.context_parallel_varlen")
+    if step is not None:
+        _check_step(module, x, step, attn_mask=attn_mask, seq_lens=seq_lens)
+
+
+def _check_parallel(cp_group: object, cp_method: object, context_dim: int | None) -> None:
+    if cp_group is None and cp_method == "all_gather":
+        return
+    from cudnn_sdpa.distributed.collectives import group_rank_of
+    from cudnn_sdpa.distributed.parallel_attention import check_method
+
+    check_method(cp_method)
+    if cp_group is None:
+        return
+    if context_dim is not None:
+        raise OptionError("cp_group", "a group", "None: cross-attention (context_dim) has two sequences")
+    group_rank_of(cp_group)
+
+
+def _positions_of(x: Tensor, cp_group: ProcessGroup | DeviceMesh | None) -> Tensor:
+    """Positions of tokens (B, S, features): 0 to S - 1, or those of this rank's part of the sequence."""
+    if cp_group is None:
+        return torch.arange(x.shape[1], device=x.device)
+    from cudnn_sdpa.distributed import shard
+    from cudnn_sdpa.distributed.collectives import group_rank_of
+
+    return shard(torch.arange(x.shape[1] * group_rank_of(cp_group).ranks, device=x.device), 0, cp_group)
+
+
+def _check_context(module: Attention, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None) -> None:
+    if isinstance(context, tuple):
+        if len(context) != 2 or not all(isinstance(part, Tensor) for part in context):
+            raise OptionError("context", "a tuple", "the two tensors that project_context returns")
+        heads, dim = module.num_kv_heads, module.head_dim
+        for part in context:
+            part_heads = part.shape[1] if part.dim() == 4 else 0
+            if not module.packed and part_heads and heads % part_heads == 0:  # this process's heads
+                heads = part_heads
+            if part.dim() != 4 or (part.shape[1], part.shape[3]) != (heads, dim):
+                expected = f"(B, {heads}, Skv, {dim}), as project_context of this module returns"
+                raise ShapeError("context", shape_of(part), expected)
+        return
+    if context is None:
+        raise OptionError("context", "None", "the other sequence: this is cross-attention (context_dim)")
+    check_tokens("context", context, module.context_dim or 0)
+    if context.shape[0] != x.shape[0]:
+        raise ShapeError("context", shape_of(context), f"batch {x.shape[0]}, as x has ({shape_of(x)})")
+
+
+def _check_step(module: Attention, x: Tensor, step: object, *, attn_mask: object, seq_lens: object) -> None:
+    if not isinstance(step, (KVStep, PagedStep)):
+        raise OptionError("step", type(step).__name__, "the result of reserve of a KVCache or a PagedKVCache")
+    if step.cache() is None:
+        raise OptionError("step", "a step whose cache was deleted", "a step whose cache still exists")
+    if not module.is_causal:
+        kind = "cross-attention" if module.context_dim is not None else "a module with is_causal=False"
+        raise OptionError("step", f"one for {kind}", "None: earlier tokens would have to see later ones")
+    if seq_lens is not None:
+        raise OptionError("seq_lens", "a tensor in addition to a step", "None: pass the lengths to reserve instead")
+    batch, tokens, _ = x.shape
+    if (step.batch, step.tokens) != (batch, tokens):
+        expected = f"({step.batch}, {step.tokens}, {module.embed_dim}), as many tokens as the step has reserved"
+        raise ShapeError("x", shape_of(x), expected)
+    if module.training and module.dropout:
+        reasons = ["the module is in training mode and has dropout; a cache is for inference"]
+        raise UnsupportedError("Attention with a step", reasons, "module.eval()")
+    if attn_mask is not None and isinstance(step, PagedStep):
+        reasons = ["attention on a paged KV cache has no attn_mask"]
+        raise UnsupportedError("Attention with a PagedStep", reasons, "a KVCache, or sequences of their own lengths")

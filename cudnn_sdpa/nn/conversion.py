@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.errors import OptionError, refuse
 
 #: `torch.nn.Linear`, and the class of PyTorch's output projection, which computes the same.
 LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
@@ -19,13 +19,6 @@ def check_type(name: str, module: nn.Module, *kinds: type) -> None:
         raise OptionError(name, f"{type(module).__module__}.{type(module).__qualname__}", expected, hint)
     hooked = any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
     refuse("this conversion", {"a hook is registered on it or on a submodule, and would be lost": hooked})
-
-
-def refuse(what: str, reasons: dict[str, bool], suggestion: str = "") -> None:
-    """Raises an error with all reasons whose value is true, if there are any."""
-    true_reasons = [reason for reason, is_true in reasons.items() if is_true]
-    if true_reasons:
-        raise UnsupportedError(what, true_reasons, suggestion)
 
 
 def copy_parameter(target: Tensor | None, *sources: Tensor | None) -> None:

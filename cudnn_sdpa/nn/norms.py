@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from cudnn_sdpa.engine.sharding import with_summed_gradient
-from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.errors import OptionError, refuse
 from cudnn_sdpa.fused.norm import layer_norm, rms_norm
 from cudnn_sdpa.nn.checks import Factory, check_counts, check_number, checked_flags
-from cudnn_sdpa.nn.conversion import check_type, copy_parameter, refuse
+from cudnn_sdpa.nn.conversion import check_type, copy_parameter
 
 
 class RMSNorm(nn.Module):

@@ -81,9 +81,6 @@ MODULES = [name for name in SOURCES if name != "cudnn_sdpa"]
 
 #: Calls by position of five values and more that stay so, by module and function, and why.
 CALLS_BY_POSITION = {
-    ("cudnn_sdpa.distributed.all_gather", "_AllGather.apply"): "autograd functions take no names",
-    ("cudnn_sdpa.distributed.ring", "_Ring.apply"): "autograd functions take no names",
-    ("cudnn_sdpa.distributed.ulysses", "_Ulysses.apply"): "autograd functions take no names",
     ("cudnn_sdpa.attention.arguments", "Softmax"): "on the way of known calls in Python; names would double its time",
 }
 

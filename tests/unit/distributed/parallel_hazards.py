@@ -32,7 +32,6 @@ from cudnn_sdpa.distributed import (
     shard,
     unshard,
 )
-from cudnn_sdpa.distributed.local_attention import without_data
 from cudnn_sdpa.engine import cpu_target, value_checks
 
 BY_METHOD = {"all_gather": by_gathering, "ring": by_passing_on, "ulysses": by_exchange}
@@ -167,7 +166,7 @@ def gradients_without_kernels() -> list[str]:
     assert target is not None
     with pytest.MonkeyPatch.context() as patch:  # it crashes for one batch, head and query
         patch.setattr(cpu_target, "active", lambda: dataclasses.replace(target, cudnn=92800))
-        patch.setattr(gradient_checks, "_known", set())
+        patch.setattr(gradient_checks, "known", set())
         single = parts(tokens=2, heads=(1, 1), grad=True)
         pair = parts(tokens=2, heads=(2, 2), grad=True)
         patch.setattr(by_gathering, "MIN_BYTES", 1)  # one head at a time
@@ -211,19 +210,19 @@ def calls_of_gradients(method: str) -> list[tuple[set[Any], set[Any]]]:
     for is_packed, is_causal, window in itertools.product((True, False), (True, False), windows):
         made, checked, whole = set(), set(), module.attend_backward
 
-        def noting(options: Any, part: Any, given: Any, *, made: Any = made, whole: Any = whole, **tensors: Any) -> Any:
-            made.add(kind(part, tensors["q"], tensors["k"], tensors["v"]))
-            return whole(options, part, given, **tensors)
+        def noting(options: Any, part: Any, given: Any, inputs: Any, *, made: Any = made, whole: Any = whole) -> Any:
+            made.add(kind(part, *inputs.qkv))
+            return whole(options, part, given, inputs)
 
-        def checking(options: Any, *tensors: torch.Tensor, checked: Any = checked) -> Any:
-            checked.update(kind(*call) for call in module.calls(options, *map(without_data, tensors)))
+        def checking(options: Any, inputs: Any, *, checked: Any = checked) -> Any:
+            checked.update(kind(part, *given.qkv) for part, given in module.calls(options, inputs))
             return iter(())
 
         common = {"method": method, "is_causal": is_causal, "window_size": window}
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "attend_backward", noting)
             patch.setitem(gradient_checks.CALLS, method, checking)
-            patch.setattr(gradient_checks, "_known", set())
+            patch.setattr(gradient_checks, "known", set())
             for groups in (by_gathering, by_exchange):
                 patch.setattr(groups, "MIN_BYTES", 1)
             patch.setattr(by_exchange, "MAX_DENSE_GROUPS", 2)

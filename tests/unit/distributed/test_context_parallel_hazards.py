@@ -16,7 +16,7 @@ from processes import Ranks
 
 from cudnn_sdpa.distributed import agreement, parallel_attention
 from cudnn_sdpa.distributed.collectives import GroupRank
-from cudnn_sdpa.distributed.local_attention import Options
+from cudnn_sdpa.distributed.local_attention import Inputs, Options
 
 METHODS = ("all_gather", "ulysses", "ring")
 
@@ -148,7 +148,7 @@ def test_ranks_on_other_kinds_of_devices_differ():
         group_rank, is_causal=True, window=(-1, -1), scale=None, softcap=None, dropout_p=0.0, deterministic=False
     )
     summaries = [
-        parallel_attention._summary("ring", options, (x, x, x), sinks=None, packing=None)
+        parallel_attention._summary("ring", options, Inputs(x, x, x))
         for x in (torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 8, device="meta"))
     ]
     assert [text.split("; ")[1] for text in summaries] == ["device=cpu", "device=meta"]
