@@ -1,4 +1,4 @@
-"""Autograd of `sdpa` on a GPU: which gradients are computed, their memory order, and what is refused."""
+"""Autograd of `sdpa` on a GPU: which gradients are computed, what is copied, and checkpoints."""
 
 from __future__ import annotations
 

@@ -150,16 +150,6 @@ def test_options(name, queries, owned):
     assert_right(cache, queries_for(cache, queries), **options)
 
 
-@pytest.mark.parametrize("queries", [1, 6, 30])
-@pytest.mark.parametrize("sinks", [False, True])
-def test_sequences_without_keys_and_absent_queries(queries, sinks):
-    cache = Cache([0, 70, 0, 33, 100])
-    options = {"sinks": torch.randn(8, device="cuda")} if sinks else {}
-    assert_right(cache, queries_for(cache, queries), **options)
-    present = torch.tensor([queries, 0, 0, 1, queries], device="cuda").int()
-    assert_right(cache, queries_for(cache, queries), present, **options)
-
-
 @pytest.mark.parametrize("queries", [1, 4, 20])
 @pytest.mark.parametrize("wrong", [10**8, -5, 2**31 - 1, -(2**31)])
 def test_invalid_page_ids_and_lengths_write_nothing_outside(wrong, queries):
@@ -356,19 +346,6 @@ def test_a_plan_that_is_missing_in_a_capture_says_what_to_do():
     with pytest.raises(PlanBuildError, match="warmup"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         cache(q)
     assert_right(cache, q)
-
-
-def test_a_warm_step_on_the_same_tensors_reads_current_data():
-    cache, numbers = filled(4, 37)
-    step, q = cache.new_step(4), torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)
-    pages = cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
-    for _ in range(20):
-        cache.reserve(numbers, into=step)
-        cache.append(step, *(torch.randn(4, 2, 1, 64, device="cuda", dtype=BF16) for _ in range(2)))
-        q.normal_()
-        out, lse = sdpa_paged(q, *pages, page_layout="HND", return_lse=True)
-        assert_decoded(cache, numbers, q, out)
-        assert lse.isfinite().all()
 
 
 def test_a_warm_step_on_another_stream_and_in_a_graph():
