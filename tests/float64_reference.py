@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -175,6 +176,19 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, kept: Tensor | None = None, **opt
     """Output and log-sum-exp in float64."""
     found = attention(q, k, v, kept=kept, **options)
     return found.out, found.lse
+
+
+def attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of packed sequences in float64; rows of no sequence see no key."""
+    options = {"causal_alignment": "bottom_right", **options}
+    nothing = torch.full(q.shape[:2], -math.inf, dtype=torch.float64, device=q.device)
+    out, lse = q.new_zeros(*q.shape[:2], v.shape[2], dtype=torch.float64), nothing
+    for (a, b), (c, d) in zip(pairwise(cu_seqlens_q.tolist()), pairwise(cu_seqlens_kv.tolist()), strict=True):
+        one = attend(*(x.transpose(0, 1).unsqueeze(0) for x in (q[a:b], k[c:d], v[c:d])), **options)
+        out[a:b], lse[a:b] = (x[0].transpose(0, 1) for x in one)
+    return out, lse
 
 
 def gradients(

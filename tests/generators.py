@@ -185,6 +185,16 @@ class Operation:
         return None
 
 
+def meta(case: Case) -> Tensors:
+    """The tensors of a call on no device; those that are wanted require grad."""
+    made = {name: spec.make("meta").detach() for name, spec in case.tensors.items()}
+    return {name: x.requires_grad_(name in case.wanted) for name, x in made.items()}
+
+
+def meta_lengths(case: Case) -> Tensors:
+    return {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "lens" in n}
+
+
 OPERATIONS: dict[str, Operation] = {}
 
 
@@ -483,10 +493,7 @@ class Sdpa(Attention):
         return {"kept": kept(tensors["v"], torch.arange(k.shape[2], device=k.device), attend)}
 
     def explained(self, case):
-        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
-        side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "len" in n}
-        for name in case.wanted:
-            tensors[name] = tensors[name].detach().requires_grad_()
+        tensors, side = meta(case), meta_lengths(case)
         return cudnn_sdpa.sdpa, (), {**tensors, **side, **case.options, **of_bias(case)}
 
 
@@ -578,8 +585,7 @@ class SdpaBackward(Backward, Sdpa):
         return {"out": _ByFunctions.apply(functions, names, others, (), options, *inputs)}
 
     def explained(self, case):
-        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
-        side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "len" in n}
+        tensors, side = meta(replace(case, wanted=())), meta_lengths(case)
         out = tensors["q"].new_empty(*tensors["q"].shape[:-1], tensors["v"].shape[-1])
         lse = out.new_empty(out.shape[:-1], dtype=torch.float32)
         options = {n: x for n, x in case.options.items() if n != "return_lse"}
@@ -717,9 +723,7 @@ class DropIn(Attention):
     def explained(self, case):
         if case.refusable:
             return None
-        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
-        for name in case.wanted:
-            tensors[name] = tensors[name].detach().requires_grad_()
+        tensors = meta(case)
         call = tensors["q"], tensors["k"], tensors["v"], tensors.get("attn_mask")
         return cudnn_sdpa.scaled_dot_product_attention, call, case.options
 
@@ -787,9 +791,7 @@ class Kernels(Attention):
     def explained(self, case):
         if case.refusable:
             return None
-        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
-        for name in case.wanted:
-            tensors[name] = tensors[name].detach().requires_grad_()
+        tensors = meta(case)
         mask = tensors.pop("attn_mask", None)
         if "bias" in case.facts:
             mask = causal_bias(case.facts["bias"], tensors["q"].shape[2], tensors["k"].shape[2])
@@ -909,12 +911,9 @@ class Varlen(Attention):
         return whole
 
     def explained(self, case):
-        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
-        for name in case.wanted:
-            tensors[name] = tensors[name].detach().requires_grad_()
+        tensors = meta(case)
         more = {"sinks": tensors["sinks"]} if "sinks" in tensors else {}
-        at = self._offsets(case.facts, "cpu")
-        at = (*(torch.empty_like(x, device="meta") for x in at[:2]), *at[2:])
+        at = self._offsets(case.facts, "meta")
         return cudnn_sdpa.sdpa_varlen, (tensors["q"], tensors["k"], tensors["v"], *at), {**more, **case.options}
 
 
@@ -931,8 +930,7 @@ class VarlenBackward(Backward, Varlen):
     def explained(self, case):
         tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
         more = {"sinks": tensors["sinks"]} if "sinks" in tensors else {}
-        at = self._offsets(case.facts, "cpu")
-        at = (*(torch.empty_like(x, device="meta") for x in at[:2]), *at[2:])
+        at = self._offsets(case.facts, "meta")
         q, k, v = (tensors[name] for name in "qkv")
         out = q.new_empty(*q.shape[:-1], v.shape[-1])
         lse = out.new_empty(out.shape[:-1], dtype=torch.float32)
@@ -1241,7 +1239,7 @@ class Fp8Forward(Fp8):
 
     def explained(self, case):
         tensors = [case.tensors[name].make("meta") for name in "qkv"]
-        side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "len" in n}
+        side = meta_lengths(case)
         scales = Fp8Scales(*(torch.empty(1, device="meta") for _ in Fp8Scales._fields))
         if "page" in case.facts:
             size = len(case.facts["kv"]), case.facts["columns"]
@@ -1338,7 +1336,7 @@ class Fp8Backward(Fp8):
 
     def explained(self, case):
         q, k, v, grad_out = (case.tensors[name].make("meta") for name in ("q", "k", "v", "grad_out"))
-        side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "len" in n}
+        side = meta_lengths(case)
         scales = Fp8BackwardScales(*(torch.empty(1, device="meta") for _ in Fp8BackwardScales._fields))
         out = torch.empty(grad_out.shape, dtype=q.dtype, device="meta")
         lse = torch.empty(q.shape[:3], device="meta")
@@ -1413,10 +1411,8 @@ class Fp8Attention(Attention):
         return {name: x + 1e-3 * x.amax() if x.numel() else x for name, x in found.items()}
 
     def explained(self, case):
-        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
-        for name in case.wanted:
-            tensors[name] = tensors[name].detach().requires_grad_()
-        side = {n: torch.empty(len(x), dtype=torch.int32, device="meta") for n, x in case.facts.items() if "lens" in n}
+        tensors = meta(case)
+        side = meta_lengths(case)
         return cudnn_sdpa.fp8_attention, tuple(tensors[n] for n in "qkv"), {**case.options, **side}
 
 
@@ -1529,9 +1525,7 @@ class RmsNorm(Operation):
                 yield f"{name} has strides {result.stride()}, which are not dense"
 
     def explained(self, case):
-        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
-        for name in case.wanted:
-            tensors[name] = tensors[name].detach().requires_grad_()
+        tensors = meta(case)
         more = {"residual": tensors["residual"]} if "residual" in tensors else {}
         return cudnn_sdpa.rms_norm, (tensors["x"], tensors.get("weight")), {**more, **case.options}
 
@@ -1566,9 +1560,7 @@ class LayerNorm(Operation):
     check_places = RmsNorm.check_places
 
     def explained(self, case):
-        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
-        for name in case.wanted:
-            tensors[name] = tensors[name].detach().requires_grad_()
+        tensors = meta(case)
         return cudnn_sdpa.layer_norm, (tensors["x"], tensors.get("weight"), tensors.get("bias")), case.options
 
 
@@ -1637,9 +1629,7 @@ class Gate(Operation):
     def explained(self, case):
         if case.refusable:
             return None
-        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
-        for name in case.wanted:
-            tensors[name] = tensors[name].detach().requires_grad_()
+        tensors = meta(case)
         given = tuple(tensors.values()) if case.facts["form"] != "halves" else self.halves(tensors, case.facts)
         return getattr(cudnn_sdpa, self.name), given, {}
 
@@ -1733,9 +1723,7 @@ class Conv(Operation):
             yield f"out has strides {out.stride()}, which are not channels last"
 
     def explained(self, case):
-        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
-        for name in case.wanted:
-            tensors[name] = tensors[name].detach().requires_grad_()
+        tensors = meta(case)
         function = getattr(cudnn_sdpa, self.name)
         return function, (tensors["x"], tensors["weight"], tensors.get("bias")), case.options
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from fake_gpu import Compute
-from float64_reference import attend, gradients_of_a_part
+from float64_reference import attend, attend_packed, gradients_of_a_part
 from graph_interpreter import Operands, evaluate
 from sample_modules import sample
 from torch import Tensor
@@ -258,14 +258,7 @@ def exact_packed(
     **options: Any,
 ) -> Tensor:
     del max_seqlen_q, max_seqlen_kv
-    options.setdefault("causal_alignment", "bottom_right")
-    ends_q, ends_kv = cu_seqlens_q.tolist(), cu_seqlens_kv.tolist()
-    parts = []
-    for a, b, c, d in zip(ends_q, ends_q[1:], ends_kv, ends_kv[1:], strict=False):
-        one = (x.transpose(0, 1).unsqueeze(0) for x in (q[a:b], k[c:d], v[c:d]))
-        parts.append(attend(*one, **options)[0][0].transpose(0, 1))
-    rest = q.new_zeros(q.shape[0] - ends_q[-1], q.shape[1], v.shape[2])
-    return torch.cat([*parts, rest])
+    return attend_packed(q, k, v, cu_seqlens_q, cu_seqlens_kv, **options)[0]
 
 
 #: What a backward function is given of the forward pass.

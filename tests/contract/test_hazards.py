@@ -835,7 +835,8 @@ def test_options_of_another_type_are_refused_after_right_ones(attention):
     tensors = attention.tensors()
     attention(tensors)
     taken = inspect.signature(attention.function).parameters
-    for wrong in ({"is_causal": 1}, {"return_lse": 0}, {"deterministic": 1}, {"scale": "0.1"}, {"softcap": "2"}):
+    flags = {"is_causal": 1}, {"return_lse": 0}, {"deterministic": 1}, {"alibi": 0}
+    for wrong in (*flags, {"scale": "0.1"}, {"softcap": "2"}, {"dropout_p": False}, {"window_size": (-1.0, -1)}):
         if not wrong.keys() <= taken.keys():
             continue
         with pytest.raises(ArgumentError, match=next(iter(wrong))):

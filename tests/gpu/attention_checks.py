@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from float64_reference import attend as exact
 from torch import Tensor
 
 import cudnn_sdpa
@@ -33,29 +34,6 @@ def poison(*shapes: tuple[int, ...], dtype: torch.dtype) -> None:
     tensors = [torch.full(shape, math.nan, dtype=dtype, device="cuda") for shape in shapes for _ in range(3)]
     torch.cuda.synchronize()
     del tensors
-
-
-def exact(q, k, v, *, is_causal=False, causal_alignment="top_left", scale=None, seq_lens_q=None, seq_lens_kv=None):
-    """Attention in float64, written independently of the library: one sequence at a time."""
-    batch, heads_q, sq, dim = q.shape
-    skv, groups = k.shape[2], heads_q // k.shape[1]
-    out = torch.zeros(batch, heads_q, sq, v.shape[3], dtype=torch.float64, device=q.device)
-    lse = torch.full((batch, heads_q, sq), -math.inf, dtype=torch.float64, device=q.device)
-    for b in range(batch):
-        nq = sq if seq_lens_q is None else int(seq_lens_q[b])
-        nk = skv if seq_lens_kv is None else int(seq_lens_kv[b])
-        if nq == 0 or nk == 0:
-            continue
-        keys = k[b, :, :nk].double().repeat_interleave(groups, 0)
-        values = v[b, :, :nk].double().repeat_interleave(groups, 0)
-        scores = q[b, :, :nq].double() @ keys.mT * (dim**-0.5 if scale is None else scale)
-        if is_causal:
-            shift = nk - nq if causal_alignment == "bottom_right" else 0
-            hidden = torch.ones(nq, nk, dtype=torch.bool, device=q.device).triu(shift + 1)
-            scores = scores.masked_fill(hidden, -math.inf)
-        lse[b, :, :nq] = scores.logsumexp(-1)
-        out[b, :, :nq] = (scores.softmax(-1).nan_to_num(0.0)) @ values
-    return out, lse
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

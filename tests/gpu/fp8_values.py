@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import torch
+from float64_reference import attention, seen_keys
 from torch import Tensor
 
 from cudnn_sdpa.attention.fp8 import reference
@@ -131,24 +131,15 @@ def forward(of: Problem, **options: Any) -> Fp8Output:
     return sdpa_fp8(*of, **options)
 
 
+def within(q: Tensor, k: Tensor, options: dict[str, Any]) -> dict[str, Any]:
+    """The options with lengths that do not exceed the tensors."""
+    longest = {"seq_lens_q": q.shape[2], "seq_lens_kv": k.shape[2]}
+    return {n: x.clamp(max=longest[n]) if n in longest and x is not None else x for n, x in options.items()}
+
+
 def seen(q: Tensor, k: Tensor, options: dict[str, Any]) -> Tensor:
     """Which key each query sees, (B, 1, Sq, Skv)."""
-    sq, skv = q.shape[2], k.shape[2]
-    row = torch.arange(sq, device=q.device).view(1, 1, -1, 1)
-    column = torch.arange(skv, device=q.device).view(1, 1, 1, -1)
-    full = torch.ones(q.shape[0], 1, 1, 1, dtype=torch.long, device=q.device)
-    given = [options.get("seq_lens_q"), options.get("seq_lens_kv")]
-    nq, nk = (
-        full * n if x is None else x.long().view(-1, 1, 1, 1).clamp(max=n)
-        for x, n in zip(given, (sq, skv), strict=True)
-    )
-    diagonal = row + (nk - nq) if options.get("causal_alignment") == "bottom_right" else row
-    left, right = options.get("window_size") or (-1, -1)
-    right = 0 if options.get("is_causal") else right
-    result = (row < nq) & (column < nk)
-    if left >= 0:
-        result = result & (column >= diagonal - left)
-    return result & (column <= diagonal + right) if right >= 0 else result
+    return seen_keys(q.shape[0], q.shape[2], k.shape[2], within(q, k, options), q.device)
 
 
 def true_values(of: Problem) -> list[Tensor]:
@@ -158,16 +149,9 @@ def true_values(of: Problem) -> list[Tensor]:
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Output, log-sum-exp and probabilities in float64, by PyTorch's softmax."""
-    group = q.shape[1] // k.shape[1]
-    scale = options.get("scale") or q.shape[3] ** -0.5
-    scores = torch.einsum("bhid,bhjd->bhij", q, k.repeat_interleave(group, 1)) * scale
-    visible = seen(q, k, options)
-    scores = scores.masked_fill(~visible, -math.inf)
-    lse = scores.logsumexp(-1)
-    weights = torch.softmax(scores.masked_fill(~visible.any(-1, keepdim=True), 0.0), -1)
-    weights = weights.masked_fill(~visible, 0.0)
-    return weights @ v.repeat_interleave(group, 1), lse, weights
+    """Output, log-sum-exp and probabilities in float64."""
+    made = attention(q, k, v, **within(q, k, options))
+    return made.out, made.lse, made.weights
 
 
 def error(found: Tensor, wanted: Tensor) -> float:

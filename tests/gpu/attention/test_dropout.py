@@ -82,63 +82,6 @@ def test_dropout_rate(heads, dropout_p):
         assert abs(both - dropout_p**2) < 6 * sigma * flat.shape[1] ** -0.5
 
 
-@pytest.mark.parametrize("dropout_p", P)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"is_causal": False, "heads": (6, 6), "dtype": torch.float16},
-        {"sq": 129, "skv": 200, "dims": (128, 128)},
-        {"window_size": (30, 0)},
-        {"lengths": "q kv"},
-        {"mask": "float", "mask_shape": (2, 1, 64, 96), "mask_grad": True},
-        {"mask": "bool", "mask_shape": (64, 96), "sinks": True},
-        {"softcap": 4.0},
-        {"alibi": True},
-        {"deterministic": True},
-        {"layouts": ("sbhd", "packed", "padded"), "grad_layout": "expanded"},
-    ],
-    ids=str,
-)
-def test_both_passes_use_the_same_dropout_mask(changes, dropout_p):
-    assert dense_calls.check(dense_calls.plain(**changes, dropout_p=dropout_p)) == []
-
-
-@pytest.mark.parametrize("dropout_p", P)
-def test_both_passes_of_packed_sequences_use_the_same_dropout_mask(dropout_p):
-    """The mask is read from unit values; with it, output and gradients are compared with float64."""
-    lengths = [100, 1, 0, 128, 27]
-    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0).int()
-    total, heads = sum(lengths), 2
-    q, k = (torch.randn(total, heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    v, grad_out = (torch.randn(total, heads, 128, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    places = torch.cat([torch.arange(n, device="cuda") for n in lengths])
-    unit = torch.nn.functional.one_hot(places, 128).bfloat16().unsqueeze(1).expand(-1, heads, -1).contiguous()
-
-    def attend(q, value):
-        torch.manual_seed(11)
-        return cudnn_sdpa.sdpa_varlen(q, k, value, ends, ends, 128, 128, dropout_p=dropout_p)
-
-    keep = attend(q * 0, unit) > 0
-    inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = attend(q, v)
-    found = torch.autograd.grad(out, inputs, grad_out)
-    exact = [x.detach().double().requires_grad_() for x in inputs]
-    parts = []
-    for begin, n in zip(ends.tolist(), lengths, strict=False):
-        rows = slice(begin, begin + n)
-        one_q, one_k, one_v = (x[rows].transpose(0, 1) for x in exact)
-        weights = (one_q @ one_k.mT * 128**-0.5).softmax(-1) * keep[rows, :, :n].transpose(0, 1) / (1 - dropout_p)
-        parts.append((weights @ one_v).transpose(0, 1))
-    expected = torch.cat(parts)
-    seen = sum(n * n for n in lengths) * heads
-    sigma = (dropout_p * (1 - dropout_p) / seen) ** 0.5
-    assert abs(1 - float(keep.sum()) / seen - dropout_p) < 4 * sigma
-    assert dense_calls.difference(out, expected.detach()) < dense_calls.FORWARD[torch.bfloat16]
-    for gradient, right in zip(found, torch.autograd.grad(expected, exact, grad_out.double()), strict=True):
-        assert dense_calls.difference(gradient, right) < dense_calls.BACKWARD[torch.bfloat16]
-
-
 def test_cuda_graph_replays_draw_new_dropout_masks():
     """Values are the unit vectors, so the output is the weights, which show the mask of both passes."""
     q, k = (torch.randn(2, 2, 64, 64, device="cuda", dtype=torch.float16) for _ in range(2))
@@ -198,15 +141,3 @@ def test_zero_dropout_matches_no_dropout(name, nothing):
     for a, b in zip(run(), run(dropout_p=nothing), strict=True):
         assert torch.equal(a, b)
     assert torch.equal(torch.cuda.get_rng_state(), state)
-
-
-def test_the_lse_does_not_depend_on_dropout():
-    inputs = leaves()
-    with_dropout = cudnn_sdpa.sdpa(*inputs, dropout_p=0.5, return_lse=True)[1]
-    torch.testing.assert_close(with_dropout, cudnn_sdpa.sdpa(*inputs, return_lse=True)[1], rtol=1e-5, atol=1e-5)
-
-
-def test_a_single_query_is_refused():
-    q, k, v = leaves(sq=1)
-    with pytest.raises(cudnn_sdpa.UnsupportedError, match="single query"):
-        cudnn_sdpa.sdpa(q, k, v, dropout_p=0.1)

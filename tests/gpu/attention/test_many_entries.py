@@ -5,11 +5,10 @@ Values are compared with float64 at some entries: the first, the last, and those
 
 from __future__ import annotations
 
-import math
-
 import fp8_values
 import pytest
 import torch
+from float64_reference import attend
 
 import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError, sdpa, sdpa_backward, sdpa_paged, sdpa_varlen, sdpa_varlen_backward
@@ -46,22 +45,8 @@ def randn(*shape):
     return torch.randn(shape, device="cuda", dtype=DTYPE)
 
 
-def exact(q, k, v, *, mask=None, sinks=None, lengths=None, is_causal=False, softcap=None, bottom_right=False):
-    group = q.shape[1] // k.shape[1]
-    scores = (q.unflatten(1, (k.shape[1], group)) @ k.mT.unsqueeze(2)).flatten(1, 2) * SCALE
-    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
-    scores = scores if mask is None else scores + mask
-    row, column = torch.arange(q.shape[2], device="cuda").view(-1, 1), torch.arange(k.shape[2], device="cuda")
-    ends = torch.full((1,), k.shape[2], device="cuda") if lengths is None else lengths
-    ends = ends.view(-1, 1, 1, 1)
-    scores = scores.masked_fill(column >= ends, -math.inf)
-    if is_causal:
-        scores = scores.masked_fill(column > row + (ends - q.shape[2] if bottom_right else 0), -math.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], -1)
-    weights = scores.softmax(-1)[..., : k.shape[2]]
-    out = (weights.unflatten(1, (k.shape[1], group)) @ v.unsqueeze(2)).flatten(1, 2)
-    return out, scores.logsumexp(-1)
+def exact(q, k, v, **options):
+    return attend(q, k, v, **{"scale": SCALE} | options)
 
 
 def assert_near(name, found, wanted, tolerance=1.2e-2):
@@ -139,7 +124,7 @@ def test_values_and_gradients(name, sizes, queries):
     exact_leaves = [x.requires_grad_() for x in (*part, part_mask, part_sinks) if x is not None]
     part_options = {x: options[x] for x in ("is_causal", "softcap") if x in options}
     ends = None if lengths is None else lengths[entries]
-    wanted, wanted_lse = exact(*part, mask=part_mask, sinks=part_sinks, lengths=ends, **part_options)
+    wanted, wanted_lse = exact(*part, attn_mask=part_mask, sinks=part_sinks, seq_lens_kv=ends, **part_options)
     wanted_gradients = torch.autograd.grad(wanted, exact_leaves, grad_out[entries][:, of_q].double())
 
     assert_near("out", out.detach()[entries][:, of_q], wanted.detach())
@@ -165,7 +150,7 @@ def test_sums_over_all_entries_or_heads(sizes):
     out = sdpa(q, k, v, scale=SCALE, attn_mask=mask, sinks=sinks)
     found = torch.autograd.grad(out, (mask, sinks), grad_out)
     leaves = [x.detach().double().requires_grad_() for x in (mask, sinks)]
-    wanted, _ = exact(q.double(), k.double(), v.double(), mask=leaves[0], sinks=leaves[1])
+    wanted, _ = exact(q.double(), k.double(), v.double(), attn_mask=leaves[0], sinks=leaves[1])
     for name, a, b in zip(
         ("mask", "sinks"), found, torch.autograd.grad(wanted, leaves, grad_out.double()), strict=True
     ):
@@ -234,9 +219,9 @@ def test_paged_calls(batch, heads, tokens):
         q[at][:, of_q].double(),
         *rows,
         sinks=sinks[of_q].double(),
-        lengths=lengths[at],
+        seq_lens_kv=lengths[at],
         is_causal=True,
-        bottom_right=True,
+        causal_alignment="bottom_right",
     )
     assert_near("out", out[at][:, of_q], wanted[0])
     assert_near("lse", lse[at][:, of_q], wanted[1], 1e-5)

@@ -11,6 +11,7 @@ import random
 import pytest
 import torch
 from attention_checks import TOLERANCE, error, poison
+from float64_reference import gradients
 
 import cudnn_sdpa
 
@@ -30,36 +31,6 @@ def somewhere(tensor, rng):
         whole = tensor.new_empty(*shape[:-1], shape[-1] + 16)
         return whole[..., : shape[-1]].copy_(tensor)
     return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
-
-
-def gradients(tensors, grad_out, *, is_causal, causal_alignment):
-    """Output, log-sum-exp and gradients in float64, by autograd."""
-    x = {n: t.detach().double().requires_grad_() if t.is_floating_point() else t for n, t in tensors.items()}
-    q, mask, sinks = x["q"], x["attn_mask"], x.get("sinks")
-    (batch, heads, sq, dim), (_, heads_kv, skv, _) = q.shape, x["k"].shape
-    k, v = (x[name].repeat_interleave(heads // heads_kv, 1) for name in ("k", "v"))
-    of_kv = x["seq_lens_kv"] if "seq_lens_kv" in x else torch.full((batch,), skv, device=q.device)
-    of_kv = of_kv.view(-1, 1, 1, 1)
-    row, column = torch.arange(sq, device=q.device).view(-1, 1), torch.arange(skv, device=q.device)
-    seen = (column < of_kv).expand(batch, 1, sq, skv)
-    if is_causal:
-        seen = seen & (column <= row + (of_kv - sq if causal_alignment == "bottom_right" else 0))
-    scores = q @ k.mT * dim**-0.5
-    if mask.dtype is torch.bool:
-        seen = seen & mask
-    else:
-        scores = scores + mask
-    scores = scores.masked_fill(~seen, -torch.inf)
-    without_keys = torch.where(seen.any(-1, keepdim=True), -torch.inf, 0.0).double().expand(batch, heads, sq, 1)
-    column = without_keys if sinks is None else sinks.view(1, -1, 1, 1).expand(batch, heads, sq, 1)
-    everything = torch.cat([scores, column], -1)
-    out, lse = everything.softmax(-1)[..., :-1] @ v, everything.logsumexp(-1).detach()
-    if sinks is None:
-        lse = torch.where(without_keys.squeeze(-1) == 0, -torch.inf, lse)
-    leaves = {n: t for n, t in x.items() if t.requires_grad}
-    found = torch.autograd.grad(out, list(leaves.values()), grad_out.double(), allow_unused=True)
-    zeros = (torch.zeros_like(t) if g is None else g for t, g in zip(leaves.values(), found, strict=True))
-    return out.detach(), lse, dict(zip(leaves, zeros, strict=True))
 
 
 def random_call(rng, batch, heads, heads_kv, sq, skv, dims):

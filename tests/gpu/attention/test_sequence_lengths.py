@@ -4,55 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_checks import check, exact, make
+from attention_checks import exact, make
 
 import cudnn_sdpa
-
-MASKS = {
-    "full": {},
-    "top-left": {"is_causal": True},
-    "bottom-right": {"is_causal": True, "causal_alignment": "bottom_right"},
-}
 
 
 def lengths(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32, device="cuda")
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("given", ["both", "q", "kv"])
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_prefill(layout, given, mask):
-    q = make(layout, 7, 4, 100, 64, torch.bfloat16)
-    k, v = (make(layout, 7, 2, 164, 64, torch.bfloat16) for _ in range(2))
-    options = {}
-    if given != "kv":
-        options["seq_lens_q"] = lengths(100, 99, 57, 0, 63, 0, 1)
-    if given != "q":
-        options["seq_lens_kv"] = lengths(164, 50, 0, 77, 1, 0, 129)
-    check(q, k, v, scale=0.2, **options, **MASKS[mask])
-
-
-@pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("given", ["both", "q", "kv"])
-@pytest.mark.parametrize(("heads_q", "heads_kv"), [(8, 8), (8, 2), (8, 1)])
-def test_decode(heads_q, heads_kv, given, mask):
-    q = make("bhsd", 6, heads_q, 1, 128, torch.float16)
-    k, v = (make("bhsd", 6, heads_kv, 300, 128, torch.float16) for _ in range(2))
-    options = {}
-    if given != "kv":
-        options["seq_lens_q"] = lengths(1, 1, 1, 0, 1, 0)
-    if given != "q":
-        options["seq_lens_kv"] = lengths(300, 37, 0, 5, 1, 0)
-    check(q, k, v, scale=0.2, **options, **MASKS[mask])
-
-
-@pytest.mark.parametrize("sq", [2, 5, 16])
-def test_a_few_queries_on_a_cache(sq):
-    """Speculative decoding: several queries aligned with the end of each sequence's cache."""
-    q = make("bhsd", 4, 8, sq, 128, torch.bfloat16)
-    k, v = (make("bhsd", 4, 2, 257, 128, torch.bfloat16) for _ in range(2))
-    check(q, k, v, is_causal=True, causal_alignment="bottom_right", seq_lens_kv=lengths(257, sq, 100, 1))
 
 
 def test_lengths_are_data():
@@ -91,16 +49,6 @@ def test_lengths_beyond_the_tensor_are_clamped():
             assert (buffer[:, :, n:] == 7.0).all()
 
 
-def test_lengths_at_any_address():
-    """A slice of a larger tensor of lengths is only aligned to 4 bytes."""
-    q = make("bhsd", 3, 4, 40, 64, torch.bfloat16)
-    k, v = (make("bhsd", 3, 4, 70, 64, torch.bfloat16) for _ in range(2))
-    many = lengths(9, 33, 70, 12, 55)
-    for start in range(3):
-        check(q, k, v, seq_lens_kv=many[start : start + 3])
-        check(q[:, :, :1], k, v, seq_lens_kv=many[start : start + 3])
-
-
 @pytest.mark.parametrize("rubbish", [3e38, -1e30, 12345.0])
 def test_values_past_the_length_do_not_leak(rubbish):
     """Finite values past a sequence's end in a cache do not affect the result."""
@@ -114,9 +62,3 @@ def test_values_past_the_length_do_not_leak(rubbish):
         out = cudnn_sdpa.sdpa(q, k, v, seq_lens_kv=ends)
         expected, _ = exact(q, k, v, seq_lens_kv=ends)
         torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
-
-
-def test_more_queries_than_keys_aligned_at_each_sequences_last_key():
-    q = make("bhsd", 3, 4, 60, 64, torch.bfloat16)
-    k, v = (make("bhsd", 3, 4, 40, 64, torch.bfloat16) for _ in range(2))
-    check(q, k, v, is_causal=True, causal_alignment="bottom_right", seq_lens_kv=lengths(40, 13, 0))

@@ -1,6 +1,6 @@
 """The graphs of attention, forward and backward, compute what float64 does, with every option and pairs of them.
 
-Plans evaluate what the builders of their keys build; `contract` does the same for other kinds of calls.
+Plans evaluate what the builders of their keys build; `contract` does the same for examples of all kinds of calls.
 """
 
 from __future__ import annotations
@@ -63,11 +63,6 @@ CASES = {
     "dropout": Example(sdpa, dense, operations.exact_dropout, options=DROPOUT, **DROPS),
     "dropout, lengths": Example(sdpa, with_lengths, operations.exact_dropout, options=DROPOUT, **DROPS),
     "dropout, causal": Example(sdpa, dense, operations.exact_dropout, options={**DROPOUT, "is_causal": True}, **DROPS),
-    **{
-        name: example
-        for name, example in operations.OPERATIONS.items()
-        if name.startswith(("sdpa_varlen", "sdpa_paged", "sdpa_fp8", "sdpa_backward"))
-    },
 }
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from float64_reference import attend
+from float64_reference import attend, attend_packed
 
 import cudnn_sdpa
 from cudnn_sdpa import CudnnSdpaError
@@ -194,22 +194,14 @@ def exact(function, tensors, options):
         return exact_paged(numbers, options)
     if function is not cudnn_sdpa.sdpa_varlen:
         return attend(**numbers, **options)[0]
-    outs = torch.zeros(*numbers["q"].shape[:2], numbers["v"].shape[2], dtype=torch.float64)
-    ends_q, ends_kv = numbers["cu_seqlens_q"].tolist(), numbers["cu_seqlens_kv"].tolist()
-    for a, b, c, d in zip(ends_q, ends_q[1:], ends_kv, ends_kv[1:], strict=False):
-        one = {
-            n: numbers[n][s].transpose(0, 1).unsqueeze(0)
-            for n, s in zip("qkv", (slice(a, b), *[slice(c, d)] * 2), strict=True)
-        }
-        one |= {"sinks": numbers["sinks"]} if "sinks" in numbers else {}
-        outs[a:b] = attend(**one, causal_alignment="bottom_right", **options)[0][0].transpose(0, 1)
-    return outs
+    return attend_packed(**numbers, **options)[0]
 
 
-def spoiled(rng, make):
+def spoiled(rng, make, share, values):
+    """A call with up to two wrong arguments; this share of them are tensors."""
     function, tensors, options, names = make(rng)
     for _ in range(rng.choice([1, 1, 2])):
-        if rng.random() < 0.6:
+        if rng.random() < share:
             name, kind = rng.choice(list(tensors)), rng.choice(list(SPOILERS))
             try:
                 tensors[name] = SPOILERS[kind](tensors[name])
@@ -217,8 +209,44 @@ def spoiled(rng, make):
                 continue  # the mutation is impossible for this tensor
         else:
             name = rng.choice(names)
-            options[name] = rng.choice(OPTIONS[name])
+            options[name] = rng.choice(values[name])
     return function, tensors, options
+
+
+def assert_named_or_right(make, call, is_right, *, count=CALLS, share=0.6, trained=0.0, values=OPTIONS):
+    """Runs wrong calls; is_right compares the results of those that are taken. A share of the tensors is trained."""
+    wrong = []
+    for seed in range(count):
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        function, tensors, options = spoiled(rng, make, share, values)
+        said = f"seed {seed}: " + ", ".join(f"{n}={_said(x)}" for n, x in (tensors | options).items())
+        for x in tensors.values() if trained else ():
+            is_leaf = isinstance(x, torch.Tensor) and x.is_floating_point() and x.is_leaf
+            if is_leaf and (trained == 1.0 or rng.random() < trained):
+                x.requires_grad_()
+        try:
+            found = call(function, tensors, options)
+        except CudnnSdpaError:
+            continue
+        except Exception as error:  # noqa: BLE001
+            wrong.append(f"{said}\n    {type(error).__name__}: {str(error)[:200]}")
+            continue
+        if not found[0].is_meta and not is_right(found, function, tensors, options):
+            wrong.append(f"{said}\n    a wrong number")
+    assert not wrong, f"{len(wrong)} of {count}:\n" + "\n".join(wrong[:40])
+
+
+def call(function, tensors, options):
+    found = function(**tensors, **options)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def matches_float64(found, function, tensors, options):
+    if options.get("dropout_p"):
+        return True
+    out, expected = found[0], exact(function, tensors, options)
+    return out.shape == expected.shape and torch.allclose(out.detach().double(), expected, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.sample(4)
@@ -226,30 +254,7 @@ def spoiled(rng, make):
 @pytest.mark.parametrize("make", [dense, drop_in, packed, paged])
 @pytest.mark.parametrize("trains", [False, True])
 def test_wrong_calls_raise_library_errors_or_give_right_values(make, trains):
-    wrong = []
-    for seed in range(CALLS):
-        rng = random.Random(seed)
-        torch.manual_seed(seed)
-        function, tensors, options = spoiled(rng, make)
-        said = f"seed {seed}: " + ", ".join(f"{n}={_said(x)}" for n, x in (tensors | options).items())
-        if trains:
-            for x in tensors.values():
-                if isinstance(x, torch.Tensor) and x.is_floating_point() and x.is_leaf:
-                    x.requires_grad_()
-        try:
-            found = function(**tensors, **options)
-        except CudnnSdpaError:
-            continue
-        except Exception as error:  # noqa: BLE001
-            wrong.append(f"{said}\n    {type(error).__name__}: {str(error)[:200]}")
-            continue
-        out = found[0] if isinstance(found, tuple) else found
-        if out.is_meta or options.get("dropout_p"):
-            continue
-        expected = exact(function, tensors, options)
-        if out.shape != expected.shape or not torch.allclose(out.detach().double(), expected, rtol=1e-2, atol=1e-2):
-            wrong.append(f"{said}\n    a wrong number")
-    assert not wrong, f"{len(wrong)} of {CALLS}:\n" + "\n".join(wrong[:40])
+    assert_named_or_right(make, call, matches_float64, trained=float(trains))
 
 
 def _said(x):

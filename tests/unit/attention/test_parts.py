@@ -3,131 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 
 import pytest
 import torch
 from fake_gpu import FakePlan, checked_plan, gpu_on_the_cpu
-from float64_reference import attend
+from float64_reference import attend, attend_packed
 
 import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError, fp8_attention, sdpa, sdpa_paged, sdpa_varlen
 from cudnn_sdpa.attention import parts
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, from_fields
-from cudnn_sdpa.attention.dense import parts as dense_parts
-from cudnn_sdpa.attention.dense import reference as dense_reference
-from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.fp8 import fp8_attention as fp8_module
 from cudnn_sdpa.attention.parts import GRADIENTS, packed_gradient_limits
-from cudnn_sdpa.attention.varlen import launch as varlen_launch
-from cudnn_sdpa.attention.varlen import reference as varlen_reference
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import TensorLayout
-
-# B, Hq, Hkv, Sq, Skv, D, Dv
-SHAPES = [
-    (5, 4, 2, 6, 7, 8, 8),
-    (1, 8, 4, 6, 7, 8, 16),
-    (2, 6, 1, 12, 7, 8, 8),
-    (1, 4, 2, 3, 40, 8, 8),
-    (3, 2, 2, 6, 6, 16, 8),
-]
-
-
-def backward_of(shape, *, layout="bhsd", **options):
-    batch, heads, heads_kv, sq, skv, dim, dim_v = shape
-
-    def make(h, s, d):
-        if layout == "bhsd":
-            return torch.randn(batch, h, s, d, dtype=torch.float64)
-        return torch.randn(batch, s, h, d, dtype=torch.float64).transpose(1, 2)
-
-    q, k, v, grad_out = (
-        make(heads, sq, dim),
-        make(heads_kv, skv, dim),
-        make(heads_kv, skv, dim_v),
-        make(heads, sq, dim_v),
-    )
-    call = from_fields(ForwardArguments, q, k, v, scale=0.3, with_lse=True, **options)
-    out, lse = dense_reference.attention(call)
-    needs = Needs(True, True, True, call.attn_mask is not None, call.sinks is not None)
-    return GradientCall(grad_out, out, lse, call, needs)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-@pytest.mark.parametrize(("offset", "grid"), [(700, 65535), (350, 65535), (2**31, 1), (2**31, 2), (500, 3)])
-@pytest.mark.parametrize("mask", ["heads", "entries", "row", "full"])
-def test_merged_parts_match_the_whole(monkeypatch, shape, layout, offset, grid, mask):
-    batch, heads, _, sq, skv, _, _ = shape
-    sizes = {
-        "heads": (1, heads, 1, skv),
-        "entries": (batch, 1, sq, skv),
-        "row": (skv,),
-        "full": (batch, heads, sq, skv),
-    }
-    of = backward_of(
-        shape,
-        layout=layout,
-        sinks=torch.randn(heads),
-        attn_mask=torch.randn(sizes[mask], dtype=torch.float64),
-        seq_lens_kv=torch.randint(1, skv + 1, (batch,), dtype=torch.int32),
-        is_causal=True,
-    )
-    whole, calls = dense_reference.gradients(of), []
-    monkeypatch.setattr(known_issues, "MAX_OFFSET", offset)
-    monkeypatch.setattr(known_issues, "MAX_GRID", grid)
-
-    def run(part):
-        calls.append(part)
-        return dense_reference.gradients(part)
-
-    found = dense_parts.run_gradients(of, run) if dense_parts.split_gradient(of) else whole
-    for part in calls:
-        assert max(x.numel() for x in (*part.call.qkv, part.out, part.grad_out)) <= offset
-        assert max(part.call.q.shape[:2]) <= grid
-    is_within = max(x.numel() for x in (*of.call.qkv, of.out)) <= offset and max(of.call.q.shape[:2]) <= grid
-    assert (len(calls) > 1) is not is_within
-    for a, b, tensor in zip(found, whole, of.call.differentiable, strict=True):
-        torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5, atol=1e-5)
-        assert a.stride() == b.stride()
-        assert a.dtype == tensor.dtype
-
-
-def test_only_needed_gradients_are_returned(monkeypatch):
-    of = backward_of(SHAPES[0])._replace(needs=Needs(False, True, False, False, False))
-    whole = dense_reference.gradients(of)
-    monkeypatch.setattr(known_issues, "MAX_OFFSET", 700)
-    (found,) = dense_parts.run_gradients(of, dense_reference.gradients)
-    torch.testing.assert_close(found, whole[0])
-
-
-def test_merged_parts_of_packed_calls_equal_the_whole(monkeypatch):
-    ends = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
-    q, grad_out = (torch.randn(12, 6, 8, dtype=torch.float64) for _ in range(2))
-    k, v = (torch.randn(12, 1, 8, dtype=torch.float64) for _ in range(2))
-    call = from_fields(
-        VarlenArguments, q, k, v, torch.randn(6), ends, None, None, 7, 7, is_causal=True, scale=-0.2, with_lse=True
-    )
-    out, lse = varlen_reference.attention(call)
-    backward = GradientCall(grad_out, out, lse, call, (True, True, True, True))
-    whole = varlen_reference.gradients(backward)
-    monkeypatch.setattr(known_issues, "MAX_OFFSET", 300)
-    sizes = []
-
-    def run(part):
-        sizes.append(part.call.q.numel())
-        return varlen_reference.gradients(part)
-
-    monkeypatch.setattr(varlen_launch, "gradients", run)
-    found = varlen_launch.prepare_gradients(backward).run(backward)
-    assert len(sizes) == 2
-    assert max(sizes) <= 300
-    for a, b in zip(found, whole, strict=True):
-        torch.testing.assert_close(a, b.to(a.dtype), rtol=1e-5, atol=1e-5)
-        assert TensorLayout.of(a).stride == TensorLayout.of(b).stride
-
 
 LIMIT = known_issues.MAX_OFFSET
 
@@ -245,28 +133,78 @@ def test_several_queries_of_grouped_heads_are_split_and_others_are_not(limits): 
         close(found, attend(q.double(), k.double(), v.double(), is_causal=True)[0])
 
 
-@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
-def test_gradients_with_a_mask(limits, compiled):  # noqa: ARG001
-    q, k, v = (bf16(*shape).requires_grad_() for shape in ((3, 4, 7, 16), (3, 2, 9, 16), (3, 2, 9, 16)))
-    mask, sinks = torch.randn(4, 1, 9).requires_grad_(), torch.randn(4).requires_grad_()
-    grad_out = bf16(3, 4, 7, 16)
-    leaves = (q, k, v, mask, sinks)
+def of_mask(shape, layout="bhsd", **options):
+    """Inputs whose gradients are compared, and the other arguments."""
+    batch, heads, heads_kv, sq, skv = 3, 4, 2, 7, 9
+    sizes = ((heads, sq), (heads_kv, skv), (heads_kv, skv))
+    tensors = [bf16(batch, n, length, 16) for n, length in sizes]
+    if layout == "bshd":
+        tensors = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in tensors]
+    lengths = {"seq_lens_kv": torch.tensor([9, 4, 7], dtype=torch.int32)} if options.pop("lengths", False) else {}
+    return [x.requires_grad_() for x in (*tensors, torch.randn(shape), torch.randn(heads))], {**lengths, **options}
 
+
+def assert_gradients(leaves, options, *, compiled=False, wanted=(0, 1, 2, 3, 4)):
     def run(q, k, v, mask, sinks):
-        return sdpa(q, k, v, attn_mask=mask, sinks=sinks, scale=0.3)
+        return sdpa(q, k, v, attn_mask=mask, sinks=sinks, scale=0.3, **options)
 
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    wanted = attend(*exact[:3], attn_mask=exact[3], sinks=exact[4], scale=0.3)[0]
-    wanted_gradients = torch.autograd.grad(wanted, exact, grad_out.double())
+    expected = attend(*exact[:3], attn_mask=exact[3], sinks=exact[4], scale=0.3, **options)[0]
+    grad_out = bf16(*expected.shape)
+    right = torch.autograd.grad(expected, exact, grad_out.double())
+    leaves = [x if number in wanted else x.detach() for number, x in enumerate(leaves)]
     with gpu_on_the_cpu(plan_of=checked_plan):
         call = torch.compile(run, backend="aot_eager", fullgraph=True) if compiled else run
         for _ in range(2):
             out = call(*leaves)
-            gradients = torch.autograd.grad(out, leaves, grad_out)
-            close(out, wanted.detach())
-            for found, right, leaf in zip(gradients, wanted_gradients, leaves, strict=True):
-                close(found, right, 4e-2)
-                assert found.dtype == leaf.dtype
+            found = torch.autograd.grad(out, [leaves[number] for number in wanted], grad_out)
+            close(out, expected.detach())
+            for number, gradient in zip(wanted, found, strict=True):
+                close(gradient, right[number], 4e-2)
+                assert gradient.dtype == leaves[number].dtype
+                assert TensorLayout.of(gradient).stride == TensorLayout.of(leaves[number]).stride
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["", "compiled"])
+def test_gradients_with_a_mask(limits, compiled):  # noqa: ARG001
+    assert_gradients(*of_mask((4, 1, 9)), compiled=compiled)
+
+
+MASKS = {"heads": (1, 4, 1, 9), "entries": (3, 1, 7, 9), "row": (9,), "full": (3, 4, 7, 9)}
+
+
+@pytest.mark.parametrize("limit", [{"MAX_OFFSET": 300}, {"MAX_OFFSET": 900}, {"MAX_GRID": 1}], ids=str)
+@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_gradients_within_any_limit(monkeypatch, limit, layout, mask):
+    for name, value in limit.items():
+        monkeypatch.setattr(known_issues, name, value)
+    with cudnn_sdpa.cpu_checks(None), cudnn_sdpa.shape_policy("exact"):
+        before = len(FakePlan.launched)
+        assert_gradients(*of_mask(MASKS[mask], layout, lengths=True, is_causal=True))
+        assert len(FakePlan.launched) - before > 4, "the whole call in one launch"
+
+
+def test_only_needed_gradients_of_parts(limits):  # noqa: ARG001
+    assert_gradients(*of_mask((9,)), wanted=(1,))
+
+
+def test_packed_sequences_of_few_elements_at_a_time(monkeypatch):
+    ends = torch.tensor([0, 5, 5, 12], dtype=torch.int32)
+    leaves = [bf16(12, heads, 8).requires_grad_() for heads in (6, 1, 1)] + [torch.randn(6, requires_grad=True)]
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    options = {"is_causal": True, "scale": -0.2}
+    wanted = attend_packed(*exact[:3], ends, ends, sinks=exact[3], **options)[0]
+    grad_out = bf16(*wanted.shape)
+    monkeypatch.setattr(known_issues, "MAX_OFFSET", 300)
+    with gpu_on_the_cpu(plan_of=checked_plan), cudnn_sdpa.cpu_checks(None):
+        out = sdpa_varlen(*leaves[:3], ends, ends, 7, 7, sinks=leaves[3], **options)
+        before = len(FakePlan.launched)
+        found = torch.autograd.grad(out, leaves, grad_out)
+        assert len(FakePlan.launched) - before == 2
+    for one, other, leaf in zip(found, torch.autograd.grad(wanted, exact, grad_out.double()), leaves, strict=True):
+        close(one, other, 4e-2)
+        assert TensorLayout.of(one).stride == TensorLayout.of(leaf).stride
 
 
 @pytest.mark.parametrize("with_lse", [False, True])
@@ -277,12 +215,7 @@ def test_packed_sequences_with_sinks(limits, with_lse, scale):  # noqa: ARG001
     leaves = [*(bf16(12, heads, 16) for heads in (4, 4, 4)), torch.randn(4)]
     leaves = [x.requires_grad_() for x in leaves]
     exact = [x.detach().double().requires_grad_() for x in leaves]
-    wanted, wanted_lse = [], []
-    for first, end in itertools.pairwise(ends.tolist()):
-        part = (x[first:end].transpose(0, 1)[None] for x in exact[:3])
-        out, lse = attend(*part, sinks=exact[3], is_causal=True, scale=scale)
-        wanted.append(out[0].transpose(0, 1))
-        wanted_lse.append(lse[0].transpose(0, 1))
+    wanted, wanted_lse = attend_packed(*exact[:3], ends, ends, sinks=exact[3], is_causal=True, scale=scale)
     with gpu_on_the_cpu(plan_of=checked_plan):
         before = len(FakePlan.launched)
         options = {"sinks": leaves[3], "is_causal": True, "scale": scale}
@@ -291,10 +224,10 @@ def test_packed_sequences_with_sinks(limits, with_lse, scale):  # noqa: ARG001
         out = found[0] if with_lse else found
         grad_out = bf16(*out.shape)
         gradients = torch.autograd.grad(out, leaves, grad_out)
-    close(out, torch.cat(wanted))
+    close(out, wanted)
     if with_lse:
-        close(found[1], torch.cat(wanted_lse), 1e-3)
-    for got, right in zip(gradients, torch.autograd.grad(torch.cat(wanted), exact, grad_out.double()), strict=True):
+        close(found[1], wanted_lse, 1e-3)
+    for got, right in zip(gradients, torch.autograd.grad(wanted, exact, grad_out.double()), strict=True):
         close(got, right, 4e-2)
 
 

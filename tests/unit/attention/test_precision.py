@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from float64_reference import attend, gradients
+from float64_reference import gradients
 
 import cudnn_sdpa
 from cudnn_sdpa import kernels
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, from_fields
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense import reference as dense_reference
-from cudnn_sdpa.attention.dense.plans import Needs
 
 LOWEST = torch.finfo(torch.float32).min
 
@@ -152,69 +151,3 @@ def test_a_row_of_one_score_repeated():
         torch.testing.assert_close(out[0, :, 0], v[0].mean(1))
         (grad_v,) = torch.autograd.grad(out.sum(), v)
         torch.testing.assert_close(grad_v, torch.full_like(v, 1 / 6))
-
-
-def parts_of(tensors, sizes, run):
-    """Runs each chunk of the keys, sums the results for q, and concatenates those for k and v."""
-    results = [run(k, v) for k, v in zip(tensors["k"].split(sizes, 2), tensors["v"].split(sizes, 2), strict=True)]
-    by_q, by_k, by_v = zip(*results, strict=True)
-    return sum(by_q), torch.cat(by_k, 2), torch.cat(by_v, 2)
-
-
-@pytest.mark.parametrize("shift", [0.0, 30.0, -3000.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_gradients_of_a_chunk_of_the_keys(shift, dtype):
-    """As in ring attention: weights from the LSE of all keys, which is given."""
-    tensors = {name: x.to(dtype) for name, x in large_scores(heads=4).items()}
-    grad_out = torch.randn(2, 4, 5, 16, dtype=dtype)
-    bias = torch.full((1, 1, 1, 1), shift, dtype=dtype)
-    out, lse = cudnn_sdpa.sdpa(**tensors, attn_mask=bias, return_lse=True)
-    _, _, exact = gradients(tensors | {"attn_mask": bias}, grad_out)
-
-    def run(k, v):
-        call = ForwardArguments(tensors["q"], k, v, attn_mask=bias, with_lse=True)
-        needs = Needs(True, True, True, False, False)
-        return dense_reference.gradients(GradientCall(grad_out, out, lse, call, needs))
-
-    for sizes in ([3, 4], [1, 1, 5], [7]):
-        for name, found in zip("qkv", parts_of(tensors, sizes, run), strict=True):
-            assert relative(found, exact[name]) < 1e-5 * (1 + abs(shift)), (sizes, name)
-
-
-def test_gradients_of_a_chunk_by_the_operators():
-    """Also of packed sequences, and of one query on one key, which the reference computes on a GPU, too."""
-    q, go = torch.randn(1, 2, 1, 8), torch.randn(1, 2, 1, 8)
-    k, v = torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8)
-    out, lse = cudnn_sdpa.sdpa(q, k, v, return_lse=True)
-    _, _, exact = gradients({"q": q, "k": k, "v": v}, go)
-    options = (False, "top_left", -1, -1, None, 0.0, None)
-
-    def dense(k, v):
-        operator = torch.ops.cudnn_sdpa.sdpa_backward
-        sides = (None,) * 5
-        return operator(go, out, lse, q, k, v, *sides, *options, False, False, [True, True, True, False, False])
-
-    def packed(k, v):
-        rows = [x[0].transpose(0, 1).contiguous() for x in (go, out, lse.unsqueeze(-1), q, k, v)]
-        ends = torch.tensor([0, 1], dtype=torch.int32)
-        operator = torch.ops.cudnn_sdpa.varlen_backward
-        rows[2] = rows[2].squeeze(-1)
-        found = operator(*rows, None, ends, None, None, 1, 1, *options, False, [True, True, True, False])
-        return [x.transpose(0, 1).unsqueeze(0) for x in found]
-
-    for run in (dense, packed):
-        for name, found in zip("qkv", parts_of({"k": k, "v": v}, [1, 1], run), strict=True):
-            assert relative(found, exact[name]) < 1e-5, (run, name)
-
-
-def test_lse_of_chunks_merges_to_the_whole():
-    tensors = large_scores(skv=9)
-    whole, lse = attend(**tensors)
-    parts = [
-        cudnn_sdpa.sdpa(tensors["q"], k, v, return_lse=True)
-        for k, v in zip(tensors["k"].split(4, 2), tensors["v"].split(4, 2), strict=True)
-    ]
-    total = torch.stack([of_part for _, of_part in parts]).logsumexp(0)
-    torch.testing.assert_close(total.double(), lse, rtol=1e-5, atol=1e-5)
-    merged = sum(out * torch.exp(of_part - total).unsqueeze(-1) for out, of_part in parts)
-    assert relative(merged, whole) < 1e-5

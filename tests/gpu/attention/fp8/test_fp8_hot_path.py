@@ -5,12 +5,10 @@ from __future__ import annotations
 import fp8_values
 import pytest
 import torch
-from fp8_values import E4M3, E5M2, error, lens, number, problem
+from fp8_values import E5M2, error, lens, problem
 from test_threads import THREADS, in_threads
 
-import cudnn_sdpa
 from cudnn_sdpa import plan_cache
-from cudnn_sdpa.attention.fp8.arguments import Fp8Scales
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
 
 OPTIONS = {
@@ -119,17 +117,6 @@ def test_one_plan_many_threads_and_streams():
     assert max(worst) < 0.06
 
 
-def test_one_plan_for_all_scales():
-    of = problem()
-    sdpa_fp8(*of)
-    with cudnn_sdpa.no_plan_builds():
-        for factor in (0.5, 3.0):
-            scales = Fp8Scales(*(x * factor for x in of.scales))
-            found = sdpa_fp8(*of[:3], scales, scale=0.04 * factor)
-            assert found.out.float().isfinite().all()
-    assert plan_cache.info().builds >= 1
-
-
 def test_device_memory_does_not_grow():
     of = problem()
     for _ in range(10):
@@ -140,18 +127,3 @@ def test_device_memory_does_not_grow():
         sdpa_fp8(*of)
     torch.cuda.synchronize()
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == (allocated, reserved)
-
-
-def test_equivalent_calls_give_the_same_result():
-    of = problem()
-    base = sdpa_fp8(*of)
-    operator = torch.ops.cudnn_sdpa.sdpa_fp8_forward
-    found = operator(*of[:3], *of.scales, None, None, None, None, False, "top_left", -1, -1, None, E4M3)
-    assert all(torch.equal(a.float(), b.float()) for a, b in zip(found, base[:3], strict=True))
-    with torch.inference_mode():
-        assert torch.equal(sdpa_fp8(*of).out.float(), base.out.float())
-    shaped = Fp8Scales(
-        *(scale.view(shape) for scale, shape in zip(of.scales, [(), (1, 1), (1, 1, 1, 1)] * 2, strict=True))
-    )
-    assert torch.equal(sdpa_fp8(*of[:3], shaped).out.float(), base.out.float())
-    assert float(number(2.0)) == 2

@@ -200,64 +200,6 @@ def test_packed_views_are_not_copied(kind, monkeypatch):
     assert_right([out, *gradients], reference)
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize(
-    "lengths",
-    [
-        ((5, 0, 70), (9, 40, 0)),
-        ((0, 0, 3), (7, 0, 0)),
-        ((30,), (0,)),
-        ((0, 128, 0, 1), (0, 128, 0, 1)),
-        ((0, 0), (0, 0)),
-        ((), ()),
-    ],
-    ids=str,
-)
-def test_lengths_of_zero(lengths, sinks):
-    for options in (
-        {},
-        {"causal_alignment": "top_left"},
-        {"is_causal": False, "window_size": (4, 4)},
-        {"softcap": 5.0},
-    ):
-        if not lengths[0]:
-            q, k, v = tensors(0)
-            ends = offsets()
-            out, lse = sdpa_varlen(q, k, v, ends, ends, 0, 0, return_lse=True)
-            assert out.shape == q.shape
-            assert lse.shape == (0, HEADS[0])
-            continue
-        c = packed_calls.plain(lengths_q=lengths[0], lengths_kv=lengths[1], sinks=sinks, **options)
-        assert packed_calls.check(c) == []
-
-
-@pytest.mark.parametrize("shared_cu_seqlens", [False, True])
-@pytest.mark.parametrize("options", [{"is_causal": True}, {"sinks": True}, {"softcap": 6.0}], ids=str)
-def test_rows_past_the_last_sequence_train_as_zeros(options, shared_cu_seqlens):
-    """A batch padded to a round number of tokens: nothing of the padding reaches a weight."""
-    options = dict(options)
-    leaves = [x.requires_grad_() for x in tensors(512)]
-    sinks = torch.randn(4, device="cuda").requires_grad_() if options.get("sinks") else None
-    options |= {} if sinks is None else {"sinks": sinks}
-    ends = offsets(100, 77, 153)
-    ends_kv = ends if shared_cu_seqlens else ends.clone()
-    poison((512, 4, DIM), (512, 2, DIM), (512, 2, DIM), dtype=torch.bfloat16)
-    poison((512, 4), dtype=torch.float32)
-    out, lse = sdpa_varlen(*leaves, ends, ends_kv, 153, 153, return_lse=True, **options)
-    gradients = torch.autograd.grad(out.sum(), [*leaves, *([] if sinks is None else [sinks])])
-    cut = [x.detach()[:330].requires_grad_() for x in leaves]
-    alone = sdpa_varlen(*cut, ends, ends_kv, 153, 153, **options)
-    expected_gradients = torch.autograd.grad(alone.sum(), [*cut, *([] if sinks is None else [sinks])])
-    assert torch.equal(out[:330], alone)
-    nothing = torch.full_like(lse[330:], -torch.inf) if sinks is None else sinks.detach().expand(512 - 330, 4)
-    assert torch.equal(lse[330:], nothing)
-    for found in (out, *gradients[:3]):
-        assert torch.equal(found[330:], torch.zeros_like(found[330:]))
-    for found, wanted in zip(gradients, expected_gradients, strict=True):
-        assert found.isfinite().all()
-        assert dense_calls.difference(found[:330], wanted.double()) < dense_calls.BACKWARD[torch.bfloat16]
-
-
 @pytest.mark.parametrize(
     "numbers", [(0, 90, 40, 200), (0, -5, 300, 200), (0, 2**31 - 1, 2**31 - 1, 200), (200, 0, 0, 0)]
 )
@@ -274,22 +216,3 @@ def test_invalid_offsets_write_nothing_outside(numbers):
     torch.cuda.synchronize()
     around[1, 200:400] = 7.0
     assert (around == 7.0).all()
-
-
-def test_the_two_alignments():
-    """Equal for equal lengths; otherwise the last query is aligned with the last key, or the first with the first."""
-    q, k, v = tensors(90, 130)
-    ends, ends_kv = offsets(40, 50), offsets(100, 30)
-    results = {}
-    for alignment in ("top_left", "bottom_right"):
-        for same in (False, True):
-            data = (q, k[:90], v[:90], ends, ends, 50, 50) if same else (q, k, v, ends, ends_kv, 50, 100)
-            out = sdpa_varlen(*data, is_causal=True, causal_alignment=alignment)
-            lengths = [(40, 50), (40, 50) if same else (100, 30)]
-            c = {"is_causal": True, "causal_alignment": alignment, "scale": DIM**-0.5}
-            assert_right([out], expected(*lengths, *data[:3], **c))
-            results[alignment, same] = out
-    assert torch.equal(results["top_left", True], results["bottom_right", True])
-    assert not torch.equal(results["top_left", False], results["bottom_right", False])
-    default = sdpa_varlen(q, k, v, ends, ends_kv, 50, 100, is_causal=True)
-    assert torch.equal(default, results["bottom_right", False])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from fake_gpu import gpu_on_the_cpu
 
-from cudnn_sdpa import OptionError, sdpa
 from cudnn_sdpa.attention.arguments import Softmax, from_fields
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.plans import ForwardSpec
@@ -118,38 +116,3 @@ def test_determinism_is_in_the_key_of_single_queries(sm, queries, concerned):
         forward = ForwardSpec.of(from_fields(SdpaCall, q, k, v, deterministic=deterministic))
         values = forward.key(target_of(sm, "9.28.0"), None).option_values
         assert values.get("deterministic", False) is (deterministic and concerned)
-
-
-HALF = {name: x.half() for name, x in BASE.items()}
-
-
-@pytest.fixture
-def cached():
-    """Calls with `HALF`, with and without an LSE and gradients, and one with a single query are known."""
-    with gpu_on_the_cpu():
-        for return_lse in (False, True):
-            sdpa(**HALF, return_lse=return_lse)
-        sdpa(**{name: x.clone().requires_grad_() for name, x in HALF.items()})
-        sdpa(**single())
-        yield
-
-
-def single():
-    return {**HALF, "q": HALF["q"][:, :, :1].contiguous()}
-
-
-@pytest.mark.usefixtures("cached")
-@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "with gradient"])
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        *({"window_size": (-1.0, -1.0)}, {"window_size": (-1, -1.0)}, {"alibi": 0}, {"alibi": 0.0}, {"alibi": None}),
-        *({"return_lse": 0}, {"return_lse": None}, {"return_lse": 1}, {"is_causal": 0}, {"is_causal": None}),
-        *({"dropout_p": False}, {"dropout_p": None}, {"softcap": 0}, {"scale": False}, {"deterministic": 0}),
-    ],
-    ids=repr,
-)
-def test_a_cached_call_does_not_hide_wrong_options(wrong, requires_grad):
-    call = {name: x.detach().requires_grad_(requires_grad) for name, x in HALF.items()}
-    with pytest.raises(OptionError, match=next(iter(wrong))):
-        sdpa(**call, **wrong)

@@ -140,12 +140,6 @@ def test_reasons_use_the_names_of_this_functions_arguments(monkeypatch):
     assert error.__cause__ is None
 
 
-def test_enable_gqa_must_be_a_bool():
-    query, key = torch.randn(2, 6, 8, 16), torch.randn(2, 3, 8, 16)
-    with pytest.raises(OptionError, match="enable_gqa: got 1"):
-        scaled_dot_product_attention(query, key, key, enable_gqa=1)
-
-
 @pytest.mark.parametrize("name", ["query", "key", "value", "attn_mask"])
 @pytest.mark.parametrize("rank", [3, 5])
 def test_freed_storage_of_other_ranks_is_named(name, rank):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_gpu import gpu_on_the_cpu
-from float64_reference import attend
+from float64_reference import attend_packed
 
 from cudnn_sdpa import sdpa_varlen
 
@@ -14,20 +14,13 @@ from cudnn_sdpa import sdpa_varlen
 @pytest.mark.parametrize("scale", [0.4, -0.4, 0.0])
 def test_gradients_of_any_scale(scale, heads_kv):
     """cuDNN takes positive scales: others go into the queries, and so into two of the gradients."""
-    ends_q, ends_kv = ([0, 3, 3, 9], [0, 5, 6, 11])
+    ends = [torch.tensor(x, dtype=torch.int32) for x in ([0, 3, 3, 9], [0, 5, 6, 11])]
     q, k, v = (torch.randn(n, h, 16).half().requires_grad_() for n, h in ((9, 4), (11, heads_kv), (11, heads_kv)))
     exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    parts = []
-    for a, b, c, d in zip(ends_q, ends_q[1:], ends_kv, ends_kv[1:], strict=False):
-        rows = (slice(a, b), slice(c, d), slice(c, d))
-        of_one = (x[part].transpose(0, 1).unsqueeze(0) for x, part in zip(exact, rows, strict=True))
-        if b > a:
-            parts.append(attend(*of_one, scale=scale)[0][0].transpose(0, 1))
-    wanted = torch.cat(parts)
+    wanted = attend_packed(*exact, *ends, scale=scale)[0]
     for _ in range(2):
         with gpu_on_the_cpu():
-            packed = (torch.tensor(ends_q).int(), torch.tensor(ends_kv).int(), 6, 5)
-            out = sdpa_varlen(q, k, v, *packed, scale=scale)
+            out = sdpa_varlen(q, k, v, *ends, 6, 5, scale=scale)
             grad_out = torch.randn_like(out)
             found = torch.autograd.grad(out, (q, k, v), grad_out)
         torch.testing.assert_close(out.double(), wanted, rtol=2e-2, atol=2e-2)
