@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import json
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from benchmarks import cli, provider
-from benchmarks.cli import app
+from benchmarks import provider
 from benchmarks.programs import many_lengths, new_shapes
-from benchmarks.tools import providers, report
+from benchmarks.tools import providers
 from benchmarks.tools.cases import Shape
 
 SHAPE = Shape(batch=2, heads_q=4, heads_kv=4, length=16, dim=8, causal=True)
@@ -62,36 +59,6 @@ def test_different_results_stop_the_benchmark(on_cpu, used, monkeypatch):  # noq
         provider.host()
 
 
-def test_every_provider_has_processes_for_new_shapes(monkeypatch):
-    started = []
-
-    def run_module(module, *arguments, store):
-        assert (module, store) == ("benchmarks.programs.new_shapes", "off")
-        started.append(arguments)
-        if arguments[0] == "cudnn-frontend":
-            return {"why": "it is not there"}
-        return {"seconds": float(len(started)), "first_ms": 9.0, "longest_wait_ms": 5.0, "why": None}
-
-    monkeypatch.setattr(provider, "run_module", run_module)
-    rows = provider.new_shapes(repeats=3)
-    assert started[::3] == [
-        ("cudnn_sdpa", "exact"),
-        ("cudnn_sdpa", "bucketed"),
-        ("cudnn-frontend", ""),
-        ("pytorch", ""),
-    ]
-    assert [row["provider"] for row in rows] == [
-        "cudnn_sdpa, exact",
-        "cudnn_sdpa, bucketed",
-        "cudnn-frontend",
-        "pytorch",
-    ]
-    assert rows[0]["200 lengths up to 8192, s"] == 2.0
-    assert rows[0]["first call, ms"] == 9.0
-    assert rows[2]["longest wait, ms"] == "–"
-    assert rows[2]["why not"] == "it is not there"
-
-
 def test_a_process_measures_one_provider(monkeypatch, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(many_lengths, "_prepare_process", lambda: None)
@@ -102,14 +69,3 @@ def test_a_process_measures_one_provider(monkeypatch, cases_on_cpu, peers_on_cpu
     assert 0 < found["longest_wait_ms"] / 1e3 <= found["seconds"]
     monkeypatch.setattr(providers, "_MODULE", "cudnn_sdpa.no_such_module")
     assert "no_such_module" in new_shapes.measure("cudnn-frontend", "")["why"]
-
-
-def test_the_command_writes_json(monkeypatch, tmp_path, on_cpu, used):  # noqa: ARG001
-    monkeypatch.setattr(cli, "require_gpu", lambda *_: None)
-    monkeypatch.setattr(report, "environment", lambda: {"gpu": "none"})
-    path = tmp_path / "provider.json"
-    result = CliRunner().invoke(app, ["provider", "--part", "host", "--json", str(path)])
-    assert result.exit_code == 0, result.output
-    written = json.loads(path.read_text())
-    assert written["benchmark"] == "provider"
-    assert written["host"][0]["call"] == "forward"
