@@ -20,37 +20,6 @@ def fresh_dynamo():
     torch._dynamo.reset()
 
 
-def attend(q, k, v):
-    out, lse = cudnn_sdpa.sdpa(q * 1.0, k, v, is_causal=True, causal_alignment="bottom_right", return_lse=True)
-    return out.transpose(1, 2).reshape(q.shape[0], q.shape[2], -1) * 2.0, lse
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
-def test_fullgraph(dynamic):
-    compiled = torch.compile(attend, fullgraph=True, dynamic=dynamic)
-    with torch.no_grad():
-        for sq, skv in ((64, 96), (33, 40), (70, 150)):
-            q, k, v = problem(sq, skv)
-            out, lse = compiled(q, k, v)
-            expected, expected_lse = exact(q, k, v, is_causal=True, causal_alignment="bottom_right")
-            assert error(out, 2 * expected.transpose(1, 2).reshape(2, sq, -1)) < TOLERANCE[torch.bfloat16]
-            assert error(lse, expected_lse) < 1e-5
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_reduce_overhead():
-    compiled = torch.compile(attend, fullgraph=True, mode="reduce-overhead")
-    q, k, v = problem()
-    attend(q, k, v)
-    with torch.no_grad():
-        for _ in range(5):
-            q.normal_()
-            out, _ = compiled(q, k, v)
-            expected, _ = exact(q, k, v, is_causal=True, causal_alignment="bottom_right")
-            assert error(out, 2 * expected.transpose(1, 2).reshape(2, 64, -1)) < TOLERANCE[torch.bfloat16]
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_out_under_compile():
     def into(q, k, v, out):
