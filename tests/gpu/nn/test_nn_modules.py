@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from module_values import difference, evaluate, parameters_of, randomize
+from module_values import difference, gradients_in_float64, in_float64, randomize
 
 import cudnn_sdpa
 from cudnn_sdpa import DtypeError, PagedKVCache, UnsupportedError
@@ -34,10 +34,7 @@ def make_layers(number, **options):
 
 
 def exact_stack(layers, x):
-    expected = x.double()
-    for layer in layers:
-        expected = evaluate(layer, parameters_of(layer), expected).detach()
-    return expected
+    return in_float64(torch.nn.Sequential(*layers), x)
 
 
 def numbers(*shape):
@@ -52,13 +49,11 @@ def test_a_float32_module_raises_and_runs_under_autocast():
     leaf = x.clone().requires_grad_()
     with torch.autocast("cuda", dtype=torch.bfloat16):
         out = module(leaf)
-    params, exact = parameters_of(module), x.double().requires_grad_()
-    expected = evaluate(module, params, exact)
     assert out.dtype == torch.float32
-    assert difference(out, expected) < TOLERANCE
+    assert difference(out, in_float64(module, x)) < TOLERANCE
     grad = torch.randn_like(out)
     found = torch.autograd.grad(out, [leaf, *module.parameters()], grad)
-    wanted = torch.autograd.grad(expected, [exact, *params.values()], grad.double())
+    wanted = gradients_in_float64(module, x, grad=grad)
     for one, other in zip(found, wanted, strict=True):
         assert one.dtype == torch.float32
         assert difference(one, other) < 2 * TOLERANCE
@@ -184,15 +179,11 @@ def test_compiled_layers_with_gradients():
     for start in (0, 100):
         x = numbers(2, 96, 256).requires_grad_()
         out = run(x, torch.arange(start, start + 96, device=DEVICE))
-        params = [parameters_of(layer) for layer in layers]
-        expected = exact = x.detach().double().requires_grad_()
-        for layer, of in zip(layers, params, strict=True):
-            expected = evaluate(layer, of, expected)
-        assert difference(out, expected) < TOLERANCE
+        stack = torch.nn.Sequential(*layers)
+        assert difference(out, in_float64(stack, x)) < TOLERANCE
         grad = torch.randn_like(out)
         found = torch.autograd.grad(out, [x, *layers.parameters()], grad)
-        leaves = [exact, *(leaf for of in params for leaf in of.values())]
-        for one, other in zip(found, torch.autograd.grad(expected, leaves, grad.double()), strict=True):
+        for one, other in zip(found, gradients_in_float64(stack, x, grad=grad), strict=True):
             assert difference(one, other) < 2 * TOLERANCE
     torch._dynamo.reset()
 
