@@ -1,4 +1,4 @@
-"""Norms, feed-forward modules, patches, layers and the vision encoder: conversions and refusals. `generators` has values."""
+"""Norms, feed-forward modules, patches, layers and the vision encoder: conversions. `generators` has values."""
 
 from __future__ import annotations
 
