@@ -10,7 +10,6 @@ import torch
 from benchmarks import attention
 from benchmarks.tools import cases, peers, training
 from benchmarks.tools.cases import Shape
-from cudnn_sdpa import UnsupportedError
 
 SMALL = replace(
     cases.QUICK,
@@ -77,23 +76,3 @@ def test_wrong_gradients_stop_the_benchmark(on_cpu, monkeypatch):  # noqa: ARG00
     monkeypatch.setattr(attention, "sdpa", lambda q, k, v, **given: right(q, k, v + 0.1 * v.detach(), **given))
     with pytest.raises(RuntimeError, match="out differs from pytorch cudnn's on 1, 4, 4, 16, 8, causal"):
         attention.kernels(SMALL)
-
-
-def test_one_row_for_each_option_with_the_reason_if_unsupported(on_cpu, monkeypatch):  # noqa: ARG001
-    right = attention.sdpa
-
-    def without_softcap_gradient(q, k, v, **given):
-        if "softcap" in given and torch.is_grad_enabled():
-            raise UnsupportedError("softcap", ["no engine\nfor it"], "none")
-        return right(q, k, v, **given)
-
-    monkeypatch.setattr(attention, "sdpa", without_softcap_gradient)
-    rows = attention.options(SMALL)
-    assert same_columns(rows)
-    assert [row["option"] for row in rows] == list(attention._options(SMALL.options))
-    by_name = {row["option"]: row for row in rows}
-    assert by_name["plain"]["forward / plain"] == 1
-    assert by_name["softcap=50"]["forward / plain"] == 6
-    assert by_name["softcap=50"]["forward+backward / plain"] == "–"
-    assert by_name["softcap=50"]["why not"] == "forward+backward: no engine for it"
-    assert all(row["why not"] == "–" for name, row in by_name.items() if name != "softcap=50")

@@ -35,15 +35,6 @@ def test_prompts_are_counted_in_tokens(on_cpu):  # noqa: ARG001
     }
 
 
-def test_decode_steps_on_three_caches(on_cpu):  # noqa: ARG001
-    rows = llama.decode()
-    caches = ["growing", "static", "static, compiled"]
-    assert [row["B, tokens, cache"] for row in rows] == [f"3, 7, {cache}" for cache in caches]
-    assert rows[0]["pytorch flash tokens/s"] == pytest.approx(1e6)
-    assert [row["pytorch flash tokens/s"] for row in rows[1:]] == ["–", "–"]
-    assert all(list(row) == list(rows[0]) for row in rows)
-
-
 def test_wrong_logits_stop_the_benchmark(on_cpu, monkeypatch):  # noqa: ARG001
     from transformers import AttentionInterface
 

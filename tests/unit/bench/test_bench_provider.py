@@ -41,17 +41,6 @@ def used(monkeypatch):
     return names
 
 
-def test_every_provider_takes_its_turn(on_cpu, used):  # noqa: ARG001
-    rows = provider.host()
-    assert used[:5] == ["pytorch", "cudnn_sdpa", "cudnn-frontend", "pytorch", "cudnn_sdpa"]
-    assert [row["call"] for row in rows][:2] == ["forward", "forward and backward"]
-    assert all(list(row) == list(rows[0]) for row in rows)
-    first = rows[0]
-    assert (first["cudnn_sdpa µs"], first["pytorch µs"], first["cudnn-frontend µs"]) == (1.0, 1.0, "–")
-    assert first["cudnn_sdpa / pytorch"] == 1.0
-    assert first["why not"] == "cudnn-frontend: no module of that name"
-
-
 def test_different_results_stop_the_benchmark(on_cpu, used, monkeypatch):  # noqa: ARG001
     attend = provider._attend
     monkeypatch.setattr(provider, "_attend", lambda *given: attend(*given) * (1 if used[-1] == "pytorch" else 1.1))

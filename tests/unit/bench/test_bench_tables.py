@@ -50,16 +50,6 @@ def tables(repository, monkeypatch):
     return module
 
 
-@pytest.mark.parametrize(
-    "command", ["host", "attention", "decode", "coldstart", "shapes", "norm", "silu", "conv", "llama", "kernels"]
-)
-def test_benchmarks_say_that_they_need_a_gpu(command, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(app, [command])
-    assert result.exit_code == 2
-    assert "needs an NVIDIA GPU" in result.output
-
-
 @pytest.mark.parametrize("option", ["--json", "--output"])
 def test_the_command_writes_what_it_measured_although_a_later_part_fails(option, monkeypatch, tmp_path):
     def fail(_):

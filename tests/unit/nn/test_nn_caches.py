@@ -437,27 +437,6 @@ def test_the_cache_is_cleared_only_after_external_length_changes():
     assert (step() == 7).all()
 
 
-@torch.no_grad()
-def test_lengths_made_smaller_before_compiled_steps():
-    torch._dynamo.reset()
-    cache = KVCache(batch=2, heads=2, head_dim=16, max_length=24, dtype=torch.float32, device="cpu")
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def run(q, k, v):
-        step = cache.reserve(k.shape[2])
-        cache.append(step, k, v)
-        return cache.attend(step, q)
-
-    for forget in (cache.reset, lambda: cache.truncate(torch.zeros_like(cache.lengths)), lambda: shorten(cache, 9)):
-        bad = torch.full((2, 2, 9, 16), float("inf"))
-        cache.append(cache.reserve(9), bad, bad)
-        forget()
-        q, k, v = torch.randn(3, 2, 2, 5, 16)
-        weights = (q.double() @ k.double().mT * 0.25 + torch.ones(5, 5).tril().log()).softmax(-1)
-        assert_close(run(q, k, v), weights @ v.double())
-        cache.reset()
-
-
 def test_truncate_keeps_the_given_lengths():
     cache = KVCache(batch=3, heads=2, head_dim=16, max_length=8, dtype=torch.float32, device="cpu")
     k = torch.randn(3, 2, 6, 16)
