@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_checks import difference
 
 from cudnn_sdpa import gelu_mul, plan_cache, relu_squared, silu_mul
 
@@ -12,12 +13,6 @@ TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 SHAPES = [(64,), (7, 4096), (3, 5, 96), (2, 8192), (1, 16), (5, 1000), (33, 14336), (70_000, 128)]
 #: Sizes around which `fused.activation_tiling` changes the shape that cuDNN sees.
 MANY = [(8191, 8192), (8192, 8192), (8192, 5632), (24576, 2048), (32768, 1024), (20480, 2560), (1024, 18432)]
-
-
-def difference(found, wanted):
-    found, wanted = found.detach(), wanted.detach()
-    assert found.isfinite().all()
-    return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
 @pytest.mark.parametrize(

@@ -7,18 +7,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_checks import difference
 from custom_gpu_graphs import add_rows, conv_bias_silu, two_results
 
 import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError, autotune, conv2d, conv3d, explain, no_plan_builds, plan_cache
 
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float16: 2e-3, torch.float32: 2e-3}  # float32 may run on TF32
-
-
-def difference(found, wanted):
-    found, wanted = found.detach(), wanted.detach()
-    assert found.isfinite().all()
-    return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
 #: Filters and images with sizes of 1: cuDNN also infers the memory order from these dimensions' strides.

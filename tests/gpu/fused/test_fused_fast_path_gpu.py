@@ -7,17 +7,12 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from attention_checks import difference
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from cudnn_sdpa import layer_norm, rms_norm, silu_mul
 
 BF16 = torch.bfloat16
-
-
-def difference(found, wanted):
-    found, wanted = found.detach(), wanted.detach()
-    assert found.isfinite().all()
-    return float((found.double() - wanted.double()).norm() / wanted.double().norm().clamp_min(1e-30))
 
 
 @pytest.mark.parametrize("form", ["halves", "both"])

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_checks import poison
+from attention_checks import difference, poison
 
 from cudnn_sdpa import (
     explain,
@@ -28,12 +28,6 @@ SHAPES = [
     (2, 3, 1, 16384),
     (100_000, 64),
 ]
-
-
-def difference(found, wanted):
-    found, wanted = found.detach(), wanted.detach()
-    assert found.isfinite().all()
-    return float((found.double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
 def leaf(*shape, dtype, of=None):

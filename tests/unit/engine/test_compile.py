@@ -9,12 +9,7 @@ from torch.nn import functional
 
 from cudnn_sdpa import scaled_dot_product_attention, sdpa, sdpa_varlen
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def qkv(batch=3, sq=7, skv=9, dim=16, dim_v=16, transposed=False):

@@ -7,12 +7,7 @@ import torch
 
 from cudnn_sdpa import UnsupportedError, fallback, scaled_dot_product_attention, sdpa
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def inputs(sq=7, skv=9, transposed=False, dtype=torch.float32):

@@ -19,7 +19,6 @@ from cudnn_sdpa import (
 from cudnn_sdpa.fused.activation_graphs import silu_mul_grad_gate, silu_mul_grad_up, silu_mul_gradients
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32]
-SHAPES = [(), (1,), (13,), (1, 64), (5, 33), (64, 3), (3, 256), (2, 3, 16), (2, 3, 4, 128), (2, 1, 3, 1, 5)]
 CLOSE = {torch.float32: (2e-5, 1e-5), torch.bfloat16: (1e-2, 1e-3), torch.float16: (2e-3, 1e-4)}
 
 
@@ -87,19 +86,6 @@ def assert_gradients(call, expected, leaves):
         assert (one.shape, one.dtype) == (leaf.shape, leaf.dtype)
         rtol, atol = CLOSE[leaf.dtype]
         torch.testing.assert_close(one.double(), other, rtol=rtol, atol=atol)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("name", ALL)
-def test_values(name, shape, dtype, assert_rounded):
-    function, expected = ALL[name]
-    tensors = case(name, *shape, dtype=dtype)
-    before = [x.clone() for x in tensors]
-    out = function(*tensors)
-    assert (out.shape, out.dtype, out.is_contiguous()) == (shape, dtype, True)
-    assert_rounded(out, expected(*tensors))
-    assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
 
 
 @pytest.mark.usefixtures("reference_alone")

@@ -37,11 +37,7 @@ def build(g, x, factor, bias=None, number=None):
 affine = graph_op(reference=reference, backward=backward)(build)
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 @pytest.mark.sample(8)
