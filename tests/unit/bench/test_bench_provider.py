@@ -19,9 +19,7 @@ SHAPE = Shape(batch=2, heads_q=4, heads_kv=4, length=16, dim=8, causal=True)
 def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
     """The measurements on the CPU, small, each of them one microsecond."""
     monkeypatch.setattr(provider, "host_times", times_by_place)
-    monkeypatch.setattr(provider, "device_times", times_by_place)
     monkeypatch.setattr(provider, "SMALL", SHAPE)
-    monkeypatch.setattr(provider, "SHAPES", (SHAPE, SHAPE._replace(causal=False)))
     monkeypatch.setattr(provider, "wait_for_native_calls", lambda: True)
 
 
