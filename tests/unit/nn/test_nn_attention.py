@@ -40,6 +40,24 @@ def test_explicit_positions():
     torch.testing.assert_close(module(x), moved, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"interleaved": True}, {"rotary_dim": 4}, {"frequencies": [1.0, 0.3, 0.05, 0.001]}], ids=str
+)
+def test_rotations_are_turns_of_complex_numbers(options):
+    rope, heads, positions = RotaryEmbedding(8, **options), torch.randn(2, 7, 3, 8), torch.randint(0, 100, (2, 7))
+    half = options.get("rotary_dim", 8) // 2
+    angles = positions[..., None] * torch.tensor(
+        options.get("frequencies") or [1e4 ** -(n / half) for n in range(half)]
+    )
+    turned, rest = heads.split([2 * half, 8 - 2 * half], -1)
+    is_apart = "interleaved" not in options
+    pairs = turned.unflatten(-1, (2, half)).transpose(-1, -2) if is_apart else turned.unflatten(-1, (half, 2))
+    turns = torch.polar(torch.ones_like(angles), angles)[:, :, None]
+    found = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
+    found = (found.transpose(-1, -2) if is_apart else found).flatten(-2)
+    torch.testing.assert_close(rope.rotate(heads, rope(positions)), torch.cat([found, rest], -1), rtol=1e-4, atol=1e-4)
+
+
 def test_rotations_match_hugging_face():
     llama = pytest.importorskip("transformers.models.llama.modeling_llama")
     config = pytest.importorskip("transformers").LlamaConfig(
