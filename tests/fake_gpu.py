@@ -33,9 +33,7 @@ from graph_interpreter import Operands, evaluate
 from torch import Tensor
 
 from cudnn_sdpa.attention.fp8 import quantize
-from cudnn_sdpa.engine import launch as graph_launch
 from cudnn_sdpa.engine import torch_ops as engine_ops
-from cudnn_sdpa.fused import graph_op as fused_calls
 from cudnn_sdpa.graph import handles, known_issues
 from cudnn_sdpa.graph import target as gpu_target
 from cudnn_sdpa.graph.definition import GraphDefinition, find_operation, graph_definition
@@ -326,32 +324,6 @@ def gpu_on_the_cpu(
         finally:
             plan_cache.clear()
             operators._destroy()
-
-
-# Graph functions in a process of their own.
-
-
-def install_for_graph_functions() -> None:
-    """Makes graph functions treat CPU tensors as GPU tensors from here on. For use in a separate process."""
-    fused_calls.live_target = lambda _: TARGET
-    fused_calls.build_plan = lambda operation, _: operation
-    fused_calls.plan_cache = _GraphFunctions()
-    graph_launch.allocate = lambda shape, stride, dtype: torch.empty_strided(shape, stride, dtype=dtype).fill_(77)
-    torch.cuda.device = lambda _: contextlib.nullcontext()
-    torch.Tensor.is_cuda = property(lambda tensor: tensor.device.type == "cpu")
-    torch.Tensor.get_device = lambda _: 0
-    library = install_for_graph_functions.library = torch.library.Library("cudnn_sdpa", "IMPL")
-    library.impl("graph_function", fused_calls.decoded(fused_calls.run_on_gpu), "CPU", allow_override=True)
-
-
-class _GraphFunctions(FakeCache):
-    """Fake plans of graph functions, which users may define anywhere."""
-
-    def get(self, key: PlanKey, build: Any = None) -> FakePlan:
-        if key not in self.plans:
-            operation = build(key)
-            self.plans[key] = FakePlan(key, partial(evaluate, operation))
-        return self.plans[key]
 
 
 # `autotune`: plans of several engines, and the GPU's clock.

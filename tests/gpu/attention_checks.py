@@ -42,6 +42,12 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return float(difference.norm() / expected.norm().clamp_min(1e-12))
 
 
+def difference(found: Tensor, wanted: Tensor) -> float:
+    """Relative error of finite results in the Frobenius norm."""
+    assert found.isfinite().all()
+    return error(found.detach(), wanted.detach().double())
+
+
 def assert_same(found: Tensor, wanted: Tensor) -> None:
     """Equal up to the last bit: cuDNN's kernels for single queries sum in any order."""
     torch.testing.assert_close(found, wanted, rtol=2**-7, atol=1e-5)

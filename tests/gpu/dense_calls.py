@@ -168,6 +168,27 @@ def plain(**changes: Any) -> Config:
     return replace(usual, **changes)
 
 
+#: Options of `plain` whose plans differ.
+CASES = {
+    "plain": {"is_causal": False},
+    "causal": {},
+    "fully masked rows": {"causal_alignment": "bottom_right", "sq": 120},
+    "window_size": {"is_causal": False, "window_size": (30, 5)},
+    "mask": {"is_causal": False, "mask": "float", "mask_shape": (2, 4, 64, 96), "mask_grad": True},
+    "sinks": {"sinks": True},
+    "lengths": {"lengths": "q kv"},
+    "softcap": {"softcap": 5.0},
+    "softcap and lengths": {"softcap": 5.0, "lengths": "q kv"},
+    "linear biases": {"alibi": True},
+    "dropout": {"dropout_p": 0.2},
+    "deterministic": {"deterministic": True},
+    "single query": {"sq": 1, "is_causal": False},
+    "odd lengths": {"sq": 77, "skv": 131},
+    "head dim 128": {"sq": 512, "skv": 512, "dims": (128, 128)},
+    "wide heads": {"dims": (192, 128)},
+}
+
+
 def check(c: Config, t: dict[str, Tensor | None] | None = None) -> list[str]:
     """Errors of a configuration, on its own inputs or others; raises UnsupportedError if it is unsupported."""
     t = tensors(c) if t is None else t

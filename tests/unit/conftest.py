@@ -56,3 +56,11 @@ def reference_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with cudnn_sdpa.cpu_checks(None):
         monkeypatch.setenv("CUDNN_SDPA_CPU_CHECKS", "none")
         yield
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """Dynamo without what other tests have compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

@@ -1,20 +1,8 @@
-"""Graph functions with custom gradients: in PyTorch, and by another graph function."""
+"""A graph function whose gradient is another graph function."""
 
 from __future__ import annotations
 
-import torch
-
 from cudnn_sdpa import graph_op
-
-
-def of_scaled_gate(grads, operands, results):  # noqa: ARG001
-    x, y = operands
-    return grads[0] * y * (1 - torch.tanh(x).square()), grads[0] * torch.tanh(x)
-
-
-@graph_op(reference=lambda x, y: torch.tanh(x) * y, backward=of_scaled_gate)
-def scaled_gate(g, x, y):
-    return g.mul(a=g.tanh(input=x), b=y)
 
 
 @graph_op(reference=lambda grad, x: 2 * grad * x)

@@ -61,39 +61,23 @@ def assert_measured(tmp_path, command, part, *options):
         assert all(map(math.isfinite, numbers))
 
 
-@pytest.mark.parametrize("part", [part for part in HostPart if part is not HostPart.MEMORY])  # it builds 1,000 plans
-def test_host(tmp_path, part):
-    assert_measured(tmp_path, "host", part)
+#: Parts of each command. Left out: 1,000 plans, what `test_paged_caches` makes, and a layer of another library.
+PARTS = {
+    "host": [part for part in HostPart if part is not HostPart.MEMORY],
+    "decode": [part for part in DecodePart if part is not DecodePart.MIXED],
+    "norm": NormPart,
+    "silu": SiluPart,
+    "fp8": [part for part in Fp8Part if part is not Fp8Part.LAYER],
+    "conv": ConvPart,
+    "attention": AttentionPart,
+    "kernels": KernelsPart,
+}
 
 
-@pytest.mark.parametrize("part", [part for part in DecodePart if part is not DecodePart.MIXED])  # see test_paged_caches
-def test_decode(tmp_path, part):
-    assert_measured(tmp_path, "decode", part)
-
-
-@pytest.mark.parametrize("part", list(NormPart))
-def test_norm(tmp_path, part):
-    assert_measured(tmp_path, "norm", part)
-
-
-@pytest.mark.parametrize("part", list(SiluPart))
-def test_silu(tmp_path, part):
-    assert_measured(tmp_path, "silu", part)
-
-
-@pytest.mark.parametrize("part", [part for part in Fp8Part if part is not Fp8Part.LAYER])
-def test_fp8(tmp_path, part):
-    assert_measured(tmp_path, "fp8", part)
-
-
-@pytest.mark.parametrize("part", list(ConvPart))
-def test_convolutions(tmp_path, part):
-    assert_measured(tmp_path, "conv", part)
-
-
-@pytest.mark.parametrize("part", list(AttentionPart))
-def test_attention(tmp_path, part):
-    assert_measured(tmp_path, "attention", part, "--quick")
+@pytest.mark.parametrize(("command", "part"), [(name, part) for name, parts in PARTS.items() for part in parts])
+def test_parts(tmp_path, command, part):
+    options = {"attention": ["--quick"], "kernels": ["--small"]}
+    assert_measured(tmp_path, command, part, *options.get(command, []))
 
 
 @pytest.mark.parametrize("part", [ProviderPart.HOST, ProviderPart.KERNELS])
@@ -141,11 +125,6 @@ def test_llama(tmp_path, part, monkeypatch):
     monkeypatch.setattr(llama, "CACHES", ((2, 300),))
     monkeypatch.setattr(llama, "STEPS", 4)
     assert_measured(tmp_path, "llama", part)
-
-
-@pytest.mark.parametrize("part", list(KernelsPart))
-def test_kernels(tmp_path, part):
-    assert_measured(tmp_path, "kernels", part, "--small")
 
 
 def test_kernels_run_beside_every_peer():

@@ -9,11 +9,13 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import attention_checks
 import pytest
 import torch
 from attention_checks import error
 from torch.nn.parallel import parallel_apply
 
+from cudnn_sdpa import sdpa
 from tests.unit import opcheck_calls
 from tests.unit.opcheck_calls import CALLS, recorded, registered
 from tests.unit.pytorch_equivalents import EQUIVALENTS, compilations, trained
@@ -120,6 +122,20 @@ def test_inference_in_cuda_graphs():
         for _ in range(5):
             x = new(2, 64, 256)
             assert error(compiled(x).clone(), exactly(x.double())) < 1e-2
+
+
+def test_out_is_written_by_compiled_code():
+    def into(q, k, v, out):
+        sdpa(q, k, v, out=out)
+        return out + 1
+
+    q, k, v = (new(2, heads, 64, 64) for heads in (4, 2, 2))
+    out = torch.full_like(q, torch.nan)
+    with torch.no_grad():
+        result = torch.compile(into, fullgraph=True)(q, k, v, out)
+    expected, _ = attention_checks.exact(q, k, v)
+    assert error(out, expected) < attention_checks.TOLERANCE[BF16]
+    assert error(result - 1, expected) < 2e-2
 
 
 def ahead_of_time(which, folder):

@@ -1,11 +1,10 @@
-"""The warm path: no synchronization, no device-to-host copy, no memory growth; dispatch modes see the operator."""
+"""The warm path: no synchronization, no device-to-host copy, no memory growth."""
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
-from attention_checks import TOLERANCE, error, exact, make
+from attention_checks import make
 
 import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
@@ -78,45 +77,3 @@ def test_device_memory_does_not_grow():
             break
     else:
         pytest.fail(f"{grown} bytes more in the last round")
-
-
-def test_values_in_every_grad_mode():
-    """Also when the same call was served in another mode before."""
-    q, k, v = problem()
-    expected = exact(q, k, v)[0]
-    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad, torch.inference_mode, torch.no_grad):
-        with mode():
-            assert error(warm(q, k, v), expected) < TOLERANCE[torch.bfloat16]
-            inside = [tensor.clone() for tensor in (q, k, v)]
-            assert error(warm(*inside), expected) < TOLERANCE[torch.bfloat16]
-
-
-def test_a_scale_of_any_number_type_is_served_warm():
-    q, k, v = problem()
-    expected = exact(q, k, v, scale=1.0)[0]
-    for scale in (1, 1.0, np.float64(1.0)):
-        assert error(warm(q, k, v, scale=scale), expected) < TOLERANCE[torch.bfloat16]
-
-
-def test_alternating_shapes_and_one_tensor_as_key_and_value():
-    q, k, v = problem()
-    expected = {tuple(x.shape): exact(x, k, v)[0] for x in (q, q[:, :, :1])}
-    shared = exact(q, k, k)[0]
-    for _ in range(4):
-        for x in (q, q[:, :, :1]):
-            assert error(cudnn_sdpa.sdpa(x, k, v), expected[tuple(x.shape)]) < TOLERANCE[torch.bfloat16]
-        assert error(cudnn_sdpa.sdpa(q, k, k), shared) < TOLERANCE[torch.bfloat16]
-
-
-def test_drop_in_against_pytorch():
-    q, k, v = problem()
-    for options in ({}, {"is_causal": True}, {"scale": 0.4}):
-        ours = cudnn_sdpa.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
-        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True, **options)
-        torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)
-    flat = q[0]
-    ours = cudnn_sdpa.scaled_dot_product_attention(flat, k[0, :1], v[0, :1])
-    theirs = torch.nn.functional.scaled_dot_product_attention(
-        flat, k[0, :1].expand(4, -1, -1), v[0, :1].expand(4, -1, -1)
-    )
-    torch.testing.assert_close(ours, theirs, atol=2e-2, rtol=2e-2)

@@ -24,26 +24,14 @@ def warm(*tensors):
 
 
 CASES = {
-    "plain": {"is_causal": False},
-    "causal": {},
+    **dense_calls.CASES,
     "bottom-right": {"causal_alignment": "bottom_right"},
-    "fully masked rows": {"causal_alignment": "bottom_right", "sq": 120},
-    "window_size": {"is_causal": False, "window_size": (30, 5)},
     "boolean mask": {"is_causal": False, "mask": "bool", "mask_shape": (2, 1, 64, 96)},
-    "mask": {"is_causal": False, "mask": "float", "mask_shape": (2, 4, 64, 96), "mask_grad": True},
     "mask of a row": {"mask": "float32", "mask_shape": (1, 96), "mask_grad": True},
-    "sinks": {"sinks": True},
-    "lengths": {"lengths": "q kv"},
     "lengths of queries": {"lengths": "q"},
-    "softcap": {"softcap": 5.0},
-    "softcap and lengths": {"softcap": 5.0, "lengths": "q kv"},
     "softcap and lengths of keys": {"softcap": 5.0, "lengths": "kv"},
     "softcap and lengths of queries": {"softcap": 5.0, "lengths": "q"},
-    "linear biases": {"alibi": True},
-    "dropout": {"dropout_p": 0.2},
-    "deterministic": {"deterministic": True},
     "negative scale": {"scale": -0.2},
-    "single query": {"sq": 1, "is_causal": False},
     "expanded gradient": {"grad_layout": "expanded"},
 }
 

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_checks import poison
+from attention_checks import difference, poison
 
 from cudnn_sdpa import UnsupportedError, conv2d, gelu_mul, graph_op, layer_norm, rms_norm, silu_mul, use_plan_store
 from cudnn_sdpa.fused.conv_graphs import ACTIVATIONS, channels_last
@@ -26,12 +26,6 @@ def reserve(monkeypatch, tmp_path):
     monkeypatch.setattr(backend.GraphBuilder, "_propose", propose)
     with use_plan_store(tmp_path / "plans"):
         yield
-
-
-def difference(found, wanted):
-    assert found.isfinite().all()
-    wanted = wanted.detach()
-    return float((found.detach().double() - wanted).norm() / wanted.norm().clamp_min(1e-30))
 
 
 def make(*shape, dtype):

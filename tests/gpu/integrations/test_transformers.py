@@ -203,29 +203,6 @@ def test_compiled_steps_on_a_static_cache_are_cuda_graphs(name):
     assert_as_near(torch.cat(logits, dim=1), theirs(ids).logits, exact(ids).logits)
 
 
-@torch.no_grad()
-def test_generate_compiles_the_decode_steps():
-    ours, theirs, exact = three(DECODERS["llama"])
-    ids = fresh(9)
-    torch._dynamo.reset()
-    options = {"do_sample": False, "cache_implementation": "static", "return_dict_in_generate": True}
-    result = ours.generate(ids, max_new_tokens=6, min_new_tokens=6, output_logits=True, **options)
-    teachers = (model(result.sequences).logits[:, 8:-1] for model in (theirs, exact))
-    assert_as_near(torch.stack(result.logits, dim=1), *teachers)
-
-
-@torch.no_grad()
-def test_a_static_cache_needs_one_plan_for_all_steps():
-    model = tiny(DECODERS["llama"], "cudnn_sdpa").to(DEVICE, DTYPE)
-    ids = fresh(20)
-    cache = StaticCache(config=model.config, max_cache_len=24)
-    model(ids[:, :6], past_key_values=cache)
-    before = cudnn_sdpa.plan_cache.info().builds
-    for at in range(6, 20):
-        model(ids[:, at : at + 1], past_key_values=cache)
-    assert cudnn_sdpa.plan_cache.info().builds - before <= 1
-
-
 @pytest.mark.parametrize("with_padding", [False, True])
 @torch.no_grad()
 def test_a_growing_cache_needs_one_plan_for_256_steps(with_padding):

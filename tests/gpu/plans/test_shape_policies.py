@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from dataclasses import replace
 
 import pytest
 import torch
-from attention_checks import LAYOUTS, TOLERANCE, error, exact, make, poison
+from attention_checks import TOLERANCE, error, exact, make, poison
 
 import cudnn_sdpa
 from cudnn_sdpa import no_plan_builds, plan_cache, sdpa, shape_policy
@@ -55,56 +54,6 @@ def tiered(monkeypatch):
         yield
         assert background.wait(120)
     tiers.usages.clear()
-
-
-def random_call(number):
-    r = random.Random(number)
-    heads = r.choice([(1, 1), (4, 4), (8, 2), (6, 1), (16, 16)])
-    rows_q = r.choice([1, 2, 7, 64, 77, 128, 129, 300, 511, 1000, 1025, 1500])
-    rows_kv = rows_q if r.random() < 0.6 else r.choice([1, 5, 100, 128, 600, 2000])
-    causal = r.random() < 0.6
-    alignment = r.choice(["top_left", "bottom_right"])
-    if causal and alignment == "bottom_right" and rows_kv < rows_q:
-        rows_kv = rows_q + 3
-    tensors = inputs(
-        (rows_q, rows_kv),
-        r.choice(sorted(LAYOUTS)),
-        r.choice([1, 1, 2, 3, 7]),
-        heads,
-        r.choice([16, 64, 72, 128, 256]),
-        r.choice([BF16, torch.float16]),
-    )
-    return tensors, {"is_causal": causal, "causal_alignment": alignment, "scale": r.choice([0.05, 0.2])}
-
-
-@pytest.mark.parametrize("numbers", [range(start, start + 20) for start in range(0, 200, 20)], ids=str)
-def test_random_calls_are_right(bucketed, numbers):  # noqa: ARG001
-    served = 0
-    for number in numbers:
-        tensors, options = random_call(number)
-        torch.manual_seed(number)
-        before = len(served_by_buckets())
-        try:
-            assert_right(*tensors, **options)
-        except AssertionError as wrong:
-            raise AssertionError(f"random_call({number})") from wrong
-        served += len(served_by_buckets()) > before
-    assert served >= 10  # the others are single queries with a mask, or had a bucket call already
-
-
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("window_size", [(40, 0), (40, 8), (-1, 30)], ids=str)
-def test_windows(bucketed, layout, window_size):  # noqa: ARG001
-    left, right = window_size
-    for rows in (30, 100, 333):
-        q, k, v = inputs(rows, layout)
-        found = sdpa(q, k, v, window_size=window_size)
-        after = torch.arange(rows, device="cuda") - torch.arange(rows, device="cuda").unsqueeze(1)
-        seen = (after <= right) & (after >= -(left if left >= 0 else rows))
-        scores = q.double() @ k.repeat_interleave(4, 1).double().mT * 64**-0.5
-        expected = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v.repeat_interleave(4, 1).double()
-        assert error(found, expected) < TOLERANCE[BF16]
-    assert len(served_by_buckets()) == 3
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -162,10 +111,10 @@ def test_nothing_waits(bucketed):  # noqa: ARG001
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-@pytest.mark.parametrize("rows", [(300, 100), (100, 300), (1, 300), (77, 1)], ids=str)
+@pytest.mark.parametrize("rows", [(300, 100), (100, 300), (1, 300), (77, 1), (333, 333)], ids=str)
 @pytest.mark.parametrize("window_size", [(40, 0), (-1, 30), (10, 5)], ids=str)
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
-def test_windows_on_rectangles(bucketed, layout, rows, window_size, alignment):  # noqa: ARG001
+def test_windows(bucketed, layout, rows, window_size, alignment):  # noqa: ARG001
     q, k, v = inputs(rows, layout)
     poison(tuple(q.shape), dtype=q.dtype)
     found = sdpa(q, k, v, window_size=window_size, causal_alignment=alignment)
@@ -176,22 +125,6 @@ def test_windows_on_rectangles(bucketed, layout, rows, window_size, alignment): 
     scores = q.double() @ k.repeat_interleave(4, 1).double().mT * 64**-0.5
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
     assert error(found, weights @ v.repeat_interleave(4, 1).double()) < TOLERANCE[BF16]
-
-
-@pytest.mark.parametrize("layout", ["bshd", "bhsd"])
-def test_heads_with_stride_0(bucketed, layout):  # noqa: ARG001
-    q, k, v = inputs(200, layout, batch=2, heads=(8, 1))
-    k, v = (x.expand(-1, 8, -1, -1) for x in (k, v))
-    assert_right(q, k, v, is_causal=True)
-    assert len(served_by_buckets()) == 1
-
-
-def test_other_dims_of_values(bucketed):  # noqa: ARG001
-    for layout in ("bshd", "bhsd"):
-        q, k, _ = inputs(200, layout, dim=192)
-        v = make(layout, 1, 2, 200, 128, BF16)
-        assert_right(q, k, v, is_causal=True)
-    assert len(served_by_buckets()) == 2
 
 
 def test_large_sequence_offsets(bucketed):  # noqa: ARG001

@@ -33,27 +33,9 @@ def assert_right(q, k, v):
     assert error(cudnn_sdpa.sdpa(q, k, v), exact(q, k, v)[0]) < TOLERANCE[torch.bfloat16]
 
 
-CASES = {
-    "plain": {"is_causal": False},
-    "causal": {},
-    "fully masked rows": {"causal_alignment": "bottom_right", "sq": 120},
-    "window_size": {"is_causal": False, "window_size": (30, 5)},
-    "mask": {"is_causal": False, "mask": "float", "mask_shape": (2, 4, 64, 96), "mask_grad": True},
-    "sinks": {"sinks": True},
-    "lengths": {"lengths": "q kv"},
-    "softcap and lengths": {"softcap": 5.0, "lengths": "q kv"},
-    "linear biases": {"alibi": True},
-    "dropout": {"dropout_p": 0.2},
-    "deterministic": {"deterministic": True},
-    "single query": {"sq": 1, "is_causal": False},
-    "odd lengths": {"sq": 77, "skv": 131},
-    "wide heads": {"dims": (192, 128)},
-}
-
-
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", dense_calls.CASES)
 def test_loaded_plans_match_built_ones(store, name):
-    c = dense_calls.plain(**({"sq": 64} | CASES[name]))
+    c = dense_calls.plain(**({"sq": 64} | dense_calls.CASES[name]))
     assert dense_calls.check(c) == []
     built = plan_cache.info()
     saved = store.info()  # kernels of our own are stored beside plans, by the first call of a process that uses one

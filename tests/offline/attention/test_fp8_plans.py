@@ -75,34 +75,6 @@ CAUSAL = {"is_causal": True}
 BOTTOM = {"is_causal": True, "causal_alignment": "bottom_right"}
 LONGER = (512, 1024)
 
-#: Calls that all three GPUs have an engine for.
-EVERYWHERE = {
-    "plain": {},
-    "bhsd": {"layout": "bhsd"},
-    "causal": CAUSAL,
-    "causal, lse": {**CAUSAL, "return_lse": True},
-    "grouped": {**CAUSAL, "heads": (8, 2), "return_lse": True},
-    "bottom-right without lengths": {**BOTTOM, "sizes": LONGER},
-    "bottom-right, fewer keys": {**BOTTOM, "sizes": (1024, 512), "return_lse": True},
-    "bottom-right, odd": {**BOTTOM, "sizes": (77, 1001)},
-    "left window": {"window_size": (100, -1)},
-    "window_size": {"window_size": (100, 30)},
-    "causal window": {**CAUSAL, "window_size": (100, -1)},
-    "window, fewer keys": {**CAUSAL, "window_size": (100, -1), "sizes": (1024, 512)},
-    "bottom-right left window": {"window_size": (100, -1), "causal_alignment": "bottom_right", "sizes": LONGER},
-    "lengths": {"lengths": "q kv"},
-    "lengths of keys, causal": {**CAUSAL, "lengths": "kv", "return_lse": True},
-    "odd lengths": {"sizes": (77, 1001)},
-    "two queries": {"sizes": (2, 512)},
-    "one key": {"sizes": (3, 1)},
-    "e5m2": {"dtype": E5M2},
-    "e4m3 to e5m2": {"out_dtype": E5M2},
-    "e5m2 to e4m3": {"dtype": E5M2, "out_dtype": E4M3},
-    **{f"head dim {dim}": {"dims": (dim, dim)} for dim in (16, 64, 80, 96)},
-    "head dims 64 and 128": {"dims": (64, 128)},
-    "head dims 128 and 64": {"dims": (128, 64)},
-}
-
 #: Others: for each GPU, in the order of `GPUS`, a part of the reason, or nothing where there is an engine.
 SOMEWHERE = {
     "bottom-right with lengths": ({**BOTTOM, "lengths": "kv"}, ("bottom-right", "", "")),
@@ -156,12 +128,6 @@ def assert_as_said(gpu, describe, options, reason):
         key_and_properties(gpu, describe, options)
     assert reason in " ".join(caught.value.reasons)
     assert caught.value.suggestion
-
-
-@pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("name", EVERYWHERE)
-def test_it_has_an_engine(gpu, name):
-    assert_as_said(gpu, describe_forward, EVERYWHERE[name], "")
 
 
 @pytest.mark.parametrize("gpu", GPUS)

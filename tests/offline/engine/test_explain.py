@@ -14,7 +14,6 @@ import cudnn_sdpa
 from cudnn_sdpa import (
     CudnnSdpaError,
     OptionError,
-    ShapeError,
     cpu_checks,
     explain,
     kernels,
@@ -199,20 +198,6 @@ def test_all_reasons_are_listed_with_a_suggestion():
     assert any("not float32" in reason for reason in dropped.reasons)
 
 
-def test_wrong_arguments_raise_as_in_the_call():
-    q, k, v = qkv()
-    with pytest.raises(ShapeError, match="v: got sequence length 5; expected 96"):
-        explain(sdpa, q, k, v[:, :, :5])
-    with pytest.raises(OptionError, match="causal_alignment"):
-        explain(sdpa, q, k, v, causal_alignment="middle")
-    with pytest.raises(OptionError, match="q: got NoneType"):
-        explain(sdpa, None, k, v, dropout_p=0.1)
-    with pytest.raises(TypeError, match=r"^sdpa\(\) missing 1 required positional argument: 'v'$"):
-        explain(sdpa, q, k)
-    with pytest.raises(TypeError, match=r"^sdpa_varlen\(\) got an unexpected keyword argument 'attn_mask'$"):
-        explain(sdpa_varlen, q, k, v, None, None, 1, 1, attn_mask=None)
-
-
 @pytest.mark.parametrize("function", [torch.nn.functional.softmax, print, len, "attend", None])
 def test_other_functions_are_refused(function):
     with pytest.raises(OptionError, match=r"expected one of .*scaled_dot_product_attention, sdpa"):
@@ -285,16 +270,6 @@ def packed():
     return torch.randn(256, 3, 8, 64).bfloat16().requires_grad_(), (ends, ends, 156, 156)
 
 
-@pytest.mark.slow
-def test_gradients_of_strided_packed_queries_are_planned_for_their_copy():
-    whole, ends = packed()
-    result = explain(sdpa_varlen, *whole.unbind(1), *ends, is_causal=True)
-    assert result.backward.supported, result.backward.reasons
-    assert result.backward.engine.startswith("eng")
-    assert any(note.startswith("q is copied") for note in result.backward.extra_kernels)
-    assert any("strided views" in issue for issue in result.backward.known_issues)
-
-
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("function", [sdpa, sdpa_varlen])
 def test_gradients_of_a_large_call_are_planned_for_a_part(function):
@@ -309,25 +284,6 @@ def test_gradients_of_a_large_call_are_planned_for_a_part(function):
     assert result.backward.supported, result.backward.reasons
     assert result.backward.engine.startswith("eng")
     assert "computed in " in result.backward.extra_kernels[0]
-
-
-def test_autocast_is_explained_as_the_cast_call():
-    tensors = [x.requires_grad_() for x in qkv(torch.float32)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        result = explain(sdpa, *tensors)
-    assert result.supported
-    assert result.backward.supported
-    assert "q: bfloat16" in result.key
-    assert "q is cast to bfloat16, under autocast" in str(result)
-
-
-def test_out_with_gradients_is_declined():
-    q = torch.randn(1, 2, 16, 16).bfloat16().requires_grad_()
-    result = explain(sdpa, q, q, q, out=torch.empty_like(q), verify=True)
-    assert not result.supported
-    assert "torch.no_grad" in result.suggestion
-    assert result.backward is None
-    assert result.errors == {}
 
 
 def test_verify():

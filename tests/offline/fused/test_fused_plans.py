@@ -236,49 +236,6 @@ def test_unsupported_fusions_are_refused_with_reasons(gpu, name, monkeypatch):
     assert result.engine == ""
 
 
-def test_the_plan_does_not_depend_on_eps():
-    keys = [key_and_properties("h200", (rms_norm_rows, (X, W, eps), INFERENCE))[0] for eps in (1e-6, 1e-5)]
-    assert keys[0] == keys[1]
-
-
-#: Images and filters with sizes of 1.
-ONES = {
-    "3x1": ((3, 8, 7, 12), (8, 8, 3, 1)),
-    "1x3": ((3, 8, 7, 12), (8, 8, 1, 3)),
-    "1x1": ((3, 8, 7, 12), (8, 8, 1, 1)),
-    "a column": ((3, 8, 7, 1), (8, 8, 3, 1)),
-    "a row": ((3, 8, 1, 7), (8, 8, 1, 3)),
-    "points": ((3, 8, 1, 1), (16, 8, 1, 1)),
-    "one channel": ((3, 1, 7, 12), (8, 1, 3, 1)),
-    "one filter": ((3, 8, 7, 12), (1, 8, 3, 1)),
-    "one of each": ((1, 1, 7, 1), (1, 1, 3, 1)),
-    "each channel": ((3, 48, 7, 12), (48, 1, 3, 1)),
-    "3x3x1": ((2, 8, 5, 6, 7), (8, 8, 3, 3, 1)),
-    "3x1x1": ((2, 8, 5, 6, 7), (8, 8, 3, 1, 1)),
-}
-
-
-@pytest.mark.parametrize("name", ONES)
-@pytest.mark.parametrize("in_order", [False, True])
-def test_convolutions_with_sizes_of_1_have_engines(name, in_order):
-    grad_x, grad_weight = ONES[name]
-    make = bare if in_order else images
-    x, weight = (channels_last(make(*shape)) for shape in (grad_x, grad_weight))
-    where = geometry(len(grad_x) - 2, padding=0)
-    options = {**where, "groups": grad_x[1] // grad_weight[1], "activation": None}
-    (y,) = convolution.outputs((x, weight, None), options)
-    for call in (
-        (convolution, (x, weight), options),
-        (conv_dgrad, (y, weight), {**where, "shape": grad_x[1:]}),
-        (conv_wgrad, (y, x), {**where, "shape": grad_weight}),
-    ):
-        key, properties = key_and_properties("h200", call)
-        for operand in (*key.inputs, *key.outputs):
-            batch, channels, *sizes = operand.layout.shape
-            assert operand.layout.stride == bare(batch, *sizes, channels).movedim(-1, 1).stride()
-        assert engine_offline(key, properties).startswith("eng")
-
-
 @pytest.mark.parametrize("gpu", GPUS)
 def test_norms_without_a_fused_kernel_run_in_several(gpu, monkeypatch):
     """Also rows of one element without a weight, which cuDNN trains with one alone."""

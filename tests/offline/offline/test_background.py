@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
@@ -102,26 +101,6 @@ def test_plans_are_kept_in_the_store(planner, properties, tmp_path):
         request = Asked(planner, key(properties), properties)
         assert planner.wait(120)
         assert store.load(key(properties)).data == request.stored.data
-
-
-@pytest.mark.slow
-def test_failed_builds_finish_and_stop_nothing(planner, properties, monkeypatch, caplog):
-    real = background.plan_offline
-
-    def fail_once(of, *_):
-        monkeypatch.setattr(background, "plan_offline", real)
-        raise cudnn_sdpa.UnsupportedError(of.name, ["no engine today"])
-
-    monkeypatch.setattr(background, "plan_offline", fail_once)
-    with caplog.at_level(logging.WARNING, "cudnn_sdpa"):
-        first = Asked(planner, key(properties), properties)
-        second = Asked(planner, key(properties, 256), properties)
-        assert planner.wait(120)
-    assert first.is_done
-    assert first.stored is None
-    assert second.stored is not None
-    assert "a plan was not built in the background: UnsupportedError: sdpa_forward" in caplog.text
-    assert "no engine today" in caplog.text
 
 
 @pytest.mark.slow

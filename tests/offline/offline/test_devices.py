@@ -10,10 +10,9 @@ import pytest
 import torch
 
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.attention.dense import plans
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import Target, bundled_targets, load_properties
-from cudnn_sdpa.offline.planner import engine_offline, plan_offline
+from cudnn_sdpa.offline.planner import plan_offline
 from cudnn_sdpa.planning.support import descriptions
 
 pytestmark = pytest.mark.usefixtures("can_plan")
@@ -83,28 +82,3 @@ def test_gpus_of_different_compute_capability_get_different_kernels(made, direct
         NAMES, 2
     ):  # the plan of a plain call does not depend on the number of multiprocessors
         assert (code[one] == code[other]) == (capabilities[one] == capabilities[other]), (one, other)
-
-
-@pytest.mark.parametrize(("name", "other"), [("l40s", "rtx4090"), ("h100", "h200")])
-def test_sibling_gpus_have_different_keys(name, other):
-    keys = [key_of("forward", Target.from_properties(load_properties(gpu))) for gpu in (name, other)]
-    assert keys[0] != keys[1]
-
-
-@pytest.mark.parametrize("name", ["a100", "l40s", "rtx4090", "rtx5090"])
-def test_gradients_at_head_dim_256_are_declined(name, monkeypatch):
-    properties = load_properties(name)
-    target = Target.from_properties(properties)
-    with pytest.raises(UnsupportedError, match=f"head dims 256 and 256 on SM {target.sm}"):
-        key_of("backward", target, head_dim=256)
-    monkeypatch.setattr(plans, "refuse", lambda *_: None)
-    with pytest.raises(UnsupportedError) as caught:  # and cuDNN agrees
-        engine_offline(key_of("backward", target, head_dim=256), properties)
-    assert caught.value.reasons
-
-
-@pytest.mark.parametrize("name", ["h100", "h200"])
-def test_hopper_has_gradients_at_head_dim_256(name):
-    properties = load_properties(name)
-    key = key_of("backward", Target.from_properties(properties), head_dim=256)
-    assert engine_offline(key, properties).startswith("eng")

@@ -254,25 +254,6 @@ def test_a_helper_that_has_ended_before_it_is_asked(monkeypatch):
         Helper().ask(READY)
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("can_plan")
-def test_a_helper_killed_by_a_real_time_signal(run_python):
-    code = """
-import os, threading, time, cudnn_sdpa
-from cudnn_sdpa.offline.planner import Helper
-helper = Helper()
-helper.ask({"ready": True})
-pid = helper._process.pid
-os.kill(pid, 19)
-threading.Timer(0.5, lambda: (os.kill(pid, 40), os.kill(pid, 18))).start()
-try:
-    helper.ask({"ready": True})
-except cudnn_sdpa.OfflineError as error:
-    print(error)
-"""
-    assert "was killed by signal 40" in run_python(code).stdout
-
-
 def test_every_exit_status_has_a_reason():
     assert interpreter.exit_reason(3) == "ended with exit code 3"
     assert interpreter.exit_reason(-9) == "was killed by SIGKILL"

@@ -10,7 +10,6 @@ import torch
 from benchmarks import attention
 from benchmarks.tools import cases, peers, training
 from benchmarks.tools.cases import Shape
-from cudnn_sdpa import UnsupportedError
 
 SMALL = replace(
     cases.QUICK,
@@ -72,55 +71,8 @@ def test_a_backend_without_grouped_queries_gets_repeated_heads(on_cpu, monkeypat
     assert rows[2]["K/V heads repeated for"] == rows[3]["K/V heads repeated for"] == "pytorch cudnn, pytorch flash"
 
 
-def test_a_backend_without_a_kernel_leaves_an_empty_cell(on_cpu, monkeypatch):  # noqa: ARG001
-    whole = peers.candidate
-    monkeypatch.setattr(
-        peers, "candidate", lambda name, *qkv, **given: None if "cudnn" in name else whole(name, *qkv, **given)
-    )
-    rows = attention.kernels(SMALL)
-    assert same_columns(rows)
-    assert rows[0]["pytorch cudnn µs"] == rows[0]["sdpa / pytorch cudnn"] == "–"
-    monkeypatch.setattr(peers, "candidate", lambda *_, **__: None)
-    with pytest.raises(RuntimeError, match="nothing to compare with"):
-        attention.kernels(SMALL)
-
-
 def test_wrong_gradients_stop_the_benchmark(on_cpu, monkeypatch):  # noqa: ARG001
     right = attention.sdpa
     monkeypatch.setattr(attention, "sdpa", lambda q, k, v, **given: right(q, k, v + 0.1 * v.detach(), **given))
     with pytest.raises(RuntimeError, match="out differs from pytorch cudnn's on 1, 4, 4, 16, 8, causal"):
         attention.kernels(SMALL)
-
-
-def test_one_row_for_each_option_with_the_reason_if_unsupported(on_cpu, monkeypatch):  # noqa: ARG001
-    right = attention.sdpa
-
-    def without_softcap_gradient(q, k, v, **given):
-        if "softcap" in given and torch.is_grad_enabled():
-            raise UnsupportedError("softcap", ["no engine\nfor it"], "none")
-        return right(q, k, v, **given)
-
-    monkeypatch.setattr(attention, "sdpa", without_softcap_gradient)
-    rows = attention.options(SMALL)
-    assert same_columns(rows)
-    assert [row["option"] for row in rows] == list(attention._options(SMALL.options))
-    by_name = {row["option"]: row for row in rows}
-    assert by_name["plain"]["forward / plain"] == 1
-    assert by_name["softcap=50"]["forward / plain"] == 6
-    assert by_name["softcap=50"]["forward+backward / plain"] == "–"
-    assert by_name["softcap=50"]["why not"] == "forward+backward: no engine for it"
-    assert all(row["why not"] == "–" for name, row in by_name.items() if name != "softcap=50")
-
-
-def test_a_training_step_and_its_parts(on_cpu, monkeypatch):  # noqa: ARG001
-    monkeypatch.setattr(training.SDPA, "_gradients_on_gpu", training.SDPA.backward.reference)
-    monkeypatch.setattr(training, "_launches", lambda *_: training.Launches(lambda: None, lambda: None))  # no plans
-    rows = training.training()
-    assert same_columns(rows)
-    names = [row["forward and backward"] for row in rows]
-    ours = ["sdpa", "drop-in", "sdpa, window", "sdpa_varlen", "rms_norm", "silu_mul"]
-    assert names[: len(ours)] == ours
-    peers = ["pytorch flash", "pytorch cudnn", "pytorch rms_norm", "pytorch silu, mul", "empty autograd.Function"]
-    assert names[len(ours) :][: len(peers)] == peers
-    assert len(rows) == 16
-    assert all(row["in Python µs"] is not None for row in rows[: len(ours)])

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from benchmarks import coldstart
-from benchmarks.cli import app
 from benchmarks.programs import first_call
-from benchmarks.tools import processes, report
+from benchmarks.tools import processes
 from benchmarks.tools.cases import Shape
 
 # Answers of the benchmark's processes.
@@ -93,30 +90,10 @@ def test_a_call_with_a_plan_from_elsewhere_is_not_reported(answering, builds, lo
         coldstart.calls(1)
 
 
-def test_warmup_loads_the_plans_that_another_process_stored(answering):
-    started = answering()
-    (row,) = coldstart.warmup(4)
-    assert row.pop("a plan, ms") == pytest.approx(1.75)
-    assert row == {"warmup() of": "200 stored plans", "takes, s": 0.35, "takes, worst": 0.5, "processes": 4}
-    assert [name for name, _ in started.started] == ["record", *["warmup"] * 4]
-    (store,) = {store for _, store in started.started}
-    assert started.files == [[], *[["a.plan"]] * 4]
-    assert not Path(store).exists()
-
-
 def test_a_warmup_that_builds_is_not_reported(answering):
     answering(warmup={"seconds": 1.0, "loaded": 199, "built": 1, "held": 0})
     with pytest.raises(RuntimeError, match=r"not all of 200 stored plans were loaded: .*'built': 1"):
         coldstart.warmup(2)
-
-
-@pytest.mark.slow
-def test_imports_are_timed_in_separate_processes():
-    rows = coldstart.imports(1)
-    assert [row["import"] for row in rows] == ["torch", "cudnn_sdpa, after torch"]
-    for row in rows:
-        assert 1 < row["takes, ms"] == row["takes, worst"] < 100_000
-    assert rows[1]["takes, ms"] < rows[0]["takes, ms"]
 
 
 def test_a_process_gets_its_store_and_the_packages_of_the_clone(tmp_path, monkeypatch):
@@ -132,17 +109,6 @@ print(json.dumps([os.environ["CUDNN_SDPA_PLAN_DIR"], os.environ["PYTHONPATH"], s
     assert (store, search) == (str(tmp_path), f"{root}:/elsewhere")
     assert root in path
     assert os.environ["CUDNN_SDPA_PLAN_DIR"] == "off"
-
-
-@pytest.mark.slow
-def test_errors_of_failed_processes_are_shown():
-    failing = "import sys; print('out of luck', file=sys.stderr); sys.exit(3)"
-    with pytest.raises(RuntimeError, match=r"importing ended with exit code 3; standard error:\nout of luck"):
-        processes.run_code(failing, "importing", store="off")
-    with pytest.raises(RuntimeError, match=r"exit code 0; standard error:\n$"):
-        processes.run_code("", "nothing", store="off")
-    with pytest.raises(RuntimeError, match=r"(?s)first_call nothing ended with exit code 1; standard error:.*KeyError"):
-        coldstart._first_call("nothing", store="off")
 
 
 # Measurements of one process.
@@ -166,26 +132,3 @@ def test_wrong_results_are_not_timed(monkeypatch, error):
 
 
 # The command.
-
-
-def test_the_command_writes_its_parts(monkeypatch, tmp_path):
-    environment = {"date": "2026-01-01", "gpu": "a GPU"}
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(report, "environment", lambda: environment)
-    asked = []
-    for name in ("calls", "warmup", "imports"):
-        rows = [{name: "a row", "takes, ms": 1.5}]
-        monkeypatch.setattr(coldstart, name, lambda repeats, rows=rows: asked.append(repeats) or rows)
-    path = tmp_path / "coldstart.json"
-    assert CliRunner().invoke(app, ["coldstart", "--json", str(path), "--repeats", "3"]).exit_code == 0
-    assert asked == [3, 3, 3]
-    assert json.loads(path.read_text()) == {
-        "benchmark": "coldstart",
-        "environment": environment,
-        "calls": [{"calls": "a row", "takes, ms": 1.5}],
-        "warmup": [{"warmup": "a row", "takes, ms": 1.5}],
-        "imports": [{"imports": "a row", "takes, ms": 1.5}],
-    }
-    assert CliRunner().invoke(app, ["coldstart", "--part", "imports"]).exit_code == 0
-    assert asked == [3, 3, 3, 7]
-    assert CliRunner().invoke(app, ["coldstart", "--repeats", "0"]).exit_code == 2

@@ -5,26 +5,17 @@ from __future__ import annotations
 import json
 import math
 import time
-from unittest import mock
 
 import pytest
-import torch
-from torch.nn import functional
 from typer.testing import CliRunner
 
 from benchmarks import cli
 from benchmarks.distributed import attention, models, times
 from benchmarks.distributed.times import Candidate
-from benchmarks.programs import many_gpus
-from benchmarks.tools import processes, report
+from benchmarks.tools import report
 from benchmarks.tools.parts import DistributedPart
-from cudnn_sdpa.integrations.pytorch import register, unregister
 
 SMALL = attention.SMALL
-
-
-def measured(*parts):
-    return {part: many_gpus.measure(part, small=True) for part in parts}
 
 
 def check(rows, tokens):
@@ -66,66 +57,8 @@ def test_sequences_of_replicas_count(ranks):
         assert 1 < both["of linear scaling"] < 16
 
 
-def measured_beside_pytorch(takes_groups):
-    """With an attention for PyTorch's context that runs without a GPU: its cuDNN operator on this library."""
-    forward = torch.ops.aten._scaled_dot_product_cudnn_attention
-
-    def scaled_dot_product_attention(q, k, v, *, is_causal, enable_gqa):
-        if enable_gqa and not takes_groups:
-            raise NotImplementedError("no groups")
-        assert (q.shape[1] == k.shape[1]) is not enable_gqa
-        return forward(q, k, v, None, True, 0.0, is_causal)[0]
-
-    register(device="cpu")
-    try:
-        with mock.patch.object(functional, "scaled_dot_product_attention", scaled_dot_product_attention):
-            return many_gpus.measure(DistributedPart.STRONG, small=True)
-    finally:
-        unregister()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("takes_groups", "name"), [(True, "pytorch"), (False, "pytorch, repeated keys")])
-def test_pytorchs_context_has_a_row(ranks, takes_groups, name):
-    pytest.importorskip(
-        "torch.distributed.tensor.experimental._context_parallel",
-        reason="PyTorch 2.9's context parallelism adds a dimension to the cuDNN operator's log-sum-exp, which has it",
-    )
-    for rows in ranks(measured_beside_pytorch, takes_groups):
-        (row,) = [row for row in rows if "pytorch" in row["call"]]
-        assert row["call"] == f"causal, S={SMALL.tokens}: {name}"
-        assert row["ms"] > 0
-        check(rows, SMALL.tokens)
-
-
 def strict(constant):
     raise AssertionError(f"{constant} is no JSON")
-
-
-def test_rows_and_the_machine_are_written_without_a_gpu(monkeypatch, tmp_path):
-    """A number that was not measured is absent, and a candidate that did not run says why."""
-    ours = {"call": "causal: one GPU", "GPUs": 1, "ms": 1.5, "of linear scaling": 1.0}
-    theirs = {"call": "causal: pytorch", "GPUs": 2, "not run": "NotImplementedError: no rule"}
-    started = []
-
-    def run_ranks(_, count, *arguments):
-        started.append((count, arguments))
-        return {"weak": [ours, theirs], "tensor": [ours]}
-
-    monkeypatch.setattr(processes, "run_ranks", run_ranks)
-    path = tmp_path / "distributed.json"
-    arguments = ["distributed", "--small", "--ranks", "5", "--part", "weak", "--part", "tensor", "--json", str(path)]
-    done = CliRunner().invoke(cli.app, arguments)
-    assert done.exit_code == 0, done.output
-    assert started == [(count, (part, "small")) for part in ("weak", "tensor") for count in (2, 4)]
-    data = json.loads(path.read_text(), parse_constant=strict)
-    assert data["weak"] == [ours, theirs] * 2
-    assert data["tensor"] == [ours] * 2
-    assert data["environment"]["gpu"] == (torch.cuda.get_device_name() if torch.cuda.is_available() else "none")
-    (line, _) = (line for line in done.output.splitlines() if "causal: pytorch" in line)
-    cells = [cell.strip() for cell in line.split("│")[1:-1]]
-    assert cells[2:4] == ["–", "–"]
-    assert cells[4].startswith("NotImpl")
 
 
 @pytest.mark.slow

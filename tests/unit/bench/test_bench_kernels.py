@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import json
-
 import pytest
-import torch
-from typer.testing import CliRunner
 
-from benchmarks import cli, kernels
-from benchmarks.tools import report
+from benchmarks import kernels
 
 SMALL = kernels.Sizes(batch=1, heads=2, dim=8, lengths=(5, 16), exact_length=16, repeats=2)
 
@@ -51,26 +45,3 @@ def test_errors_of_a_backend_are_no_missing_kernels(monkeypatch):
     monkeypatch.setitem(kernels.IN_FLOAT32, "naive", fail)
     with pytest.raises(RuntimeError, match="illegal"):
         kernels.float32(SMALL)
-
-
-def test_the_command_writes_json_without_a_gpu_from_which_the_page_is_made(monkeypatch, tmp_path, repository):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(kernels, "SMALL", SMALL)
-    shown = []
-    monkeypatch.setattr(report, "show", lambda title, rows: shown.append((title, len(rows))))
-    path = tmp_path / "kernels.json"
-    done = CliRunner().invoke(cli.app, ["kernels", "--small", "--output", str(path)])
-    assert done.exit_code == 0, done.output
-    assert "memory is skipped" in done.output
-    written = json.loads(path.read_text())
-    assert written["environment"]["gpu"] == "none"
-    assert {"torch", "cudnn", "python", "date"} <= written["environment"].keys()
-    assert [len(written[name]) for name in ("float32", "half", "errors")] == [count for _, count in shown]
-    assert "memory" not in written
-    monkeypatch.syspath_prepend(repository / "scripts")
-    tables = importlib.import_module("bench_tables")
-    monkeypatch.setattr(tables, "measured", lambda file: written if file == "kernels" else {})
-    page = tables.render((repository / "docs" / "kernels.md").read_text())
-    for part in ("float32", "half", "errors"):
-        table = page.split(f"<!-- bench:kernels/{part} -->\n")[1].split("<!-- /bench -->")[0]
-        assert [line[0] for line in table.strip().splitlines()[:-2]] == ["|"] * (2 + len(written[part]))

@@ -11,16 +11,10 @@ from benchmarks import llama
 
 @pytest.fixture
 def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
-    def once(calls, _):
-        return times_by_place(calls)
-
     small = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
     monkeypatch.setattr(llama, "SHAPE", {**llama.SHAPE, **small, "num_attention_heads": 4, "num_key_value_heads": 2})
     monkeypatch.setattr(llama, "device_times", times_by_place)
-    monkeypatch.setattr(llama, "wall_times", once)
-    monkeypatch.setattr(llama, "compiled", lambda model: model)
     monkeypatch.setattr(llama, "PROMPTS", ((2, 9),))
-    monkeypatch.setattr(llama, "CACHES", ((3, 7),))
 
 
 def test_prompts_are_counted_in_tokens(on_cpu):  # noqa: ARG001
@@ -33,15 +27,6 @@ def test_prompts_are_counted_in_tokens(on_cpu):  # noqa: ARG001
         "pytorch cudnn tokens/s": pytest.approx(4.5e6),
         "× sdpa": 2.0,
     }
-
-
-def test_decode_steps_on_three_caches(on_cpu):  # noqa: ARG001
-    rows = llama.decode()
-    caches = ["growing", "static", "static, compiled"]
-    assert [row["B, tokens, cache"] for row in rows] == [f"3, 7, {cache}" for cache in caches]
-    assert rows[0]["pytorch flash tokens/s"] == pytest.approx(1e6)
-    assert [row["pytorch flash tokens/s"] for row in rows[1:]] == ["–", "–"]
-    assert all(list(row) == list(rows[0]) for row in rows)
 
 
 def test_wrong_logits_stop_the_benchmark(on_cpu, monkeypatch):  # noqa: ARG001

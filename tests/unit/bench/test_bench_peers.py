@@ -142,17 +142,6 @@ def test_the_overview_comes_from_one_run():
     assert copied["TB/s"] == pytest.approx(2 * 1000 / 5 / 1e6)
 
 
-def test_what_is_not_installed_is_said():
-    row, *_ = peers.forward()
-    assert row[f"{OURS} µs"] == 1
-    assert row[f"{V3} µs"] == row[f"{V3} / ours"] == "–"
-    assert f"{V3}: ModuleNotFoundError" in row["why not"]
-    assert f"{V4}: ModuleNotFoundError" in row["why not"]
-    forward = {row["candidate"]: row for row in peers.overview() if row["problem"] == "forward"}
-    assert "ModuleNotFoundError" in forward[V4]["why not"]
-    assert "µs" not in forward[V4]
-
-
 @pytest.mark.parametrize("measure", [peers.forward, peers.training])
 def test_wrong_results_are_not_timed(installed, measure):
     installed.flash_attn_func = lambda q, k, v, **options: attention(q, k, v * 1.05, **options)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from benchmarks import attention
+from benchmarks import attention, cli
 from benchmarks.cli import app
 from benchmarks.tools import cases, report
 from benchmarks.tools.parts import (
@@ -29,6 +29,7 @@ from benchmarks.tools.parts import (
     ShapesPart,
     SiluPart,
 )
+from cudnn_sdpa.plans import default_store
 
 ENVIRONMENT = {
     "date": "2026-01-01",
@@ -47,16 +48,6 @@ def tables(repository, monkeypatch):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.mark.parametrize(
-    "command", ["host", "attention", "decode", "coldstart", "shapes", "norm", "silu", "conv", "llama", "kernels"]
-)
-def test_benchmarks_say_that_they_need_a_gpu(command, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(app, [command])
-    assert result.exit_code == 2
-    assert "needs an NVIDIA GPU" in result.output
 
 
 @pytest.mark.parametrize("option", ["--json", "--output"])
@@ -78,6 +69,20 @@ def test_the_command_writes_what_it_measured_although_a_later_part_fails(option,
         "environment": ENVIRONMENT,
         "kernels": [{"shape": cases.QUICK.kernels[0].label, "µs": 1.5}],
     }
+
+
+def test_benchmarks_store_no_plans(monkeypatch, tmp_path):
+    stores = []
+
+    def kernels(_):
+        stores.append(default_store.active())
+        return []
+
+    monkeypatch.setattr(cli, "require_gpu", lambda: None)
+    monkeypatch.setattr(attention, "kernels", kernels)
+    with default_store.use_plan_store(tmp_path / "plans"):
+        assert CliRunner().invoke(app, ["attention", "--part", "kernels"]).exit_code == 0
+    assert stores == [None]
 
 
 def test_tables_are_rendered_from_the_file_that_is_there(tables, tmp_path, monkeypatch):

@@ -49,36 +49,6 @@ def test_a_mask_of_another_dtype_is_cast_even_if_nothing_else_is(dtype):
     torch.testing.assert_close(out, expected, rtol=3e-2, atol=3e-2)
 
 
-def test_gradients_have_the_dtypes_of_the_inputs():
-    tensors = [*qkv(), torch.randn(7, 7), torch.randn(4)]
-    leaves = [x.clone().requires_grad_() for x in tensors]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = sdpa(*leaves[:3], attn_mask=leaves[3], sinks=leaves[4])
-        assert out.dtype == torch.bfloat16
-    out.float().square().sum().backward()
-    exact = [x.clone().requires_grad_() for x in tensors]
-    sdpa(*exact[:3], attn_mask=exact[3], sinks=exact[4]).square().sum().backward()
-    for leaf, right in zip(leaves, exact, strict=True):
-        assert leaf.grad.dtype == torch.float32
-        torch.testing.assert_close(leaf.grad, right.grad, rtol=5e-2, atol=5e-2)
-
-
-def test_autocast_of_another_device_has_no_effect():
-    q, k, v = qkv()
-    with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
-        assert sdpa(q, k, v).dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sinks_and_lengths_are_not_cast(dtype):
-    q, k, v = qkv()
-    options = {"sinks": torch.randn(4), "seq_lens_kv": torch.tensor([3, 7], dtype=torch.int32)}
-    with torch.autocast("cpu", dtype=dtype):
-        out = sdpa(q, k, v, **options)
-    assert out.dtype == dtype
-    torch.testing.assert_close(out.float(), sdpa(q, k, v, **options), rtol=3e-2, atol=3e-2)
-
-
 def test_queries_are_cast_to_the_dtype_of_pages():
     q, (k, v) = torch.randn(1, 4, 1, 16), torch.randn(2, 3, 2, 8, 16).bfloat16()
     table, lengths = torch.tensor([[2, 0]], dtype=torch.int32), torch.tensor([11], dtype=torch.int32)

@@ -12,11 +12,7 @@ B, H, S, D = 2, 2, 8, 8
 ENDS = torch.tensor([0, S, 2 * S], dtype=torch.int32)
 
 
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def dense(x):

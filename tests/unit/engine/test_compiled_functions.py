@@ -8,12 +8,7 @@ import torch
 from cudnn_sdpa import conv2d, graph_op, sdpa, sdpa_varlen, silu_mul
 from tests.unit.pytorch_equivalents import EQUIVALENTS, compilations, trained
 
-
-@pytest.fixture(autouse=True)
-def fresh_compiler():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def compiled(function, **options):

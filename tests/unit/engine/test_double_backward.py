@@ -1,21 +1,34 @@
-"""Double backward on the CPU: right or refused, never dropped. `tests/contract` tests it on the fake GPU."""
+"""Double backward on the CPU: right or refused, never dropped. `tests/contract` does the same on the fake GPU."""
 
 from __future__ import annotations
 
-import double_backward
 import pytest
 import torch
+from contract import test_hazards
+from contract.operations import OPERATIONS
+from custom_backward import squares
 
-from cudnn_sdpa import UnsupportedError, rms_norm
+from cudnn_sdpa import UnsupportedError, cpu_checks, fallback, rms_norm, sdpa
+
+DIFFERENTIABLE = [name for name, call in OPERATIONS.items() if call.differentiable and not call.is_random]
 
 
-@pytest.mark.parametrize("name", [*double_backward.CALLS, *double_backward.ATTENTION])
-def test_double_backward_is_right_or_refused(name):
-    double_backward.check(name, times=2)
+@pytest.mark.parametrize("name", DIFFERENTIABLE)
+def test_second_gradients_are_right_or_refused(name):
+    with cpu_checks(None):
+        for _ in range(2):
+            test_hazards.test_second_gradients_are_right_or_refused(OPERATIONS[name])
 
 
-def test_fp8_attention_has_no_double_backward():
-    double_backward.check_fp8()
+def test_fallbacks_and_backward_functions_without_gradients_have_none():
+    q, x = torch.randn(1, 2, 5, 12, requires_grad=True), torch.randn(1, 4, 128, requires_grad=True)
+    with fallback("torch"):  # no kernel has this head dim
+        out = sdpa(q, q, q, softcap=3.0)
+    (found,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    with pytest.raises(UnsupportedError, match="gradient"):
+        found.sum().backward()
+    with pytest.raises(UnsupportedError, match="gradient"):
+        torch.autograd.grad(squares(x).sum(), x, create_graph=True)
 
 
 def test_gradients_that_depend_on_grad_out_alone_are_refused():
@@ -39,12 +52,13 @@ def graph_of_gradient(function, given):
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "silu_mul", "silu_mul of both", "conv2d"])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "silu_mul", "conv2d"])
 def test_compiled_functions_refuse_double_backward_like_pytorch(name):
     """Before pytorch#181606, PyTorch drops the graph of a gradient for inputs that were not saved unchanged."""
-    function, _, make = double_backward.CALLS[name]
-    by_pytorch = graph_of_gradient(lambda x: x.exp().sin(), double_backward.leaves((4, 128)))
-    assert graph_of_gradient(function, make()) >= by_pytorch
+    call, tensors = OPERATIONS[name], OPERATIONS[name].tensors(grad=True)
+    by_pytorch = graph_of_gradient(lambda x: x.exp().sin(), [torch.randn(4, 128, requires_grad=True)])
+    ours = graph_of_gradient(lambda *x: call(dict(zip(tensors, x, strict=True))), list(tensors.values()))
+    assert ours >= by_pytorch
 
 
 def test_create_graph_is_allowed_for_undifferentiated_gradients():

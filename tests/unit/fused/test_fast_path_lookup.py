@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from custom_graphs import scaled
 from fake_gpu import FakePlan, gpu_on_the_cpu
+from torch.autograd.graph import saved_tensors_hooks
 
-from cudnn_sdpa import OptionError, plan_cache
+from cudnn_sdpa import OptionError, conv2d, graph_op, plan_cache
+from cudnn_sdpa.fused.conv_graphs import channels_last
 
 
 def tensors():
@@ -99,3 +103,65 @@ def test_one_tensor_as_two_operands_is_another_call():
     for _ in range(3):
         torch.testing.assert_close(scaled(x, x, 2.0), 3 * x)
         torch.testing.assert_close(scaled(x, other, 2.0), 2 * x + other)
+
+
+def affine_backward(grads, given, results):  # noqa: ARG001
+    return grads[0] * given[1], None, None
+
+
+@graph_op(reference=lambda x, a, b: x * a + b, backward=affine_backward)
+def affine(g, x, a, b):
+    return g.add(a=g.mul(a=x, b=a), b=b)
+
+
+def double(g, x):
+    return g.add(a=x, b=x)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_numbers_may_be_given_by_name():
+    x = torch.ones(1, 2, 8)
+    for _ in range(3):
+        for given, named in (((2.0, 3.0), {}), ((2.0,), {"b": 3.0}), ((), {"a": 2.0, "b": 3.0}), ((2, 3), {})):
+            assert (affine(x, *given, **named) == 5).all()
+            leaf = x.clone().requires_grad_()
+            (found,) = torch.autograd.grad(affine(leaf, *given, **named).sum(), leaf)
+            assert (found == 2).all()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_functions_of_one_builder_are_not_mixed_up():
+    half, full = (graph_op(reference=lambda x, d=d: (x * 2).to(d))(double) for d in (torch.float16, torch.float32))
+    x = torch.ones(1, 2, 8)
+    for _ in range(2):
+        assert half(x).dtype is torch.float16
+        assert full(x).dtype is torch.float32
+
+
+@pytest.mark.usefixtures("gpu")
+def test_gradients_of_functions_that_are_gone():
+    def make(factor):
+        def backward(grads, given, results):  # noqa: ARG001
+            return (grads[0] * factor,)
+
+        return graph_op(reference=lambda x: x * factor, backward=backward)(double)
+
+    x = torch.ones(1, 2, 8, requires_grad=True)
+    outs = []
+    for factor in (2.0, 3.0, 5.0):
+        outs.append((factor, make(factor)(x)))
+        gc.collect()
+    for factor, out in outs:
+        assert (torch.autograd.grad(out.sum(), x)[0] == factor).all()
+
+
+@pytest.mark.usefixtures("gpu")
+def test_convolutions_save_what_their_gradients_need():
+    x, weight = channels_last(torch.randn(2, 6, 9, 8)), channels_last(torch.randn(4, 6, 3, 3))
+    for wanted, kept in (((1, 0), [weight.shape]), ((0, 1), [x.shape]), ((1, 1), [x.shape, weight.shape])):
+        for _ in range(2):
+            given = [part.detach().requires_grad_(bool(wants)) for part, wants in zip((x, weight), wanted, strict=True)]
+            seen = []
+            with saved_tensors_hooks(lambda part: seen.append(part.shape) or part, lambda part: part):  # noqa: B023
+                conv2d(*given, padding=1)
+            assert seen == kept, seen

@@ -262,7 +262,7 @@ def test_the_digest_of_a_graph_function_of_the_package_changes_with_the_gradient
     before = definition.function_digest(function)
     lines = linecache.getlines(conv_graphs.__file__)
     edited = [line.replace("g.conv_wgrad(image=x", "g.conv_wgrad(image=-x") for line in lines]
-    monkeypatch.setattr(linecache, "getlines", lambda *_: edited)
+    monkeypatch.setattr(linecache, "getlines", lambda *_, **__: edited)
     definition._file.cache_clear()
     after = definition.function_digest(function)
     definition._file.cache_clear()

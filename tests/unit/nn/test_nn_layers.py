@@ -1,10 +1,10 @@
-"""Norms, feed-forward modules, patches, layers and the vision encoder: values, gradients, conversions."""
+"""Norms, feed-forward modules, patches, layers and the vision encoder: conversions. `generators` has values."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from module_values import assert_right, randomize
+from module_values import randomize
 from torch import nn
 
 from cudnn_sdpa import OptionError, ShapeError, UnsupportedError
@@ -20,8 +20,6 @@ from cudnn_sdpa.nn import (
     VisionEncoder,
 )
 
-TOLERANCE = 2e-5
-
 
 def with_random_parameters(module):
     """A PyTorch module whose biases and norms do not have their initial values."""
@@ -34,17 +32,11 @@ def assert_equal_results(module, theirs, *tensors):
     torch.testing.assert_close(module(*tensors), theirs(*tensors), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("options", [{}, {"eps": 0.3}, {"zero_centered": True}, {"elementwise_affine": False}], ids=str)
-def test_rms_norm(options):
-    assert_right(randomize(RMSNorm(48, **options)), torch.randn(2, 7, 48), tolerance=TOLERANCE)
-    fresh = RMSNorm(48, zero_centered=options.get("zero_centered", False))
+@pytest.mark.parametrize("zero_centered", [False, True])
+def test_a_new_norm_has_unit_factors(zero_centered):
     x = torch.randn(3, 48)
-    torch.testing.assert_close(fresh(x), nn.functional.rms_norm(x, (48,), eps=1e-6), atol=1e-6, rtol=1e-5)
-
-
-@pytest.mark.parametrize("options", [{}, {"eps": 0.3}, {"bias": False}, {"elementwise_affine": False}], ids=str)
-def test_layer_norm(options):
-    assert_right(randomize(LayerNorm(48, **options)), torch.randn(2, 7, 48), tolerance=TOLERANCE)
+    expected = nn.functional.rms_norm(x, (48,), eps=1e-6)
+    torch.testing.assert_close(RMSNorm(48, zero_centered=zero_centered)(x), expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("eps", [None, 1e-3])
@@ -71,14 +63,6 @@ def test_norms_over_several_dimensions_are_not_converted():
             ours.from_torch(nn.BatchNorm1d(8))
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_feed_forward_parts(bias):
-    x = torch.randn(2, 7, 32)
-    assert_right(randomize(SwiGLU(32, 56, bias=bias)), x, tolerance=TOLERANCE)
-    for activation in ("gelu", "gelu_tanh", "relu", "silu"):
-        assert_right(randomize(FeedForward(32, 56, activation=activation, bias=bias)), x, tolerance=TOLERANCE)
-
-
 def test_inner_dropout_is_applied_in_training_only():
     module, x = FeedForward(32, 56, dropout=0.5), torch.randn(2, 7, 32)
     assert not torch.equal(module(x), module(x))
@@ -90,7 +74,6 @@ def test_inner_dropout_is_applied_in_training_only():
 @pytest.mark.parametrize("size", [4, (4, 8)])
 def test_patches(bias, size):
     module = randomize(PatchEmbed(size, 24, bias=bias))
-    assert_right(module, torch.randn(2, 3, 16, 24), tolerance=TOLERANCE)
     theirs = with_random_parameters(nn.Conv2d(3, 24, size, size, bias=bias))
     images = torch.randn(2, 3, 16, 24)
     expected = theirs(images).flatten(2).transpose(1, 2)
@@ -111,23 +94,6 @@ def test_unconvertible_convolutions_say_why():
         module(None)
     with pytest.raises(OptionError, match="patch_size"):
         PatchEmbed((4, 4, 4), 8)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"norm": "layer_norm", "activation": "gelu", "bias": True},
-        {"norm": "layer_norm", "activation": "relu", "norm_first": False},
-        {"norm_eps": 0.1, "num_kv_heads": 2, "is_causal": True, "rope": RotaryEmbedding(8), "sinks": True},
-        {"qkv_bias": True, "window_size": (3, 3), "softcap": 3.0, "head_dim": 16},
-    ],
-    ids=lambda options: "+".join(options) or "plain",
-)
-def test_layers(options):
-    module = randomize(TransformerLayer(32, 4, 56, **options))
-    assert_right(module, torch.randn(2, 7, 32), tolerance=3e-5)
-    assert_right(module, torch.randn(2, 7, 32), tolerance=3e-5, seq_lens=torch.tensor([7, 3], dtype=torch.int32))
 
 
 ACTIVATIONS = ["relu", "gelu", nn.GELU("tanh"), nn.functional.silu, torch.relu, nn.ReLU()]
@@ -201,13 +167,8 @@ def test_layers_of_hugging_face_are_loaded(bias):
     torch.testing.assert_close(module(x), expected, atol=3e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"class_token": False, "norm": "rms_norm", "activation": "swiglu", "bias": False, "num_kv_heads": 1}],
-)
-def test_vision_encoder(options):
-    module = VisionEncoder((16, 24), 8, embed_dim=32, num_layers=2, num_heads=4, ffn_dim=48, **options)
-    assert_right(randomize(module), torch.randn(2, 3, 16, 24), tolerance=5e-5)
+def test_images_of_another_size_are_refused():
+    module = VisionEncoder((16, 24), 8, embed_dim=32, num_layers=2, num_heads=4)
     with pytest.raises(ShapeError, match="image_size"):
         module(torch.randn(2, 3, 24, 24))
 

@@ -333,23 +333,6 @@ def test_sequence_parallel_modules_compute_the_same(ranks, name):
         assert "DTensor" in kinds
 
 
-def check_norms():
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    x = torch.randn(2, 8, E)
-    placements = []
-    for norm in (drawn(nn.RMSNorm(E)), drawn(nn.LayerNorm(E))):
-        wanted = norm(x)
-        parallel = parallelize_module(copy.deepcopy(norm), mesh, SequenceParallel())
-        out = parallel(distribute_tensor(x, mesh, [Shard(1)]))
-        placements += out.placements
-        assert_close(out.full_tensor().detach(), wanted.detach(), type(norm).__name__)
-    return placements
-
-
-def test_norms_under_sequence_parallelism(ranks):
-    assert ranks(check_norms) == [[Shard(1), Shard(1)]] * 2
-
-
 def check_rotations():
     """Of heads that are DTensors: each rank rotates its own; the angles of sharded tokens are sharded, too."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))

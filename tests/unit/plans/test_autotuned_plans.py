@@ -64,29 +64,6 @@ def test_a_capture_after_tuning_uses_the_winner(machine, captured):
     assert [each.built for each in captured] == [winner]
 
 
-def test_concurrent_launches_tune_once(machine):
-    machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
-    barrier, right = threading.Barrier(8), [False] * 8
-    with autotune() as report:
-        made = build_plan(halve, key())
-
-        def work(index):
-            handles.thread.slots = machine.slots
-            x, out = operands()
-            barrier.wait()
-            launch(made, x, out)
-            right[index] = torch.equal(out, x * 0.5)
-
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert right == [True] * 8
-    assert len(report.entries) == len(machine.timed) == 1
-    assert made.fastest.engine == "eng2"
-
-
 @pytest.fixture
 def cache():
     """The process's cache, empty before and afterwards."""

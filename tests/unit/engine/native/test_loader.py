@@ -287,29 +287,6 @@ print(loader.module().answer)
 
 
 @pytest.mark.slow
-def test_a_child_forked_while_a_thread_loads_can_load(run, recipe):
-    program = """
-held, go = threading.Event(), threading.Event()
-def hold():
-    with loader._lock:
-        held.set()
-        go.wait()
-thread = threading.Thread(target=hold)
-thread.start(); held.wait()
-child = os.fork()
-if child == 0:
-    loader.when_loaded(lambda module: print(module.answer, flush=True))
-    loader.start()
-    loader.wait()
-    sys.exit(0)
-_, status = os.waitpid(child, 0)
-go.set(); thread.join()
-assert status == 0
-"""
-    assert run(program, recipe())[-1] == "42"
-
-
-@pytest.mark.slow
 def test_nothing_stays_open(run, recipe):
     program = """
 before = set(os.listdir("/proc/self/fd"))

@@ -13,14 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 from contract.operations import OPERATIONS
-from fake_gpu import FakePlan, gpu_on_the_cpu
-from float64_reference import attend
+from fake_gpu import gpu_on_the_cpu
 from native_way import native_way
 from torch._dynamo import compiled_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cudnn_sdpa import LayoutError, conv2d, graph_op, layer_norm, plan_cache, rms_norm, sdpa, silu_mul
+from cudnn_sdpa import conv2d, graph_op, layer_norm, plan_cache, rms_norm, silu_mul
 from cudnn_sdpa.engine.native import calls
 from cudnn_sdpa.fused import graph_op as graph_functions
 
@@ -151,32 +149,6 @@ def test_the_memory_of_a_call_without_backward_pass_is_freed(name, launches_in_p
         assert not launches_in_python
         del out, tensors
         assert all(each.expired() for each in memory)
-
-
-def moved(x, by):
-    """The tensor in other memory, that many bytes past an aligned address."""
-    whole = torch.empty(by + x.untyped_storage().nbytes(), dtype=torch.uint8)
-    return whole[by:].view(x.dtype).as_strided(x.shape, x.stride()).copy_(x)
-
-
-@pytest.mark.parametrize("by", [2, 4, 8])
-@pytest.mark.parametrize("name", TRAINING)
-class TestKnownCallsAtAddressesThatKernelsCannotRead:
-    def test_inputs_are_refused(self, name, by):
-        call = OPERATIONS[name]
-        with gpu_on_the_cpu(call.compute):
-            call.warm_up()
-            tensors = call.tensors()
-            with pytest.raises(LayoutError, match=f"^{call.first}: got an address .*{by} bytes past"):
-                call({**tensors, call.first: moved(tensors[call.first], by)})
-
-    def test_gradients_are_copied(self, name, by):
-        call = OPERATIONS[name]
-        with gpu_on_the_cpu(call.compute):
-            call.warm_up()
-            tensors = call.tensors(grad=True)
-            grad_out = moved(torch.randn_like(call(tensors)), by)
-            call.assert_gradients(call.gradients(tensors, grad_out), tensors, grad_out)
 
 
 def test_two_numbers_in_turn(launches_in_python):
@@ -470,58 +442,3 @@ def triple(address, count):
     numbers = (ctypes.c_float * count).from_address(address)
     for place in range(count):
         numbers[place] *= 3
-
-
-class Seen(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count += function.namespace == "cudnn_sdpa"
-        return function(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("name", ["sdpa, causal, scale", "sdpa_varlen", "rms_norm", "conv2d"])
-def test_dispatch_modes_see_each_backward_pass(name):
-    """Also of a kind of backward calls whose plan is known."""
-    call = OPERATIONS[name]
-    with gpu_on_the_cpu(call.compute):
-        call.warm_up()
-        call.gradients(call.tensors(grad=True))
-        for _ in range(4):
-            out = call(call.tensors(grad=True))
-            with Seen() as mode:
-                out.backward(torch.ones_like(out))
-            assert mode.count
-
-
-@pytest.mark.parametrize("name", ["sdpa, causal, scale", "sdpa_varlen", "rms_norm"])
-def test_deterministic_algorithms_are_noticed(name, deterministic_algorithms, launches_in_python):
-    """Also by calls that are known, forward and backward."""
-    call = OPERATIONS[name]
-
-    def run():
-        tensors = call.tensors(grad=True)
-        call.assert_gradients(call.gradients(tensors), tensors)
-        key = FakePlan.launched[-1]
-        return key.deterministic or key.option_values.get("deterministic", False)
-
-    with gpu_on_the_cpu():
-        for _ in range(5):
-            assert run() is False
-        launches_in_python.clear()
-        assert run() is False
-        assert not launches_in_python
-        with deterministic_algorithms():
-            assert run() is True
-        assert run() is False
-
-
-def test_which_tensors_are_one_is_described():
-    """Keys and values in the memory order of the queries, or each in its own."""
-    q = torch.randn(2, 3, 5, 16).half()
-    k = torch.randn(2, 5, 3, 16).half().transpose(1, 2)
-    with gpu_on_the_cpu(), torch.no_grad():
-        for _ in range(4):
-            for tensors in ((q, k, q), (q, k, k), (q, q, k), (k, q, q)):
-                expected, _ = attend(*(x.double() for x in tensors))
-                torch.testing.assert_close(sdpa(*tensors).double(), expected, rtol=4e-3, atol=4e-3)
