@@ -36,7 +36,13 @@ class SdpaGradients(NamedTuple):
 
 
 def backward_call_of(
-    operation: Operation[CallT], call: CallT, grad_out: Tensor, out: Tensor, lse: Tensor, wanted: Sequence[str] | None
+    operation: Operation[CallT],
+    call: CallT,
+    *,
+    grad_out: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    wanted: Sequence[str] | None,
 ) -> Any:
     """The backward call of an operation that arguments of its public function make; they have not been checked."""
     assert operation.backward is not None

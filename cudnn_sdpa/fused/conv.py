@@ -160,7 +160,9 @@ def _convolve(
     if is_float32 and not _may_be_tf32() and not could_cast((x,)):
         reasons = ["cuDNN multiplies float32 in TF32 here, and torch.backends.cudnn.allow_tf32 is False"]
         raise UnsupportedError("a convolution of float32", reasons, "bfloat16 or float16, or PyTorch's own functions")
-    is_separate = activation is not None and has_separate_activation(x, weight, bias, groups, activation)
+    is_separate = activation is not None and has_separate_activation(
+        x, weight, bias, groups=groups, activation=activation
+    )
     fused = None if is_separate else activation
     options: Options = {**sizes, "groups": groups, "activation": fused}
     tensors = (x, weight) if bias is None else (x, weight, bias)
@@ -175,12 +177,12 @@ def _convolve(
 
 
 def has_separate_activation(
-    x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, activation: str | None
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, groups: int, activation: str | None
 ) -> bool:
     """Whether the activation is a separate kernel; False for wrong arguments, which the checks name."""
     check_activation(activation, ACTIVATIONS)
     try:
-        return needs_gradient(x, weight, bias) or not _can_fuse(x, weight, bias, groups, activation)
+        return needs_gradient(x, weight, bias) or not _can_fuse(x, weight, bias, groups=groups, activation=activation)
     except (AttributeError, IndexError, RuntimeError, TypeError):
         return False
 
@@ -196,7 +198,7 @@ def _may_be_tf32() -> bool:
         return str(torch.backends.cudnn.conv.fp32_precision) != "ieee"  # type: ignore[attr-defined]
 
 
-def _can_fuse(x: Tensor, weight: Tensor, bias: Tensor | None, groups: int, activation: str | None) -> bool:
+def _can_fuse(x: Tensor, weight: Tensor, bias: Tensor | None, *, groups: int, activation: str | None) -> bool:
     """Whether cuDNN has a kernel that fuses the activation, by plans for five generations of GPUs.
 
     cuDNN 9.19 has none on an H200 for groups of channels that do not fill one 16-byte load.

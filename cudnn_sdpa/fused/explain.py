@@ -99,7 +99,7 @@ def _convolution(
     if rank == 2 and groups == 1 and conv.is_patch_embedding(x, weight, **sizes):
         reasons = ["the stride equals the filter size: the patches are gathered, and PyTorch multiplies them"]
         raise UnsupportedError("a cuDNN plan for this conv2d", reasons, "calling it")
-    is_separate = conv.has_separate_activation(x, weight, bias, groups, activation)
+    is_separate = conv.has_separate_activation(x, weight, bias, groups=groups, activation=activation)
     fused = None if is_separate else activation
     forward = convolution.describe(x, weight, bias, **sizes, groups=groups, activation=fused)
     copied = [name for name, part in (("x", x), ("weight", weight)) if channels_last(part) is not part]

@@ -274,7 +274,7 @@ def test_calls_of_more_than_four_values_name_them():
                 exceptions.add((name, function))
             elif count > 4:
                 found.append(f"{name}:{call.lineno}: {function} with {count} values by position")
-    assert not found
+    assert not found, "\n".join(found)
     assert exceptions == CALLS_BY_POSITION.keys(), "no longer needed"
 
 

@@ -75,7 +75,7 @@ def scaled_dot_product_attention(
             call = SdpaCall(query, key, value, softmax=softmax)
             return SDPA(call, NativeKey(_calls, given))  # type: ignore[no-any-return]
         query, key, value = lifted(query, key, value, attn_mask)
-        q, k, v, mask = drop_in_tensors(query, key, value, attn_mask, is_causal, enable_gqa)
+        q, k, v, mask = drop_in_tensors(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
         out: Tensor = sdpa(q, k, v, is_causal=is_causal, scale=scale, attn_mask=mask, dropout_p=dropout_p)
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed({"q": "query", "k": "key", "v": "value"}) from None
@@ -123,11 +123,11 @@ def _is_plain_call(query: object, key: object, value: object, enable_gqa: object
 
 
 def drop_in_tensors(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: object, enable_gqa: object
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, is_causal: object, enable_gqa: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Queries, keys, values and mask of the equivalent `sdpa` call."""
     try:
-        return _reshaped(query, key, value, attn_mask, is_causal, enable_gqa)
+        return _reshaped(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa)
     except RuntimeError:  # there are no views of freed storage
         for name, tensor in (("query", query), ("key", key), ("value", value), ("attn_mask", attn_mask)):
             if isinstance(tensor, Tensor):
@@ -136,7 +136,7 @@ def drop_in_tensors(
 
 
 def _reshaped(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, is_causal: object, enable_gqa: object
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, *, is_causal: object, enable_gqa: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     named = {"query": query, "key": key, "value": value}
     for name, tensor in named.items():

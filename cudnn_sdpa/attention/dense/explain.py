@@ -165,7 +165,7 @@ def describe_drop_in(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool, **options: Any
 ) -> Description:
     query, key, value = lifted(query, key, value, attn_mask)
-    q, k, v, mask = drop_in_tensors(query, key, value, attn_mask, options["is_causal"], enable_gqa)
+    q, k, v, mask = drop_in_tensors(query, key, value, attn_mask, is_causal=options["is_causal"], enable_gqa=enable_gqa)
     try:
         return describe_sdpa(q, k, v, attn_mask=mask, **options)
     except ArgumentError as error:

@@ -329,5 +329,5 @@ def sdpa_backward(
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
     )
-    of = backward_call_of(SDPA, call, grad_out, out, lse, wanted)
+    of = backward_call_of(SDPA, call, grad_out=grad_out, out=out, lse=lse, wanted=wanted)
     return gradients_of(SDPA.run_backward(of), SDPA.differentiable, of.needs, sinks)

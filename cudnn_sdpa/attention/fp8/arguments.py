@@ -214,7 +214,13 @@ def scale_names(call: Fp8Arguments | Fp8BackwardArguments) -> tuple[str, ...]:
 
 def as_dense(call: Fp8Arguments | Fp8BackwardArguments) -> ForwardArguments:
     """The tensors and options that calls in other dtypes have, too; with pages, k and v are pages."""
-    softmax = Softmax(call.is_causal, call.causal_alignment, call.window_left, call.window_right, call.scale)
+    softmax = Softmax(
+        is_causal=call.is_causal,
+        causal_alignment=call.causal_alignment,
+        window_left=call.window_left,
+        window_right=call.window_right,
+        scale=call.scale,
+    )
     with_lse = isinstance(call, Fp8BackwardArguments) or call.with_lse
     if isinstance(call, Fp8BackwardArguments):
         softmax = softmax._replace(deterministic=call.deterministic)

@@ -121,7 +121,7 @@ def sdpa_fp8(
         k,
         v,
         scales,
-        softmax_of(is_causal, causal_alignment, window_size, scale),
+        softmax=softmax_of(is_causal, causal_alignment, window_size, scale),
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
         page_table=page_table,
@@ -220,7 +220,16 @@ def sdpa_fp8_backward(
             return Fp8Gradients._make(known)
     softmax = softmax_of(is_causal, causal_alignment, window_size, scale, deterministic=deterministic)
     call = backward_call_of(
-        grad_out, q, k, v, out, lse, scales, softmax, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv
+        grad_out=grad_out,
+        q=q,
+        k=k,
+        v=v,
+        out=out,
+        lse=lse,
+        scales=scales,
+        softmax=softmax,
+        seq_lens_q=seq_lens_q,
+        seq_lens_kv=seq_lens_kv,
     )
     return Fp8Gradients._make(FP8_BACKWARD(call, NativeKey(_calls_of_backward, given)))
 

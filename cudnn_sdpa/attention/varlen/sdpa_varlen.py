@@ -318,5 +318,5 @@ def sdpa_varlen_backward(
         ),
         sinks=sinks,
     )
-    of = backward_call_of(VARLEN, call, grad_out, out, lse, wanted)
+    of = backward_call_of(VARLEN, call, grad_out=grad_out, out=out, lse=lse, wanted=wanted)
     return gradients_of(VARLEN.run_backward(of), VARLEN.differentiable, of.needs, sinks)

@@ -113,7 +113,7 @@ def test_packed_plans_avoid_known_bugs():
     spec, layout = spec_of(of), output_layout(of)
     for key in (
         spec.forward_key(layout, True, target(), None),
-        spec.backward_key(layout, layout, False, target(), None),
+        spec.backward_key(layout, layout, target(), None),
     ):
         assert any("overflow 32 bits" in fault for fault in faults(key))
         known_issues.check(key)
