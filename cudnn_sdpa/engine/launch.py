@@ -353,9 +353,8 @@ class BoundPlan:
             if slot in aligned and tensor.data_ptr() & MISALIGNED:
                 if name not in self._copied:
                     check_address(argument, tensor)
-                made: Tensor = allocate(
-                    tuple(tensor.shape), tensor.stride(), tensor.dtype
-                )  # the plan's, perhaps with gaps
+                # With the plan's strides, perhaps with gaps, which a clone would close.
+                made: Tensor = allocate(tuple(tensor.shape), tensor.stride(), tensor.dtype)
                 tensor = made.copy_(tensor)  # noqa: PLW2901 - where kernels can read it
             found.append(tensor)
         for name, (_, slot, offset) in zip(self._aligned_names, self.aligned, strict=True):
