@@ -150,7 +150,7 @@ class UnsupportedError(CudnnSdpaError, NotImplementedError):
         return type(self), (self.what, self.reasons, self.suggestion)
 
 
-def refuse(what: str, reasons: Mapping[str, bool], suggestion: str = "") -> None:
+def raise_if_unsupported(what: str, reasons: Mapping[str, bool], suggestion: str = "") -> None:
     """Raises `UnsupportedError` with all reasons whose value is true, if there are any."""
     true_reasons = [reason for reason, is_true in reasons.items() if is_true]
     if true_reasons:

@@ -248,7 +248,7 @@ class GradientCall(NamedTuple):
 
 
 def outputs_without_data(layout: TensorLayout) -> dict[str, Tensor]:
-    """The tensors that a backward call has besides its forward call, given the layout of the output."""
+    """The output, its gradient and its LSE as meta tensors, for a backward call that is only described."""
     out = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
     return {"grad_out": out, "out": out, "lse": torch.empty(out.shape[:-1], dtype=torch.float32, device="meta")}
 

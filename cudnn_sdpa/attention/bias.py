@@ -11,11 +11,11 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardT
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
-from cudnn_sdpa.engine.launch import Address, LaunchExtras, OwnKernel, Struct
+from cudnn_sdpa.engine.launch import Address, LaunchExtras, OwnKernel
 from cudnn_sdpa.engine.tensor_checks import is_causal_bias, like_in_memory
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
-from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias

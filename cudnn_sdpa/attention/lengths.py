@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from cudnn_sdpa.attention.mask import Band
-from cudnn_sdpa.engine.launch import Address, LaunchExtras, OwnKernel, Struct
+from cudnn_sdpa.engine.launch import Address, LaunchExtras, OwnKernel
 from cudnn_sdpa.graph.layouts import ALIGNMENT
-from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 
 _SOURCE = Path(__file__).with_name("lengths.cu")
 correct_kernel = Kernel(_SOURCE, "correct_lengths")

@@ -29,7 +29,7 @@ _ONE_KEY_HEAD = "query heads share keys, and their groups would be others among 
 
 
 def dense(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
-    """The ways of `sdpa` and of the forward pass in FP8."""
+    """The strategies of `sdpa` and of the forward pass in FP8."""
     alibi = _ALIBI if arguments.get("alibi") else ""
     return [
         ShardingStrategy("the batch", {**_BATCH, "attn_mask": -4}, (0, 0)),
@@ -43,7 +43,7 @@ def dense(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
 
 
 def kernels(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
-    """The ways of `kernels.attention`."""
+    """The strategies of `kernels.attention`."""
     return [
         ShardingStrategy("the batch", {"q": 0, "k": 0, "v": 0, "mask": -4}, (0, 0)),
         *_of_heads(arguments, {"q": 1, "mask": -3}),
@@ -54,7 +54,7 @@ def kernels(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
 
 
 def varlen(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
-    """The ways of `sdpa_varlen`."""
+    """The strategies of `sdpa_varlen`."""
     tokens = {"q": 0, "k": 0, "v": 0}
     return [
         *_of_heads(arguments, {"q": 1, "sinks": 0}),
@@ -63,14 +63,14 @@ def varlen(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
 
 
 def paged(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
-    """The ways of `sdpa_paged`: each rank has all pages, or its heads of all pages."""
+    """The strategies of `sdpa_paged`: each rank has all pages, or its heads of all pages."""
     dim = 1 if arguments.get("page_layout") == "HND" else 2
     heads = _of_heads(arguments, {"q": 1, "sinks": 0}, kv={"k_pages": dim, "v_pages": dim})
     return [ShardingStrategy("the batch", _PAGED_BATCH, (0, 0)), *heads]
 
 
 def fp8(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
-    """The ways of `sdpa_fp8`, whose amax values are the largest of all ranks'; with pages, those of `sdpa_paged`."""
+    """The strategies of `sdpa_fp8`, whose amax is the largest of all ranks'; with pages, those of `sdpa_paged`."""
     ways = dense(arguments)
     if arguments.get("page_table") is not None:
         ways = [way._replace(inputs=_PAGED_BATCH) if way.name == "the batch" else way for way in ways]
@@ -79,7 +79,7 @@ def fp8(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
 
 
 def fp8_backward(_: Mapping[str, object]) -> list[ShardingStrategy]:
-    """The ways of `sdpa_fp8_backward`: gradients in FP8 cannot be summed, so all of them are divided."""
+    """The strategies of `sdpa_fp8_backward`: gradients in FP8 cannot be summed, so all of them are divided."""
     batch = {**_BATCH, "grad_out": 0, "out": 0, "lse": 0}
     heads = {"grad_out": 1, "q": 1, "k": 1, "v": 1, "out": 1, "lse": 1}
     return [
@@ -89,14 +89,14 @@ def fp8_backward(_: Mapping[str, object]) -> list[ShardingStrategy]:
 
 
 def fp8_attention(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
-    """The ways of `fp8_attention`: each rank has the scales of its own part."""
+    """The strategies of `fp8_attention`: each rank has the scales of its own part."""
     return [way for way in dense(arguments) if way.name in ("the batch", "heads", "keys")]
 
 
 def _of_heads(
     arguments: Mapping[str, object], of_q: dict[str, int], *, kv: dict[str, int] = _KV_HEADS, refused: str = ""
 ) -> list[ShardingStrategy]:
-    """The ways along heads: of queries and keys, or of the queries alone where they have one key head."""
+    """The strategies along heads: of queries and keys, or of the queries alone where they have one key head."""
     (name, dim), *_ = kv.items()
     k = arguments.get(name)
     has_one = isinstance(k, Tensor) and k.dim() > dim and k.shape[dim] == 1

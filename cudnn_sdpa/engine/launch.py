@@ -5,14 +5,11 @@ A `SingleLaunch` is a call of one launch and nothing else; a `CallTable` finds b
 
 from __future__ import annotations
 
-import functools
-import re
 from array import array
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,7 +21,7 @@ from cudnn_sdpa.errors import DeviceError
 from cudnn_sdpa.graph.handles import FILLED_BYTES
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.plans.cache import next_use, plan_cache
-from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 from cudnn_sdpa.plans.plan import Plan, allocate, current_device, current_raw_stream
 
 #: Shape, stride and dtype of a new tensor.
@@ -59,62 +56,6 @@ class Address(NamedTuple):
     offset: int = 0
 
 
-class Struct:
-    """The argument of a kernel, a struct of 64-bit values, with the fields that its source declares.
-
-    Fields within an array or another struct are named by their path, such as "of.1.table".
-    """
-
-    def __init__(self, path: Path, name: str) -> None:
-        self._path, self._name = path, name
-
-    @functools.cached_property
-    def _owners(self) -> dict[str, str | None]:
-        """The fields in their order, and the struct that each number is in, as a path; None for pointers."""
-        return dict(_fields(self._path.read_text(), self._name))
-
-    def places(self, *names: str) -> list[int]:
-        order = list(self._owners)
-        return [order.index(name) for name in names]
-
-    def filled(self, **values: object) -> array[int]:
-        """The struct with these values. A pointer that is not given is null; a number must be given.
-
-        Raises:
-            ValueError: There is no such field, or a number is missing in a struct that `values` are of.
-        """
-        given: dict[str, int] = dict(_flat("", values))
-        structs = {within for within in self._owners.values() if not within or any(x.startswith(within) for x in given)}
-        numbers = {name for name, within in self._owners.items() if within is not None and within in structs}
-        if wrong := (numbers - given.keys()) | (given.keys() - self._owners.keys()):
-            raise ValueError(f"missing or unknown fields of struct {self._name}: {sorted(wrong)}")
-        return array("q", [given.get(name, 0) for name in self._owners])
-
-
-_FIELD = re.compile(r"^\s+(?:const )?(\w+)(\*)? (\w+)(?:\[(\d+)\])?;", re.MULTILINE)
-
-
-def _fields(source: str, struct: str, within: str = "") -> Iterator[tuple[str, str | None]]:
-    body = source.partition(f"struct {struct} {{\n")[2].partition("\n};")[0]
-    found = _FIELD.findall(body)
-    if len(found) != len(body.splitlines()):
-        raise ValueError(f"struct {struct}: a line that is no field")
-    for kind, pointer, name, count in found:
-        for path in [f"{within}{name}.{i}" for i in range(int(count))] if count else [f"{within}{name}"]:
-            if pointer or kind == "number":
-                yield path, None if pointer else within
-            else:
-                yield from _fields(source, kind, f"{path}.")
-
-
-def _flat(within: str, values: Any) -> Iterator[tuple[str, int]]:
-    for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
-        if isinstance(value, (Mapping, list, tuple)):
-            yield from _flat(f"{within}{key}.", value)
-        else:
-            yield f"{within}{key}", value
-
-
 class OwnKernel:
     """A kernel of the library's own before a plan, for calls that look alike. It fills memory of its own.
 
@@ -141,7 +82,7 @@ class OwnKernel:
         self.kernel = kernel.on(device)
         self.name, self.buffer_layout, self.blocks, self.threads = name, buffer_layout, blocks, threads
         self.fields = argument.filled(**values)
-        self.addresses = dict(zip(argument.places(*addresses), addresses.values(), strict=True))
+        self.addresses = dict(zip(argument.indices(*addresses), addresses.values(), strict=True))
         self._device = device
 
     def __call__(self, **addresses: int) -> Tensor:

@@ -20,7 +20,7 @@ from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.errors import DtypeError, refuse
+from cudnn_sdpa.errors import DtypeError, raise_if_unsupported
 from cudnn_sdpa.graph.scalars import is_true
 from cudnn_sdpa.integrations import masks
 
@@ -84,7 +84,7 @@ def attention(
     """
     if others:
         asked = {reason: not (others.get(x) is None or others[x] is False) for x, reason in REFUSED.items()}
-        refuse("cudnn_sdpa in transformers", asked, 'attn_implementation="eager" for this model')
+        raise_if_unsupported("cudnn_sdpa in transformers", asked, 'attn_implementation="eager" for this model')
     options: Options = {
         "scale": scaling,
         "dropout_p": dropout,
@@ -197,7 +197,7 @@ def _by_offsets(call: _Call, others: Arguments, options: Options) -> Tensor:
         "cu_seq_lens_q in a batch of more than one": call.qkv[0].shape[0] != 1,
         "cu_seq_lens_q without cu_seq_lens_k, max_length_q and max_length_k": not is_complete,
     }
-    refuse("cudnn_sdpa in transformers", reasons, _BY_POSITIONS)
+    raise_if_unsupported("cudnn_sdpa in transformers", reasons, _BY_POSITIONS)
     q, k, v = (x.transpose(1, 2)[0] for x in call.qkv)
     out: Tensor = sdpa_varlen(
         q,
@@ -224,7 +224,7 @@ def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
         "position_ids that restart, on a static cache": band is not None and band.seq_lens_kv is not None,
         "position_ids that restart, with a position bias": call.position_bias is not None,
     }
-    refuse("cudnn_sdpa in transformers", reasons, SUGGESTION)
+    raise_if_unsupported("cudnn_sdpa in transformers", reasons, SUGGESTION)
     q, k, v = (_token_major(x, length) for x in call.qkv)
     causal, window = (call.is_causal, None) if band is None else (band.right == 0, (band.left, band.right))
     out: Tensor = sdpa_varlen(

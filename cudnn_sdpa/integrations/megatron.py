@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import SoftmaxOptions
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-from cudnn_sdpa.errors import OptionError, refuse
+from cudnn_sdpa.errors import OptionError, raise_if_unsupported
 
 __all__ = ["CoreAttention"]
 
@@ -70,7 +70,7 @@ class CoreAttention(torch.nn.Module):
         super().__init__()
         what, ranks = "context parallelism in Megatron's core_attention", config.context_parallel_size
         suggestion = "context_parallel_size=1, with tensor, sequence or data parallelism"
-        refuse(what, {f"context_parallel_size is {ranks}": ranks != 1}, suggestion)
+        raise_if_unsupported(what, {f"context_parallel_size is {ranks}": ranks != 1}, suggestion)
         self.config, self.attn_mask_type = config, attn_mask_type
         utils = importlib.import_module("megatron.core.transformer.utils")
         is_windowed = utils.is_layer_window_attention(
@@ -166,7 +166,7 @@ class CoreAttention(torch.nn.Module):
             "no cu_seqlens or max_seqlen": None in (*lengths, *(None if x is None else 0 for x in offsets)),
         }
         what = "packed sequences of Megatron with these arguments"
-        refuse(what, reasons, "sequences end to end, in the format thd")
+        raise_if_unsupported(what, reasons, "sequences end to end, in the format thd")
         # Megatron keeps a dimension of one batch entry in some of its layers.
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
         out: Tensor = sdpa_varlen(

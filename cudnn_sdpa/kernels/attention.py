@@ -130,7 +130,7 @@ class CUDAAttention(torch.nn.Module):
         return attention(q, k, v, mode=self.mode, mask=mask, is_causal=is_causal, scale=scale)
 
     def extra_repr(self) -> str:
-        """What `print` shows."""
+        """The module's form, as `print` shows it."""
         return f"mode={self.mode!r}"
 
 

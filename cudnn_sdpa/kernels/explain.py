@@ -1,4 +1,4 @@
-"""What `explain` shows of `kernels.attention`."""
+"""Descriptions of calls of `kernels.attention` for `explain`."""
 
 from __future__ import annotations
 

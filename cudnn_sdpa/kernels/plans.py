@@ -1,4 +1,4 @@
-"""What runs calls of `kernels.attention`: which kernels, compiled how, in tiles of what size."""
+"""Plans of `kernels.attention`: the kernels of a call, their compile-time options, the sizes of their tiles."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ class _Tiles(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What a fused kernel has in shared memory.
+    """The shared memory of a fused kernel.
 
     Attributes:
         scores: Tiles of scores in float32, on CUDA cores.

@@ -14,7 +14,7 @@ from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged.step import PagedStep
 from cudnn_sdpa.engine.sharding import sinks_of_heads
 from cudnn_sdpa.engine.tensor_checks import shape_of
-from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError, refuse
+from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError, raise_if_unsupported
 from cudnn_sdpa.nn.checks import Factory, check_counts, check_number, check_tokens, checked_flags, unsharded
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, copy_parameter, merge, rename, split
 from cudnn_sdpa.nn.kv_cache import KVStep
@@ -503,7 +503,7 @@ def _check_convertible(module: nn.MultiheadAttention, cross: bool) -> None:
             not cross and not same and module.kdim == module.vdim
         ),
     }
-    refuse("Attention.from_torch", reasons)
+    raise_if_unsupported("Attention.from_torch", reasons)
 
 
 def _check_call(
@@ -540,7 +540,7 @@ def _check_call(
         of_whole_sequences = {"attn_mask": attn_mask, "seq_lens": seq_lens, "step": step}
         why = "is for whole sequences, of which cp_group gives each rank a part"
         reasons = {f"{name} {why}": value is not None for name, value in of_whole_sequences.items()}
-        refuse("Attention with cp_group", reasons, "cudnn_sdpa.distributed.context_parallel_varlen")
+        raise_if_unsupported("Attention with cp_group", reasons, "cudnn_sdpa.distributed.context_parallel_varlen")
     if step is not None:
         _check_step(module, x, step, attn_mask=attn_mask, seq_lens=seq_lens)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from cudnn_sdpa.errors import OptionError, refuse
+from cudnn_sdpa.errors import OptionError, raise_if_unsupported
 
 #: `torch.nn.Linear`, and the class of PyTorch's output projection, which computes the same.
 LINEAR = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
@@ -18,19 +18,19 @@ def check_type(name: str, module: nn.Module, *kinds: type) -> None:
         hint = "A subclass may compute something else." if isinstance(module, kinds) else ""
         raise OptionError(name, f"{type(module).__module__}.{type(module).__qualname__}", expected, hint)
     hooked = any(each._forward_hooks or each._forward_pre_hooks for each in module.modules())
-    refuse("this conversion", {"a hook is registered on it or on a submodule, and would be lost": hooked})
+    raise_if_unsupported("this conversion", {"a hook is registered on it or on a submodule, and would be lost": hooked})
 
 
 def copy_parameter(target: Tensor | None, *sources: Tensor | None) -> None:
     """Copies parameters, concatenated along the first dimension, into one; without a target there must be no source."""
     present = [source for source in sources if source is not None]
     uneven = (target is None) == bool(present)
-    refuse("this conversion", {"some of its projections have biases and others have none": uneven})
+    raise_if_unsupported("this conversion", {"some of its projections have biases and others have none": uneven})
     if target is None:
         return
     shape = (sum(len(source) for source in present), *present[0].shape[1:])
     reason = f"weights have shape {tuple(shape)}, and {tuple(target.shape)} is expected"
-    refuse("this conversion", {reason: shape != tuple(target.shape)})
+    raise_if_unsupported("this conversion", {reason: shape != tuple(target.shape)})
     with torch.no_grad():
         target.copy_(torch.cat(present))
     target.requires_grad_(all(source.requires_grad for source in present))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cudnn_sdpa.engine.sharding import with_summed_gradient
-from cudnn_sdpa.errors import OptionError, refuse
+from cudnn_sdpa.errors import OptionError, raise_if_unsupported
 from cudnn_sdpa.fused.norm import layer_norm, rms_norm
 from cudnn_sdpa.nn.checks import Factory, check_counts, check_number, checked_flags
 from cudnn_sdpa.nn.conversion import check_type, copy_parameter
@@ -190,7 +190,7 @@ def _like(weight: Tensor | None) -> Factory:
 
 def _refuse_several(name: str, shape: tuple[int, ...]) -> None:
     several = {f"it normalizes the last {len(shape)} dimensions, and cuDNN's norm only one": len(shape) != 1}
-    refuse(f"{name}.from_torch", several, "flattening these dimensions before it")
+    raise_if_unsupported(f"{name}.from_torch", several, "flattening these dimensions before it")
 
 
 NORMS: dict[str, type[RMSNorm | LayerNorm]] = {"rms_norm": RMSNorm, "layer_norm": LayerNorm}

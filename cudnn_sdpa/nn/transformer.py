@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Unpack
 
-from cudnn_sdpa.errors import OptionError, refuse
+from cudnn_sdpa.errors import OptionError, raise_if_unsupported
 from cudnn_sdpa.nn.attention import Attention, AttentionOptions, ConversionOptions
 from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_number, checked_flags
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, rename
@@ -137,7 +137,7 @@ class TransformerLayer(nn.Module):
             f"its activation is {module.activation!r}, not one of {', '.join(ACTIVATIONS)}": activation is None,
             "dropout1 and dropout2 have different probabilities": module.dropout1.p != module.dropout2.p,
         }
-        refuse(f"{cls.__name__}.from_torch", reasons)
+        raise_if_unsupported(f"{cls.__name__}.from_torch", reasons)
         for name in ("linear1", "linear2"):
             check_type(f"module.{name}", getattr(module, name), *LINEAR)
         linear = module.linear1

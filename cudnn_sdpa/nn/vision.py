@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from cudnn_sdpa.engine.tensor_checks import shape_of
-from cudnn_sdpa.errors import OptionError, ShapeError, refuse
+from cudnn_sdpa.errors import OptionError, ShapeError, raise_if_unsupported
 from cudnn_sdpa.fused.conv import conv2d
 from cudnn_sdpa.nn.attention import AttentionOptions
 from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, checked_flags
@@ -98,7 +98,7 @@ class PatchEmbed(nn.Module):
             f"its filter has dilation {module.dilation}": module.dilation != (1, 1),
             f"it has {module.groups} groups of channels": module.groups != 1,
         }
-        refuse(f"{cls.__name__}.from_torch", reasons, "cudnn_sdpa.conv2d with its weight and bias")
+        raise_if_unsupported(f"{cls.__name__}.from_torch", reasons, "cudnn_sdpa.conv2d with its weight and bias")
         like: Factory = {"device": module.weight.device, "dtype": module.weight.dtype}
         size = module.kernel_size[0], module.kernel_size[1]
         new = cls(size, module.out_channels, module.in_channels, bias=module.bias is not None, **like)
@@ -284,7 +284,7 @@ class VisionEncoder(nn.Module):
             True
         """
         check_type("encoder", encoder, nn.TransformerEncoder)
-        refuse(f"{cls.__name__}.from_torch", {"the encoder has no layers": not len(encoder.layers)})
+        raise_if_unsupported(f"{cls.__name__}.from_torch", {"the encoder has no layers": not len(encoder.layers)})
         embed = PatchEmbed.from_torch(patch_embed)
         layers = [TransformerLayer.from_torch(layer) for layer in encoder.layers]
         new = cls(

@@ -11,12 +11,14 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import threading
 import time
 from array import array
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -249,3 +251,59 @@ def _error_name(status: int) -> str:
     name = ctypes.c_char_p()
     _driver().cuGetErrorName(status, ctypes.byref(name))
     return name.value.decode() if name.value else f"error {status}"
+
+
+class Struct:
+    """The argument of a kernel, a struct of 64-bit values, with the fields that its source declares.
+
+    Fields within an array or another struct are named by their path, such as "of.1.table".
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self._path, self._name = path, name
+
+    @functools.cached_property
+    def _owners(self) -> dict[str, str | None]:
+        """The fields in their order, and the struct that each number is in, as a path; None for pointers."""
+        return dict(_fields(self._path.read_text(), self._name))
+
+    def indices(self, *names: str) -> list[int]:
+        order = list(self._owners)
+        return [order.index(name) for name in names]
+
+    def filled(self, **values: object) -> array[int]:
+        """The struct with these values. A pointer that is not given is null; a number must be given.
+
+        Raises:
+            ValueError: There is no such field, or a number is missing in a struct that `values` are of.
+        """
+        given: dict[str, int] = dict(_flat("", values))
+        structs = {within for within in self._owners.values() if not within or any(x.startswith(within) for x in given)}
+        numbers = {name for name, within in self._owners.items() if within is not None and within in structs}
+        if wrong := (numbers - given.keys()) | (given.keys() - self._owners.keys()):
+            raise ValueError(f"missing or unknown fields of struct {self._name}: {sorted(wrong)}")
+        return array("q", [given.get(name, 0) for name in self._owners])
+
+
+_FIELD = re.compile(r"^\s+(?:const )?(\w+)(\*)? (\w+)(?:\[(\d+)\])?;", re.MULTILINE)
+
+
+def _fields(source: str, struct: str, within: str = "") -> Iterator[tuple[str, str | None]]:
+    body = source.partition(f"struct {struct} {{\n")[2].partition("\n};")[0]
+    found = _FIELD.findall(body)
+    if len(found) != len(body.splitlines()):
+        raise ValueError(f"struct {struct}: a line that is no field")
+    for kind, pointer, name, count in found:
+        for path in [f"{within}{name}.{i}" for i in range(int(count))] if count else [f"{within}{name}"]:
+            if pointer or kind == "number":
+                yield path, None if pointer else within
+            else:
+                yield from _fields(source, kind, f"{path}.")
+
+
+def _flat(within: str, values: Any) -> Iterator[tuple[str, int]]:
+    for key, value in values.items() if isinstance(values, Mapping) else enumerate(values):
+        if isinstance(value, (Mapping, list, tuple)):
+            yield from _flat(f"{within}{key}.", value)
+        else:
+            yield f"{within}{key}", value

@@ -45,7 +45,7 @@ def random(*shape):
     return torch.randn(shape).to(torch.bfloat16)
 
 
-def close(found, exact):
+def assert_close(found, exact):
     torch.testing.assert_close(found.double(), exact, rtol=2e-2, atol=2e-2)
 
 
@@ -71,14 +71,14 @@ def test_dense_calls_with_options_by_position(page, call):
     given, options = CALLS[call]
     q, k, v = random(2, 9, 6, 32), random(2, 14, 3, 32), random(2, 14, 3, 32)
     exact, of_lse = exact_of(q, k, v, **options)
-    close(page["flash_attn_func"](q, k, v, *given), exact)
+    assert_close(page["flash_attn_func"](q, k, v, *given), exact)
     out, lse, probabilities = page["flash_attn_func"](q, k, v, *given, return_attn_probs=True)
-    close(out, exact)
-    close(lse, of_lse)
+    assert_close(out, exact)
+    assert_close(lse, of_lse)
     assert probabilities is None
-    close(page["flash_attn_kvpacked_func"](q, torch.stack([k, v], 2), *given), exact)
+    assert_close(page["flash_attn_kvpacked_func"](q, torch.stack([k, v], 2), *given), exact)
     qkv = random(2, 9, 3, 4, 32)
-    close(page["flash_attn_qkvpacked_func"](qkv, *given), exact_of(*qkv.unbind(2), **options)[0])
+    assert_close(page["flash_attn_qkvpacked_func"](qkv, *given), exact_of(*qkv.unbind(2), **options)[0])
 
 
 @pytest.mark.parametrize("call", CALLS)
@@ -96,14 +96,14 @@ def test_packed_calls_with_options_by_position(page, call):
 
     wanted, of_lse = exact(q, k, v, ends_q, ends_k)
     lengths = ends_q, ends_k, 7, 12
-    close(page["flash_attn_varlen_func"](q, k, v, *lengths, *given), wanted)
+    assert_close(page["flash_attn_varlen_func"](q, k, v, *lengths, *given), wanted)
     out, lse, _ = page["flash_attn_varlen_func"](q, k, v, *lengths, *given, return_attn_probs=True)
-    close(out, wanted)
-    close(lse, of_lse)
-    close(page["flash_attn_varlen_kvpacked_func"](q, torch.stack([k, v], 1), *lengths, *given), wanted)
+    assert_close(out, wanted)
+    assert_close(lse, of_lse)
+    assert_close(page["flash_attn_varlen_kvpacked_func"](q, torch.stack([k, v], 1), *lengths, *given), wanted)
     qkv = random(12, 3, 4, 32)
     found = page["flash_attn_varlen_qkvpacked_func"](qkv, ends_q, 7, *given)
-    close(found, exact(*qkv.unbind(1), ends_q, ends_q)[0])
+    assert_close(found, exact(*qkv.unbind(1), ends_q, ends_q)[0])
 
 
 @pytest.mark.parametrize("per_sequence", [False, True])
@@ -115,7 +115,7 @@ def test_slopes(page, per_sequence):
     bias = torch.empty(2, 6, 9, 14, dtype=torch.float64)
     for b, h, i, j in torch.cartesian_prod(*map(torch.arange, bias.shape)).tolist():
         bias[b, h, i, j] = -float(slopes[b, h] if per_sequence else slopes[h]) * abs(i + 14 - 9 - j)
-    close(out, exact_of(q, k, v, is_causal=True, attn_mask=bias)[0])
+    assert_close(out, exact_of(q, k, v, is_causal=True, attn_mask=bias)[0])
 
 
 def test_dropout_is_passed_on(page):
@@ -148,4 +148,4 @@ def test_page_tables_of_flash_infer(page):
     for b, (count, length) in enumerate(zip(counts, lengths.tolist(), strict=True)):
         own = indices[indptr[b] : indptr[b] + count].long()
         k, v = (x[own].flatten(0, 1)[:length].double().transpose(0, 1)[None] for x in pages)
-        close(out[b : b + 1], attend(q[b : b + 1].double(), k, v)[0])
+        assert_close(out[b : b + 1], attend(q[b : b + 1].double(), k, v)[0])

@@ -68,7 +68,7 @@ def bind_plan(
     queries: Mapping[str, TensorLayout],
     decode: bool = False,
 ) -> BoundPlan:
-    """A plan, whose GPU is the current device, with what only some calls have: bias, sinks, random numbers, lengths.
+    """A plan of the current device, bound with the launch's extra operands: bias, sinks, random numbers, lengths.
 
     `operands` are those that all calls have. `queries` are the operands with one row for each query, as the caller sees
     them: fully masked rows are not given to cuDNN, so these begin behind them.
@@ -99,7 +99,7 @@ def bind_plan(
 
 
 def with_sinks_and_rng(more: LaunchExtras, call: ForwardArguments | VarlenArguments, key: PlanKey) -> LaunchExtras:
-    """The extras with a call's sinks, if the plan of this key applies them, and its random numbers."""
+    """A launch's extra operands, with the random numbers, and with the sinks if the plan of this key applies them."""
     if call.sinks is not None and any(operand.name == "sink" for operand in key.inputs):
         more += LaunchExtras(operands=("sinks",), copy_if_unaligned=("sinks",), addresses={"sink": Address("sinks")})
     if call.rng is not None:

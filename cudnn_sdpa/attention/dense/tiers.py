@@ -134,9 +134,8 @@ def prepare(call: ForwardArguments) -> Prepared:
     if forward.dense.has_no_plan:
         return Prepared(reference.run, None)
     if parts.split_forward(call):
-        return Prepared(
-            partial(parts.run_forward, run=OPERATIONS["sdpa"].on_gpu), None
-        )  # which remembers their bindings
+        on_gpu = OPERATIONS["sdpa"].on_gpu  # which remembers the bindings of the parts
+        return Prepared(partial(parts.run_forward, run=on_gpu), None)
     key = forward.key(live_target(device), device)  # refused under every policy if there is no exact-shape plan
     with torch.cuda.device(device):
         policy = shape_policy.Setting.policy or shape_policy.active()

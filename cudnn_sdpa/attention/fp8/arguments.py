@@ -195,7 +195,7 @@ class Options(TypedDict):
     seq_lens_kv: Tensor | None
 
 
-#: How many options of the softmax, the first ones, the calls of all functions in FP8 have.
+#: The number of the softmax's options, in their order, that calls in FP8 have.
 OPTIONS = 5
 
 #: The tensors of a call that are not scales, and the page tables.

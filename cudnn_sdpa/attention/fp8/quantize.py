@@ -21,10 +21,9 @@ from torch import distributed as dist
 from cudnn_sdpa.attention.fp8 import reference
 from cudnn_sdpa.attention.fp8.scaling_state import AMAX, DESCALE, SCALE_S, O, S, V, number, scale_for, set_scales
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.engine.launch import Struct
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like
-from cudnn_sdpa.plans.nvrtc import Kernel, LoadedKernel
+from cudnn_sdpa.plans.nvrtc import Kernel, LoadedKernel, Struct
 from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 
 SOURCE = Path(__file__).with_name("quantize.cu")
@@ -175,7 +174,7 @@ def _blocks(device: int, units: int) -> int:
 
 
 class _Quantizer:
-    __slots__ = ("_blocks", "_converts", "_device", "_fields", "_kernel", "_made", "_measures", "_places")
+    __slots__ = ("_blocks", "_converts", "_device", "_fields", "_indices", "_kernel", "_made", "_measures")
 
     def __init__(self, device: int, dtype: torch.dtype, wanted: Wanted, *layouts: tuple[Shape, Shape]) -> None:
         self._device = device
@@ -195,8 +194,8 @@ class _Quantizer:
             of=[{**walk, "row": row} for walk, row in zip(walks, wanted.rows, strict=True)],
         )
         of = (f"of.{which}.{name}" for name in ("from", "to") for which in range(len(layouts)))
-        self._places = _quantize.places("table", "given", "record", *of)
-        self._measures, self._converts = _quantize.places("measures", "converts")
+        self._indices = _quantize.indices("table", "given", "record", *of)
+        self._measures, self._converts = _quantize.indices("measures", "converts")
         self._blocks = _blocks(device, max(walk["units"] for walk in walks))
 
     def __call__(
@@ -213,7 +212,7 @@ class _Quantizer:
             made = [allocate(*layout) for layout in self._made] if converts else []
             fields = self._fields[:]
             fields[self._measures], fields[self._converts] = measures, converts
-            for place, x in zip(self._places, (table, given, record, *tensors, *made), strict=False):
+            for place, x in zip(self._indices, (table, given, record, *tensors, *made), strict=False):
                 if x is not None:
                     fields[place] = x.data_ptr()
             self._kernel.launch(self._blocks, THREADS, fields, current_raw_stream(self._device))
@@ -221,7 +220,7 @@ class _Quantizer:
 
 
 class _Dequantizer:
-    __slots__ = ("_device", "_dtype", "_fields", "_kernel", "_places", "_units")
+    __slots__ = ("_device", "_dtype", "_fields", "_indices", "_kernel", "_units")
 
     def __init__(self, device: int, fp8: torch.dtype, dtype: torch.dtype, rows: Shape, measured: Shape) -> None:
         self._device, self._dtype = device, dtype
@@ -236,8 +235,8 @@ class _Dequantizer:
         )
         amaxes = (f"amax.{slot}" for slot in range(len(measured)))
         of = (f"of.{which}.{name}" for name in ("from", "to") for which in range(len(rows)))
-        self._places = _dequantize.places("table", "record", *amaxes, *of)
-        self._units = _dequantize.places(*(f"of.{which}.units" for which in range(len(rows))))
+        self._indices = _dequantize.indices("table", "record", *amaxes, *of)
+        self._units = _dequantize.indices(*(f"of.{which}.units" for which in range(len(rows))))
 
     def __call__(
         self, tensors: Sequence[Tensor], table: Tensor, amaxes: dict[int, Tensor], record: Tensor | None
@@ -245,7 +244,7 @@ class _Dequantizer:
         with torch.cuda.device(self._device):
             made = [allocate(tuple(tensor.shape), tensor.stride(), self._dtype) for tensor in tensors]
             fields, units = self._fields[:], 0
-            for place, x in zip(self._places, (table, record, *amaxes.values(), *tensors, *made), strict=True):
+            for place, x in zip(self._indices, (table, record, *amaxes.values(), *tensors, *made), strict=True):
                 if x is not None:
                     fields[place] = x.data_ptr()
             for place, tensor in zip(self._units, tensors, strict=False):

@@ -10,8 +10,8 @@ from torch import Tensor
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import Gathered, right_bound
-from cudnn_sdpa.engine.launch import Address, OwnKernel, Struct
-from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.engine.launch import Address, OwnKernel
+from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 
 _SOURCE = Path(__file__).with_name("paging.cu")
@@ -92,7 +92,7 @@ class GatherKernel:
     With `seq_lens_q`, the absent queries of each sequence become a sequence without keys, whose output is zeros.
     """
 
-    __slots__ = ("_blocks", "_cu_seqlens", "_device", "_fields", "_kernel", "_places", "_rows")
+    __slots__ = ("_blocks", "_cu_seqlens", "_device", "_fields", "_indices", "_kernel", "_rows")
 
     def __init__(self, call: PagedArguments) -> None:
         batch, _, queries, _ = call.q.shape
@@ -116,7 +116,7 @@ class GatherKernel:
             heads=heads,
             of=of,
         )
-        self._places = _gather.places(
+        self._indices = _gather.indices(
             *("lengths_kv", "lengths_q", "ends_q", "ends_kv"),
             *(f"of.{which}.{name}" for which in (0, 1) for name in ("base", "table", "to")),
         )
@@ -131,7 +131,7 @@ class GatherKernel:
         (table_k, table_v), fields = call.tables, self._fields[:]
         of_k, of_v = (call.k_pages, table_k, k), (call.v_pages, table_v, v)
         tensors = (call.seq_lens_kv, call.seq_lens_q, cu_seqlens_q, cu_seqlens_kv, *of_k, *of_v)
-        for place, tensor in zip(self._places, tensors, strict=True):
+        for place, tensor in zip(self._indices, tensors, strict=True):
             fields[place] = 0 if tensor is None else tensor.data_ptr()
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
         return Gathered(k, v, cu_seqlens_q, cu_seqlens_kv)
@@ -146,7 +146,7 @@ class AppendKernel:
         table: A page table, (B, columns) int32.
     """
 
-    __slots__ = ("_blocks", "_device", "_fields", "_has_several_gpus", "_kernel", "_places")
+    __slots__ = ("_blocks", "_device", "_fields", "_has_several_gpus", "_indices", "_kernel")
 
     def __init__(self, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], table: Tensor) -> None:
         batch, heads, tokens, _ = new[0].shape
@@ -170,7 +170,7 @@ class AppendKernel:
             heads=heads,
             of=of,
         )
-        self._places = _append.places("lengths_kv", "lengths_q", "table", "of.0.from", "of.1.from")
+        self._indices = _append.indices("lengths_kv", "lengths_q", "table", "of.0.from", "of.1.from")
 
     def __call__(self, k: int, v: int, table: Tensor, lengths_kv: Tensor, lengths_q: Tensor) -> None:
         """Launches the kernel on the current stream.
@@ -185,7 +185,7 @@ class AppendKernel:
         if self._has_several_gpus and torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
                 return self(k, v, table, lengths_kv=lengths_kv, lengths_q=lengths_q)
-        fields, (to_kv, to_q, to_table, to_k, to_v) = self._fields[:], self._places
+        fields, (to_kv, to_q, to_table, to_k, to_v) = self._fields[:], self._indices
         fields[to_kv], fields[to_q] = lengths_kv.data_ptr(), lengths_q.data_ptr()
         fields[to_table], fields[to_k], fields[to_v] = table.data_ptr(), k, v
         self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))

@@ -342,7 +342,7 @@ def refusal(config: Configuration, what: str, rules: Sequence[Rule] = RULES) -> 
 
 
 def refuse(config: Configuration, what: str, rules: Sequence[Rule] = RULES) -> None:
-    """Raises the error of `refusal`, if there is one."""
+    """Raises one error with the reasons of all rules that reject the configuration, if any does."""
     refused = refusal(config, what, rules)
     if refused is not None:
         raise refused

@@ -12,9 +12,9 @@ import torch
 
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
-from cudnn_sdpa.engine.launch import Address, OwnKernel, Struct
+from cudnn_sdpa.engine.launch import Address, OwnKernel
 from cudnn_sdpa.graph.key import Operand
-from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 from cudnn_sdpa.plans.plan import Plan
 
 _SOURCE = Path(__file__).with_name("packing.cu")

@@ -1,4 +1,4 @@
-"""What public functions ask first: whether the native module knows a call like this one, and launches it.
+"""Calls that the native module launches; public functions look there first.
 
 Python registers each kind of calls with the module, once it knows everything about one: the recipe of its bound plan,
 the positions of the tensors among the caller's arguments, and the object that computes its gradients.
@@ -41,6 +41,7 @@ class NativelySaved(NamedTuple):
         saved_tensors: The tensors of the call, then the results that are saved.
         options: The options of its `Differentiation`.
         may_fall_back: Whether a fallback was in force.
+        numbers: The operands of the call that are numbers.
     """
 
     saved_tensors: tuple[Tensor | None, ...]
@@ -51,7 +52,7 @@ class NativelySaved(NamedTuple):
 
 @dataclass(frozen=True)
 class Differentiation:
-    """What the gradients of a kind of calls need.
+    """The gradients of a kind of calls, for the native module.
 
     Attributes:
         gradients: Computes them: called with what was saved, the gradients of the returned results, and which gradients

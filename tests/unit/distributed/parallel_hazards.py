@@ -481,13 +481,19 @@ def gradients_of_lse(method: str) -> None:
                 assert not context_parallel(q, k, v, **common)[1].requires_grad
 
 
-def other_differentiation() -> None:
+def other_differentiation() -> list[str]:
+    """The errors of transforms that ranks cannot follow."""
     q, k, v = parts()
-    with pytest.raises(UnsupportedError, match=r"torch\.func\.grad"):
-        torch.func.grad(lambda q: context_parallel(q, k, v).sum())(q)
-    with pytest.raises(UnsupportedError, match=r"torch\.vmap"):
-        torch.vmap(lambda q: context_parallel(q, k, v))(q.unsqueeze(0))
+    found = []
+    for transformed in (
+        lambda: torch.func.grad(lambda q: context_parallel(q, k, v).sum())(q),
+        lambda: torch.vmap(lambda q: context_parallel(q, k, v))(q.unsqueeze(0)),
+    ):
+        with pytest.raises(UnsupportedError) as caught:
+            transformed()
+        found.append(str(caught.value))
     still_works()
+    return found
 
 
 def checkpoints(method: str) -> None:
@@ -562,20 +568,24 @@ def dropout(method: str) -> float:
     return float(kept.mean())
 
 
-def special_tensors() -> None:
-    """Negative bits, gradients that are zeros without memory, and inference mode."""
+def special_tensors() -> dict[str, float]:
+    """Largest errors with negative bits, gradients that are zeros without memory, and in inference mode."""
     q, k, v = parts(grad=True)
     out = context_parallel(q, k, v, is_causal=True)
     negative = context_parallel(torch._neg_view(-q.detach()), torch._neg_view(-k.detach()), v, is_causal=True)
-    torch.testing.assert_close(negative, out)
-    zeros = torch._efficientzerotensor(out.shape)
-    assert not torch.autograd.grad(out, k, zeros, retain_graph=True)[0].any()
-    torch.testing.assert_close(
-        torch.autograd.grad(out, v, torch._neg_view(torch.ones(out.shape)), retain_graph=True)[0],
-        torch.autograd.grad(out, v, -torch.ones(out.shape))[0],
-    )
+    (of_zeros,) = torch.autograd.grad(out, k, torch._efficientzerotensor(out.shape), retain_graph=True)
+    grad = torch.randn(out.shape)
+    (of_negative,) = torch.autograd.grad(out, v, torch._neg_view(-grad), retain_graph=True)
+    (of_plain,) = torch.autograd.grad(out, v, grad)
     with torch.inference_mode():
-        torch.testing.assert_close(context_parallel(q, k, v, is_causal=True), out.detach())
+        inferred = context_parallel(q, k, v, is_causal=True)
+        pairs = {
+            "negative bits": (negative, out),
+            "zeros without memory": (of_zeros, torch.zeros_like(of_zeros)),
+            "a gradient with a negative bit": (of_negative, of_plain),
+            "inference mode": (inferred, out),
+        }
+        return {name: float((found - wanted).abs().max()) for name, (found, wanted) in pairs.items()}
 
 
 def module(method: str) -> None:

@@ -67,8 +67,8 @@ def counts(name):
 BOUNDS = {
     "sdpa": ((23, 93), (6, 6)),
     "sdpa, sinks": ((22, 79), (6, 6)),
-    "sdpa_varlen": ((21, 95), (8, 8)),
-    "sdpa_paged": ((22, 128), (7, 7)),
+    "sdpa_varlen": ((22, 96), (8, 8)),
+    "sdpa_paged": ((23, 129), (7, 7)),
     "rms_norm": ((18, 98), (4, 5)),
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cudnn_sdpa.engine.launch import Struct
+from cudnn_sdpa.plans.nvrtc import Struct
 
 SOURCE = """
 struct Part {
@@ -29,7 +29,7 @@ def struct(tmp_path):
 
 def test_fields_are_in_the_order_of_the_source(struct):
     assert list(struct.filled(count=7, part=[{"from": 1, "size": [2, 3]}], to=9)) == [7, 1, 2, 3, 0, 0, 0, 9]
-    assert struct.places("to", "count", "part.1.size.0") == [7, 0, 5]
+    assert struct.indices("to", "count", "part.1.size.0") == [7, 0, 5]
 
 
 @pytest.mark.parametrize(
