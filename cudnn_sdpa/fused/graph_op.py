@@ -10,9 +10,9 @@ import contextlib
 import inspect
 import operator
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar, overload
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -110,40 +110,24 @@ class GraphFunction(GraphDefinition):
             does not trace.
     """
 
-    def __init__(
-        self,
-        builder: Callable[..., object],
-        *,
-        reference: Callable[..., Results] | None = None,
-        outputs: Callable[..., Results] | None = None,
-        backward: Callable[..., Gradients] | None = None,
-        keeps_results: bool | slice = True,
-        auxiliary: int = 0,
-        check: Callable[..., None] | None = None,
-        readable: Callable[..., Sequence[Value]] | None = None,
-        views: Callable[..., Views] | None = None,
-        reads: Callable[..., Sequence[bool]] | None = None,
-        autocast: bool = False,
-        materialize_grads: bool = True,
-        shard: Mapping[str, int] | sharding.Strategies | None = None,
-        flops: Callable[..., int] | None = None,
-    ) -> None:
+    def __init__(self, builder: Callable[..., object], declared: graph_op) -> None:
         super().__init__(builder)
-        if reference is None and outputs is None:
+        self.reference, self.backward, self.check = declared.reference, declared.backward, declared.check
+        self.readable, self.views, self.reads = declared.readable, declared.views, declared.reads
+        self.auxiliary, self.autocast, self.flops = declared.auxiliary, declared.autocast, declared.flops
+        self.materialize_grads, self._outputs = declared.materialize_grads, declared.outputs or declared.reference
+        if self._outputs is None:
             expected = "reference=, the function in plain PyTorch, or outputs=, which returns empty results"
             raise OptionError(f"graph_op {builder.__name__}", "neither reference= nor outputs=", expected)
         self.__name__, self.__qualname__, self.__module__ = builder.__name__, builder.__qualname__, builder.__module__
-        self.reference, self._outputs, self.backward = reference, outputs or reference, backward
-        self.kept = keeps_results if isinstance(keeps_results, slice) else slice(None if keeps_results else 0)
-        self.auxiliary, self.check, self.readable, self.views, self.reads = auxiliary, check, readable, views, reads
-        self.autocast, self.materialize_grads, self.flops = autocast, materialize_grads, flops
-        self.takes_needs = backward is not None and "needs" in inspect.signature(backward).parameters
-        if type(auxiliary) is not int or auxiliary < 0:
+        if type(self.auxiliary) is not int or self.auxiliary < 0:
             expected = "the number of results that are for backward= alone"
-            raise OptionError(f"auxiliary of {builder.__name__}", shown(auxiliary), expected)
-        if type(keeps_results) not in (bool, slice):
-            expected = "a bool, or a slice of the results"
-            raise OptionError(f"keeps_results of {builder.__name__}", shown(keeps_results), expected)
+            raise OptionError(f"auxiliary of {builder.__name__}", shown(self.auxiliary), expected)
+        keeps = declared.keeps_results
+        if type(keeps) not in (bool, slice):
+            raise OptionError(f"keeps_results of {builder.__name__}", shown(keeps), "a bool, or a slice of the results")
+        self.kept = keeps if isinstance(keeps, slice) else slice(None if keeps else 0)
+        self.takes_needs = self.backward is not None and "needs" in inspect.signature(self.backward).parameters
         parameters = list(inspect.signature(builder).parameters.values())[1:]
         self.operands = tuple(p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD)
         self.options = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
@@ -158,10 +142,12 @@ class GraphFunction(GraphDefinition):
         if not self.operands:
             expected = "a function of the graph and of one operand or more, such as (g, x)"
             raise OptionError(f"the graph builder {builder.__name__}", "no operand", expected)
+        shard = declared.shard
         if isinstance(shard, Mapping):
             _check_shard(shard, self.operands)
-        self.ways = sharding.along(shard) if isinstance(shard, Mapping) else shard
-        functions = (builder, backward, reference, outputs, readable, views, reads)
+            shard = sharding.along(shard)
+        self.ways = shard
+        functions = (builder, self.backward, self.reference, declared.outputs, self.readable, self.views, self.reads)
         self.token = register(self, function_digest(*functions))
         self.table: CallTable[_BoundCall] = CallTable()
         self.calls = NativeCalls(numbers=len(self.operands))
@@ -865,47 +851,8 @@ def _without_memory(value: Value) -> Value:
     return float(value) if isinstance(value, int) else value  # PyTorch's own functions take no int of 65 bits
 
 
-@overload
-def graph_op(builder: Callable[..., object], /) -> GraphFunction: ...
-
-
-@overload
-def graph_op(
-    *,
-    reference: Callable[..., Results] | None = ...,
-    outputs: Callable[..., Results] | None = ...,
-    backward: Callable[..., Gradients] | None = ...,
-    keeps_results: bool | slice = ...,
-    auxiliary: int = ...,
-    check: Callable[..., None] | None = ...,
-    readable: Callable[..., Sequence[Value]] | None = ...,
-    views: Callable[..., Views] | None = ...,
-    reads: Callable[..., Sequence[bool]] | None = ...,
-    autocast: bool = ...,
-    materialize_grads: bool = ...,
-    shard: Mapping[str, int] | sharding.Strategies | None = ...,
-    flops: Callable[..., int] | None = ...,
-) -> Callable[[Callable[..., object]], GraphFunction]: ...
-
-
-def graph_op(
-    builder: Callable[..., object] | None = None,
-    /,
-    *,
-    reference: Callable[..., Results] | None = None,
-    outputs: Callable[..., Results] | None = None,
-    backward: Callable[..., Gradients] | None = None,
-    keeps_results: bool | slice = True,
-    auxiliary: int = 0,
-    check: Callable[..., None] | None = None,
-    readable: Callable[..., Sequence[Value]] | None = None,
-    views: Callable[..., Views] | None = None,
-    reads: Callable[..., Sequence[bool]] | None = None,
-    autocast: bool = False,
-    materialize_grads: bool = True,
-    shard: Mapping[str, int] | sharding.Strategies | None = None,
-    flops: Callable[..., int] | None = None,
-) -> GraphFunction | Callable[[Callable[..., object]], GraphFunction]:
+@dataclass(frozen=True, eq=False)
+class graph_op:  # noqa: N801 - a decorator, called like a function
     """Makes a function of tensors from a function that builds a cuDNN graph.
 
     The builder is called as `builder(g, *operands, **options)`. `g` is cuDNN's graph with every operation as a method,
@@ -922,7 +869,7 @@ def graph_op(
     that helper processes can import it.
 
     Args:
-        builder: The builder, if the decorator is used without arguments.
+        builder: None: the builder follows, `graph_op(reference=...)(builder)`, as a decorator does.
         reference: The same function in plain PyTorch. It serves tensors that are not on a GPU. Unless `outputs` is
             given, it is also run on meta tensors to get the shapes, strides and dtypes of the results.
         outputs: Returns empty tensors like the results, for the same arguments.
@@ -960,7 +907,7 @@ def graph_op(
             call; it is given tensors without memory, too. None is none.
 
     Returns:
-        The function; or a decorator that makes it.
+        A decorator that makes the function of its builder.
 
     Raises:
         OptionError: The builder is not a plain function, depends on something from outside, or neither `reference` nor
@@ -978,20 +925,27 @@ def graph_op(
 
     cuDNN's documentation of its graph operations lists what it can fuse.
     """
-    make = partial(
-        GraphFunction,
-        reference=reference,
-        outputs=outputs,
-        backward=backward,
-        keeps_results=keeps_results,
-        auxiliary=auxiliary,
-        check=check,
-        readable=readable,
-        views=views,
-        reads=reads,
-        autocast=autocast,
-        materialize_grads=materialize_grads,
-        shard=shard,
-        flops=flops,
-    )
-    return make if builder is None else make(builder)
+
+    builder: InitVar[None] = None
+    _: KW_ONLY
+    reference: Callable[..., Results] | None = None
+    outputs: Callable[..., Results] | None = None
+    backward: Callable[..., Gradients] | None = None
+    keeps_results: bool | slice = True
+    auxiliary: int = 0
+    check: Callable[..., None] | None = None
+    readable: Callable[..., Sequence[Value]] | None = None
+    views: Callable[..., Views] | None = None
+    reads: Callable[..., Sequence[bool]] | None = None
+    autocast: bool = False
+    materialize_grads: bool = True
+    shard: Mapping[str, int] | sharding.Strategies | None = None
+    flops: Callable[..., int] | None = None
+
+    def __post_init__(self, builder: object) -> None:
+        if builder is not None:
+            got, expected = "a builder as an argument", "options: @graph_op(reference=...) above the builder"
+            raise OptionError("graph_op", got, expected)
+
+    def __call__(self, builder: Callable[..., object]) -> GraphFunction:
+        return GraphFunction(builder, self)
