@@ -6,7 +6,7 @@ both in its halves.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -66,9 +66,12 @@ def _is_column(x: Tensor) -> bool:
     return x.dim() > 0 and is_true(x.shape[-1] == 1)
 
 
-def _silu_mul_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    gate, up = _halves(gate, up)
-    return (F.silu(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
+def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor | None], Tensor]:
+    def reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
+        gate, up = _halves(gate, up)
+        return (activation(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
+
+    return reference
 
 
 def _silu_mul_gradients_reference(
@@ -128,7 +131,7 @@ def silu_mul_gradients(
 
 
 @graph_op(
-    reference=lambda grad, gate: _silu_mul_reference(gate, grad),
+    reference=lambda grad, gate: _gated(F.silu)(gate, grad),
     backward=_no_second_gradient,
     keeps_results=False,
     check=_check_saved,
@@ -155,7 +158,7 @@ def _silu_mul_backward(
 
 
 @graph_op(
-    reference=_silu_mul_reference,
+    reference=_gated(F.silu),
     backward=_silu_mul_backward,
     keeps_results=False,
     check=check_halves,
@@ -168,17 +171,12 @@ def silu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol | None = None) -> Sy
     return g.mul(a=g.swish(input=gate), b=up)
 
 
-def _gelu_mul_reference(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    gate, up = _halves(gate, up)
-    return (F.gelu(widened(gate)) * widened(up)).to(gate.dtype).contiguous()
-
-
 def _check_gelu(gate: Tensor, up: Tensor | None) -> None:
     check_halves(gate, up)
     _refuse_gradient("gelu_mul", gate, up)
 
 
-@graph_op(reference=_gelu_mul_reference, check=_check_gelu, readable=_readable, views=forward_views, shard=_ways)
+@graph_op(reference=_gated(F.gelu), check=_check_gelu, readable=_readable, views=forward_views, shard=_ways)
 def gelu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol | None = None) -> Symbol:
     """GELU(gate) · up, with erf."""
     return g.mul(a=g.gelu(input=gate), b=up)

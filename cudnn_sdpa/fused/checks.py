@@ -49,10 +49,10 @@ def check_activation(activation: object, known: Collection[str | None]) -> None:
         raise OptionError("activation", shown(activation), " or ".join(map(repr, known)))
 
 
-def check_strided(name: str, x: object) -> None:
+def check_strided(name: str, x: object, hint: str = "") -> None:
     """Checks that an operand is a tensor with strided memory, or zeros without memory: a launch has them filled."""
     if is_compiling() or not (isinstance(x, Tensor) and x._is_zerotensor()):
-        check_is_tensor(name, x)
+        check_is_tensor(name, x, hint=hint)
 
 
 def check_beside(
@@ -64,9 +64,10 @@ def check_beside(
     dtype: torch.dtype | tuple[torch.dtype, ...] | None = None,
     shape: Sequence[int] = (),
     meaning: str = "",
+    hint: str = "",
 ) -> None:
-    """Checks that an argument is a strided tensor that fits `x`, the argument with the name `of`."""
-    check_strided(name, tensor)
+    """Checks that an argument is a strided tensor that fits `x`, the argument `of`; `hint` is for other objects."""
+    check_strided(name, tensor, hint)
     check_tensor(name, tensor, x, of=of, dtype=dtype, shape=shape, meaning=meaning)
 
 

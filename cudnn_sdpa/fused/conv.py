@@ -16,10 +16,10 @@ from cudnn_sdpa.fused.checks import check_activation
 from cudnn_sdpa.fused.conv_graphs import (
     ACTIVATIONS,
     Sizes,
+    along_batch,
     channels_last,
     convolution,
     sizes_of,
-    ways,
 )
 from cudnn_sdpa.fused.encoding import Options
 from cudnn_sdpa.graph.scalars import as_index
@@ -167,11 +167,10 @@ def _convolve(
     options: Options = {**sizes, "groups": groups, "activation": fused}
     tensors = (x, weight) if bias is None else (x, weight, bias)
     strides = sizes["stride"]
-    if len(strides) == 2 and strides != (1, 1) and type(groups) is int and _has_size(weight, strides):
+    if len(strides) == 2 and strides != (1, 1) and is_patch_embedding(x, weight, **sizes, groups=groups):
         cast: Any = convolution.arguments(tensors, options)[0]
-        if groups == 1 and is_patch_embedding(x, weight, **sizes):
-            embed = _patches_of_dtensors if sharding.has_dtensor(*tensors) else _patch_embedding
-            return ACTIVATIONS[activation](embed(*cast))
+        embed = _patches_of_dtensors if sharding.has_dtensor(*tensors) else _patch_embedding
+        return ACTIVATIONS[activation](embed(*cast))
     y: Tensor = convolution.run(tensors, options)
     return y if fused is activation else ACTIVATIONS[activation](y)
 
@@ -185,10 +184,6 @@ def has_separate_activation(
         return needs_gradient(x, weight, bias) or not _can_fuse(x, weight, bias, groups=groups, activation=activation)
     except (AttributeError, IndexError, RuntimeError, TypeError):
         return False
-
-
-def _has_size(weight: object, size: Sizes) -> bool:
-    return isinstance(weight, Tensor) and not weight.is_nested and weight.shape[2:] == size
 
 
 def _may_be_tf32() -> bool:
@@ -209,16 +204,20 @@ def _can_fuse(x: Tensor, weight: Tensor, bias: Tensor | None, *, groups: int, ac
     return filters > 1 and (groups <= 1 or (groups != x.shape[1] and channels % _CHANNELS_PER_LOAD == 0))
 
 
-def is_patch_embedding(x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes) -> bool:
-    size = tuple(weight.shape[2:])
-    if stride != size or size == (1, 1) or any(padding) or dilation != (1, 1):
+def is_patch_embedding(
+    x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
+) -> bool:
+    """Whether the patches of a 2-D convolution do not overlap; also of wrong arguments."""
+    if any(not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() != 4 for tensor in (x, weight)):
+        return False
+    if type(groups) is not int or groups != 1 or weight.shape[2:] != stride or any(padding) or dilation != (1, 1):
         return False  # before the lengths of x are compared, which would make torch.compile guard on them
-    return all(length % patch == 0 for length, patch in zip(x.shape[2:], size, strict=True))
+    return stride != (1, 1) and all(length % step == 0 for length, step in zip(x.shape[2:], stride, strict=True))
 
 
 def _patches_of_dtensors(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     tensors = {"x": x, "weight": weight, "bias": bias}
-    return sharding.run("conv2d", ways(tensors), tensors, lambda local, _: _patch_embedding(**local))
+    return sharding.run("conv2d", along_batch("x")(tensors), tensors, lambda local, _: _patch_embedding(**local))
 
 
 def _patch_embedding(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -24,7 +24,6 @@ from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.scalars import as_index, check_known, is_compiling, is_integer, is_true
 
 Sizes = tuple[int, ...]
-Needs = tuple[bool, ...]
 
 #: Activations that can be fused after a convolution.
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {
@@ -162,17 +161,12 @@ def _wgrad_reference(grad: Tensor, x: Tensor, *, shape: Sizes, **sizes: Sizes) -
     return channels_last(grad_weight.to(grad.dtype))
 
 
-def ways(_: Mapping[str, object]) -> Sequence[sharding.ShardingStrategy]:
-    return [sharding.ShardingStrategy("the batch", {"x": 0}, 0)]
+def along_batch(*operands: str, result: int | str = 0) -> sharding.Strategies:
+    return lambda _: [sharding.ShardingStrategy("the batch", dict.fromkeys(operands, 0), (result,))]
 
 
 def _flops(y: Tensor, shape: Sizes) -> int:
     return 2 * y.numel() * math.prod(shape[1:])
-
-
-def _forward_flops(x: Tensor, weight: Tensor, bias: Tensor | None = None, **options: Any) -> int:
-    (y,) = convolution.outputs((x, weight, bias), options)
-    return _flops(y, tuple(weight.shape))
 
 
 def _geometry(stride: Sizes, padding: Sizes, dilation: Sizes) -> dict[str, list[int]]:
@@ -180,28 +174,47 @@ def _geometry(stride: Sizes, padding: Sizes, dilation: Sizes) -> dict[str, list[
     return {"pre_padding": pads, "post_padding": pads, "stride": list(stride), "dilation": list(dilation)}
 
 
-def _needed(calls: tuple[GraphCall, GraphCall], needs: Sequence[bool]) -> GraphCall | tuple[Tensor, Tensor]:
-    first, second = calls
-    return (first(), second()) if all(needs) else first if needs[0] else second
+def _derivative(of: str, tensors: Mapping[str, Any], sizes: Mapping[str, Sizes]) -> GraphCall | Tensor:
+    """The derivative of sum((x * weight + bias) · grad), which is linear in each of the four, with respect to one.
+
+    So a convolution and its two gradients have each other as gradients. Of that tensor itself only the shape is read.
+    """
+    x, weight, grad = (tensors[name] for name in ("x", "weight", "grad"))
+    if of == "x":
+        return conv_dgrad.call(grad, weight, shape=tuple(x.shape[1:]), **sizes).of(of)
+    if of == "weight":
+        return conv_wgrad.call(grad, x, shape=tuple(weight.shape), **sizes).of(of)
+    if of == "grad":
+        groups = x.shape[1] // weight.shape[1]
+        return convolution.call(x, weight, **sizes, groups=groups, activation=None).of(of)
+    of_bias: Tensor = grad.sum((0, *range(2, grad.dim())))
+    return of_bias
 
 
-def _dgrad_backward(
-    grads: Sequence[Tensor], operands: Sequence[Tensor], _: Outputs, *, needs: Needs, shape: Sizes, **sizes: Sizes
-) -> GraphCall | tuple[Tensor, Tensor]:
-    grad, weight = operands
-    groups = shape[0] // weight.shape[1]
-    of_grad = convolution.call(grads[0], weight, **sizes, groups=groups, activation=None)
-    of_weight = conv_wgrad.call(grad, grads[0], shape=tuple(weight.shape), **sizes).of("weight")
-    return _needed((of_grad, of_weight), needs)
+def _backward(result: str, *operands: str) -> Callable[..., GraphCall | tuple[Tensor | None, ...]]:
+    """The `backward` of the graph function that computes one of these tensors from the others."""
+
+    def backward(
+        grads: Sequence[Tensor], given: Sequence[Tensor], _: Outputs, *, needs: Sequence[bool], **options: Any
+    ) -> GraphCall | tuple[Tensor | None, ...]:
+        assert options.get("activation") is None
+        tensors = {**dict(zip(operands, given, strict=True)), result: grads[0]}
+        sizes = {name: options[name] for name in ("stride", "padding", "dilation")}
+        found = {x: _derivative(x, tensors, sizes) for x, need in zip(operands, needs, strict=True) if need}
+        if len(found) == 1 and isinstance(only := next(iter(found.values())), GraphCall):
+            return only
+        return tuple([x() if isinstance(x, GraphCall) else x for x in map(found.get, operands)])
+
+    return backward
 
 
 @graph_op(
     reference=_dgrad_reference,
-    backward=_dgrad_backward,
+    backward=_backward("x", "grad", "weight"),
     keeps_results=False,
     readable=_channels_last,
     views=_as_2d,
-    shard=lambda _: [sharding.ShardingStrategy("the batch", {"grad": 0}, 0)],
+    shard=along_batch("grad"),
     flops=lambda grad, weight, **_: _flops(grad, weight.shape),
 )
 def conv_dgrad(
@@ -212,23 +225,13 @@ def conv_dgrad(
     return g.conv_dgrad(loss=grad, filter=weight, **_geometry(stride, padding, dilation))
 
 
-def _wgrad_backward(
-    grads: Sequence[Tensor], operands: Sequence[Tensor], _: Outputs, *, needs: Needs, shape: Sizes, **sizes: Sizes
-) -> GraphCall | tuple[Tensor, Tensor]:
-    grad, x = operands
-    groups = x.shape[1] // shape[1]
-    of_grad = convolution.call(x, grads[0], **sizes, groups=groups, activation=None)
-    of_x = conv_dgrad.call(grad, grads[0], shape=tuple(x.shape[1:]), **sizes).of("x")
-    return _needed((of_grad, of_x), needs)
-
-
 @graph_op(
     reference=_wgrad_reference,
-    backward=_wgrad_backward,
+    backward=_backward("weight", "grad", "x"),
     keeps_results=False,
     readable=_channels_last,
     views=_as_2d,
-    shard=lambda _: [sharding.ShardingStrategy("the batch", {"grad": 0, "x": 0}, (sharding.SUM,))],
+    shard=along_batch("grad", "x", result=sharding.SUM),
     flops=lambda grad, _, *, shape, **__: _flops(grad, shape),
 )
 def conv_wgrad(
@@ -239,26 +242,6 @@ def conv_wgrad(
     return g.conv_wgrad(image=x, loss=grad, **_geometry(stride, padding, dilation))
 
 
-def _backward(
-    grads: Sequence[Tensor], operands: Sequence[Tensor], _: Outputs, *, needs: Needs, **options: Any
-) -> GraphCall | tuple[Tensor | None, Tensor | None, Tensor | None]:
-    assert options["activation"] is None
-    sizes = {name: options[name] for name in ("stride", "padding", "dilation")}
-    (grad,), (x, weight) = grads, operands[:2]
-    needs_grad_x, needs_grad_weight, needs_grad_bias = needs
-    of_x = conv_dgrad.call(grad, weight, shape=tuple(x.shape[1:]), **sizes)
-    of_weight = conv_wgrad.call(grad, x, shape=tuple(weight.shape), **sizes).of("weight")
-    if needs == (True, False, False):
-        return of_x
-    if needs == (False, True, False):
-        return of_weight
-    return (
-        of_x() if needs_grad_x else None,
-        of_weight() if needs_grad_weight else None,
-        grad.sum((0, *range(2, grad.dim()))) if needs_grad_bias else None,
-    )
-
-
 def _read_by_backward(_: object, needs: Sequence[bool]) -> tuple[bool, bool, bool]:
     """The gradient of x reads the weight, and that of the weight reads x."""
     needs_grad_x, needs_grad_weight, _ = needs
@@ -267,15 +250,15 @@ def _read_by_backward(_: object, needs: Sequence[bool]) -> tuple[bool, bool, boo
 
 @graph_op(
     reference=_reference,
-    backward=_backward,
+    backward=_backward("grad", "x", "weight", "bias"),
     keeps_results=False,
     check=check_call,
     readable=_channels_last,
     views=_as_2d,
     reads=_read_by_backward,
     autocast=True,
-    shard=ways,
-    flops=_forward_flops,
+    shard=along_batch("x"),
+    flops=lambda *operands, **options: _flops(*convolution.outputs(operands, options), operands[1].shape),
 )
 def convolution(
     g: GraphBuilder,

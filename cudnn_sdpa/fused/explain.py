@@ -11,25 +11,16 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused import activation as gates
 from cudnn_sdpa.fused import conv, norm
 from cudnn_sdpa.fused.activation_graphs import gelu_mul_rows, relu_squared_rows, silu_mul_rows
-from cudnn_sdpa.fused.checks import EXPECTED, check_activation, checked_flag
+from cudnn_sdpa.fused.checks import EXPECTED, checked_flag
 from cudnn_sdpa.fused.conv_graphs import channels_last, check_call, conv_wgrad, convolution, sizes_of
 from cudnn_sdpa.fused.graph_op import GraphFunction
-from cudnn_sdpa.fused.norm_graphs import (
-    ACTIVATIONS,
-    check_residual,
-    checked_eps,
-    default_eps,
-    fuses,
-    layer_norm_rows,
-    rms_norm_rows,
-)
 from cudnn_sdpa.fused.norm_graphs import check as check_norm
+from cudnn_sdpa.fused.norm_graphs import checked_eps, default_eps, layer_norm_rows, rms_norm_rows
 from cudnn_sdpa.graph.key import PlanKey
 
 
@@ -43,23 +34,15 @@ def _rms_norm(
     activation: str | None,
     zero_centered: bool,
 ) -> Description:
-    zero_centered = checked_flag("zero_centered", zero_centered)
     eps = checked_eps(default_eps(x) if eps is None else eps)
-    check_norm(x, {"weight": weight}, eps)
-    check_activation(activation, ACTIVATIONS)
-    check_residual(x, residual)
-    can_fuse = fuses(x, weight)
-    is_separate = activation is not None and (not can_fuse or needs_gradient(x, weight, residual))
-    is_sum_separate = residual is not None and not can_fuse
-    shift = 1.0 if zero_centered and weight is not None else None
-    fused = None if is_separate else activation
-    notes = ["the sum of x and residual"] * is_sum_separate + [f"{activation} of the result"] * is_separate
-    if residual is not None and is_sum_separate:
+    shift = 1.0 if checked_flag("zero_centered", zero_centered) and weight is not None else None
+    sum_is_separate, activation_is_separate = norm.separate_steps(x, weight, eps, residual, activation)
+    notes = ["the sum of x and residual"] * sum_is_separate + [f"{activation} of the result"] * activation_is_separate
+    if residual is not None and sum_is_separate:
         x, residual = x + residual, None
-    notes = _copies(x=x, residual=residual) + notes
-    return _completed(
-        rms_norm_rows.describe(x, weight, eps, shift=shift, residual=residual, activation=fused), x, notes
-    )
+    fused = None if activation_is_separate else activation
+    description = rms_norm_rows.describe(x, weight, eps, shift=shift, residual=residual, activation=fused)
+    return _completed(description, x, _copies(x=x, residual=residual) + notes)
 
 
 @describes(norm.layer_norm, layer_norm_rows.ways)
@@ -96,7 +79,7 @@ def _convolution(
 ) -> Description:
     sizes = sizes_of(rank, **given)
     check_call(x, weight, bias, **sizes, groups=groups, activation=activation)
-    if rank == 2 and groups == 1 and conv.is_patch_embedding(x, weight, **sizes):
+    if conv.is_patch_embedding(x, weight, **sizes, groups=groups):
         reasons = ["the stride equals the filter size: the patches are gathered, and PyTorch multiplies them"]
         raise UnsupportedError("a cuDNN plan for this conv2d", reasons, "calling it")
     is_separate = conv.has_separate_activation(x, weight, bias, groups=groups, activation=activation)

@@ -101,14 +101,11 @@ def rms_norm(
             if known is not MISSED:
                 return known  # type: ignore[no-any-return]
     if residual is not None or activation is not None:
-        is_fused = _is_fused(x, weight)
-        if residual is not None and not is_fused:
-            check(x, {"weight": weight}, eps)
-            check_residual(x, residual)
+        sum_is_separate, activation_is_separate = separate_steps(x, weight, eps, residual, activation)
+        if residual is not None and sum_is_separate:
             total = (x + residual).contiguous()
             return rms_norm(total, weight, eps, activation=activation, zero_centered=zero_centered), total
-        if activation is not None and (not is_fused or _needs_gradient(x, weight, residual)):
-            check_activation(activation, ACTIVATIONS)
+        if activation_is_separate:
             normalized = rms_norm(x, weight, eps, residual=residual, zero_centered=zero_centered)
             activate = ACTIVATIONS[activation]
             return activate(normalized) if isinstance(normalized, Tensor) else (activate(normalized[0]), normalized[1])
@@ -121,16 +118,23 @@ def rms_norm(
     return results
 
 
-def _is_fused(x: Tensor, weight: Tensor | None) -> bool:
-    """See `fuses`; True for wrong arguments, which the checks name."""
+def separate_steps(
+    x: Tensor, weight: Tensor | None, eps: float, residual: Tensor | None, activation: str | None
+) -> tuple[bool, bool]:
+    """Whether the sum with a residual and the activation run in kernels of their own: then they are checked here."""
     try:
-        return fuses(x, weight)
-    except (AttributeError, IndexError, RuntimeError, TypeError):
-        return True
-
-
-def _needs_gradient(*tensors: object) -> bool:
-    return needs_gradient(*(x for x in tensors if isinstance(x, Tensor)))
+        is_fused = fuses(x, weight)
+    except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks name the wrong argument
+        is_fused = True
+    sum_is_separate = residual is not None and not is_fused
+    if sum_is_separate:
+        check(x, {"weight": weight}, eps)
+        check_residual(x, residual)
+    tensors = [tensor for tensor in (x, weight, residual) if isinstance(tensor, Tensor)]
+    activation_is_separate = activation is not None and (not is_fused or needs_gradient(*tensors))
+    if activation_is_separate:
+        check_activation(activation, ACTIVATIONS)
+    return sum_is_separate, activation_is_separate
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

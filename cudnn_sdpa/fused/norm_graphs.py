@@ -15,7 +15,14 @@ from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.engine.tensor_checks import dtype_name
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
-from cudnn_sdpa.fused.checks import check_activation, check_beside, check_dtype, check_savable, shown, widened
+from cudnn_sdpa.fused.checks import (
+    check_activation,
+    check_beside,
+    check_dtype,
+    check_savable,
+    shown,
+    widened,
+)
 from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.graph_op import GraphCall, Views, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
@@ -27,6 +34,8 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, 
 #: The largest float32 value: eps is passed to cuDNN as float32.
 MAX_EPS = torch.finfo(torch.float32).max
 
+#: For arguments in the order of PyTorch's norms.
+_HINT = "There is no normalized_shape here: rows are the last dimension of x."
 
 #: Machine epsilons of the dtypes of a norm's computation.
 _EPS, _EPS_OF_DOUBLE = (torch.finfo(dtype).eps for dtype in (torch.float32, torch.float64))
@@ -36,20 +45,16 @@ def default_eps(x: Tensor) -> float:
     return _EPS_OF_DOUBLE if getattr(x, "dtype", None) is torch.float64 else _EPS
 
 
-def check(x: Tensor, weights: Mapping[str, object], eps: object) -> None:
+def check(x: Tensor, weights: Mapping[str, Tensor | None], eps: object) -> None:
     check_dtype("x", x)
     if x.dim() == 0:
         raise ShapeError("x", "no dimension", "one dimension or more")
     checked_eps(eps)
+    dtypes, meaning = (x.dtype, torch.float32), "the last dimension of x"
     for name, weight in weights.items():
-        if weight is None:
-            continue
-        if not isinstance(weight, Tensor):
-            is_shape = isinstance(weight, (int, tuple, list))
-            hint = "There is no normalized_shape here: rows are the last dimension of x." if is_shape else ""
-            raise OptionError(name, type(weight).__name__, "a torch.Tensor", hint)
-        dtypes, meaning = (x.dtype, torch.float32), "the last dimension of x"
-        check_beside(name, weight, "x", x, dtype=dtypes, shape=x.shape[-1:], meaning=meaning)
+        if weight is not None:
+            hint = _HINT if isinstance(weight, (int, tuple, list)) else ""
+            check_beside(name, weight, "x", x, dtype=dtypes, shape=x.shape[-1:], meaning=meaning, hint=hint)
 
 
 def checked_eps(eps: object) -> float:
@@ -57,8 +62,8 @@ def checked_eps(eps: object) -> float:
     check_known("eps", eps)
     eps = as_float(eps)
     if isinstance(eps, bool) or not isinstance(eps, (int, float)) or not 0 <= eps <= MAX_EPS:
-        hint = "There is no normalized_shape here: rows are the last dimension of x." if isinstance(eps, Tensor) else ""
-        raise OptionError("eps", shown(eps), f"a number of at least 0, up to {MAX_EPS:.2g}", hint)
+        expected, hint = f"a number of at least 0, up to {MAX_EPS:.2g}", _HINT if isinstance(eps, Tensor) else ""
+        raise OptionError("eps", shown(eps), expected, hint)
     return eps
 
 
@@ -103,11 +108,10 @@ def _rms_reference(
     trains: bool,
     activation: str | None,
 ) -> tuple[Tensor, ...]:
-    total = x if residual is None else (widened(x) + widened(residual)).to(x.dtype)
     rows = widened(x) if residual is None else widened(x) + widened(residual)
     scale = (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
     out = ACTIVATIONS[activation](rows * scale * _factor(weight, shift, rows)).to(x.dtype)
-    return (out, *(() if residual is None else (total,)), *((scale,) if trains else ()))
+    return (out, *(() if residual is None else (rows.to(x.dtype),)), *((scale,) if trains else ()))
 
 
 def _rms_gradients_reference(
@@ -173,12 +177,6 @@ def _rms_backward(
     return grad_x, grad_weight, None, None, grad_x
 
 
-def _read_by_rms_backward(operands: Sequence[Value], _: object) -> list[bool]:
-    """The backward pass reads the sum instead of x if there is a residual."""
-    *_, residual = operands
-    return [residual is None, True, False, False, False]
-
-
 def _check_rms(
     x: Tensor,
     weight: Tensor | None,
@@ -215,7 +213,7 @@ def fuses(x: Tensor, weight: Tensor | None) -> bool:
     check=_check_rms,
     readable=_readable,
     views=_as_rows,
-    reads=_read_by_rms_backward,
+    reads=lambda operands, _: (operands[-1] is None, True, False, False, False),  # the sum with a residual, not x
     materialize_grads=False,
     shard={"x": 1, "residual": 1},
 )
@@ -281,18 +279,6 @@ def layer_norm_gradients(
     return tuple(gradients)
 
 
-def _layer_backward(
-    grads: Sequence[Tensor],
-    operands: Sequence[Value],
-    results: Sequence[Tensor],
-    *,
-    trains: bool,
-) -> GraphCall:
-    del trains
-    x, weight, _, _ = operands
-    return layer_norm_gradients.call(*grads, x, weight, *results)
-
-
 def _check_layer(x: Tensor, weight: Tensor, bias: Tensor, eps: object, *, trains: bool) -> None:
     del trains
     check(x, {"weight": weight, "bias": bias}, eps)
@@ -302,7 +288,7 @@ def _check_layer(x: Tensor, weight: Tensor, bias: Tensor, eps: object, *, trains
 
 @graph_op(
     reference=_layer_reference,
-    backward=_layer_backward,
+    backward=lambda grads, operands, results, **_: layer_norm_gradients.call(*grads, *operands[:2], *results),
     keeps_results=slice(1, None),
     auxiliary=2,
     check=_check_layer,
