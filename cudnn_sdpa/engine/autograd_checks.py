@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.engine.call import Fields, FieldsT
+from cudnn_sdpa.engine.call import FieldsT
 from cudnn_sdpa.engine.dispatch_state import is_batch, needs_gradient
 from cudnn_sdpa.errors import LayoutError, UnsupportedError
 from cudnn_sdpa.graph.scalars import is_compiling
@@ -118,9 +118,9 @@ def refuse_gradient_through(function: str, tensors: Mapping[str, Tensor | None])
         )
 
 
-def refuse_inference_tensors(call: Fields) -> None:
-    """Names the tensor that autograd could not save for backward, once that has failed."""
-    for name, tensor in zip(call._fields, call, strict=True):
+def refuse_inference_tensors(tensors: Mapping[str, object]) -> None:
+    """Names a tensor that autograd cannot save for backward; ignores other objects."""
+    for name, tensor in tensors.items():
         if isinstance(tensor, Tensor) and tensor.is_inference():
             raise LayoutError(
                 name,

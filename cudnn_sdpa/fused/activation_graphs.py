@@ -22,8 +22,6 @@ from cudnn_sdpa.fused.graph_op import GraphCall, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.scalars import is_true
 
-_no_second_gradient = no_second_gradient("silu_mul")
-
 
 def check(*tensors: Tensor, names: Sequence[str] = ("gate", "up")) -> None:
     """Checks that the arguments are tensors of one shape and dtype, without gaps that would need a copy."""
@@ -96,16 +94,6 @@ def _readable_gradients(grad: Tensor, gate: Tensor, up: Tensor | None = None, **
     return [grad.contiguous(), gate.contiguous() if up is None else gate, up]
 
 
-def _silu_and_slope(g: GraphBuilder, x: Symbol) -> tuple[Symbol, Symbol]:
-    """SiLU and its derivative, by σ and y = x σ: σ + (y - y σ).
-
-    cuDNN's `swish_backward` is as fast, but gives 0 instead of 1 from some x between 10⁶ and 10⁸ on (9.19, H100).
-    """
-    sigmoid = g.sigmoid(input=x)
-    silu = g.mul(a=x, b=sigmoid)
-    return silu, g.add(a=sigmoid, b=g.sub(a=silu, b=g.mul(a=silu, b=sigmoid)))
-
-
 def _ways(arguments: Mapping[str, object]) -> Sequence[sharding.ShardingStrategy]:
     """Shards any dimension of all operands; where one holds both halves, any but the last."""
     holds_both = arguments.get("up") is None
@@ -114,7 +102,7 @@ def _ways(arguments: Mapping[str, object]) -> Sequence[sharding.ShardingStrategy
 
 @graph_op(
     reference=_silu_mul_gradients_reference,
-    backward=_no_second_gradient,
+    backward=no_second_gradient("silu_mul"),
     keeps_results=False,
     check=_check_saved,
     readable=_readable_gradients,
@@ -125,14 +113,18 @@ def silu_mul_gradients(
     g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol | None = None, *, of_up: bool = True
 ) -> Symbol | tuple[Symbol, Symbol]:
     """Gradients of gate and up, one tensor where one holds both; of gate alone unless `of_up`."""
-    silu, slope = _silu_and_slope(g, gate)
+    # The slope of SiLU by σ and y = x σ: σ + (y - y σ). cuDNN's `swish_backward` is as fast, but gives 0 instead of 1
+    # from some x between 10⁶ and 10⁸ on (9.19, H100).
+    sigmoid = g.sigmoid(input=gate)
+    silu = g.mul(a=gate, b=sigmoid)
+    slope = g.add(a=sigmoid, b=g.sub(a=silu, b=g.mul(a=silu, b=sigmoid)))
     grad_gate = g.mul(a=g.mul(a=grad, b=up), b=slope)
     return (grad_gate, g.mul(a=silu, b=grad)) if of_up else grad_gate
 
 
 @graph_op(
     reference=lambda grad, gate: _gated(F.silu)(gate, grad),
-    backward=_no_second_gradient,
+    backward=no_second_gradient("silu_mul"),
     keeps_results=False,
     check=_check_saved,
     readable=lambda grad, gate: [grad.contiguous(), gate],
@@ -145,9 +137,8 @@ def silu_mul_grad_up(g: GraphBuilder, grad: Symbol, gate: Symbol) -> Symbol:
 
 
 def _silu_mul_backward(
-    grads: Sequence[Tensor], operands: Sequence[Tensor | None], results: Sequence[Tensor], *, needs: tuple[bool, ...]
+    grads: Sequence[Tensor], operands: Sequence[Tensor | None], _: object, *, needs: tuple[bool, ...]
 ) -> GraphCall:
-    del results
     (grad,), (needs_grad_gate, needs_grad_up) = grads, needs
     gate, up = operands
     if up is None or (needs_grad_gate and needs_grad_up):

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine import cpu_target
+from cudnn_sdpa.engine.autograd_checks import refuse_inference_tensors
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor, dtype_name, refuse_address
+from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_tensor, dtype_name, refuse_address
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.scalars import as_bool, check_known, is_compiling
@@ -24,14 +25,12 @@ _MAX_ITEMS, _MAX_BITS, _MAX_CHARACTERS = 8, 64, 60
 
 def check_dtype(name: str, tensor: Tensor) -> None:
     """Checks that an argument is a strided tensor of a supported dtype; on the CPU also float64, for gradcheck."""
-    check_strided(name, tensor)
-    is_refused = tensor.is_cuda or (tensor.is_cpu and cpu_target.checks_dtypes())
-    if tensor.dtype is torch.float64 and not is_refused:
-        return
-    if tensor.dtype not in _DTYPES:
-        hint = "float64 runs on the CPU only." if tensor.dtype is torch.float64 else ""
-        if not tensor.is_cuda and tensor.dtype is torch.float64:
-            hint = cpu_target.note_on_dtypes()
+    check_strided({name: tensor})
+    hint, is_refused = "", tensor.dtype not in _DTYPES
+    if tensor.dtype is torch.float64:
+        is_refused = tensor.is_cuda or (tensor.is_cpu and cpu_target.checks_dtypes())
+        hint = "float64 runs on the CPU only." if tensor.is_cuda else cpu_target.note_on_dtypes()
+    if is_refused:
         raise DtypeError(name, dtype_name(tensor.dtype), EXPECTED, hint)
 
 
@@ -49,10 +48,11 @@ def check_activation(activation: object, known: Collection[str | None]) -> None:
         raise OptionError("activation", shown(activation), " or ".join(map(repr, known)))
 
 
-def check_strided(name: str, x: object, hint: str = "") -> None:
-    """Checks that an operand is a tensor with strided memory, or zeros without memory: a launch has them filled."""
-    if is_compiling() or not (isinstance(x, Tensor) and x._is_zerotensor()):
-        check_is_tensor(name, x, hint=hint)
+def check_strided(operands: Mapping[str, object], hint: str = "") -> None:
+    """Checks that operands are tensors with strided memory, or zeros without memory: a launch has them filled."""
+    if not is_compiling():
+        operands = {k: x for k, x in operands.items() if not (isinstance(x, Tensor) and x._is_zerotensor())}
+    check_are_tensors(operands, hint=hint)
 
 
 def check_beside(
@@ -67,18 +67,14 @@ def check_beside(
     hint: str = "",
 ) -> None:
     """Checks that an argument is a strided tensor that fits `x`, the argument `of`; `hint` is for other objects."""
-    check_strided(name, tensor, hint)
+    check_strided({name: tensor}, hint)
     check_tensor(name, tensor, x, of=of, dtype=dtype, shape=shape, meaning=meaning)
 
 
 def check_savable(**tensors: Tensor | None) -> None:
     """Checks that autograd can save these tensors, if one of them requires a gradient."""
-    if is_compiling() or not needs_gradient(*tensors.values()):
-        return
-    for name, tensor in tensors.items():
-        if tensor is not None and tensor.is_inference():
-            hint = f"Use {name}.clone() outside of torch.inference_mode, or torch.no_grad()."
-            raise LayoutError(name, "a tensor made in inference mode", "one that autograd can save", hint)
+    if not is_compiling() and needs_gradient(*tensors.values()):
+        refuse_inference_tensors(tensors)
 
 
 def check_offsets(operands: Mapping[str, object], parts: Mapping[str, int]) -> None:
@@ -86,8 +82,7 @@ def check_offsets(operands: Mapping[str, object], parts: Mapping[str, int]) -> N
 
     Allocations themselves are aligned.
     """
-    tensors = {name: x for name, x in operands.items() if isinstance(x, Tensor)}
-    begins = {name: int(x.storage_offset()) * x.element_size() for name, x in tensors.items()}
+    begins = {name: int(x.storage_offset()) * x.element_size() for name, x in operands.items() if isinstance(x, Tensor)}
     for name, begin in (begins | dict(parts)).items():
         if begin % ALIGNMENT:
             try:

@@ -11,16 +11,10 @@ from torch import Tensor
 from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autocast import could_cast
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.launch import NOT_A_CALL
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.checks import check_activation
-from cudnn_sdpa.fused.conv_graphs import (
-    ACTIVATIONS,
-    Sizes,
-    along_batch,
-    channels_last,
-    convolution,
-    sizes_of,
-)
+from cudnn_sdpa.fused.conv_graphs import ACTIVATIONS, Sizes, along_batch, channels_last, convolution, sizes_of
 from cudnn_sdpa.fused.encoding import Options
 from cudnn_sdpa.graph.scalars import as_index
 
@@ -178,11 +172,18 @@ def _convolve(
 def has_separate_activation(
     x: Tensor, weight: Tensor, bias: Tensor | None, *, groups: int, activation: str | None
 ) -> bool:
-    """Whether the activation is a separate kernel; False for wrong arguments, which the checks name."""
+    """Whether the activation is a separate kernel; False for wrong arguments, which the checks name.
+
+    cuDNN has kernels that fuse it by plans for five generations of GPUs. 9.19 has none on an H200 for groups of
+    channels that do not fill one 16-byte load.
+    """
     check_activation(activation, ACTIVATIONS)
     try:
-        return needs_gradient(x, weight, bias) or not _can_fuse(x, weight, bias, groups=groups, activation=activation)
-    except (AttributeError, IndexError, RuntimeError, TypeError):
+        filters, channels, *_ = weight.shape
+        is_fused = filters > 1 and (groups <= 1 or (groups != x.shape[1] and channels % _CHANNELS_PER_LOAD == 0))
+        is_fused = is_fused or (activation == "relu" and bias is not None)
+        return activation is not None and (not is_fused or needs_gradient(x, weight, bias))
+    except NOT_A_CALL:
         return False
 
 
@@ -191,17 +192,6 @@ def _may_be_tf32() -> bool:
         return bool(torch.backends.cudnn.allow_tf32)
     except RuntimeError:  # PyTorch forbids reading the older setting once the newer one is in use
         return str(torch.backends.cudnn.conv.fp32_precision) != "ieee"  # type: ignore[attr-defined]
-
-
-def _can_fuse(x: Tensor, weight: Tensor, bias: Tensor | None, *, groups: int, activation: str | None) -> bool:
-    """Whether cuDNN has a kernel that fuses the activation, by plans for five generations of GPUs.
-
-    cuDNN 9.19 has none on an H200 for groups of channels that do not fill one 16-byte load.
-    """
-    if activation is None or (activation == "relu" and bias is not None):
-        return True
-    filters, channels, *_ = weight.shape
-    return filters > 1 and (groups <= 1 or (groups != x.shape[1] and channels % _CHANNELS_PER_LOAD == 0))
 
 
 def is_patch_embedding(

@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks, sharding
-from cudnn_sdpa.engine.tensor_checks import check_tensor
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
 from cudnn_sdpa.fused.checks import check_activation, check_beside, check_dtype, shown, widened
 from cudnn_sdpa.fused.encoding import Options, Value
@@ -39,14 +38,15 @@ MAX_SIZE = 2**31 - 1
 
 
 def check_call(
-    x: Tensor, weight: Tensor, bias: Tensor | None, *, groups: object, activation: object, **sizes: object
+    x: Tensor, weight: Tensor, bias: Tensor | None, *, groups: object, activation: object, **sizes: Sizes
 ) -> None:
-    stride = sizes["stride"]
-    rank = len(stride) if isinstance(stride, tuple) else x.dim() - 2
+    """Checks all arguments but the sizes themselves, which `sizes_of` has checked."""
+    padding, dilation = sizes["padding"], sizes["dilation"]
+    rank = len(padding)
     check_dtype("x", x)
-    others = {"weight": weight} if bias is None else {"weight": weight, "bias": bias}
-    for name, tensor in others.items():
-        check_beside(name, tensor, "x", x)
+    check_beside("weight", weight, "x", x)
+    if bias is not None:
+        check_beside("bias", bias, "x", x, shape=weight.shape[:1])
     check_known("groups", groups)
     if isinstance(groups, bool) or not isinstance(groups, int) or groups < 1:
         raise OptionError("groups", shown(groups), "an int of at least 1")
@@ -56,13 +56,11 @@ def check_call(
         got = f"shape {tuple(weight.shape)} with {shown(groups)} groups"
         expected = f"(filters, channels / groups, then {rank} filter sizes) for x of shape {tuple(x.shape)}"
         raise ShapeError("weight", got, expected)
-    check_tensor("bias", bias, x, of="x", shape=weight.shape[:1])
     for name, tensor, shape in (("x", x, x.shape[1:]), ("weight", weight, weight.shape)):
         if 0 in shape:
             raise ShapeError(name, f"shape {tuple(tensor.shape)}", "sizes of at least 1")
     autograd_checks.refuse_transforms(f"conv{rank}d", x, weight, bias, loops=False)
     check_activation(activation, ACTIVATIONS)
-    _, padding, dilation = sizes_of(rank, **sizes).values()
     for length, size, zeros, spacing in zip(x.shape[2:], weight.shape[2:], padding, dilation, strict=True):
         if is_true(length + 2 * zeros > MAX_SIZE):
             raise OptionError("padding", str(zeros), f"no more than {MAX_SIZE} elements including padding")
@@ -169,6 +167,11 @@ def _flops(y: Tensor, shape: Sizes) -> int:
     return 2 * y.numel() * math.prod(shape[1:])
 
 
+def _forward_flops(*operands: Any, **options: Any) -> int:
+    (y,) = convolution.outputs(operands, options)
+    return _flops(y, operands[1].shape)
+
+
 def _geometry(stride: Sizes, padding: Sizes, dilation: Sizes) -> dict[str, list[int]]:
     pads = list(padding)
     return {"pre_padding": pads, "post_padding": pads, "stride": list(stride), "dilation": list(dilation)}
@@ -242,12 +245,6 @@ def conv_wgrad(
     return g.conv_wgrad(image=x, loss=grad, **_geometry(stride, padding, dilation))
 
 
-def _read_by_backward(_: object, needs: Sequence[bool]) -> tuple[bool, bool, bool]:
-    """The gradient of x reads the weight, and that of the weight reads x."""
-    needs_grad_x, needs_grad_weight, _ = needs
-    return needs_grad_weight, needs_grad_x, False
-
-
 @graph_op(
     reference=_reference,
     backward=_backward("grad", "x", "weight", "bias"),
@@ -255,10 +252,10 @@ def _read_by_backward(_: object, needs: Sequence[bool]) -> tuple[bool, bool, boo
     check=check_call,
     readable=_channels_last,
     views=_as_2d,
-    reads=_read_by_backward,
+    reads=lambda _, needs: (needs[1], needs[0], False),  # the gradient of x reads the weight, the weight's reads x
     autocast=True,
     shard=along_batch("x"),
-    flops=lambda *operands, **options: _flops(*convolution.outputs(operands, options), operands[1].shape),
+    flops=_forward_flops,
 )
 def convolution(
     g: GraphBuilder,

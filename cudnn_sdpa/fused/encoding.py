@@ -83,19 +83,11 @@ def _encoded(values: Iterable[object], symbols: list[torch.SymInt], numbers: lis
 
 
 def decoded_options(text: str, symbols: Sequence[int], numbers: Sequence[float]) -> tuple[object, ...]:
-    values: tuple[object, ...] = ast.literal_eval(_Substitution(symbols, numbers).apply(text))
-    return values
+    lists: Mapping[str, Sequence[float]] = {"_": symbols, "f": numbers}
 
+    def value(node: ast.expr) -> object:
+        if isinstance(node, ast.Name):  # a reference of `_encoded`
+            return lists[node.id[0]][int(node.id[1:])]
+        return tuple(map(value, node.elts)) if isinstance(node, ast.Tuple) else ast.literal_eval(node)
 
-class _Substitution(ast.NodeTransformer):
-    """Replaces the references of `_encoded` by their sizes and floats."""
-
-    def __init__(self, symbols: Sequence[int], numbers: Sequence[float]) -> None:
-        self._lists: Mapping[str, Sequence[float]] = {"_": symbols, "f": numbers}
-
-    def apply(self, text: str) -> ast.expr:
-        expression: ast.expr = self.visit(ast.parse(f"({text})", mode="eval").body)
-        return expression
-
-    def visit_Name(self, node: ast.Name) -> ast.Constant:
-        return ast.Constant(self._lists[node.id[0]][int(node.id[1:])])
+    return tuple(map(value, cast("ast.Tuple", ast.parse(f"({text})", mode="eval").body).elts))

@@ -36,11 +36,11 @@ def _rms_norm(
 ) -> Description:
     eps = checked_eps(default_eps(x) if eps is None else eps)
     shift = 1.0 if checked_flag("zero_centered", zero_centered) and weight is not None else None
-    sum_is_separate, activation_is_separate = norm.separate_steps(x, weight, eps, residual, activation)
-    notes = ["the sum of x and residual"] * sum_is_separate + [f"{activation} of the result"] * activation_is_separate
-    if residual is not None and sum_is_separate:
+    has_sum, has_activation = norm.separate_steps(x, weight, eps, residual=residual, activation=activation)
+    notes = ["the sum of x and residual"] * has_sum + [f"{activation} of the result"] * has_activation
+    if residual is not None and has_sum:
         x, residual = x + residual, None
-    fused = None if activation_is_separate else activation
+    fused = None if has_activation else activation
     description = rms_norm_rows.describe(x, weight, eps, shift=shift, residual=residual, activation=fused)
     return _completed(description, x, _copies(x=x, residual=residual) + notes)
 
@@ -87,7 +87,7 @@ def _convolution(
     forward = convolution.describe(x, weight, bias, **sizes, groups=groups, activation=fused)
     copied = [name for name, part in (("x", x), ("weight", weight)) if channels_last(part) is not part]
     notes = [f"{name} is copied to channels last" for name in copied]
-    notes += [f"{activation} of the result"] * (is_separate and activation is not None)
+    notes += [f"{activation} of the result"] * is_separate
     if forward.backward is not None:
         extra_kernels = [x for x in forward.backward.extra_kernels if x != f"{conv_wgrad.__name__}, a separate plan"]
         extra_kernels += ["the gradient of the weight, a separate plan"] * (x.requires_grad and weight.requires_grad)

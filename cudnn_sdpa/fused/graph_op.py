@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
 from collections.abc import Callable, Container, Hashable, Mapping, Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, replace
 from functools import partial
@@ -43,8 +42,9 @@ from cudnn_sdpa.engine.launch import (
     type_of,
 )
 from cudnn_sdpa.engine.native.calls import MISSED, Differentiation, NativeCalls, NativelySaved, RepeatableCall
+from cudnn_sdpa.engine.tensor_checks import without_memory
 from cudnn_sdpa.engine.torch_ops import SCHEMAS, Implementations, implement
-from cudnn_sdpa.errors import DeviceError, DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
+from cudnn_sdpa.errors import DtypeError, ExecutionError, LayoutError, OptionError, UnsupportedError
 from cudnn_sdpa.fused import large
 from cudnn_sdpa.fused.checks import check_offsets, check_savable, check_strided, shown
 from cudnn_sdpa.fused.encoding import Options, Value, checked_option, decoded_options, encoded, joined, operand_kinds
@@ -70,12 +70,6 @@ Views = tuple[Sequence[Value], Sequence[Tensor], Options]
 
 #: Launches a call, given its tensors and, by name, its numbers.
 Run = Callable[..., Sequence[Tensor]]
-
-#: Larger integers overflow float32.
-_MAX_NUMBER = 2**127
-
-#: The builder's option that says whether a gradient is wanted.
-TRAINS = "trains"
 
 #: All graph functions of this process by their tokens. They are never removed: a gradient may be computed after all
 #: other references to its function are gone, and no other function may get its token.
@@ -149,6 +143,7 @@ class GraphFunction(GraphDefinition):
         self.ways = shard
         functions = (builder, self.backward, self.reference, declared.outputs, self.readable, self.views, self.reads)
         self.token = register(self, function_digest(*functions))
+        self._could_cast = could_cast if self.autocast else lambda _: False
         self.table: CallTable[_BoundCall] = CallTable()
         self.calls = NativeCalls(numbers=len(self.operands))
 
@@ -231,7 +226,8 @@ class GraphFunction(GraphDefinition):
             run = self.prepared(values, static)
             # The signature is of the caller's operands. A plan for casts or copies of them, or for operands that
             # `readable` fills in, would not fit.
-            is_as_given = all(map(operator.is_, values, self._completed(operands)))
+            given = self._completed(operands)
+            is_as_given = all(x is y or isinstance(y, int) for x, y in zip(values, given, strict=True))
             if is_as_given and isinstance(run, BoundPlan):
                 self.table.add(self._signature(operands, options, trains), _BoundCall(run, run.plan, static, trains))
         if trains:
@@ -239,8 +235,7 @@ class GraphFunction(GraphDefinition):
         return self._returned(run(tensors, numbers=_numbers(values)), trains=False)
 
     def _by_operator(self, values: Sequence[Value], static: Options) -> Sequence[Tensor]:
-        arguments = encoded(values, static)
-        results: Sequence[Tensor] = torch.ops.cudnn_sdpa.graph_function(self.token, *arguments)
+        results: Sequence[Tensor] = torch.ops.cudnn_sdpa.graph_function(self.token, *encoded(values, static))
         return results
 
     def _on_dtensors(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> Result:
@@ -265,9 +260,6 @@ class GraphFunction(GraphDefinition):
             return self.table.get(self._signature(operands, options, trains))
         except NOT_A_CALL:  # the checks name the wrong argument
             return None
-
-    def _could_cast(self, tensors: Sequence[Tensor]) -> bool:
-        return self.autocast and could_cast(tensors)
 
     def _signature(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> Hashable:
         """Everything that determines a call's plan and its binding; of numbers, which are data, the type."""
@@ -299,22 +291,15 @@ class GraphFunction(GraphDefinition):
         layouts = entry.bound.results
         count = len(layouts) - (self.auxiliary if entry.trains else 0)
         call = RepeatableCall(entry.bound, _tensors(operands), range(count), single_output=count == 1)
+        differentiation = None
         if entry.trains:
             values = self._completed(operands)
-            differentiation = self.saved(values, entry.static, _requiring(values)).differentiation(values, layouts)
-            self.calls.register(operands, options, call, differentiation)
-        else:
-            self.calls.register(operands, options, call)
+            differentiation = Saved(self, entry.static, values, _requiring(values)).differentiation(values, layouts)
+        self.calls.register(operands, options, call, differentiation)
 
     def _differentiate(self, values: tuple[Value, ...], static: Options, run: Run) -> Result:
-        result: Result = Differentiable.apply(_Tracked(run, self.saved(values, static, _requiring(values))), *values)
+        result: Result = Differentiable.apply(_Tracked(run, Saved(self, static, values, _requiring(values))), *values)
         return result
-
-    def saved(self, values: Sequence[Value], static: Options, needs: Sequence[bool] | None = None) -> Saved:
-        """State for a call's backward pass, given which operands require a gradient."""
-        needs = tuple(needs or [True] * len(values))
-        reads = [True] * len(values) if self.reads is None else self.reads(values, needs)
-        return Saved(self, static, values, reads)
 
     def _returned(self, results: Sequence[Tensor], *, trains: bool) -> Result:
         """The results for the caller, without those for `backward` alone."""
@@ -327,7 +312,6 @@ class GraphFunction(GraphDefinition):
 
     def _run_elsewhere(self, values: Sequence[Value], static: Options, *_: object, **__: object) -> Outputs:
         """Runs a call without a plan: on the CPU, on tensors without memory or without elements."""
-        values = tuple([float(x) if isinstance(x, int) else x for x in values])
         tensors = _tensors(values)
         if any(x.is_meta for x in tensors):
             return _fake_results(self, values, static)
@@ -342,13 +326,13 @@ class GraphFunction(GraphDefinition):
     def arguments(
         self, operands: tuple[Value, ...], options: Mapping[str, object]
     ) -> tuple[tuple[Value, ...], Options]:
-        """All operands, cast for autocast, and all options; both checked. Operands are in the builder's order."""
+        """All operands in the builder's order, cast for autocast, numbers as floats; and all options; both checked."""
         if len(operands) > len(self.operands):
             got = f"{len(operands)} of them"
             raise OptionError(f"operands of {self.__name__}", got, f"no more than {', '.join(self.operands)}")
         values, static = self._completed(operands), {**self.options, **options}
-        if static.get(TRAINS) is inspect.Parameter.empty:
-            static[TRAINS] = needs_gradient(*_tensors(values))
+        if static.get("trains") is inspect.Parameter.empty:
+            static["trains"] = needs_gradient(*_tensors(values))
         for name, value in static.items():
             if value is inspect.Parameter.empty:
                 raise OptionError(name, "nothing", f"a value: {self.__name__} has no default for this option")
@@ -361,7 +345,7 @@ class GraphFunction(GraphDefinition):
         _check_operands(self._named(values), self._optional)
         autograd_checks.refuse_tangents(self._named(values))
         autograd_checks.refuse_transforms(self.__name__.removesuffix("_rows"), *values, loops=False)
-        return values, static
+        return tuple([float(x) if isinstance(x, int) else x for x in values]), static
 
     def as_readable(self, values: Sequence[Value], static: Options) -> tuple[Value, ...]:
         """The operands, with copies of those that kernels cannot read."""
@@ -372,7 +356,7 @@ class GraphFunction(GraphDefinition):
     def outputs(self, values: Sequence[Value], static: Options) -> Outputs:
         """Meta tensors like the results."""
         assert self._outputs is not None
-        meta = [_without_memory(x) for x in values]
+        meta = [without_memory(x) if isinstance(x, Tensor) else x for x in values]
         with torch.no_grad():
             results = as_tuple(self._outputs(*meta, **static))
         for number, result in enumerate(results):
@@ -389,7 +373,7 @@ class GraphFunction(GraphDefinition):
     def _viewed(self, values: Sequence[Value], results: Sequence[Tensor], static: Options) -> Views:
         return (values, results, static) if self.views is None else self.views(values, results, static)
 
-    def _key(self, viewed: Views, target: Target, device: int | None, *, deterministic: bool) -> PlanKey:
+    def _key(self, viewed: Views, target: Target, device: int | None) -> PlanKey:
         values, results, static = viewed
         rank = max(x.dim() for x in _tensors(values))
         number = TensorLayout.contiguous((1,) * rank, torch.float32)
@@ -400,39 +384,32 @@ class GraphFunction(GraphDefinition):
             if x is not None
         ]
         outputs = [Operand(f"output{index}", layout) for index, layout in enumerate(layouts)]
-        return self.key(
-            inputs=inputs, outputs=outputs, options=static, target=target, device=device, deterministic=deterministic
-        )
+        return self.key(inputs, outputs, static, target, device=device, deterministic=is_deterministic())
 
     def prepared(self, values: tuple[Value, ...], static: Options) -> BoundPlan | large.LargeCall:
         """A call, with all operands and options and tensors that kernels can read, bound to its plan or split."""
         signature = self._signature(values, static, False)
         entry: _BoundCall | None = self.table.get(signature)
-        if entry is None:
-            check_one_device(self.operands, values)
-            results = self.outputs(values, static)
-            if (split := self._split(values, results)) is not None:
-                return large.LargeCall(
-                    lambda part: self.prepared(part, static), split, operands=self._named(values), results=results
-                )
-            with torch.cuda.device(_tensors(values)[0].device):
-                bound = self._bind(values, results, static)
-            entry = _BoundCall(bound, bound.plan, static, trains=False)
-            self.table.add(signature, entry)
-        return entry.bound
-
-    def _bind(self, values: tuple[Value, ...], results: Outputs, static: Options) -> BoundPlan:
-        device = _tensors(values)[0].get_device()
-        viewed = self._viewed(values, results, static)
-        key = self._key(viewed, live_target(device), device, deterministic=is_deterministic())
-        by_name = self._named(values)
-        return BoundPlan(
-            plan=plan_cache.get(key, partial(build_plan, self)),
-            operands=[name for name, x in by_name.items() if isinstance(x, Tensor)],
-            results=[(tuple(x.shape), tuple(x.stride()), x.dtype) for x in results],
-            numbers={name: float(x) for name, x in by_name.items() if isinstance(x, (int, float))},
-            extras=LaunchExtras(addresses=self._parts(values, results, viewed)),
-        )
+        if entry is not None:
+            return entry.bound
+        check_one_device(self.operands, values)
+        results, named = self.outputs(values, static), self._named(values)
+        layouts = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in results]
+        if (split := self._split(values, results)) is not None:
+            bind = partial(self.prepared, static=static)
+            return large.LargeCall(bind, split, self.operands, operand_kinds(values), results=layouts)
+        viewed, device = self._viewed(values, results, static), _tensors(values)[0].get_device()
+        with torch.cuda.device(device):
+            key = self._key(viewed, live_target(device), device)
+            bound = BoundPlan(
+                plan=plan_cache.get(key, partial(build_plan, self)),
+                operands=[name for name, x in named.items() if isinstance(x, Tensor)],
+                results=layouts,
+                numbers={name: x for name, x in named.items() if isinstance(x, float)},
+                extras=LaunchExtras(addresses=self._parts(values, results, viewed)),
+            )
+        self.table.add(signature, _BoundCall(bound, bound.plan, static, trains=False))
+        return bound
 
     def _parts(self, values: Sequence[Value], results: Sequence[Tensor], viewed: Views) -> dict[str, Address]:
         """Operands and results of the views beyond the call's: parts of the operand before, or of the first result."""
@@ -447,21 +424,32 @@ class GraphFunction(GraphDefinition):
         return parts
 
     def describe(self, *operands: Value, **options: object) -> Description:
-        """The description of a call with these arguments on a GPU, and of its gradient."""
+        """The description of a call with these arguments on a GPU, and of its gradient.
+
+        The gradient's plan is that of the first graph function that `backward` calls; the others are notes.
+        """
         checked, static = self.arguments(*self._in_order(operands, options))
         if sharding.has_dtensor(*checked):
             local = sharding.local_arguments(self.__name__, self.ways, self._named(checked))
             checked = tuple(local.values())
         tensors = _tensors(checked)
         trains = needs_gradient(*tensors) and self.backward is not None
-        values = tuple(_without_memory(x) for x in checked)
+        values = tuple(without_memory(x) if isinstance(x, Tensor) else x for x in checked)
         with torch.no_grad():
-            description = self._describe(values, static, tensors[0].get_device() if tensors[0].is_cuda else None)
-            if not trains:
-                return description
-            return replace(
-                description, backward=self._describe_gradients(description, values, static, _requiring(checked))
-            )
+            forward = self._describe(values, static, tensors[0].get_device() if tensors[0].is_cuda else None)
+            if not trains or forward.is_empty:
+                return replace(forward, backward=forward if trains else None)
+            values = self.as_readable(values, static)
+            results = self.outputs(values, static)
+            grads, kept = self.without_auxiliary(results, trains=True), results[self.kept]
+            with _Recorder() as recorder:
+                gradients(self, grads, values, results=kept, static=static, needs=_requiring(checked))
+            if not recorder.calls:
+                return forward
+            (function, operands, options), *others = recorder.calls
+            backward = function._describe(operands, options, forward.device)
+        notes = [f"{other.__name__}, a separate plan" for other, *_ in others]
+        return replace(forward, backward=replace(backward, extra_kernels=backward.extra_kernels + notes))
 
     def _describe(self, values: tuple[Value, ...], static: Options, device: int | None) -> Description:
         if any(x.numel() == 0 for x in _tensors(values)):
@@ -472,28 +460,8 @@ class GraphFunction(GraphDefinition):
             notes.append(f"the same in {split.parts - 1} other parts of {split.way.name}")
             values = split.part(self._named(values), 0)
             results = self.outputs(values, static)
-        viewed = self._viewed(values, results, static)
-        key = partial(self._key, viewed, deterministic=is_deterministic())
+        key = partial(self._key, self._viewed(values, results, static))
         return Description(self, key, device, extra_kernels=notes)
-
-    def _describe_gradients(
-        self, forward: Description, values: tuple[Value, ...], static: Options, needs: tuple[bool, ...]
-    ) -> Description | None:
-        """The plan of the first graph function that `backward` calls; the others as notes. None if it calls none."""
-        if forward.is_empty:
-            return forward
-        values = self.as_readable(values, static)
-        results = self.outputs(values, static)
-        grads = self.without_auxiliary(results, trains=True)
-        recorder = _Recorder()
-        with recorder:
-            gradients(self, grads, values, results=results[self.kept], static=static, needs=needs)
-        if not recorder.calls:
-            return None
-        (function, operands, options), *others = recorder.calls
-        notes = [f"{other.__name__}, a separate plan" for other, *_ in others]
-        description = function._describe(operands, options, forward.device)
-        return replace(description, extra_kernels=description.extra_kernels + notes)
 
 
 @dataclass(frozen=True)
@@ -521,28 +489,28 @@ class GraphCall:
     def gradients(self, function: GraphFunction) -> tuple[Tensor | None, ...]:
         """Runs the call, whose results are gradients of another function: one for each operand of that."""
         results: tuple[Tensor, ...] = as_tuple(self())
-        by_position = dict(zip(self.positions(function, len(results)), results, strict=True))
-        return tuple([by_position.get(position) for position in range(len(function.operands))])
+        by_name = dict(zip(self._names_in(function, len(results)), results, strict=True))
+        return tuple([by_name.get(name) for name in function.operands])
 
-    def positions(self, function: GraphFunction, count: int) -> list[int]:
-        """Positions of the operands of the differentiated function whose gradients are the results, of this number."""
+    def _names_in(self, function: GraphFunction, count: int) -> tuple[str, ...]:
+        """The operands of the differentiated function whose gradients the results are, of this number."""
         names = function.operands[:count] if self.names is None else self.names
         if len(names) != count or len(set(names)) != count or not set(names) <= set(function.operands):
             named = "" if self.names is None else f" as the gradients of {', '.join(names) or 'nothing'}"
             got = f"a call of {self.function.__name__} with {count} result{'s' * (count != 1)}{named}"
             raise OptionError("backward", got, f"a result for each operand named, of {', '.join(function.operands)}")
-        return [function.operands.index(name) for name in names]
+        return names
 
     def repeatable(self, function: GraphFunction, needs: Sequence[bool]) -> RepeatableCall | None:
         """The call, which has run, if it was one launch with all needed gradients of another function."""
         entry = self.function._find(self.operands, self.options)
         if entry is None or entry.trains or entry.bound.numbers:
             return None
-        positions = self.positions(function, len(entry.bound.results))
-        needed = [index for index, need in enumerate(needs) if need]
-        if not set(needed) <= set(positions):
+        names = self._names_in(function, len(entry.bound.results))
+        needed = [name for name, need in zip(function.operands, needs, strict=True) if need]
+        if not set(needed) <= set(names):
             return None
-        return RepeatableCall(entry.bound, _tensors(self.operands), [positions.index(index) for index in needed])
+        return RepeatableCall(entry.bound, _tensors(self.operands), [names.index(name) for name in needed])
 
 
 def gradients(
@@ -569,18 +537,21 @@ def gradients(
 
 
 class Saved:
-    """State of a call for its backward pass; autograd's graph holds this and no plan."""
+    """State of a call for its backward pass, given which operands require a gradient.
+
+    Autograd's graph holds this and no plan.
+    """
 
     __slots__ = ("_kinds", "_static", "_unread", "function")
 
     def __init__(
-        self, function: GraphFunction, static: Options, values: Sequence[Value], reads: Sequence[bool]
+        self, function: GraphFunction, static: Options, values: Sequence[Value], needs: tuple[bool, ...]
     ) -> None:
         self.function, self._static = function, static
-        unread = [(i, x) for i, x in enumerate(values) if isinstance(x, Tensor) and not reads[i]]
-        self._unread = [(index, (x.shape, x.stride(), x.dtype)) for index, x in unread]
-        is_left_out = [index for index, _ in unread]
-        self._kinds = operand_kinds([None if index in is_left_out else x for index, x in enumerate(values)])
+        reads = [True] * len(values) if function.reads is None else function.reads(values, needs)
+        unread = {index: x for index, x in enumerate(values) if isinstance(x, Tensor) and not reads[index]}
+        self._unread = [(index, (x.shape, x.stride(), x.dtype)) for index, x in unread.items()]
+        self._kinds = operand_kinds([None if index in unread else x for index, x in enumerate(values)])
 
     def save(self, ctx: Any, values: Sequence[Value], results: Sequence[Tensor]) -> None:
         """Saves the values of a call in `ctx`: the operands that `backward` reads, the kept results, the numbers."""
@@ -749,7 +720,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Sequence[Tensor]) -> None:
     function, values, static = _decode(*inputs)
-    function.saved(values, static).save(ctx, values, output)
+    Saved(function, static, values, (True,) * len(values)).save(ctx, values, output)
     _, kinds, _, numbers, *_ = inputs
     ctx.kinds, ctx.has_numbers = kinds, bool(numbers)
 
@@ -805,14 +776,12 @@ def _check_operands(operands: Mapping[str, object], optional: Container[str]) ->
     tensors = {name: x for name, x in operands.items() if isinstance(x, Tensor)}
     if not tensors:
         raise OptionError(next(iter(operands)), "no tensor at all", "a tensor among the operands")
-    first = next(iter(tensors.values()))
+    check_strided(tensors)
+    check_one_device(list(tensors), list(tensors.values()))
     for name, value in operands.items():
         if value is None and name not in optional:
             raise OptionError(name, "None", "a tensor or a number")
         if isinstance(value, Tensor):
-            check_strided(name, value)
-            if value.device != first.device:
-                raise DeviceError(name, str(value.device), f"{first.device}, the device of the first tensor")
             if value.dtype not in CUDNN_DTYPE_NAMES:
                 raise DtypeError(name, str(value.dtype), "a dtype that cuDNN supports")
         elif value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
@@ -840,15 +809,8 @@ def _check_shard(shard: Mapping[str, int], operands: Sequence[str]) -> None:
 
 
 def _check_number(name: str, value: int) -> None:
-    if abs(value) > _MAX_NUMBER:
+    if abs(value) > 2**127:  # larger ones overflow float32
         raise OptionError(name, shown(value), "a number that float32 can represent")
-
-
-def _without_memory(value: Value) -> Value:
-    """An operand for shape computations: tensors become meta tensors."""
-    if isinstance(value, Tensor):
-        return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
-    return float(value) if isinstance(value, int) else value  # PyTorch's own functions take no int of 65 bits
 
 
 @dataclass(frozen=True, eq=False)

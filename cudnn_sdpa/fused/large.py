@@ -8,6 +8,7 @@ that are allocated once; results that are sums are summed in float32.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from cudnn_sdpa.engine.launch import BoundPlan, Layout
 from cudnn_sdpa.engine.sharding import ShardingStrategy, Strategies, size_of
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.fused.encoding import Value, joined, operand_kinds
+from cudnn_sdpa.fused.encoding import Value, joined
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.scalars import is_known
@@ -91,29 +92,31 @@ def _fitting(x: Tensor, dim: int) -> int:
     return size if stride == 0 else min(size, (known_issues.MAX_OFFSET - inner) // stride + 1)
 
 
+@dataclass(frozen=True)
 class LargeCall:
-    """Launches a call in parts; `results` are the layouts of the whole results."""
+    """Launches a call in parts.
 
-    def __init__(
-        self,
-        bind: Callable[[tuple[Value, ...]], BoundPlan | LargeCall],
-        split: Split,
-        operands: Mapping[str, Value],
-        results: Sequence[Tensor],
-    ) -> None:
-        """Splits it; `bind` binds a part, given its operands, to its plan."""
-        self._bind, self._split = bind, split
-        self._names, self._kinds = tuple(operands), operand_kinds(operands.values())
-        self.results: list[Layout] = [(tuple(x.shape), tuple(x.stride()), x.dtype) for x in results]
+    Attributes:
+        bind: Binds a part, given its operands, to its plan.
+        names: The names of the operands.
+        kinds: What they are, as `operand_kinds` says.
+        results: The layouts of the whole results.
+    """
+
+    bind: Callable[[tuple[Value, ...]], BoundPlan | LargeCall]
+    split: Split
+    names: Sequence[str]
+    kinds: str
+    results: Sequence[Layout]
 
     def __call__(
         self, tensors: Sequence[Tensor], *, numbers: tuple[float, ...], into: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        operands = dict(zip(self._names, joined(self._kinds, tensors, numbers), strict=True))
+        operands = dict(zip(self.names, joined(self.kinds, tensors, numbers), strict=True))
         with torch.no_grad(), torch.cuda.device(tensors[0].device):
             results = [allocate(*layout) for layout in self.results] if into is None else list(into)
             sums: dict[int, Tensor] = {}
-            for begin in range(0, self._split.size, self._split.part_size):
+            for begin in range(0, self.split.size, self.split.part_size):
                 self._run_part(operands, begin, results, sums)
             for number, total in sums.items():
                 results[number].copy_(total)
@@ -122,9 +125,9 @@ class LargeCall:
     def _run_part(
         self, operands: Mapping[str, Value], begin: int, results: Sequence[Tensor], sums: dict[int, Tensor]
     ) -> None:
-        split = self._split
+        split = self.split
         part = split.part(operands, begin)
-        launch = self._bind(part)
+        launch = self.bind(part)
         parts = [
             None if isinstance(dim := split.way.result(n), str) else split.of(x, dim, begin)
             for n, x in enumerate(results)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.launch import NOT_A_CALL
 from cudnn_sdpa.engine.native.calls import MISSED
 from cudnn_sdpa.fused.checks import check_activation, checked_flag
 from cudnn_sdpa.fused.encoding import Value
@@ -15,7 +16,6 @@ from cudnn_sdpa.fused.norm_graphs import (
     ACTIVATIONS,
     MAX_EPS,
     check,
-    check_residual,
     checked_eps,
     default_eps,
     fuses,
@@ -101,21 +101,18 @@ def rms_norm(
             if known is not MISSED:
                 return known  # type: ignore[no-any-return]
     if residual is not None or activation is not None:
-        sum_is_separate, activation_is_separate = separate_steps(x, weight, eps, residual, activation)
-        if residual is not None and sum_is_separate:
+        has_sum, has_activation = separate_steps(x, weight, eps, residual=residual, activation=activation)
+        if residual is not None and has_sum:
             total = (x + residual).contiguous()
             return rms_norm(total, weight, eps, activation=activation, zero_centered=zero_centered), total
-        if activation_is_separate:
+        if has_activation:
             normalized = rms_norm(x, weight, eps, residual=residual, zero_centered=zero_centered)
             activate = ACTIVATIONS[activation]
             return activate(normalized) if isinstance(normalized, Tensor) else (activate(normalized[0]), normalized[1])
-    operands: tuple[Value, ...] = (x, weight, eps, 1.0) if zero_centered and weight is not None else (x, weight, eps)
-    if residual is not None:
-        operands = (*operands, *(None,) * (4 - len(operands)), residual)
-    results: Tensor | tuple[Tensor, Tensor] = rms_norm_rows.run(
-        operands, {} if activation is None else {"activation": activation}
-    )
-    return results
+    shift = 1.0 if zero_centered and weight is not None else None
+    is_plain = shift is None and residual is None
+    operands: tuple[Value, ...] = (x, weight, eps) if is_plain else (x, weight, eps, shift, residual)
+    return rms_norm_rows.run(operands, {} if activation is None else {"activation": activation})  # type: ignore[no-any-return]
 
 
 def separate_steps(
@@ -124,17 +121,16 @@ def separate_steps(
     """Whether the sum with a residual and the activation run in kernels of their own: then they are checked here."""
     try:
         is_fused = fuses(x, weight)
-    except (AttributeError, IndexError, RuntimeError, TypeError):  # the checks name the wrong argument
+    except NOT_A_CALL:  # the checks name the wrong argument
         is_fused = True
-    sum_is_separate = residual is not None and not is_fused
-    if sum_is_separate:
-        check(x, {"weight": weight}, eps)
-        check_residual(x, residual)
+    has_sum = residual is not None and not is_fused
+    if has_sum:
+        check(x, {"weight": weight}, eps, residual)
     tensors = [tensor for tensor in (x, weight, residual) if isinstance(tensor, Tensor)]
-    activation_is_separate = activation is not None and (not is_fused or needs_gradient(*tensors))
-    if activation_is_separate:
+    has_activation = activation is not None and (not is_fused or needs_gradient(*tensors))
+    if has_activation:
         check_activation(activation, ACTIVATIONS)
-    return sum_is_separate, activation_is_separate
+    return has_sum, has_activation
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

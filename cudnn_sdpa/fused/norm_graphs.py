@@ -6,6 +6,7 @@ Callers pass x as (..., n), weight and bias as (n,). The graphs read and write t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ def default_eps(x: Tensor) -> float:
     return _EPS_OF_DOUBLE if getattr(x, "dtype", None) is torch.float64 else _EPS
 
 
-def check(x: Tensor, weights: Mapping[str, Tensor | None], eps: object) -> None:
+def check(x: Tensor, weights: Mapping[str, Any], eps: object, residual: Tensor | None = None) -> None:
     check_dtype("x", x)
     if x.dim() == 0:
         raise ShapeError("x", "no dimension", "one dimension or more")
@@ -55,6 +56,9 @@ def check(x: Tensor, weights: Mapping[str, Tensor | None], eps: object) -> None:
         if weight is not None:
             hint = _HINT if isinstance(weight, (int, tuple, list)) else ""
             check_beside(name, weight, "x", x, dtype=dtypes, shape=x.shape[-1:], meaning=meaning, hint=hint)
+    if residual is not None:
+        check_beside("residual", residual, "x", x, shape=x.shape, meaning="that of x")
+        check_savable(x=x, residual=residual)
 
 
 def checked_eps(eps: object) -> float:
@@ -65,13 +69,6 @@ def checked_eps(eps: object) -> float:
         expected, hint = f"a number of at least 0, up to {MAX_EPS:.2g}", _HINT if isinstance(eps, Tensor) else ""
         raise OptionError("eps", shown(eps), expected, hint)
     return eps
-
-
-def check_residual(x: Tensor, residual: Tensor | None) -> None:
-    if residual is None:
-        return
-    check_beside("residual", residual, "x", x, shape=x.shape, meaning="that of x")
-    check_savable(x=x, residual=residual)
 
 
 def _contiguous(*operands: Value, **_: object) -> list[Value]:
@@ -156,20 +153,15 @@ def _rms_backward(
     results: Sequence[Tensor],
     *,
     needs: tuple[bool, ...],
-    trains: bool,
-    activation: str | None,
+    **options: object,
 ) -> GraphCall | tuple[Tensor | None, ...]:
-    del trains
-    assert activation is None
+    assert options["activation"] is None
     x, weight, _, shift, _ = operands
-    *totals, scale = results
-    grad_out, *grads_total = grads
-    total = totals[0] if totals else x
+    total, scale = (x, *results)[-2:]
+    grad_out, grad_total = (*grads, None)[:2]
     grad_out = torch.zeros_like(total) if grad_out is None else grad_out
     call = rms_norm_gradients.call(grad_out, total, weight, scale=scale, shift=shift)
-    grad_total = grads_total[0] if grads_total else None
-    *_, needs_grad_residual = needs
-    if grad_total is None and not needs_grad_residual:
+    if grad_total is None and not needs[-1]:  # which is the residual's
         return call
     grad_x, grad_weight = (call(), None) if weight is None else call()
     if grad_total is not None:
@@ -187,21 +179,16 @@ def _check_rms(
     trains: bool,
     activation: object,
 ) -> None:
-    check(x, {"weight": weight}, eps)
-    check_residual(x, residual)
+    check(x, {"weight": weight}, eps, residual)
     check_activation(activation, ACTIVATIONS)
     if trains and activation is not None:
         raise OptionError("activation", shown(activation), "None, where a gradient is wanted")
 
 
-#: Bytes in whose multiples cuDNN's kernels that add a residual or apply an activation read rows.
-_FUSED_BYTES = 128
-
-
 def fuses(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether a residual and an activation run in the kernel of the norm."""
+    """Whether a residual and an activation run in the kernel of the norm, for rows of a multiple of 128 bytes."""
     # That holds for 1 to 65,536 columns on 9.19 with an H100, and on 9.28 with an A100, H200 and B200.
-    has_kernel = is_true(x.shape[-1] * x.element_size() % _FUSED_BYTES == 0)
+    has_kernel = is_true(x.shape[-1] * x.element_size() % 128 == 0)
     return has_kernel and (weight is None or weight.dtype == x.dtype)
 
 
@@ -279,8 +266,7 @@ def layer_norm_gradients(
     return tuple(gradients)
 
 
-def _check_layer(x: Tensor, weight: Tensor, bias: Tensor, eps: object, *, trains: bool) -> None:
-    del trains
+def _check_layer(x: Tensor, weight: Tensor, bias: Tensor, eps: object, **_: object) -> None:
     check(x, {"weight": weight, "bias": bias}, eps)
     if weight.dtype != bias.dtype:
         raise DtypeError("bias", dtype_name(bias.dtype), f"{dtype_name(weight.dtype)}, the dtype of weight")

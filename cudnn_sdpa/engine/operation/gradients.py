@@ -82,7 +82,7 @@ class Gradients(Launches[CallT]):
             tracked = Tracked(self, complete, entry, self._is_complete(call))
             result: Result = Differentiable.apply(tracked, *self._differentiable_of(call))
         except RuntimeError:
-            autograd_checks.refuse_inference_tensors(call)
+            autograd_checks.refuse_inference_tensors(dict(zip(self.fields, call, strict=True)))
             raise
         return result
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
+from fused_calls import assert_gradients, in_float64, with_grad
 
 from cudnn_sdpa import (
     DeviceError,
@@ -22,21 +25,8 @@ DTYPES = [torch.float16, torch.bfloat16, torch.float32]
 CLOSE = {torch.float32: (2e-5, 1e-5), torch.bfloat16: (1e-2, 1e-3), torch.float16: (2e-3, 1e-4)}
 
 
-def silu_in_float64(gate, up=None):
-    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    return F.silu(gate.double()) * up.double()
-
-
-def gelu_in_float64(gate, up):
-    return F.gelu(gate.double()) * up.double()
-
-
-def squared_in_float64(x):
-    return F.relu(x.double()).square()
-
-
-GATED = {"silu_mul": (silu_mul, silu_in_float64), "gelu_mul": (gelu_mul, gelu_in_float64)}
-ALL = {**GATED, "relu_squared": (relu_squared, squared_in_float64)}
+ALL = {function.__name__: function for function in (silu_mul, gelu_mul, relu_squared)}
+silu_in_float64 = in_float64(silu_mul)
 
 
 def values(*shape, dtype=torch.float32):
@@ -72,33 +62,17 @@ def case(name, *shape, dtype=torch.float32):
     return [values(*shape, dtype=dtype) for _ in range(1 if name == "relu_squared" else 2)]
 
 
-def leaves_of(tensors):
-    return [x.detach().clone().requires_grad_() for x in tensors]
-
-
-def assert_gradients(call, expected, leaves):
-    doubles = [x.detach().double().requires_grad_() for x in leaves]
-    out = call(*leaves)
-    upstream = torch.randn(out.shape).to(out.dtype)
-    found = torch.autograd.grad(out, leaves, upstream)
-    right = torch.autograd.grad(expected(*doubles), doubles, upstream.double())
-    for leaf, one, other in zip(leaves, found, right, strict=True):
-        assert (one.shape, one.dtype) == (leaf.shape, leaf.dtype)
-        rtol, atol = CLOSE[leaf.dtype]
-        torch.testing.assert_close(one.double(), other, rtol=rtol, atol=atol)
-
-
 @pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", STRIDED)
 @pytest.mark.parametrize("name", ALL)
 def test_values_of_tensors_that_are_not_dense(name, layout, dtype, assert_rounded):
-    function, expected = ALL[name]
+    function = ALL[name]
     gate, up = STRIDED[layout](dtype)
     tensors = (up,) if name == "relu_squared" else (gate, up)
     out = function(*tensors)
     assert (out.shape, out.dtype, out.is_contiguous()) == (up.shape, dtype, True)
-    assert_rounded(out, expected(*tensors))
+    assert_rounded(out, in_float64(function)(*tensors))
 
 
 @pytest.mark.usefixtures("reference_alone")
@@ -115,10 +89,10 @@ def test_gate_and_up_in_one_tensor(shape, dtype, assert_rounded):
 @pytest.mark.usefixtures("reference_alone")
 @pytest.mark.parametrize("name", ALL)
 def test_extreme_numbers(name):
-    function, expected = ALL[name]
+    function = ALL[name]
     x = torch.tensor([-torch.inf, -1e4, -30.0, -0.0, 0.0, 30.0, 1e4])[1:]
     tensors = [x] if name == "relu_squared" else [x, torch.ones_like(x)]
-    torch.testing.assert_close(function(*tensors), expected(*tensors).float())
+    torch.testing.assert_close(function(*tensors), in_float64(function)(*tensors).float())
     nan = torch.tensor([torch.nan, 1.0])
     assert function(*[nan] * len(tensors)).isnan().tolist() == [True, False]
 
@@ -127,17 +101,17 @@ def test_extreme_numbers(name):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(13,), (1, 64), (5, 34), (2, 3, 256)], ids=str)
 def test_gradients_of_silu_mul(shape, dtype):
-    assert_gradients(silu_mul, silu_in_float64, leaves_of(case("silu_mul", *shape, dtype=dtype)))
+    both = [values(*shape, dtype=dtype)]
+    assert_gradients(silu_mul, silu_in_float64, case("silu_mul", *shape, dtype=dtype), close=CLOSE)
     if shape[-1] % 2 == 0:
-        assert_gradients(silu_mul, silu_in_float64, leaves_of([values(*shape, dtype=dtype)]))
-        by_halves = lambda both: silu_mul(*both.chunk(2, dim=-1))  # noqa: E731
-        assert_gradients(by_halves, silu_in_float64, leaves_of([values(*shape, dtype=dtype)]))
+        assert_gradients(silu_mul, silu_in_float64, both, close=CLOSE)
+        assert_gradients(lambda both: silu_mul(*both.chunk(2, dim=-1)), silu_in_float64, both, close=CLOSE)
 
 
 @pytest.mark.parametrize("shape", [(0, 16), (3, 0, 16), (3, 0), (0,)], ids=str)
 @pytest.mark.parametrize("name", ALL)
 def test_empty_tensors(name, shape):
-    out = ALL[name][0](*case(name, *shape))
+    out = ALL[name](*case(name, *shape))
     assert (out.shape, out.is_contiguous()) == (shape, True)
 
 
@@ -182,18 +156,12 @@ WRONG_SQUARED = {
 
 
 @pytest.mark.parametrize("function", [silu_mul, gelu_mul], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["", "with gradients"])
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments_are_refused(name, function):
+def test_wrong_arguments_are_refused(name, requires_grad, function):
     tensors, error, match = WRONG[name]
     with pytest.raises(error, match=match):
-        function(*tensors)
-
-
-@pytest.mark.parametrize("name", [name for name in WRONG if name != "whole numbers"])
-def test_wrong_arguments_are_refused_with_gradients(name):
-    tensors, error, match = WRONG[name]
-    with pytest.raises(error, match=match):
-        silu_mul(*(x.detach().requires_grad_() if isinstance(x, torch.Tensor) else x for x in tensors))
+        function(*with_grad(tensors, requires_grad))
 
 
 @pytest.mark.parametrize("name", WRONG_BOTH)
@@ -210,16 +178,20 @@ def test_wrong_arguments_of_relu_squared_are_refused(name):
         relu_squared(x)
 
 
-class OnTensors:
-    """cuDNN's pointwise operations on tensors; `swish_backward` as cuDNN 9.19 has it on an H100."""
+def swish_backward(loss, input):  # noqa: A002
+    slope = torch.sigmoid(input) * (1 + input * torch.sigmoid(-input))
+    return torch.where(input < 1e7, loss * slope, 0.0)
 
-    sigmoid, swish = staticmethod(torch.sigmoid), staticmethod(F.silu)
-    add, sub, mul = (staticmethod(lambda a, b, f=f: f(a, b)) for f in (torch.add, torch.sub, torch.mul))
 
-    @staticmethod
-    def swish_backward(loss, input):  # noqa: A002
-        slope = torch.sigmoid(input) * (1 + input * torch.sigmoid(-input))
-        return torch.where(input < 1e7, loss * slope, 0.0)
+#: cuDNN's pointwise operations on tensors; `swish_backward` as cuDNN 9.19 has it on an H100.
+ON_TENSORS = SimpleNamespace(
+    sigmoid=torch.sigmoid,
+    swish=F.silu,
+    swish_backward=swish_backward,
+    add=lambda a, b: a + b,
+    sub=lambda a, b: a - b,
+    mul=lambda a, b: a * b,
+)
 
 
 @pytest.mark.parametrize(
@@ -238,7 +210,7 @@ def test_graphs_of_gradients_are_right_for_gates_of_any_size(graph, options, of)
     exact = [x.double().requires_grad_() for x in (gate, up)]
     (F.silu(exact[0]) * exact[1]).backward(grad.double())
     given = {"grad": grad, "gate": gate, "up": up}
-    found = graph._builder(OnTensors(), **{name: given[name] for name in graph.operands}, **options)
+    found = graph._builder(ON_TENSORS, **{name: given[name] for name in graph.operands}, **options)
     wanted = [x.grad for x in exact][of]
     found = found if isinstance(found, tuple) else (found,)
     for one, other in zip(found, wanted, strict=True):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fake_gpu import gpu_on_the_cpu
+from fused_calls import assert_gradients, in_float64, with_grad
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -23,8 +24,7 @@ from cudnn_sdpa import (
 from cudnn_sdpa.fused import conv_graphs
 
 OURS = {1: conv1d, 2: conv2d, 3: conv3d}
-TORCHS = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
-ACTIVATIONS = {None: lambda y: y, "relu": F.relu, "silu": F.silu, "gelu": F.gelu}
+ACTIVATIONS = conv_graphs.ACTIVATIONS
 SIZES = {1: (21,), 2: (9, 12), 3: (5, 6, 7)}
 FILTERS = {1: (4,), 2: (3, 2), 3: (2, 3, 1)}
 
@@ -41,11 +41,6 @@ GEOMETRY = [
 ]
 
 
-def in_float64(x, weight, bias=None, *, activation=None, **options):
-    bias = None if bias is None else bias.double()
-    return ACTIVATIONS[activation](TORCHS[x.dim() - 2](x.double(), weight.double(), bias, **options))
-
-
 def operands(rank, groups=1, dtype=torch.float32, channels=6, filters=8):
     x = torch.randn(2, channels, *SIZES[rank]).to(dtype)
     weight = (torch.randn(filters, channels // groups, *FILTERS[rank]) / 4).to(dtype)
@@ -60,18 +55,6 @@ def is_channels_last(y):
     return y.movedim(1, -1).is_contiguous()
 
 
-def assert_gradients(call, expected, tensors):
-    leaves = [x.detach().requires_grad_() for x in tensors]
-    doubles = [x.detach().double().requires_grad_() for x in tensors]
-    out, right = call(*leaves), expected(*doubles)
-    torch.testing.assert_close(out.double(), right, rtol=1e-4, atol=1e-5)
-    upstream = torch.randn(out.shape)
-    found = torch.autograd.grad(out, leaves, upstream)
-    for leaf, one, other in zip(leaves, found, torch.autograd.grad(right, doubles, upstream.double()), strict=True):
-        assert (one.shape, one.dtype) == (leaf.shape, leaf.dtype)
-        torch.testing.assert_close(one.double(), other, rtol=2e-4, atol=1e-5 * (1 + float(other.abs().amax())))
-
-
 @pytest.mark.parametrize("rank", OURS)
 @pytest.mark.parametrize("options", GEOMETRY, ids=str)
 @pytest.mark.parametrize("groups", [1, 2])
@@ -82,7 +65,7 @@ def test_values(rank, options, groups, assert_rounded):
         out = OURS[rank](x, weight, of_filters, **options, groups=groups)
         assert out.dtype == x.dtype
         assert is_channels_last(out)
-        assert_rounded(out, in_float64(x, weight, of_filters, **options, groups=groups))
+        assert_rounded(out, in_float64(OURS[rank])(x, weight, of_filters, **options, groups=groups))
 
 
 @pytest.mark.sample(1)
@@ -98,7 +81,7 @@ def test_an_unfused_activation(rank, activation, compiled, groups, filters, asse
     for of_filters in (None, bias):
         options = {"groups": groups, "activation": activation}
         out = run(x, weight, of_filters, **options)
-        assert_rounded(out, in_float64(x, weight, of_filters, **options))
+        assert_rounded(out, in_float64(OURS[rank])(x, weight, of_filters, **options))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             half = run(x, weight, of_filters, **options)
         assert half.dtype is torch.bfloat16
@@ -132,7 +115,7 @@ LAYOUTS = {
 def test_gradients(rank, options, activation):
     options = {**for_rank(rank, options), "activation": activation}
     x, weight, bias = operands(rank, 2)
-    ours, right = (lambda *t, f=f: f(*t, **options, groups=2) for f in (OURS[rank], in_float64))
+    ours, right = (lambda *t, f=f: f(*t, **options, groups=2) for f in (OURS[rank], in_float64(OURS[rank])))
     assert_gradients(ours, right, (x, weight, bias))
     assert_gradients(ours, right, (x, weight))
 
@@ -159,8 +142,8 @@ def test_patches(name, grad_x, grad_weight, activation, assert_rounded):
     for given in (None, bias):
         out = conv2d(x, weight, given, **options)
         assert is_channels_last(out)
-        assert_rounded(out, in_float64(x, weight, given, **options))
-    ours, right = (lambda *t, f=f: f(*t, **options) for f in (conv2d, in_float64))
+        assert_rounded(out, in_float64(conv2d)(x, weight, given, **options))
+    ours, right = (lambda *t, f=f: f(*t, **options) for f in (conv2d, in_float64(conv2d)))
     if grad_x not in ("sliced", "expanded"):
         assert_gradients(ours, right, (x, weight, bias))
 
@@ -169,7 +152,7 @@ def test_patches(name, grad_x, grad_weight, activation, assert_rounded):
 def test_convolutions_that_are_almost_patches(options, assert_rounded):
     x, weight = torch.randn(2, 3, 10, 11), torch.randn(6, 3 // options.get("groups", 1), 4, 4)
     options = {"stride": 4, **options}
-    assert_rounded(conv2d(x, weight, **options), in_float64(x, weight, **options))
+    assert_rounded(conv2d(x, weight, **options), in_float64(conv2d)(x, weight, **options))
 
 
 X, W, B = torch.ones(2, 6, 9, 9), torch.ones(8, 6, 3, 3), torch.ones(8)
@@ -231,10 +214,8 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_wrong_arguments_are_refused(name, requires_grad):
     tensors, options, error, match = WRONG[name]
-    if requires_grad and isinstance(tensors[0], torch.Tensor):
-        tensors = (tensors[0].detach().requires_grad_(), *tensors[1:])
     with pytest.raises(error, match=match):
-        conv2d(*tensors, **options)
+        conv2d(*with_grad(tensors, requires_grad), **options)
 
 
 def test_each_function_has_its_rank():

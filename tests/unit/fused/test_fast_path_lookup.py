@@ -35,8 +35,8 @@ def times_built(calls):
 
 @pytest.mark.parametrize(
     "change",
-    [lambda x: x[..., :4].contiguous(), lambda x: x.mT.contiguous().mT, lambda x: x.half()],
-    ids=["shape", "strides", "dtype"],
+    [lambda x: x[..., :4].contiguous(), lambda x: x.mT.contiguous(), lambda x: x.mT.contiguous().mT, torch.Tensor.half],
+    ids=["size", "shape", "strides", "dtype"],
 )
 @pytest.mark.usefixtures("gpu")
 def test_other_tensors_are_other_calls(change):

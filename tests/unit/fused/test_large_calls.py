@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 from fake_gpu import TARGET, FakePlan, gpu_on_the_cpu
+from fused_calls import in_float64, tuple_of
 from torch.utils.flop_counter import FlopCounterMode
 
 import cudnn_sdpa
@@ -32,16 +34,13 @@ def low_limit(monkeypatch):
             assert not [issue for issue in known_issues.concerning(key) if "beyond" in issue.bug], str(key)
 
 
-def silu(gate, up):
-    return F.silu(gate) * up
+def added_rms_norm(x, weight, residual, function=cudnn_sdpa.rms_norm):
+    return function(x, weight, residual=residual, zero_centered=True)
 
 
-def rms(x, weight, eps=1e-6, residual=None, zero_centered=False, activation=None):
-    total = x if residual is None else x + residual
-    y = total * (total.square().mean(-1, keepdim=True) + eps).rsqrt()
-    y = y if weight is None else y * (weight + 1 if zero_centered else weight)
-    y = y if activation is None else F.silu(y)
-    return y if residual is None else (y, total)
+def exact(function):
+    of_norm = in_float64(cudnn_sdpa.rms_norm)
+    return partial(added_rms_norm, function=of_norm) if function is added_rms_norm else in_float64(function)
 
 
 def draw(*shape, dtype=FULL):
@@ -57,61 +56,32 @@ def halves(*shape):
     return draw(*shape).chunk(2, -1)
 
 
-#: Name: the function, the same in PyTorch, its arguments, options, and the number of forward launches if it is known.
+#: Name: the function, its arguments, options, and the number of forward launches if it is known.
 CALLS = {
-    "silu_mul": (cudnn_sdpa.silu_mul, silu, lambda: (draw(130, 64), draw(130, 64)), {}, 3),
-    "silu_mul, 1-D": (cudnn_sdpa.silu_mul, silu, lambda: (draw(9001), draw(9001)), {}, 3),
-    "silu_mul of halves": (cudnn_sdpa.silu_mul, silu, lambda: halves(1, 130, 128), {}, None),
-    "silu_mul of both": (cudnn_sdpa.silu_mul, lambda x: silu(*x.chunk(2, -1)), lambda: (draw(130, 128),), {}, None),
-    "silu_mul of rows of 3": (cudnn_sdpa.silu_mul, silu, lambda: (draw(5, 999, 3), draw(5, 999, 3)), {}, None),
-    "gelu_mul": (cudnn_sdpa.gelu_mul, lambda x, y: F.gelu(x) * y, lambda: halves(130, 128), {}, None),
-    "gelu_mul of both": (
-        *(cudnn_sdpa.gelu_mul, lambda x: F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1]),
-        *(lambda: (draw(130, 128),), {}, None),
-    ),
-    "relu_squared": (cudnn_sdpa.relu_squared, lambda x: F.relu(x).square(), lambda: (draw(130, 64),), {}, 3),
-    "rms_norm": (cudnn_sdpa.rms_norm, rms, lambda: (draw(2, 130, 64), draw(64)), {}, None),
-    "rms_norm, no weight": (cudnn_sdpa.rms_norm, rms, lambda: (draw(130, 64), None), {}, 3),
-    "rms_norm, residual": (
-        *(cudnn_sdpa.rms_norm, lambda x, w, r: rms(x, w, residual=r, zero_centered=True)),
-        *(lambda: (draw(130, 64), draw(64), draw(130, 64)), {"zero_centered": True}, 3),
-    ),
-    "rms_norm, SiLU": (
-        *(cudnn_sdpa.rms_norm, lambda x, w: rms(x, w, activation="silu")),
-        *(lambda: (draw(130, 64), draw(64)), {"activation": "silu"}, None),
-    ),
-    "rms_norm of rows of 37": (cudnn_sdpa.rms_norm, rms, lambda: (draw(3, 120, 37), draw(37)), {}, None),
-    "layer_norm": (
-        *(cudnn_sdpa.layer_norm, lambda x, w, b: F.layer_norm(x, (64,), w, b)),
-        *(lambda: (draw(130, 64), draw(64), draw(64)), {}, 3),
-    ),
-    "conv1d": (cudnn_sdpa.conv1d, F.conv1d, lambda: (draw(9, 8, 100), draw(4, 8, 3), draw(4)), {}, None),
-    "conv2d": (cudnn_sdpa.conv2d, F.conv2d, lambda: (images(9, 8, 12, 12), images(4, 8, 3, 3)), {"padding": 1}, None),
+    "silu_mul": (cudnn_sdpa.silu_mul, lambda: (draw(130, 64), draw(130, 64)), {}, 3),
+    "silu_mul, 1-D": (cudnn_sdpa.silu_mul, lambda: (draw(9001), draw(9001)), {}, 3),
+    "silu_mul of halves": (cudnn_sdpa.silu_mul, lambda: halves(1, 130, 128), {}, None),
+    "silu_mul of both": (cudnn_sdpa.silu_mul, lambda: (draw(130, 128),), {}, None),
+    "silu_mul of rows of 3": (cudnn_sdpa.silu_mul, lambda: (draw(5, 999, 3), draw(5, 999, 3)), {}, None),
+    "gelu_mul": (cudnn_sdpa.gelu_mul, lambda: halves(130, 128), {}, None),
+    "gelu_mul of both": (cudnn_sdpa.gelu_mul, lambda: (draw(130, 128),), {}, None),
+    "relu_squared": (cudnn_sdpa.relu_squared, lambda: (draw(130, 64),), {}, 3),
+    "rms_norm": (cudnn_sdpa.rms_norm, lambda: (draw(2, 130, 64), draw(64)), {}, None),
+    "rms_norm, no weight": (cudnn_sdpa.rms_norm, lambda: (draw(130, 64), None), {}, 3),
+    "rms_norm, residual": (added_rms_norm, lambda: (draw(130, 64), draw(64), draw(130, 64)), {}, 3),
+    "rms_norm, SiLU": (cudnn_sdpa.rms_norm, lambda: (draw(130, 64), draw(64)), {"activation": "silu"}, None),
+    "rms_norm of rows of 37": (cudnn_sdpa.rms_norm, lambda: (draw(3, 120, 37), draw(37)), {}, None),
+    "layer_norm": (cudnn_sdpa.layer_norm, lambda: (draw(130, 64), draw(64), draw(64)), {}, 3),
+    "conv1d": (cudnn_sdpa.conv1d, lambda: (draw(9, 8, 100), draw(4, 8, 3), draw(4)), {}, None),
+    "conv2d": (cudnn_sdpa.conv2d, lambda: (images(9, 8, 12, 12), images(4, 8, 3, 3)), {"padding": 1}, None),
     "conv2d, large result": (
-        *(cudnn_sdpa.conv2d, F.conv2d, lambda: (images(9, 2, 12, 12), images(16, 2, 3, 3)), {"padding": 1}, None),
+        *(cudnn_sdpa.conv2d, lambda: (images(9, 2, 12, 12), images(16, 2, 3, 3)), {"padding": 1}, None),
     ),
     "conv2d, groups": (
-        *(cudnn_sdpa.conv2d, F.conv2d, lambda: (images(9, 8, 12, 12), images(4, 2, 3, 3))),
-        *({"groups": 4, "stride": 2}, None),
+        *(cudnn_sdpa.conv2d, lambda: (images(9, 8, 12, 12), images(4, 2, 3, 3)), {"groups": 4, "stride": 2}, None),
     ),
-    "conv3d": (cudnn_sdpa.conv3d, F.conv3d, lambda: (images(5, 4, 5, 9, 9), images(4, 4, 2, 3, 3)), {}, None),
+    "conv3d": (cudnn_sdpa.conv3d, lambda: (images(5, 4, 5, 9, 9), images(4, 4, 2, 3, 3)), {}, None),
 }
-
-
-def called(function, tensors, options):
-    if function is cudnn_sdpa.rms_norm and len(tensors) == 3:
-        return function(*tensors[:2], residual=tensors[2], **options)
-    return function(*tensors, **options)
-
-
-def in_float64(name, tensors):
-    _, formula, _, options, _ = CALLS[name]
-    exact = [None if x is None else x.double() for x in tensors]
-    return formula(*exact, **options) if name.startswith("conv") else formula(*exact)
-
-
-def as_tuple(found):
-    return found if isinstance(found, tuple) else (found,)
 
 
 def assert_close(found, expected):
@@ -122,14 +92,14 @@ def assert_close(found, expected):
 @pytest.mark.usefixtures("low_limit")
 @pytest.mark.parametrize("name", CALLS)
 def test_large_calls_are_split_and_right(name):
-    function, _, make, options, launches = CALLS[name]
+    function, make, options, launches = CALLS[name]
     tensors = make()
     with gpu_on_the_cpu(), torch.no_grad():
-        found = as_tuple(called(function, tensors, options))
+        found = tuple_of(function(*tensors, **options))
         once = len(FakePlan.launched)
-        again = as_tuple(called(function, tensors, options))
+        again = tuple_of(function(*tensors, **options))
     assert once == launches or (launches is None and once > 1)
-    for one, other, expected in zip(found, again, as_tuple(in_float64(name, tensors)), strict=True):
+    for one, other, expected in zip(found, again, tuple_of(exact(function)(*tensors, **options)), strict=True):
         assert_close(one, expected)
         assert torch.equal(one, other)
         assert one.is_contiguous() or name.startswith("conv")
@@ -139,19 +109,19 @@ def test_large_calls_are_split_and_right(name):
 @pytest.mark.parametrize("through_operator", [False, True], ids=["", "operator"])
 @pytest.mark.parametrize("name", [name for name in CALLS if not name.startswith(("gelu", "relu"))])
 def test_gradients_of_large_calls_are_right(name, through_operator):
-    function, _, make, options, _ = CALLS[name]
+    function, make, options, _ = CALLS[name]
     leaves = [None if x is None else x.detach().clone().requires_grad_() for x in make()]
     if "halves" in name:
         both = torch.cat(leaves, -1).detach().requires_grad_()
         leaves = [both]
     tensors = both.chunk(2, -1) if "halves" in name else leaves
-    exact = [None if x is None else x.detach().double().requires_grad_() for x in leaves]
-    given = exact[0].chunk(2, -1) if "halves" in name else exact
-    expected = as_tuple(in_float64(name, given))
+    doubles = [None if x is None else x.detach().double().requires_grad_() for x in leaves]
+    given = doubles[0].chunk(2, -1) if "halves" in name else doubles
+    expected = tuple_of(exact(function)(*given, **options))
     weights = [torch.randn_like(x) for x in expected]
-    wanted = torch.autograd.grad(expected, [x for x in exact if x is not None], weights)
+    wanted = torch.autograd.grad(expected, [x for x in doubles if x is not None], weights)
     with gpu_on_the_cpu(), FlopCounterMode(display=False) if through_operator else nullcontext():
-        found = as_tuple(called(function, tensors, options))
+        found = tuple_of(function(*tensors, **options))
         gradients = torch.autograd.grad(found, [x for x in leaves if x is not None], [x.float() for x in weights])
     for one, other in zip(found, expected, strict=True):
         assert_close(one.detach(), other.detach())

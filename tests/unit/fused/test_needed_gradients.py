@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from cudnn_sdpa import graph_op
-from cudnn_sdpa.fused.activation_graphs import silu_mul_rows
-from cudnn_sdpa.fused.conv_graphs import convolution
-from cudnn_sdpa.fused.graph_op import as_tuple, gradients
-from cudnn_sdpa.fused.norm_graphs import layer_norm_rows, rms_norm_rows
+from cudnn_sdpa.fused.graph_op import Saved
 
 asked: list[tuple[bool, ...]] = []
 
@@ -60,34 +56,6 @@ def test_needs_are_passed_to_the_backward_function(compiles, wanted, with_bias):
         torch.testing.assert_close(one, other)
 
 
-ROWS, WEIGHT = torch.randn(5, 16), torch.rand(16)
-IMAGE, FILTERS = torch.randn(2, 4, 8, 8), torch.randn(6, 4, 3, 3)
-SIZES = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1, "activation": None}
-FUNCTIONS = {
-    "rms_norm": (rms_norm_rows, (ROWS, WEIGHT, 0.5, 1.0, ROWS), {"trains": True, "activation": None}),
-    "layer_norm": (layer_norm_rows, (ROWS, WEIGHT, WEIGHT, 0.5), {"trains": True}),
-    "silu_mul": (silu_mul_rows, (ROWS, ROWS + 1), {}),
-    "conv2d": (convolution, (IMAGE, FILTERS, torch.randn(6)), SIZES),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_only_needed_gradients_are_computed(name):
-    function, operands, options = FUNCTIONS[name]
-    results = as_tuple(function.reference(*operands, **options))
-    grads = [torch.randn_like(result) for result in function.without_auxiliary(results, trains=True)]
-    results = results[function.kept]
-    tensors = [place for place, x in enumerate(operands) if isinstance(x, torch.Tensor)]
-    whole, _ = gradients(function, grads, operands, results=results, static=options, needs=(True,) * len(operands))
-    for wanted in itertools.product([True, False], repeat=len(tensors)):
-        needs = tuple(place in tensors and wanted[tensors.index(place)] for place in range(len(operands)))
-        found, _ = gradients(function, grads, operands, results=results, static=options, needs=needs)
-        for one, other, is_needed in zip(found, whole, needs, strict=True):
-            assert (one is not None) is is_needed
-            if is_needed:
-                torch.testing.assert_close(one, other)
-
-
 def both_gradients(grads, operands, results):  # noqa: ARG001
     return grads[0] * operands[1], grads[0] * operands[0]
 
@@ -101,7 +69,7 @@ def product(g, x, factor):
 def test_gradients_that_a_backward_function_gives_without_need_are_dropped(needs):
     """It has no parameter `needs`. Autograd, and who else asks, gets None in their places."""
     x, factor = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
-    saved = product.saved((x, factor), {}, needs)
+    saved = Saved(product, {}, (x, factor), needs)
     context = SimpleNamespace(saved_tensors=(x, factor), numbers=(), like=[])
     found = saved.gradients(context, (torch.ones_like(x),), needs)
     assert [gradient is not None for gradient in found] == list(needs)
