@@ -86,11 +86,11 @@ def test_a_broadcast_row_has_a_batched_shape(gradients):
 
 @pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("many", [0, 1 << 40])
-@pytest.mark.parametrize("shape", [(2, 1024), (3, 1536), (2, 4096), (3, 64), (5, 33)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 1024), (3, 1536), (2, 4096), (3, 64), (5, 33), (2, 3, 2048)], ids=str)
 def test_results_do_not_depend_on_the_cudnn_shape(shape, many, dense, monkeypatch):
     """Results computed in the views, and written there, are the function's results."""
     monkeypatch.setattr(activation_tiling, "_LARGE", many)
-    both = torch.randn(shape[0], 2 * shape[1])
+    both = torch.randn(*shape[:-1], 2 * shape[-1])
     gate, up = (half.clone() if dense else half for half in both.chunk(2, dim=-1))
     grad = torch.randn(shape)
     for function, given, options in (
