@@ -26,11 +26,12 @@ _MAX_ITEMS, _MAX_BITS, _MAX_CHARACTERS = 8, 64, 60
 def check_dtype(name: str, tensor: Tensor) -> None:
     """Checks that an argument is a strided tensor of a supported dtype; on the CPU also float64, for gradcheck."""
     check_strided({name: tensor})
-    hint, is_refused = "", tensor.dtype not in _DTYPES
-    if tensor.dtype is torch.float64:
+    is_float64, is_refused = tensor.dtype is torch.float64, tensor.dtype not in _DTYPES
+    if is_float64:
         is_refused = tensor.is_cuda or (tensor.is_cpu and cpu_target.checks_dtypes())
-        hint = "float64 runs on the CPU only." if tensor.is_cuda else cpu_target.note_on_dtypes()
     if is_refused:
+        of_cpu = cpu_target.note_on_dtypes() if is_float64 else ""
+        hint = "float64 runs on the CPU only." if is_float64 and tensor.is_cuda else of_cpu
         raise DtypeError(name, dtype_name(tensor.dtype), EXPECTED, hint)
 
 

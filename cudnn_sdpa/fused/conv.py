@@ -197,7 +197,7 @@ def _may_be_tf32() -> bool:
 def is_patch_embedding(
     x: Tensor, weight: Tensor, *, stride: Sizes, padding: Sizes, dilation: Sizes, groups: int
 ) -> bool:
-    """Whether the patches of a 2-D convolution do not overlap; also of wrong arguments."""
+    """Whether a 2-D convolution gathers patches side by side; False for wrong arguments, which the checks name."""
     if any(not isinstance(tensor, Tensor) or tensor.is_nested or tensor.dim() != 4 for tensor in (x, weight)):
         return False
     if type(groups) is not int or groups != 1 or weight.shape[2:] != stride or any(padding) or dilation != (1, 1):

@@ -180,7 +180,7 @@ def _geometry(stride: Sizes, padding: Sizes, dilation: Sizes) -> dict[str, list[
 def _derivative(of: str, tensors: Mapping[str, Any], sizes: Mapping[str, Sizes]) -> GraphCall | Tensor:
     """The derivative of sum((x * weight + bias) · grad), which is linear in each of the four, with respect to one.
 
-    So a convolution and its two gradients have each other as gradients. Of that tensor itself only the shape is read.
+    So a convolution and its two gradients have one another as gradients. Only the shape of that tensor is read.
     """
     x, weight, grad = (tensors[name] for name in ("x", "weight", "grad"))
     if of == "x":

@@ -99,7 +99,7 @@ class LargeCall:
     Attributes:
         bind: Binds a part, given its operands, to its plan.
         names: The names of the operands.
-        kinds: What they are, as `operand_kinds` says.
+        kinds: Their kinds, from `operand_kinds`.
         results: The layouts of the whole results.
     """
 

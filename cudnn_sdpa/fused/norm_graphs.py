@@ -16,14 +16,7 @@ from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.engine.tensor_checks import dtype_name
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
-from cudnn_sdpa.fused.checks import (
-    check_activation,
-    check_beside,
-    check_dtype,
-    check_savable,
-    shown,
-    widened,
-)
+from cudnn_sdpa.fused.checks import check_activation, check_beside, check_dtype, check_savable, shown, widened
 from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.graph_op import GraphCall, Views, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol

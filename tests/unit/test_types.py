@@ -131,3 +131,12 @@ def explained_and_warmed(q: Tensor) -> None:  # needs a compiler and a GPU
 def test_a_misspelt_name_is_an_error_for_mypy() -> None:
     with pytest.raises(AttributeError):
         _ = cudnn_sdpa.spda  # type: ignore[attr-defined]
+
+
+def test_options_of_graph_op_have_types() -> None:
+    def double(g: typing.Any, x: typing.Any) -> typing.Any:
+        return g.add(a=x, b=x)
+
+    assert_type(cudnn_sdpa.graph_op(reference=lambda x: x + x, shard={"x": 0})(double), cudnn_sdpa.GraphFunction)
+    with pytest.raises(TypeError, match="reader"):
+        cudnn_sdpa.graph_op(reader=torch.relu)  # type: ignore[call-arg]
