@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 from float64_reference import attend as exact
@@ -34,6 +36,16 @@ def poison(*shapes: tuple[int, ...], dtype: torch.dtype) -> None:
     tensors = [torch.full(shape, math.nan, dtype=dtype, device="cuda") for shape in shapes for _ in range(3)]
     torch.cuda.synchronize()
     del tensors
+
+
+@contextlib.contextmanager
+def nothing_synchronizes() -> Iterator[None]:
+    """Raises where the host waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

@@ -10,7 +10,7 @@ import random
 
 import pytest
 import torch
-from attention_checks import TOLERANCE, error, poison
+from attention_checks import TOLERANCE, error, nothing_synchronizes, poison
 from float64_reference import gradients
 
 import cudnn_sdpa
@@ -115,11 +115,8 @@ def test_a_mask_over_one_key_neither_synchronizes_nor_copies():
         return out, *torch.autograd.grad(out.sum(), [q, mask])
 
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, grad_q, grad_mask = run()

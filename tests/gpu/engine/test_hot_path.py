@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_checks import make
+from attention_checks import make, nothing_synchronizes
 
 import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
@@ -49,12 +49,9 @@ def test_nothing_synchronizes(name, sq):
     operators = torch.ops.cudnn_sdpa
     operator = operators.sdpa_forward_lse if "return_lse" in options else operators.sdpa_forward
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         again = cudnn_sdpa.sdpa(q, k, v, **options)
         through_dispatcher = operator(*inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(again, first, atol=0, rtol=0)
     torch.testing.assert_close(through_dispatcher, first, atol=0, rtol=0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dense_calls
 import pytest
 import torch
-from attention_checks import make
+from attention_checks import make, nothing_synchronizes
 
 import cudnn_sdpa
 
@@ -71,15 +71,11 @@ def test_nothing_synchronizes(name, return_lse):
     for _ in range(3):
         step(return_lse=return_lse)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with cudnn_sdpa.no_plan_builds():
-            for _ in range(2):
-                step(return_lse=return_lse)
-            with torch.no_grad():
-                cudnn_sdpa.sdpa(**step.inputs, **dense_calls.options(step.c), return_lse=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with nothing_synchronizes(), cudnn_sdpa.no_plan_builds():
+        for _ in range(2):
+            step(return_lse=return_lse)
+        with torch.no_grad():
+            cudnn_sdpa.sdpa(**step.inputs, **dense_calls.options(step.c), return_lse=True)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dropout"])

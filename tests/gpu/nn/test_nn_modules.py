@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from attention_checks import nothing_synchronizes
 from module_values import difference, gradients_in_float64, in_float64, randomize
 
 import cudnn_sdpa
@@ -156,12 +157,8 @@ def test_a_warm_step_does_not_synchronize():
 
     found = [decode(part) for part in parts[:3]]
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with cudnn_sdpa.no_plan_builds():
-            found += [decode(part) for part in parts[3:]]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with nothing_synchronizes(), cudnn_sdpa.no_plan_builds():
+        found += [decode(part) for part in parts[3:]]
     assert difference(torch.cat(found, dim=1), exact_stack(layers, torch.cat(parts, dim=1))) < TOLERANCE
 
 
@@ -245,12 +242,9 @@ def test_an_overflow_ends_with_its_tokens(forget):
             step = cache.reserve(250)
             new = torch.full((2, 2, 250, 64), number, dtype=torch.bfloat16, device=DEVICE)
             cache.append(step, new, new)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with nothing_synchronizes():
                 FORGET[forget](cache, step)
                 step = cache.reserve(tokens)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             q, k, v = torch.randn(3, 2, 2, tokens, 64, dtype=torch.bfloat16, device=DEVICE)
             cache.append(step, k, v)
             found = cache.attend(step, q).double()

@@ -8,7 +8,7 @@ import dense_calls
 import packed_calls
 import pytest
 import torch
-from attention_checks import poison
+from attention_checks import nothing_synchronizes, poison
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache, sdpa_varlen
@@ -126,12 +126,8 @@ def test_nothing_synchronizes(name, shared_cu_seqlens):
     for _ in range(2):
         step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with cudnn_sdpa.no_plan_builds():
-            gradients, of_sum = step()  # synchronizing raises
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with nothing_synchronizes(), cudnn_sdpa.no_plan_builds():
+        gradients, of_sum = step()  # synchronizing raises
     assert all(x.isfinite().all() for x in (*gradients, *of_sum))
 
 
