@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from float64_reference import attend
 from refusals import assert_refused
 
 from cudnn_sdpa import (
@@ -79,51 +78,6 @@ def backward_scales(dtype=E4M3, **changes):
     return Fp8BackwardScales(**{**made, **changes})
 
 
-def true_values(q, k, v, scales):
-    return (
-        q.double() * scales.descale_q.double(),
-        k.double() * scales.descale_k.double(),
-        v.double() * scales.descale_v.double(),
-    )
-
-
-def true_weights(q, k, **options):
-    unit = torch.eye(k.shape[2], dtype=torch.float64).expand(*k.shape[:2], -1, -1)
-    return attend(q, k, unit, **options)[0]
-
-
-BOTTOM = {"causal_alignment": "bottom_right"}
-CASES = {
-    "dense": {},
-    "causal": {"is_causal": True},
-    "bottom-right": {"is_causal": True, **BOTTOM},
-    "window_size": {"window_size": (7, 3), "scale": 0.31},
-    "causal window, bottom-right": {"is_causal": True, "window_size": (9, -1), **BOTTOM},
-    "lengths": {"seq_lens_q": lens(31, 40), "seq_lens_kv": lens(17, 0)},
-    "lengths, causal": {"seq_lens_kv": lens(50, 3), "is_causal": True, **BOTTOM},
-    "scale": {"scale": 0.02},
-}
-
-
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_output_matches_float64_up_to_fp8_rounding(dtype, options):
-    q, k, v = qkv(dtype=dtype)
-    scales = scales_of(dtype)
-    result = sdpa_fp8(q, k, v, scales, **options, return_lse=True)
-    exact_q, exact_k, exact_v = true_values(q, k, v, scales)
-    expected, lse = attend(exact_q, exact_k, exact_v, **options)
-    weights = true_weights(exact_q, exact_k, **options)
-    spread = weights @ exact_v.abs().repeat_interleave(2, dim=1)  # reach of each weight's rounding
-    error = (result.out.double() / scales.scale_o.double() - expected).abs()
-    underflow = 1e-3  # values rounded to zero or to subnormals
-    assert (error <= ROUNDING[dtype] * (spread + expected.abs()) * 1.01 + underflow).all()
-    torch.testing.assert_close(result.lse.double(), lse, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(result.amax_s.double(), weights.amax().view(1), rtol=1e-5, atol=0)
-    assert abs(result.amax_o.double() - expected.abs().amax()) <= ROUNDING[dtype] * spread.amax() + underflow
-    assert result.out.dtype == dtype
-
-
 @pytest.mark.parametrize("out_dtype", [E4M3, E5M2, torch.bfloat16, torch.float16], ids=str)
 def test_output_is_scaled_and_rounded_once(out_dtype):
     q, k, v = qkv()
@@ -146,44 +100,12 @@ def test_descales_need_not_be_reciprocals_of_scales():
     torch.testing.assert_close(half, plain / 2, rtol=2e-3, atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_overflow_saturates(dtype):
-    q, k, v = qkv(dtype=dtype)
-    result = sdpa_fp8(q, k, v, scales_of(dtype, scale_o=number(1e15)))
-    largest = torch.finfo(dtype).max
-    assert result.out.float().isfinite().all()
-    assert set(result.out.float().abs().unique().tolist()) <= {0.0, largest}
-    assert result.amax_o < 10  # the amax is taken before the scale
-
-
 def test_too_large_exponentials_saturate():
     q, k, v = qkv()
     plain = sdpa_fp8(q, k, v, scales_of(), out_dtype=torch.float16).out.float()
     scale = scales_of().scale_s * 1e6
     cut = sdpa_fp8(q, k, v, scales_of(scale_s=scale, descale_s=1 / scale), out_dtype=torch.float16).out.float()
     assert cut.abs().amax() < plain.abs().amax() * 1e-3
-
-
-def test_tiny_scales_underflow_everything_but_the_amax():
-    q, k, v = qkv()
-    result = sdpa_fp8(q, k, v, scales_of(scale_o=number(1e-20)))
-    plain = sdpa_fp8(q, k, v, scales_of())
-    assert result.out.float().abs().amax() == 0
-    assert result.amax_o == plain.amax_o
-    assert result.amax_s == plain.amax_s
-    lost = sdpa_fp8(q, k, v, scales_of(scale_s=number(1e-20)))
-    assert lost.out.float().abs().amax() == 0
-    assert lost.amax_o == 0
-    assert lost.amax_s == plain.amax_s
-
-
-def test_queries_without_keys_have_zeros_and_lse_minus_infinity():
-    q, k, v = qkv()
-    result = sdpa_fp8(q, k, v, scales_of(), seq_lens_q=lens(3, 40), seq_lens_kv=lens(9, 0), return_lse=True)
-    for rows, lse in ((result.out[0, :, 3:], result.lse[0, :, 3:]), (result.out[1], result.lse[1])):
-        assert (rows.float() == 0).all()
-        assert lse.isneginf().all()
-    assert result.out[0, :, :3].float().abs().sum() > 0
 
 
 @pytest.mark.parametrize(("lengths", "missing"), [((5, 0), "keys"), ((0, 5), "queries")])
@@ -194,63 +116,6 @@ def test_empty_inputs(lengths, missing):
     assert (result.out.float() == 0).all()
     assert result.lse.isneginf().all()
     assert (result.amax_s, result.amax_o) == (0, 0)
-
-
-@pytest.mark.parametrize("layout", ["bhsd", "bshd"])
-def test_output_has_the_memory_order_of_q(layout):
-    q, k, v = qkv(layout=layout)
-    out = sdpa_fp8(q, k, v, scales_of()).out
-    order = sorted(range(4), key=q.stride().__getitem__)
-    assert sorted(range(4), key=out.stride().__getitem__) == order
-    gradients = backward(q, k, v, scales_of())[0]
-    assert gradients.dq.stride() == q.stride()
-    assert gradients.dv.stride() == v.stride()
-
-
-def backward(q, k, v, scales, *, grad_dtype=E5M2, back=None, **options):
-    forward = sdpa_fp8(q, k, v, scales, **options, return_lse=True)
-    grad_out = fp8_of(*q.shape[:3], v.shape[3], dtype=grad_dtype, scale=19.0)
-    back = backward_scales(q.dtype) if back is None else back
-    return sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, back, **options), grad_out, forward
-
-
-def true_gradients(q, k, v, scales, grad_out, **options):
-    leaves = [x.requires_grad_() for x in true_values(q, k, v, scales)]
-    out, _ = attend(*leaves, **options)
-    return torch.autograd.grad(out, leaves, grad_out.double() / 19.0)
-
-
-@pytest.mark.parametrize("options", CASES.values(), ids=CASES)
-@pytest.mark.parametrize("grad_dtype", [E4M3, E5M2], ids=["e4m3", "e5m2"])
-def test_gradients_match_float64_up_to_fp8_rounding(grad_dtype, options):
-    q, k, v = qkv(lengths=(40, 56))
-    # Sharp scores have large gradients, which must not saturate.
-    small = {"scale_dp": 75.0, "descale_dp": 1 / 75, "scale_dq": 23.0, "scale_dk": 17.0}
-    back = backward_scales(**{name: number(value) for name, value in small.items()})
-    found, grad_out, _ = backward(q, k, v, scales_of(), grad_dtype=grad_dtype, back=back, **options)
-    expected = true_gradients(q, k, v, scales_of(), grad_out, **options)
-    for name in ("dp", "dq", "dk", "dv"):
-        assert getattr(found, f"amax_{name}") * getattr(back, f"scale_{name}") < torch.finfo(grad_dtype).max
-    for name, exact in zip("qkv", expected, strict=True):
-        scale = getattr(back, f"scale_d{name}").double()
-        gradient = getattr(found, f"d{name}")
-        assert gradient.dtype == grad_dtype
-        error = (gradient.double() / scale - exact).norm() / exact.norm()
-        assert error < 2.5 * ROUNDING[grad_dtype], name
-        amax = getattr(found, f"amax_d{name}").double()
-        torch.testing.assert_close(amax, exact.abs().amax().view(1), rtol=2.5 * ROUNDING[grad_dtype], atol=1e-3)
-
-
-def test_amax_dp_is_the_amax_of_the_scaled_score_gradients():
-    q, k, v = qkv()
-    scale = 0.31
-    found, grad_out, forward = backward(q, k, v, scales_of(), is_causal=True, scale=scale)
-    exact_q, exact_k, exact_v = true_values(q, k, v, scales_of())
-    weights = true_weights(exact_q, exact_k, is_causal=True, scale=scale)
-    loss = grad_out.double() / 19.0
-    mean = (loss * forward.out.double() / 23.0).sum(-1, keepdim=True)
-    of_scores = weights * (loss @ exact_v.repeat_interleave(2, dim=1).transpose(-1, -2) - mean) * scale
-    torch.testing.assert_close(found.amax_dp.double(), of_scores.abs().amax().view(1), rtol=1e-4, atol=1e-6)
 
 
 def test_each_scale_of_the_backward_pass_matters():
@@ -270,16 +135,6 @@ def test_each_scale_of_the_backward_pass_matters():
     saturated = run(scale_dv=number(1e9)).dv.float()
     assert saturated.isfinite().all()
     assert saturated.abs().amax() == torch.finfo(E5M2).max
-
-
-def test_rows_past_the_lengths_have_no_gradient():
-    q, k, v = qkv()
-    options = {"seq_lens_q": lens(3, 40), "seq_lens_kv": lens(9, 0)}
-    found, *_ = backward(q, k, v, scales_of(), **options)
-    for gradient, kept in ((found.dq, 3), (found.dk, 9), (found.dv, 9)):
-        assert (gradient[0, :, kept:].float() == 0).all()
-        assert gradient[0, :, :kept].float().abs().sum() > 0
-        assert (gradient[1].float() == 0).all()
 
 
 GOOD = {"q": qkv()[0], "k": qkv()[1], "v": qkv()[2], "scales": scales_of()}
