@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cudnn_sdpa import OptionError, plan_cache
+from cudnn_sdpa import OptionError
 from cudnn_sdpa.engine.launch import CallTable
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans.cache import DEFAULT_SIZE, PlanCache, next_use
+from cudnn_sdpa.plans.cache import PlanCache, next_use
 from tests.threads import in_threads
 
 TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 92800, "1.32.0", "NVIDIA H200")
@@ -53,15 +53,6 @@ def held(cache: PlanCache) -> list[int]:
 
 def refuse(key):
     raise AssertionError(f"{key} is there and must not be built")
-
-
-@pytest.fixture
-def global_cache():
-    """The process's cache, empty, and restored afterwards."""
-    plan_cache.clear()
-    yield plan_cache
-    plan_cache.clear()
-    plan_cache.resize(DEFAULT_SIZE)
 
 
 def test_a_plan_is_built_once_and_found_afterwards():
