@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from float64_reference import attend as exact
 from torch import Tensor
 
 import cudnn_sdpa
+
+T = TypeVar("T")
 
 #: Largest relative error ‖x − ref‖ / ‖ref‖ of half precision.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
@@ -28,6 +31,27 @@ LAYOUTS = {
 
 def make(layout: str, b: int, h: int, s: int, d: int, dtype: torch.dtype, device: str = "cuda") -> Tensor:
     return LAYOUTS[layout](b, h, s, d, dtype=dtype, device=device)
+
+
+def problem(device: str = "cuda", sq: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    """Grouped heads in bfloat16, and fewer queries than keys."""
+    q = make("bshd", 2, 4, sq, 64, torch.bfloat16, device)
+    k, v = (make("bshd", 2, 2, 96, 64, torch.bfloat16, device) for _ in range(2))
+    return q, k, v
+
+
+def captured(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A CUDA graph of a step, and its results, which replays write; steps on another stream come first."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
 
 
 def poison(*shapes: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_checks import TOLERANCE, error, exact, make
+from attention_checks import TOLERANCE, error, exact, problem
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache
@@ -12,12 +12,6 @@ from cudnn_sdpa.graph import handles
 from tests.threads import in_threads
 
 THREADS = 8
-
-
-def problem(device="cuda", sq=64):
-    q = make("bshd", 2, 4, sq, 64, torch.bfloat16, device)
-    k, v = (make("bshd", 2, 2, 96, 64, torch.bfloat16, device) for _ in range(2))
-    return q, k, v
 
 
 @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode with lengths"])

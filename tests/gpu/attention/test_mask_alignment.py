@@ -12,25 +12,12 @@ import pytest
 import torch
 from attention_checks import TOLERANCE, error, nothing_synchronizes, poison
 from float64_reference import gradients
+from random_tensors import somewhere
 
 import cudnn_sdpa
 
 SKV, SQ = (1, 2, 3, 7, 8, 9), (1, 2, 64, 129)
 MASKS = [torch.bool, torch.float32, None]  #: None is the dtype of q
-
-
-def somewhere(tensor, rng):
-    """A copy in other memory: at any address, with or without padded rows, with heads last or not."""
-    shape, kind = tensor.shape, rng.randrange(4)
-    if kind == 0:
-        return tensor.clone()
-    if kind == 1:
-        whole = tensor.new_empty(tensor.numel() + 3)
-        return whole[3:].view(shape).copy_(tensor)
-    if kind == 2:
-        whole = tensor.new_empty(*shape[:-1], shape[-1] + 16)
-        return whole[..., : shape[-1]].copy_(tensor)
-    return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def random_call(rng, batch, heads, heads_kv, sq, skv, dims):

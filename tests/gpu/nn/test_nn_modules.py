@@ -254,10 +254,8 @@ def test_an_overflow_ends_with_its_tokens(forget):
             cache.reset()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("forget", ["reset", "truncate", "-="])
-def test_an_overflow_between_replays_ends_with_its_tokens(forget):
-    """A captured step clears nothing; shortening lengths between two replays does."""
+def one_token():
+    """A cache, the tensors of a token, and a step of them, whose plan is built."""
     cache = KVCache(batch=2, heads=2, head_dim=64, max_length=300, dtype=torch.bfloat16, device=DEVICE)
     q, k, v = torch.randn(3, 2, 2, 1, 64, dtype=torch.bfloat16, device=DEVICE)
 
@@ -266,7 +264,15 @@ def test_an_overflow_between_replays_ends_with_its_tokens(forget):
         cache.append(step, k, v)
         return cache.attend(step, q)
 
-    decode()  # builds the plan
+    decode()
+    return cache, (q, k, v), decode
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forget", ["reset", "truncate", "-="])
+def test_an_overflow_between_replays_ends_with_its_tokens(forget):
+    """A captured step clears nothing; shortening lengths between two replays does."""
+    cache, (q, k, v), decode = one_token()
     cache.reset()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -292,15 +298,7 @@ def test_an_overflow_between_replays_ends_with_its_tokens(forget):
 
 @torch.no_grad()
 def test_in_place_lengths_before_a_capture_do_not_clear_in_each_replay():
-    cache = KVCache(batch=2, heads=2, head_dim=64, max_length=300, dtype=torch.bfloat16, device=DEVICE)
-    q, k, v = torch.randn(3, 2, 2, 1, 64, dtype=torch.bfloat16, device=DEVICE)
-
-    def decode():
-        step = cache.reserve()
-        cache.append(step, k, v)
-        return cache.attend(step, q)
-
-    decode()  # builds the plan
+    cache, _, decode = one_token()
     cache.lengths.zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
