@@ -1,4 +1,4 @@
-"""The reference of `sdpa` on CPU tensors: rows without keys, lengths, linear biases, and what must not matter.
+"""The reference of `sdpa` on CPU tensors: rows without keys, lengths, scales, linear biases, and what must not matter.
 
 `generators` has random calls against float64.
 """
@@ -71,6 +71,11 @@ def test_sequence_lengths(given, mask):
         for b, n in enumerate(lengths["seq_lens_kv"]):
             assert (found["k"][b, :, n:] == 0).all()
             assert (found["v"][b, :, n:] == 0).all()
+
+
+@pytest.mark.parametrize("scale", [0.37, -0.6, 0.0, 3])
+def test_scales(scale):
+    assert_right({**inputs(), "sinks": torch.randn(4)}, scale=scale, is_causal=True)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 3, 4, 6, 7, 8, 12])

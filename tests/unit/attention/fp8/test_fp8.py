@@ -41,12 +41,9 @@ def fp8_of(*shape, dtype=E4M3, scale=37.0, layout="bhsd"):
     return reference.quantized(x, number(scale), dtype)
 
 
-def qkv(*, lengths=(40, 56), dims=(32, 48), heads=(4, 2), dtype=E4M3, layout="bhsd", batch=2):
-    return (
-        fp8_of(batch, heads[0], lengths[0], dims[0], dtype=dtype, scale=37.0, layout=layout),
-        fp8_of(batch, heads[1], lengths[1], dims[0], dtype=dtype, scale=53.0, layout=layout),
-        fp8_of(batch, heads[1], lengths[1], dims[1], dtype=dtype, scale=29.0, layout=layout),
-    )
+def qkv(lengths=(40, 56)):
+    sizes = (4, lengths[0], 32, 37.0), (2, lengths[1], 32, 53.0), (2, lengths[1], 48, 29.0)
+    return tuple(fp8_of(2, heads, length, dim, scale=scale) for heads, length, dim, scale in sizes)
 
 
 def scales_of(dtype=E4M3, **changes):
@@ -110,7 +107,7 @@ def test_too_large_exponentials_saturate():
 
 @pytest.mark.parametrize(("lengths", "missing"), [((5, 0), "keys"), ((0, 5), "queries")])
 def test_empty_inputs(lengths, missing):
-    q, k, v = qkv(lengths=lengths)
+    q, k, v = qkv(lengths)
     result = sdpa_fp8(q, k, v, scales_of(), return_lse=True)
     assert result.out.shape == (2, 4, lengths[0], 48), missing
     assert (result.out.float() == 0).all()
