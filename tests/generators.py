@@ -1865,23 +1865,37 @@ class Cache(Operation):
     name = "PagedKVCache"
 
     def session(self, r: random.Random, seed: int, device: str) -> Outcome:
-        session = CacheSession(r, seed, device)
-        for _ in range(14):
-            session.act(r.choice(["add", "step", "step", "step", "fork", "truncate", "evict", "free", "read", "stale"]))
-            if session.problems:
+        actions = ["add", "step", "step", "step", "fork", "truncate", "evict", "free", "read", "stale"]
+        return CacheSession(r, seed, device).run(actions, 14)
+
+
+class Session:
+    """A cache in use, and its expected contents."""
+
+    def __init__(self, r: random.Random, seed: int, device: str) -> None:
+        self.r, self.device, self.generator = r, device, torch.Generator().manual_seed(seed)
+        self.problems: list[str] = []
+        self.reasons: list[str] = []
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=F64).to(self.dtype).to(self.device)
+
+    def run(self, actions: list[str], count: int) -> Outcome:
+        for _ in range(count):
+            self.act(self.r.choice(actions))
+            if self.problems:
                 break
         else:
-            session.check("at the end")
-        return Outcome("wrong" if session.problems else "right", session.problems, session.reasons)
+            self.check("at the end")
+        return Outcome("wrong" if self.problems else "right", self.problems, self.reasons)
 
 
-class CacheSession:
+class CacheSession(Session):
     """A paged cache, and a dictionary with its expected contents."""
 
     def __init__(self, r: random.Random, seed: int, device: str) -> None:
-        self.r, self.more, self.device = r, later("PagedKVCache", seed), device
-        self.signs = later("PagedKVCache, negated", seed)
-        self.generator = torch.Generator().manual_seed(seed)
+        super().__init__(r, seed, device)
+        self.more, self.signs = later("PagedKVCache", seed), later("PagedKVCache, negated", seed)
         self.dtype, self.kv = half(r, device), r.choice([1, 2])
         self.dims = r.choice([(64, 64), (8, 16), (128, 128)])
         self.heads = self.kv * r.choice([1, 3])
@@ -1897,11 +1911,6 @@ class CacheSession:
         )
         self.model: dict[int, tuple[Tensor, Tensor]] = {}
         self.steps: list[tuple[Any, list[int]]] = []
-        self.problems: list[str] = []
-        self.reasons: list[str] = []
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=F64).to(self.dtype).to(self.device)
 
     def check(self, when: str) -> None:
         """Compares readable with written values; layer n has n times the values of the first."""
@@ -2059,23 +2068,16 @@ class StaticCache(Operation):
     name = "nn.KVCache"
 
     def session(self, r: random.Random, seed: int, device: str) -> Outcome:
-        session = StaticSession(r, seed, device)
+        actions = ["step", "step", "step", "truncate", "cancel", "reset", "shorten", "read"]
         with torch.no_grad():
-            for _ in range(10):
-                session.act(r.choice(["step", "step", "step", "truncate", "cancel", "reset", "shorten", "read"]))
-                if session.problems:
-                    break
-            else:
-                session.check("at the end")
-        return Outcome("wrong" if session.problems else "right", session.problems, session.reasons)
+            return StaticSession(r, seed, device).run(actions, 10)
 
 
-class StaticSession:
+class StaticSession(Session):
     """A static cache, and lists of its expected contents."""
 
     def __init__(self, r: random.Random, seed: int, device: str) -> None:
-        self.r, self.device = r, device
-        self.generator = torch.Generator().manual_seed(seed)
+        super().__init__(r, seed, device)
         self.dtype, self.kv, self.dim = half(r, device), r.choice([1, 2]), r.choice([8, 16, 64])
         self.heads, self.batch, self.layers = self.kv * r.choice([1, 3]), r.choice([1, 2, 3]), r.choice([1, 1, 2])
         sizes: dict[str, Any] = {"batch": self.batch, "heads": self.kv, "head_dim": self.dim}
@@ -2084,11 +2086,6 @@ class StaticSession:
         self.cache = cudnn_sdpa.nn.KVCache(**sizes, max_length=self.most, dtype=self.dtype, device=device)
         self.lengths = [0] * self.batch
         self.k, self.v = (torch.zeros(self.batch, self.kv, self.most, self.dim, dtype=F64) for _ in "kv")
-        self.problems: list[str] = []
-        self.reasons: list[str] = []
-
-    def random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, generator=self.generator, dtype=F64).to(self.dtype).to(self.device)
 
     def check(self, when: str) -> None:
         """Compares readable with written values; values past a length do not matter."""
@@ -2552,13 +2549,8 @@ class AttentionModule(Module):
 
     def in_steps(self, module: Any, x: Tensor, facts: dict[str, Any]) -> Tensor:
         """The results for tokens passed in several steps, with a KV cache."""
-        sizes = {
-            "heads": facts["heads"][1],
-            "head_dim": facts["dim"],
-            "layers": 2,
-            "dtype": x.dtype,
-            "device": x.device,
-        }
+        sizes: dict[str, Any] = {"heads": facts["heads"][1], "head_dim": facts["dim"], "layers": 2}
+        sizes |= {"dtype": x.dtype, "device": x.device}
         parts = []
         if facts["paged"]:
             pages = x.shape[0] * (-(-x.shape[1] // 4))

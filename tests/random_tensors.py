@@ -250,3 +250,15 @@ def is_in_order_of(tensor: Tensor, like: Tensor) -> bool:
     return not any(
         like.stride(a) > spans[b] and not tensor.stride(a) > tensor.stride(b) for a in dims for b in dims if a != b
     )
+
+
+def somewhere(tensor: Tensor, rng: random.Random) -> Tensor:
+    """A copy in other memory: at any address, with or without padded rows, with heads last or not."""
+    shape, kind = tensor.shape, rng.randrange(4)
+    if kind == 0:
+        return tensor.clone()
+    if kind == 1:
+        return tensor.new_empty(tensor.numel() + 3)[3:].view(shape).copy_(tensor)
+    if kind == 2 or tensor.dim() < 4:
+        return tensor.new_empty(*shape[:-1], shape[-1] + 16)[..., : shape[-1]].copy_(tensor)
+    return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)

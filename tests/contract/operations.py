@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from fake_gpu import Compute
-from float64_reference import attend, attend_packed, gradients_of_a_part
+from float64_reference import ACTIVATIONS, attend, attend_packed, gradients_of_a_part, layer_norm, rms_norm, silu
 from graph_interpreter import Operands, evaluate
 from sample_modules import sample
 from torch import Tensor
@@ -550,12 +550,6 @@ def normalized() -> dict[str, Tensor]:
     return {"x": rows(), "weight": torch.rand(32).to(HALF)}
 
 
-def exact_rms_norm(x: Tensor, weight: Tensor | None = None, eps: float = 1e-6, **others: Any) -> Tensor:
-    out = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    out = out if weight is None else out * (weight + others.get("zero_centered", False))
-    return torch.nn.functional.silu(out) if others.get("activation") else out
-
-
 def with_residual(dim: int = 64) -> dict[str, Tensor]:
     """Rows of 64 elements are added in the norm's kernel, rows of 32 before it."""
     return {"x": rows(dim), "weight": torch.rand(dim).to(HALF), "residual": rows(dim)}
@@ -568,16 +562,11 @@ def added_rms_norm(x: Tensor, weight: Tensor, residual: Tensor, **options: Any) 
 
 
 def exact_added_rms_norm(x: Tensor, weight: Tensor, residual: Tensor, **options: Any) -> Tensor:
-    return torch.cat([exact_rms_norm(x + residual, weight, **options), x + residual], -1)
+    return torch.cat(rms_norm(x, weight, residual=residual, **options), -1)
 
 
 def normalized_with_bias() -> dict[str, Tensor]:
     return {**normalized(), "bias": torch.randn(32).to(HALF)}
-
-
-def exact_layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float = 1e-5) -> Tensor:
-    centred = x - x.mean(-1, keepdim=True)
-    return centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps) * weight + bias
 
 
 def gated() -> dict[str, Tensor]:
@@ -586,7 +575,7 @@ def gated() -> dict[str, Tensor]:
 
 def exact_silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
     one, other = gate.chunk(2, dim=-1) if up is None else (gate, up)
-    return one * torch.sigmoid(one) * other
+    return silu(one) * other
 
 
 def images() -> dict[str, Tensor]:
@@ -597,10 +586,9 @@ def images() -> dict[str, Tensor]:
     }
 
 
-def exact_conv2d(x: Tensor, weight: Tensor, bias: Tensor, padding: int, activation: str) -> Tensor:
-    assert activation == "silu"
-    out = torch.nn.functional.conv2d(x, weight, bias, padding=padding)
-    return out * torch.sigmoid(out)
+def exact_conv(x: Tensor, *, activation: str | None = None, **given: Any) -> Tensor:
+    out: Tensor = getattr(torch.nn.functional, f"conv{x.dim() - 2}d")(x, **given)
+    return ACTIVATIONS[activation](out)
 
 
 def lines() -> dict[str, Tensor]:
@@ -612,20 +600,12 @@ def lines() -> dict[str, Tensor]:
     }
 
 
-def exact_conv1d(x: Tensor, weight: Tensor, bias: Tensor, **options: Any) -> Tensor:
-    return torch.nn.functional.conv1d(x, weight, bias, **options)
-
-
 def volumes() -> dict[str, Tensor]:
     form = torch.channels_last_3d
     return {
         "x": torch.randn(2, 8, 4, 5, 6).to(HALF).to(memory_format=form),
         "weight": torch.randn(16, 8, 3, 3, 3).to(HALF).to(memory_format=form) / 16,
     }
-
-
-def exact_conv3d(x: Tensor, weight: Tensor, **options: Any) -> Tensor:
-    return torch.nn.functional.conv3d(x, weight, **options)
 
 
 # Operations of a user's: those of docs/add_an_operation.md and docs/add_a_kernel.md.
@@ -888,7 +868,7 @@ OPERATIONS: dict[str, Example] = {
     "rms_norm": Example(
         cudnn_sdpa.rms_norm,
         normalized,
-        exact_rms_norm,
+        lambda **given: rms_norm(**given)[0],
         differentiable=("x", "weight"),
         options={"eps": 1e-3},
         is_attention=False,
@@ -896,7 +876,7 @@ OPERATIONS: dict[str, Example] = {
     "layer_norm": Example(
         cudnn_sdpa.layer_norm,
         normalized_with_bias,
-        exact_layer_norm,
+        layer_norm,
         differentiable=("x", "weight", "bias"),
         options={"eps": 1e-3},
         is_attention=False,
@@ -913,7 +893,6 @@ OPERATIONS: dict[str, Example] = {
         added_rms_norm,
         lambda: with_residual(32),
         exact_added_rms_norm,
-        compute=None,
         differentiable=("x", "weight", "residual"),
         options={"eps": 1e-3},
         is_attention=False,
@@ -937,7 +916,6 @@ OPERATIONS: dict[str, Example] = {
         cudnn_sdpa.gelu_mul,
         lambda: {"gate": rows(64)},
         lambda gate: torch.nn.functional.gelu(gate.chunk(2, -1)[0]) * gate.chunk(2, -1)[1],
-        compute=None,
         differentiable=(),
         is_attention=False,
         leading="gate",
@@ -953,7 +931,7 @@ OPERATIONS: dict[str, Example] = {
     "conv1d": Example(
         cudnn_sdpa.conv1d,
         lines,
-        exact_conv1d,
+        exact_conv,
         differentiable=("x", "weight", "bias"),
         options={"stride": 2, "groups": 2},
         is_attention=False,
@@ -962,7 +940,7 @@ OPERATIONS: dict[str, Example] = {
     "conv3d": Example(
         cudnn_sdpa.conv3d,
         volumes,
-        exact_conv3d,
+        exact_conv,
         differentiable=("x", "weight"),
         options={"padding": (0, 1, 1)},
         is_attention=False,
@@ -994,7 +972,7 @@ OPERATIONS: dict[str, Example] = {
     "conv2d": Example(
         cudnn_sdpa.conv2d,
         images,
-        exact_conv2d,
+        exact_conv,
         differentiable=("x", "weight", "bias"),
         options={"padding": 1, "activation": "silu"},
         is_attention=False,

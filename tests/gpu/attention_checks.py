@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from float64_reference import attend as exact
 from torch import Tensor
 
 import cudnn_sdpa
+
+T = TypeVar("T")
 
 #: Largest relative error ‖x − ref‖ / ‖ref‖ of half precision.
 TOLERANCE = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
@@ -28,12 +33,43 @@ def make(layout: str, b: int, h: int, s: int, d: int, dtype: torch.dtype, device
     return LAYOUTS[layout](b, h, s, d, dtype=dtype, device=device)
 
 
+def problem(device: str = "cuda", sq: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    """Grouped heads in bfloat16, and fewer queries than keys."""
+    q = make("bshd", 2, 4, sq, 64, torch.bfloat16, device)
+    k, v = (make("bshd", 2, 2, 96, 64, torch.bfloat16, device) for _ in range(2))
+    return q, k, v
+
+
+def captured(step: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+    """A CUDA graph of a step, and its results, which replays write; steps on another stream come first."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    return graph, results
+
+
 def poison(*shapes: tuple[int, ...], dtype: torch.dtype) -> None:
     """Fills the allocator's next blocks of these shapes with NaN."""
     torch.cuda.synchronize()
     tensors = [torch.full(shape, math.nan, dtype=dtype, device="cuda") for shape in shapes for _ in range(3)]
     torch.cuda.synchronize()
     del tensors
+
+
+@contextlib.contextmanager
+def nothing_synchronizes() -> Iterator[None]:
+    """Raises where the host waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def error(actual: Tensor, expected: Tensor) -> float:

@@ -2,41 +2,16 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
-from attention_checks import TOLERANCE, error, exact, make
+from attention_checks import TOLERANCE, error, exact, problem
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache
 from cudnn_sdpa.graph import handles
+from tests.threads import in_threads
 
 THREADS = 8
-
-
-def in_threads(work, count=THREADS):
-    failures = []
-
-    def guarded(index):
-        try:
-            work(index)
-        except BaseException as failure:  # noqa: BLE001 - raised again below
-            failures.append(failure)
-
-    threads = [threading.Thread(target=guarded, args=(i,)) for i in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if failures:
-        raise failures[0]
-
-
-def problem(device="cuda", sq=64):
-    q = make("bshd", 2, 4, sq, 64, torch.bfloat16, device)
-    k, v = (make("bshd", 2, 2, 96, 64, torch.bfloat16, device) for _ in range(2))
-    return q, k, v
 
 
 @pytest.mark.parametrize("decode", [False, True], ids=["prefill", "decode with lengths"])
@@ -59,7 +34,7 @@ def test_one_plan_many_threads_and_streams(decode):
             torch.cuda.current_stream().synchronize()
             worst[index] = max(error(out, expected[index]) for out in outs)
 
-    in_threads(work)
+    in_threads(work, THREADS)
     assert plan_cache.info().builds == builds
     assert max(worst) < TOLERANCE[torch.bfloat16]
 
@@ -69,15 +44,13 @@ def test_threads_that_need_the_same_new_plan_build_it_once():
     torch.cuda.synchronize()
     expected = exact(*data)[0]
     errors = [1.0] * THREADS
-    gate = threading.Barrier(THREADS)
 
     def work(index):
-        gate.wait()
         out = cudnn_sdpa.sdpa(*data)
         torch.cuda.synchronize()
         errors[index] = error(out, expected)
 
-    in_threads(work)
+    in_threads(work, THREADS)
     assert plan_cache.info().builds == 1
     assert max(errors) < TOLERANCE[torch.bfloat16]
 
@@ -97,7 +70,7 @@ def test_threads_with_different_shapes_while_plans_are_evicted():
             torch.cuda.current_stream().synchronize()
             worst[index] = max(worst[index], error(out, expected[which]))
 
-    in_threads(work)
+    in_threads(work, THREADS)
     assert plan_cache.info().plans <= 4
     assert max(worst) < TOLERANCE[torch.bfloat16]
 
@@ -170,7 +143,7 @@ def test_threads_on_two_devices():
                 torch.cuda.current_stream().synchronize()
                 worst[index] = max(worst[index], error(out, expected[which]))
 
-    in_threads(work)
+    in_threads(work, THREADS)
     assert max(worst) < TOLERANCE[torch.bfloat16]
 
 

@@ -16,6 +16,7 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline import driver
 from cudnn_sdpa.offline.planner import OfflinePlan, plan_offline
+from cudnn_sdpa.plans import nvrtc as nvrtc_module
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -33,6 +34,14 @@ def can_plan() -> None:
         pytest.skip(f"no usable cuDNN: {error}")
     if driver.compiler() is None and not driver.has_real_driver():
         pytest.skip("no C compiler to make the stand-in driver with, and no real driver")
+
+
+@pytest.fixture
+def nvrtc() -> None:
+    try:
+        nvrtc_module._nvrtc()
+    except LibraryError as error:
+        pytest.skip(f"no NVRTC: {error}")
 
 
 @pytest.fixture(scope="session")

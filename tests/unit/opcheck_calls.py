@@ -86,6 +86,14 @@ class Inputs:
         return kind(**{name: torch.tensor(value, device=self.device) for name, value in {**ones, **values}.items()})
 
 
+class HalfInputs(Inputs):
+    """Inputs in a dtype that cuDNN supports, on any device."""
+
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(device)
+        self.dtype = torch.bfloat16
+
+
 def _backward(result: Any) -> None:
     out = result[0] if isinstance(result, tuple) else result
     out.backward(torch.randn_like(out))

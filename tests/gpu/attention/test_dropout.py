@@ -5,7 +5,7 @@ from __future__ import annotations
 import dense_calls
 import pytest
 import torch
-from attention_checks import make
+from attention_checks import captured, make
 
 import cudnn_sdpa
 
@@ -93,20 +93,12 @@ def test_cuda_graph_replays_draw_new_dropout_masks():
         out = cudnn_sdpa.sdpa(*inputs, dropout_p=0.3)
         return out.detach(), *torch.autograd.grad(out, inputs, grad_out)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
 
     def replay():
         graph.replay()
         torch.cuda.synchronize()
-        return [x.clone() for x in captured]
+        return [x.clone() for x in results]
 
     runs = [replay() for _ in range(4)]
     for number, run in enumerate(runs):

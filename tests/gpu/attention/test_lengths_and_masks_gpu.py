@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_checks import assert_same, make
+from attention_checks import assert_same, make, nothing_synchronizes
 from kernel_formulas import LengthsCase, MaskCase, bias
 
 from cudnn_sdpa import no_plan_builds, sdpa
@@ -95,11 +95,8 @@ def test_nothing_waits():
     warm = [call for call, _ in calls().values()]
     wanted = [call() for call in warm]
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         found = [call() for call in warm]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for x, y in zip(found, wanted, strict=True):
         assert_same(x, y)
 

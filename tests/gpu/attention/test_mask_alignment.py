@@ -10,27 +10,14 @@ import random
 
 import pytest
 import torch
-from attention_checks import TOLERANCE, error, poison
+from attention_checks import TOLERANCE, error, nothing_synchronizes, poison
 from float64_reference import gradients
+from random_tensors import somewhere
 
 import cudnn_sdpa
 
 SKV, SQ = (1, 2, 3, 7, 8, 9), (1, 2, 64, 129)
 MASKS = [torch.bool, torch.float32, None]  #: None is the dtype of q
-
-
-def somewhere(tensor, rng):
-    """A copy in other memory: at any address, with or without padded rows, with heads last or not."""
-    shape, kind = tensor.shape, rng.randrange(4)
-    if kind == 0:
-        return tensor.clone()
-    if kind == 1:
-        whole = tensor.new_empty(tensor.numel() + 3)
-        return whole[3:].view(shape).copy_(tensor)
-    if kind == 2:
-        whole = tensor.new_empty(*shape[:-1], shape[-1] + 16)
-        return whole[..., : shape[-1]].copy_(tensor)
-    return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def random_call(rng, batch, heads, heads_kv, sq, skv, dims):
@@ -115,11 +102,8 @@ def test_a_mask_over_one_key_neither_synchronizes_nor_copies():
         return out, *torch.autograd.grad(out.sum(), [q, mask])
 
     run()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         run()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out, grad_q, grad_mask = run()

@@ -140,7 +140,9 @@ def test_out_is_written_by_compiled_code():
 
 def ahead_of_time(which, folder):
     here = Path(__file__).parent.parent
-    search_path = os.pathsep.join([str(here), str(here.parent), str(here.parent.parent), os.environ.get("PYTHONPATH", "")])
+    search_path = os.pathsep.join(
+        [str(here), str(here.parent), str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
+    )
     command = [sys.executable, "-W", "ignore", str(here / "aot_inductor.py"), str(folder), which]
     variables = os.environ | {"PYTHONPATH": search_path}
     return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=280, check=False)

@@ -4,21 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_checks import TOLERANCE, error, exact, make
+from attention_checks import TOLERANCE, error, exact, problem
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache
 
 
-def problem(sq=64):
-    q = make("bshd", 2, 4, sq, 64, torch.bfloat16)
-    k, v = (make("bshd", 2, 2, 96, 64, torch.bfloat16) for _ in range(2))
-    return q, k, v
-
-
 @pytest.mark.parametrize("sq", [1, 32], ids=["decode", "prefill"])
 def test_replay_with_changing_lengths(sq):
-    q, k, v = problem(sq)
+    q, k, v = problem(sq=sq)
     ends = torch.tensor([5, 90], dtype=torch.int32, device="cuda")
     cudnn_sdpa.sdpa(q, k, v, seq_lens_kv=ends)
     graph = torch.cuda.CUDAGraph()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_checks import make
+from attention_checks import nothing_synchronizes, problem
 
 import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
@@ -17,12 +17,6 @@ def warm(*tensors, **options):
         result = cudnn_sdpa.sdpa(*tensors, **options)
     assert len(SDPA.table)
     return result
-
-
-def problem(sq=64):
-    q = make("bshd", 2, 4, sq, 64, torch.bfloat16)
-    k, v = (make("bshd", 2, 2, 96, 64, torch.bfloat16) for _ in range(2))
-    return q, k, v
 
 
 OPTIONS = {
@@ -38,7 +32,7 @@ OPTIONS = {
 @pytest.mark.parametrize("sq", [1, 64, 120], ids=["decode", "prefill", "fully masked rows"])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_nothing_synchronizes(name, sq):
-    q, k, v = problem(sq)
+    q, k, v = problem(sq=sq)
     options = dict(OPTIONS[name])
     if options.pop("lengths", False):
         options["seq_lens_kv"] = torch.tensor([96, 33], dtype=torch.int32, device="cuda")
@@ -49,12 +43,9 @@ def test_nothing_synchronizes(name, sq):
     operators = torch.ops.cudnn_sdpa
     operator = operators.sdpa_forward_lse if "return_lse" in options else operators.sdpa_forward
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         again = cudnn_sdpa.sdpa(q, k, v, **options)
         through_dispatcher = operator(*inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     torch.testing.assert_close(again, first, atol=0, rtol=0)
     torch.testing.assert_close(through_dispatcher, first, atol=0, rtol=0)
 

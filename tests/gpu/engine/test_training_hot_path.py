@@ -5,15 +5,9 @@ from __future__ import annotations
 import dense_calls
 import pytest
 import torch
-from attention_checks import make
+from attention_checks import captured, nothing_synchronizes, problem
 
 import cudnn_sdpa
-
-
-def problem(sq=64):
-    q = make("bshd", 2, 4, sq, 64, torch.bfloat16)
-    k, v = (make("bshd", 2, 2, 96, 64, torch.bfloat16) for _ in range(2))
-    return q, k, v
 
 
 def warm(*tensors):
@@ -71,15 +65,11 @@ def test_nothing_synchronizes(name, return_lse):
     for _ in range(3):
         step(return_lse=return_lse)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with cudnn_sdpa.no_plan_builds():
-            for _ in range(2):
-                step(return_lse=return_lse)
-            with torch.no_grad():
-                cudnn_sdpa.sdpa(**step.inputs, **dense_calls.options(step.c), return_lse=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with nothing_synchronizes(), cudnn_sdpa.no_plan_builds():
+        for _ in range(2):
+            step(return_lse=return_lse)
+        with torch.no_grad():
+            cudnn_sdpa.sdpa(**step.inputs, **dense_calls.options(step.c), return_lse=True)
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "dropout"])
@@ -87,26 +77,18 @@ def test_a_captured_step_replays_for_other_data(name):
     """Forward and backward in one CUDA graph, replayed after everything but the layouts has changed."""
     c = dense_calls.plain(**CASES[name])
     step = Step(c)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step(return_lse=True)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step(return_lse=True)
+    graph, results = captured(lambda: step(return_lse=True))
     for number in range(3):
         other = dense_calls.tensors(dense_calls.replace(c, number=number + 1))
         with torch.no_grad():
             for key, x in step.t.items():
                 if x is not None and key != "grad_out":
                     x.copy_(other[key])
-            for x in (*captured[:2], *captured[2].values()):
+            for x in (*results[:2], *results[2].values()):
                 x.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
-        assert step.wrong(captured) == []
+        assert step.wrong(results) == []
 
 
 def test_device_memory_does_not_grow():

@@ -8,6 +8,7 @@ import itertools
 import float64_reference as exact
 import pytest
 import torch
+from attention_checks import nothing_synchronizes
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -116,8 +117,7 @@ def test_varlen_attn_on_pages(dtype, lengths_q, max_q):
     used = torch.tensor(lengths_kv, dtype=torch.int32, device="cuda")
     offsets = torch.tensor([0, *itertools.accumulate(lengths_q)], dtype=torch.int32, device="cuda")
     q = torch.randn(sum(lengths_q), 8, 64, device="cuda", dtype=dtype)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         out = varlen.varlen_attn(
             q,
             *pages,
@@ -130,8 +130,6 @@ def test_varlen_attn_on_pages(dtype, lengths_q, max_q):
             seqused_k=used,
             block_table=table,
         )
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     for number, (begin, end) in enumerate(itertools.pairwise(offsets.tolist())):
         if begin == end:
             continue

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from attention_checks import nothing_synchronizes
 from module_values import difference, gradients_in_float64, in_float64, randomize
 
 import cudnn_sdpa
@@ -156,12 +157,8 @@ def test_a_warm_step_does_not_synchronize():
 
     found = [decode(part) for part in parts[:3]]
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with cudnn_sdpa.no_plan_builds():
-            found += [decode(part) for part in parts[3:]]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with nothing_synchronizes(), cudnn_sdpa.no_plan_builds():
+        found += [decode(part) for part in parts[3:]]
     assert difference(torch.cat(found, dim=1), exact_stack(layers, torch.cat(parts, dim=1))) < TOLERANCE
 
 
@@ -245,12 +242,9 @@ def test_an_overflow_ends_with_its_tokens(forget):
             step = cache.reserve(250)
             new = torch.full((2, 2, 250, 64), number, dtype=torch.bfloat16, device=DEVICE)
             cache.append(step, new, new)
-            torch.cuda.set_sync_debug_mode("error")
-            try:
+            with nothing_synchronizes():
                 FORGET[forget](cache, step)
                 step = cache.reserve(tokens)
-            finally:
-                torch.cuda.set_sync_debug_mode("default")
             q, k, v = torch.randn(3, 2, 2, tokens, 64, dtype=torch.bfloat16, device=DEVICE)
             cache.append(step, k, v)
             found = cache.attend(step, q).double()
@@ -260,10 +254,8 @@ def test_an_overflow_ends_with_its_tokens(forget):
             cache.reset()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("forget", ["reset", "truncate", "-="])
-def test_an_overflow_between_replays_ends_with_its_tokens(forget):
-    """A captured step clears nothing; shortening lengths between two replays does."""
+def one_token():
+    """A cache, the tensors of a token, and a step of them, whose plan is built."""
     cache = KVCache(batch=2, heads=2, head_dim=64, max_length=300, dtype=torch.bfloat16, device=DEVICE)
     q, k, v = torch.randn(3, 2, 2, 1, 64, dtype=torch.bfloat16, device=DEVICE)
 
@@ -272,7 +264,15 @@ def test_an_overflow_between_replays_ends_with_its_tokens(forget):
         cache.append(step, k, v)
         return cache.attend(step, q)
 
-    decode()  # builds the plan
+    decode()
+    return cache, (q, k, v), decode
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("forget", ["reset", "truncate", "-="])
+def test_an_overflow_between_replays_ends_with_its_tokens(forget):
+    """A captured step clears nothing; shortening lengths between two replays does."""
+    cache, (q, k, v), decode = one_token()
     cache.reset()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -298,15 +298,7 @@ def test_an_overflow_between_replays_ends_with_its_tokens(forget):
 
 @torch.no_grad()
 def test_in_place_lengths_before_a_capture_do_not_clear_in_each_replay():
-    cache = KVCache(batch=2, heads=2, head_dim=64, max_length=300, dtype=torch.bfloat16, device=DEVICE)
-    q, k, v = torch.randn(3, 2, 2, 1, 64, dtype=torch.bfloat16, device=DEVICE)
-
-    def decode():
-        step = cache.reserve()
-        cache.append(step, k, v)
-        return cache.attend(step, q)
-
-    decode()  # builds the plan
+    cache, _, decode = one_token()
     cache.lengths.zero_()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

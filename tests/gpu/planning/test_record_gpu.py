@@ -5,17 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-import torch
 
 import cudnn_sdpa
 from cudnn_sdpa.graph.target import live_properties
-from tests.unit.opcheck_calls import CALLS, Inputs
-
-
-class HalfInputs(Inputs):
-    def __init__(self, device):
-        super().__init__(device)
-        self.dtype = torch.bfloat16
+from tests.unit.opcheck_calls import CALLS, HalfInputs
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -7,13 +7,14 @@ import threading
 import dense_calls
 import pytest
 import torch
-from attention_checks import TOLERANCE, error, exact, make
+from attention_checks import TOLERANCE, error, exact, make, nothing_synchronizes
 
 import cudnn_sdpa
 from cudnn_sdpa import autotune, no_plan_builds, plan_cache, use_plan_store
 from cudnn_sdpa.plans import autotune as autotune_module
 from cudnn_sdpa.plans.autotune import UntunedPlan
 from cudnn_sdpa.plans.plan import Plan
+from tests.threads import in_threads
 
 
 def last_one(candidates):
@@ -243,21 +244,15 @@ def test_two_threads_launch_the_same_new_plan():
     problems = [inputs() for _ in range(2)]
     expected = [exact(*problem)[0] for problem in problems]
     torch.cuda.synchronize()
-    gate, errors = threading.Barrier(2), [1.0, 1.0]
 
     def work(index):
         with torch.cuda.stream(torch.cuda.Stream()):
-            gate.wait()
             outs = [cudnn_sdpa.sdpa(*problems[index]) for _ in range(50)]
             torch.cuda.current_stream().synchronize()
-            errors[index] = max(error(out, expected[index]) for out in outs)
+            return max(error(out, expected[index]) for out in outs)
 
     with autotune() as report:
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        errors = in_threads(work, 2)
     assert max(errors) < TOLERANCE[torch.bfloat16]
     assert plan_cache.info().builds == len(report.entries) == 1
     assert_settled()
@@ -304,11 +299,8 @@ def test_only_the_first_launch_synchronizes():
     q, k, v = inputs()
     with autotune():
         assert_right(q, k, v)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_synchronizes():
             out = cudnn_sdpa.sdpa(q, k, v)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert_right(q, k, v, out)
 
 
@@ -316,11 +308,8 @@ def test_nothing_is_tuned_where_synchronizing_is_an_error():
     q, k, v = inputs()
     with autotune() as report:
         cudnn_sdpa.explain(cudnn_sdpa.sdpa, q, k, v)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with nothing_synchronizes():
             out = cudnn_sdpa.sdpa(q, k, v)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     assert_right(q, k, v, out)
     assert "synchroniz" in report.entries[0].reason
     assert [plan.tuned for plan in plan_cache.plans()] == [False]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_checks import TOLERANCE, error, exact, make, poison
+from attention_checks import TOLERANCE, error, exact, make, nothing_synchronizes, poison
 
 import cudnn_sdpa
 from cudnn_sdpa import no_plan_builds, plan_cache, sdpa, shape_policy
@@ -17,6 +17,7 @@ from cudnn_sdpa.attention.dense.tiers import BucketRun
 from cudnn_sdpa.offline.background import background
 from cudnn_sdpa.plans import device_memory
 from cudnn_sdpa.plans.build import plan_of
+from tests.threads import in_threads
 
 BF16 = torch.bfloat16
 
@@ -99,12 +100,9 @@ def test_nothing_waits(bucketed):  # noqa: ARG001
     sdpa(*inputs(300))
     tensors = [inputs(rows) for rows in (100, 200, 300)]
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         for _ in range(2):
             found = [sdpa(*x) for x in tensors]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert len(served_by_buckets()) == 3
     for x, out in zip(tensors, found, strict=True):
         assert error(out, exact(*x)[0]) < TOLERANCE[BF16]
@@ -347,22 +345,13 @@ def test_an_exact_shape_plan_takes_over_while_another_thread_captures(tiered):  
 
 def test_many_threads(bucketed):  # noqa: ARG001
     sdpa(*inputs(300))
-    failures = []
 
     def work(number):
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                for rows in range(100 + number, 200, 8):
-                    assert_right(*inputs(rows))
-        except BaseException as failure:  # noqa: BLE001 - looked at below
-            failures.append(failure)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for rows in range(100 + number % 4, 200, 8):
+                assert_right(*inputs(rows))
 
-    threads = [threading.Thread(target=work, args=(number % 4,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    in_threads(work, 8)
     assert plan_cache.info().builds == 1
 
 

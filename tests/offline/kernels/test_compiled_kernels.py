@@ -9,22 +9,14 @@ import pytest
 import torch
 from sample_modules import sample
 
-from cudnn_sdpa import LibraryError
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments
 from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward
-from cudnn_sdpa.plans import nvrtc as nvrtc_module
+
+pytestmark = pytest.mark.usefixtures("nvrtc")
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def nvrtc():
-    try:
-        nvrtc_module._nvrtc()
-    except LibraryError as error:
-        pytest.skip(f"no NVRTC: {error}")
 
 
 def kernels_of(sm, dtype, dim, *, mode="fused", is_causal=True, mask=None, aligned=True):

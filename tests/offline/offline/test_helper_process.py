@@ -17,6 +17,7 @@ from cudnn_sdpa.attention.dense.explain import describe_sdpa
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline import planner
 from cudnn_sdpa.offline.planner import Helper, plan_offline
+from tests.threads import in_threads
 
 pytestmark = pytest.mark.usefixtures("can_plan")
 
@@ -147,13 +148,7 @@ def test_an_invalid_request_raises_and_the_next_request_works(helper, request_fo
 
 @pytest.mark.slow
 def test_many_threads_may_send_requests(helper, request_for_a_plan):
-    answers = []
-    threads = [threading.Thread(target=lambda: answers.append(helper.ask(request_for_a_plan))) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(answers) == 4
+    answers = in_threads(lambda _: helper.ask(request_for_a_plan), 4)
     assert len({(answer["engine"], len(answer["plan"])) for answer in answers}) == 1
 
 

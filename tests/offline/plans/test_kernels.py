@@ -12,13 +12,7 @@ from cudnn_sdpa.attention.varlen import packing
 from cudnn_sdpa.plans import nvrtc as nvrtc_module
 from cudnn_sdpa.plans.nvrtc import Kernel
 
-
-@pytest.fixture(autouse=True)
-def nvrtc():
-    try:
-        nvrtc_module._nvrtc()
-    except LibraryError as error:
-        pytest.skip(f"no NVRTC: {error}")
+pytestmark = pytest.mark.usefixtures("nvrtc")
 
 
 KERNELS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cudnn_sdpa import conv2d, graph_op, sdpa, sdpa_varlen, silu_mul
+from cudnn_sdpa import conv2d, graph_op, sdpa, silu_mul
 from tests.unit.pytorch_equivalents import EQUIVALENTS, compilations, trained
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
@@ -152,33 +152,6 @@ def test_a_data_dependent_number_of_patches(layout):
         expected = torch.nn.functional.conv2d(rows_that_are(x, kept), weight, bias, stride=4)
         torch.testing.assert_close(function(kept, x), expected, rtol=1e-4, atol=1e-4)
     assert compilations(function) == 1
-
-
-@pytest.mark.usefixtures("sizes_of_data")
-def test_a_data_dependent_max_seqlen():
-    def attend(lengths, x):
-        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
-        longest = lengths.max().item()
-        torch._check(longest > 0)
-        torch._check(longest <= 100)
-        return sdpa_varlen(x, x, x, offsets, offsets, longest, longest, is_causal=True)
-
-    function, x = compiled(attend), torch.randn(12, 4, 16)
-    for lengths in ([3, 4, 5], [1, 0, 11], [12, 0, 0]):
-        torch.testing.assert_close(function(torch.tensor(lengths), x), attend(torch.tensor(lengths), x))
-    assert compilations(function) == 1
-
-
-@pytest.mark.usefixtures("sizes_of_data")
-def test_training_with_a_data_dependent_batch_size():
-    def attend(kept, x):
-        y = rows_that_are(x, kept)
-        return sdpa(y * 1.5, y, y, is_causal=True).sum(0)
-
-    function, x = compiled(attend), torch.randn(5, 4, 7, 16)
-    for kept in KEPT:
-        found = trained(lambda y, kept=kept: function(kept, y), (x,))
-        torch.testing.assert_close(found, trained(lambda y, kept=kept: attend(kept, y), (x,)))
 
 
 def test_sizes_marked_as_unbacked():

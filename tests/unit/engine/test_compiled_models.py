@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ from cudnn_sdpa import (
     silu_mul,
 )
 from cudnn_sdpa.offline.driver import compiler
+from tests.threads import in_threads
 from tests.unit.small_model import gradients, model_and_reference
 
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
@@ -93,17 +93,7 @@ def test_selective_checkpointing_may_keep_attention(saves):
 def test_threads_may_share_a_compiled_model():
     ours, theirs = model_and_reference()
     inputs = [x_of(length=5 + i) for i in range(6)]
-    found = [None] * len(inputs)
-
-    def work(i):
-        for _ in range(3):
-            found[i] = gradients(ours, inputs[i])
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(len(inputs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    found = in_threads(lambda i: [gradients(ours, inputs[i]) for _ in range(3)][-1], len(inputs))
     for result, x in zip(found, inputs, strict=True):
         torch.testing.assert_close(result, gradients(theirs, x), rtol=1e-4, atol=1e-5)
 

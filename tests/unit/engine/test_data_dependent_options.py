@@ -1,4 +1,4 @@
-"""Lengths, bounds and options that depend on data, as `.item()` gives them, in one compiled or exported graph."""
+"""Sizes, bounds and options that depend on data, as `.item()` gives them, in one compiled or exported graph."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ from cudnn_sdpa import (
     CudnnSdpaError,
     OptionError,
     conv2d,
+    gelu_mul,
     kernels,
     layer_norm,
     merge_states,
+    relu_squared,
     rms_norm,
     scaled_dot_product_attention,
     sdpa,
     sdpa_paged,
     sdpa_varlen,
+    silu_mul,
 )
 
 ENDS = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
@@ -50,7 +53,17 @@ LENGTHS_AND_BOUNDS = {
     "batch of the drop-in": (lambda x, n: scaled_dot_product_attention(x[:n], x[:n], x[:n]), (4, 2, 9, 8), (1, 3)),
     "batch of kernels": (lambda x, n: kernels.attention(x[:n], x[:n], x[:n], is_causal=True), (4, 2, 9, 8), (1, 3)),
     "batch of merged states": (lambda x, n: merged(x[:n].detach()), (4, 2, 9, 8), (1, 3)),
+    "rms_norm": (lambda x, n: rms_norm(x[:n], x[0] * 0 + 2), (5, 16), (3, 1, 5)),
+    "rms_norm without weight": (lambda x, n: rms_norm(x[:n]), (5, 16), (3, 1, 5)),
+    "rms_norm with a residual": (lambda x, n: torch.cat(rms_norm(x[:n], residual=x[:n])), (5, 16), (3, 1, 5)),
+    "layer_norm": (lambda x, n: layer_norm(x[:n]), (5, 16), (3, 1, 5)),
+    "silu_mul": (lambda x, n: silu_mul(x[:n], x[:n] + 1), (5, 16), (3, 1, 5)),
+    "silu_mul of both": (lambda x, n: silu_mul(x[:n]), (5, 16), (3, 1, 5)),
+    "gelu_mul": (lambda x, n: gelu_mul(x[:n], x[:n] + 1), (5, 16), (3, 1, 5)),
+    "relu_squared": (lambda x, n: relu_squared(x[:n]), (5, 16), (3, 1, 5)),
 }
+#: What has no gradient.
+INFERENCE = ("window on pages", "batch of merged states", "gelu_mul", "relu_squared")
 
 #: name: (the wrong option, a function of a tensor, a whole number and a fraction of data)
 OPTIONS = {
@@ -103,7 +116,7 @@ def test_lengths_and_bounds_that_depend_on_data(name):
             torch._check(n <= x.shape[0] if name != "length" else n <= x.shape[2])
         return function(x, n)
 
-    x = torch.randn(shape, requires_grad="pages" not in name and "merged" not in name)
+    x = torch.randn(shape, requires_grad=name not in INFERENCE)
     compiled = torch.compile(of_data, fullgraph=True, backend="aot_eager")
     program = exported(of_data, x.detach(), torch.tensor([numbers[0]]))
     for number in numbers:

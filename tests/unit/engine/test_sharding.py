@@ -108,15 +108,18 @@ BATCH, HEADS, QUERIES = Shard(0), Shard(1), Shard(2)
 
 
 class Case:
-    """A call, how its tensors are placed, and how its results and gradients must be."""
+    """A call, how its tensors are placed, and how its results must be."""
 
-    def __init__(self, function, make, placed, results, gradients=None, **options):
+    def __init__(self, function, make, placed, results, /, *, trains=True, **options):
         self.function, self.make, self.placed = function, make, placed
-        self.results, self.gradients, self.options = results, gradients or {}, options
+        self.results, self.trains, self.options = results, trains, options
 
-
-def case(function, make, placed, results, gradients=None, /, **options):
-    return Case(function, make, placed, results, gradients, **options)
+    @property
+    def gradients(self):
+        """How its gradients must be placed: as their tensors; those of replicated ones are sums over the parts."""
+        of_replicated = R if set(self.placed.values()) == {R} else Partial()
+        names = [name for name in self.placed if "seq" not in name] if self.trains else []
+        return {name: of_replicated if self.placed[name] == R else self.placed[name] for name in names}
 
 
 def all_of(placement, *names):
@@ -125,253 +128,202 @@ def all_of(placement, *names):
 
 QKV = ("q", "k", "v")
 CASES = {
-    "sdpa, batch": case(
+    "sdpa, batch": Case(
         sdpa,
         lambda: qkv() | {"sinks": randn(4), "attn_mask": randn(4, 1, 8, 8), "seq_lens_kv": ints(3, 8, 1, 5)},
         all_of(BATCH, *QKV, "attn_mask", "seq_lens_kv") | {"sinks": R},
         [BATCH, BATCH],
-        all_of(BATCH, *QKV, "attn_mask") | {"sinks": Partial()},
         return_lse=True,
     ),
-    "sdpa, batch, lengths of queries": case(
-        sdpa,
-        lambda: qkv() | {"seq_lens_q": ints(3, 0, 8, 5)},
-        all_of(BATCH, *QKV, "seq_lens_q"),
-        [BATCH],
-        all_of(BATCH, *QKV),
+    "sdpa, batch, lengths of queries": Case(
+        sdpa, lambda: qkv() | {"seq_lens_q": ints(3, 0, 8, 5)}, all_of(BATCH, *QKV, "seq_lens_q"), [BATCH]
     ),
-    "sdpa, batch, causal, window": case(
-        sdpa, qkv, all_of(BATCH, *QKV), [BATCH], all_of(BATCH, *QKV), is_causal=True, window_size=(3, 0)
+    "sdpa, batch, causal, window": Case(sdpa, qkv, all_of(BATCH, *QKV), [BATCH], is_causal=True, window_size=(3, 0)),
+    "sdpa, batch, a mask for all": Case(
+        sdpa, lambda: qkv() | {"attn_mask": randn(8, 8)}, all_of(BATCH, *QKV) | {"attn_mask": R}, [BATCH]
     ),
-    "sdpa, batch, a mask for all": case(
-        sdpa,
-        lambda: qkv() | {"attn_mask": randn(8, 8)},
-        all_of(BATCH, *QKV) | {"attn_mask": R},
-        [BATCH],
-        all_of(BATCH, *QKV) | {"attn_mask": Partial()},
-    ),
-    "sdpa, heads": case(
+    "sdpa, heads": Case(
         sdpa,
         lambda: qkv() | {"sinks": randn(4), "attn_mask": randn(1, 4, 8, 8), "seq_lens_kv": ints(3, 8, 1, 5)},
         all_of(HEADS, *QKV, "attn_mask") | {"sinks": Shard(0), "seq_lens_kv": R},
         [HEADS, HEADS],
-        all_of(HEADS, *QKV, "attn_mask") | {"sinks": Shard(0)},
         return_lse=True,
     ),
-    "sdpa, heads, one mask": case(
-        sdpa,
-        lambda: qkv() | {"attn_mask": randn(4, 1, 8, 8)},
-        all_of(HEADS, *QKV) | {"attn_mask": R},
-        [HEADS],
-        all_of(HEADS, *QKV) | {"attn_mask": Partial()},
+    "sdpa, heads, one mask": Case(
+        sdpa, lambda: qkv() | {"attn_mask": randn(4, 1, 8, 8)}, all_of(HEADS, *QKV) | {"attn_mask": R}, [HEADS]
     ),
-    "sdpa, query heads": case(
-        sdpa,
-        lambda: qkv(heads_kv=1),
-        {"q": HEADS, "k": R, "v": R},
-        [HEADS],
-        {"q": HEADS, "k": Partial(), "v": Partial()},
-        is_causal=True,
+    "sdpa, query heads": Case(sdpa, lambda: qkv(heads_kv=1), {"q": HEADS, "k": R, "v": R}, [HEADS], is_causal=True),
+    "sdpa, query heads, uneven": Case(
+        sdpa, lambda: qkv(heads=3, heads_kv=1), {"q": HEADS, "k": R, "v": R}, [HEADS, HEADS], return_lse=True
     ),
-    "sdpa, query heads, uneven": case(
-        sdpa,
-        lambda: qkv(heads=3, heads_kv=1),
-        {"q": HEADS, "k": R, "v": R},
-        [HEADS, HEADS],
-        {"q": HEADS, "k": Partial(), "v": Partial()},
-        return_lse=True,
-    ),
-    "sdpa, queries": case(
+    "sdpa, queries": Case(
         sdpa,
         lambda: qkv() | {"attn_mask": randn(1, 1, 8, 8), "sinks": randn(4)},
         {"q": QUERIES, "k": R, "v": R, "attn_mask": QUERIES, "sinks": R},
         [QUERIES],
-        {"q": QUERIES, "k": Partial(), "v": Partial(), "attn_mask": QUERIES, "sinks": Partial()},
     ),
-    "sdpa, queries, uneven, last": case(
-        sdpa, lambda: qkv(queries=1), {"q": QUERIES, "k": R, "v": R}, [QUERIES], {"q": QUERIES, "k": Partial()}
-    ),
-    "sdpa, uneven batch": case(sdpa, lambda: qkv(batch=3), all_of(BATCH, *QKV), [BATCH], all_of(BATCH, *QKV)),
-    "sdpa, a batch of one": case(
+    "sdpa, queries, uneven, last": Case(sdpa, lambda: qkv(queries=1), {"q": QUERIES, "k": R, "v": R}, [QUERIES]),
+    "sdpa, uneven batch": Case(sdpa, lambda: qkv(batch=3), all_of(BATCH, *QKV), [BATCH]),
+    "sdpa, a batch of one": Case(
         sdpa,
         lambda: qkv(batch=1) | {"sinks": randn(4)},
         all_of(BATCH, *QKV) | {"sinks": R},
         [BATCH, BATCH],
-        all_of(BATCH, *QKV) | {"sinks": Partial()},
         return_lse=True,
     ),
-    "sdpa, replicated": case(
-        sdpa, lambda: qkv() | {"sinks": randn(4)}, all_of(R, *QKV, "sinks"), [R], all_of(R, *QKV, "sinks")
-    ),
-    "sdpa, alibi in the batch": case(
-        sdpa, qkv, all_of(BATCH, *QKV), [BATCH], all_of(BATCH, *QKV), alibi=True, is_causal=True
-    ),
-    "drop-in, heads": case(
+    "sdpa, replicated": Case(sdpa, lambda: qkv() | {"sinks": randn(4)}, all_of(R, *QKV, "sinks"), [R]),
+    "sdpa, alibi in the batch": Case(sdpa, qkv, all_of(BATCH, *QKV), [BATCH], alibi=True, is_causal=True),
+    "drop-in, heads": Case(
         cudnn_sdpa.scaled_dot_product_attention,
         lambda: {"query": randn(2, 4, 8, 16), "key": randn(2, 4, 8, 16), "value": randn(2, 4, 8, 16)},
         all_of(HEADS, "query", "key", "value"),
         [HEADS],
-        all_of(HEADS, "query", "key", "value"),
     ),
-    "drop-in, rank 3": case(
+    "drop-in, rank 3": Case(
         cudnn_sdpa.scaled_dot_product_attention,
         lambda: {"query": randn(4, 8, 16), "key": randn(4, 8, 16), "value": randn(4, 8, 16)},
         all_of(Shard(0), "query", "key", "value"),
         [Shard(0)],
-        all_of(Shard(0), "query", "key", "value"),
         is_causal=True,
     ),
-    "varlen, heads": case(
+    "varlen, heads": Case(
         varlen,
         lambda: packed() | {"sinks": randn(4)},
         all_of(HEADS, *QKV) | {"sinks": Shard(0), "cu_seqlens_q": R, "cu_seqlens_kv": R},
         [HEADS, HEADS],
-        all_of(HEADS, *QKV) | {"sinks": Shard(0)},
         return_lse=True,
         is_causal=True,
         **LONGEST,
     ),
-    "varlen, plain offsets": case(
-        varlen, packed, all_of(HEADS, *QKV), [HEADS], all_of(HEADS, *QKV), window_size=(2, 1), **LONGEST
+    "varlen, plain offsets": Case(varlen, packed, all_of(HEADS, *QKV), [HEADS], window_size=(2, 1), **LONGEST),
+    "varlen, query heads": Case(varlen, lambda: packed(heads_kv=1), {"q": HEADS, "k": R, "v": R}, [HEADS], **LONGEST),
+    "paged, heads": Case(
+        cudnn_sdpa.sdpa_paged, paged, all_of(HEADS, "q", "k_pages", "v_pages"), [HEADS], trains=False, page_layout="HND"
     ),
-    "varlen, query heads": case(
-        varlen,
-        lambda: packed(heads_kv=1),
-        {"q": HEADS, "k": R, "v": R},
-        [HEADS],
-        {"q": HEADS, "k": Partial(), "v": Partial()},
-        **LONGEST,
-    ),
-    "paged, heads": case(
-        cudnn_sdpa.sdpa_paged, paged, all_of(HEADS, "q", "k_pages", "v_pages"), [HEADS], page_layout="HND"
-    ),
-    "paged, heads, NHD": case(
+    "paged, heads, NHD": Case(
         cudnn_sdpa.sdpa_paged,
         lambda: paged(layout="NHD"),
         {"q": HEADS, "k_pages": Shard(2), "v_pages": Shard(2)},
         [HEADS, HEADS],
+        trains=False,
         page_layout="NHD",
         return_lse=True,
     ),
-    "paged, batch": case(
+    "paged, batch": Case(
         cudnn_sdpa.sdpa_paged,
         paged,
         all_of(BATCH, "q", "page_table", "seq_lens_kv"),
         [BATCH, BATCH],
+        trains=False,
         page_layout="HND",
         return_lse=True,
     ),
-    "paged, query heads": case(
-        cudnn_sdpa.sdpa_paged, lambda: paged(heads_kv=1), {"q": HEADS}, [HEADS], page_layout="HND"
+    "paged, query heads": Case(
+        cudnn_sdpa.sdpa_paged, lambda: paged(heads_kv=1), {"q": HEADS}, [HEADS], trains=False, page_layout="HND"
     ),
-    "fp8, batch": case(
+    "fp8, batch": Case(
         run_fp8,
         lambda: {name: fp8(4, 2, 16, 128) for name in QKV},
         all_of(BATCH, *QKV),
         [BATCH, Partial("max"), Partial("max"), BATCH],
+        trains=False,
     ),
-    "fp8, heads": case(
+    "fp8, heads": Case(
         run_fp8,
         lambda: {name: fp8(1, 2, 16, 128) for name in QKV},
         all_of(HEADS, *QKV),
         [HEADS, Partial("max"), Partial("max"), HEADS],
+        trains=False,
         is_causal=True,
     ),
-    "fp8 backward, batch": case(
+    "fp8 backward, batch": Case(
         run_fp8_backward,
         fp8_gradients,
         all_of(BATCH, "grad_out", "q", "k", "v", "out", "lse"),
         [BATCH] * 3 + [Partial("max")] * 4,
+        trains=False,
     ),
-    "fp8 backward, heads": case(
+    "fp8 backward, heads": Case(
         run_fp8_backward,
         fp8_gradients,
         all_of(HEADS, "grad_out", "q", "k", "v", "out", "lse"),
         [HEADS] * 3 + [Partial("max")] * 4,
+        trains=False,
     ),
-    "gelu_mul": case(
+    "gelu_mul": Case(
         cudnn_sdpa.gelu_mul,
         lambda: {"gate": randn(4, 6, 8), "up": randn(4, 6, 8)},
         all_of(Shard(2), "gate", "up"),
         [Shard(2)],
+        trains=False,
     ),
-    "relu_squared": case(cudnn_sdpa.relu_squared, lambda: {"x": randn(4, 6, 8)}, {"x": Shard(1)}, [Shard(1)]),
-    "silu_mul, features": case(
+    "relu_squared": Case(
+        cudnn_sdpa.relu_squared, lambda: {"x": randn(4, 6, 8)}, {"x": Shard(1)}, [Shard(1)], trains=False
+    ),
+    "silu_mul, features": Case(
         cudnn_sdpa.silu_mul,
         lambda: {"gate": randn(4, 6, 8), "up": randn(4, 6, 8)},
         all_of(Shard(2), "gate", "up"),
         [Shard(2)],
-        all_of(Shard(2), "gate", "up"),
     ),
-    "silu_mul, both in one": case(
-        cudnn_sdpa.silu_mul, lambda: {"gate": randn(4, 6, 8)}, {"gate": Shard(1)}, [Shard(1)], {"gate": Shard(1)}
+    "silu_mul, both in one": Case(
+        cudnn_sdpa.silu_mul, lambda: {"gate": randn(4, 6, 8)}, {"gate": Shard(1)}, [Shard(1)]
     ),
-    "conv1d": case(
+    "conv1d": Case(
         cudnn_sdpa.conv1d,
         lambda: {"x": randn(4, 4, 9), "weight": randn(6, 4, 3), "bias": randn(6)},
         {"x": BATCH, "weight": R, "bias": R},
         [BATCH],
-        {"x": BATCH, "weight": Partial(), "bias": Partial()},
     ),
-    "conv2d, activation": case(
+    "conv2d, activation": Case(
         cudnn_sdpa.conv2d,
         lambda: {"x": randn(3, 4, 7, 6), "weight": randn(6, 4, 3, 3), "bias": randn(6)},
         {"x": BATCH, "weight": R, "bias": R},
         [BATCH],
-        {"x": BATCH, "weight": Partial(), "bias": Partial()},
         activation="silu",
         padding=1,
     ),
-    "conv2d, patches": case(
+    "conv2d, patches": Case(
         cudnn_sdpa.conv2d,
         lambda: {"x": randn(4, 3, 8, 8), "weight": randn(6, 3, 4, 4), "bias": randn(6)},
         {"x": BATCH, "weight": R, "bias": R},
         [BATCH],
-        {"x": BATCH, "weight": Partial(), "bias": Partial()},
         stride=4,
     ),
-    "conv3d": case(
+    "conv3d": Case(
         cudnn_sdpa.conv3d,
         lambda: {"x": randn(2, 4, 4, 5, 6), "weight": randn(6, 4, 3, 3, 3)},
         {"x": BATCH, "weight": R},
         [BATCH],
-        {"x": BATCH, "weight": Partial()},
     ),
-    "a user's graph_op": case(
-        affine,
-        lambda: {"x": randn(4, 6, 8), "weight": randn(8)},
-        {"x": Shard(1), "weight": R},
-        [Shard(1)],
-        {"x": Shard(1), "weight": Partial()},
+    "a user's graph_op": Case(
+        affine, lambda: {"x": randn(4, 6, 8), "weight": randn(8)}, {"x": Shard(1), "weight": R}, [Shard(1)]
     ),
 }
 for _dim in (0, 1):
     CASES |= {
-        f"rms_norm, {_dim}": case(
+        f"rms_norm, {_dim}": Case(
             cudnn_sdpa.rms_norm,
             lambda: {"x": randn(5, 6, 32), "weight": torch.rand(32)},
             {"x": Shard(_dim), "weight": R},
             [Shard(_dim)],
-            {"x": Shard(_dim), "weight": Partial()},
         ),
-        f"rms_norm, residual, {_dim}": case(
+        f"rms_norm, residual, {_dim}": Case(
             cudnn_sdpa.rms_norm,
             lambda: {"x": randn(4, 6, 32), "weight": torch.rand(32), "residual": randn(4, 6, 32)},
             {"x": Shard(_dim), "weight": R, "residual": Shard(_dim)},
             [Shard(_dim)] * 2,
-            {"x": Shard(_dim), "weight": Partial(), "residual": Shard(_dim)},
             activation="silu",
             zero_centered=True,
         ),
-        f"layer_norm, {_dim}": case(
+        f"layer_norm, {_dim}": Case(
             cudnn_sdpa.layer_norm,
             lambda: {"x": randn(4, 6, 32), "weight": torch.rand(32), "bias": randn(32)},
             {"x": Shard(_dim), "weight": R, "bias": R},
             [Shard(_dim)],
-            {"x": Shard(_dim), "weight": Partial(), "bias": Partial()},
         ),
-        f"layer_norm, no bias, {_dim}": case(
-            cudnn_sdpa.layer_norm, lambda: {"x": randn(4, 6, 32)}, {"x": Shard(_dim)}, [Shard(_dim)], {"x": Shard(_dim)}
+        f"layer_norm, no bias, {_dim}": Case(
+            cudnn_sdpa.layer_norm, lambda: {"x": randn(4, 6, 32)}, {"x": Shard(_dim)}, [Shard(_dim)]
         ),
     }
 
@@ -527,13 +479,13 @@ def check_two_dimensions(*shape):
     queries, keys = [Shard(0), Shard(2)], [Shard(0), R]
     placements = {"q": queries, "k": keys, "v": keys}
     gradients = {"q": queries, "k": [Shard(0), Partial()], "v": [Shard(0), Partial()]}
-    plain = case(sdpa, qkv, {}, [])
+    plain = Case(sdpa, qkv, {}, [])
     counts.append(agrees(plain, mesh, placements, [queries], gradients))
     others = [Shard(1), R], [R, Shard(0)], [R, R]
     counts.extend(agrees(plain, mesh, all_of(both, *QKV), [both], all_of(both, *QKV)) for both in others)
     twice = [Shard(0), Shard(0)]
     for batch in (4, 3):
-        plain = case(sdpa, lambda batch=batch: qkv(batch=batch), {}, [])
+        plain = Case(sdpa, lambda batch=batch: qkv(batch=batch), {}, [])
         counts.append(agrees(plain, mesh, all_of(twice, *QKV), [twice], all_of(twice, *QKV)))
     norm = CASES["rms_norm, 1"]
     both = [Shard(0), Shard(1)]
@@ -660,9 +612,9 @@ INSTEAD = {
     "packed tokens": "cudnn_sdpa.distributed.context_parallel_varlen",
 }
 OTHERS = {
-    "sdpa, query heads, of three": case(sdpa, lambda: qkv(heads=6, heads_kv=3), {}, []),
-    "sdpa, one head": case(sdpa, lambda: qkv(heads=1, heads_kv=1), {}, []),
-    "sdpa, lengths of queries": case(sdpa, lambda: qkv(batch=2) | {"seq_lens_q": ints(0, 5)}, {}, []),
+    "sdpa, query heads, of three": Case(sdpa, lambda: qkv(heads=6, heads_kv=3), {}, []),
+    "sdpa, one head": Case(sdpa, lambda: qkv(heads=1, heads_kv=1), {}, []),
+    "sdpa, lengths of queries": Case(sdpa, lambda: qkv(batch=2) | {"seq_lens_q": ints(0, 5)}, {}, []),
 }
 
 

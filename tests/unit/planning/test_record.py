@@ -15,16 +15,8 @@ from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.planning import record
 from cudnn_sdpa.plans.manifest import PlanManifest
 from tests.unit import opcheck_calls
-from tests.unit.opcheck_calls import CALLS, OF_SAMPLES, Inputs, registered
+from tests.unit.opcheck_calls import CALLS, OF_SAMPLES, HalfInputs, registered
 from tests.unit.plans.test_cache import use
-
-
-class HalfInputs(Inputs):
-    """Inputs on the CPU or meta device, in a dtype that cuDNN supports."""
-
-    def __init__(self, device: str = "cpu") -> None:
-        super().__init__(device)
-        self.dtype = torch.bfloat16
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +20,7 @@ from cudnn_sdpa.plans.build import build_plan, load_plan
 from cudnn_sdpa.plans.cache import next_use
 from cudnn_sdpa.plans.file_format import StoredPlan
 from cudnn_sdpa.plans.plan import Plan, captured_plans
+from tests.threads import in_threads
 
 
 @pytest.fixture
@@ -124,23 +124,16 @@ def test_uses_of_a_replaced_plan_are_recorded(machine, cache):
 
 def test_concurrent_lookups_build_once(machine, cache):
     machine.proposes(Engine("eng1", 30), Engine("eng2", 10))
-    barrier, right = threading.Barrier(8), [0] * 8
+
+    def work(_):
+        handles.thread.slots = machine.slots
+        for _ in range(20):
+            x, out = operands()
+            launch(get(key()), x, out)
+            assert torch.equal(out, x * 0.5)
+
     with autotune() as report:
-
-        def work(index):
-            handles.thread.slots = machine.slots
-            barrier.wait()
-            for _ in range(20):
-                x, out = operands()
-                launch(get(key()), x, out)
-                right[index] += torch.equal(out, x * 0.5)
-
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert right == [20] * 8
+        in_threads(work, 8)
     assert len(report.entries) == len(machine.timed) == cache.info().builds == 1
     assert cache.peek(key()).engine == "eng2"
 

@@ -8,11 +8,12 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from cudnn_sdpa import OptionError, plan_cache
+from cudnn_sdpa import OptionError
 from cudnn_sdpa.engine.launch import CallTable
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans.cache import DEFAULT_SIZE, PlanCache, next_use
+from cudnn_sdpa.plans.cache import PlanCache, next_use
+from tests.threads import in_threads
 
 TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 92800, "1.32.0", "NVIDIA H200")
 KEY = PlanKey("package.module:attend", "digest", (), (), (), TARGET, 0)
@@ -52,15 +53,6 @@ def held(cache: PlanCache) -> list[int]:
 
 def refuse(key):
     raise AssertionError(f"{key} is there and must not be built")
-
-
-@pytest.fixture
-def global_cache():
-    """The process's cache, empty, and restored afterwards."""
-    plan_cache.clear()
-    yield plan_cache
-    plan_cache.clear()
-    plan_cache.resize(DEFAULT_SIZE)
 
 
 def test_a_plan_is_built_once_and_found_afterwards():
@@ -152,26 +144,6 @@ def test_clear_drops_all_plans_and_resets_counters():
     assert cache.info().builds == 1
 
 
-def in_threads(count, work):
-    """Runs `work(i)` in threads that start together; returns results and exceptions by index."""
-    barrier, results = threading.Barrier(count), [None] * count
-
-    def run(index):
-        barrier.wait()
-        try:
-            results[index] = work(index)
-        except Exception as error:  # noqa: BLE001 - returned to the test
-            results[index] = error
-
-    threads = [threading.Thread(target=run, args=(index,)) for index in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    return results
-
-
 def test_one_of_many_threads_builds_and_the_others_wait():
     cache, built = PlanCache(4), []
 
@@ -180,7 +152,7 @@ def test_one_of_many_threads_builds_and_the_others_wait():
         time.sleep(0.1)
         return StandIn(key)
 
-    results = in_threads(32, lambda _: use(cache, 3, slowly))
+    results = in_threads(lambda _: use(cache, 3, slowly), 32)
     assert len(built) == 1
     assert set(map(id, results)) == {id(cache.peek(key(3)))}
     assert cache.info().builds == 1
@@ -194,7 +166,7 @@ def test_different_keys_are_built_at_the_same_time():
         together.wait(20)  # raises unless all four are being built at once
         return StandIn(key)
 
-    results = in_threads(4, lambda index: cache.get(key(index), build))
+    results = in_threads(lambda index: cache.get(key(index), build), 4)
     assert [plan.key for plan in results] == [key(index) for index in range(4)]
 
 
@@ -211,7 +183,13 @@ def test_a_failure_raises_in_the_building_thread_and_another_retries():
             raise RuntimeError(f"attempt {number}")
         return StandIn(key)
 
-    results = in_threads(8, lambda _: cache.get(key(3), fail_twice))
+    def work(_):
+        try:
+            return cache.get(key(3), fail_twice)
+        except RuntimeError as error:
+            return error
+
+    results = in_threads(work, 8)
     failures = sorted(str(result) for result in results if isinstance(result, RuntimeError))
     assert failures == ["attempt 1", "attempt 2"]
     assert len(attempts) == 3
@@ -238,7 +216,7 @@ def test_many_threads_over_more_keys_than_fit_get_their_own_plans():
                 return f"wrong plan for {number}"
         return "right"
 
-    assert in_threads(8, work) == ["right"] * 8
+    assert in_threads(work, 8) == ["right"] * 8
     info = cache.info()
     assert info.plans == 5
     assert info.builds - info.evictions == 5
@@ -360,7 +338,7 @@ def test_concurrent_operations_leave_one_plan_per_key(global_cache):
                 plan.last_used = next_use()
                 tables[index].add(step % 20, plan)
 
-    in_threads(8, work)
+    in_threads(work, 8)
     held_now = set(map(id, global_cache.plans()))
     for table in tables:
         for call in table._calls.values():
@@ -376,6 +354,6 @@ def test_a_build_that_is_entered_again_in_its_own_thread_does_not_wait_for_itsel
         inner.append(use(cache, 3))
         return StandIn(key)
 
-    (outer,) = in_threads(1, lambda _: use(cache, 3, interrupted))
+    (outer,) = in_threads(lambda _: use(cache, 3, interrupted), 1)
     assert [outer] == inner == [cache.peek(key(3))]
     assert use(cache, 3, refuse) is outer

@@ -3,42 +3,16 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
+from test_cache import StandIn, key, refuse
 
-from cudnn_sdpa import PlanBuildError, no_plan_builds, plan_cache
-from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa import PlanBuildError, no_plan_builds
 from cudnn_sdpa.plans.cache import DEFAULT_SIZE, capacity_from_environment
-
-TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 92800, "1.32.0", "NVIDIA H200")
-KEY = PlanKey("package.module:attend", "digest", (), (), (), TARGET, 0)
-
-
-def key(number: int) -> PlanKey:
-    return replace(KEY, options=PlanKey.typed({"n": number}))
-
-
-def build(key: PlanKey) -> SimpleNamespace:
-    """The attributes of a plan that the cache uses."""
-    return SimpleNamespace(loaded=False, key=key, build_seconds=0.25, last_used=0, captured=False)
-
-
-def refuse(key: PlanKey) -> None:
-    raise AssertionError(f"{key} must not be built")
-
-
-@pytest.fixture
-def global_cache():
-    plan_cache.clear()
-    yield plan_cache
-    plan_cache.clear()
 
 
 def test_no_plan_builds_names_the_key_and_does_not_build(global_cache):
-    plan = global_cache.get(key(2), build)
+    plan = global_cache.get(key(2), StandIn)
     with no_plan_builds():
         assert global_cache.get(key(2), refuse) is plan
         with pytest.raises(PlanBuildError, match="no_plan_builds") as caught:
@@ -47,7 +21,7 @@ def test_no_plan_builds_names_the_key_and_does_not_build(global_cache):
     assert str(key(3)) in str(caught.value)
     suggestion = "Make this call once before, or record a run's plans with record_plans() and build them with warmup()."
     assert str(caught.value).startswith(f"A plan is missing, and no_plan_builds() is in force. {suggestion}\n")
-    assert global_cache.get(key(3), build).key == key(3)
+    assert global_cache.get(key(3), StandIn).key == key(3)
     assert global_cache.info().failures == 0
 
 
@@ -57,7 +31,7 @@ def test_no_plan_builds_nests_and_ends_with_an_exception(global_cache):
             raise ZeroDivisionError
         with pytest.raises(PlanBuildError):
             global_cache.get(key(2), refuse)
-    assert global_cache.get(key(2), build).key == key(2)
+    assert global_cache.get(key(2), StandIn).key == key(2)
 
 
 def test_no_plan_builds_holds_in_all_threads(global_cache):

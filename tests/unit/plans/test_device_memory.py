@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.plans import device_memory
+from tests.threads import in_threads
 
 LAYOUT = TensorLayout.contiguous((2, 3, 1), torch.int32)
 
@@ -23,21 +23,8 @@ def memory_of_this_machine(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(synchronize=lambda: None))
 
 
-def in_threads(work, count):
-    """Results of `work` in `count` threads, each within ten seconds."""
-    results = []
-    threads = [threading.Thread(target=lambda: results.append(work()), daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert not any(thread.is_alive() for thread in threads), "a thread waits for a lock that nobody gives back"
-    assert len(results) == count
-    return results
-
-
 def test_threads_share_one_constant_of_the_right_values():
-    first, *others = in_threads(lambda: device_memory._constant(0, LAYOUT, 7), 4)
+    first, *others = in_threads(lambda _: device_memory._constant(0, LAYOUT, 7), 4, seconds=10)
     assert all(other is first for other in others)
     assert first.shape == (2, 3, 1)
     assert first.dtype == torch.int32

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from attention_checks import LAYOUTS, error, exact, make, poison
+from attention_checks import LAYOUTS, error, exact, make, nothing_synchronizes, poison
 
 from cudnn_sdpa import Fp8Attention, Fp8Scaling, UnsupportedError, fp8_attention
 from cudnn_sdpa.attention.fp8 import quantize as fp8_quantize
@@ -222,16 +222,13 @@ def test_nothing_synchronizes():
         step(attend, tensors, grad_out)
         step(plain, tensors, grad_out)
     fp8_attention(*(x.detach() for x in tensors))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         found = step(attend, tensors, grad_out)
         fresh = step(lambda *x: fp8_attention(*x, is_causal=True), tensors, grad_out)  # calibrates
         fp8_attention(*(x.detach() for x in tensors))
         attend.scaling.update()
         for _ in range(6):  # the first four calibrate
             step(fresh_layer, tensors, grad_out)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert_same_bits(found[:1], step(plain, tensors, grad_out)[:1])
     assert error(fresh[0].detach(), found[0].detach().double()) < OUTPUT
 

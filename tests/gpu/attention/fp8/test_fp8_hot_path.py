@@ -5,11 +5,13 @@ from __future__ import annotations
 import fp8_values
 import pytest
 import torch
+from attention_checks import nothing_synchronizes
 from fp8_values import E5M2, error, lens, problem
-from test_threads import THREADS, in_threads
+from test_threads import THREADS
 
 from cudnn_sdpa import plan_cache
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
+from tests.threads import in_threads
 
 OPTIONS = {
     "plain": {},
@@ -48,12 +50,9 @@ def test_nothing_synchronizes(name, sizes):
     first = both(*given, **options)
     plain = sdpa_fp8(*given[0], **options)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         again = both(*given, **options)
         alone = sdpa_fp8(*given[0], **options)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert all(error(a, b) < 1e-3 for a, b in zip(again, first, strict=True) if not a.float().isinf().any())
     assert torch.equal(alone.out.float(), plain.out.float())
 
@@ -61,11 +60,8 @@ def test_nothing_synchronizes(name, sizes):
 def test_the_first_call_does_not_synchronize_either():
     of = problem(sizes=(77, 130))
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_synchronizes():
         found = sdpa_fp8(*of)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert error(found.out, fp8_values.emulated(of).out) < 0.06
 
 
@@ -112,7 +108,7 @@ def test_one_plan_many_threads_and_streams():
             torch.cuda.current_stream().synchronize()
             worst[index] = max(error(out, expected[index]) for out in outs)
 
-    in_threads(work)
+    in_threads(work, THREADS)
     assert plan_cache.info().builds == builds
     assert max(worst) < 0.06
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-import threading
 
 import dense_calls
 import pytest
 import torch
-from attention_checks import assert_same
+from attention_checks import assert_same, nothing_synchronizes
 from float64_reference import attend
 
 import cudnn_sdpa
 from benchmarks import decode
 from cudnn_sdpa import PagedKVCache, PlanBuildError, explain, no_plan_builds, plan_cache, sdpa_paged
 from cudnn_sdpa.attention.paged.step import MARK
+from tests.threads import in_threads
 
 BF16 = torch.bfloat16
 
@@ -222,16 +222,12 @@ def test_stale_steps_and_gradients_are_refused_on_warm_calls():
         with pytest.raises(cudnn_sdpa.OptionError, match=f"a step of sequence {one}, which has been freed"):
             call()
     assert all(map(torch.equal, cache.read(other), before))
-    with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            step = cache.reserve([two, other])
+    with torch.cuda.stream(torch.cuda.Stream()), nothing_synchronizes():
+        step = cache.reserve([two, other])
+        cache.append(step, *new)
+        cache.truncate(two, 5)
+        with pytest.raises(cudnn_sdpa.OptionError, match="truncated"):
             cache.append(step, *new)
-            cache.truncate(two, 5)
-            with pytest.raises(cudnn_sdpa.OptionError, match="truncated"):
-                cache.append(step, *new)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_nothing_synchronizes():
@@ -251,11 +247,8 @@ def test_nothing_synchronizes():
 
     steps()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")  # synchronizing raises
-    try:
+    with nothing_synchronizes():
         results = steps()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert [cache.length(number) for number in numbers] == [39] * 4
     assert all(result.isfinite().all() for result in results)
 
@@ -390,24 +383,15 @@ def test_many_threads():
     cache = Cache([70, 41, 300, 64])
     many = [queries_for(cache, queries) for queries in (1, 3, 20)]
     wanted = [cache(q) for q in many]
-    failures = []
 
-    def work():
-        try:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
-                for _ in range(100):
-                    for q, right in zip(many, wanted, strict=True):
-                        assert_same(cache(q), right)
-        except Exception as failure:  # noqa: BLE001 - looked at below
-            failures.append(failure)
+    def work(_):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+            for _ in range(100):
+                for q, right in zip(many, wanted, strict=True):
+                    assert_same(cache(q), right)
 
-    threads = [threading.Thread(target=work) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert failures == []
+    in_threads(work, 8)
 
 
 def test_plans_are_recorded_and_warmed_up():

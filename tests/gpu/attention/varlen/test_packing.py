@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from itertools import pairwise
 
 import pytest
@@ -11,6 +10,7 @@ import torch
 from cudnn_sdpa import plan_cache, sdpa_varlen, use_plan_store
 from cudnn_sdpa.attention.varlen import packing
 from cudnn_sdpa.attention.varlen.packing import PackingKernel
+from tests.threads import in_threads
 
 HEADS_Q, HEADS_KV, DIM = 4, 2, 64
 MARK = 7.0
@@ -97,11 +97,8 @@ def test_a_thread_without_a_cuda_context_may_be_first():
     q = torch.randn(64, HEADS_Q, DIM, device="cuda", dtype=torch.bfloat16)
     ends = torch.tensor((0, 64), dtype=torch.int32, device="cuda")
     wanted = sdpa_varlen(q, q, q, ends, ends, 64, 64)
-    found = []
-    thread = threading.Thread(target=lambda: found.append(sdpa_varlen(q, q, q, ends, ends, 64, 64)))
-    thread.start()
-    thread.join()
-    assert torch.equal(found[0], wanted)
+    (found,) = in_threads(lambda _: sdpa_varlen(q, q, q, ends, ends, 64, 64), 1)
+    assert torch.equal(found, wanted)
 
 
 def test_the_kernel_is_kept_in_the_plan_store(tmp_path, monkeypatch):

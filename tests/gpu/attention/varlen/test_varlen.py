@@ -8,7 +8,7 @@ import dense_calls
 import packed_calls
 import pytest
 import torch
-from attention_checks import poison
+from attention_checks import captured, nothing_synchronizes, poison
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache, sdpa_varlen
@@ -126,12 +126,8 @@ def test_nothing_synchronizes(name, shared_cu_seqlens):
     for _ in range(2):
         step()
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        with cudnn_sdpa.no_plan_builds():
-            gradients, of_sum = step()  # synchronizing raises
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    with nothing_synchronizes(), cudnn_sdpa.no_plan_builds():
+        gradients, of_sum = step()  # synchronizing raises
     assert all(x.isfinite().all() for x in (*gradients, *of_sum))
 
 
@@ -148,15 +144,7 @@ def test_a_captured_step_replays_for_other_packings(options, shared_cu_seqlens):
         out = sdpa_varlen(q, k, v, ends, ends_kv, 200, 200, scale=0.2, **options)
         return out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for lengths in ([50, 50, 50, 50], [1, 199, 0, 0], [0, 0, 130, 70], [200, 0, 0, 0], [17, 83, 99, 1]):
         lengths_kv = lengths if shared_cu_seqlens else lengths[::-1]
         ends.copy_(offsets(*lengths))
@@ -164,11 +152,11 @@ def test_a_captured_step_replays_for_other_packings(options, shared_cu_seqlens):
         with torch.no_grad():
             for x in (q, k, v, grad_out):
                 x.normal_()
-            for x in captured:
+            for x in results:
                 x.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
-        assert_right(captured, expected(lengths, lengths_kv, q, k, v, grad_out, **options))
+        assert_right(results, expected(lengths, lengths_kv, q, k, v, grad_out, **options))
 
 
 def views(kind, tokens=300):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from fake_gpu import gpu_on_the_cpu, graph_of
 from float64_reference import gradients
+from random_tensors import somewhere
 
 import cudnn_sdpa
 from cudnn_sdpa import LayoutError, sdpa
@@ -23,20 +24,6 @@ SKV, SQ = (1, 2, 3, 7, 8, 9), (1, 2, 64, 129)
 def gpu():
     with gpu_on_the_cpu():
         yield
-
-
-def somewhere(tensor, rng):
-    """A copy in other memory: at any address, with or without padded rows, with heads last or not."""
-    shape, kind = tensor.shape, rng.randrange(4)
-    if kind == 0:
-        return tensor.clone()
-    if kind == 1:
-        whole = torch.empty(tensor.numel() + 3, dtype=tensor.dtype)
-        return whole[3:].view(shape).copy_(tensor)
-    if kind == 2 or tensor.dim() < 4:
-        whole = torch.empty(*shape[:-1], shape[-1] + 16, dtype=tensor.dtype)
-        return whole[..., : shape[-1]].copy_(tensor)
-    return tensor.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
 
 
 def assert_right(tensors, rng, dtype, **options):

@@ -66,66 +66,6 @@ def test_matches_dense_attention_of_contiguous_keys(layout, page_size, queries):
         torch.testing.assert_close(lse[b : b + 1], of_lse)
 
 
-OPTIONS = [
-    {"is_causal": False},
-    {"causal_alignment": "top_left"},
-    {"window_size": (10, 0)},
-    {"window_size": (10, 3), "is_causal": False},
-    {"scale": 0.3},
-    {"scale": -0.3},
-    {"softcap": 3.0},
-    {"sinks": True},
-]
-
-
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("queries", [1, 5])
-def test_options_match_dense_attention(options, queries):
-    lengths = [37, 20, 65]
-    k_pages, v_pages, table, lens, k, v = pages_of(lengths)
-    q = torch.randn(len(lengths), HEADS, queries, DIM, dtype=torch.float64)
-    options = {"is_causal": True, "causal_alignment": "bottom_right", **options}
-    if options.get("sinks"):
-        options["sinks"] = torch.randn(HEADS)
-    out = sdpa_paged(q, k_pages, v_pages, table, lens, page_layout="HND", **options)
-    for b in range(len(lengths)):
-        torch.testing.assert_close(out[b : b + 1], sdpa(q[b : b + 1], k[b][None], v[b][None], **options))
-
-
-def test_sequences_without_keys_and_absent_queries_are_zeros():
-    k_pages, v_pages, table, lens, k, v = pages_of([0, 40, 33])
-    q = torch.randn(3, HEADS, 4, DIM, dtype=torch.float64)
-    present = torch.tensor([4, 0, 3], dtype=torch.int32)
-    out, lse = sdpa_paged(q, k_pages, v_pages, table, lens, seq_lens_q=present, page_layout="HND", return_lse=True)
-    assert (out[:2] == 0).all()
-    assert (lse[:2] == -torch.inf).all()
-    assert (out[2, :, 3] == 0).all()
-    expected = sdpa(q[2:, :, :3], k[2][None], v[2][None], is_causal=True, causal_alignment="bottom_right")
-    torch.testing.assert_close(out[2:, :, :3], expected)
-    del k, v
-
-
-def test_values_may_have_a_separate_table():
-    k_pages, v_pages, table, lens, k, v = pages_of([37, 20])
-    order = torch.randperm(v_pages.shape[0])
-    table_v = torch.argsort(order)[table.long()].int()
-    q = torch.randn(2, HEADS, 1, DIM, dtype=torch.float64)
-    out = sdpa_paged(q, k_pages, v_pages[order], table, lens, page_table_v=table_v, page_layout="HND")
-    torch.testing.assert_close(out, sdpa_paged(q, k_pages, v_pages, table, lens, page_layout="HND"))
-    del k, v
-
-
-def test_tables_with_any_row_stride_and_out():
-    k_pages, v_pages, table, lens, *_ = pages_of([37, 20])
-    wide = torch.zeros(2, 50, dtype=torch.int32)
-    wide[:, 7 : 7 + table.shape[1]] = table
-    q = torch.randn(2, HEADS, 2, DIM, dtype=torch.float64)
-    out = torch.empty_like(q)
-    found = sdpa_paged(q, k_pages, v_pages, wide[:, 7 : 7 + table.shape[1]], lens, page_layout="HND", out=out)
-    assert found is out
-    torch.testing.assert_close(out, sdpa_paged(q, k_pages, v_pages, table, lens, page_layout="HND"))
-
-
 def arguments(dtype=torch.float32):
     k_pages, v_pages, table, lens, *_ = pages_of([37, 20], dtype=dtype)
     q = torch.randn(2, HEADS, 1, DIM, dtype=dtype)
@@ -187,19 +127,6 @@ def test_fallback_runs_on_the_reference(monkeypatch, caplog):
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one, other)
     assert "no kernel today" in caplog.text
-
-
-def test_page_ids_and_lengths_are_checked_on_request(monkeypatch):
-    monkeypatch.setattr(value_checks, "enabled", True)
-    given = arguments()
-    sdpa_paged(**given)
-    given["page_table"][1, 0] = 99
-    with pytest.raises(ArgumentError, match="page_table: got page 99 for batch entry 1"):
-        sdpa_paged(**given)
-    given["page_table"][1, 0] = 0
-    given["seq_lens_kv"][0] = 1000
-    with pytest.raises(ArgumentError, match="seq_lens_kv: got 1000 for batch entry 0"):
-        sdpa_paged(**given)
 
 
 def test_out_of_range_values_are_clamped(monkeypatch):

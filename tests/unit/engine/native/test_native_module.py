@@ -80,65 +80,47 @@ print(loader.status()[:3])
     assert result.stdout == "C++\n"
 
 
+NATIVE_TESTS = [f"tests/unit/engine/native/test_native_{name}.py" for name in ("calls", "launches")]
+
+
+def assert_tests_pass(repository, *arguments, **environment):
+    """They pass in a process of their own."""
+    outer = ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS")
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=repository,
+        env={**{name: value for name, value in os.environ.items() if name not in outer}, **environment},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
+    assert " passed" in result.stdout
+
+
 @pytest.mark.slow
 def test_clang_compiles_it_without_warnings_and_its_calls_are_right(repository, folder, monkeypatch, caplog):
     clang = shutil.which("clang++")
     if clang is None:
         pytest.skip("there is no clang++ on this machine")
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("CXX", clang)
     caplog.set_level(logging.DEBUG)
     build.compile_module()
     assert [record for record in caplog.records if "printed" in record.getMessage()] == []
-    tests = [f"tests/unit/engine/native/test_native_{name}.py" for name in ("calls", "launches")]
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
-        cwd=repository,
-        env={**os.environ, "CXX": clang, FOLDER_VARIABLE: str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    assert " passed" in result.stdout
+    assert_tests_pass(repository, *NATIVE_TESTS, **{FOLDER_VARIABLE: str(folder)})
 
 
 @pytest.mark.slow
-def test_calls_keep_their_contract_under_sanitizers(repository, monkeypatch):
+def test_calls_keep_their_contract_under_sanitizers(repository):
     """A sample of `tests/contract`; `--tests all` in this command runs all of it.
 
     Tests in which cuDNN is loaded are left out: it finds its libraries by its run path, which ASan's dlopen ignores.
     """
     folder = in_users_cache("native-sanitized")  # kept: it takes minutes to compile
-    for name in ("PYTEST_XDIST_WORKER", "PYTEST_ADDOPTS"):
-        monkeypatch.delenv(name, raising=False)
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "-k",
-        "(native or Repeated) and not refused and not other_errors",
-    ]
-    result = subprocess.run(
-        [
-            *command,
-            "tests/contract",
-            *[f"tests/unit/engine/native/test_native_{name}.py" for name in ("calls", "launches")],
-        ],
-        cwd=repository,
-        env={**os.environ, **sanitizer_environment(), "CXX": SANITIZING, FOLDER_VARIABLE: str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
-    assert " passed" in result.stdout
+    chosen = "-k", "(native or Repeated) and not refused and not other_errors"
+    environment = {**sanitizer_environment(), "CXX": SANITIZING, FOLDER_VARIABLE: str(folder)}
+    assert_tests_pass(repository, *chosen, "tests/contract", *NATIVE_TESTS, **environment)
 
 
 def sanitizer_environment() -> dict[str, str]:
