@@ -76,14 +76,18 @@ def run(options: Options, inputs: Inputs) -> State:
     assert times is not None
     if times > 1:
         inputs = inputs._replace(k=inputs.k.repeat_interleave(times, 1), v=inputs.v.repeat_interleave(times, 1))
-    return _run_by_autograd(options, inputs) if options.dropout_p else _METHOD.apply(options, inputs)
+    if options.softmax.dropout_p:
+        return _run_by_autograd(options, inputs)
+    if inputs.cu_seqlens is not None:
+        inputs = inputs._replace(cu_seqlens=inputs.cu_seqlens.clone())  # the caller may refill it
+    return _METHOD.apply(options, inputs)
 
 
 def calls(options: Options, inputs: Inputs) -> Iterator[tuple[Part, Inputs]]:
     q, k, v = inputs.qkv
     dim, ranks = options.dim, options.group_rank.ranks
     heads_kv = math.lcm(k.shape[1], ranks)
-    shares = ranks * (1 if options.dropout_p else len(_groups(options, q, heads_kv)))
+    shares = ranks * (1 if options.softmax.dropout_p else len(_groups(options, q, heads_kv)))
 
     def whole(x: Tensor, heads: int) -> Tensor:
         rows = x.movedim(dim, 0)
@@ -95,7 +99,7 @@ def calls(options: Options, inputs: Inputs) -> Iterator[tuple[Part, Inputs]]:
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[State, list[Tensor | None]]:
-    q, k, v, sinks, cu_seqlens = inputs
+    q, k, v = inputs.qkv
     dim, group_rank = options.dim, options.group_rank
     part = Part.whole(options, q)
     rows = [x.movedim(dim, 0) for x in (q, k, v)]
@@ -107,15 +111,14 @@ def _forward(options: Options, inputs: Inputs) -> tuple[State, list[Tensor | Non
     sends = []
     for heads, pending in zip(groups, receives, strict=True):
         own_q, own_k, own_v = (x.movedim(0, dim) for x in pending.wait())
-        group_sinks = None if sinks is None else sinks[heads.of(group_rank.rank, q.shape[1], group_rank.ranks)]
-        own = inputs._replace(q=own_q, k=own_k, v=own_v, sinks=group_sinks)
+        of_heads = inputs.of_heads(heads.of(group_rank.rank, q.shape[1], group_rank.ranks))
+        own = of_heads._replace(q=own_q, k=own_k, v=own_v)
         result = attend(options, part, own)
         saved += [*own.qkv, *result]
         sends.append(_send_tokens([result[0].movedim(dim, 0), _lse_rows(result[1], dim)], results, heads, group_rank))
     for pending_results in sends:
         pending_results.wait()
-    offsets = None if cu_seqlens is None else cu_seqlens.clone()  # the caller may refill `cu_seqlens`
-    return (out, lse), [*saved, sinks, offsets]
+    return (out, lse), saved
 
 
 def _gradients(options: Options, outputs: Outputs, saved: Sequence[Any]) -> Gradients:
@@ -147,8 +150,8 @@ _METHOD = Method("ulysses", _forward, _gradients)
 def _run_by_autograd(options: Options, inputs: Inputs) -> State:
     group_rank, dim = options.group_rank, options.dim
     q, k, v = (_Exchanged.apply(x.movedim(dim, 0), group_rank, True).movedim(0, dim) for x in inputs.qkv)
-    own = None if inputs.sinks is None else inputs.sinks.chunk(group_rank.ranks)[group_rank.rank]
-    out, lse = attend(options, Part.whole(options, inputs.q), inputs._replace(q=q, k=k, v=v, sinks=own))
+    of_heads = inputs.of_heads(ALL.of(group_rank.rank, inputs.q.shape[1], group_rank.ranks))
+    out, lse = attend(options, Part.whole(options, inputs.q), of_heads._replace(q=q, k=k, v=v))
     out = _Exchanged.apply(out.movedim(dim, 0), group_rank, False).movedim(0, dim)
     with torch.no_grad():
         lse = _tokens_for_heads(_lse_rows(lse, dim), group_rank).squeeze(-1).movedim(0, dim)
