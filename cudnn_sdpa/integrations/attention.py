@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,24 +18,11 @@ from torch.nn.functional import pad
 
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
-from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VarlenOptions, sdpa_varlen
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.errors import DtypeError, raise_if_unsupported
 from cudnn_sdpa.graph.scalars import is_true
 from cudnn_sdpa.integrations import masks
-
-#: Keyword arguments of transformers.
-Arguments: TypeAlias = dict[str, Any]
-
-
-class Options(TypedDict):
-    """Options of `sdpa` and `sdpa_varlen`."""
-
-    scale: float | None
-    dropout_p: float
-    softcap: float | None
-    sinks: Tensor | None
-
 
 #: Arguments that this attention does not support, each with the reason.
 REFUSED = {
@@ -85,7 +72,7 @@ def attention(
     if others:
         asked = {reason: not (others.get(x) is None or others[x] is False) for x, reason in REFUSED.items()}
         raise_if_unsupported("cudnn_sdpa in transformers", asked, 'attn_implementation="eager" for this model')
-    options: Options = {
+    options: VarlenOptions = {
         "scale": scaling,
         "dropout_p": dropout,
         "softcap": softcap,
@@ -126,7 +113,7 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: masks.Band, options: Options) -> Tensor:
+def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: masks.Band, options: VarlenOptions) -> Tensor:
     query, key, value = qkv
     queries, keys = query.shape[2], key.shape[2]
     left, right, lengths = band
@@ -151,22 +138,13 @@ def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: masks.Band, 
     )
 
 
-def _packed(qkv: tuple[Tensor, Tensor, Tensor], packed: masks.Packed, options: Options) -> Tensor:
+def _packed(qkv: tuple[Tensor, Tensor, Tensor], packed: masks.Packed, options: VarlenOptions) -> Tensor:
     """Causal attention among the tokens that are not padding, packed; padding rows are zeros."""
     query, _, value = qkv
     batch, heads, length, _ = query.shape
     q, k, v = (_token_major(x, length).index_select(0, packed.order) for x in qkv)
-    out: Tensor = sdpa_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q=packed.offsets,
-        cu_seqlens_kv=packed.offsets,
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
-        is_causal=True,
-        **options,
-    )
+    offsets, lengths = (packed.offsets, packed.offsets), (length, length)
+    out: Tensor = sdpa_varlen(q, k, v, *offsets, *lengths, is_causal=True, **options)
     return out.index_select(0, packed.packed_index).view(batch, length, heads, value.shape[3])
 
 
@@ -189,7 +167,7 @@ class _Call(NamedTuple):
     is_causal: bool
 
 
-def _by_offsets(call: _Call, others: Arguments, options: Options) -> Tensor:
+def _by_offsets(call: _Call, others: dict[str, Any], options: VarlenOptions) -> Tensor:
     is_complete = all(others.get(name) is not None for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"))
     reasons = {
         "cu_seq_lens_q with a sliding window": call.mask is not None or others.get("sliding_window") is not None,
@@ -199,21 +177,13 @@ def _by_offsets(call: _Call, others: Arguments, options: Options) -> Tensor:
     }
     raise_if_unsupported("cudnn_sdpa in transformers", reasons, _BY_POSITIONS)
     q, k, v = (x.transpose(1, 2)[0] for x in call.qkv)
-    out: Tensor = sdpa_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q=others["cu_seq_lens_q"].int(),
-        cu_seqlens_kv=others["cu_seq_lens_k"].int(),
-        max_seqlen_q=int(others["max_length_q"]),
-        max_seqlen_kv=int(others["max_length_k"]),
-        is_causal=call.is_causal,
-        **options,
-    )
+    offsets = others["cu_seq_lens_q"].int(), others["cu_seq_lens_k"].int()
+    lengths = int(others["max_length_q"]), int(others["max_length_k"])
+    out: Tensor = sdpa_varlen(q, k, v, *offsets, *lengths, is_causal=call.is_causal, **options)
     return out.unsqueeze(0)
 
 
-def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
+def _by_positions(call: _Call, packed: Documents, options: VarlenOptions) -> Tensor:
     (query, key, value), mask = call.qkv, call.mask
     batch, heads, length, _ = query.shape
     band = None if mask is None else cast(masks.Band, masks.structure(mask, query))
@@ -227,18 +197,8 @@ def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
     raise_if_unsupported("cudnn_sdpa in transformers", reasons, SUGGESTION)
     q, k, v = (_token_major(x, length) for x in call.qkv)
     causal, window = (call.is_causal, None) if band is None else (band.right == 0, (band.left, band.right))
-    out: Tensor = sdpa_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q=packed.offsets,
-        cu_seqlens_kv=packed.offsets,
-        max_seqlen_q=packed.max_length,
-        max_seqlen_kv=packed.max_length,
-        is_causal=causal,
-        window_size=window,
-        **options,
-    )
+    offsets, lengths = (packed.offsets, packed.offsets), (packed.max_length, packed.max_length)
+    out: Tensor = sdpa_varlen(q, k, v, *offsets, *lengths, is_causal=causal, window_size=window, **options)
     return out.view(batch, length, heads, value.shape[3])
 
 

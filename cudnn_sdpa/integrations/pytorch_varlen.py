@@ -17,13 +17,13 @@ from torch.nn.attention import SDPBackend
 from cudnn_sdpa.attention.arguments import Softmax, check_lengths
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import NHD
-from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.plans import MAX_DECODED, MAX_GATHERED_BYTES
+from cudnn_sdpa.attention.paged.sdpa_paged import call_of as paged_call_of
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import check_cumulative
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
@@ -109,24 +109,12 @@ def _attention(
         raise OptionError("backend", repr(backend), f"FLASH_ATTENTION or CUDNN_ATTENTION of SDPBackend: {_BACKENDS}")
     _check_value_dim(query, value)
     try:
-        call = VarlenCall(
-            q=query,
-            k=key,
-            v=value,
-            sinks=None,
-            cu_seqlens_q=cu_seq_q,
-            cu_seqlens_kv=None,
-            rng=None,
-            max_seqlen_q=max_q,
-            max_seqlen_kv=max_k,
-            softmax=_softmax(window_size, is_causal=is_causal, scale=scale),
-            with_lse=True,
-            out=out,
-        )
+        offsets_kv = cu_seq_q if block_table is not None else _offsets_of_keys(cu_seq_q, cu_seq_k)
+        softmax = _softmax(window_size, is_causal=is_causal, scale=scale)
+        call = call_of(query, key, value, cu_seq_q, offsets_kv, max_q, max_k, softmax=softmax, out=out)
         if block_table is not None:
             result, lse = _on_pages(call, block_table, seqused_k)
         else:
-            call = call._replace(cu_seqlens_kv=_offsets_of_keys(cu_seq_q, cu_seq_k))
             if seqused_k is not None:
                 call = _with_used_keys(call, seqused_k)
             result, lse = _run(call)
@@ -165,8 +153,8 @@ def _softmax(window_size: Sequence[int] | None, *, is_causal: bool, scale: float
     return Softmax(bool(is_causal), BOTTOM_RIGHT, left, right, scale=scale, deterministic=deterministic)
 
 
-def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor | None:
-    """The offsets of keys in a call's form: None if they are those of queries."""
+def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor:
+    """The offsets of keys: the Python object of those of queries if both are one tensor."""
     if cu_seq_k is None:
         raise OptionError("cu_seq_k", "None", "the offsets of keys, as there is no block_table")
     is_same = cu_seq_k is cu_seq_q or (
@@ -176,7 +164,7 @@ def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor | None
         and cu_seq_k.stride() == cu_seq_q.stride()
         and cu_seq_k.dtype == cu_seq_q.dtype
     )
-    return None if is_same else cu_seq_k
+    return cu_seq_q if is_same else cu_seq_k
 
 
 def _check_value_dim(query: Tensor, value: Tensor) -> None:
@@ -208,19 +196,9 @@ def gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's operator: the gradients of query, key and value. `out` and `lse` may be those of more keys."""
     try:
-        call = VarlenCall(
-            q=query,
-            k=key,
-            v=value,
-            sinks=None,
-            cu_seqlens_q=cu_seq_q,
-            cu_seqlens_kv=_offsets_of_keys(cu_seq_q, cu_seq_k),
-            rng=None,
-            max_seqlen_q=max_q,
-            max_seqlen_kv=max_k,
-            softmax=_softmax(window_size, is_causal=is_causal, scale=scale),
-            with_lse=True,
-        )
+        offsets_kv = _offsets_of_keys(cu_seq_q, cu_seq_k)
+        softmax = _softmax(window_size, is_causal=is_causal, scale=scale)
+        call = call_of(query, key, value, cu_seq_q, offsets_kv, max_q, max_k, softmax=softmax)
         if lse.dim() != 2:
             raise ShapeError("lse", shape_of(lse), "two dimensions: (heads, tokens)")
         if query.dim() == 3 and lse.shape != query.shape[1::-1]:
@@ -259,18 +237,8 @@ def _check_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> No
         raise ShapeError("query", f"shape {tuple(query.shape)}", "rank 3: (tokens, heads, head dim)")
     check_cumulative("cu_seqlens_q", call.cu_seqlens_q, query)
     batch = call.cu_seqlens_q.shape[0] - 1
-    paged = PagedCall(
-        q=query.new_empty((batch, query.shape[1], 1, query.shape[2])),
-        k_pages=call.k,
-        v_pages=call.v,
-        page_table=block_table,
-        page_table_v=None,
-        seq_lens_kv=seqused_k,
-        seq_lens_q=None,
-        sinks=None,
-        page_layout=NHD,
-        softmax=call.softmax,
-    )
+    q = query.new_empty((batch, query.shape[1], 1, query.shape[2]))
+    paged = paged_call_of(q, call.k, call.v, block_table, seqused_k, page_layout=NHD, softmax=call.softmax)
     paged.check_types()
     paged.check()
     paged.check_values()
