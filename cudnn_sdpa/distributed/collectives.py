@@ -81,11 +81,6 @@ class Message(NamedTuple):
     rank: int
 
 
-class _Staged(NamedTuple):
-    tensor: Tensor
-    to: Tensor
-
-
 class _Started(threading.local):
     """Messages that this thread has started within `settled`, and whether communication has failed there."""
 
@@ -107,7 +102,7 @@ class Pending(Generic[T_co]):
         received: T_co,
         held: object,
         works: Sequence[dist.Work],
-        staged: Sequence[_Staged] = (),
+        staged: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
         self._received, self._works, self._staged = received, works, staged
         self._held: object = held
@@ -125,7 +120,7 @@ class Pending(Generic[T_co]):
         except RuntimeError:
             _started.has_failed = True
             raise
-        for memory, to in staged:
+        for to, memory in staged:
             copy(to, memory)
         self._held = None
         return self._received
@@ -179,12 +174,12 @@ def exchange(sends: list[Message], receives: list[Message], received: T, group_r
     """
     global_ranks = [group_rank.neighbor(rank - group_rank.rank) for rank in range(group_rank.ranks)]
     sends = [Message(x if _has_contiguous_chunks(x) else copy(x.new_empty(x.shape), x), rank) for x, rank in sends]
-    staged: list[_Staged] = []
+    staged: list[tuple[Tensor, Tensor]] = []
     buffers: list[Message] = []
     for x, rank in receives:
-        if not _has_contiguous_chunks(x):
-            staged.append(_Staged(x.new_empty(x.shape), x))
-        buffers.append(Message(x if _has_contiguous_chunks(x) else staged[-1].tensor, rank))
+        buffers.append(Message(x if _has_contiguous_chunks(x) else x.new_empty(x.shape), rank))
+        if buffers[-1].tensor is not x:
+            staged.append((x, buffers[-1].tensor))
     works = dist.batch_isend_irecv(
         [
             dist.P2POp(operation, chunk, global_ranks[message.rank], group_rank.group, HEADS)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -18,11 +18,21 @@ from torch.nn.functional import pad
 
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VarlenOptions, sdpa_varlen
+from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.errors import DtypeError, raise_if_unsupported
 from cudnn_sdpa.graph.scalars import is_true
 from cudnn_sdpa.integrations import masks
+
+
+class Options(TypedDict):
+    """Options of `sdpa` and `sdpa_varlen`."""
+
+    scale: float | None
+    dropout_p: float
+    softcap: float | None
+    sinks: Tensor | None
+
 
 #: Arguments that this attention does not support, each with the reason.
 REFUSED = {
@@ -72,7 +82,7 @@ def attention(
     if others:
         asked = {reason: not (others.get(x) is None or others[x] is False) for x, reason in REFUSED.items()}
         raise_if_unsupported("cudnn_sdpa in transformers", asked, 'attn_implementation="eager" for this model')
-    options: VarlenOptions = {
+    options: Options = {
         "scale": scaling,
         "dropout_p": dropout,
         "softcap": softcap,
@@ -113,7 +123,7 @@ def attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: masks.Band, options: VarlenOptions) -> Tensor:
+def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: masks.Band, options: Options) -> Tensor:
     query, key, value = qkv
     queries, keys = query.shape[2], key.shape[2]
     left, right, lengths = band
@@ -138,7 +148,7 @@ def _banded(qkv: tuple[Tensor, Tensor, Tensor], mask: Tensor, band: masks.Band, 
     )
 
 
-def _packed(qkv: tuple[Tensor, Tensor, Tensor], packed: masks.Packed, options: VarlenOptions) -> Tensor:
+def _packed(qkv: tuple[Tensor, Tensor, Tensor], packed: masks.Packed, options: Options) -> Tensor:
     """Causal attention among the tokens that are not padding, packed; padding rows are zeros."""
     query, _, value = qkv
     batch, heads, length, _ = query.shape
@@ -167,7 +177,7 @@ class _Call(NamedTuple):
     is_causal: bool
 
 
-def _by_offsets(call: _Call, others: dict[str, Any], options: VarlenOptions) -> Tensor:
+def _by_offsets(call: _Call, others: dict[str, Any], options: Options) -> Tensor:
     is_complete = all(others.get(name) is not None for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"))
     reasons = {
         "cu_seq_lens_q with a sliding window": call.mask is not None or others.get("sliding_window") is not None,
@@ -183,7 +193,7 @@ def _by_offsets(call: _Call, others: dict[str, Any], options: VarlenOptions) -> 
     return out.unsqueeze(0)
 
 
-def _by_positions(call: _Call, packed: Documents, options: VarlenOptions) -> Tensor:
+def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
     (query, key, value), mask = call.qkv, call.mask
     batch, heads, length, _ = query.shape
     band = None if mask is None else cast(masks.Band, masks.structure(mask, query))
