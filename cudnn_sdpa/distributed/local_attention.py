@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import Softmax
-from cudnn_sdpa.attention.backward_arguments import SdpaGradients
 from cudnn_sdpa.attention.cpu_checks import check_offsets
 from cudnn_sdpa.attention.dense.launch import apply_sinks
 from cudnn_sdpa.attention.dense.sdpa import sdpa, sdpa_backward
@@ -246,14 +245,11 @@ def attend(options: Options, part: Part, inputs: Inputs) -> State:
 def attend_backward(options: Options, part: Part, outputs: Outputs, inputs: Inputs) -> Gradients:
     """Gradients of q, k and v of a part, given the gradient, output and LSE of its queries for all keys."""
     grad_out, out, lse = outputs
-    function: Callable[..., SdpaGradients] = sdpa_varlen_backward if options.is_packed else sdpa_backward
+    function: Callable[..., Any] = sdpa_varlen_backward if options.is_packed else sdpa_backward
     keywords = softmax_of(options, part, inputs).keywords()
     tensors = tensors_of(options, part, inputs.without_sinks())
-    grads = function(grad_out=grad_out, out=out, lse=lse, **tensors, **keywords)
-    assert grads.dq is not None
-    assert grads.dk is not None
-    assert grads.dv is not None
-    return grads.dq, grads.dk, grads.dv
+    dq, dk, dv, *_ = function(grad_out=grad_out, out=out, lse=lse, **tensors, **keywords)
+    return dq, dk, dv
 
 
 def softmax_of(options: Options, part: Part, inputs: Inputs) -> Softmax:

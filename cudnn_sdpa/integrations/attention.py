@@ -260,13 +260,7 @@ class Documents(NamedTuple):
     max_length: int
 
 
-class _LastRead(NamedTuple):
-    positions: weakref.ref[Tensor]
-    state: tuple[int | None, int, bool]  #: version, batch, may_read
-    result: Documents | None
-
-
-_last = threading.local()
+_last = threading.local()  #: the last positions, as a weak reference, with their version and options, and the result
 
 
 def documents(positions: object, query: Tensor, *, may_read: bool) -> Documents | None:
@@ -285,15 +279,15 @@ def documents(positions: object, query: Tensor, *, may_read: bool) -> Documents 
         return None
     version = None if positions.is_inference() else positions._version
     state = version, batch, may_read
-    last: _LastRead | None = getattr(_last, "read", None)
-    if last is not None and version is not None and last.positions() is positions and last.state == state:
-        return last.result
+    last: tuple[weakref.ref[Tensor], object, Documents | None] | None = getattr(_last, "read", None)
+    if last is not None and version is not None and last[0]() is positions and last[1] == state:
+        return last[2]
     result = None
     if may_read:
         result = _read_documents(positions.expand(batch, length))
     else:
         _assert_one_document(positions)
-    _last.read = _LastRead(weakref.ref(positions), state, result)
+    _last.read = weakref.ref(positions), state, result
     return result
 
 

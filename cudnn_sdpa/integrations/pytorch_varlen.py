@@ -115,9 +115,7 @@ def _attention(
         if block_table is not None:
             result, lse = _on_pages(call, block_table, seqused_k)
         else:
-            if seqused_k is not None:
-                call = _with_used_keys(call, seqused_k)
-            result, lse = _run(call)
+            result, lse = _run(call if seqused_k is None else _with_used_keys(call, seqused_k))
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     return result, lse.transpose(0, 1).contiguous()
