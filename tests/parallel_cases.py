@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from float64_reference import attend
+from float64_reference import attend, attend_packed
 from torch import Tensor
 
 import cudnn_sdpa.distributed.all_gather as by_gathering
@@ -58,19 +58,12 @@ def drawn(shape: tuple[int, ...], heads: int, dim: int, dtype: torch.dtype) -> T
 
 
 def exact_packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Each sequence as a dense call; zeros for rows of none."""
-    outs, lses, begin = [], [], 0
-    for length in lengths:
-        rows = slice(begin, begin + length)
-        out, lse = attend(*(x[rows].transpose(0, 1).unsqueeze(0) for x in (q, k, v)), **options)
-        outs.append(out[0].transpose(0, 1))
-        lses.append(lse[0].transpose(0, 1))
-        begin += length
-    rest = q.shape[0] - begin
-    empty = torch.full((rest, q.shape[1]), -torch.inf, dtype=torch.float64)
+    """Rows of no sequence see the sinks alone."""
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    out, lse = attend_packed(q, k, v, ends, ends, **options)
     if options.get("sinks") is not None:
-        empty = options["sinks"].detach().double().expand(rest, -1)
-    return torch.cat([*outs, q.new_zeros(rest, q.shape[1], v.shape[2])]), torch.cat([*lses, empty])
+        lse[ends[-1] :] = options["sinks"].detach().double()
+    return out, lse
 
 
 def relative(found: Tensor, exact: Tensor) -> float:

@@ -203,21 +203,16 @@ def test_separate_weights_are_loaded():
     assert torch.equal(holder["attention"].qkv_proj.weight, module.qkv_proj.weight)
 
 
-def test_state_dicts_of_pytorchs_attention_are_loaded():
-    theirs = mha()
-    module = Attention(32, 4, bias=True)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "separate"])
+@pytest.mark.parametrize("dims", [None, {}, {"kdim": 24, "vdim": 24}], ids=["self", "cross", "cross with other dims"])
+def test_state_dicts_of_pytorchs_attention_are_loaded(dims, packed):
+    theirs = mha(**(dims or {}))
+    module = Attention(32, 4, bias=True, packed=packed, context_dim=None if dims is None else theirs.kdim)
     module.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 9, 32)
-    torch.testing.assert_close(module(x), theirs(x, x, x)[0], atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dims", [{}, {"kdim": 24, "vdim": 24}])
-def test_state_dicts_of_pytorchs_cross_attention_are_loaded(dims):
-    theirs = mha(**dims)
-    module = Attention(32, 4, bias=True, context_dim=dims.get("kdim", 32))
-    module.load_state_dict(theirs.state_dict())
-    x, context = torch.randn(2, 9, 32), torch.randn(2, 7, module.context_dim)
-    torch.testing.assert_close(module(x, context), theirs(x, context, context)[0], atol=1e-5, rtol=1e-4)
+    context = x if dims is None else torch.randn(2, 7, theirs.kdim)
+    found = module(x) if dims is None else module(x, context)
+    torch.testing.assert_close(found, theirs(x, context, context)[0], atol=1e-5, rtol=1e-4)
 
 
 def test_cross_attention_with_separate_value_inputs_is_not_loaded():

@@ -66,14 +66,6 @@ def test_packed_and_separate_modules_load_each_others_weights(make):
         assert torch.equal(same(*given), one(*given))
 
 
-def test_separate_projections_take_the_names_of_pytorchs_attention():
-    reference = torch.nn.MultiheadAttention(E, 4, batch_first=True)
-    ours = nn.Attention(E, 4, bias=True, packed=False)
-    ours.load_state_dict(reference.state_dict())
-    x = torch.randn(2, 6, E)
-    torch.testing.assert_close(ours(x), reference(x, x, x)[0])
-
-
 def test_separate_projections_are_shown_and_initialized():
     module = nn.Attention(E, 4, packed=False, qkv_bias=True)
     assert "packed=False" in repr(module)
