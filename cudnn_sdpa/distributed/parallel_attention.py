@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, Softmax, as_sinks, softmax_of
+from cudnn_sdpa.attention.arguments import Softmax, as_sinks, softmax_of
+from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.mask import TOP_LEFT
-from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
-from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenCall
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement
 from cudnn_sdpa.distributed.collectives import check_device, group_rank_of
@@ -321,19 +321,14 @@ def _checked(function: str, options: Options, inputs: Inputs, *, is_packed: bool
     softmax = options.softmax
     softmax.check()
     rng = torch.empty(2, dtype=torch.int64, device=q.device) if softmax.dropout_p else None
-    has_limits = not fallback.is_in_force()
-    if not is_packed:
-        dense = ForwardArguments if has_limits else ReferenceArguments
-        arguments.check(dense(q=q, k=k, v=v, sinks=scores, rng=rng, softmax=softmax))
-    else:
-        packed = VarlenCall if has_limits else ReferenceVarlenCall
-        max_seqlen: Any = options.max_seqlen
-        lengths = {"max_seqlen_q": max_seqlen, "max_seqlen_kv": max_seqlen}
-        offsets = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": None}
-        try:
-            varlen_arguments.check(packed(q=q, k=k, v=v, sinks=scores, rng=rng, softmax=softmax, **offsets, **lengths))
-        except ArgumentError as error:
-            raise error.renamed({"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen"}) from None
+    operation: Any = VARLEN if is_packed else SDPA
+    kind = operation.reference_call if fallback.is_in_force() else operation.call
+    lengths = {"max_seqlen_q": options.max_seqlen, "max_seqlen_kv": options.max_seqlen}
+    packed = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": None, **lengths} if is_packed else {}
+    try:
+        kind(q=q, k=k, v=v, sinks=scores, rng=rng, softmax=softmax, **packed).check()
+    except ArgumentError as error:
+        raise error.renamed({"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen"}) from None
     check_device("q", q, options.group_rank)
     tokens = q.shape[options.dim]
     if k.shape[options.dim] != tokens:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.collectives import GroupRank, Message, Pending, copy
+from cudnn_sdpa.distributed.collectives import GroupRank, Pending
 from cudnn_sdpa.distributed.local_attention import (
     Gradients,
     Inputs,
@@ -53,19 +53,6 @@ class _Heads(NamedTuple):
         size = heads // ranks // self.groups
         begin = (rank * self.groups + self.number) * size
         return slice(begin, begin + size)
-
-
-class _Results(NamedTuple):
-    """Results in transit: those of other ranks' heads, and of this rank's own as destination and source."""
-
-    pending: Pending[None]
-    kept: list[tuple[Tensor, Tensor]]
-
-    def wait(self) -> None:
-        """Completes the results. Copies this rank's own first, which overlaps the last messages."""
-        for to, x in self.kept:
-            copy(to, x)
-        self.pending.wait()
 
 
 ALL = _Heads(0, 1)
@@ -192,43 +179,32 @@ def _groups(options: Options, rows: Tensor, heads_kv: int) -> list[_Heads]:
 
 def _send_heads(xs: list[Tensor], heads: _Heads, group_rank: GroupRank) -> Pending[list[Tensor]]:
     """Starts to exchange (tokens of this rank, …, heads, D) for (all tokens, …, some of this rank's heads, D)."""
-    sends: list[Message] = []
-    receives: list[Message] = []
-    wholes: list[Tensor] = []
     mine = [_two_chunks(materialized(x)) for x in xs]
+    wholes = []
     for x in mine:
-        heads_of_rank = x.shape[-2] // group_rank.ranks // heads.groups
-        whole = x.new_empty(x.shape[1] * 2 * group_rank.ranks, *x.shape[2:-2], heads_of_rank, x.shape[-1])
-        for rank in group_rank.others:
-            sends.append(Message(x[..., heads.of(rank, x.shape[-2], group_rank.ranks), :], rank))
-            receives.append(Message(_chunks(whole, rank, group_rank), rank))
-        wholes.append(whole)
-    pending = collectives.exchange(sends, receives, wholes, group_rank)
-    for x, whole in zip(mine, wholes, strict=True):  # while messages are on their way
-        copy(
-            _chunks(whole, group_rank.rank, group_rank),
-            x[..., heads.of(group_rank.rank, x.shape[-2], group_rank.ranks), :],
-        )
-    return pending
+        tokens, heads_of_rank = x.shape[1] * 2 * group_rank.ranks, x.shape[-2] // group_rank.ranks // heads.groups
+        wholes.append(x.new_empty(tokens, *x.shape[2:-2], heads_of_rank, x.shape[-1]))
+    return collectives.exchange(_shares(wholes, mine, heads, group_rank), wholes, group_rank)
 
 
-def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, group_rank: GroupRank) -> _Results:
+def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, group_rank: GroupRank) -> Pending[None]:
     """Starts the exchange that inverts `_send_heads`, into tensors of all heads of this rank's tokens."""
-    sends: list[Message] = []
-    receives: list[Message] = []
-    xs, mine = [materialized(x) for x in xs], [_two_chunks(x) for x in to]
-    for x, own in zip(xs, mine, strict=True):
-        for rank in group_rank.others:
-            sends.append(Message(_chunks(x, rank, group_rank), rank))
-            receives.append(Message(own[..., heads.of(rank, own.shape[-2], group_rank.ranks), :], rank))
-    kept = [
-        (
-            own[..., heads.of(group_rank.rank, own.shape[-2], group_rank.ranks), :],
-            _chunks(x, group_rank.rank, group_rank),
-        )
-        for x, own in zip(xs, mine, strict=True)
-    ]
-    return _Results(collectives.exchange(sends, receives, None, group_rank), kept)
+    shares = _shares([materialized(x) for x in xs], [_two_chunks(x) for x in to], heads, group_rank)
+    inverse = {rank: [(own, whole) for whole, own in pairs] for rank, pairs in shares.items()}
+    return collectives.exchange(inverse, None, group_rank)
+
+
+def _shares(
+    wholes: list[Tensor], mine: list[Tensor], heads: _Heads, group_rank: GroupRank
+) -> dict[int, list[tuple[Tensor, Tensor]]]:
+    """Each rank's tokens of tensors of all tokens, and its heads of this rank's tokens."""
+    return {
+        rank: [
+            (_chunks(whole, rank, group_rank), x[..., heads.of(rank, x.shape[-2], group_rank.ranks), :])
+            for whole, x in zip(wholes, mine, strict=True)
+        ]
+        for rank in range(group_rank.ranks)
+    }
 
 
 def _two_chunks(x: Tensor) -> Tensor:

@@ -152,10 +152,29 @@ def _packed(qkv: tuple[Tensor, Tensor, Tensor], packed: masks.Packed, options: O
     """Causal attention among the tokens that are not padding, packed; padding rows are zeros."""
     query, _, value = qkv
     batch, heads, length, _ = query.shape
-    q, k, v = (_token_major(x, length).index_select(0, packed.order) for x in qkv)
+    rows = [_token_major(x, length).index_select(0, packed.order) for x in qkv]
     offsets, lengths = (packed.offsets, packed.offsets), (length, length)
-    out: Tensor = sdpa_varlen(q, k, v, *offsets, *lengths, is_causal=True, **options)
+    out = _on_packed(rows, offsets, lengths, options=options, is_causal=True)
     return out.index_select(0, packed.packed_index).view(batch, length, heads, value.shape[3])
+
+
+def _on_packed(
+    rows: list[Tensor], offsets: tuple[Tensor, Tensor], lengths: tuple[int, int], options: Options, **mask: Any
+) -> Tensor:
+    """Attention over packed sequences, given the offsets and the greatest lengths of queries and of keys."""
+    q, k, v = rows
+    out: Tensor = sdpa_varlen(
+        q,
+        k,
+        v,
+        cu_seqlens_q=offsets[0],
+        cu_seqlens_kv=offsets[1],
+        max_seqlen_q=lengths[0],
+        max_seqlen_kv=lengths[1],
+        **mask,
+        **options,
+    )
+    return out
 
 
 def _token_major(x: Tensor, length: int) -> Tensor:
@@ -186,11 +205,10 @@ def _by_offsets(call: _Call, others: dict[str, Any], options: Options) -> Tensor
         "cu_seq_lens_q without cu_seq_lens_k, max_length_q and max_length_k": not is_complete,
     }
     raise_if_unsupported("cudnn_sdpa in transformers", reasons, _BY_POSITIONS)
-    q, k, v = (x.transpose(1, 2)[0] for x in call.qkv)
+    rows = [x.transpose(1, 2)[0] for x in call.qkv]
     offsets = others["cu_seq_lens_q"].int(), others["cu_seq_lens_k"].int()
     lengths = int(others["max_length_q"]), int(others["max_length_k"])
-    out: Tensor = sdpa_varlen(q, k, v, *offsets, *lengths, is_causal=call.is_causal, **options)
-    return out.unsqueeze(0)
+    return _on_packed(rows, offsets, lengths, options=options, is_causal=call.is_causal).unsqueeze(0)
 
 
 def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
@@ -205,10 +223,10 @@ def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
         "position_ids that restart, with a position bias": call.position_bias is not None,
     }
     raise_if_unsupported("cudnn_sdpa in transformers", reasons, SUGGESTION)
-    q, k, v = (_token_major(x, length) for x in call.qkv)
+    rows = [_token_major(x, length) for x in call.qkv]
     causal, window = (call.is_causal, None) if band is None else (band.right == 0, (band.left, band.right))
     offsets, lengths = (packed.offsets, packed.offsets), (packed.max_length, packed.max_length)
-    out: Tensor = sdpa_varlen(q, k, v, *offsets, *lengths, is_causal=causal, window_size=window, **options)
+    out = _on_packed(rows, offsets, lengths, options=options, is_causal=causal, window_size=window)
     return out.view(batch, length, heads, value.shape[3])
 
 

@@ -164,8 +164,16 @@ class CoreAttention(torch.nn.Module):
         raise_if_unsupported(what, reasons, "sequences end to end, in the format thd")
         # Megatron keeps a dimension of one batch entry in some of its layers.
         q, k, v = (x.squeeze(1) if x.dim() == 4 else x for x in (query, key, value))
-        max_seqlens = int(lengths[0]), int(lengths[1])
-        out: Tensor = sdpa_varlen(q, k, v, *offsets, *max_seqlens, **options)
+        out: Tensor = sdpa_varlen(
+            q,
+            k,
+            v,
+            cu_seqlens_q=offsets[0],
+            cu_seqlens_kv=offsets[1],
+            max_seqlen_q=int(lengths[0]),
+            max_seqlen_kv=int(lengths[1]),
+            **options,
+        )
         return out.flatten(1)
 
     def _random_numbers(self) -> contextlib.AbstractContextManager[None]:

@@ -7,15 +7,14 @@ gathered by positions that are computed there, and no size depends on a length.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cudnn_sdpa.attention.arguments import Softmax, check_lengths
-from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.attention.arguments import Softmax, check_lengths, softmax_of
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.arguments import NHD
 from cudnn_sdpa.attention.paged.plans import MAX_DECODED, MAX_GATHERED_BYTES
 from cudnn_sdpa.attention.paged.sdpa_paged import call_of as paged_call_of
@@ -92,7 +91,7 @@ def _attention(
     max_k: int,
     is_causal: bool = False,
     scale: float | None = None,
-    window_size: Sequence[int] | None = None,
+    window_size: tuple[int, int] | None = None,
     enable_gqa: bool = False,  # noqa: ARG001 - heads are grouped wherever there are fewer of keys
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
@@ -109,9 +108,9 @@ def _attention(
         raise OptionError("backend", repr(backend), f"FLASH_ATTENTION or CUDNN_ATTENTION of SDPBackend: {_BACKENDS}")
     _check_value_dim(query, value)
     try:
-        offsets_kv = cu_seq_q if block_table is not None else _offsets_of_keys(cu_seq_q, cu_seq_k)
-        softmax = _softmax(window_size, is_causal=is_causal, scale=scale)
-        call = call_of(query, key, value, cu_seq_q, offsets_kv, max_q, max_k, softmax=softmax, out=out)
+        offsets = cu_seq_q, cu_seq_q if block_table is not None else _offsets_of_keys(cu_seq_q, cu_seq_k)
+        softmax = softmax_of(is_causal, BOTTOM_RIGHT, window_size, scale)
+        call = _call((query, key, value), offsets, (max_q, max_k), softmax=softmax, out=out)
         if block_table is not None:
             result, lse = _on_pages(call, block_table, seqused_k)
         else:
@@ -127,6 +126,27 @@ attention_into.__signature__ = _INTO  # type: ignore[attr-defined]
 attention.__signature__ = _INTO.replace(parameters=list(_INTO.parameters.values())[1:])  # type: ignore[attr-defined]
 
 
+def _call(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    offsets: tuple[Tensor, Tensor],
+    lengths: tuple[int, int],
+    softmax: Softmax,
+    out: Tensor | None = None,
+) -> VarlenCall:
+    q, k, v = qkv
+    return call_of(
+        q,
+        k,
+        v,
+        cu_seqlens_q=offsets[0],
+        cu_seqlens_kv=offsets[1],
+        max_seqlen_q=lengths[0],
+        max_seqlen_kv=lengths[1],
+        softmax=softmax,
+        out=out,
+    )
+
+
 def _run(call: VarlenCall) -> tuple[Tensor, Tensor]:
     signature = VARLEN.flat(call)
     if _calls.find is not None and not value_checks.enabled:
@@ -139,16 +159,6 @@ def _run(call: VarlenCall) -> tuple[Tensor, Tensor]:
         VARLEN.check_gradient(call)  # so that the forward pass raises, and not the backward pass
     result: tuple[Tensor, Tensor] = launch(VARLEN, call, _calls, signature)
     return result
-
-
-def _softmax(window_size: Sequence[int] | None, *, is_causal: bool, scale: float | None) -> Softmax:
-    left, right = UNBOUNDED, UNBOUNDED
-    if window_size is not None:
-        if len(window_size) != 2:
-            raise OptionError("window_size", repr(list(window_size)), "two integers (left, right), -1 for no bound")
-        left, right = window_size
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return Softmax(bool(is_causal), BOTTOM_RIGHT, left, right, scale=scale, deterministic=deterministic)
 
 
 def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor:
@@ -189,14 +199,14 @@ def gradients(
     is_causal: bool,
     rng_state: Tensor,  # noqa: ARG001 - there is no dropout
     scale: float | None = None,
-    window_size: Sequence[int] | None = None,
+    window_size: tuple[int, int] | None = None,
     backend: int = FLASH,  # noqa: ARG001 - that of the forward pass
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's operator: the gradients of query, key and value. `out` and `lse` may be those of more keys."""
     try:
-        offsets_kv = _offsets_of_keys(cu_seq_q, cu_seq_k)
-        softmax = _softmax(window_size, is_causal=is_causal, scale=scale)
-        call = call_of(query, key, value, cu_seq_q, offsets_kv, max_q, max_k, softmax=softmax)
+        offsets = cu_seq_q, _offsets_of_keys(cu_seq_q, cu_seq_k)
+        softmax = softmax_of(is_causal, BOTTOM_RIGHT, window_size, scale)
+        call = _call((query, key, value), offsets, (max_q, max_k), softmax=softmax)
         if lse.dim() != 2:
             raise ShapeError("lse", shape_of(lse), "two dimensions: (heads, tokens)")
         if query.dim() == 3 and lse.shape != query.shape[1::-1]:
@@ -236,7 +246,15 @@ def _check_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> No
     check_cumulative("cu_seqlens_q", call.cu_seqlens_q, query)
     batch = call.cu_seqlens_q.shape[0] - 1
     q = query.new_empty((batch, query.shape[1], 1, query.shape[2]))
-    paged = paged_call_of(q, call.k, call.v, block_table, seqused_k, page_layout=NHD, softmax=call.softmax)
+    paged = paged_call_of(
+        q,
+        k_pages=call.k,
+        v_pages=call.v,
+        page_table=block_table,
+        seq_lens_kv=seqused_k,
+        page_layout=NHD,
+        softmax=call.softmax,
+    )
     paged.check_types()
     paged.check()
     paged.check_values()
