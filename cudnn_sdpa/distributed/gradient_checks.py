@@ -43,15 +43,18 @@ MAX_REMEMBERED = 8192
 known: set[Hashable] = set()  #: signatures of accepted calls
 
 
-def remember(signature: Hashable) -> None:
-    if len(known) >= MAX_REMEMBERED:
-        known.clear()
-    known.add(signature)
-
-
-def signature_of(summary: str, options: Options, inputs: Inputs) -> Hashable:
+def first_refusal(method: str, options: Options, inputs: Inputs, summary: str) -> UnsupportedError | None:
+    """The `refusal` of a call, without a check if one of its signature has been accepted."""
     layouts = map(layout_signature, inputs.qkv)
-    return summary, options.group_rank.ranks, *layouts, cpu_target.active_name(), fallback.is_in_force()
+    signature = summary, options.group_rank.ranks, *layouts, cpu_target.active_name(), fallback.is_in_force()
+    if signature in known:
+        return None
+    refused = refusal(method, options, inputs)
+    if refused is None:
+        if len(known) >= MAX_REMEMBERED:
+            known.clear()
+        known.add(signature)
+    return refused
 
 
 def refusal(method: str, options: Options, inputs: Inputs) -> UnsupportedError | None:

@@ -374,12 +374,8 @@ def check_supported(function: str, method: str, options: Options, inputs: Inputs
 
 def _check_gradients(function: str, method: str, options: Options, inputs: Inputs, *, summary: str) -> None:
     """Refuses a call whose gradients a rank would refuse in the backward pass, where the others would wait for it."""
-    signature = gradient_checks.signature_of(summary, options, inputs)
-    if signature in gradient_checks.known:
-        return
-    refused = gradient_checks.refusal(method, options, inputs)
+    refused = gradient_checks.first_refusal(method, options, inputs, summary)
     if refused is None:
-        gradient_checks.remember(signature)
         return
     what, others = f"the gradient of {function}", []
     if options.group_rank.ranks > 1:

@@ -15,7 +15,7 @@ from cudnn_sdpa.nn import parallel_plan
 if not dist.is_available():
     pytest.skip("this PyTorch has no torch.distributed", allow_module_level=True)
 
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
@@ -452,18 +452,23 @@ class Model(torch.nn.Module):
 
 
 def check_fsdp(data, tensor, sequence_parallel):
-    """FSDP2 over one mesh dimension, tensor and sequence parallelism over the other: as one process."""
-    mesh = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp"))
-    model = Model()
+    """FSDP2 over one mesh dimension, tensor and sequence parallelism over the other: as one process.
+
+    The model gets its memory and its weights afterwards.
+    """
+    mesh, whole = init_device_mesh("cpu", (data, tensor), mesh_dim_names=("dp", "tp")), Model()
     x = torch.randn(2 * data, 8, E)
-    wanted = model(x)
+    wanted = whole(x)
     wanted.square().mean().backward()
-    exact = gradients(model)
-    model.zero_grad()
+    exact = gradients(whole)
+    with torch.device("meta"):
+        model = Model()
     parallelize_module(model, mesh["tp"], parallel_plan(model, sequence_parallel=sequence_parallel))
     for each in model.layers:
         fully_shard(each, mesh=mesh["dp"])
     fully_shard(model, mesh=mesh["dp"])
+    model.to_empty(device="cpu")
+    set_model_state_dict(model, whole.state_dict(), options=StateDictOptions(full_state_dict=True))
     placements = [Shard(0), Shard(1) if sequence_parallel else Replicate()]
     mine = distribute_tensor(x, mesh, placements).to_local()
     out = model(mine)
