@@ -193,7 +193,7 @@ class Attention(nn.Module):
         Args:
             module: PyTorch's module; its inputs are (batch, sequence, features).
             cross: Whether it is called with keys and values of another sequence.
-            options: Options of this class that PyTorch's module does not have: those of the scores, and rope.
+            options: is_causal, window_size, scale, softcap, rope, which PyTorch's module does not have.
 
         Raises:
             OptionError: `module` is not exactly a `torch.nn.MultiheadAttention`, or an option is wrong.
