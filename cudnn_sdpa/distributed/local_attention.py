@@ -253,9 +253,10 @@ def attend_backward(options: Options, part: Part, outputs: Outputs, inputs: Inpu
 
 
 def softmax_of(options: Options, part: Part, inputs: Inputs) -> Softmax:
-    left, right = part.window
-    is_square = inputs.q.shape[options.dim] == inputs.k.shape[options.dim] and not options.is_packed
-    alignment = TOP_LEFT if is_square else BOTTOM_RIGHT
+    is_square = not options.is_packed and inputs.q.shape[2] == inputs.k.shape[2]
+    alignment, (left, right) = TOP_LEFT if is_square else BOTTOM_RIGHT, part.window
+    if (part.is_causal, alignment, left, right) == options.softmax[:4]:
+        return options.softmax
     return options.softmax._replace(
         is_causal=part.is_causal, causal_alignment=alignment, window_left=left, window_right=right
     )

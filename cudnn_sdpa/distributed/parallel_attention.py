@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import Softmax, as_sinks, softmax_of
 from cudnn_sdpa.attention.dense.sdpa import SDPA
-from cudnn_sdpa.attention.mask import TOP_LEFT
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement
@@ -143,9 +143,8 @@ def context_parallel(
         torch.Size([1, 8, 64, 16])
         >>> dist.destroy_process_group()
     """
-    softmax = partial(
-        softmax_of, is_causal, TOP_LEFT, window_size, scale, softcap, deterministic=deterministic, dropout_p=dropout_p
-    )
+    mask = is_causal, TOP_LEFT, window_size
+    softmax = partial(softmax_of, *mask, scale, softcap=softcap, deterministic=deterministic, dropout_p=dropout_p)
     return _run("context_parallel", Inputs(q, k, v, sinks), group, method, softmax=softmax, return_lse=return_lse)
 
 
@@ -252,9 +251,8 @@ def context_parallel_varlen(
         torch.Size([12, 8, 16])
         >>> dist.destroy_process_group()
     """
-    softmax = partial(
-        softmax_of, is_causal, TOP_LEFT, window_size, scale, softcap, deterministic=deterministic, dropout_p=dropout_p
-    )
+    mask = is_causal, BOTTOM_RIGHT, window_size
+    softmax = partial(softmax_of, *mask, scale, softcap=softcap, deterministic=deterministic, dropout_p=dropout_p)
     inputs = Inputs(q=q, k=k, v=v, sinks=sinks, cu_seqlens=cu_seqlens)
     options = {"softmax": softmax, "return_lse": return_lse, "max_seqlen": max_seqlen}
     return _run("context_parallel_varlen", inputs, group, method, **options)
@@ -323,8 +321,10 @@ def _checked(function: str, options: Options, inputs: Inputs, *, is_packed: bool
     rng = torch.empty(2, dtype=torch.int64, device=q.device) if softmax.dropout_p else None
     operation: Any = VARLEN if is_packed else SDPA
     kind = operation.reference_call if fallback.is_in_force() else operation.call
-    lengths = {"max_seqlen_q": options.max_seqlen, "max_seqlen_kv": options.max_seqlen}
-    packed = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": None, **lengths} if is_packed else {}
+    packed: dict[str, object] = {}
+    if is_packed:
+        packed = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": None}
+        packed |= {"max_seqlen_q": options.max_seqlen, "max_seqlen_kv": options.max_seqlen}
     try:
         kind(q=q, k=k, v=v, sinks=scores, rng=rng, softmax=softmax, **packed).check()
     except ArgumentError as error:
