@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import Softmax, as_sinks, softmax_of
 from cudnn_sdpa.attention.dense.sdpa import SDPA
-from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, Alignment
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement
@@ -143,7 +143,7 @@ def context_parallel(
         torch.Size([1, 8, 64, 16])
         >>> dist.destroy_process_group()
     """
-    mask = is_causal, TOP_LEFT, window_size
+    mask: tuple[bool, Alignment, tuple[int, int] | None] = is_causal, TOP_LEFT, window_size
     softmax = partial(softmax_of, *mask, scale, softcap=softcap, deterministic=deterministic, dropout_p=dropout_p)
     return _run("context_parallel", Inputs(q, k, v, sinks), group, method, softmax=softmax, return_lse=return_lse)
 
@@ -251,7 +251,7 @@ def context_parallel_varlen(
         torch.Size([12, 8, 16])
         >>> dist.destroy_process_group()
     """
-    mask = is_causal, BOTTOM_RIGHT, window_size
+    mask: tuple[bool, Alignment, tuple[int, int] | None] = is_causal, BOTTOM_RIGHT, window_size
     softmax = partial(softmax_of, *mask, scale, softcap=softcap, deterministic=deterministic, dropout_p=dropout_p)
     inputs = Inputs(q=q, k=k, v=v, sinks=sinks, cu_seqlens=cu_seqlens)
     options = {"softmax": softmax, "return_lse": return_lse, "max_seqlen": max_seqlen}
