@@ -64,6 +64,18 @@ class Softmax(NamedTuple):
     def is_capped(self) -> bool:
         return self.softcap is not None
 
+    def keywords(self) -> dict[str, Any]:
+        """The options that all functions with gradients take, as their arguments."""
+        window = self.window_left, self.window_right
+        return {
+            "is_causal": self.is_causal,
+            "causal_alignment": self.causal_alignment,
+            "window_size": None if window == (UNBOUNDED, UNBOUNDED) else window,
+            "scale": self.scale,
+            "softcap": self.softcap,
+            "deterministic": self.deterministic,
+        }
+
     def check(self) -> None:
         check_flag("is_causal", self.is_causal)
         if self.causal_alignment not in ALIGNMENTS:

@@ -8,7 +8,6 @@ keeps those of other ranks. ("The Llama 3 Herd of Models", 2024, section 3.3.2, 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ def query_heads(heads: slice, q: Tensor, k: Tensor) -> slice:
 
 
 def run(options: Options, inputs: Inputs) -> State:
-    if options.dropout_p:
+    if options.softmax.dropout_p:
         return _run_by_autograd(options, inputs)
     return _METHOD.apply(options, inputs)
 
@@ -67,15 +66,15 @@ def calls(options: Options, inputs: Inputs) -> Iterator[tuple[Part, Inputs]]:
     rank 0 nearly always is, too.
     """
     q, k, v = inputs.qkv
-    dim, group_rank = options.dim, options.group_rank
-    heads = slice(0, k.shape[1]) if options.dropout_p else head_groups(k, v, options)[0]
-    heads_q = query_heads(heads, q, k)
+    dim, group_rank, is_whole = options.dim, options.group_rank, options.softmax.dropout_p > 0
+    heads = slice(0, k.shape[1]) if is_whole else head_groups(k, v, options)[0]
+    of_heads = inputs.of_heads(query_heads(heads, q, k))
     own = torch.cat([k[:, heads], v[:, heads]], -1).movedim(dim, 0)
     both = own.new_empty(own.shape[0] * group_rank.ranks, *own.shape[1:]).movedim(0, dim)
     for rank in dict.fromkeys((0, group_rank.rank)):
-        for chunk in parts_of_gathered(replace(options, group_rank=group_rank._replace(rank=rank)), both.shape[dim]):
-            for part in [chunk] if options.dropout_p else split_at_diagonal(chunk):
-                yield part, _of_part(options, part, inputs._replace(q=q[:, heads_q]), both)
+        for chunk in parts_of_gathered(options.of_rank(rank), both.shape[dim]):
+            for part in [chunk] if is_whole else split_at_diagonal(chunk):
+                yield part, _of_part(options, part, of_heads, both)
 
 
 def _run_by_autograd(options: Options, inputs: Inputs) -> State:
@@ -90,18 +89,18 @@ def _run_by_autograd(options: Options, inputs: Inputs) -> State:
     return torch.cat(outs, dim), torch.cat(lses, dim)
 
 
-def _forward(options: Options, inputs: Inputs) -> tuple[State, Inputs]:
-    q, k, v, sinks, _ = inputs
+def _forward(options: Options, inputs: Inputs) -> tuple[State, Sequence[Tensor]]:
+    q, k, v = inputs.qkv
     parts = parts_of_gathered(options, k.shape[options.dim] * options.group_rank.ranks)
     out, lse = new_results(q, v)
     for heads, both in _gathered_heads(options, k, v):
         heads_q = query_heads(heads, q, k)
-        of_heads = inputs._replace(q=q[:, heads_q], sinks=None if sinks is None else sinks[heads_q])
+        of_heads = inputs.of_heads(heads_q)
         for part in parts:
             result = attend(options, part, _of_part(options, part, of_heads, both))
             for to, x in zip((out, lse), result, strict=True):
                 narrowed(to[:, heads_q], options.dim, part.rows).copy_(x)
-    return (out, lse), inputs
+    return (out, lse), inputs.qkv
 
 
 def _gradients(options: Options, outputs: Outputs, saved: Sequence[Any]) -> Gradients:
@@ -115,7 +114,7 @@ def _gradients(options: Options, outputs: Outputs, saved: Sequence[Any]) -> Grad
     sends: tuple[slice, Pending[Tensor]] | None = None
     for heads, both in _gathered_heads(options, k, v):
         heads_q = query_heads(heads, q, k)
-        of_heads = inputs._replace(q=q[:, heads_q])
+        of_heads = inputs.of_heads(heads_q)
         sums = torch.zeros(both.movedim(dim, 0).shape, dtype=exact, device=k.device)
         sum_k, sum_v = split_kv(sums.movedim(0, dim), k.shape[-1])
         for part in parts:

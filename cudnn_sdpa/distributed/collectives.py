@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -74,18 +74,6 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
-class Message(NamedTuple):
-    """Two chunks of tokens, (2, tokens, …), sent to a rank of the group or received from it."""
-
-    tensor: Tensor
-    rank: int
-
-
-class _Staged(NamedTuple):
-    tensor: Tensor
-    to: Tensor
-
-
 class _Started(threading.local):
     """Messages that this thread has started within `settled`, and whether communication has failed there."""
 
@@ -98,18 +86,23 @@ _started = _Started()
 
 
 class Pending(Generic[T_co]):
-    """Received tensors in transit. Holds the buffers, which must not be freed before the end."""
+    """Received tensors in transit. Holds the buffers, which must not be freed before the end.
 
-    __slots__ = ("_held", "_received", "_staged", "_works")
+    Pairs of a tensor and its source are copied by `wait`: those of `own` before it waits for messages, which they
+    overlap, those of `staged` after.
+    """
+
+    __slots__ = ("_held", "_own", "_received", "_staged", "_works")
 
     def __init__(
         self,
         received: T_co,
         held: object,
         works: Sequence[dist.Work],
-        staged: Sequence[_Staged] = (),
+        own: Sequence[tuple[Tensor, Tensor]] = (),
+        staged: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
-        self._received, self._works, self._staged = received, works, staged
+        self._received, self._works, self._own, self._staged = received, works, own, staged
         self._held: object = held
         _started.pending.append(self)
 
@@ -118,14 +111,17 @@ class Pending(Generic[T_co]):
         if self in _started.pending:
             _started.pending.remove(self)
         works, self._works = self._works, ()
+        own, self._own = self._own, ()
         staged, self._staged = self._staged, ()
+        for to, x in own:
+            copy(to, x)
         try:
             for work in works:
                 work.wait()
         except RuntimeError:
             _started.has_failed = True
             raise
-        for memory, to in staged:
+        for to, memory in staged:
             copy(to, memory)
         self._held = None
         return self._received
@@ -171,29 +167,31 @@ def ring_shift(xs: Sequence[Tensor], group_rank: GroupRank, tag: int) -> Pending
     return Pending(received, xs, dist.batch_isend_irecv([*sends, *receives]))
 
 
-def exchange(sends: list[Message], receives: list[Message], received: T, group_rank: GroupRank) -> Pending[T]:
+def exchange(shares: Mapping[int, Sequence[tuple[Tensor, Tensor]]], received: T, group_rank: GroupRank) -> Pending[T]:
     """Starts to send tensors to other ranks and to receive theirs, in the same order between any two.
 
-    Each message is two chunks of tokens (2, tokens, …), of any strides. All ranks send each other as many bytes. `wait`
-    returns `received`.
+    Each rank's share is pairs of what it sends here and what is sent to it, both two chunks of tokens (2, tokens, …),
+    of any strides. This rank's own share is copied. All ranks send each other as many bytes. `wait` returns `received`.
     """
-    global_ranks = [group_rank.neighbor(rank - group_rank.rank) for rank in range(group_rank.ranks)]
-    sends = [Message(x if _has_contiguous_chunks(x) else copy(x.new_empty(x.shape), x), rank) for x, rank in sends]
-    staged: list[_Staged] = []
-    buffers: list[Message] = []
-    for x, rank in receives:
-        if not _has_contiguous_chunks(x):
-            staged.append(_Staged(x.new_empty(x.shape), x))
-        buffers.append(Message(x if _has_contiguous_chunks(x) else staged[-1].tensor, rank))
+    sends: list[tuple[Tensor, int]] = []
+    buffers: list[tuple[Tensor, int]] = []
+    staged: list[tuple[Tensor, Tensor]] = []
+    for rank in group_rank.others:
+        peer = group_rank.neighbor(rank - group_rank.rank)
+        for to, x in shares[rank]:
+            sends.append((x if _has_contiguous_chunks(x) else copy(x.new_empty(x.shape), x), peer))
+            buffers.append((to if _has_contiguous_chunks(to) else to.new_empty(to.shape), peer))
+            if buffers[-1][0] is not to:
+                staged.append((to, buffers[-1][0]))
     works = dist.batch_isend_irecv(
         [
-            dist.P2POp(operation, chunk, global_ranks[message.rank], group_rank.group, HEADS)
+            dist.P2POp(operation, chunk, peer, group_rank.group, HEADS)
             for operation, messages in ((dist.isend, sends), (dist.irecv, buffers))
-            for message in messages
-            for chunk in message.tensor
+            for x, peer in messages
+            for chunk in x
         ]
     )
-    return Pending(received, (sends, buffers), works, staged)
+    return Pending(received, (sends, buffers), works, own=shares[group_rank.rank], staged=staged)
 
 
 def copy(to: Tensor, x: Tensor) -> Tensor:

@@ -10,12 +10,19 @@ from collections.abc import Callable, Hashable, Iterator
 
 import torch
 
-from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
-from cudnn_sdpa.attention.varlen.arguments import offsets_of_keys
-from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
+from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall
+from cudnn_sdpa.attention.varlen.sdpa_varlen import call_of
 from cudnn_sdpa.distributed import all_gather, ring, ulysses
-from cudnn_sdpa.distributed.local_attention import Inputs, Options, Part, arguments_of, new_results, without_data
+from cudnn_sdpa.distributed.local_attention import (
+    Inputs,
+    Options,
+    Part,
+    new_results,
+    softmax_of,
+    tensors_of,
+    without_data,
+)
 from cudnn_sdpa.engine import cpu_target, fallback
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.engine.launch import layout_signature
@@ -36,15 +43,18 @@ MAX_REMEMBERED = 8192
 known: set[Hashable] = set()  #: signatures of accepted calls
 
 
-def remember(signature: Hashable) -> None:
-    if len(known) >= MAX_REMEMBERED:
-        known.clear()
-    known.add(signature)
-
-
-def signature_of(summary: str, options: Options, inputs: Inputs) -> Hashable:
+def first_refusal(method: str, options: Options, inputs: Inputs, summary: str) -> UnsupportedError | None:
+    """The `refusal` of a call, without a check if one of its signature has been accepted."""
     layouts = map(layout_signature, inputs.qkv)
-    return summary, options.group_rank.ranks, *layouts, cpu_target.active_name(), fallback.is_in_force()
+    signature = summary, options.group_rank.ranks, *layouts, cpu_target.active_name(), fallback.is_in_force()
+    if signature in known:
+        return None
+    refused = refusal(method, options, inputs)
+    if refused is None:
+        if len(known) >= MAX_REMEMBERED:
+            known.clear()
+        known.add(signature)
+    return refused
 
 
 def refusal(method: str, options: Options, inputs: Inputs) -> UnsupportedError | None:
@@ -57,8 +67,9 @@ def refusal(method: str, options: Options, inputs: Inputs) -> UnsupportedError |
     offsets = inputs.cu_seqlens
     offsets = None if offsets is None else torch.zeros_like(offsets, device="cpu")  # "meta" is slow in Python
     is_alone = options.group_rank.ranks == 1
-    sinks = inputs.sinks if is_alone or options.dropout_p else None  # `gradient_of_sinks` computes theirs
-    inputs = Inputs(q=q, k=k, v=v, sinks=sinks, cu_seqlens=offsets)
+    if not (is_alone or options.softmax.dropout_p):
+        inputs = inputs.without_sinks()  # no kernel computes their gradient
+    inputs = inputs._replace(q=q, k=k, v=v, cu_seqlens=offsets)
     calls = iter([(Part.whole(options, q), inputs)]) if is_alone else CALLS[method](options, inputs)
     seen: set[Hashable] = set()
     for part, tensors in calls:
@@ -78,18 +89,13 @@ def what_works(refused: UnsupportedError) -> str:
 
 
 def _keys(options: Options, part: Part, inputs: Inputs, *, target: Target, device: int | None) -> Iterator[PlanKey]:
-    fields = arguments_of(options, part, inputs)
-    del fields["window_size"]
-    left, right = part.window
-    fields |= {"window_left": left, "window_right": right, "dropout_p": options.dropout_p, "sinks": inputs.sinks}
+    arguments = {**tensors_of(options, part, inputs), "softmax": softmax_of(options, part, inputs)}
     out, lse = new_results(inputs.q, inputs.v)
     outputs = {"grad_out": out, "out": out, "lse": lse}
-    needs = True, True, True
-    has_sinks = inputs.sinks is not None
-    if inputs.cu_seqlens is None:
-        dense = SdpaBackwardCall(**outputs, call=from_fields(SdpaCall, **fields), needs=(*needs, False, has_sinks))
-        return dense.make_readable().keys(target, device)
-    fields["cu_seqlens_kv"] = offsets_of_keys(fields["cu_seqlens_q"], fields["cu_seqlens_kv"])
-    packed = from_fields(VarlenCall, **fields, rng=None)
-    backward = VarlenBackwardCall(**outputs, call=packed, needs=(*needs, has_sinks))
-    return backward.make_readable().keys(target, device)
+    if options.is_packed:
+        packed = call_of(**arguments)
+        needs = tuple(x is not None for x in packed.differentiable)
+        return VarlenBackwardCall(**outputs, call=packed, needs=needs).make_readable().keys(target, device)
+    dense = SdpaCall(**arguments)
+    needs = tuple(x is not None for x in dense.differentiable)
+    return SdpaBackwardCall(**outputs, call=dense, needs=needs).make_readable().keys(target, device)

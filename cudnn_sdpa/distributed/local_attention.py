@@ -9,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.backward_arguments import SdpaGradients
+from cudnn_sdpa.attention.arguments import Softmax
 from cudnn_sdpa.attention.cpu_checks import check_offsets
+from cudnn_sdpa.attention.dense.launch import apply_sinks
 from cudnn_sdpa.attention.dense.sdpa import sdpa, sdpa_backward
-from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen, sdpa_varlen_backward
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.collectives import GroupRank
@@ -28,18 +29,15 @@ Outputs = tuple[Tensor, Tensor, Tensor]  #: the gradient of an output, the outpu
 Gradients = tuple[Tensor, Tensor, Tensor]  #: of q, k and v
 
 
-@dataclass(frozen=True)
-class Options:
+class Options(NamedTuple):
     """Options of a call, equal on all ranks except for the rank; `max_seqlen` is None for dense tensors."""
 
     group_rank: GroupRank
-    is_causal: bool
-    window: tuple[int, int]
-    scale: float | None
-    softcap: float | None
-    dropout_p: float
-    deterministic: bool
+    softmax: Softmax
     max_seqlen: int | None = None
+
+    def of_rank(self, rank: int) -> Options:
+        return self._replace(group_rank=self.group_rank._replace(rank=rank))
 
     @property
     def is_packed(self) -> bool:
@@ -50,8 +48,13 @@ class Options:
         return 0 if self.is_packed else 2
 
     @property
+    def bounds(self) -> tuple[int, int]:
+        """Keys before and after a query that it sees; a causal mask bounds those after it."""
+        return self.softmax.window_left, 0 if self.softmax.is_causal else self.softmax.window_right
+
+    @property
     def has_window(self) -> bool:
-        return self.window[0] != UNBOUNDED or (self.window[1] != UNBOUNDED and not self.is_causal)
+        return self.bounds != (UNBOUNDED, 0 if self.softmax.is_causal else UNBOUNDED)
 
 
 class Span(NamedTuple):
@@ -79,9 +82,9 @@ class Part:
     def whole(cls, options: Options, mine: Tensor) -> Part:
         """All tokens, given a tensor of this rank's."""
         span = Span(0, mine.shape[options.dim] * options.group_rank.ranks)
-        every = slice(*span)
-        is_causal, window = options.is_causal, options.window
-        return cls(rows=every, columns=every, queries=span, keys=span, is_causal=is_causal, window=window)
+        every, softmax = slice(*span), options.softmax
+        window = softmax.window_left, softmax.window_right
+        return cls(rows=every, columns=every, queries=span, keys=span, is_causal=softmax.is_causal, window=window)
 
 
 class Inputs(NamedTuple):
@@ -97,6 +100,22 @@ class Inputs(NamedTuple):
     def qkv(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.q, self.k, self.v
 
+    @property
+    def has_sinks(self) -> bool:
+        return self.sinks is not None
+
+    def without_sinks(self) -> Inputs:
+        return self._replace(sinks=None)
+
+    def of_heads(self, heads: slice) -> Inputs:
+        """Some heads of the queries with their sinks, and all keys and values."""
+        return self._replace(q=self.q[:, heads], sinks=None if self.sinks is None else self.sinks[heads])
+
+    def add_sinks(self, out: Tensor, lse: Tensor) -> None:
+        """Adds the sinks, if there are any, in place to an output and an LSE that were computed without them."""
+        if self.sinks is not None:
+            apply_sinks(out, lse, _for_heads(self.sinks, lse))
+
 
 def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
     """Parts of this rank's attention to gathered keys: one call for each of its two chunks.
@@ -105,8 +124,7 @@ def parts_of_gathered(options: Options, tokens: int) -> list[Part]:
     diagonal moves by as much, and so do the window's bounds.
     """
     chunk = tokens // (2 * options.group_rank.ranks)
-    left, right = options.window
-    right = 0 if options.is_causal else right
+    left, right = options.bounds
     if left == right == UNBOUNDED and not options.is_packed:
         nowhere = Span(0, 0)
         return [Part(slice(0, 2 * chunk), slice(0, tokens), nowhere, nowhere, is_causal=False)]
@@ -148,25 +166,24 @@ def split_at_diagonal(part: Part) -> list[Part]:
 
 def parts_of_ring(options: Options, tokens: int, step: int) -> Iterator[Part]:
     """Parts of this rank's attention, of `tokens` queries, to the keys of the rank `step` before it."""
-    group_rank, chunk = options.group_rank, tokens // 2
+    group_rank, chunk, is_causal = options.group_rank, tokens // 2, options.softmax.is_causal
     halves = slice(0, chunk), slice(chunk, 2 * chunk)
     whole, nowhere = slice(0, 2 * chunk), Span(0, 0)
     if not options.is_packed:
         rows, columns = whole, whole
-        if options.is_causal and 0 < step <= group_rank.rank:
+        if is_causal and 0 < step <= group_rank.rank:
             columns = halves[0]
-        elif options.is_causal and step > group_rank.rank:
+        elif is_causal and step > group_rank.rank:
             rows = halves[1]
-        yield Part(rows, columns, nowhere, nowhere, is_causal=options.is_causal and step == 0)
+        yield Part(rows, columns, nowhere, nowhere, is_causal=is_causal and step == 0)
         return
     owner = group_rank._replace(rank=(group_rank.rank - step) % group_rank.ranks)
     for number_q, index_q in enumerate(chunks_of(group_rank)):
         for number_kv, index_kv in enumerate(chunks_of(owner)):
-            if options.is_causal and index_kv > index_q:
+            if is_causal and index_kv > index_q:
                 continue
             queries, keys = (Span(index * chunk, (index + 1) * chunk) for index in (index_q, index_kv))
-            is_causal = options.is_causal and index_q == index_kv
-            yield Part(halves[number_q], halves[number_kv], queries, keys, is_causal=is_causal)
+            yield Part(halves[number_q], halves[number_kv], queries, keys, is_causal=is_causal and index_q == index_kv)
 
 
 def narrowed(x: Tensor, dim: int, to: slice) -> Tensor:
@@ -219,50 +236,53 @@ def offsets_within(cu_seqlens: Tensor, span: Span) -> Tensor:
 
 
 def attend(options: Options, part: Part, inputs: Inputs) -> State:
-    common = {"sinks": inputs.sinks, "dropout_p": options.dropout_p, "return_lse": True}
     function: Callable[..., State] = sdpa_varlen if options.is_packed else sdpa
-    out, lse = function(**arguments_of(options, part, inputs), **common)
+    softmax, tensors = softmax_of(options, part, inputs), tensors_of(options, part, inputs)
+    out, lse = function(**tensors, **softmax.keywords(), dropout_p=softmax.dropout_p, return_lse=True)
     return out, lse
 
 
 def attend_backward(options: Options, part: Part, outputs: Outputs, inputs: Inputs) -> Gradients:
     """Gradients of q, k and v of a part, given the gradient, output and LSE of its queries for all keys."""
     grad_out, out, lse = outputs
-    function: Callable[..., SdpaGradients] = sdpa_varlen_backward if options.is_packed else sdpa_backward
-    grads = function(grad_out=grad_out, out=out, lse=lse, **arguments_of(options, part, inputs))
-    assert grads.dq is not None
-    assert grads.dk is not None
-    assert grads.dv is not None
-    return grads.dq, grads.dk, grads.dv
+    function: Callable[..., Any] = sdpa_varlen_backward if options.is_packed else sdpa_backward
+    keywords = softmax_of(options, part, inputs).keywords()
+    tensors = tensors_of(options, part, inputs.without_sinks())
+    dq, dk, dv, *_ = function(grad_out=grad_out, out=out, lse=lse, **tensors, **keywords)
+    return dq, dk, dv
 
 
-def arguments_of(options: Options, part: Part, inputs: Inputs) -> dict[str, Any]:
-    q, k, v, _, cu_seqlens = inputs
-    keywords: dict[str, Any] = {
-        "q": q,
-        "k": k,
-        "v": v,
-        "is_causal": part.is_causal,
-        "window_size": None if part.window == (UNBOUNDED, UNBOUNDED) else part.window,
-        "scale": options.scale,
-        "softcap": options.softcap,
-        "deterministic": options.deterministic,
-    }
-    is_square = q.shape[options.dim] == k.shape[options.dim]
-    if part.is_causal or keywords["window_size"] is not None:
-        keywords["causal_alignment"] = "top_left" if is_square and not options.is_packed else BOTTOM_RIGHT
+def softmax_of(options: Options, part: Part, inputs: Inputs) -> Softmax:
+    is_square = not options.is_packed and inputs.q.shape[2] == inputs.k.shape[2]
+    alignment, (left, right) = TOP_LEFT if is_square else BOTTOM_RIGHT, part.window
+    if (part.is_causal, alignment, left, right) == options.softmax[:4]:
+        return options.softmax
+    return options.softmax._replace(
+        is_causal=part.is_causal, causal_alignment=alignment, window_left=left, window_right=right
+    )
+
+
+def tensors_of(options: Options, part: Part, inputs: Inputs) -> dict[str, Any]:
+    """The tensors of a part's call by the names of its arguments, with the lengths of packed sequences."""
+    tensors: dict[str, Any] = inputs._asdict()
+    cu_seqlens = tensors.pop("cu_seqlens")
     if cu_seqlens is not None and options.max_seqlen is not None:
-        keywords["cu_seqlens_q"] = offsets = offsets_within(cu_seqlens, part.queries)
-        keywords["cu_seqlens_kv"] = offsets if part.keys == part.queries else offsets_within(cu_seqlens, part.keys)
-        keywords["max_seqlen_q"] = min(q.shape[0], options.max_seqlen)
-        keywords["max_seqlen_kv"] = min(k.shape[0], options.max_seqlen)
-    return keywords
+        tensors["cu_seqlens_q"] = offsets = offsets_within(cu_seqlens, part.queries)
+        tensors["cu_seqlens_kv"] = offsets if part.keys == part.queries else offsets_within(cu_seqlens, part.keys)
+        tensors["max_seqlen_q"] = min(inputs.q.shape[0], options.max_seqlen)
+        tensors["max_seqlen_kv"] = min(inputs.k.shape[0], options.max_seqlen)
+    return tensors
 
 
 def new_results(q: Tensor, v: Tensor) -> State:
     shape = (*q.shape[:-1], v.shape[-1])
     out = torch.empty_strided(shape, dense_stride_like(shape, q.shape, q.stride()), dtype=q.dtype, device=q.device)
     return out, torch.empty(shape[:-1], dtype=torch.float32, device=q.device)
+
+
+def _for_heads(sinks: Tensor, lse: Tensor) -> Tensor:
+    """The sinks in a shape that broadcasts to an LSE, whose dimension 1 is that of heads."""
+    return sinks.view([-1 if dim == 1 else 1 for dim in range(lse.dim())])
 
 
 def gradient_of_sinks(
@@ -273,8 +293,7 @@ def gradient_of_sinks(
         return None
     grad_out, out, lse = outputs
     exact = torch.float64 if out.dtype == torch.float64 else torch.float32
-    heads = [-1 if dim == 1 else 1 for dim in range(lse.dim())]
-    weights = torch.exp(sinks.to(exact).view(heads) - torch.where(torch.isneginf(lse), torch.inf, lse).to(exact))
+    weights = torch.exp(_for_heads(sinks, lse).to(exact) - torch.where(torch.isneginf(lse), torch.inf, lse).to(exact))
     mean = (grad_out.to(exact) * out).sum(-1)
     if cu_seqlens is not None:  # rows past the last offset may have gradients of NaN
         chunk = out.shape[0] // 2
@@ -290,8 +309,8 @@ class Method(NamedTuple):
 
     Attributes:
         name: As the argument `method` has it.
-        forward: The state, and tensors for the backward pass, of which sinks and offsets are the last.
-        gradients: The gradients, given these tensors.
+        forward: The state, and tensors for the backward pass besides sinks and offsets.
+        gradients: The gradients, given these tensors, sinks and offsets.
     """
 
     name: str
@@ -306,8 +325,9 @@ class Method(NamedTuple):
 class _Differentiable(Function):
     @staticmethod
     def forward(ctx: Any, method: Method, options: Options, *tensors: Any) -> State:
-        (out, lse), saved = method.forward(options, Inputs(*tensors))
-        ctx.save_for_backward(*saved, out, lse)
+        inputs = Inputs(*tensors)
+        (out, lse), saved = method.forward(options, inputs)
+        ctx.save_for_backward(*saved, inputs.sinks, inputs.cu_seqlens, out, lse)
         # Autograd's threads run the backward pass, where no fallback is in force.
         ctx.method, ctx.options, ctx.may_fall_back = method, options, fallback.is_in_force()
         ctx.set_materialize_grads(False)

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, Softmax, as_sinks
-from cudnn_sdpa.attention.mask import UNBOUNDED
-from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
-from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenCall
+from cudnn_sdpa.attention.arguments import Softmax, as_sinks, softmax_of
+from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, Alignment
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement
 from cudnn_sdpa.distributed.collectives import check_device, group_rank_of
 from cudnn_sdpa.distributed.local_attention import Inputs, Options, Part, State, attend, check_layout
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, value_checks
-from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
+from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.tensor_checks import check_are_tensors, dtype_name, shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
-from cudnn_sdpa.graph.scalars import as_bool, as_float, as_int
+from cudnn_sdpa.graph.scalars import as_bool, as_int
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -142,19 +143,9 @@ def context_parallel(
         torch.Size([1, 8, 64, 16])
         >>> dist.destroy_process_group()
     """
-    return _run(
-        "context_parallel",
-        Inputs(q, k, v, sinks),
-        group=group,
-        method=method,
-        is_causal=is_causal,
-        window_size=window_size,
-        scale=scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        return_lse=return_lse,
-        deterministic=deterministic,
-    )
+    mask: tuple[bool, Alignment, tuple[int, int] | None] = is_causal, TOP_LEFT, window_size
+    softmax = partial(softmax_of, *mask, scale, softcap=softcap, deterministic=deterministic, dropout_p=dropout_p)
+    return _run("context_parallel", Inputs(q, k, v, sinks), group, method, softmax=softmax, return_lse=return_lse)
 
 
 @overload
@@ -260,47 +251,31 @@ def context_parallel_varlen(
         torch.Size([12, 8, 16])
         >>> dist.destroy_process_group()
     """
-    return _run(
-        "context_parallel_varlen",
-        Inputs(q=q, k=k, v=v, sinks=sinks, cu_seqlens=cu_seqlens),
-        max_seqlen=max_seqlen,
-        group=group,
-        method=method,
-        is_causal=is_causal,
-        window_size=window_size,
-        scale=scale,
-        softcap=softcap,
-        dropout_p=dropout_p,
-        return_lse=return_lse,
-        deterministic=deterministic,
-    )
-
-
-class _PackedOptions(ParallelOptions, total=False):
-    max_seqlen: int
+    mask: tuple[bool, Alignment, tuple[int, int] | None] = is_causal, BOTTOM_RIGHT, window_size
+    softmax = partial(softmax_of, *mask, scale, softcap=softcap, deterministic=deterministic, dropout_p=dropout_p)
+    inputs = Inputs(q=q, k=k, v=v, sinks=sinks, cu_seqlens=cu_seqlens)
+    options = {"softmax": softmax, "return_lse": return_lse, "max_seqlen": max_seqlen}
+    return _run("context_parallel_varlen", inputs, group, method, **options)
 
 
 def _run_eagerly(
-    function: str, inputs: Inputs, *, return_lse: bool, **kwargs: Unpack[_PackedOptions]
+    function: str,
+    inputs: Inputs,
+    group: ProcessGroup | DeviceMesh | None,
+    method: MethodName,
+    *,
+    softmax: Callable[[], Softmax],
+    return_lse: bool,
+    **of_packed: int,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    group_rank, method = group_rank_of(kwargs["group"]), kwargs["method"]
-    is_packed = "max_seqlen" in kwargs
+    group_rank = group_rank_of(group)
     return_lse = as_bool(return_lse)
 
     def summarize() -> tuple[str, tuple[Options, Inputs]]:
         check_method(method)
         arguments.check_flag("return_lse", return_lse)
-        options = Options(
-            group_rank=group_rank,
-            is_causal=as_bool(kwargs["is_causal"]),
-            window=arguments.window_bounds(kwargs["window_size"]),
-            scale=as_float(kwargs["scale"]),
-            softcap=as_float(kwargs["softcap"]),
-            dropout_p=as_float(kwargs["dropout_p"]),
-            deterministic=is_deterministic(kwargs["deterministic"]),
-            max_seqlen=as_int(kwargs["max_seqlen"]) if is_packed else None,
-        )
-        checked = _checked(function, options, inputs, is_packed=is_packed)
+        options = Options(group_rank, softmax(), **{name: as_int(size) for name, size in of_packed.items()})
+        checked = _checked(function, options, inputs, is_packed=bool(of_packed))
         check_supported(function, method, options, checked)
         if method != "ulysses":  # the exchange copies queries, too
             check_layout("q", checked.q, options)
@@ -341,29 +316,19 @@ def _checked(function: str, options: Options, inputs: Inputs, *, is_packed: bool
     check_are_tensors(named, ("sinks",))
     autograd_checks.check(function, None, loops=False, **named)
     q, k, v = (cast_tensor(x, inputs.q) for x in inputs.qkv)
-    softmax = Softmax(
-        is_causal=options.is_causal,
-        window_left=options.window[0],
-        window_right=options.window[1],
-        scale=options.scale,
-        dropout_p=options.dropout_p,
-        softcap=options.softcap,
-    )
+    softmax = options.softmax
     softmax.check()
-    rng = torch.empty(2, dtype=torch.int64, device=q.device) if options.dropout_p else None
-    has_limits = not fallback.is_in_force()
-    if not is_packed:
-        dense = ForwardArguments if has_limits else ReferenceArguments
-        arguments.check(dense(q=q, k=k, v=v, sinks=scores, rng=rng, softmax=softmax))
-    else:
-        packed = VarlenCall if has_limits else ReferenceVarlenCall
-        max_seqlen: Any = options.max_seqlen
-        lengths = {"max_seqlen_q": max_seqlen, "max_seqlen_kv": max_seqlen}
-        offsets = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": None}
-        try:
-            varlen_arguments.check(packed(q=q, k=k, v=v, sinks=scores, rng=rng, softmax=softmax, **offsets, **lengths))
-        except ArgumentError as error:
-            raise error.renamed({"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen"}) from None
+    rng = torch.empty(2, dtype=torch.int64, device=q.device) if softmax.dropout_p else None
+    operation: Any = VARLEN if is_packed else SDPA
+    kind = operation.reference_call if fallback.is_in_force() else operation.call
+    packed: dict[str, object] = {}
+    if is_packed:
+        packed = {"cu_seqlens_q": cu_seqlens, "cu_seqlens_kv": None}
+        packed |= {"max_seqlen_q": options.max_seqlen, "max_seqlen_kv": options.max_seqlen}
+    try:
+        kind(q=q, k=k, v=v, sinks=scores, rng=rng, softmax=softmax, **packed).check()
+    except ArgumentError as error:
+        raise error.renamed({"cu_seqlens_q": "cu_seqlens", "max_seqlen_q": "max_seqlen"}) from None
     check_device("q", q, options.group_rank)
     tokens = q.shape[options.dim]
     if k.shape[options.dim] != tokens:
@@ -389,7 +354,7 @@ def check_supported(function: str, method: str, options: Options, inputs: Inputs
     reasons: list[str] = []
     if method == "ring" and options.has_window:
         reasons.append("a window ends between the keys of two steps, so that steps would need masks of their own")
-    if method == "ring" and options.dropout_p:
+    if method == "ring" and options.softmax.dropout_p:
         reasons.append("the backward pass of a step does not have the random numbers of its forward pass")
     if method == "ulysses" and not divides:
         reasons.append(
@@ -409,12 +374,8 @@ def check_supported(function: str, method: str, options: Options, inputs: Inputs
 
 def _check_gradients(function: str, method: str, options: Options, inputs: Inputs, *, summary: str) -> None:
     """Refuses a call whose gradients a rank would refuse in the backward pass, where the others would wait for it."""
-    signature = gradient_checks.signature_of(summary, options, inputs)
-    if signature in gradient_checks.known:
-        return
-    refused = gradient_checks.refusal(method, options, inputs)
+    refused = gradient_checks.first_refusal(method, options, inputs, summary)
     if refused is None:
-        gradient_checks.remember(signature)
         return
     what, others = f"the gradient of {function}", []
     if options.group_rank.ranks > 1:
@@ -434,7 +395,7 @@ def _reasons_against_gathering(options: Options, q: Tensor) -> dict[str, str]:
     if not options.is_packed or options.max_seqlen is None:
         return {}
     reasons = {}
-    right = 0 if options.is_causal else options.window[1]
+    _, right = options.bounds
     if options.has_window and right != 0:
         reasons[
             "of packed sequences, a chunk's last query stands at the last key that it is given, which is right for a "
@@ -442,7 +403,7 @@ def _reasons_against_gathering(options: Options, q: Tensor) -> dict[str, str]:
         ] = "window_size=(left, 0)"
     has_limits = (q.is_cuda or cpu_target.active() is not None) and not fallback.is_in_force()
     queries = min(q.shape[0] // 2, options.max_seqlen)
-    if has_limits and right == 0 and queries > 1 and options.dropout_p and options.softcap is None:
+    if has_limits and right == 0 and queries > 1 and options.softmax.dropout_p and not options.softmax.is_capped:
         reasons[
             "of packed sequences, a chunk's last query stands at the last key that it is given, and cuDNN has no "
             "dropout for masks that are aligned there, unless there is softcap"
@@ -455,8 +416,6 @@ def _summary(method: str, options: Options, inputs: Inputs) -> str:
     for name, x in inputs._asdict().items():
         what = "None" if x is None else f"{dtype_name(x.dtype)}{list(x.shape)}"
         parts.append(f"{name}={what}" + (" with gradient" if x is not None and needs_gradient(x) else ""))
-    window = None if options.window == (UNBOUNDED, UNBOUNDED) else options.window
-    parts += [f"is_causal={options.is_causal}", f"window_size={window}", f"scale={options.scale}"]
-    parts += [f"softcap={options.softcap}", f"dropout_p={options.dropout_p}", f"max_seqlen={options.max_seqlen}"]
-    parts += [f"deterministic={options.deterministic}", f"grad={torch.is_grad_enabled()}"]
-    return "; ".join(parts)
+    parts += [f"{name}={value}" for name, value in options.softmax.keywords().items()]
+    parts += [f"dropout_p={options.softmax.dropout_p}", f"max_seqlen={options.max_seqlen}"]
+    return "; ".join([*parts, f"grad={torch.is_grad_enabled()}"])

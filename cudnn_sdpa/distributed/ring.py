@@ -8,7 +8,6 @@ of keys and values follow them one step behind. No rank ever holds more keys tha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,39 +38,31 @@ def run(options: Options, inputs: Inputs) -> State:
 
 
 def calls(options: Options, inputs: Inputs) -> Iterator[tuple[Part, Inputs]]:
-    group_rank = options.group_rank
     own = [make_readable(x, options).movedim(options.dim, 0) for x in (inputs.k, inputs.v)]
     received = [x.contiguous() for x in own]
-    for rank in (0, group_rank.ranks - 1):  # their first two steps have every signature of the ring
-        of_rank = replace(options, group_rank=group_rank._replace(rank=rank))
+    for rank in (0, options.group_rank.ranks - 1):  # their first two steps have every signature of the ring
         for step, columns in enumerate((own, received)):
-            for part in parts_of_ring(of_rank, own[0].shape[0], step):
+            for part in parts_of_ring(options.of_rank(rank), own[0].shape[0], step):
                 yield part, _of_part(options, part, inputs, columns)
 
 
-def _forward(options: Options, inputs: Inputs) -> tuple[State, Inputs]:
-    q, _, v, sinks, _ = inputs
-    dim = options.dim
-    exact = _sum_dtype(options, q) if sinks is None else torch.promote_types(q.dtype, torch.float32)
+def _forward(options: Options, inputs: Inputs) -> tuple[State, Sequence[Tensor]]:
+    q, v, dim = inputs.q, inputs.v, options.dim
+    exact = torch.promote_types(q.dtype, torch.float32) if inputs.has_sinks else _sum_dtype(options, q)
     total = lse = q.new_empty(0)
     if options.is_packed:
         total = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=exact, device=q.device)
         lse = torch.full(q.shape[:-1], -torch.inf, dtype=torch.float32, device=q.device)
-    without_sinks = inputs._replace(sinks=None)
     for step, columns in _received_columns(options, inputs):
         for part in parts_of_ring(options, q.shape[dim], step):
-            result = attend(options, part, _of_part(options, part, without_sinks, columns))
+            result = attend(options, part, _of_part(options, part, inputs.without_sinks(), columns))
             if step == 0 and not options.is_packed:
                 total, lse = result[0].to(exact), result[1]
             else:
                 _merge(narrowed(total, dim, part.rows), narrowed(lse, dim, part.rows), *result)
-    if sinks is not None:
-        of_heads = sinks.float().view([-1 if at == 1 else 1 for at in range(lse.dim())])
-        with_sinks = torch.logaddexp(lse, of_heads)
-        total.mul_(_share(lse, with_sinks).unsqueeze(-1))
-        lse = with_sinks
+    inputs.add_sinks(total, lse)
     out = total if total.dtype == q.dtype and not options.is_packed else new_results(q, v)[0].copy_(total)
-    return (out, lse), inputs
+    return (out, lse), inputs.qkv
 
 
 def _gradients(options: Options, outputs: Outputs, saved: Sequence[Any]) -> Gradients:

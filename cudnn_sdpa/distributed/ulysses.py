@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.distributed import collectives
-from cudnn_sdpa.distributed.collectives import GroupRank, Message, Pending, copy
+from cudnn_sdpa.distributed.collectives import GroupRank, Pending
 from cudnn_sdpa.distributed.local_attention import (
     Gradients,
     Inputs,
@@ -55,19 +55,6 @@ class _Heads(NamedTuple):
         return slice(begin, begin + size)
 
 
-class _Results(NamedTuple):
-    """Results in transit: those of other ranks' heads, and of this rank's own as destination and source."""
-
-    pending: Pending[None]
-    kept: list[tuple[Tensor, Tensor]]
-
-    def wait(self) -> None:
-        """Completes the results. Copies this rank's own first, which overlaps the last messages."""
-        for to, x in self.kept:
-            copy(to, x)
-        self.pending.wait()
-
-
 ALL = _Heads(0, 1)
 
 
@@ -76,14 +63,18 @@ def run(options: Options, inputs: Inputs) -> State:
     assert times is not None
     if times > 1:
         inputs = inputs._replace(k=inputs.k.repeat_interleave(times, 1), v=inputs.v.repeat_interleave(times, 1))
-    return _run_by_autograd(options, inputs) if options.dropout_p else _METHOD.apply(options, inputs)
+    if options.softmax.dropout_p:
+        return _run_by_autograd(options, inputs)
+    if inputs.cu_seqlens is not None:
+        inputs = inputs._replace(cu_seqlens=inputs.cu_seqlens.clone())  # the caller may refill it
+    return _METHOD.apply(options, inputs)
 
 
 def calls(options: Options, inputs: Inputs) -> Iterator[tuple[Part, Inputs]]:
     q, k, v = inputs.qkv
     dim, ranks = options.dim, options.group_rank.ranks
     heads_kv = math.lcm(k.shape[1], ranks)
-    shares = ranks * (1 if options.dropout_p else len(_groups(options, q, heads_kv)))
+    shares = ranks * (1 if options.softmax.dropout_p else len(_groups(options, q, heads_kv)))
 
     def whole(x: Tensor, heads: int) -> Tensor:
         rows = x.movedim(dim, 0)
@@ -95,7 +86,7 @@ def calls(options: Options, inputs: Inputs) -> Iterator[tuple[Part, Inputs]]:
 
 
 def _forward(options: Options, inputs: Inputs) -> tuple[State, list[Tensor | None]]:
-    q, k, v, sinks, cu_seqlens = inputs
+    q, k, v = inputs.qkv
     dim, group_rank = options.dim, options.group_rank
     part = Part.whole(options, q)
     rows = [x.movedim(dim, 0) for x in (q, k, v)]
@@ -107,15 +98,14 @@ def _forward(options: Options, inputs: Inputs) -> tuple[State, list[Tensor | Non
     sends = []
     for heads, pending in zip(groups, receives, strict=True):
         own_q, own_k, own_v = (x.movedim(0, dim) for x in pending.wait())
-        group_sinks = None if sinks is None else sinks[heads.of(group_rank.rank, q.shape[1], group_rank.ranks)]
-        own = inputs._replace(q=own_q, k=own_k, v=own_v, sinks=group_sinks)
+        of_heads = inputs.of_heads(heads.of(group_rank.rank, q.shape[1], group_rank.ranks))
+        own = of_heads._replace(q=own_q, k=own_k, v=own_v)
         result = attend(options, part, own)
         saved += [*own.qkv, *result]
         sends.append(_send_tokens([result[0].movedim(dim, 0), _lse_rows(result[1], dim)], results, heads, group_rank))
     for pending_results in sends:
         pending_results.wait()
-    offsets = None if cu_seqlens is None else cu_seqlens.clone()  # the caller may refill `cu_seqlens`
-    return (out, lse), [*saved, sinks, offsets]
+    return (out, lse), saved
 
 
 def _gradients(options: Options, outputs: Outputs, saved: Sequence[Any]) -> Gradients:
@@ -147,8 +137,8 @@ _METHOD = Method("ulysses", _forward, _gradients)
 def _run_by_autograd(options: Options, inputs: Inputs) -> State:
     group_rank, dim = options.group_rank, options.dim
     q, k, v = (_Exchanged.apply(x.movedim(dim, 0), group_rank, True).movedim(0, dim) for x in inputs.qkv)
-    own = None if inputs.sinks is None else inputs.sinks.chunk(group_rank.ranks)[group_rank.rank]
-    out, lse = attend(options, Part.whole(options, inputs.q), inputs._replace(q=q, k=k, v=v, sinks=own))
+    of_heads = inputs.of_heads(ALL.of(group_rank.rank, inputs.q.shape[1], group_rank.ranks))
+    out, lse = attend(options, Part.whole(options, inputs.q), of_heads._replace(q=q, k=k, v=v))
     out = _Exchanged.apply(out.movedim(dim, 0), group_rank, False).movedim(0, dim)
     with torch.no_grad():
         lse = _tokens_for_heads(_lse_rows(lse, dim), group_rank).squeeze(-1).movedim(0, dim)
@@ -189,43 +179,32 @@ def _groups(options: Options, rows: Tensor, heads_kv: int) -> list[_Heads]:
 
 def _send_heads(xs: list[Tensor], heads: _Heads, group_rank: GroupRank) -> Pending[list[Tensor]]:
     """Starts to exchange (tokens of this rank, …, heads, D) for (all tokens, …, some of this rank's heads, D)."""
-    sends: list[Message] = []
-    receives: list[Message] = []
-    wholes: list[Tensor] = []
     mine = [_two_chunks(materialized(x)) for x in xs]
+    wholes = []
     for x in mine:
-        heads_of_rank = x.shape[-2] // group_rank.ranks // heads.groups
-        whole = x.new_empty(x.shape[1] * 2 * group_rank.ranks, *x.shape[2:-2], heads_of_rank, x.shape[-1])
-        for rank in group_rank.others:
-            sends.append(Message(x[..., heads.of(rank, x.shape[-2], group_rank.ranks), :], rank))
-            receives.append(Message(_chunks(whole, rank, group_rank), rank))
-        wholes.append(whole)
-    pending = collectives.exchange(sends, receives, wholes, group_rank)
-    for x, whole in zip(mine, wholes, strict=True):  # while messages are on their way
-        copy(
-            _chunks(whole, group_rank.rank, group_rank),
-            x[..., heads.of(group_rank.rank, x.shape[-2], group_rank.ranks), :],
-        )
-    return pending
+        tokens, heads_of_rank = x.shape[1] * 2 * group_rank.ranks, x.shape[-2] // group_rank.ranks // heads.groups
+        wholes.append(x.new_empty(tokens, *x.shape[2:-2], heads_of_rank, x.shape[-1]))
+    return collectives.exchange(_shares(wholes, mine, heads, group_rank), wholes, group_rank)
 
 
-def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, group_rank: GroupRank) -> _Results:
+def _send_tokens(xs: list[Tensor], to: list[Tensor], heads: _Heads, group_rank: GroupRank) -> Pending[None]:
     """Starts the exchange that inverts `_send_heads`, into tensors of all heads of this rank's tokens."""
-    sends: list[Message] = []
-    receives: list[Message] = []
-    xs, mine = [materialized(x) for x in xs], [_two_chunks(x) for x in to]
-    for x, own in zip(xs, mine, strict=True):
-        for rank in group_rank.others:
-            sends.append(Message(_chunks(x, rank, group_rank), rank))
-            receives.append(Message(own[..., heads.of(rank, own.shape[-2], group_rank.ranks), :], rank))
-    kept = [
-        (
-            own[..., heads.of(group_rank.rank, own.shape[-2], group_rank.ranks), :],
-            _chunks(x, group_rank.rank, group_rank),
-        )
-        for x, own in zip(xs, mine, strict=True)
-    ]
-    return _Results(collectives.exchange(sends, receives, None, group_rank), kept)
+    shares = _shares([materialized(x) for x in xs], [_two_chunks(x) for x in to], heads, group_rank)
+    inverse = {rank: [(own, whole) for whole, own in pairs] for rank, pairs in shares.items()}
+    return collectives.exchange(inverse, None, group_rank)
+
+
+def _shares(
+    wholes: list[Tensor], mine: list[Tensor], heads: _Heads, group_rank: GroupRank
+) -> dict[int, list[tuple[Tensor, Tensor]]]:
+    """Each rank's tokens of tensors of all tokens, and its heads of this rank's tokens."""
+    return {
+        rank: [
+            (_chunks(whole, rank, group_rank), x[..., heads.of(rank, x.shape[-2], group_rank.ranks), :])
+            for whole, x in zip(wholes, mine, strict=True)
+        ]
+        for rank in range(group_rank.ranks)
+    }
 
 
 def _two_chunks(x: Tensor) -> Tensor:

@@ -67,7 +67,8 @@ def shard(x: Tensor, dim: int, group: ProcessGroup | DeviceMesh | None = None) -
         >>> dist.destroy_process_group()
     """
     group_rank, dim = group_rank_of(group), _dimension(x, dim)
-    _check_plain(x, "a plain tensor of the whole sequence", "Use x.full_tensor().")
+    if has_dtensor(x):  # placements say which rank holds which tokens, and none is a zig-zag
+        raise OptionError("x", "a DTensor", "a plain tensor of the whole sequence", "Use x.full_tensor().")
     _check_multiple("x", x, dim, 2 * group_rank.ranks)
     parts = x.chunk(2 * group_rank.ranks, dim)
     return torch.cat([parts[number] for number in chunks_of(group_rank)], dim)
@@ -100,7 +101,8 @@ def unshard(x: Tensor, dim: int, group: ProcessGroup | DeviceMesh | None = None)
         >>> dist.destroy_process_group()
     """
     group_rank, dim = group_rank_of(group), _dimension(x, dim)
-    _check_plain(x, "this rank's part as a plain tensor", "Use x.to_local().")
+    if has_dtensor(x):
+        raise OptionError("x", "a DTensor", "this rank's part as a plain tensor", "Use x.to_local().")
     check_device("x", x, group_rank)
     _check_multiple("x", x, dim, 2)
     return gathered(x.movedim(dim, 0), group_rank).movedim(0, dim).contiguous()
@@ -134,12 +136,6 @@ def _dimension(x: object, dim: object) -> int:
     if not isinstance(dim, int) or isinstance(dim, bool) or not -x.dim() <= dim < x.dim():
         raise OptionError("dim", repr(dim), f"a dimension of x, which has {x.dim()}")
     return dim % x.dim()
-
-
-def _check_plain(x: Tensor, expected: str, hint: str) -> None:
-    """Refuses DTensors: their placements say which rank holds which tokens, and none is a zig-zag."""
-    if has_dtensor(x):
-        raise OptionError("x", "a DTensor", expected, hint)
 
 
 def _check_multiple(name: str, x: Tensor, dim: int, of: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any, NamedTuple, TypeAlias, TypedDict, cast
+from typing import Any, NamedTuple, TypedDict, cast
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from cudnn_sdpa.engine.dispatch_state import is_plain_memory
 from cudnn_sdpa.errors import DtypeError, raise_if_unsupported
 from cudnn_sdpa.graph.scalars import is_true
 from cudnn_sdpa.integrations import masks
-
-#: Keyword arguments of transformers.
-Arguments: TypeAlias = dict[str, Any]
 
 
 class Options(TypedDict):
@@ -155,19 +152,29 @@ def _packed(qkv: tuple[Tensor, Tensor, Tensor], packed: masks.Packed, options: O
     """Causal attention among the tokens that are not padding, packed; padding rows are zeros."""
     query, _, value = qkv
     batch, heads, length, _ = query.shape
-    q, k, v = (_token_major(x, length).index_select(0, packed.order) for x in qkv)
+    rows = [_token_major(x, length).index_select(0, packed.order) for x in qkv]
+    offsets, lengths = (packed.offsets, packed.offsets), (length, length)
+    out = _on_packed(rows, offsets, lengths, options=options, is_causal=True)
+    return out.index_select(0, packed.packed_index).view(batch, length, heads, value.shape[3])
+
+
+def _on_packed(
+    rows: list[Tensor], offsets: tuple[Tensor, Tensor], lengths: tuple[int, int], options: Options, **mask: Any
+) -> Tensor:
+    """Attention over packed sequences, given the offsets and the greatest lengths of queries and of keys."""
+    q, k, v = rows
     out: Tensor = sdpa_varlen(
         q,
         k,
         v,
-        cu_seqlens_q=packed.offsets,
-        cu_seqlens_kv=packed.offsets,
-        max_seqlen_q=length,
-        max_seqlen_kv=length,
-        is_causal=True,
+        cu_seqlens_q=offsets[0],
+        cu_seqlens_kv=offsets[1],
+        max_seqlen_q=lengths[0],
+        max_seqlen_kv=lengths[1],
+        **mask,
         **options,
     )
-    return out.index_select(0, packed.packed_index).view(batch, length, heads, value.shape[3])
+    return out
 
 
 def _token_major(x: Tensor, length: int) -> Tensor:
@@ -189,7 +196,7 @@ class _Call(NamedTuple):
     is_causal: bool
 
 
-def _by_offsets(call: _Call, others: Arguments, options: Options) -> Tensor:
+def _by_offsets(call: _Call, others: dict[str, Any], options: Options) -> Tensor:
     is_complete = all(others.get(name) is not None for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"))
     reasons = {
         "cu_seq_lens_q with a sliding window": call.mask is not None or others.get("sliding_window") is not None,
@@ -198,19 +205,10 @@ def _by_offsets(call: _Call, others: Arguments, options: Options) -> Tensor:
         "cu_seq_lens_q without cu_seq_lens_k, max_length_q and max_length_k": not is_complete,
     }
     raise_if_unsupported("cudnn_sdpa in transformers", reasons, _BY_POSITIONS)
-    q, k, v = (x.transpose(1, 2)[0] for x in call.qkv)
-    out: Tensor = sdpa_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q=others["cu_seq_lens_q"].int(),
-        cu_seqlens_kv=others["cu_seq_lens_k"].int(),
-        max_seqlen_q=int(others["max_length_q"]),
-        max_seqlen_kv=int(others["max_length_k"]),
-        is_causal=call.is_causal,
-        **options,
-    )
-    return out.unsqueeze(0)
+    rows = [x.transpose(1, 2)[0] for x in call.qkv]
+    offsets = others["cu_seq_lens_q"].int(), others["cu_seq_lens_k"].int()
+    lengths = int(others["max_length_q"]), int(others["max_length_k"])
+    return _on_packed(rows, offsets, lengths, options=options, is_causal=call.is_causal).unsqueeze(0)
 
 
 def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
@@ -225,20 +223,10 @@ def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:
         "position_ids that restart, with a position bias": call.position_bias is not None,
     }
     raise_if_unsupported("cudnn_sdpa in transformers", reasons, SUGGESTION)
-    q, k, v = (_token_major(x, length) for x in call.qkv)
+    rows = [_token_major(x, length) for x in call.qkv]
     causal, window = (call.is_causal, None) if band is None else (band.right == 0, (band.left, band.right))
-    out: Tensor = sdpa_varlen(
-        q,
-        k,
-        v,
-        cu_seqlens_q=packed.offsets,
-        cu_seqlens_kv=packed.offsets,
-        max_seqlen_q=packed.max_length,
-        max_seqlen_kv=packed.max_length,
-        is_causal=causal,
-        window_size=window,
-        **options,
-    )
+    offsets, lengths = (packed.offsets, packed.offsets), (packed.max_length, packed.max_length)
+    out = _on_packed(rows, offsets, lengths, options=options, is_causal=causal, window_size=window)
     return out.view(batch, length, heads, value.shape[3])
 
 
@@ -290,13 +278,7 @@ class Documents(NamedTuple):
     max_length: int
 
 
-class _LastRead(NamedTuple):
-    positions: weakref.ref[Tensor]
-    state: tuple[int | None, int, bool]  #: version, batch, may_read
-    result: Documents | None
-
-
-_last = threading.local()
+_last = threading.local()  #: the last positions, as a weak reference, with their version and options, and the result
 
 
 def documents(positions: object, query: Tensor, *, may_read: bool) -> Documents | None:
@@ -315,15 +297,15 @@ def documents(positions: object, query: Tensor, *, may_read: bool) -> Documents 
         return None
     version = None if positions.is_inference() else positions._version
     state = version, batch, may_read
-    last: _LastRead | None = getattr(_last, "read", None)
-    if last is not None and version is not None and last.positions() is positions and last.state == state:
-        return last.result
+    last: tuple[weakref.ref[Tensor], object, Documents | None] | None = getattr(_last, "read", None)
+    if last is not None and version is not None and last[0]() is positions and last[1] == state:
+        return last[2]
     result = None
     if may_read:
         result = _read_documents(positions.expand(batch, length))
     else:
         _assert_one_document(positions)
-    _last.read = _LastRead(weakref.ref(positions), state, result)
+    _last.read = weakref.ref(positions), state, result
     return result
 
 

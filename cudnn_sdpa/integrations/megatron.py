@@ -9,19 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import SoftmaxOptions
 from cudnn_sdpa.attention.dense.sdpa import sdpa
-from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VarlenOptions, sdpa_varlen
 from cudnn_sdpa.errors import OptionError, raise_if_unsupported
 
 __all__ = ["CoreAttention"]
 
 _CAUSAL = ("causal", "causal_bottom_right", "padding_causal")
 _SOFTMAXES = ("vanilla", "off-by-one", "learnable")
-
-
-class _Options(SoftmaxOptions, total=False):
-    dropout_p: float
 
 
 class CoreAttention(torch.nn.Module):
@@ -124,7 +119,7 @@ class CoreAttention(torch.nn.Module):
             ArgumentError: An argument is wrong.
         """
         mask_type = (self.attn_mask_type if attn_mask_type is None else attn_mask_type).name
-        options: _Options = {
+        options: VarlenOptions = {
             "scale": self.scale,
             "dropout_p": self.dropout if self.training else 0.0,
             "sinks": self.softmax_offset,
@@ -152,7 +147,7 @@ class CoreAttention(torch.nn.Module):
         value: Tensor,
         dense: dict[str, Tensor | None],
         packed: Any,
-        options: _Options,
+        options: VarlenOptions,
     ) -> Tensor:
         """Attention within packed sequences; `dense` are arguments without meaning there."""
         offsets, lengths = (packed.cu_seqlens_q, packed.cu_seqlens_kv), (packed.max_seqlen_q, packed.max_seqlen_kv)

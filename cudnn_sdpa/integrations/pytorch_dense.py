@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import Softmax
+from cudnn_sdpa.attention.arguments import softmax_of
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
@@ -92,20 +93,8 @@ def _call(
     scale: float | None,
     rng: Tensor | None = None,
 ) -> SdpaCall:
-    return SdpaCall(
-        q=query,
-        k=key,
-        v=value,
-        attn_mask=attn_bias,
-        rng=rng,
-        softmax=Softmax(
-            is_causal=is_causal,
-            scale=scale,
-            dropout_p=dropout_p,
-            deterministic=torch.are_deterministic_algorithms_enabled(),
-        ),
-        with_lse=True,
-    )
+    softmax = softmax_of(is_causal, TOP_LEFT, None, scale, dropout_p=dropout_p)
+    return SdpaCall(query, key, value, attn_bias, rng=rng, softmax=softmax, with_lse=True)
 
 
 def gradients(

@@ -26,11 +26,8 @@ _allowed: set[Hashable] = set()
 
 
 def kernel_before(operator: Any, key: str) -> Any:
-    get_kernel = getattr(torch.library, "get_kernel", None)
-    if get_kernel is None:
-        return None
     try:
-        return get_kernel(operator, key)
+        return torch.library.get_kernel(operator, key)
     except RuntimeError:
         return None
 

@@ -7,23 +7,22 @@ gathered by positions that are computed there, and no size depends on a length.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cudnn_sdpa.attention.arguments import Softmax, check_lengths
-from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
+from cudnn_sdpa.attention.arguments import Softmax, check_lengths, softmax_of
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.arguments import NHD
-from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.plans import MAX_DECODED, MAX_GATHERED_BYTES
+from cudnn_sdpa.attention.paged.sdpa_paged import call_of as paged_call_of
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import check_cumulative
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
@@ -92,7 +91,7 @@ def _attention(
     max_k: int,
     is_causal: bool = False,
     scale: float | None = None,
-    window_size: Sequence[int] | None = None,
+    window_size: tuple[int, int] | None = None,
     enable_gqa: bool = False,  # noqa: ARG001 - heads are grouped wherever there are fewer of keys
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
@@ -109,27 +108,13 @@ def _attention(
         raise OptionError("backend", repr(backend), f"FLASH_ATTENTION or CUDNN_ATTENTION of SDPBackend: {_BACKENDS}")
     _check_value_dim(query, value)
     try:
-        call = VarlenCall(
-            q=query,
-            k=key,
-            v=value,
-            sinks=None,
-            cu_seqlens_q=cu_seq_q,
-            cu_seqlens_kv=None,
-            rng=None,
-            max_seqlen_q=max_q,
-            max_seqlen_kv=max_k,
-            softmax=_softmax(window_size, is_causal=is_causal, scale=scale),
-            with_lse=True,
-            out=out,
-        )
+        offsets = cu_seq_q, cu_seq_q if block_table is not None else _offsets_of_keys(cu_seq_q, cu_seq_k)
+        softmax = softmax_of(is_causal, BOTTOM_RIGHT, window_size, scale)
+        call = _call((query, key, value), offsets, (max_q, max_k), softmax=softmax, out=out)
         if block_table is not None:
             result, lse = _on_pages(call, block_table, seqused_k)
         else:
-            call = call._replace(cu_seqlens_kv=_offsets_of_keys(cu_seq_q, cu_seq_k))
-            if seqused_k is not None:
-                call = _with_used_keys(call, seqused_k)
-            result, lse = _run(call)
+            result, lse = _run(call if seqused_k is None else _with_used_keys(call, seqused_k))
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
     return result, lse.transpose(0, 1).contiguous()
@@ -139,6 +124,27 @@ def _attention(
 _INTO = inspect.signature(_attention)
 attention_into.__signature__ = _INTO  # type: ignore[attr-defined]
 attention.__signature__ = _INTO.replace(parameters=list(_INTO.parameters.values())[1:])  # type: ignore[attr-defined]
+
+
+def _call(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    offsets: tuple[Tensor, Tensor],
+    lengths: tuple[int, int],
+    softmax: Softmax,
+    out: Tensor | None = None,
+) -> VarlenCall:
+    q, k, v = qkv
+    return call_of(
+        q,
+        k,
+        v,
+        cu_seqlens_q=offsets[0],
+        cu_seqlens_kv=offsets[1],
+        max_seqlen_q=lengths[0],
+        max_seqlen_kv=lengths[1],
+        softmax=softmax,
+        out=out,
+    )
 
 
 def _run(call: VarlenCall) -> tuple[Tensor, Tensor]:
@@ -155,18 +161,8 @@ def _run(call: VarlenCall) -> tuple[Tensor, Tensor]:
     return result
 
 
-def _softmax(window_size: Sequence[int] | None, *, is_causal: bool, scale: float | None) -> Softmax:
-    left, right = UNBOUNDED, UNBOUNDED
-    if window_size is not None:
-        if len(window_size) != 2:
-            raise OptionError("window_size", repr(list(window_size)), "two integers (left, right), -1 for no bound")
-        left, right = window_size
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    return Softmax(bool(is_causal), BOTTOM_RIGHT, left, right, scale=scale, deterministic=deterministic)
-
-
-def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor | None:
-    """The offsets of keys in a call's form: None if they are those of queries."""
+def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor:
+    """The offsets of keys: the Python object of those of queries if both are one tensor."""
     if cu_seq_k is None:
         raise OptionError("cu_seq_k", "None", "the offsets of keys, as there is no block_table")
     is_same = cu_seq_k is cu_seq_q or (
@@ -176,7 +172,7 @@ def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor | None
         and cu_seq_k.stride() == cu_seq_q.stride()
         and cu_seq_k.dtype == cu_seq_q.dtype
     )
-    return None if is_same else cu_seq_k
+    return cu_seq_q if is_same else cu_seq_k
 
 
 def _check_value_dim(query: Tensor, value: Tensor) -> None:
@@ -203,24 +199,14 @@ def gradients(
     is_causal: bool,
     rng_state: Tensor,  # noqa: ARG001 - there is no dropout
     scale: float | None = None,
-    window_size: Sequence[int] | None = None,
+    window_size: tuple[int, int] | None = None,
     backend: int = FLASH,  # noqa: ARG001 - that of the forward pass
 ) -> tuple[Tensor, Tensor, Tensor]:
     """PyTorch's operator: the gradients of query, key and value. `out` and `lse` may be those of more keys."""
     try:
-        call = VarlenCall(
-            q=query,
-            k=key,
-            v=value,
-            sinks=None,
-            cu_seqlens_q=cu_seq_q,
-            cu_seqlens_kv=_offsets_of_keys(cu_seq_q, cu_seq_k),
-            rng=None,
-            max_seqlen_q=max_q,
-            max_seqlen_kv=max_k,
-            softmax=_softmax(window_size, is_causal=is_causal, scale=scale),
-            with_lse=True,
-        )
+        offsets = cu_seq_q, _offsets_of_keys(cu_seq_q, cu_seq_k)
+        softmax = softmax_of(is_causal, BOTTOM_RIGHT, window_size, scale)
+        call = _call((query, key, value), offsets, (max_q, max_k), softmax=softmax)
         if lse.dim() != 2:
             raise ShapeError("lse", shape_of(lse), "two dimensions: (heads, tokens)")
         if query.dim() == 3 and lse.shape != query.shape[1::-1]:
@@ -259,15 +245,13 @@ def _check_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> No
         raise ShapeError("query", f"shape {tuple(query.shape)}", "rank 3: (tokens, heads, head dim)")
     check_cumulative("cu_seqlens_q", call.cu_seqlens_q, query)
     batch = call.cu_seqlens_q.shape[0] - 1
-    paged = PagedCall(
-        q=query.new_empty((batch, query.shape[1], 1, query.shape[2])),
+    q = query.new_empty((batch, query.shape[1], 1, query.shape[2]))
+    paged = paged_call_of(
+        q,
         k_pages=call.k,
         v_pages=call.v,
         page_table=block_table,
-        page_table_v=None,
         seq_lens_kv=seqused_k,
-        seq_lens_q=None,
-        sinks=None,
         page_layout=NHD,
         softmax=call.softmax,
     )

@@ -24,8 +24,8 @@ def register(*, inspect_padding: bool = True) -> None:
     """Registers `attn_implementation="cudnn_sdpa"` with Hugging Face Transformers.
 
     It supports models whose layers call transformers' attention interface: decoders, encoders, encoder-decoders and
-    vision models; with grouped-query heads, sliding windows, sinks, logit soft-capping, position biases, and both kinds
-    of cache. Causal masks, windows, actual sequence lengths of a static cache and padding need no mask tensor.
+    vision models; with the options of `sdpa` that their layers ask for, position biases, and both kinds of cache.
+    Causal masks, windows, actual sequence lengths of a static cache and padding need no mask tensor.
 
     A padding mask is read once per forward pass, as by transformers' own "sdpa". So are `position_ids` of more than one
     query without such a mask: where they restart, they separate packed documents, which do not attend to each other.
@@ -79,7 +79,7 @@ def register(*, inspect_padding: bool = True) -> None:
 def _allow_in_flash_models(model: Any) -> None:
     """Patches models that support FlashAttention, but not PyTorch's attention, to accept this one.
 
-    transformers treats every name that contains "sdpa" as PyTorch's attention, which has no sinks.
+    transformers treats every name that contains "sdpa" as PyTorch's attention, which lacks options of these models.
     """
     original = model.get_correct_attn_implementation
     if hasattr(original, "__wrapped__"):

@@ -30,22 +30,13 @@ if TYPE_CHECKING:
 KeysAndValues = tuple[Tensor, Tensor]
 
 
-class _ScoreOptions(TypedDict, total=False):
-    """Options of `sdpa` and `context_parallel` that a module holds."""
+class ConversionOptions(TypedDict, total=False):
+    """Options of `Attention` that PyTorch's module does not have."""
 
     is_causal: bool
     window_size: tuple[int, int] | None
     scale: float | None
     softcap: float | None
-
-
-class _CallOptions(_ScoreOptions, total=False):
-    sinks: Tensor | None
-
-
-class ConversionOptions(_ScoreOptions, total=False):
-    """Options of `Attention` that PyTorch's module does not have."""
-
     rope: RotaryEmbedding | None
 
 
@@ -210,9 +201,9 @@ class Attention(nn.Module):
         """
         check_type("module", module, nn.MultiheadAttention)
         (cross,) = checked_flags(cross=cross)
-        for name in options.keys() - {"is_causal", "window_size", "scale", "softcap", "rope"}:
-            expected = "is_causal, window_size, scale, softcap or rope: the module has the others"
-            raise OptionError("options", name, expected)
+        *names, last = ConversionOptions.__annotations__
+        for name in options.keys() - {*names, last}:
+            raise OptionError("options", name, f"{', '.join(names)} or {last}: the module has the others")
         _check_convertible(module, cross)
         out_weight, bias = module.out_proj.weight, module.in_proj_bias is not None
         new = cls(
@@ -276,18 +267,13 @@ class Attention(nn.Module):
             UnsupportedError: cuDNN or this GPU has no kernel for it, with every reason.
         """
         check_tokens("x", x, self.embed_dim)
-        _check_call(
-            self,
-            x,
-            context=context,
-            attn_mask=attn_mask,
-            seq_lens=seq_lens,
-            context_lens=context_lens,
-            position_ids=position_ids,
-            rotations=rotations,
-            step=step,
-        )
-        options: _CallOptions = {
+        _check_context(self, x, context, context_lens)
+        check_lengths("seq_lens", seq_lens, x, "x")
+        _check_rotation(self, x, position_ids, rotations)
+        _check_whole(self, attn_mask=attn_mask, seq_lens=seq_lens, step=step)
+        if step is not None:
+            _check_step(self, x, step, attn_mask=attn_mask, seq_lens=seq_lens)
+        options: dict[str, Any] = {
             "is_causal": self.is_causal,
             "window_size": self.window_size,
             "scale": self.scale,
@@ -506,26 +492,7 @@ def _check_convertible(module: nn.MultiheadAttention, cross: bool) -> None:
     raise_if_unsupported("Attention.from_torch", reasons)
 
 
-def _check_call(
-    module: Attention,
-    x: Tensor,
-    *,
-    context: Tensor | tuple[Tensor, Tensor] | None,
-    attn_mask: object,
-    seq_lens: Tensor | None,
-    context_lens: Tensor | None,
-    position_ids: Tensor | None,
-    rotations: object,
-    step: object,
-) -> None:
-    if module.context_dim is None:
-        for name, value in (("context", context), ("context_lens", context_lens)):
-            if value is not None:
-                raise OptionError(name, type(value).__name__, "None: this is self-attention (context_dim=None)")
-    else:
-        _check_context(module, x, context)
-    check_lengths("seq_lens", seq_lens, x, "x")
-    check_lengths("context_lens", context_lens, x, "x")
+def _check_rotation(module: Attention, x: Tensor, position_ids: Tensor | None, rotations: object) -> None:
     for name, argument in (("position_ids", position_ids), ("rotations", rotations)):
         if argument is not None and module.rope is None:
             raise OptionError(name, type(argument).__name__, "None: this module has no rope")
@@ -536,13 +503,13 @@ def _check_call(
             tokens = position_ids.shape[-1]
         if position_ids.shape[-1] != tokens or (position_ids.dim() == 2 and position_ids.shape[0] not in (1, batch)):
             raise ShapeError("position_ids", shape_of(position_ids), f"(S,) or (B, S), as x has ({shape_of(x)})")
+
+
+def _check_whole(module: Attention, **of_whole_sequences: object) -> None:
     if module.cp_group is not None:
-        of_whole_sequences = {"attn_mask": attn_mask, "seq_lens": seq_lens, "step": step}
         why = "is for whole sequences, of which cp_group gives each rank a part"
         reasons = {f"{name} {why}": value is not None for name, value in of_whole_sequences.items()}
         raise_if_unsupported("Attention with cp_group", reasons, "cudnn_sdpa.distributed.context_parallel_varlen")
-    if step is not None:
-        _check_step(module, x, step, attn_mask=attn_mask, seq_lens=seq_lens)
 
 
 def _check_parallel(cp_group: object, cp_method: object, context_dim: int | None) -> None:
@@ -569,7 +536,15 @@ def _positions_of(x: Tensor, cp_group: ProcessGroup | DeviceMesh | None) -> Tens
     return shard(torch.arange(x.shape[1] * group_rank_of(cp_group).ranks, device=x.device), 0, cp_group)
 
 
-def _check_context(module: Attention, x: Tensor, context: Tensor | tuple[Tensor, Tensor] | None) -> None:
+def _check_context(
+    module: Attention, x: Tensor, context: Tensor | KeysAndValues | None, context_lens: Tensor | None
+) -> None:
+    if module.context_dim is None:
+        for name, value in (("context", context), ("context_lens", context_lens)):
+            if value is not None:
+                raise OptionError(name, type(value).__name__, "None: this is self-attention (context_dim=None)")
+        return
+    check_lengths("context_lens", context_lens, x, "x")
     if isinstance(context, tuple):
         if len(context) != 2 or not all(isinstance(part, Tensor) for part in context):
             raise OptionError("context", "a tuple", "the two tensors that project_context returns")
@@ -584,7 +559,7 @@ def _check_context(module: Attention, x: Tensor, context: Tensor | tuple[Tensor,
         return
     if context is None:
         raise OptionError("context", "None", "the other sequence: this is cross-attention (context_dim)")
-    check_tokens("context", context, module.context_dim or 0)
+    check_tokens("context", context, module.context_dim)
     if context.shape[0] != x.shape[0]:
         raise ShapeError("context", shape_of(context), f"batch {x.shape[0]}, as x has ({shape_of(x)})")
 

@@ -327,11 +327,10 @@ class KVCache:
             step: A step of `reserve` whose keys and values have been appended.
             q: Queries (B, Hq, tokens, D).
             layer: The layer of keys and values.
-            options: Options of `sdpa`: window_size, scale, softcap, sinks, attn_mask. The mask is causal unless
-                `is_causal=False` is passed. A step of several tokens with `attn_mask` needs `is_causal=False`; the
-                mask, (B or 1, Hq or 1, tokens, max_length), must then mask later keys itself. A step of one token with
-                `softcap` is refused, because cuDNN computes it wrongly with lengths; it runs with `seq_lens_kv=None`
-                and an `attn_mask` that masks the keys past each length.
+            options: Options of `sdpa`. The mask is causal unless `is_causal=False` is passed. A step of several tokens
+                with `attn_mask` needs `is_causal=False`; the mask, (B or 1, Hq or 1, tokens, max_length), must then
+                mask later keys itself. Options that `sdpa` refuses with lengths run with `seq_lens_kv=None` and an
+                `attn_mask` that masks the keys past each length.
 
         Returns:
             The output (B, Hq, tokens, D).

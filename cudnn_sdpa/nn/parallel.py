@@ -82,6 +82,3 @@ def parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict
     if not plan:
         raise OptionError("module", type(module).__name__, "one with an Attention, a SwiGLU or a FeedForward")
     return plan
-
-
-__all__ = ["parallel_plan"]

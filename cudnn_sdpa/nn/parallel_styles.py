@@ -51,6 +51,3 @@ class GatheredTokens(ParallelStyle):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.placement}, {self.names})"
-
-
-__all__ = ["GatheredTokens"]

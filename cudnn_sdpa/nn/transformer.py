@@ -44,8 +44,7 @@ class TransformerLayer(nn.Module):
         packed: Of `Attention` and `SwiGLU`: False for tensor parallelism (`parallel_plan`).
         device: Of the parameters.
         dtype: Of the parameters.
-        attention: Options of `Attention`: num_kv_heads, head_dim, qkv_bias, is_causal, window_size, scale, softcap,
-            sinks, rope.
+        attention: Further options of `Attention` but `context_dim`.
 
     Raises:
         OptionError: An argument is wrong.
@@ -124,8 +123,7 @@ class TransformerLayer(nn.Module):
 
         Args:
             module: PyTorch's layer; its inputs are (batch, sequence, features).
-            attention: is_causal, window_size, softcap, rope, which PyTorch's layer does not have. PyTorch's boolean
-                masks mean the opposite of ours.
+            attention: The options of `Attention.from_torch`. PyTorch's boolean masks mean the opposite of ours.
 
         Raises:
             OptionError: `module` is not exactly a `torch.nn.TransformerEncoderLayer`.

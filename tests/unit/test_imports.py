@@ -190,3 +190,12 @@ def test_packages_are_listed_before_they_are_imported(run_python):
     run_python(
         "import cudnn_sdpa; assert {'distributed', 'errors', 'integrations', 'kernels', 'nn'} <= set(dir(cudnn_sdpa))"
     )
+
+
+@pytest.mark.parametrize("library", ["megatron", "torchtitan", "transformers"])
+def test_an_integration_does_not_import_its_library(library, run_python):
+    run_python(f"""
+import sys
+import cudnn_sdpa.integrations.{library}
+assert not any(name.split(".")[0] == {library!r} for name in sys.modules)
+""")

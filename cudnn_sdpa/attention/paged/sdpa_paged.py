@@ -199,12 +199,12 @@ def call_of(
     seq_lens_kv: Tensor,
     *,
     softmax: Softmax,
-    page_table_v: Tensor | None,
-    seq_lens_q: Tensor | None,
+    page_table_v: Tensor | None = None,
+    seq_lens_q: Tensor | None = None,
     page_layout: PageLayout | None,
-    sinks: Tensor | None,
-    return_lse: bool,
-    out: Tensor | None,
+    sinks: Tensor | None = None,
+    return_lse: bool = False,
+    out: Tensor | None = None,
 ) -> PagedCall:
     """The call that arguments of `sdpa_paged` make; they have not been checked."""
     return PagedCall(

@@ -204,7 +204,7 @@ def call_of(
     max_seqlen_kv: int,
     *,
     softmax: Softmax,
-    sinks: Tensor | None,
+    sinks: Tensor | None = None,
     return_lse: bool = True,
     out: Tensor | None = None,
 ) -> VarlenCall:

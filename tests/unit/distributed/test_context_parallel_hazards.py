@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from processes import Ranks
 
+from cudnn_sdpa.attention.arguments import Softmax
 from cudnn_sdpa.distributed import agreement, parallel_attention
 from cudnn_sdpa.distributed.collectives import GroupRank
 from cudnn_sdpa.distributed.local_attention import Inputs, Options
@@ -150,10 +151,7 @@ def places(store, ranks=2):
 
 def test_ranks_on_other_kinds_of_devices_differ():
     """A group may serve both: the one would wait for the other's messages."""
-    group_rank = GroupRank(None, 0, 2)
-    options = Options(
-        group_rank, is_causal=True, window=(-1, -1), scale=None, softcap=None, dropout_p=0.0, deterministic=False
-    )
+    options = Options(GroupRank(None, 0, 2), Softmax(is_causal=True))
     summaries = [
         parallel_attention._summary("ring", options, Inputs(x, x, x))
         for x in (torch.ones(1, 2, 4, 8), torch.ones(1, 2, 4, 8, device="meta"))

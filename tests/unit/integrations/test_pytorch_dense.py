@@ -402,13 +402,3 @@ def test_inference_mode_computes_no_lse(way, monkeypatch):
         with context():
             forward(q, k, v, None, False)
     assert asked == [False, True]
-
-
-def test_a_call_that_asks_for_no_lse_has_gradients(way):
-    q, k, v = qkv(dtype=way)
-    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    fill_free_memory()
-    found = torch.autograd.grad(forward(q, k, v, None, False)[0].float().square().sum(), (q, k, v))
-    wanted = torch.autograd.grad(exact.attention(*doubles).out.square().sum(), doubles)
-    for a, b in zip(found, wanted, strict=True):
-        assert (a - b).norm() < 3e-2 * b.norm()

@@ -45,21 +45,10 @@ def options_of(window):
 
 def packed(q, k, v, lengths_q, lengths_kv, grad_out=None, **options):
     """Output (T, H, D), LSE (H, T) and gradients in float64, one sequence after the other; nothing for other rows."""
-    out = torch.zeros(*q.shape[:2], v.shape[2], dtype=torch.float64)
-    lse = torch.full((q.shape[1], q.shape[0]), -torch.inf, dtype=torch.float64)
-    grads = [torch.zeros_like(x, dtype=torch.float64) for x in (q, k, v)]
-    ends = zip(
-        itertools.pairwise(offsets(lengths_q).tolist()), itertools.pairwise(offsets(lengths_kv).tolist()), strict=True
-    )
-    for (a, b), (c, d) in ends:
-        one = {"q": q[a:b], "k": k[c:d], "v": v[c:d]}
-        one = {name: x.detach().transpose(0, 1).unsqueeze(0) for name, x in one.items()}
-        of_out = torch.zeros_like(out) if grad_out is None else grad_out
-        found, found_lse, found_grads = exact.gradients(one, of_out[a:b].transpose(0, 1).unsqueeze(0), **options)
-        out[a:b], lse[:, a:b] = found[0].transpose(0, 1), found_lse[0]
-        for whole, name, rows in zip(grads, "qkv", (slice(a, b), slice(c, d), slice(c, d)), strict=True):
-            whole[rows] += found_grads[name][0].transpose(0, 1)
-    return out, lse, grads
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    out, lse = exact.attend_packed(*leaves, offsets(lengths_q), offsets(lengths_kv), **options)
+    grads = torch.autograd.grad(out, leaves, torch.zeros_like(out) if grad_out is None else grad_out.double())
+    return out.detach(), lse.T, grads
 
 
 def tensors(tokens_q, tokens_kv, heads=4, heads_kv=2, dim=16, dtype=torch.float32, dim_v=None):
@@ -73,10 +62,10 @@ with_windows = pytest.mark.parametrize(
 )
 
 
-def attend(q, k, v, cu_q, cu_k, max_q, max_k, window=(-1, -1), **options):
+def attend(q, k, v, cu_q, cu_k, max_q, max_k, window=(-1, -1), scale=None, **options):
     """The output (T, H, D) and the LSE (H, T)."""
     return operators._varlen_attn(
-        q, k, v, cu_q, cu_k, max_q, max_k, window == (-1, 0), None, list(window), *GROUPED.values(), **options
+        q, k, v, cu_q, cu_k, max_q, max_k, window == (-1, 0), scale, list(window), *GROUPED.values(), **options
     )[:2]
 
 
@@ -89,9 +78,9 @@ def test_values_and_gradients_are_those_of_float64(way, window, same):
         q, k, v = tensors(22, 22, dtype=way)
         cu_q = offsets(lengths_q)
         cu_k = cu_q if same else offsets(lengths_kv)
-        out, lse = attend(q, k, v, cu_q, cu_k, 8, 9, window)
+        out, lse = attend(q, k, v, cu_q, cu_k, 8, 9, window, scale=0.3)
         grad_out = torch.randn_like(out)
-        want, want_lse, grads = packed(q, k, v, lengths_q, lengths_kv, grad_out, **options_of(window))
+        want, want_lse, grads = packed(q, k, v, lengths_q, lengths_kv, grad_out, scale=0.3, **options_of(window))
         assert_agrees(out, want)
         assert_agrees(lse, want_lse)
         assert lse.is_contiguous()
@@ -99,30 +88,7 @@ def test_values_and_gradients_are_those_of_float64(way, window, same):
         for gradient, wanted in zip(torch.autograd.grad(out, (q, k, v), grad_out), grads, strict=True):
             assert_agrees(gradient, wanted)
         with torch.no_grad():
-            assert_agrees(attend(q, k, v, cu_q, cu_k, 8, 9, window)[0], want)
-
-
-@with_windows
-def test_the_public_function(registered, window):  # noqa: ARG001
-    lengths = [5, 0, 7, 8]
-    q, k, v = tensors(20, 20)
-    cu = offsets(lengths)
-    out, lse = varlen.varlen_attn(
-        q,
-        k,
-        v,
-        cu,
-        cu,
-        8,
-        8,
-        window_size=window,
-        **GROUPED,
-        scale=0.3,
-        return_aux=varlen.AuxRequest(lse=True),
-    )
-    want, want_lse, _ = packed(q, k, v, lengths, lengths, scale=0.3, **options_of(window))
-    assert_agrees(out, want)
-    assert_agrees(lse, want_lse)
+            assert_agrees(attend(q, k, v, cu_q, cu_k, 8, 9, window, scale=0.3)[0], want)
 
 
 @pytest.mark.parametrize("needed", [x for n in (1, 2) for x in itertools.combinations(range(3), n)], ids=str)
@@ -191,12 +157,15 @@ def test_a_wrong_call_after_a_right_one_is_refused(way):
     out, lse = attend(q, k, v, cu, cu, 6, 6)
     grad_out = torch.randn_like(out)
 
-    def gradients(q=q, lse=lse, grad_out=grad_out):
+    def gradients(q=q, out=out, lse=lse, grad_out=grad_out):
         return operators._varlen_attn_backward(grad_out, q, k, v, out, lse, cu, cu, 6, 6, False, state)
 
     for _ in range(2):
         gradients()
-    for wrong in ({"lse": lse[:, :9]}, {"lse": lse[:1]}, {"lse": lse[0]}, {"grad_out": grad_out[:9]}, {"q": q[:9]}):
+    for wrong in (
+        *({"lse": x} for x in (lse[:, :9], lse[:1], lse[0], lse.T.contiguous())),
+        *({"grad_out": grad_out[:9]}, {"q": q[:9]}, {"out": out[..., :8].contiguous()}),
+    ):
         with pytest.raises(ArgumentError):
             gradients(**wrong)
     gradients()
@@ -334,18 +303,6 @@ def test_a_given_output_is_written_from_pages(way, max_q):
     assert_agrees(out, packed(q, k, v, [1, 2], [30, 21])[0])
 
 
-def test_the_public_function_writes_a_given_output(registered):  # noqa: ARG001
-    if not has_out:
-        pytest.skip("this PyTorch has no varlen_attn_out")
-    q, k, v = (x.detach() for x in tensors(10, 10))
-    out, cu = torch.full_like(q, torch.nan), offsets([4, 6])
-    found, lse = varlen.varlen_attn_out(out, q, k, v, cu, cu, 6, 6, return_aux=varlen.AuxRequest(lse=True), **GROUPED)
-    want, want_lse, _ = packed(q, k, v, [4, 6], [4, 6])
-    assert found is out
-    assert_agrees(out, want)
-    assert_agrees(lse, want_lse)
-
-
 def test_an_output_over_an_input_is_refused(registered):  # noqa: ARG001
     if not has_out:
         pytest.skip("this PyTorch has no varlen_attn_out")
@@ -462,16 +419,6 @@ def test_bad_input_is_refused_by_pytorchs_names(registered, changed, error, mess
     given = {"query": q, "key": k, "value": v, "cu_seq_q": CU, "cu_seq_k": CU, "max_q": 6, "max_k": 6} | changed
     with pytest.raises(error, match=message):
         operators._varlen_attn(**given)
-
-
-@pytest.mark.parametrize(("place", "size"), [(0, (9, 4, 16)), (4, (10, 4, 8)), (5, (10, 4))])
-def test_wrong_results_of_a_forward_pass_reach_no_kernel(registered, place, size):  # noqa: ARG001
-    q, k, v = (x.detach() for x in tensors(10, 10))
-    out, lse = attend(q, k, v, CU, CU, 6, 6)
-    given = [torch.randn_like(out), q, k, v, out, lse, CU, CU, 6, 6, False, torch.zeros(2, dtype=torch.uint64)]
-    given[place] = torch.randn(size)
-    with pytest.raises(ShapeError):
-        operators._varlen_attn_backward(*given)
 
 
 @needs_pages

@@ -25,14 +25,6 @@ def registered():
     register()
 
 
-def test_importing_does_not_import_transformers(run_python):
-    run_python("""
-import sys
-import cudnn_sdpa.integrations.transformers
-assert "transformers" not in sys.modules
-""")
-
-
 def test_a_missing_transformers_is_named(run_python):
     run_python("""
 import sys

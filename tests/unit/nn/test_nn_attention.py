@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 from module_values import difference, in_float64, randomize
 from torch import nn
 
@@ -56,41 +55,6 @@ def test_rotations_are_turns_of_complex_numbers(options):
     found = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turns)
     found = (found.transpose(-1, -2) if is_apart else found).flatten(-2)
     torch.testing.assert_close(rope.rotate(heads, rope(positions)), torch.cat([found, rest], -1), rtol=1e-4, atol=1e-4)
-
-
-def test_rotations_match_hugging_face():
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    config = pytest.importorskip("transformers").LlamaConfig(
-        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, rope_theta=5e5
-    )
-    theirs = llama.LlamaRotaryEmbedding(config)
-    rope = RotaryEmbedding(16, base=float(theirs.inv_freq[1].double()) ** -8)
-    torch.testing.assert_close(rope.frequencies, theirs.inv_freq, atol=0, rtol=2e-6)
-    positions = torch.randint(0, 2000, (2, 11))
-    cos, sin = theirs(torch.empty(2, 11, 64), positions)
-    for one, other in zip(rope(positions), (cos, sin), strict=True):
-        torch.testing.assert_close(one, other[..., :8], atol=5e-3, rtol=0)  # 2000 radians in float32
-    q, k = torch.randn(2, 11, 4, 16), torch.randn(2, 11, 2, 16)
-    expected = llama.apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    for heads, right in zip((q, k), expected, strict=True):
-        turned = rope.rotate(heads, (cos[..., :8], sin[..., :8]))
-        torch.testing.assert_close(turned.transpose(1, 2), right, atol=1e-6, rtol=1e-5)
-
-
-def test_the_yarn_factor_scales_the_scores():
-    hf = pytest.importorskip("transformers")
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 16}
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 128}
-    theirs = llama.LlamaRotaryEmbedding(hf.LlamaConfig(**sizes, rope_parameters=yarn))
-    factor, x, positions = theirs.attention_scaling, torch.randn(2, 9, 32), torch.arange(9)[None]
-    assert factor > 1
-    rope = RotaryEmbedding(8, frequencies=theirs.inv_freq.tolist())
-    module = Attention(32, 4, rope=rope, scale=factor**2 / 8**0.5)
-    heads = module.qkv_proj(x).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4)
-    q, k = llama.apply_rotary_pos_emb(heads[0], heads[1], *theirs(x, positions))
-    expected = module.out_proj(F.scaled_dot_product_attention(q, k, heads[2]).transpose(1, 2).flatten(2))
-    torch.testing.assert_close(module(x), expected, atol=1e-5, rtol=1e-4)
 
 
 def test_frequencies_are_not_converted():
@@ -203,21 +167,16 @@ def test_separate_weights_are_loaded():
     assert torch.equal(holder["attention"].qkv_proj.weight, module.qkv_proj.weight)
 
 
-def test_state_dicts_of_pytorchs_attention_are_loaded():
-    theirs = mha()
-    module = Attention(32, 4, bias=True)
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "separate"])
+@pytest.mark.parametrize("dims", [None, {}, {"kdim": 24, "vdim": 24}], ids=["self", "cross", "cross with other dims"])
+def test_state_dicts_of_pytorchs_attention_are_loaded(dims, packed):
+    theirs = mha(**(dims or {}))
+    module = Attention(32, 4, bias=True, packed=packed, context_dim=None if dims is None else theirs.kdim)
     module.load_state_dict(theirs.state_dict())
     x = torch.randn(2, 9, 32)
-    torch.testing.assert_close(module(x), theirs(x, x, x)[0], atol=1e-5, rtol=1e-4)
-
-
-@pytest.mark.parametrize("dims", [{}, {"kdim": 24, "vdim": 24}])
-def test_state_dicts_of_pytorchs_cross_attention_are_loaded(dims):
-    theirs = mha(**dims)
-    module = Attention(32, 4, bias=True, context_dim=dims.get("kdim", 32))
-    module.load_state_dict(theirs.state_dict())
-    x, context = torch.randn(2, 9, 32), torch.randn(2, 7, module.context_dim)
-    torch.testing.assert_close(module(x, context), theirs(x, context, context)[0], atol=1e-5, rtol=1e-4)
+    context = x if dims is None else torch.randn(2, 7, theirs.kdim)
+    found = module(x) if dims is None else module(x, context)
+    torch.testing.assert_close(found, theirs(x, context, context)[0], atol=1e-5, rtol=1e-4)
 
 
 def test_cross_attention_with_separate_value_inputs_is_not_loaded():

@@ -51,7 +51,7 @@ def assert_close(found, expected):
 def test_steps_match_the_whole_sequence(options, chunks, kind):
     module, x = make(**options), torch.randn(2, 12, 64)
     if kind == "static":
-        cache = static(module)
+        cache = static(module, max_length=12)  # which is then full
         reserve = cache.reserve
     else:
         cache = paged(module)
@@ -170,38 +170,17 @@ def test_a_full_cache_says_so():
 
 @torch.no_grad()
 def test_a_full_cache_gives_nan_where_lengths_are_not_checked(monkeypatch):
-    module, x = make(num_kv_heads=2), torch.randn(2, 9, 64)
-    cache = static(module, max_length=8)
-    module(x[:, :5], step=cache.reserve(5, torch.tensor([5, 3], dtype=torch.int32)))
-    monkeypatch.setattr(cache, "_check_room", lambda *_: None)  # as on a GPU
-    monkeypatch.setattr(value_checks, "check_lengths", lambda *_: None)
-    over = module(x[:, 5:], step=cache.reserve(4))
-    assert over[0].isnan().all()
-    again = torch.cat([x[1:, :3], x[1:, 5:]], dim=1)
-    assert_close(over[1], in_float64(module, again)[0, 3:])
-    assert not cache.k().isnan().any()
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("chunks", [(5, 3), (8,), (7, 1)], ids=str)
-def test_a_cache_may_be_exactly_full(chunks):
-    module, x = make(num_kv_heads=2), torch.randn(2, 8, 64)
-    cache = static(module, max_length=8)
-    parts = [module(part, step=cache.reserve(part.shape[1])) for part in x.split(chunks, 1)]
-    assert cache.lengths.tolist() == [8, 8]
-    assert_close(torch.cat(parts, 1), in_float64(module, x))
-
-
-@torch.no_grad()
-def test_a_sequence_that_becomes_too_long_writes_no_rows(monkeypatch):
-    """Not even those that there would be room for."""
+    """A sequence that becomes too long writes no rows, not even those that there would be room for."""
     module, x = make(num_kv_heads=2), torch.randn(2, 9, 64)
     cache = static(module, max_length=8)
     module(x[:, :5], step=cache.reserve(5, torch.tensor([5, 3], dtype=torch.int32)))
     before = cache.k().clone(), cache.v().clone()
     monkeypatch.setattr(cache, "_check_room", lambda *_: None)  # as on a GPU
     monkeypatch.setattr(value_checks, "check_lengths", lambda *_: None)
-    module(x[:, 5:], step=cache.reserve(4))
+    over = module(x[:, 5:], step=cache.reserve(4))
+    assert over[0].isnan().all()
+    again = torch.cat([x[1:, :3], x[1:, 5:]], dim=1)
+    assert_close(over[1], in_float64(module, again)[0, 3:])
     for rows, old in zip((cache.k(), cache.v()), before, strict=True):
         assert torch.equal(rows[0], old[0])
         assert rows[1, :, 3:7].ne(old[1, :, 3:7]).all()
