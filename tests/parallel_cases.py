@@ -58,19 +58,11 @@ def drawn(shape: tuple[int, ...], heads: int, dim: int, dtype: torch.dtype) -> T
 
 
 def exact_packed(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], options: dict[str, Any]) -> tuple[Tensor, Tensor]:
-<<<<<<< HEAD
-    """Each sequence as a dense call; rows of none see the sinks alone."""
-    ends = torch.tensor([0, *itertools.accumulate(lengths)])
-    out, lse = attend_packed(q, k, v, ends, ends, **options)
-    if options.get("sinks") is not None:
-        lse[sum(lengths) :] = options["sinks"].detach().double()
-=======
     """Rows of no sequence see the sinks alone."""
     ends = torch.tensor([0, *lengths]).cumsum(0)
     out, lse = attend_packed(q, k, v, ends, ends, **options)
     if options.get("sinks") is not None:
         lse[ends[-1] :] = options["sinks"].detach().double()
->>>>>>> w-dist
     return out, lse
 
 
