@@ -17,7 +17,7 @@ from cudnn_sdpa.attention.arguments import (
     check_flag,
     check_lengths,
 )
-from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED, Alignment
+from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.paged.arguments import HND, PAGE_DIMENSIONS, check_pages
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_is_tensor, check_tensor, dtype_name, shape_of
@@ -140,12 +140,8 @@ class Fp8Arguments(NamedTuple):
     seq_lens_kv: Tensor | None = None
     page_table: Tensor | None = None
     page_table_v: Tensor | None = None
-    is_causal: bool = False
-    causal_alignment: str = TOP_LEFT
-    window_left: int = UNBOUNDED
-    window_right: int = UNBOUNDED
-    scale: float | None = None
     out_dtype: torch.dtype | None = None
+    softmax: Softmax = Softmax()
     with_lse: bool = False
 
     @property
@@ -178,12 +174,7 @@ class Fp8BackwardArguments(NamedTuple):
     scale_dp: Tensor
     seq_lens_q: Tensor | None = None
     seq_lens_kv: Tensor | None = None
-    is_causal: bool = False
-    causal_alignment: str = TOP_LEFT
-    window_left: int = UNBOUNDED
-    window_right: int = UNBOUNDED
-    scale: float | None = None
-    deterministic: bool = False
+    softmax: Softmax = Softmax()
 
 
 class Options(TypedDict):
@@ -194,9 +185,6 @@ class Options(TypedDict):
     seq_lens_q: Tensor | None
     seq_lens_kv: Tensor | None
 
-
-#: The number of the softmax's options, in their order, that calls in FP8 have.
-OPTIONS = 5
 
 #: The tensors of a call that are not scales, and the page tables.
 TENSORS = ("q", "k", "v", "seq_lens_q", "seq_lens_kv")
@@ -214,18 +202,8 @@ def scale_names(call: Fp8Arguments | Fp8BackwardArguments) -> tuple[str, ...]:
 
 def as_dense(call: Fp8Arguments | Fp8BackwardArguments) -> ForwardArguments:
     """The tensors and options that calls in other dtypes have, too; with pages, k and v are pages."""
-    softmax = Softmax(
-        is_causal=call.is_causal,
-        causal_alignment=call.causal_alignment,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        scale=call.scale,
-    )
-    with_lse = isinstance(call, Fp8BackwardArguments) or call.with_lse
-    if isinstance(call, Fp8BackwardArguments):
-        softmax = softmax._replace(deterministic=call.deterministic)
-    tensors = call.q, call.k, call.v, None, None, call.seq_lens_q, call.seq_lens_kv
-    return ForwardArguments(*tensors, softmax=softmax, with_lse=with_lse)
+    lengths = {"seq_lens_q": call.seq_lens_q, "seq_lens_kv": call.seq_lens_kv}
+    return ForwardArguments(call.q, call.k, call.v, **lengths, softmax=call.softmax)
 
 
 def check_scales_type(scales: object, kind: type[tuple[Tensor, ...]]) -> None:
@@ -261,14 +239,11 @@ def _check_out_dtype(call: Fp8Arguments) -> None:
         raise OptionError("out_dtype", repr(call.out_dtype), f"one of {expected}, or None for the dtype of q")
 
 
-def check_options(call: Fp8Arguments | Fp8BackwardArguments) -> None:
-    check_softmax(as_dense(call).softmax)
-
-
-def check_softmax(softmax: Softmax) -> None:
-    softmax.check()
-    if softmax.scale is not None and not softmax.scale >= arguments.MIN_SCALE:
-        raise OptionError("scale", repr(softmax.scale), "a positive number, or None for 1/sqrt(head dim)")
+def check_options(call: Fp8Arguments | Fp8BackwardArguments | ForwardArguments) -> None:
+    call.softmax.check()
+    scale = call.softmax.scale
+    if scale is not None and not scale >= arguments.MIN_SCALE:
+        raise OptionError("scale", repr(scale), "a positive number, or None for 1/sqrt(head dim)")
 
 
 def check(call: Fp8Arguments | Fp8BackwardArguments) -> None:

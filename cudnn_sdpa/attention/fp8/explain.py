@@ -15,14 +15,13 @@ from cudnn_sdpa.attention.dense.explain import as_cast, device_of, note_on_parts
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8 import fp8_attention, graphs, plans
 from cudnn_sdpa.attention.fp8.arguments import (
-    OPTIONS,
     Fp8Arguments,
     Fp8BackwardArguments,
     Fp8BackwardScales,
     Fp8Scales,
     Options,
 )
-from cudnn_sdpa.attention.fp8.call import backward_call_of, call_of
+from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
@@ -32,6 +31,7 @@ from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import dense_stride_like
+from cudnn_sdpa.graph.scalars import as_bool
 from cudnn_sdpa.graph.target import Target
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 
 @describes(sdpa_fp8, sharding.fp8)
-def describe_sdpa_fp8(scales: Fp8Scales, **given: Any) -> Description:
+def describe_sdpa_fp8(scales: Fp8Scales, return_lse: bool, **given: Any) -> Description:
     fp8_arguments.check_scales_type(scales, Fp8Scales)
-    call = call_of(**grouped(given), scales=scales)
+    call = Fp8Call(**scales._asdict(), **grouped(given), with_lse=as_bool(return_lse))
     refused = FP8.checked(call, lambda call: call).refused
     if refused is not None:
         return Description.refused(graphs.sdpa_fp8_forward, refused, device_of(call.q))
@@ -54,7 +54,7 @@ def describe_sdpa_fp8(scales: Fp8Scales, **given: Any) -> Description:
 @describes(sdpa_fp8_backward, sharding.fp8_backward)
 def describe_sdpa_fp8_backward(scales: Fp8BackwardScales, **given: Any) -> Description:
     fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
-    call = backward_call_of(**grouped(given), scales=scales)
+    call = Fp8BackwardCall(**scales._asdict(), **grouped(given))
     refused = FP8_BACKWARD.checked(call, lambda call: call).refused
     if refused is not None:
         return Description.refused(graphs.sdpa_fp8_backward, refused, device_of(call.q))
@@ -141,8 +141,7 @@ def _describe_backward(
     out = _dense((*of.q.shape[:3], of.v.shape[3]), of.q, DTYPE)
     grad_out, lse = _dense(out.shape, out, dtype), torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
     tensors = grad_out, of.q, of.k, of.v, out, lse, *[ONE] * len(Fp8BackwardScales._fields)
-    options = *call.softmax[:OPTIONS], call.softmax.deterministic
-    backward = Fp8BackwardArguments._make((*tensors, of.seq_lens_q, of.seq_lens_kv, *options))
+    backward = Fp8BackwardArguments(*tensors, of.seq_lens_q, of.seq_lens_kv, call.softmax)
     around = [*_notes_backward(scaling, dtype), *notes_on_casts(given, call, back=True)]
     return _describe_backward_call(backward, device_of(call.q), around)
 
@@ -150,8 +149,8 @@ def _describe_backward(
 def _in_fp8(call: ForwardArguments, *, with_lse: bool) -> Fp8Arguments:
     """The call of `sdpa_fp8`: quantized tensors are dense, in the memory order of the originals."""
     of, qkv = without_data(call), [_dense(x.shape, x, DTYPE) for x in call.qkv]
-    scales, lengths, tables = [ONE] * len(Fp8Scales._fields), (of.seq_lens_q, of.seq_lens_kv), (None, None)
-    return Fp8Arguments._make((*qkv, *scales, *lengths, *tables, *call.softmax[:OPTIONS], None, with_lse))
+    tensors = *qkv, *[ONE] * len(Fp8Scales._fields), of.seq_lens_q, of.seq_lens_kv
+    return Fp8Arguments(*tensors, softmax=call.softmax, with_lse=with_lse)
 
 
 def _dense(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:

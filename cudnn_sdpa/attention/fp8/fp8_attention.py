@@ -285,7 +285,7 @@ _eager = _disable_dynamo(fp8_attention)
 
 def check(of: ForwardArguments) -> None:
     q, k, v = of.qkv
-    fp8_arguments.check_softmax(of.softmax)
+    fp8_arguments.check_options(of)
     hint = "Convert it with .to(torch.bfloat16); sdpa_fp8 takes FP8 tensors."
     fp8_arguments.check_common(of, IN_DTYPES, hint)
     # Tensors inside a functorch transform have no address.

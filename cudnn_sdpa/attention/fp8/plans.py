@@ -150,7 +150,7 @@ class BackwardSpec:
     @classmethod
     def of(cls, call: Fp8BackwardArguments) -> BackwardSpec:
         out, grad_out = TensorLayout.of(call.out), workarounds.readable_layout(call)
-        return cls(spec_of(as_dense(call)), out, grad_out, call.deterministic)
+        return cls(spec_of(as_dense(call)), out, grad_out, call.softmax.deterministic)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         dense = self.dense
