@@ -49,10 +49,10 @@ def stand_in_folder() -> Path:
         try:
             if file_format.read(_LIBRARY, folder) is None:
                 file_format.write(_LIBRARY, folder, _compile(source))
+        except BadPlanFileError as error:
+            raise OfflineError(f"{path / _LIBRARY} cannot be used: {error}; remove {path}") from error
         finally:
             os.close(folder)
-    except BadPlanFileError as error:
-        raise OfflineError(f"{path / _LIBRARY} cannot be used: {error}; remove {path}") from error
     except private_folders.UnsafeFolderError as error:
         raise OfflineError(
             f"there is no safe folder for the stand-in driver ({error}). Remove files that others may have put there; "

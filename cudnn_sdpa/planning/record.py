@@ -127,7 +127,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def gradients(backward: BackwardCall[CallT]) -> tuple[Tensor, ...]:
             return self._record(backward.make_readable().keys(self.target, None))
 
-        found = operation.forward_implementations(forward)
+        found: dict[str, Callable[..., object]] = {**operation.forward_implementations(forward)}
         if operation.backward is not None:
             found["backward"] = operation.backward_implementation(gradients)
         return {operation.operators[which]: run for which, run in found.items()}
