@@ -24,7 +24,7 @@ from cudnn_sdpa.engine.tensor_checks import (
     like_in_memory,
     shape_of,
 )
-from cudnn_sdpa.errors import DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError, check_choice
+from cudnn_sdpa.errors import DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.scalars import LARGEST, as_bool, as_float, as_int, is_compiling, is_integer, is_true
 
@@ -66,7 +66,8 @@ class Softmax(NamedTuple):
 
     def check(self) -> None:
         check_flag("is_causal", self.is_causal)
-        check_choice("causal_alignment", self.causal_alignment, ALIGNMENTS)
+        if self.causal_alignment not in ALIGNMENTS:
+            raise OptionError("causal_alignment", repr(self.causal_alignment), " or ".join(map(repr, ALIGNMENTS)))
         if not isinstance(self.alibi, bool):
             raise OptionError("alibi", repr(self.alibi), "True or False", "Pass slopes of your own through attn_mask.")
         for bound in (self.window_left, self.window_right):

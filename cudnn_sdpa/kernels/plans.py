@@ -332,7 +332,7 @@ class _Sizes(NamedTuple):
 
     def program(self, calls: Sequence[KernelCall], tiles: _Tiles | None, **scratch: tuple[int, ...]) -> KernelProgram:
         knobs = {} if tiles is None else {"rows": tiles.rows, "columns": tiles.columns}
-        return KernelProgram(calls, self.fields(), _PLACES, scratch, knobs)
+        return KernelProgram(calls, self.fields(), _PLACES, scratch=scratch, knobs=knobs)
 
 
 #: Rows and columns of a tile of tiled.cu, and the columns that it reads at a time.

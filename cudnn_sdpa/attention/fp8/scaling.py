@@ -227,6 +227,7 @@ class Fp8Scaling(nn.Module):
         )
 
     def check(self) -> None:
+        """Refuses a state that something has converted or moved: kernels read dense float32 on one device."""
         for name, tensor in self._buffers.items():
             if tensor is None or tensor.dtype != torch.float32 or not tensor.is_contiguous():
                 got = "None" if tensor is None else f"{dtype_name(tensor.dtype)} with strides {tensor.stride()}"

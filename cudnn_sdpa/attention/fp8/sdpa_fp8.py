@@ -215,12 +215,9 @@ def sdpa_fp8_backward(
         known = _calls_of_backward.find(*given)
         if known is not MISSED:
             return Fp8Gradients._make(known)
-    call = Fp8BackwardCall(
-        *(grad_out, q, k, v, out, lse, *scales),
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, deterministic=deterministic),
-    )
+    softmax = softmax_of(is_causal, causal_alignment, window_size, scale, deterministic=deterministic)
+    tensors = grad_out, q, k, v, out, lse, *scales, seq_lens_q, seq_lens_kv
+    call = Fp8BackwardCall._make((*tensors, softmax))
     return Fp8Gradients._make(FP8_BACKWARD(call, NativeKey(_calls_of_backward, given)))
 
 
