@@ -22,7 +22,7 @@ LayoutWarning (UserWarning)             tensors that fit, but probably with thei
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 __all__ = [
     "ArgumentError",
@@ -112,6 +112,11 @@ class LayoutWarning(UserWarning):
 
 class OptionError(ArgumentError, TypeError):
     """An argument that is not a tensor has the wrong type or value."""
+
+
+def check_choice(name: str, choice: object, choices: Collection[str]) -> None:
+    if not isinstance(choice, str) or choice not in choices:
+        raise OptionError(name, repr(choice), " or ".join(map(repr, choices)))
 
 
 class UnsupportedError(CudnnSdpaError, NotImplementedError):

@@ -23,7 +23,7 @@ import torch
 from float64_reference import slopes
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import MIN_SCALE
+from cudnn_sdpa.attention.arguments import MIN_SCALE, from_fields
 from cudnn_sdpa.attention.fp8 import reference as fp8_reference
 from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.graph.definition import GraphDefinition
@@ -466,7 +466,8 @@ class Graph:
             values = _of_pages(values, paged_attention_v_table, paged_attention_max_seq_len_kv)
         out_dtype = self.key.outputs[0].layout.dtype
         of_masks = _fp8_masks(attn_scale, **options)
-        found = fp8_reference.attention(Fp8Arguments(q.tensor, keys, values, *scales, **of_masks, out_dtype=out_dtype))
+        call = from_fields(Fp8Arguments, q.tensor, keys, values, *scales, **of_masks, out_dtype=out_dtype)
+        found = fp8_reference.attention(call)
         lse = Symbol(found.lse.unsqueeze(-1)) if generate_stats else None
         return [Symbol(found.out), lse, *(Symbol(x.view(1, 1, 1, 1)) for x in (found.amax_s, found.amax_o))]
 
@@ -494,7 +495,8 @@ class Graph:
             kind, _, of = field.partition("_")
             scales.append(options.pop(f"{kind}_{by_name.get(of, of)}").tensor.view(1))
         tensors = [x.tensor for x in (dO, q, k, v, o)]
-        call = Fp8BackwardArguments(*tensors, stats.tensor.squeeze(-1), *scales, **_fp8_masks(attn_scale, **options))
+        tensors.append(stats.tensor.squeeze(-1))
+        call = from_fields(Fp8BackwardArguments, *tensors, *scales, **_fp8_masks(attn_scale, **options))
         found = fp8_reference.gradients(call)
         return [*map(Symbol, found[:3]), *(Symbol(x.view(1, 1, 1, 1)) for x in found[3:])]
 

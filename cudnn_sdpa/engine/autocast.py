@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class _WithQueries(Protocol):
     def q(self) -> Tensor: ...
 
 
-def cast_fields(call: _WithQueries, *names: str) -> dict[str, object]:
+def cast_fields(call: _WithQueries, *names: str) -> dict[str, Any]:
     return {name: cast_tensor(getattr(call, name), call.q) for name in names}
 
 

@@ -30,6 +30,11 @@ Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 Run = Callable[..., Result]
 
 
+def new_tensor(layout: Layout, device: torch.device | str) -> Tensor:
+    shape, stride, dtype = layout
+    return torch.empty_strided(shape, stride, dtype=dtype, device=device)
+
+
 def check_one_device(names: Sequence[str], given: Sequence[object]) -> None:
     """Checks that all tensors are on one device: an address on another would corrupt the CUDA context."""
     tensors = [(name, x) for name, x in zip(names, given, strict=False) if isinstance(x, Tensor)]

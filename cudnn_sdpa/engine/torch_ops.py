@@ -34,8 +34,8 @@ _PAGED = (
 _FP8 = (
     "Tensor q, Tensor k, Tensor v, Tensor descale_q, Tensor descale_k, Tensor descale_v, Tensor descale_s, "
     "Tensor scale_s, Tensor scale_o, Tensor? seq_lens_q, Tensor? seq_lens_kv, Tensor? page_table, "
-    "Tensor? page_table_v, bool is_causal, str causal_alignment, SymInt window_left, SymInt window_right, "
-    "float? scale, ScalarType? out_dtype"
+    "Tensor? page_table_v, ScalarType? out_dtype, bool is_causal, str causal_alignment, SymInt window_left, "
+    "SymInt window_right, float? scale"
 )
 _FP8_BACKWARD = (
     "Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor descale_q, Tensor descale_k, "

@@ -12,7 +12,7 @@ from cudnn_sdpa.attention.bias import alignment_of_causal_bias, refuse_two_masks
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.tensor_checks import LOWEST, check_are_tensors, check_present, is_causal_bias
-from cudnn_sdpa.errors import ArgumentError, LayoutError, OptionError, ShapeError
+from cudnn_sdpa.errors import ArgumentError, LayoutError, ShapeError, check_choice
 from cudnn_sdpa.graph.scalars import is_true
 
 Mode = Literal["fused", "tiled", "naive"]
@@ -87,8 +87,7 @@ def without_causal_bias(call: KernelT) -> KernelT:
 
 
 def check_options(call: KernelArguments) -> None:
-    if not isinstance(call.mode, str) or call.mode not in MODES:
-        raise OptionError("mode", repr(call.mode), " or ".join(map(repr, MODES)))
+    check_choice("mode", call.mode, MODES)
     check_flag("is_causal", call.is_causal)
     check_scale(call.scale)
 

@@ -9,7 +9,7 @@ from torch.nn import functional
 from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import NativeKey, Operation
-from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.errors import check_choice
 from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
 from cudnn_sdpa.kernels.arguments import FUSED, MODES, Mode, without_causal_bias
 from cudnn_sdpa.kernels.call import KernelAttentionBackwardCall, KernelAttentionCall
@@ -113,8 +113,7 @@ class CUDAAttention(torch.nn.Module):
 
     def __init__(self, mode: Mode = FUSED) -> None:
         super().__init__()
-        if mode not in MODES:
-            raise OptionError("mode", repr(mode), " or ".join(map(repr, MODES)))
+        check_choice("mode", mode, MODES)
         self.mode = mode
 
     def forward(

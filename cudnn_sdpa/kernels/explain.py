@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.dense.explain import device_of
 from cudnn_sdpa.attention.verify import Results, compare
-from cudnn_sdpa.engine.autocast import cast_tensor
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
+from cudnn_sdpa.engine.launch import new_tensor
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.kernels import reference
 from cudnn_sdpa.kernels.arguments import FUSED, Gradient, KernelArguments, without_causal_bias
@@ -24,7 +24,7 @@ from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward
 @describes(attention)
 def describe_attention(is_causal: bool, scale: float | None, **given: Any) -> Description:
     call = KernelAttentionCall(**given, is_causal=as_bool(is_causal), scale=as_float(scale))
-    checked = ATTENTION.checked(without_causal_bias(call), _as_cast)
+    checked = ATTENTION.checked(without_causal_bias(call), ATTENTION.cast)
     if checked.refused is not None:
         return Description.refused(attention_forward, checked.refused, device_of(call.q))
     call, trains = checked.cast, checked.trains
@@ -44,14 +44,8 @@ def describe_attention(is_causal: bool, scale: float | None, **given: Any) -> De
     )
 
 
-def _as_cast(call: KernelAttentionCall) -> KernelAttentionCall:
-    return call._replace(**{name: cast_tensor(getattr(call, name), call.q) for name in ("q", "k", "v", "mask")})
-
-
 def _backward(call: KernelAttentionCall, needs: tuple[bool, ...]) -> Description:
-    (shape, stride, dtype), (rows, _, _) = call.outputs()
-    out = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
-    statistics = torch.empty(rows, dtype=torch.float32, device="meta")
+    out, statistics = (new_tensor(layout, "meta") for layout in call.outputs())
     of = Gradient(grad_out=out, out=out, statistics=statistics, call=without_data(call), needs=needs)
     spec = Spec.of_gradient(of)
     notes = [] if spec.mode == FUSED else ["all weights and their gradients are kept in float32, in the workspace"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import warn_of_order
-from cudnn_sdpa.attention.bias import mask_gradient, new_gradient
+from cudnn_sdpa.attention.bias import mask_gradient
 from cudnn_sdpa.engine.dispatch_state import is_lazy
-from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Prepared, SingleLaunch
+from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Prepared, SingleLaunch, new_tensor
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments, Needs, check, check_memory
@@ -37,7 +37,7 @@ def prepare_gradients(of: Gradient) -> Prepared:
     check_memory(of.call)
     spec = Spec.of_gradient(of)
     if spec.is_empty:
-        return Prepared(zero_gradients, None)
+        return Prepared(lambda of: tuple(x.zero_() for x in of.fake_gradients()), None)
     bound, plan = bind(spec, of.call.q.get_device(), of.call.scale_value)
     needs, names = Needs(*of.needs), [x.name for x in spec.outputs()]
     wanted = [place for place, name in enumerate(names) if getattr(needs, name.removeprefix("grad_"), False)]
@@ -95,13 +95,5 @@ def _hinders_vectors(of: Gradient) -> bool:
 
 def without_keys(call: KernelArguments) -> Tensor | tuple[Tensor, Tensor]:
     """The results where there are no queries or no keys."""
-    out, statistics = (
-        torch.zeros(shape, dtype=dtype, device=call.q.device).as_strided(shape, stride)
-        for shape, stride, dtype in results(call)
-    )
+    out, statistics = (new_tensor(layout, call.q.device).zero_() for layout in results(call))
     return (out, statistics) if call.with_statistics else out
-
-
-def zero_gradients(of: Gradient) -> tuple[Tensor, ...]:
-    inputs = zip(("q", "k", "v", "attn_mask"), of.call.differentiable, of.needs, strict=True)
-    return tuple(new_gradient(name, x).zero_() for name, x, need in inputs if need and x is not None)

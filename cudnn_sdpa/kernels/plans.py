@@ -313,27 +313,31 @@ class _Sizes(NamedTuple):
         tiles, q = self.tiles(form), self.layouts["q"]
         if q.dtype != torch.float32:
             file, name = file.replace("fused", "fused_tensor"), f"{name}_tensor"
-        kernel = _kernel(file, name, tiles.shared, **self.defines, **self.sizes(tiles), **defines)
         blocks = -(-rows // tiles.rows) * heads * q.shape[0]
-        return KernelCall(kernel, min(blocks, _MAX_BLOCKS), tiles.threads)
+        return self.call(file, name, blocks, threads=tiles.threads, shared=tiles.shared, **self.sizes(tiles), **defines)
 
     def simple(self, file: str, name: str, work: int, **defines: int) -> KernelCall:
-        """A kernel whose 256 threads do a piece of work each: any number of blocks is right."""
-        kernel = _kernel(file, name, 0, **(self.defines | defines))
-        return KernelCall(kernel, min(-(-work // 256), _MAX_BLOCKS), 256)
+        """A kernel whose 256 threads do a piece of work each."""
+        return self.call(file, name, -(-work // 256), **defines)
 
     def delta(self) -> KernelCall:
         batch, heads, sq, _ = self.layouts["q"].shape
         return self.simple("delta.cu", "grad_delta", 32 * batch * heads * sq, MASK=0, CAUSAL=0, VECTORS=0)
 
-    def tiled(self, file: str, name: str, blocks: int, threads: int, shared: int) -> KernelCall:
-        kernel = _kernel(file, name, shared, **self.defines)
-        return KernelCall(kernel, min(blocks, _MAX_BLOCKS), threads)
+    def call(
+        self, file: str, name: str, blocks: int, *, threads: int = 256, shared: int = 0, **defines: int
+    ) -> KernelCall:
+        kernel = _kernel(file, name, shared, **(self.defines | defines))
+        return KernelCall(kernel, min(blocks, _MAX_BLOCKS), threads)  # any number of blocks is right
+
+    def program(self, calls: Sequence[KernelCall], tiles: _Tiles | None, **scratch: tuple[int, ...]) -> KernelProgram:
+        knobs = {} if tiles is None else {"rows": tiles.rows, "columns": tiles.columns}
+        return KernelProgram(calls, self.fields(), _PLACES, scratch=scratch, knobs=knobs)
 
 
-#: Rows and columns of a tile of tiled.cu, the columns that it reads at a time, and the bytes that they take.
+#: Rows and columns of a tile of tiled.cu, and the columns that it reads at a time.
 TILE, _COLUMNS_AT_ONCE = 64, 16
-_TILED_SHARED = 4 * 2 * _COLUMNS_AT_ONCE * (TILE + 4)
+_TILED = _Tiles(TILE, TILE, threads=256, shared=4 * 2 * _COLUMNS_AT_ONCE * (TILE + 4))
 _REDUCTION_SHARED = 4 * 32
 
 
@@ -346,9 +350,8 @@ def attention_forward(key: PlanKey) -> KernelProgram:
     q, k = sizes.layouts["q"].shape, sizes.layouts["k"].shape
     mode, scores = sizes.options["mode"], (*q[:3], k[2])
     if mode == FUSED:
-        tiles = sizes.tiles(_FORWARD)
         calls = [sizes.fused("fused.cu", "fused_forward", _FORWARD, rows=q[2], heads=q[1])]
-        return KernelProgram(calls, sizes.fields(), _PLACES, knobs={"rows": tiles.rows, "columns": tiles.columns})
+        return sizes.program(calls, sizes.tiles(_FORWARD))
     rows = q[0] * q[1] * q[2]
     if mode == NAIVE:
         calls = [
@@ -356,15 +359,15 @@ def attention_forward(key: PlanKey) -> KernelProgram:
             sizes.simple("naive.cu", "naive_softmax", rows),
             sizes.simple("naive.cu", "naive_av", rows * q[3]),
         ]
-        return KernelProgram(calls, sizes.fields(), _PLACES, {"scores": scores})
+        return sizes.program(calls, None, scores=scores)
     of_rows, of_keys, of_columns = (-(-size // TILE) for size in (q[2], k[2], q[3]))
     heads = q[0] * q[1]
     calls = [
-        sizes.tiled("tiled.cu", "tiled_qk", heads * of_rows * of_keys, threads=256, shared=_TILED_SHARED),
-        sizes.tiled("tiled.cu", "tiled_softmax", rows, threads=128, shared=_REDUCTION_SHARED),
-        sizes.tiled("tiled.cu", "tiled_av", heads * of_rows * of_columns, threads=256, shared=_TILED_SHARED),
+        sizes.call("tiled.cu", "tiled_qk", heads * of_rows * of_keys, shared=_TILED.shared),
+        sizes.call("tiled.cu", "tiled_softmax", rows, threads=128, shared=_REDUCTION_SHARED),
+        sizes.call("tiled.cu", "tiled_av", heads * of_rows * of_columns, shared=_TILED.shared),
     ]
-    return KernelProgram(calls, sizes.fields(), _PLACES, {"scores": scores}, knobs={"rows": TILE, "columns": TILE})
+    return sizes.program(calls, _TILED, scores=scores)
 
 
 @_kernel_op
@@ -374,16 +377,13 @@ def attention_backward(key: PlanKey) -> KernelProgram:
     if sizes.layouts["q"].shape[3] > MAX_FUSED_DIM:
         return _tiled_backward(sizes)
     (batch, heads, sq, _), (_, heads_kv, skv, _) = sizes.layouts["q"].shape, sizes.layouts["k"].shape
-    file, of_keys = "fused_backward.cu", sizes.tiles(_GRAD_KV)
+    file = "fused_backward.cu"
     calls = [sizes.delta()]
     if "grad_k" in sizes.layouts:
         calls.append(sizes.fused(file, "fused_grad_kv", _GRAD_KV, rows=skv, heads=heads_kv, OF_KEYS=1))
     if "grad_q" in sizes.layouts:
         calls.append(sizes.fused(file, "fused_grad_q", _GRAD_Q, rows=sq, heads=heads, OF_KEYS=0))
-    scratch = {"delta": (batch, heads, sq)}
-    return KernelProgram(
-        calls, sizes.fields(), _PLACES, scratch, knobs={"rows": of_keys.rows, "columns": of_keys.columns}
-    )
+    return sizes.program(calls, sizes.tiles(_GRAD_KV), delta=(batch, heads, sq))
 
 
 def _tiled_backward(sizes: _Sizes) -> KernelProgram:
@@ -392,7 +392,7 @@ def _tiled_backward(sizes: _Sizes) -> KernelProgram:
     of_queries, of_keys, of_columns = (-(-size // TILE) for size in (sq, skv, dim))
 
     def call(name: str, blocks: int) -> KernelCall:
-        return sizes.tiled("tiled_backward.cu", name, batch * blocks, threads=256, shared=_TILED_SHARED)
+        return sizes.call("tiled_backward.cu", name, batch * blocks, shared=_TILED.shared)
 
     calls = [sizes.delta()]
     calls.append(call("tiled_grad_scores", heads * of_queries * of_keys))
@@ -401,7 +401,5 @@ def _tiled_backward(sizes: _Sizes) -> KernelProgram:
         calls.append(call("tiled_grad_v", heads_kv * of_keys * of_columns))
     if "grad_q" in sizes.layouts:
         calls.append(call("tiled_grad_q", heads * of_queries * of_columns))
-    scratch = {"delta": (batch, heads, sq), "scores": (batch, heads, sq, skv)}
-    if "grad_scores" not in sizes.layouts:
-        scratch["grad_scores"] = (batch, heads, sq, skv)
-    return KernelProgram(calls, sizes.fields(), _PLACES, scratch, knobs={"rows": TILE, "columns": TILE})
+    kept = [name for name in ("scores", "grad_scores") if name not in sizes.layouts]
+    return sizes.program(calls, _TILED, delta=(batch, heads, sq), **dict.fromkeys(kept, (batch, heads, sq, skv)))

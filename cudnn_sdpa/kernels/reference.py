@@ -10,10 +10,10 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import ReferenceArguments, from_fields
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward, flops_of_forward
-from cudnn_sdpa.attention.mask import as_kernels_see
 from cudnn_sdpa.attention.reference import Weights, product, repeated, scores, without_autocast
 from cudnn_sdpa.attention.reference import gradients as gradients_of_attention
-from cudnn_sdpa.engine.autocast import cast_tensor
+from cudnn_sdpa.engine.autocast import cast_fields
+from cudnn_sdpa.engine.launch import new_tensor
 from cudnn_sdpa.kernels.arguments import (
     NAIVE,
     Gradient,
@@ -58,24 +58,10 @@ def reference_attention(
     if mask is not None and type(mask) is not Tensor:
         given = without_causal_bias(given)
     check_types(given)
-    is_causal = given.is_causal
-    k, v, mask = cast_tensor(given.k, q), cast_tensor(given.v, q), cast_tensor(given.mask, q)
-    q = cast_tensor(q, q)
-    call = given._replace(q=q, k=k, v=v, mask=mask)
+    call = given._replace(**cast_fields(given, "q", "k", "v", "mask"))
     check_operands(call)
-    exact = torch.promote_types(q.dtype, torch.float32)
     with without_autocast(q):
-        queries = q.to(exact)
-        found = product(queries, repeated(k, q, exact).transpose(-1, -2)) * call.scale_value
-        if mask is not None:
-            is_bool = mask.dtype == torch.bool
-            found = found.masked_fill(~mask, -math.inf) if is_bool else found + as_kernels_see(mask).to(exact)
-        if is_causal:
-            later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-            found = found.masked_fill(later, -math.inf)
-        masked_rows = torch.isneginf(found).all(-1, keepdim=True)
-        weights = torch.softmax(found.masked_fill(masked_rows, 0.0), -1).masked_fill(masked_rows, 0.0)
-        return product(weights, repeated(v, q, exact)).to(q.dtype)
+        return _softmax_and_output(call)[2].to(call.q.dtype)
 
 
 def _arguments(call: KernelArguments) -> ReferenceArguments:
@@ -83,20 +69,22 @@ def _arguments(call: KernelArguments) -> ReferenceArguments:
     return from_fields(ReferenceArguments, call.q, call.k, call.v, call.mask, **options)
 
 
+def _softmax_and_output(call: KernelArguments) -> tuple[Tensor, Weights, Tensor]:
+    found = scores(_arguments(call)).masked
+    softmax = Weights.of(found, None)
+    return found, softmax, product(softmax.weights, repeated(call.v, call.q, found.dtype))
+
+
 def attention(call: KernelArguments) -> tuple[Tensor, Tensor]:
     with without_autocast(call.q):
-        found = scores(_arguments(call)).masked
-        softmax = Weights.of(found, None)
-        out = product(softmax.weights, repeated(call.v, call.q, found.dtype))
+        found, softmax, out = _softmax_and_output(call)
         highest = torch.cat([found, found.new_full((*found.shape[:3], 1), -math.inf)], -1).amax(-1)
         highest = torch.where(torch.isneginf(highest), 0.0, highest)
         inverse = torch.where(torch.isneginf(softmax.lse), 0.0, torch.exp(highest - softmax.lse))
         statistics = torch.stack([highest / math.log(2), inverse], -1)
-    made = (
-        torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device) for shape, stride, dtype in results(call)
-    )
-    first, second = (to.copy_(x) for to, x in zip(made, (out, statistics), strict=True))
-    return first, second
+    layout, layout_of_statistics = results(call)
+    made = new_tensor(layout, out.device).copy_(out)
+    return made, new_tensor(layout_of_statistics, out.device).copy_(statistics)
 
 
 def gradients(of: Gradient) -> list[Tensor]:

@@ -42,11 +42,6 @@ def check_number(name: str, number: object, *, below: float | None = None) -> No
         raise OptionError(name, repr(number), expected)
 
 
-def check_choice(name: str, choice: object, choices: tuple[str, ...]) -> None:
-    if not isinstance(choice, str) or choice not in choices:
-        raise OptionError(name, repr(choice), " or ".join(map(repr, choices)))
-
-
 def check_tokens(name: str, x: object, features: int) -> None:
     if not isinstance(x, Tensor):
         raise OptionError(name, type(x).__name__, "a torch.Tensor")

@@ -10,10 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cudnn_sdpa.errors import check_choice
 from cudnn_sdpa.fused.activation import silu_mul
 from cudnn_sdpa.nn.checks import (
     Factory,
-    check_choice,
     check_counts,
     check_number,
     check_tokens,

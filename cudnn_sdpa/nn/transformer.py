@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import Unpack
 
-from cudnn_sdpa.errors import OptionError, raise_if_unsupported
+from cudnn_sdpa.errors import OptionError, check_choice, raise_if_unsupported
 from cudnn_sdpa.nn.attention import Attention, AttentionOptions, ConversionOptions
-from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, check_number, checked_flags
+from cudnn_sdpa.nn.checks import Factory, check_counts, check_number, checked_flags
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, rename
 from cudnn_sdpa.nn.feed_forward import ACTIVATIONS, FeedForward, SwiGLU, drop
 from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch

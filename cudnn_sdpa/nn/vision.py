@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from typing_extensions import Unpack
 
 from cudnn_sdpa.engine.tensor_checks import shape_of
-from cudnn_sdpa.errors import OptionError, ShapeError, raise_if_unsupported
+from cudnn_sdpa.errors import OptionError, ShapeError, check_choice, raise_if_unsupported
 from cudnn_sdpa.fused.conv import conv2d
 from cudnn_sdpa.nn.attention import AttentionOptions
-from cudnn_sdpa.nn.checks import Factory, check_choice, check_counts, checked_flags
+from cudnn_sdpa.nn.checks import Factory, check_counts, checked_flags
 from cudnn_sdpa.nn.conversion import check_type, copy_parameter
 from cudnn_sdpa.nn.feed_forward import drop
 from cudnn_sdpa.nn.norms import NORMS, LayerNorm, RMSNorm, norm_from_torch

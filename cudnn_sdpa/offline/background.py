@@ -46,10 +46,9 @@ class Request:
 
 
 class BackgroundPlanner:
-    """Builds plans in the background. Only `wait` and `close` block."""
+    """Builds plans in the background, one after the other. Only `wait` and `close` block."""
 
-    def __init__(self, workers: int = 1) -> None:
-        self.workers = workers
+    def __init__(self) -> None:
         self._start_afresh()
 
     def _start_afresh(self) -> None:
@@ -57,8 +56,8 @@ class BackgroundPlanner:
         self._lock = threading.RLock()  # a signal handler may make a call within
         self._queue: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._pending: dict[PlanKey, Request] = {}
-        self._helpers: list[Helper] = []
-        self._threads: list[threading.Thread] = []
+        self._helper: Helper | None = None
+        self._thread: threading.Thread | None = None
         self._warned: set[str] = set()
         self._closed = bool(interpreter.why_no_helper())
 
@@ -71,7 +70,7 @@ class BackgroundPlanner:
             request = self._pending.get(key)
             if request is not None or self._closed or len(self._pending) >= MAX_WAITING:
                 return request
-            if len(self._threads) < min(self.workers, len(self._pending) + 1) and not self._start_thread():
+            if self._thread is None and not self._start_thread():
                 return None
             request = self._pending[key] = Request(key, properties, then)
             self._queue.put(request)
@@ -83,8 +82,8 @@ class BackgroundPlanner:
             thread.start()
         except RuntimeError as error:  # too many threads, or the interpreter is shutting down
             self._warn(f"no plans are built in the background: {error}")
-            return bool(self._threads)
-        self._threads.append(thread)
+            return False
+        self._thread = thread
         return True
 
     def wait(self, timeout: float) -> bool:
@@ -97,18 +96,17 @@ class BackgroundPlanner:
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            threads, self._threads = self._threads, []
-            for _ in threads:
-                self._queue.put(None)
-            for helper in self._helpers:
-                helper.kill()
-        for thread in threads:
+            thread, self._thread = self._thread, None
+            self._queue.put(None)
+            if self._helper is not None:
+                self._helper.kill()
+        if thread is not None:
             thread.join(timeout=2.0)
 
     def _work(self) -> None:
         helper = Helper(NICENESS)
         with self._lock:
-            self._helpers.append(helper)
+            self._helper = helper
             if self._closed:
                 helper.kill()
         try:
@@ -123,8 +121,10 @@ class BackgroundPlanner:
         finally:
             helper.close()
             with self._lock:
-                self._helpers.remove(helper)
-                self._threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+                if self._helper is helper:  # not a later thread's
+                    self._helper = None
+                if self._thread is threading.current_thread():
+                    self._thread = None
 
     def _next(self) -> Request | None:
         """The next request; None after a long idle time, or when closed."""
@@ -135,7 +135,7 @@ class BackgroundPlanner:
         with self._lock:  # or a request could arrive between the last check and the thread's end
             if not self._queue.empty():
                 return self._queue.get()
-            self._threads = [thread for thread in self._threads if thread is not threading.current_thread()]
+            self._thread = None
             return None
 
     def _plan(self, helper: Helper, request: Request) -> StoredPlan | None:

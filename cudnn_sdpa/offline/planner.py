@@ -232,14 +232,6 @@ def plan_offline(key: PlanKey, properties: DeviceProperties, helper: Helper = _h
     return OfflinePlan(identity=key.identity(), data=base64.b64decode(answer.pop("plan")), **answer)
 
 
-def plan_to_keep(key: PlanKey, properties: DeviceProperties, helper: Helper) -> OfflinePlan:
-    """A plan that the GPU will load instead of building one; an error if the GPU would build a much faster one."""
-    plan = plan_offline(key, properties, helper)
-    if plan.note:
-        raise OfflineError(f"{key.name} must be built on the GPU, by the first call or by warmup: {plan.note}")
-    return plan
-
-
 def engine_offline(key: PlanKey, properties: DeviceProperties) -> str:
     engine: str = _answer(_helper, key, properties, heuristics=True)["engine"]
     return engine

@@ -24,7 +24,7 @@ from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, live_properties, live_target, load_properties
 from cudnn_sdpa.offline import interpreter
-from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_to_keep
+from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_offline
 from cudnn_sdpa.plans.build import build_plan, load_plan, plan_of
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.default_store import active, open_store
@@ -116,7 +116,11 @@ def _work(
         with contextlib.suppress(IndexError):  # another thread has taken the last key
             key = pending.pop()
             try:
-                done.put((key, plan_to_keep(key, properties, helper)))
+                plan = plan_offline(key, properties, helper)
+                if plan.note:  # the GPU would build a much faster one
+                    why = f"{key.name} must be built on the GPU, by the first call or by warmup: {plan.note}"
+                    raise OfflineError(why)
+                done.put((key, plan))
             except BaseException as error:  # noqa: BLE001 - the waiting thread gets it
                 done.put((key, error))
 

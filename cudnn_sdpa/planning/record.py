@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -26,12 +26,6 @@ from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.manifest import PlanManifest
 
 _log = logging.getLogger("cudnn_sdpa")
-
-Keys = Iterator[PlanKey]
-#: Records a call instead of running it.
-Recording = Callable[..., tuple[Tensor, ...]]
-#: A function that decodes an operator's arguments and passes the call to a `Recording`, and the keys of the call.
-KeysOfOperator = tuple[Callable[[Recording], Callable[..., object]], Callable[..., Keys]]
 
 
 def record_plans(target: str | None = None) -> AbstractContextManager[PlanManifest]:
@@ -86,25 +80,57 @@ def _recorded(recorder: _Recorder | None) -> Iterator[PlanManifest]:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the keys of operators' calls, which run as they would without it.
+
+    Attributes:
+        operators: The operators that record their calls in place of running them. Those of operations are added at
+            their first use, since operations may be imported later.
+    """
+
     def __init__(self, target: Target) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.target = target
         self.keys: list[PlanKey] = []
+        self.operators: dict[str, Callable[..., object]] = {"graph_function": decoded(self._graph)}
 
     def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         name = function._schema.name.partition("::")[2] if function.namespace == "cudnn_sdpa" else ""
         if name not in _WITHOUT_PLANS and _is_without_gpu(args):
-            adapt, keys_of = _keys_of_operator(name)
+            if name not in self.operators:
+                implementations(name)  # operations are imported when they are first used
+                for operation in OPERATIONS.values():
+                    self.operators.update(self._of_operation(operation))
             with torch.no_grad():
-                adapt(self._recording(keys_of))(*tree_map_only(Tensor, without_memory, args))
+                self.operators[name](*tree_map_only(Tensor, without_memory, args))
         return function(*args, **(kwargs or {}))
 
-    def _recording(self, keys_of: Callable[..., Keys]) -> Recording:
-        def record(*call: object) -> tuple[Tensor, ...]:
-            self.keys += keys_of(self.target, *call)
-            return ()  # in place of the results, which are unused
+    def _record(self, keys: Iterable[PlanKey]) -> tuple[Tensor, ...]:
+        self.keys += keys
+        return ()  # in place of the results, which are unused
 
-        return record
+    def _graph(self, function: GraphFunction, values: Sequence[Value], static: Options) -> tuple[Tensor, ...]:
+        tensors = [x for x in values if isinstance(x, Tensor)]
+        if any(x.numel() == 0 for x in tensors):
+            return ()
+        if any(x.dtype is torch.float64 for x in tensors):
+            raise UnsupportedError(function.__name__, ["cuDNN takes no float64"], "tensors converted to torch.bfloat16")
+        return self._record([function.describe(*values, **static).key(self.target, None)])
+
+    def _of_operation(self, operation: Operation[CallT]) -> dict[str, Callable[..., object]]:
+        def forward(call: CallT) -> tuple[Tensor, ...]:
+            calls = [call]
+            if operation.takes_out and call[-1] is not None:
+                # The operator always returns all results, and its arguments do not show which are used.
+                calls = [operation.complete(call, is_complete=is_complete) for is_complete in (False, True)]
+            return self._record(key for each in calls for key in each.keys(self.target, None))
+
+        def gradients(backward: BackwardCall[CallT]) -> tuple[Tensor, ...]:
+            return self._record(backward.make_readable().keys(self.target, None))
+
+        found: dict[str, Callable[..., object]] = {**operation.forward_implementations(forward)}
+        if operation.backward is not None:
+            found["backward"] = operation.backward_implementation(gradients)
+        return {operation.operators[which]: run for which, run in found.items()}
 
 
 def _is_without_gpu(arguments: object) -> bool:
@@ -112,50 +138,5 @@ def _is_without_gpu(arguments: object) -> bool:
     return all(x.device.type in ("cpu", "meta") and not isinstance(x, FakeTensor) for x in tensors)
 
 
-def _graph_keys(target: Target, function: GraphFunction, values: Sequence[Value], static: Options) -> Keys:
-    tensors = [x for x in values if isinstance(x, Tensor)]
-    if any(x.numel() == 0 for x in tensors):
-        return
-    if any(x.dtype is torch.float64 for x in tensors):
-        raise UnsupportedError(function.__name__, ["cuDNN takes no float64"], "tensors converted to torch.bfloat16")
-    yield function.describe(*values, **static).key(target, None)
-
-
 #: Operators that run no plan.
 _WITHOUT_PLANS = ("", "dropout_seed")
-#: By operator; those of operations are added at their first use, since operations may be imported later.
-_KEYS: dict[str, KeysOfOperator] = {
-    "graph_function": (decoded, _graph_keys),
-}
-
-
-def _keys_of_operation(operation: Operation[CallT]) -> dict[str, KeysOfOperator]:
-
-    def forward_keys(target: Target, call: CallT) -> Keys:
-        return call.keys(target, None)
-
-    def gradient_keys(target: Target, backward: BackwardCall[CallT]) -> Keys:
-        return backward.make_readable().keys(target, None)
-
-    def with_and_without_auxiliary(target: Target, call: CallT) -> Keys:
-        """Both plans: the operator always returns all results, and its arguments do not show which are used."""
-        for is_complete in (False, True):
-            yield from forward_keys(target, operation.complete(call, is_complete=is_complete))
-
-    def adapt(which: str) -> Callable[[Recording], Callable[..., object]]:
-        return lambda run: operation.forward_implementations(run)[which]
-
-    keys_of = {"forward": forward_keys, "forward_all": forward_keys, "forward_out": with_and_without_auxiliary}
-    entries: dict[str, KeysOfOperator]
-    entries = {name: (adapt(which), keys_of[which]) for which, name in operation.operators.items() if which in keys_of}
-    if operation.backward is not None:
-        entries[operation.operators["backward"]] = (operation.backward_implementation, gradient_keys)
-    return entries
-
-
-def _keys_of_operator(name: str) -> KeysOfOperator:
-    if name not in _KEYS:
-        implementations(name)  # operations are imported when they are first used
-        for operation in OPERATIONS.values():
-            _KEYS.update(_keys_of_operation(operation))
-    return _KEYS[name]

@@ -22,7 +22,7 @@ from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.engine import explain  # noqa: F401 - registers the functions that can be explained
 from cudnn_sdpa.engine.explain import Description, describer_of
-from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError, UnsupportedError, check_choice
 from cudnn_sdpa.graph import backend, known_issues
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, load_properties
@@ -127,10 +127,8 @@ def support(
           - gradients have no kernel for head dims 256 and 256 on SM 80
           what works: head dims of up to 128, or no gradients
     """
-    if operation not in OPERATIONS:
-        raise OptionError("operation", repr(operation), " or ".join(map(repr, OPERATIONS)))
-    if direction not in DIRECTIONS:
-        raise OptionError("direction", repr(direction), " or ".join(map(repr, DIRECTIONS)))
+    check_choice("operation", operation, OPERATIONS)
+    check_choice("direction", direction, DIRECTIONS)
     if dtype is None:
         dtype = FP8_DTYPES[0] if operation == "sdpa_fp8" else torch.bfloat16
     if not isinstance(dtype, torch.dtype):

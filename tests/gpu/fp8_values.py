@@ -8,6 +8,7 @@ import torch
 from float64_reference import attention, seen_keys
 from torch import Tensor
 
+from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.fp8 import reference
 from cudnn_sdpa.attention.fp8.arguments import (
     Fp8Arguments,
@@ -167,14 +168,14 @@ def flat(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def emulated(of: Problem, out_dtype: torch.dtype | None = None, **options: Any) -> Fp8Output:
-    call = Fp8Arguments(*of[:3], *of.scales, out_dtype=out_dtype, **flat(options))
+    call = from_fields(Fp8Arguments, *of[:3], *of.scales, out_dtype=out_dtype, **flat(options))
     return reference.attention(call, exact=torch.float64)
 
 
 def emulated_gradients(
     of: Problem, grad_out: Tensor, out: Tensor, lse: Tensor, scales: Fp8BackwardScales, **options: Any
 ) -> Fp8Gradients:
-    call = Fp8BackwardArguments(grad_out, *of[:3], out, lse, *scales, **flat(options))
+    call = from_fields(Fp8BackwardArguments, grad_out, *of[:3], out, lse, *scales, **flat(options))
     return reference.gradients(call, exact=torch.float64)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, TypedDict
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from cudnn_sdpa.attention.arguments import (
     check_flag,
     check_lengths,
 )
-from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED, Alignment
 from cudnn_sdpa.attention.paged.arguments import HND, PAGE_DIMENSIONS, check_pages
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_is_tensor, check_tensor, dtype_name, shape_of
@@ -140,12 +139,8 @@ class Fp8Arguments(NamedTuple):
     seq_lens_kv: Tensor | None = None
     page_table: Tensor | None = None
     page_table_v: Tensor | None = None
-    is_causal: bool = False
-    causal_alignment: str = TOP_LEFT
-    window_left: int = UNBOUNDED
-    window_right: int = UNBOUNDED
-    scale: float | None = None
     out_dtype: torch.dtype | None = None
+    softmax: Softmax = Softmax()
     with_lse: bool = False
 
     @property
@@ -178,29 +173,9 @@ class Fp8BackwardArguments(NamedTuple):
     scale_dp: Tensor
     seq_lens_q: Tensor | None = None
     seq_lens_kv: Tensor | None = None
-    is_causal: bool = False
-    causal_alignment: str = TOP_LEFT
-    window_left: int = UNBOUNDED
-    window_right: int = UNBOUNDED
-    scale: float | None = None
-    deterministic: bool = False
+    softmax: Softmax = Softmax()
 
 
-class Options(TypedDict):
-    is_causal: bool
-    causal_alignment: Alignment
-    window_size: tuple[int, int] | None
-    scale: float | None
-    seq_lens_q: Tensor | None
-    seq_lens_kv: Tensor | None
-
-
-#: The number of the softmax's options, in their order, that calls in FP8 have.
-OPTIONS = 5
-
-#: The tensors of a call that are not scales, and the page tables.
-TENSORS = ("q", "k", "v", "seq_lens_q", "seq_lens_kv")
-TENSORS_OF_BACKWARD = ("grad_out", "q", "k", "v", "out", "lse", "seq_lens_q", "seq_lens_kv")
 TABLES = ("page_table", "page_table_v")
 
 
@@ -208,24 +183,10 @@ TABLES = ("page_table", "page_table_v")
 SCALES = {name: f"scales.{name}" for name in (*Fp8Scales._fields, *Fp8BackwardScales._fields)}
 
 
-def scale_names(call: Fp8Arguments | Fp8BackwardArguments) -> tuple[str, ...]:
-    return Fp8Scales._fields if isinstance(call, Fp8Arguments) else Fp8BackwardScales._fields
-
-
 def as_dense(call: Fp8Arguments | Fp8BackwardArguments) -> ForwardArguments:
     """The tensors and options that calls in other dtypes have, too; with pages, k and v are pages."""
-    softmax = Softmax(
-        is_causal=call.is_causal,
-        causal_alignment=call.causal_alignment,
-        window_left=call.window_left,
-        window_right=call.window_right,
-        scale=call.scale,
-    )
-    with_lse = isinstance(call, Fp8BackwardArguments) or call.with_lse
-    if isinstance(call, Fp8BackwardArguments):
-        softmax = softmax._replace(deterministic=call.deterministic)
-    tensors = call.q, call.k, call.v, None, None, call.seq_lens_q, call.seq_lens_kv
-    return ForwardArguments(*tensors, softmax=softmax, with_lse=with_lse)
+    lengths: dict[str, Any] = {"seq_lens_q": call.seq_lens_q, "seq_lens_kv": call.seq_lens_kv}
+    return ForwardArguments(call.q, call.k, call.v, **lengths, softmax=call.softmax)
 
 
 def check_scales_type(scales: object, kind: type[tuple[Tensor, ...]]) -> None:
@@ -244,10 +205,10 @@ def check_tensors(tensors: Mapping[str, object]) -> None:
 
 def check_types(call: Fp8Arguments | Fp8BackwardArguments) -> None:
     """Types that the operators' schemas would refuse as well, but without naming the argument."""
-    names = TENSORS if isinstance(call, Fp8Arguments) else TENSORS_OF_BACKWARD
-    check_tensors({name: getattr(call, name) for name in names})
+    named = dict(zip(call._fields[: 1 + call._fields.index("seq_lens_kv")], call, strict=False))
+    check_tensors({name: x for name, x in named.items() if name not in SCALES})
     hint = "Make one with torch.tensor([1.0], dtype=torch.float32, device=q.device)."
-    check_are_tensors({SCALES[name]: getattr(call, name) for name in scale_names(call)}, hint=hint)
+    check_are_tensors({SCALES[name]: x for name, x in named.items() if name in SCALES}, hint=hint)
     if isinstance(call, Fp8Arguments):
         check_flag("return_lse", call.with_lse)
         check_is_tensor("page_table", call.page_table, optional=call.page_table_v is None)
@@ -261,14 +222,11 @@ def _check_out_dtype(call: Fp8Arguments) -> None:
         raise OptionError("out_dtype", repr(call.out_dtype), f"one of {expected}, or None for the dtype of q")
 
 
-def check_options(call: Fp8Arguments | Fp8BackwardArguments) -> None:
-    check_softmax(as_dense(call).softmax)
-
-
-def check_softmax(softmax: Softmax) -> None:
-    softmax.check()
-    if softmax.scale is not None and not softmax.scale >= arguments.MIN_SCALE:
-        raise OptionError("scale", repr(softmax.scale), "a positive number, or None for 1/sqrt(head dim)")
+def check_options(call: Fp8Arguments | Fp8BackwardArguments | ForwardArguments) -> None:
+    call.softmax.check()
+    scale = call.softmax.scale
+    if scale is not None and not scale >= arguments.MIN_SCALE:
+        raise OptionError("scale", repr(scale), "a positive number, or None for 1/sqrt(head dim)")
 
 
 def check(call: Fp8Arguments | Fp8BackwardArguments) -> None:
@@ -299,7 +257,7 @@ def _check_dense(call: Fp8Arguments | Fp8BackwardArguments) -> None:
     check_common(as_dense(call), FP8_DTYPES, "Quantize it to FP8; cudnn_sdpa.sdpa takes float16 and bfloat16.")
     if isinstance(call, Fp8BackwardArguments):
         _check_results(call)
-    for field in scale_names(call):
+    for field in [name for name in call._fields if name in SCALES]:
         scale = getattr(call, field)
         check_tensor(SCALES[field], scale, call.q, dtype=torch.float32)
         if scale.numel() != 1:

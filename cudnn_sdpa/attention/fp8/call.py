@@ -4,34 +4,26 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import sharding
-from cudnn_sdpa.attention.arguments import Softmax, warn_of_order
 from cudnn_sdpa.attention.arguments import check_values as check_lengths
+from cudnn_sdpa.attention.arguments import warn_of_order
 from cudnn_sdpa.attention.call import CudnnCall
 from cudnn_sdpa.attention.cpu_checks import check_offsets
 from cudnn_sdpa.attention.fp8 import arguments, launch, plans
 from cudnn_sdpa.attention.fp8 import reference as in_pytorch
-from cudnn_sdpa.attention.fp8.arguments import (
-    OPTIONS,
-    SCALES,
-    Fp8Arguments,
-    Fp8BackwardArguments,
-    Fp8BackwardScales,
-    Fp8Scales,
-)
+from cudnn_sdpa.attention.fp8.arguments import SCALES, Fp8Arguments, Fp8BackwardArguments
 from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.sharding import ShardingStrategy
 from cudnn_sdpa.errors import UnsupportedError
-from cudnn_sdpa.graph.scalars import as_bool
 
 
 class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
     __slots__ = ()
 
+    omitted = ("dropout_p", "softcap", "alibi", "deterministic")
     check_types = arguments.check_types
     check_options = arguments.check_options
     check = arguments.check
@@ -59,12 +51,13 @@ class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's 
         return in_pytorch.results(self)
 
     def strategies(self) -> list[ShardingStrategy]:
-        return sharding.fp8(self._asdict())
+        return sharding.fp8(self._asdict() | self.softmax._asdict())
 
 
 class Fp8BackwardCall(Fp8BackwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
     __slots__ = ()
 
+    omitted = ("dropout_p", "softcap", "alibi")
     check_types = arguments.check_types
     check_options = arguments.check_options
     check = arguments.check
@@ -94,44 +87,6 @@ class Fp8BackwardCall(Fp8BackwardArguments, CudnnCall):  # type: ignore[misc]  #
 
     def strategies(self) -> list[ShardingStrategy]:
         return sharding.fp8_backward(self._asdict())
-
-
-def call_of(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scales: Fp8Scales,
-    softmax: Softmax,
-    *,
-    seq_lens_q: Tensor | None,
-    seq_lens_kv: Tensor | None,
-    page_table: Tensor | None,
-    page_table_v: Tensor | None,
-    out_dtype: torch.dtype | None,
-    return_lse: bool,
-) -> Fp8Call:
-    """The call that arguments of `sdpa_fp8` make; they have not been checked."""
-    tables = page_table, None if page_table_v is page_table else page_table_v
-    others = seq_lens_q, seq_lens_kv, *tables, *softmax[:OPTIONS], out_dtype, as_bool(return_lse)
-    return Fp8Call._make((q, k, v, *scales, *others))
-
-
-def backward_call_of(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scales: Fp8BackwardScales,
-    softmax: Softmax,
-    *,
-    seq_lens_q: Tensor | None,
-    seq_lens_kv: Tensor | None,
-) -> Fp8BackwardCall:
-    """The call that arguments of `sdpa_fp8_backward` make; they have not been checked."""
-    others = seq_lens_q, seq_lens_kv, *softmax[:OPTIONS], softmax.deterministic
-    return Fp8BackwardCall._make((grad_out, q, k, v, out, lse, *scales, *others))
 
 
 def _refuse_gradient(what: str, call: Fp8Arguments | Fp8BackwardArguments) -> NoReturn:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,47 +13,41 @@ from cudnn_sdpa.attention.arguments import ForwardArguments, grouped
 from cudnn_sdpa.attention.dense.explain import as_cast, device_of, note_on_parts, notes_on_casts
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
 from cudnn_sdpa.attention.fp8 import fp8_attention, graphs, plans
-from cudnn_sdpa.attention.fp8.arguments import (
-    OPTIONS,
-    Fp8Arguments,
-    Fp8BackwardArguments,
-    Fp8BackwardScales,
-    Fp8Scales,
-    Options,
-)
-from cudnn_sdpa.attention.fp8.call import backward_call_of, call_of
+from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
+from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call
 from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
-from cudnn_sdpa.attention.fp8.scaling import DTYPE, Fp8Scaling
+from cudnn_sdpa.attention.fp8.scaling import Fp8Scaling
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.graph.layouts import dense_stride_like
+from cudnn_sdpa.graph.scalars import as_bool
 from cudnn_sdpa.graph.target import Target
-
-if TYPE_CHECKING:
-    from typing_extensions import Unpack
 
 
 @describes(sdpa_fp8, sharding.fp8)
-def describe_sdpa_fp8(scales: Fp8Scales, **given: Any) -> Description:
+def describe_sdpa_fp8(scales: Fp8Scales, return_lse: bool, **given: Any) -> Description:
     fp8_arguments.check_scales_type(scales, Fp8Scales)
-    call = call_of(**grouped(given), scales=scales)
+    call = Fp8Call(**scales._asdict(), **grouped(given), with_lse=as_bool(return_lse))
     refused = FP8.checked(call, lambda call: call).refused
     if refused is not None:
         return Description.refused(graphs.sdpa_fp8_forward, refused, device_of(call.q))
     forward = ForwardSpec.of(call)
-    is_empty = forward.dense.is_empty
-    notes = forward.extra_kernels()
-    return Description(graphs.sdpa_fp8_forward, forward.key, device_of(call.q), is_empty=is_empty, extra_kernels=notes)
+    return Description(
+        operation=graphs.sdpa_fp8_forward,
+        key=forward.key,
+        device=device_of(call.q),
+        is_empty=forward.dense.is_empty,
+        extra_kernels=forward.extra_kernels(),
+    )
 
 
 @describes(sdpa_fp8_backward, sharding.fp8_backward)
 def describe_sdpa_fp8_backward(scales: Fp8BackwardScales, **given: Any) -> Description:
     fp8_arguments.check_scales_type(scales, Fp8BackwardScales)
-    call = backward_call_of(**grouped(given), scales=scales)
+    call = Fp8BackwardCall(**scales._asdict(), **grouped(given))
     refused = FP8_BACKWARD.checked(call, lambda call: call).refused
     if refused is not None:
         return Description.refused(graphs.sdpa_fp8_backward, refused, device_of(call.q))
@@ -68,17 +61,12 @@ def _describe_backward_call(call: Fp8BackwardArguments, device: int | None, arou
     except UnsupportedError as error:
         return Description.refused(graphs.sdpa_fp8_backward, error, device)
     backward = BackwardSpec.of(plans.part_of(without_data(call), parts[0]) if parts else call)
-    is_empty = backward.dense.is_empty
     notes = [*around, *([note_on_parts("the gradient", len(parts))] if parts else []), *backward.extra_kernels()]
-
-    def key(target: Target, device: int | None) -> PlanKey:
-        return backward.part(target).key(target, device)
-
     return Description(
         operation=graphs.sdpa_fp8_backward,
-        key=key,
+        key=lambda target, device: backward.part(target).key(target, device),
         device=device,
-        is_empty=is_empty,
+        is_empty=backward.dense.is_empty,
         extra_kernels=notes,
     )
 
@@ -86,77 +74,42 @@ def _describe_backward_call(call: Fp8BackwardArguments, device: int | None, arou
 # `fp8_attention`: its plans, and the kernels around them.
 
 
-ONE = torch.empty(1, device="meta")
 TABLE = "a table of scales and amax values is zeroed"
 
 
 @describes(fp8_attention.fp8_attention, sharding.fp8_attention)
 def describe_fp8_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    scaling: Fp8Scaling | None,
-    grad_dtype: torch.dtype | None,
-    **options: Unpack[Options],
+    q: Tensor, k: Tensor, v: Tensor, *, scaling: Fp8Scaling | None, grad_dtype: torch.dtype | None, **options: Any
 ) -> Description:
     lengths = {"seq_lens_q": options["seq_lens_q"], "seq_lens_kv": options["seq_lens_kv"]}
     fp8_arguments.check_tensors({"q": q, "k": k, "v": v, **lengths})
     given = ForwardArguments(q, k, v, **grouped(options))
-    call = as_cast(given)
+    call, device = as_cast(given), device_of(q)
     refused = UnsupportedError.of(fp8_attention.check, call)
     grad_dtype = fp8_attention.check_scaling(scaling, grad_dtype, q)
     if refused is not None:
-        return Description.refused(graphs.sdpa_fp8_forward, refused, device_of(q))
+        return Description.refused(graphs.sdpa_fp8_forward, refused, device)
     trains = needs_gradient(q, k, v)
-    of = _in_fp8(call, with_lse=trains)
-    forward = ForwardSpec.of(of)
+    of = fp8_attention.in_fp8(call, with_lse=trains)
+    forward, backward = ForwardSpec.of(of), None
+    if trains:
+        around = [*_notes_backward(scaling, grad_dtype), *notes_on_casts(given, call, back=True)]
+        backward = _describe_backward_call(fp8_attention.gradient_in_fp8(of, grad_dtype), device, around)
 
     def key(target: Target, device: int | None) -> PlanKey:
-        if not trains and fp8_attention.has_half_output(forward.dense, target):
+        if not trains and fp8_attention.has_half_output(of, target):
             return replace(forward, out=replace(forward.out, dtype=call.q.dtype)).key(target, device)
         return forward.key(target, device)
 
-    is_empty = forward.dense.is_empty
     around = [*notes_on_casts(given, call), *_notes(call, scaling, trains=trains)]
     return Description(
         operation=graphs.sdpa_fp8_forward,
         key=key,
-        device=device_of(q),
-        is_empty=is_empty,
+        device=device,
+        is_empty=forward.dense.is_empty,
         extra_kernels=[*around, *forward.extra_kernels()],
-        backward=_describe_backward(given=given, call=call, of=of, scaling=scaling, dtype=grad_dtype)
-        if trains
-        else None,
+        backward=backward,
     )
-
-
-def _describe_backward(
-    given: ForwardArguments,
-    call: ForwardArguments,
-    of: Fp8Arguments,
-    scaling: Fp8Scaling | None,
-    dtype: torch.dtype,
-) -> Description:
-    out = _dense((*of.q.shape[:3], of.v.shape[3]), of.q, DTYPE)
-    grad_out, lse = _dense(out.shape, out, dtype), torch.empty(out.shape[:3], dtype=torch.float32, device="meta")
-    tensors = grad_out, of.q, of.k, of.v, out, lse, *[ONE] * len(Fp8BackwardScales._fields)
-    options = *call.softmax[:OPTIONS], call.softmax.deterministic
-    backward = Fp8BackwardArguments._make((*tensors, of.seq_lens_q, of.seq_lens_kv, *options))
-    around = [*_notes_backward(scaling, dtype), *notes_on_casts(given, call, back=True)]
-    return _describe_backward_call(backward, device_of(call.q), around)
-
-
-def _in_fp8(call: ForwardArguments, *, with_lse: bool) -> Fp8Arguments:
-    """The call of `sdpa_fp8`: quantized tensors are dense, in the memory order of the originals."""
-    of, qkv = without_data(call), [_dense(x.shape, x, DTYPE) for x in call.qkv]
-    scales, lengths, tables = [ONE] * len(Fp8Scales._fields), (of.seq_lens_q, of.seq_lens_kv), (None, None)
-    return Fp8Arguments._make((*qkv, *scales, *lengths, *tables, *call.softmax[:OPTIONS], None, with_lse))
-
-
-def _dense(shape: Sequence[int], like: Tensor, dtype: torch.dtype) -> Tensor:
-    stride = dense_stride_like(tuple(shape), like.shape, like.stride())
-    return torch.empty_strided(tuple(shape), stride, dtype=dtype, device="meta")
 
 
 def _notes(call: ForwardArguments, scaling: Fp8Scaling | None, *, trains: bool) -> list[str]:

@@ -12,11 +12,16 @@ from torch._compile import _disable_dynamo
 from torch.nn import functional
 
 from cudnn_sdpa.attention import arguments, sharding
-from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax, cast_for_autocast, softmax_of
-from cudnn_sdpa.attention.dense.plans import DenseSpec
+from cudnn_sdpa.attention.arguments import (
+    ForwardArguments,
+    Softmax,
+    cast_for_autocast,
+    outputs_without_data,
+    softmax_of,
+)
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
-from cudnn_sdpa.attention.fp8.arguments import Fp8Gradients, Options
-from cudnn_sdpa.attention.fp8.plans import ForwardSpec, spec_of, split_gradients
+from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardScales, Fp8Gradients, Fp8Scales
+from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call
 from cudnn_sdpa.attention.fp8.quantize import (
     Wanted,
     by_kernel,
@@ -47,18 +52,14 @@ from cudnn_sdpa.attention.fp8.scaling_state import (
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.reference import without_autocast
-from cudnn_sdpa.attention.support import rules_fp8
-from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal, refuse
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, tensor_checks
-from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.autograd_checks import refuse_batch, refuse_second_gradient
-from cudnn_sdpa.engine.call import Function
+from cudnn_sdpa.engine.call import Function, without_data
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory, needs_gradient
 from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.engine.sharding import run as run_on_dtensors
 from cudnn_sdpa.engine.tensor_checks import dtype_name
 from cudnn_sdpa.errors import DeviceError, OptionError, UnsupportedError
-from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
@@ -67,7 +68,7 @@ from cudnn_sdpa.graph.target import Target, live_target
 class Call(NamedTuple):
     """A call without its queries, keys and values; `deterministic` is for its gradients."""
 
-    options: Options
+    options: dict[str, Any]
     scaling: Fp8Scaling | None
     grad_dtype: torch.dtype
     deterministic: bool
@@ -246,7 +247,7 @@ def fp8_attention(
         >>> bool(error < 0.06)
         True
     """
-    options: Options = {
+    options: dict[str, Any] = {
         "is_causal": as_bool(is_causal),
         "causal_alignment": causal_alignment,
         "window_size": window_size,
@@ -261,22 +262,25 @@ def fp8_attention(
     tensors = {"q": q, "k": k, "v": v, "seq_lens_q": seq_lens_q, "seq_lens_kv": seq_lens_kv}
     fp8_arguments.check_tensors(tensors)
     if has_dtensor(*tensors.values()):
-        return _on_dtensors({**tensors, **options}, scaling, grad_dtype)
+        given = {**tensors, **options}
+        return run_on_dtensors(
+            "fp8_attention",
+            sharding.fp8_attention(given),
+            given,
+            lambda local, _: fp8_attention(**local, scaling=scaling, grad_dtype=grad_dtype),
+        )
     cast = cast_for_autocast(ForwardArguments(q, k, v))
     q, k, v = cast.q, cast.k, cast.v
     softmax = softmax_of(is_causal, causal_alignment, window_size, options["scale"])
     of = ForwardArguments(q, k, v, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv, softmax=softmax)
     check(of)
-    made = check_scaling(scaling, grad_dtype, q)
-    return _run(of, Call(options, scaling, made, is_deterministic(None)))
-
-
-def _on_dtensors(given: dict[str, object], scaling: Fp8Scaling | None, grad_dtype: torch.dtype | None) -> Tensor:
-    def on_local_tensors(local: dict[str, Any], _: object) -> Tensor:
-        return fp8_attention(**local, scaling=scaling, grad_dtype=grad_dtype)
-
-    ways = sharding.fp8_attention(given)
-    return run_on_dtensors("fp8_attention", ways, given, on_local_tensors)
+    call = Call(options, scaling, check_scaling(scaling, grad_dtype, q), softmax.deterministic)
+    trains = needs_gradient(q, k, v)
+    half_output = check_support(of, trains=trains)
+    if trains:
+        return Attention.apply(q, k, v, call)  # type: ignore[no-any-return]
+    with torch.no_grad(), without_autocast(q):
+        return forward(q, k, v, call, half_output=half_output).out
 
 
 #: For torch.compile, which cannot trace our kernels and the histories.
@@ -285,7 +289,7 @@ _eager = _disable_dynamo(fp8_attention)
 
 def check(of: ForwardArguments) -> None:
     q, k, v = of.qkv
-    fp8_arguments.check_softmax(of.softmax)
+    fp8_arguments.check_options(of)
     hint = "Convert it with .to(torch.bfloat16); sdpa_fp8 takes FP8 tensors."
     fp8_arguments.check_common(of, IN_DTYPES, hint)
     # Tensors inside a functorch transform have no address.
@@ -317,23 +321,13 @@ def check_scaling(scaling: object, grad_dtype: torch.dtype | None, q: Tensor) ->
     return grad_dtype
 
 
-def _run(of: ForwardArguments, call: Call) -> Tensor:
-    q, k, v = of.q, of.k, of.v
-    trains = needs_gradient(q, k, v)
-    half_output = check_support(of, trains=trains, deterministic=call.deterministic)
-    if trains:
-        return Attention.apply(q, k, v, call)  # type: ignore[no-any-return]
-    with torch.no_grad(), without_autocast(q):
-        return forward(q, k, v, call, half_output=half_output).out
-
-
-def check_support(of: ForwardArguments, *, trains: bool, deterministic: bool) -> bool:
+def check_support(of: ForwardArguments, *, trains: bool) -> bool:
     """Whether cuDNN writes the output in 16 bits directly. Refuses calls for which the GPU has no kernel."""
     q, k, v = of.qkv
     if not q.numel() or not k.numel():
         return False
     lengths = of.seq_lens_q is not None, of.seq_lens_kv is not None
-    asked = ((q.shape, k.shape, v.shape), lengths, of.softmax, trains, deterministic)
+    asked = ((q.shape, k.shape, v.shape), lengths, of.softmax, trains)
     if q.is_cuda:
         return _support(q.get_device(), *asked)
     name = cpu_target.active_name()
@@ -352,27 +346,40 @@ def _support(
     lengths: tuple[bool, bool],
     softmax: Softmax,
     trains: bool,
-    deterministic: bool,
 ) -> bool:
     target = live_target(device) if isinstance(device, int) else cpu_target.target_of(device)
     q, k, v = (torch.empty(*shape, dtype=DTYPE, device="meta") for shape in shapes)
     of_q, of_kv = (q.new_empty(len(q), dtype=torch.int32) if is_given else None for is_given in lengths)
-    call = ForwardArguments(q, k, v, seq_lens_q=of_q, seq_lens_kv=of_kv, softmax=softmax, with_lse=trains)
-    dense = spec_of(call)
-    if not trains and has_half_output(dense, target):
+    call = in_fp8(ForwardArguments(q, k, v, seq_lens_q=of_q, seq_lens_kv=of_kv, softmax=softmax), with_lse=trains)
+    if not trains and has_half_output(call, target):
         return True
-    configurations = [dense.configuration(FORWARD, target)]
-    if trains:
-        configurations.append(dense.configuration(BACKWARD, target, deterministic=deterministic))
-    for configuration in configurations:
-        refuse(configuration, "fp8_attention", rules_fp8.RULES)
-    out = TensorLayout.contiguous((*q.shape[:3], v.shape[3]), DTYPE)
-    known_issues.check(ForwardSpec(dense=dense, out=out, with_lse=trains).key(target, None))
-    if trains:
-        split_gradients(*call.qkv)
+    try:
+        call.check_keys(target)
+        if trains:
+            gradient_in_fp8(call, DTYPE).check_keys(target)
+    except UnsupportedError as error:
+        raise error.renamed({"sdpa_fp8": "fp8_attention", "sdpa_fp8_backward": "fp8_attention"}) from None
     return False
 
 
-def has_half_output(dense: DenseSpec, target: Target) -> bool:
-    configuration = dense.configuration(FORWARD, target, half_output=True)
-    return refusal(configuration, "fp8_attention", rules_fp8.RULES) is None
+def has_half_output(call: Fp8Call, target: Target) -> bool:
+    """Whether cuDNN can write the output of a call in 16 bits."""
+    return UnsupportedError.of(list, call._replace(out_dtype=torch.bfloat16).keys(target, None)) is None
+
+
+def in_fp8(of: ForwardArguments, *, with_lse: bool) -> Fp8Call:
+    """The call of `sdpa_fp8`, without data: quantized tensors are dense, in the memory order of the originals."""
+    of = without_data(of)
+    fields: dict[str, Any] = {name: new_like(x, DTYPE) for name, x in zip("qkv", of.qkv, strict=True)}
+    fields |= {name: getattr(of, name) for name in ("seq_lens_q", "seq_lens_kv", "softmax")}
+    fields |= dict.fromkeys(Fp8Scales._fields, torch.empty(1, device="meta"))
+    return Fp8Call(**fields, with_lse=with_lse)
+
+
+def gradient_in_fp8(call: Fp8Call, grad_dtype: torch.dtype) -> Fp8BackwardCall:
+    """The call of `sdpa_fp8_backward` for a call without data."""
+    fields: dict[str, Any] = outputs_without_data(TensorLayout(*call.outputs()[0]))
+    fields["grad_out"] = fields["grad_out"].to(grad_dtype)
+    fields |= {name: getattr(call, name) for name in ("q", "k", "v", "seq_lens_q", "seq_lens_kv", "softmax")}
+    fields |= dict.fromkeys(Fp8BackwardScales._fields, call.scale_o)
+    return Fp8BackwardCall(**fields)

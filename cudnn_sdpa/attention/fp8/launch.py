@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.arguments import warn_of_order
+from cudnn_sdpa.attention.dense.launch import has_readable_layout
 from cudnn_sdpa.attention.dense.plans import DenseSpec
 from cudnn_sdpa.attention.fp8 import graphs, plans, workarounds
 from cudnn_sdpa.attention.fp8.arguments import (
@@ -24,9 +26,9 @@ from cudnn_sdpa.attention.fp8.arguments import (
 )
 from cudnn_sdpa.attention.fp8.plans import AMAX, BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.parts import Part
-from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch
+from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, new_tensor
 from cudnn_sdpa.engine.operation import OPERATIONS
-from cudnn_sdpa.engine.tensor_checks import check_address
+from cudnn_sdpa.engine.tensor_checks import LOWEST, check_address, check_present
 from cudnn_sdpa.graph.key import PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
@@ -73,7 +75,7 @@ def prepare(call: Fp8Arguments) -> Prepared:
     def run_visible(call: Fp8Arguments) -> Results:
         """The plan computes the queries that see a key, which are the last ones."""
         check_address("q", call.q)  # later, of a slice, no address would show it
-        out = torch.empty_strided(spec.out.shape, spec.out.stride, dtype=spec.out.dtype, device=call.q.device)
+        out = new_tensor(as_layout(spec.out), call.q.device)
         out[:, :, :masked_rows].zero_()
         tensors = call.q[:, :, masked_rows:], call.k, call.v
         _, amax_s, amax_o, *lse = bound(call, tensors, out[:, :, masked_rows:])
@@ -91,13 +93,8 @@ def prepare(call: Fp8Arguments) -> Prepared:
 
 
 def _fill_empty(call: Fp8Arguments) -> Results:
-    out, amax_s, amax_o, lse = (_zeros(call.q, layout) for layout in plans.results(call))
+    out, amax_s, amax_o, lse = (new_tensor(layout, call.q.device).zero_() for layout in plans.results(call))
     return (out, amax_s, amax_o, lse.fill_(-torch.inf)) if call.with_lse else (out, amax_s, amax_o)
-
-
-def _zeros(like: Tensor, layout: Layout) -> Tensor:
-    shape, stride, dtype = layout
-    return torch.empty_strided(shape, stride, dtype=dtype, device=like.device).zero_()
 
 
 def _scales(names: Sequence[str], key: PlanKey) -> LaunchExtras:
@@ -117,11 +114,11 @@ def _made(call: Fp8Arguments | Fp8BackwardArguments, dense: DenseSpec) -> dict[s
 class _Bound:
     """Launches a plan with the scales of a call, and the lengths and page tables that are made for it."""
 
-    __slots__ = ("_amaxes", "_dense", "_scales", "_sides", "bound")
+    __slots__ = ("_amaxes", "_scales", "_sides", "bound", "dense")
 
     def __init__(self, bound: BoundPlan, scales: Sequence[str], tensors: int, dense: DenseSpec) -> None:
         """Binds it, given the names of the scales, and the number of the operands before them."""
-        self.bound, self._dense, self._scales = bound, dense, attrgetter(*scales)
+        self.bound, self.dense, self._scales = bound, dense, attrgetter(*scales)
         self._sides = bound.operands[tensors + len(scales) :]
         key = bound.plan.key
         amaxes = [place for place, x in enumerate(key.outputs) if x.name.startswith("amax_")]
@@ -142,7 +139,7 @@ class _Bound:
     ) -> list[Tensor]:
         bound = self.bound
         with _on(bound.plan.device):
-            made = _made(call, self._dense)
+            made = _made(call, self.dense)
             if into is None and self._amaxes:
                 first, *others = bound.results
                 into = [allocate(*first) if out is None else out, *(allocate(*layout) for layout in others)]
@@ -182,34 +179,38 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
     )
     bound = _Bound(plain, Fp8BackwardScales._fields, tensors=6, dense=dense)
     is_whole = spec is whole and rows == dense.rows == dense.sq
-    if is_whole and bound.is_direct and _is_read_in_place(call):
+    copied = {} if has_readable_layout(call.grad_out) else {"grad_out": whole.grad_out}
+    if not call.lse.is_contiguous():
+        copied["lse"] = TensorLayout.contiguous(tuple(call.lse.shape), torch.float32)
+    if is_whole and bound.is_direct and not copied:
         return Prepared(SingleLaunch(plain, range(len(plain.results)), of={}), plan)
-    read = _reader(call, whole)
 
     def run(call: Fp8BackwardArguments) -> Results:
-        call = read(call)
+        call = _readable(call, copied)
         return tuple(bound(call, (call.q, call.k, call.v, call.out, call.grad_out, call.lse)))
 
     if is_whole:
         return Prepared(run, plan)
-    launch = _PartOfRows(bound, spec, rows)
 
     def run_rows(call: Fp8BackwardArguments) -> Results:
         """As many launches as there are parts of the batch, of rows that see a key, perhaps padded."""
-        call, entries = read(call), spec.dense.q.shape[0]
-        for name in ("q", "k", "v", "out", "grad_out", "lse"):
+        call, entries = _readable(call, copied), spec.dense.q.shape[0]
+        if call.grad_out.data_ptr() < LOWEST:
+            check_present("grad_out", call.grad_out)  # where it is not aligned, it is copied
+        for name in ("q", "k", "v", "out", "lse"):
             check_address(name, getattr(call, name))  # before PyTorch's kernels read them, or slices are made
         device, batch = call.q.device, call.q.shape[0]
-        found = [torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in gradients]
+        found = [new_tensor(layout, device) for layout in gradients]
         if spec is whole:
-            found += [torch.empty(1, dtype=torch.float32, device=device) for _ in range(4)]
-            launch(call, found)
+            found += [new_tensor(AMAX, device) for _ in range(4)]
+            _launch_rows(bound, call, found, rows - dense.rows)
             return tuple(found)
         amaxes = torch.zeros(batch // entries, 4, dtype=torch.float32, device=device)
         for number, first in enumerate(range(0, batch, entries)):
             part = slice(first, first + entries)
             of_part = plans.part_of(call, Part(part, slice(None), slice(None)))
-            launch(of_part, [*(x[part] for x in found), *_single(amaxes[number])])
+            outputs = [*(x[part] for x in found), *_single(amaxes[number])]
+            _launch_rows(bound, of_part, outputs, rows - dense.rows)
         return *found, *_single(amaxes.amax(0))
 
     return Prepared(run_rows, plan)
@@ -228,55 +229,30 @@ def _run_in_parts(call: Fp8BackwardArguments) -> Results:
 
 
 def _zero_gradients(call: Fp8BackwardArguments) -> Results:
-    return tuple(_zeros(call.q, layout) for layout in plans.results_of_backward(call))
+    return tuple(new_tensor(layout, call.q.device).zero_() for layout in plans.results_of_backward(call))
 
 
-def _is_read_in_place(call: Fp8BackwardArguments) -> bool:
-    """Whether cuDNN reads the output's gradient and the LSE without a copy, if their addresses are aligned."""
-    return workarounds.has_readable_strides(call.grad_out) and call.lse.is_contiguous()
+def _readable(call: Fp8BackwardArguments, copied: Mapping[str, TensorLayout]) -> Fp8BackwardArguments:
+    """The call with copies, in these layouts, of operands whose own cuDNN cannot read."""
+    made: dict[str, Any] = {name: workarounds.copied(name, getattr(call, name), x) for name, x in copied.items()}
+    return call._replace(**made) if made else call
 
 
-def _reader(call: Fp8BackwardArguments, spec: BackwardSpec) -> Callable[[Fp8BackwardArguments], Fp8BackwardArguments]:
-    """Makes calls like this one readable: copies the output's gradient and the LSE if cuDNN cannot read them."""
-    copies_grad_out = not workarounds.has_readable_strides(call.grad_out)
-    lse = None if call.lse.is_contiguous() else TensorLayout.contiguous(tuple(call.lse.shape), torch.float32)
-
-    def read(call: Fp8BackwardArguments) -> Fp8BackwardArguments:
-        grad_out = call.grad_out
-        if copies_grad_out:
-            grad_out = workarounds.copied("grad_out", grad_out, spec.grad_out)
-        else:
-            grad_out = workarounds.aligned(grad_out)
-        if grad_out is not call.grad_out:
-            call = call._replace(grad_out=grad_out)
-        return call if lse is None else call._replace(lse=workarounds.copied("lse", call.lse, lse))
-
-    return read
-
-
-class _PartOfRows:
-    """A launch of the rows that see a key, padded on Hopper, into given outputs."""
-
-    __slots__ = ("_bound", "_masked_rows", "_padding", "_rows")
-
-    def __init__(self, bound: _Bound, spec: BackwardSpec, rows: int) -> None:
-        self._bound, self._rows = bound, rows
-        self._masked_rows, self._padding = spec.dense.mask.masked_rows, rows - spec.dense.rows
-
-    def __call__(self, call: Fp8BackwardArguments, outputs: list[Tensor]) -> None:
-        masked_rows = self._masked_rows
-        q, out, grad_out, lse, grad_q = call.q, call.out, call.grad_out, call.lse, outputs[0]
-        if masked_rows:
-            grad_q[:, :, :masked_rows].zero_()
-            q, out, grad_out, lse, grad_q = (x[:, :, masked_rows:] for x in (q, out, grad_out, lse, grad_q))
-            lse = lse.clone(memory_format=torch.contiguous_format)  # for an aligned address
-        visible = grad_q
-        if self._padding:
-            q, out, grad_out, lse = (workarounds.pad_rows(x, self._rows) for x in (q, out, grad_out, lse))
-            grad_q = torch.empty_like(q, dtype=grad_q.dtype)
-        self._bound(call, (q, call.k, call.v, out, grad_out, lse), into=[grad_q, *outputs[1:]])
-        if self._padding:
-            visible.copy_(grad_q[:, :, : visible.shape[2]])
+def _launch_rows(bound: _Bound, call: Fp8BackwardArguments, outputs: Sequence[Tensor], padding: int) -> None:
+    """Launches the rows that see a key, padded on Hopper, into given outputs."""
+    masked_rows = bound.dense.mask.masked_rows
+    q, out, grad_out, lse, grad_q = call.q, call.out, call.grad_out, call.lse, outputs[0]
+    if masked_rows:
+        grad_q[:, :, :masked_rows].zero_()
+        q, out, grad_out, lse, grad_q = (x[:, :, masked_rows:] for x in (q, out, grad_out, lse, grad_q))
+        lse = lse.clone(memory_format=torch.contiguous_format)  # for an aligned address
+    visible = grad_q
+    if padding:
+        q, out, grad_out, lse = (workarounds.pad_rows(x, x.shape[2] + padding) for x in (q, out, grad_out, lse))
+        grad_q = torch.empty_like(q, dtype=grad_q.dtype)
+    bound(call, (q, call.k, call.v, out, grad_out, lse), into=[grad_q, *outputs[1:]])
+    if padding:
+        visible.copy_(grad_q[:, :, : visible.shape[2]])
 
 
 def _single(values: Tensor) -> list[Tensor]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.dense import plans as dense_plans
 from cudnn_sdpa.attention.dense.plans import FIRST_RIGHT_LAST_TILE, GRAD_OUT_COPY, LAST_TILE, DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments, graphs, workarounds
 from cudnn_sdpa.attention.fp8.arguments import (
@@ -65,10 +66,8 @@ def spec_of(call: ForwardArguments) -> DenseSpec:
 
 
 def results(call: Fp8Arguments) -> tuple[Layout, ...]:
-    q = call.q
-    shape, lse = (*q.shape[:3], call.v.shape[3]), TensorLayout.contiguous(tuple(q.shape[:3]), torch.float32)
-    out = shape, dense_stride_like(shape, q.shape, q.stride()), q.dtype if call.out_dtype is None else call.out_dtype
-    return out, AMAX, AMAX, (lse.shape, lse.stride, lse.dtype)
+    (shape, stride, dtype), lse = dense_plans.results(as_dense(call))
+    return (shape, stride, call.out_dtype or dtype), AMAX, AMAX, lse
 
 
 def results_of_backward(call: Fp8BackwardArguments) -> tuple[Layout, ...]:
@@ -150,7 +149,7 @@ class BackwardSpec:
     @classmethod
     def of(cls, call: Fp8BackwardArguments) -> BackwardSpec:
         out, grad_out = TensorLayout.of(call.out), workarounds.readable_layout(call)
-        return cls(spec_of(as_dense(call)), out, grad_out, call.deterministic)
+        return cls(spec_of(as_dense(call)), out, grad_out, call.softmax.deterministic)
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         dense = self.dense
@@ -169,12 +168,19 @@ class BackwardSpec:
             Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)),
             *(scale, *device_scalars(Fp8BackwardScales._fields), *lengths),
         ]
+        grad_q, grad_k, grad_v = self.gradients()
+        outputs = [
+            Operand("grad_q", self._of_rows(grad_q, rows)),
+            *(Operand("grad_k", grad_k), Operand("grad_v", grad_v)),
+            *device_scalars(("amax_dq", "amax_dk", "amax_dv", "amax_dp")),
+        ]
         options = {"band": dense.mask.band, "deterministic": self.deterministic}
         return graphs.sdpa_fp8_backward.key(
-            inputs=inputs, outputs=self._outputs(rows), options=options, target=target, device=device
+            inputs=inputs, outputs=outputs, options=options, target=target, device=device
         )
 
     def gradients(self) -> list[TensorLayout]:
+        """The layouts of the gradients, each in the memory order of its tensor."""
         dtype, dense = self.grad_out.dtype, self.dense
         return [replace(dense_like(layout), dtype=dtype) for layout in (dense.q, dense.k, dense.v)]
 
@@ -214,17 +220,6 @@ class BackwardSpec:
         """Whether full lengths are passed to mask the padding of the last tiles: see `known_issues`."""
         partial = self.dense.rows % LAST_TILE != 0 or self.dense.skv % LAST_TILE != 0
         return partial and target.cudnn < FIRST_RIGHT_LAST_TILE
-
-    def _outputs(self, rows: int) -> list[Operand]:
-        """The gradients, each in the memory order of its tensor, and the amax outputs."""
-        grad_q, grad_k, grad_v = self.gradients()
-        amaxes = device_scalars(("amax_dq", "amax_dk", "amax_dv", "amax_dp"))
-        return [
-            Operand("grad_q", self._of_rows(grad_q, rows)),
-            Operand("grad_k", grad_k),
-            Operand("grad_v", grad_v),
-            *amaxes,
-        ]
 
     def extra_kernels(self) -> list[str]:
         notes, masked_rows = [AMAXES, GRAD_OUT_COPY, *_notes_on_lengths(self.dense)], self.dense.mask.masked_rows

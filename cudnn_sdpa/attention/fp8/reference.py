@@ -30,7 +30,7 @@ from cudnn_sdpa.attention.fp8.arguments import (
 )
 from cudnn_sdpa.attention.paged.reference import gathered
 from cudnn_sdpa.attention.reference import finite, repeated, summed, visible, without_autocast
-from cudnn_sdpa.engine.launch import Layout
+from cudnn_sdpa.engine.launch import new_tensor
 
 
 def quantized(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -134,20 +134,15 @@ def amax_of(x: Tensor) -> Tensor:
 def results(call: Fp8Arguments) -> tuple[Tensor, ...]:
     found = attention(call)
     assert found.lse is not None
-    out = _laid_out(found.out, plans.results(call)[0])
+    out = new_tensor(plans.results(call)[0], call.q.device).copy_(found.out)
     return out, found.amax_s, found.amax_o, found.lse.float()
 
 
 def results_of_backward(call: Fp8BackwardArguments) -> tuple[Tensor, ...]:
     *found, amax_dq, amax_dk, amax_dv, amax_dp = gradients(call)
     layouts = plans.results_of_backward(call)
-    dq, dk, dv = (_laid_out(x, layout) for x, layout in zip(found, layouts, strict=False))
+    dq, dk, dv = (new_tensor(layout, x.device).copy_(x) for layout, x in zip(layouts, found, strict=False))
     return dq, dk, dv, amax_dq, amax_dk, amax_dv, amax_dp
-
-
-def _laid_out(x: Tensor, layout: Layout) -> Tensor:
-    shape, stride, dtype = layout
-    return torch.empty_strided(shape, stride, dtype=dtype, device=x.device).copy_(x)
 
 
 def flops(call: Fp8Arguments) -> tuple[int, int]:

@@ -6,18 +6,24 @@ quantized with a scale from the amax values of earlier steps, so that it is read
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
+from cudnn_sdpa.attention.arguments import check_flag
 from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.fp8.quantize import check_group, scales_of, share, update
-from cudnn_sdpa.attention.fp8.scaling_state import DO, Fp8State, Steps
+from cudnn_sdpa.attention.fp8.scaling_state import DO, NAMES, SCALE_S, S, Steps
 from cudnn_sdpa.engine.tensor_checks import dtype_name
-from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.errors import DeviceError, DtypeError, OptionError, check_choice
 from cudnn_sdpa.graph.scalars import as_bool, as_index, is_integer
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 DTYPE = torch.float8_e4m3fn  #: of everything in the forward pass
 INPUTS = ("delayed", "current")
@@ -30,7 +36,7 @@ def limits_of(grad_dtype: torch.dtype, margin: int = 0) -> tuple[float, float]:
     return torch.finfo(DTYPE).max / 2**margin, torch.finfo(grad_dtype).max / 2**margin
 
 
-class Fp8Scaling(Fp8State):
+class Fp8Scaling(nn.Module):
     """The scales of one attention layer in FP8, with the amax histories that they come from.
 
     `Fp8Attention` has one, and `fp8_attention` accepts one. Each layer needs its own.
@@ -94,6 +100,11 @@ class Fp8Scaling(Fp8State):
         tensor([448., 448., 448.])
     """
 
+    scale: Tensor
+    amax: Tensor
+    amax_history: Tensor
+    limits: Tensor  # the values that amax is scaled to, (10,); 0 if the scale is fixed. Not in `state_dict`
+
     def __init__(
         self,
         *,
@@ -107,8 +118,8 @@ class Fp8Scaling(Fp8State):
         process_group: dist.ProcessGroup | str | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        _check_choice("inputs", inputs, INPUTS)
-        _check_choice("algorithm", algorithm, ALGORITHMS)
+        check_choice("inputs", inputs, INPUTS)
+        check_choice("algorithm", algorithm, ALGORITHMS)
         check_grad_dtype(grad_dtype)
         history, margin, calibration = as_index(history), as_index(margin), as_index(calibration)
         auto_update = as_bool(auto_update)
@@ -117,13 +128,29 @@ class Fp8Scaling(Fp8State):
                 raise OptionError(name, repr(steps), "a number of steps, 1 or more")
         if not is_integer(margin) or not 0 <= margin <= MAX_MARGIN:
             raise OptionError("margin", repr(margin), f"an integer from 0 to {MAX_MARGIN}")
-        if not isinstance(auto_update, bool):
-            raise OptionError("auto_update", repr(auto_update), "True or False")
+        check_flag("auto_update", auto_update)
         check_group(process_group)
-        super().__init__(history, limits_of(grad_dtype, margin), device)
+        super().__init__()
         self.inputs, self.algorithm, self.grad_dtype = inputs, algorithm, grad_dtype
         self.margin, self.auto_update, self.process_group = margin, auto_update, process_group
         self._steps = Steps(calibration)
+        for name, tensor in self._initial(history, device).items():
+            self.register_buffer(name, tensor, persistent=name != "limits")
+
+    def _initial(self, history: int, device: torch.device | str | None) -> dict[str, Tensor]:
+        """The state at first: float32 in any model, and no inference tensors, since each step writes it."""
+        forward, backward = limits_of(self.grad_dtype, self.margin)
+        limits = [forward] * DO + [backward] * (len(NAMES) - DO)
+        limits[S] = 0.0  # its scale is fixed
+        with torch.inference_mode(mode=False):
+            scale = torch.ones(len(NAMES), dtype=torch.float32, device=device)
+            scale[S].fill_(SCALE_S)
+            return {
+                "scale": scale,
+                "amax": torch.zeros_like(scale),
+                "amax_history": torch.zeros(len(NAMES), history, dtype=torch.float32, device=device),
+                "limits": torch.tensor(limits, dtype=torch.float32, device=device),
+            }
 
     @property
     def calibration(self) -> int:
@@ -132,7 +159,8 @@ class Fp8Scaling(Fp8State):
 
     def reset_parameters(self) -> None:
         """Forgets all steps, in place; the next steps calibrate."""
-        super().reset_parameters()
+        for name, tensor in self._initial(self.amax_history.shape[1], self.scale.device).items():
+            self._buffers[name].copy_(tensor)  # type: ignore[union-attr]
         self._steps.restart([False, False], [False, False])
 
     @property
@@ -198,16 +226,54 @@ class Fp8Scaling(Fp8State):
             f"calibration={self.calibration}, process_group={self.process_group!r}"
         )
 
-    def _after_load(self) -> None:
+    def check(self) -> None:
+        """Refuses a state that something has converted or moved: kernels read dense float32 on one device."""
+        for name, tensor in self._buffers.items():
+            if tensor is None or tensor.dtype != torch.float32 or not tensor.is_contiguous():
+                got = "None" if tensor is None else f"{dtype_name(tensor.dtype)} with strides {tensor.stride()}"
+                raise DtypeError(f"scaling.{name}", got, "dense float32", "load_state_dict() and .to() keep it so.")
+            if tensor.device != self.scale.device:
+                raise DeviceError(f"scaling.{name}", str(tensor.device), f"{self.scale.device}, where scaling.scale is")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Moves the state to another device; its dtype stays float32, which cuDNN reads."""
+        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        with torch.inference_mode(mode=False):
+            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+            for name, old in before.items():
+                new = self._buffers[name]
+                if new is not None and old.is_meta and not new.is_meta:  # a meta tensor has no values to keep
+                    self._buffers[name] = self._initial(self.amax_history.shape[1], new.device)[name]
+                elif new is not None and new.dtype != torch.float32:
+                    self._buffers[name] = old.to(new.device)
+        return self
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, object], prefix: str, *rest: object) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for name in ("scale", "amax", "amax_history"):  # `assign=True` keeps the loaded tensors themselves
+                loaded = getattr(self, name)
+                own = loaded.clone() if loaded.is_inference() or loaded is state_dict.get(prefix + name) else loaded
+                self._buffers[name] = own.to(torch.float32).contiguous()
+            if self.limits.device != self.scale.device:
+                self._buffers["limits"] = self._initial(1, self.scale.device)["limits"]
+            if f"{prefix}amax_history" in state_dict and not self.amax_history.is_meta:
+                self._read_history()
+
+    def _read_history(self) -> None:
+        """Derives scales and steps from a loaded history."""
         most_recent = self.algorithm != "max"
         self.scale.copy_(scales_of(self.amax_history, self.scale, self.limits, most_recent=most_recent))
         seen = (self.amax_history > 0).any(dim=1).tolist()  # the only time that the host reads it
         amax = (self.amax > 0).tolist()
         self._steps.restart(*([any(rows[:DO]), any(rows[DO:])] for rows in (seen, amax)))
 
-    def __deepcopy__(self, memo: dict[int, object]) -> Fp8Scaling:
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
         memo[id(self.process_group)] = self.process_group  # a copy belongs to the same ranks
-        return super().__deepcopy__(memo)
+        memo[id(self)] = clone = type(self).__new__(type(self))
+        with torch.inference_mode(mode=False):
+            clone.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return clone
 
     def __getstate__(self) -> dict[str, object]:
         if self.process_group is not None and not isinstance(self.process_group, str):
@@ -215,15 +281,17 @@ class Fp8Scaling(Fp8State):
             raise OptionError("process_group", "a ProcessGroup", expected, "Save its state_dict().")
         return dict(self.__dict__)
 
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        with torch.inference_mode(mode=False):
+            for name, loaded in self._buffers.items():
+                if loaded is not None and loaded.is_inference():
+                    self._buffers[name] = loaded.clone()
+
 
 def check_grad_dtype(grad_dtype: object) -> None:
     if grad_dtype not in FP8_DTYPES:
         raise OptionError("grad_dtype", repr(grad_dtype), " or ".join(map(dtype_name, FP8_DTYPES)))
-
-
-def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise OptionError(name, repr(value), " or ".join(map(repr, choices)))
 
 
 def _update(layers: Sequence[Fp8Scaling]) -> None:

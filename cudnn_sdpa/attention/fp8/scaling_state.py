@@ -1,17 +1,11 @@
-"""The tensors of `Fp8Scaling` and the table of a call's scales, on the GPU; and the host's counts of steps."""
+"""The table of a call's scales, on the GPU, and the host's counts of a layer's steps."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardScales, Fp8Scales
-from cudnn_sdpa.engine.tensor_checks import dtype_name
-from cudnn_sdpa.errors import DeviceError, DtypeError
 
 NAMES = ("q", "k", "v", "s", "o", "do", "dp", "dq", "dk", "dv")
 Q, K, V, S, O, DO, DP, DQ, DK, DV = range(len(NAMES))  # noqa: E741 - the name of the output in this field
@@ -69,99 +63,6 @@ def set_scales(table: Tensor, first: int, scales: Tensor) -> None:
     rows = slice(first, first + scales.numel())
     table[SCALE, rows, 0] = scales
     table[DESCALE, rows, 0] = 1 / scales
-
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
-
-class Fp8State(nn.Module):
-    """Scales of ten tensors, and the amax values that they come from.
-
-    All are float32, also after a conversion of the model, and never inference tensors, since each step writes them.
-
-    Attributes:
-        limits: The values that amax is scaled to, (10,); 0 if the scale is fixed. Not in `state_dict`.
-    """
-
-    scale: Tensor
-    amax: Tensor
-    amax_history: Tensor
-    limits: Tensor
-
-    def __init__(self, history: int, limits: tuple[float, float], device: torch.device | str | None) -> None:
-        super().__init__()
-        self._limits = limits  # of the tensors of the forward pass, and of gradients
-        for name, tensor in self._initial(history, device).items():
-            self.register_buffer(name, tensor, persistent=name != "limits")
-
-    def _initial(self, history: int, device: torch.device | str | None) -> dict[str, Tensor]:
-        forward, backward = self._limits
-        limits = [forward] * DO + [backward] * (len(NAMES) - DO)
-        limits[S] = 0.0  # its scale is fixed
-        with torch.inference_mode(mode=False):
-            scale = torch.ones(len(NAMES), dtype=torch.float32, device=device)
-            scale[S].fill_(SCALE_S)
-            return {
-                "scale": scale,
-                "amax": torch.zeros_like(scale),
-                "amax_history": torch.zeros(len(NAMES), history, dtype=torch.float32, device=device),
-                "limits": torch.tensor(limits, dtype=torch.float32, device=device),
-            }
-
-    def reset_parameters(self) -> None:
-        for name, tensor in self._initial(self.amax_history.shape[1], self.scale.device).items():
-            self._buffers[name].copy_(tensor)  # type: ignore[union-attr]
-
-    def check(self) -> None:
-        for name, tensor in self._buffers.items():
-            if tensor is None or tensor.dtype != torch.float32 or not tensor.is_contiguous():
-                got = "None" if tensor is None else f"{dtype_name(tensor.dtype)} with strides {tensor.stride()}"
-                raise DtypeError(f"scaling.{name}", got, "dense float32", "load_state_dict() and .to() keep it so.")
-            if tensor.device != self.scale.device:
-                raise DeviceError(f"scaling.{name}", str(tensor.device), f"{self.scale.device}, where scaling.scale is")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """Moves the state to another device; its dtype stays float32, which cuDNN reads."""
-        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
-        with torch.inference_mode(mode=False):
-            super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-            for name, old in before.items():
-                new = self._buffers[name]
-                if new is not None and old.is_meta and not new.is_meta:  # a meta tensor has no values to keep
-                    self._buffers[name] = self._initial(self.amax_history.shape[1], new.device)[name]
-                elif new is not None and new.dtype != torch.float32:
-                    self._buffers[name] = old.to(new.device)
-        return self
-
-    def _load_from_state_dict(self, state_dict: Mapping[str, object], prefix: str, *rest: object) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *rest)
-        with torch.inference_mode(mode=False), torch.no_grad():
-            for name in ("scale", "amax", "amax_history"):  # `assign=True` keeps the loaded tensors themselves
-                loaded = getattr(self, name)
-                own = loaded.clone() if loaded.is_inference() or loaded is state_dict.get(prefix + name) else loaded
-                self._buffers[name] = own.to(torch.float32).contiguous()
-            if self.limits.device != self.scale.device:
-                self._buffers["limits"] = self._initial(1, self.scale.device)["limits"]
-            if f"{prefix}amax_history" in state_dict and not self.amax_history.is_meta:
-                self._after_load()
-
-    def _after_load(self) -> None:
-        """Derives the rest of the state from a loaded history."""
-
-    def __setstate__(self, state: dict[str, object]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        with torch.inference_mode(mode=False):
-            for name, loaded in self._buffers.items():
-                if loaded is not None and loaded.is_inference():
-                    self._buffers[name] = loaded.clone()
-
-    def __deepcopy__(self, memo: dict[int, object]) -> Self:
-        clone = type(self).__new__(type(self))
-        memo[id(self)] = clone
-        with torch.inference_mode(mode=False):
-            clone.__dict__ = copy.deepcopy(self.__dict__, memo)
-        return clone
 
 
 # The host's counts of a layer's steps: it need not read the GPU's state.

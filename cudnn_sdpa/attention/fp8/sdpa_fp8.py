@@ -15,12 +15,12 @@ from cudnn_sdpa.attention.fp8.arguments import (
     Fp8Output,
     Fp8Scales,
 )
-from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call, backward_call_of, call_of
+from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import NativeKey, Operation
-from cudnn_sdpa.graph.scalars import is_compiling
+from cudnn_sdpa.graph.scalars import as_bool, is_compiling
 
 
 def sdpa_fp8(
@@ -116,18 +116,15 @@ def sdpa_fp8(
         known = _calls.find(*given)
         if known is not MISSED:
             return Fp8Output._make(known if return_lse else (*known, None))
-    call = call_of(
-        q,
-        k,
-        v,
-        scales,
-        softmax=softmax_of(is_causal, causal_alignment, window_size, scale),
+    call = Fp8Call(
+        *(q, k, v, *scales),
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
         page_table=page_table,
-        page_table_v=page_table_v,
+        page_table_v=None if page_table_v is page_table else page_table_v,
         out_dtype=out_dtype,
-        return_lse=return_lse,
+        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, deterministic=False),
+        with_lse=as_bool(return_lse),
     )
     found = FP8(call, NativeKey(_calls, given))
     return Fp8Output._make(found if return_lse else (*found, None))
@@ -219,18 +216,8 @@ def sdpa_fp8_backward(
         if known is not MISSED:
             return Fp8Gradients._make(known)
     softmax = softmax_of(is_causal, causal_alignment, window_size, scale, deterministic=deterministic)
-    call = backward_call_of(
-        grad_out=grad_out,
-        q=q,
-        k=k,
-        v=v,
-        out=out,
-        lse=lse,
-        scales=scales,
-        softmax=softmax,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-    )
+    tensors = grad_out, q, k, v, out, lse, *scales, seq_lens_q, seq_lens_kv
+    call = Fp8BackwardCall._make((*tensors, softmax))
     return Fp8Gradients._make(FP8_BACKWARD(call, NativeKey(_calls_of_backward, given)))
 
 

@@ -14,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cudnn_sdpa.attention.dense.launch import has_readable_layout
 from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, TABLES, Fp8Arguments, Fp8BackwardArguments
 from cudnn_sdpa.engine import tensor_checks
-from cudnn_sdpa.engine.tensor_checks import LOWEST, MISALIGNED, check_present
-from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, dense_stride_like
+from cudnn_sdpa.engine.tensor_checks import LOWEST, check_present
+from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like
 
 #: The rows that the backward kernels write at a time.
 ROWS_AT_ONCE = 16
@@ -27,8 +28,6 @@ _WITHOUT_SIGN = 0x7F
 
 def lengths(call: Fp8Arguments | Fp8BackwardArguments, skv: int) -> dict[str, Tensor]:
     of_q, of_kv = call.seq_lens_q, call.seq_lens_kv
-    if of_q is None and of_kv is None:
-        return {}
     tensor_checks.check_lengths_present(of_q, of_kv)
     sq = call.q.shape[2]
     found = {"seq_len_q": torch.full_like(of_kv, sq) if of_q is None else of_q.clamp(0, sq)}  # type: ignore[arg-type]
@@ -96,17 +95,9 @@ def pad_rows(x: Tensor, rows: int) -> Tensor:
     return F.pad(x.view(torch.uint8), (0, 0, *more)).view(x.dtype)
 
 
-def has_readable_strides(grad_out: Tensor) -> bool:
-    """Whether cuDNN can read the layout of a gradient, whatever its address."""
-    alignment = ALIGNMENT // grad_out.element_size()
-    strides = [grad_out.stride(dim) for dim in range(3) if grad_out.shape[dim] != 1]
-    is_dense = grad_out.stride(3) == 1 or grad_out.shape[3] == 1
-    return is_dense and all(stride % alignment == 0 and stride != 0 for stride in strides)
-
-
 def readable_layout(call: Fp8BackwardArguments) -> TensorLayout:
     """The layout of the output's gradient as cuDNN reads it: if it is copied, in the memory order of `out`."""
-    if has_readable_strides(call.grad_out):
+    if has_readable_layout(call.grad_out):
         return TensorLayout.of(call.grad_out)
     shape = tuple(call.out.shape)
     return TensorLayout(shape, dense_stride_like(shape, shape, call.out.stride()), call.grad_out.dtype)
@@ -115,11 +106,3 @@ def readable_layout(call: Fp8BackwardArguments) -> TensorLayout:
 def copied(name: str, x: Tensor, layout: TensorLayout) -> Tensor:
     check_present(name, x)  # PyTorch's kernel would read a null pointer
     return torch.empty_strided(layout.shape, layout.stride, dtype=x.dtype, device=x.device).copy_(x)
-
-
-def aligned(x: Tensor) -> Tensor:
-    """The output's gradient, or, if cuDNN cannot read its address, a copy with the same strides."""
-    address = x.data_ptr()
-    if address < LOWEST:
-        check_present("grad_out", x)
-    return x if not address & MISALIGNED else copied("grad_out", x, TensorLayout.of(x))

@@ -16,7 +16,7 @@ from torch import Tensor
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.fallback import TORCH
-from cudnn_sdpa.engine.launch import CallTable, Layout, Prepared, check_one_device, layout_signature
+from cudnn_sdpa.engine.launch import CallTable, Prepared, check_one_device, layout_signature, new_tensor
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call, CallT
 from cudnn_sdpa.plans import shape_policy
 
@@ -230,7 +230,7 @@ class Launches(OperationDescription[CallT]):
 
     def fake_results(self, call: CallT) -> Result:
         self._check_operator(call)
-        found = tuple(_new(self.first_of(call), layout) for layout in call.outputs())
+        found = tuple(new_tensor(layout, self.first_of(call).device) for layout in call.outputs())
         out = self._out_of(call)
         return self._select_outputs(call, found if out is None else (out, *found[1:]))
 
@@ -338,11 +338,6 @@ class Launches(OperationDescription[CallT]):
         """The checks of a call from PyTorch's dispatcher, which has checked the types."""
         call.check_options()
         call.check()
-
-
-def _new(like: Tensor, layout: Layout) -> Tensor:
-    shape, stride, dtype = layout
-    return torch.empty_strided(shape, stride, dtype=dtype, device=like.device)
 
 
 def made(kind: type[CallT], values: Iterable[object]) -> CallT:

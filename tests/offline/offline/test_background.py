@@ -114,7 +114,7 @@ def test_errors_are_logged_once_and_stop_nothing(planner, properties, monkeypatc
         assert planner.wait(120)
     assert [(request.is_done, request.stored) for request in requests] == [(True, None)] * 3
     assert caplog.text.count("KeyError: 'engine'") == 1
-    assert len(planner._threads) == 1
+    assert planner._thread is not None
     again = Asked(planner, key(properties), properties)
     assert planner.wait(120)
     assert again.stored is not None
@@ -157,20 +157,20 @@ def test_plans_stored_by_another_process_are_not_built(planner, properties, tmp_
 def test_an_interrupt_does_not_end_the_helper(planner, properties):
     Asked(planner, key(properties), properties)
     assert planner.wait(120)
-    process = planner._helpers[0]._process
+    process = planner._helper._process
     process.send_signal(signal.SIGINT)
     request = Asked(planner, key(properties, 256), properties)
     assert planner.wait(120)
     assert request.stored is not None
-    assert planner._helpers[0]._process is process
+    assert planner._helper._process is process
 
 
 @pytest.mark.slow
 def test_a_killed_helper_loses_one_plan(planner, properties, caplog):
     first = Asked(planner, key(properties), properties)
-    while not (planner._helpers and planner._helpers[0]._process):
+    while not (planner._helper and planner._helper._process):
         time.sleep(0.01)
-    planner._helpers[0]._process.kill()
+    planner._helper._process.kill()
     assert planner.wait(120)
     assert first.stored is None
     assert "killed by SIGKILL" in caplog.text
@@ -183,26 +183,14 @@ def test_a_killed_helper_loses_one_plan(planner, properties, caplog):
 def test_an_idle_helper_exits_and_restarts(planner, properties, monkeypatch):
     monkeypatch.setattr(background, "IDLE_SECONDS", 0.1)
     Asked(planner, key(properties), properties)
-    (thread,) = planner._threads
+    thread = planner._thread
     assert planner.wait(120)
     thread.join(10)
     assert not thread.is_alive()
-    assert planner._helpers == planner._threads == []
+    assert planner._helper is planner._thread is None
     again = Asked(planner, key(properties, 256), properties)
     assert planner.wait(120)
     assert again.stored is not None
-
-
-@pytest.mark.slow
-def test_there_are_no_more_helpers_than_workers(properties):
-    planner = BackgroundPlanner(workers=2)
-    try:
-        for rows in (64, 128, 192, 256):
-            Asked(planner, key(properties, rows), properties)
-        assert len(planner._threads) == 2
-        assert planner.wait(240)
-    finally:
-        planner.close()
 
 
 @pytest.mark.slow
@@ -216,9 +204,9 @@ def test_excess_requests_are_dropped(planner, properties, monkeypatch):
 
 def test_closing_abandons_builds_silently(planner, properties, caplog):
     request = Asked(planner, key(properties), properties)
-    while not (planner._helpers and planner._helpers[0]._process):
+    while not (planner._helper and planner._helper._process):
         time.sleep(0.01)
-    process = planner._helpers[0]._process
+    process = planner._helper._process
     start = time.monotonic()
     planner.close()
     assert time.monotonic() - start < 2
@@ -231,12 +219,12 @@ def test_closing_abandons_builds_silently(planner, properties, caplog):
 def test_closing_before_the_helper_has_started(properties):
     planner = BackgroundPlanner()
     Asked(planner, key(properties), properties)
-    (thread,) = planner._threads
+    thread = planner._thread
     start = time.monotonic()
     planner.close()
     assert time.monotonic() - start < 1.5
     assert not thread.is_alive()
-    assert planner._helpers == []
+    assert planner._helper is None
 
 
 def test_a_program_exits_while_a_plan_is_built(run_python, can_plan):  # noqa: ARG001
@@ -251,9 +239,9 @@ properties = load_properties("h200")
 q = torch.empty(1, 4, 128, 64, dtype=torch.bfloat16, device="meta")
 key = Forward.of(ForwardArguments(q, q, q)).key(Target.from_properties(properties), None)
 background.request(key, properties, print)
-while not (background._helpers and background._helpers[0]._process):
+while not (background._helper and background._helper._process):
     time.sleep(0.01)
-print(background._helpers[0]._process.pid)
+print(background._helper._process.pid)
 """
     )
     assert result.returncode == 0, result.stderr
@@ -268,12 +256,12 @@ def test_a_forked_child_starts_its_own_helper(properties):
     planner = background.background
     Asked(planner, key(properties), properties)
     assert planner.wait(120)
-    (theirs,) = planner._helpers
+    theirs = planner._helper
     child = os.fork()
     if child == 0:
         status = 1
         try:
-            assert planner._helpers == planner._threads == []
+            assert planner._helper is planner._thread is None
             request = Asked(planner, key(properties, 256), properties)
             assert planner.wait(120)
             assert request.stored is not None

@@ -213,7 +213,7 @@ def test_with_zero_workers_everything_is_planned_here(h200, monkeypatch):
 
 
 def test_unneeded_helpers_are_not_awaited(h200, monkeypatch):
-    monkeypatch.setattr(warmup, "plan_to_keep", None)  # everything is done before a helper has started
+    monkeypatch.setattr(warmup, "plan_offline", None)  # everything is done before a helper has started
     found = list(plan_all(keys(h200), h200, 2, lambda key: key.name))
     assert [made for _, made in found] == ["sdpa_forward", "sdpa_backward"]
 

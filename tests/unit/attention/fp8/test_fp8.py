@@ -15,6 +15,7 @@ from cudnn_sdpa import (
     UnsupportedError,
     cpu_checks,
 )
+from cudnn_sdpa.attention.arguments import Softmax
 from cudnn_sdpa.attention.fp8 import reference
 from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
@@ -79,7 +80,7 @@ def backward_scales(dtype=E4M3, **changes):
 def test_output_is_scaled_and_rounded_once(out_dtype):
     q, k, v = qkv()
     scales = scales_of()
-    call = Fp8Arguments(q, k, v, *scales, is_causal=True, out_dtype=torch.float16)
+    call = Fp8Arguments(q, k, v, *scales, out_dtype=torch.float16, softmax=Softmax(is_causal=True))
     result = sdpa_fp8(q, k, v, scales, is_causal=True, out_dtype=out_dtype)
     fine = reference.attention(call, exact=torch.float64).out.double()
     assert result.out.dtype == out_dtype

@@ -587,7 +587,7 @@ def test_unsupported_gpus_raise_before_anything_runs(capability, dim, trains, ex
     options = Softmax(is_causal=True)
 
     def ask():
-        return attention_module._support.__wrapped__(0, shapes, (False, True), options, trains, False)
+        return attention_module._support.__wrapped__(0, shapes, (False, True), options, trains)
 
     if isinstance(expected, bool):
         assert ask() is expected

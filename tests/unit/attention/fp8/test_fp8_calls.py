@@ -73,7 +73,7 @@ def test_batch_entries_may_be_split_into_several_launches(case, entries, monkeyp
     grad_out, scales = torch.randn(4, 4, lengths[0], 128).to(E5M2), Fp8BackwardScales(*SCALES)
     expected = sdpa_fp8_backward(grad_out, q, k, v, forward.out, forward.lse, scales, **options)
     given = (grad_out, q, k, v, forward.out, forward.lse)
-    whole = BackwardSpec.of(Fp8BackwardArguments(*given, *scales, **split(options)))
+    whole = BackwardSpec.of(from_fields(Fp8BackwardArguments, *given, *scales, **split(options)))
     assert whole.part(TARGET).dense.q.shape[0] == entries
     assert any("launches" in note for note in whole.extra_kernels())
     with gpu_on_the_cpu():
@@ -91,7 +91,7 @@ def test_when_batch_entries_are_split_into_launches():
     def entries_per_launch(batch, heads, length, target=TARGET, **options):
         q = torch.empty(batch, length, heads, 128, dtype=E4M3, device="meta").transpose(1, 2)
         lse = torch.empty(batch, heads, length, device="meta")
-        call = Fp8BackwardArguments(q, q, q, q, q, lse, *SCALES, **options)
+        call = from_fields(Fp8BackwardArguments, q, q, q, q, q, lse, *SCALES, **options)
         return BackwardSpec.of(call).part(target).dense.q.shape[0]
 
     causal = {"is_causal": True}
@@ -171,7 +171,7 @@ def test_bottom_right_masks_become_equivalent_top_left_masks(lengths, window_siz
 def test_equivalent_options_share_a_plan():
     q, k, v = qkv((40, 40))
     keys = {
-        ForwardSpec.of(Fp8Arguments(q, k, v, *SCALES[:6], scale=scale, **options)).key(TARGET, 0)
+        ForwardSpec.of(from_fields(Fp8Arguments, q, k, v, *SCALES[:6], scale=scale, **options)).key(TARGET, 0)
         for scale in (None, 0.3)
         for options in (
             {"is_causal": True},
