@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED, Alignment
+from cudnn_sdpa.attention.sink_scores import SinkUse, WithSinks
 from cudnn_sdpa.engine import cpu_target, tensor_checks, value_checks
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.call import Fields
@@ -89,6 +90,21 @@ class _WithSoftmax(Protocol):
     def softmax(self) -> Softmax: ...
 
 
+class _WithOptions(_WithSoftmax, WithSinks, Protocol): ...
+
+
+def spec_options(call: _WithOptions, *, sinks_in_plan: bool) -> dict[str, Any]:
+    """The options of a call's spec; its plan, if it has sinks, reads them or does not."""
+    softmax, use = call.softmax, SinkUse.IN_PLAN if sinks_in_plan else SinkUse.AFTER_PLAN
+    return {
+        "sink_use": SinkUse.ABSENT if call.sinks is None else use,
+        "dropout_p": float(softmax.dropout_p),
+        "is_capped": softmax.softcap is not None,
+        "alibi": softmax.alibi,
+        "deterministic": softmax.deterministic,
+    }
+
+
 def check_options(call: _WithSoftmax) -> None:
     call.softmax.check()
 
@@ -162,13 +178,6 @@ def check_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> None:
         raise ShapeError("attn_mask", shape_of(mask), f"a shape that broadcasts to (B, Hq, Sq, Skv) = {full}", hint)
 
 
-def as_sinks(sinks: Tensor | None) -> Tensor | None:
-    """Sinks in float32, which the kernels read; anything but a half-precision tensor is returned unchanged."""
-    if isinstance(sinks, Tensor) and sinks.dtype in (torch.float16, torch.bfloat16):
-        return sinks.float()
-    return sinks
-
-
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
 
@@ -198,8 +207,7 @@ class ForwardArguments(NamedTuple):
 
     @property
     def scale_value(self) -> float:
-        scale = self.softmax.scale
-        return self.q.shape[3] ** -0.5 if scale is None else float(scale)
+        return scale_of(self)
 
     @property
     def is_for_cudnn(self) -> bool:
@@ -230,6 +238,16 @@ def from_fields(kind: Callable[..., KindT], *values: object, **fields: Any) -> K
     softmax: Softmax = kind._field_defaults["softmax"]  # type: ignore[attr-defined]  # a NamedTuple
     options = {name: fields.pop(name) for name in Softmax._fields if name in fields}
     return kind(*values, **fields, softmax=softmax._replace(**options))
+
+
+class Needs(NamedTuple):
+    """Which gradients a backward call of dense attention needs."""
+
+    q: bool
+    k: bool
+    v: bool
+    attn_mask: bool
+    sinks: bool
 
 
 class GradientCall(NamedTuple):
@@ -516,18 +534,22 @@ GradientT = TypeVar("GradientT", bound=AttentionGradientCall)
 MIN_SCALE = 1e-30
 
 
-class Scaled(Protocol):
+class Scaled(_WithSoftmax, Protocol):
     @property
-    def scale_value(self) -> float: ...
-    @property
-    def softmax(self) -> Softmax: ...
+    def q(self) -> Tensor: ...
+
+
+def scale_of(call: Scaled) -> float:
+    scale = call.softmax.scale
+    return call.q.shape[-1] ** -0.5 if scale is None else float(scale)
 
 
 def sign_of_scale(call: Scaled) -> float | None:
     """The factor of q that makes the scale positive, as cuDNN needs it; None if it is."""
-    if call.scale_value >= MIN_SCALE:
+    scale = scale_of(call)
+    if scale >= MIN_SCALE:
         return None
-    return 0.0 if call.scale_value > -MIN_SCALE else -1.0
+    return 0.0 if scale > -MIN_SCALE else -1.0
 
 
 class _ScaledCall(AttentionCall, Scaled, Protocol): ...
@@ -541,7 +563,7 @@ def with_positive_scale(call: ScaledT) -> ScaledT:
     if sign_of_scale(call) is None:
         return call
     q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
-    return call._replace(q=q, softmax=call.softmax._replace(scale=max(-call.scale_value, MIN_SCALE)))
+    return call._replace(q=q, softmax=call.softmax._replace(scale=max(-scale_of(call), MIN_SCALE)))
 
 
 def cast_for_autocast(call: ForwardT) -> ForwardT:

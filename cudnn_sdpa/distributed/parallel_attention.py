@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, Softmax, as_sinks
+from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, Softmax
 from cudnn_sdpa.attention.mask import UNBOUNDED
+from cudnn_sdpa.attention.sink_scores import as_sinks
 from cudnn_sdpa.attention.varlen import arguments as varlen_arguments
 from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenCall
 from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import reference, sharding
+from cudnn_sdpa.attention import reference, sharding, sink_scores
 from cudnn_sdpa.attention.arguments import (
     AttentionGradientCall,
     ForwardArguments,
@@ -65,7 +65,7 @@ def describe_sdpa(**given: Any) -> Description:
     except UnsupportedError as error:
         return Description.refused(graphs.sdpa_forward, error, device)
     forward = ForwardSpec.of(first)
-    notes = [*notes_on_casts(original, call), *notes_on_sinks(given)]
+    notes = [*notes_on_casts(original, call), *sink_scores.notes_on_conversion(given)]
     notes += [note_on_parts("the call", 1 + len(others))] * bool(others)
     notes += [*notes_on_scale(call), *forward.extra_kernels()]
     return Description(
@@ -102,7 +102,11 @@ def checked_backward(
     of.check()
     of.check_strides()
     of.check_memory()
-    return of, [*notes_on_sinks(given), *notes_on_copies(of), *notes_on_sink_gradient(given, of.needs[-1])]
+    return of, [
+        *sink_scores.notes_on_conversion(given),
+        *notes_on_copies(of),
+        *sink_scores.notes_on_converted_gradient(given, of.needs),
+    ]
 
 
 def as_read(of: GradientT) -> GradientT:
@@ -129,7 +133,7 @@ def describe_backward_call(of: GradientCall, device: int | None, notes: list[str
     first = calls[0] if calls else of
     backward = BackwardSpec.of(first)
     notes = [*notes, *([] if first is of else [note_on_parts("the gradient", len(calls))])]
-    notes += [*_notes_on_factor(first), *backward.extra_kernels()]
+    notes += [*_notes_on_factor(first), *backward.extra_kernels(), *sink_scores.notes_on_gradient(of)]
     return Description(
         operation=graphs.sdpa_backward,
         key=backward.key,
@@ -142,7 +146,7 @@ def describe_backward_call(of: GradientCall, device: int | None, notes: list[str
 def _describe_backward(original: ForwardArguments, call: ForwardArguments, given: Mapping[str, Any]) -> Description:
     needs = needs_of_described(original)
     of = GradientCall(**outputs_without_data(output_layout(call)), call=call, needs=needs)
-    notes = [*notes_on_casts(original, call, back=True), *notes_on_sink_gradient(given, needs[-1])]
+    notes = [*notes_on_casts(original, call, back=True), *sink_scores.notes_on_converted_gradient(given, needs)]
     return describe_backward_call(of, device_of(original.q), notes)
 
 
@@ -208,16 +212,6 @@ def notes_on_scale(call: Scaled) -> list[str]:
     """The copy of q that calls with a scale of 0 or less make, as cuDNN's scale must be positive."""
     sign = sign_of_scale(call)
     return [] if sign is None else [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]
-
-
-def notes_on_sinks(given: Mapping[str, Any]) -> list[str]:
-    """The conversion of sinks in half precision, which kernels read in float32."""
-    sinks = given["sinks"]
-    return ["sinks are converted to float32"] if sinks is not None and sinks.dtype != torch.float32 else []
-
-
-def notes_on_sink_gradient(given: Mapping[str, Any], is_needed: bool) -> list[str]:
-    return ["the gradient of sinks is converted back"] if is_needed and notes_on_sinks(given) else []
 
 
 def note_on_parts(what: str, number: int) -> str:

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import parts
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, outputs_without_data
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, Needs, outputs_without_data
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense import plans
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec, Needs
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.parts import GRADIENTS, Limits, Part, Whole
 from cudnn_sdpa.engine.call import Result, without_data
 from cudnn_sdpa.engine.tensor_checks import aligned, without_memory

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import reference
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, Needs
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense import plans
-from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.mask import TOP_LEFT, as_kernels_see
 from cudnn_sdpa.engine import fallback
 from cudnn_sdpa.engine.call import Result, views_of_leaves

@@ -64,6 +64,10 @@ class PagedArguments(NamedTuple):
         return self.page_table, self.page_table if self.page_table_v is None else self.page_table_v
 
     @property
+    def has_sinks(self) -> bool:
+        return self.sinks is not None
+
+    @property
     def is_empty(self) -> bool:
         return 0 in self.q.shape or self.page_table.shape[1] == 0
 
@@ -71,11 +75,6 @@ class PagedArguments(NamedTuple):
     def is_for_cudnn(self) -> bool:
         """Whether cuDNN's limits of dtypes and head dims hold, as for `ForwardArguments`."""
         return True
-
-    @property
-    def scale_value(self) -> float:
-        scale = self.softmax.scale
-        return self.q.shape[3] ** -0.5 if scale is None else float(scale)
 
     def as_dense(
         self,

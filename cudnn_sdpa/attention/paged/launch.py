@@ -8,15 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import parts
-from cudnn_sdpa.attention.arguments import MIN_SCALE, sign_of_scale
+from cudnn_sdpa.attention import parts, sink_scores
+from cudnn_sdpa.attention.arguments import MIN_SCALE, scale_of, sign_of_scale
 from cudnn_sdpa.attention.dense import graphs
-from cudnn_sdpa.attention.dense.launch import apply_sinks
 from cudnn_sdpa.attention.paged import paging, plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import DecodeSpec
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.reference import fill_without_keys
+from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.call import Result
@@ -59,7 +59,7 @@ def prepare(call: PagedArguments) -> Prepared:
 def _prepare_with_positive_scale(call: PagedArguments, sign: float) -> Prepared:
     """The call with queries multiplied by `sign`, and with results in the memory order of the caller's queries."""
     (shape, stride, dtype), _ = plans.results(call)
-    scale = max(-call.scale_value, MIN_SCALE)
+    scale = max(-scale_of(call), MIN_SCALE)
 
     def launched(call: PagedArguments) -> PagedArguments:
         out = call.out
@@ -113,7 +113,7 @@ def bind_decode(call: PagedArguments, *, in_place: bool) -> BoundPlan:
         plan=plan,
         operands=("q", "k_pages", "v_pages"),
         results=results,
-        numbers={"scale": call.scale_value},
+        numbers={"scale": scale_of(call)},
         extras=LaunchExtras(operands=tables, unaligned_ok=tables, kernels=kernels, addresses=addresses),
     )
 
@@ -130,7 +130,7 @@ def _refuse(name: str, call: PagedArguments) -> int:
 def _is_direct(call: PagedArguments, bound: BoundPlan) -> bool:
     batch, _, queries, _ = call.q.shape
     rows = bound.plan.key.outputs[0].layout.shape[0]
-    is_as_requested = plans.has_memory_order_of_q(call) and call.sinks is None and call.out is None
+    is_as_requested = plans.has_memory_order_of_q(call) and not call.has_sinks and call.out is None
     return queries == 1 and batch == rows and is_as_requested
 
 
@@ -147,9 +147,8 @@ class _Decode:
         outputs = self._bound(self._tensors_of(call))
         batch, heads, queries, _ = call.q.shape
         out, *lse = [output[: batch * queries] for output in outputs]
-        if call.sinks is not None:
-            check_present("sinks", call.sinks)  # PyTorch's kernel would read a null pointer
-            apply_sinks(out, lse[0], call.sinks.view(1, -1, 1))
+        if call.has_sinks:
+            sink_scores.complete(call, out, lse[0], SinkUse.AFTER_PLAN)
         out = as_requested(call, out.view(batch, queries, heads, -1).transpose(1, 2))
         if not call.with_lse:
             return out

@@ -26,6 +26,7 @@ from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.step import MARK, Mark
 from cudnn_sdpa.attention.parts import Part
+from cudnn_sdpa.attention.spec import SCALE
 from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refuse
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
@@ -33,7 +34,7 @@ from cudnn_sdpa.attention.varlen.plans import VarlenSpec, sequence_bucket
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
+from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_stride_like
 from cudnn_sdpa.graph.target import Target
 
@@ -191,7 +192,7 @@ class DecodeSpec:
             call: The call.
             in_place: Whether cuDNN reads the call's tables and queries directly, without copies.
         """
-        (batch, heads, queries, dim), k, v = call.q.shape, call.k, call.v
+        (batch, heads, queries, dim), k, v, has_sinks = call.q.shape, call.k, call.v, call.has_sinks
         rows = sequence_bucket(batch * queries)
         width = table_width(call.page_table.shape[1])
         row_q, head_q = (heads * dim, dim) if not in_place else (call.q.stride(0), call.q.stride(1))
@@ -205,7 +206,7 @@ class DecodeSpec:
             out=TensorLayout.contiguous(shape_out, call.q.dtype),
             tables=(table_k, table_v),
             left=None if call.softmax.window_left == UNBOUNDED else call.softmax.window_left,
-            with_lse=call.with_lse or call.sinks is not None,
+            with_lse=call.with_lse or has_sinks,
             deterministic=call.softmax.deterministic,
         )
 
@@ -233,7 +234,7 @@ class DecodeSpec:
             Operand("q", self.q),
             Operand("k", self.k),
             Operand("v", self.v),
-            Operand("scale", HOST_SCALAR, Role.SCALAR),
+            SCALE,
             Operand("seq_len_q", lengths, Role.FILL, 1),
             Operand("seq_len_kv", lengths),
             Operand("table_k", self.tables[0]),

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Literal, overload
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention.arguments import Softmax, SoftmaxOptions, as_sinks, softmax_of
+from cudnn_sdpa.attention.arguments import Softmax, SoftmaxOptions, softmax_of
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.paged.arguments import PageLayout
 from cudnn_sdpa.attention.paged.call import PagedCall, ReferencePagedCall
 from cudnn_sdpa.attention.paged.step import MARK
+from cudnn_sdpa.attention.sink_scores import as_sinks
 from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import NativeKey, Operation

@@ -52,11 +52,6 @@ class VarlenArguments(NamedTuple):
     def is_empty(self) -> bool:
         return 0 in self.q.shape or 0 in self.k.shape
 
-    @property
-    def scale_value(self) -> float:
-        scale = self.softmax.scale
-        return self.q.shape[2] ** -0.5 if scale is None else float(scale)
-
     def as_dense(self) -> ForwardArguments:
         """A dense call of one sequence with the same options, for shared checks and the reference."""
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in self.qkv)

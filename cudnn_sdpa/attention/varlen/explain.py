@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import reference, sharding
+from cudnn_sdpa.attention import reference, sharding, sink_scores
 from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     cast_for_autocast,
@@ -37,11 +37,15 @@ def describe_varlen(**given: Any) -> Description:
         return Description.refused(graphs.sdpa_forward, refused, device)
     original = original._replace(with_lse=original.with_lse or trains)
     packed, layout = plans.spec_of(with_positive_scale(call)), plans.output_layout(call)
-    notes = [*explain.notes_on_casts(original, call), *explain.notes_on_sinks(given), *explain.notes_on_scale(call)]
+    notes = [
+        *explain.notes_on_casts(original, call),
+        *sink_scores.notes_on_conversion(given),
+        *explain.notes_on_scale(call),
+    ]
     notes += packed.extra_kernels(with_lse=original.with_lse)
     needs = explain.needs_of_described(original)
     of = VarlenGradientCall(**outputs_without_data(layout), call=without_data(call), needs=needs)
-    back = [*explain.notes_on_casts(original, call, back=True), *explain.notes_on_sink_gradient(given, needs[-1])]
+    back = [*explain.notes_on_casts(original, call, back=True), *sink_scores.notes_on_converted_gradient(given, needs)]
     return Description(
         operation=graphs.sdpa_forward,
         key=partial(packed.forward_key, layout, original.with_lse),
@@ -72,7 +76,8 @@ def describe_backward_call(of: VarlenGradientCall, device: int | None, notes: li
         *notes,
         *([explain.note_on_parts("the gradient", len(parts))] if parts else []),
         *(f"{note}, and so are the gradients of q and k" for note in explain.notes_on_scale(first.call)),
-        *packed.backward_kernels(sink_gradient=of.needs[-1]),
+        *packed.backward_kernels(),
+        *sink_scores.notes_on_gradient(of),
     ]
     return Description(
         operation=graphs.sdpa_backward,

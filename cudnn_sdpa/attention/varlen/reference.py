@@ -26,11 +26,8 @@ def sequences(call: VarlenArguments) -> Iterator[tuple[slice, slice, ForwardArgu
 
 
 def attention(call: VarlenArguments) -> tuple[Tensor, Tensor]:
-    (shape, stride, dtype), (rows_lse, _, _) = plans.results(call._replace(out=None))
-    out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device).zero_()
-    lse = torch.full(rows_lse, -torch.inf, dtype=torch.float32, device=call.q.device)
-    if call.sinks is not None:
-        lse = torch.maximum(lse, call.sinks)
+    new = call._replace(out=None, with_lse=True)
+    out, lse = reference.fill_without_keys(new, plans.results(new))
     for rows, _, one in sequences(call):
         out_one, lse_one = reference.attention(one)
         out[rows] = out_one[0].transpose(0, 1).to(out.dtype)

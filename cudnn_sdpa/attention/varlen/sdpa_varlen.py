@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal, overload
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention.arguments import Softmax, SoftmaxOptions, as_sinks, softmax_of
+from cudnn_sdpa.attention.arguments import Softmax, SoftmaxOptions, softmax_of
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, backward_call_of, gradients_of
 from cudnn_sdpa.attention.mask import Alignment
+from cudnn_sdpa.attention.sink_scores import as_sinks
 from cudnn_sdpa.attention.varlen.arguments import offsets_of_keys
 from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.engine import autograd_checks, value_checks

@@ -81,9 +81,7 @@ def forward_key(options: dict[str, Any], target: Target) -> PlanKey:
 def backward_key(options: dict[str, Any], target: Target) -> PlanKey:
     call = dense(options)
     out = TensorLayout.of(call.q)
-    return BackwardSpec(DenseSpec.of(call), out, out, call.softmax.deterministic, False, "sinks" in options).key(
-        target, None
-    )
+    return BackwardSpec(DenseSpec.of(call), out, out, bias_gradient=False).key(target, None)
 
 
 def packed_key(options: dict[str, Any], target: Target) -> PlanKey:

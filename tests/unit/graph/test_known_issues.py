@@ -37,7 +37,7 @@ def forward(of, **where):
 
 def backward(of, *, by_mask=False, **where):
     out = TensorLayout.of(of.q)
-    return BackwardSpec(DenseSpec.of(of), out, out, False, by_mask, False).key(target(**where), None)
+    return BackwardSpec(DenseSpec.of(of), out, out, by_mask).key(target(**where), None)
 
 
 def varlen(*, grouped=True):
