@@ -17,6 +17,7 @@ from cudnn_sdpa.attention.sink_scores import SinkUse, WithSinks
 from cudnn_sdpa.engine import cpu_target, tensor_checks, value_checks
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.call import Fields
+from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.tensor_checks import (
     check_are_tensors,
     check_is_tensor,
@@ -26,7 +27,7 @@ from cudnn_sdpa.engine.tensor_checks import (
     shape_of,
 )
 from cudnn_sdpa.errors import DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
-from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride, dense_stride_like
 from cudnn_sdpa.graph.scalars import LARGEST, as_bool, as_float, as_int, is_compiling, is_integer, is_true
 
 
@@ -228,6 +229,20 @@ class ForwardArguments(NamedTuple):
         )
 
 
+class Axes(NamedTuple):
+    """The dimension of each tensor along which a call is divided; counted from behind where a tensor is broadcast."""
+
+    entries: Mapping[str, int]
+    heads: Mapping[str, int]
+    heads_kv: Mapping[str, int]
+
+
+DENSE_AXES = Axes(
+    entries={"q": 0, "k": 0, "v": 0, "attn_mask": -4, "seq_lens_q": 0, "seq_lens_kv": 0},
+    heads={"q": 1, "attn_mask": -3, "sinks": 0},
+    heads_kv={"k": 1, "v": 1},
+)
+
 ForwardT = TypeVar("ForwardT", bound=ForwardArguments)
 
 KindT = TypeVar("KindT")
@@ -263,6 +278,29 @@ class GradientCall(NamedTuple):
     lse: Tensor
     call: ForwardArguments
     needs: tuple[bool, ...]
+
+
+class _CallWithOut(Protocol):
+    @property
+    def q(self) -> Tensor: ...
+    @property
+    def v(self) -> Tensor: ...
+    @property
+    def out(self) -> Tensor | None: ...
+
+
+def output_layout(call: _CallWithOut) -> TensorLayout:
+    """The layout of a call's output: dense, its dimensions in the memory order of those of `q`."""
+    if call.out is not None:
+        return TensorLayout.of(call.out)
+    q, shape = call.q, (*call.q.shape[:-1], call.v.shape[-1])
+    return TensorLayout(shape, dense_stride_like(shape, q.shape, q.stride()), q.dtype)
+
+
+def results(call: _CallWithOut) -> tuple[Layout, Layout]:
+    """Shape, stride and dtype of the output (B, Hq, Sq, Dv) or (Tq, Hq, Dv), and of the LSE (B, Hq, Sq) or (Tq, Hq)."""
+    out, rows = output_layout(call), tuple(call.q.shape[:-1])
+    return (out.shape, out.stride, out.dtype), (rows, contiguous_stride(rows), torch.float32)
 
 
 def outputs_without_data(layout: TensorLayout) -> dict[str, Tensor]:

@@ -14,13 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cudnn_sdpa.attention.arguments import Softmax, check_lengths
+from cudnn_sdpa.attention.arguments import Softmax, check_lengths, results
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import NHD
 from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.plans import MAX_DECODED, MAX_GATHERED_BYTES
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
-from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import check_cumulative
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
@@ -241,7 +240,7 @@ def _on_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor | None) -
     if seqused_k is None:
         raise OptionError("seqused_k", "None", "the number of keys of each sequence, as there is a block_table")
     _check_pages(call, block_table, seqused_k)
-    (shape, stride, dtype), (rows, _, _) = varlen_plans.results(call._replace(v=call.v[:, 0], out=None))
+    (shape, stride, dtype), (rows, _, _) = results(call._replace(v=call.v[:, 0], out=None))
     out = call.out
     if out is None:
         out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)

@@ -21,6 +21,7 @@ from cudnn_sdpa.attention.arguments import (
     Scaled,
     cast_for_autocast,
     grouped,
+    output_layout,
     outputs_without_data,
     sign_of_scale,
 )
@@ -29,7 +30,7 @@ from cudnn_sdpa.attention.dense import graphs, parts
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import drop_in_tensors, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.launch import has_readable_layout
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, factor_of_queries, output_layout
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, factor_of_queries
 from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa, sdpa_backward
 from cudnn_sdpa.attention.dense.tiers import Bucket
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments

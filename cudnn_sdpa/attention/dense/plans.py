@@ -15,6 +15,7 @@ from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     GradientCall,
     Needs,
+    output_layout,
     spec_options,
     with_positive_scale,
 )
@@ -24,11 +25,10 @@ from cudnn_sdpa.attention.mask import normalize_mask
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.spec import DROPOUT, SCALE, SOFTCAP, AttentionSpec
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refuse
-from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.tensor_checks import like_in_memory
 from cudnn_sdpa.graph.backend import has_only_repeatable
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
-from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like, dense_stride_like
+from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like
 from cudnn_sdpa.graph.target import Target
 
 
@@ -347,22 +347,7 @@ def _notes_on_operands(dense: DenseSpec, *, is_decode: bool) -> list[str]:
     return notes
 
 
-# Calls and the layouts of their results.
-
-
-def output_layout(call: ForwardArguments) -> TensorLayout:
-    """The layout of a call's output: dense, its dimensions in the memory order of those of `q`."""
-    if call.out is not None:
-        return TensorLayout.of(call.out)
-    shape = (*call.q.shape[:3], call.v.shape[3])
-    return TensorLayout(shape, dense_stride_like(shape, call.q.shape, call.q.stride()), call.q.dtype)
-
-
-def results(call: ForwardArguments) -> tuple[Layout, Layout]:
-    """Shape, stride and dtype of the output (B, Hq, Sq, Dv) and of the LSE (B, Hq, Sq)."""
-    out, (batch, heads, queries) = output_layout(call), call.q.shape[:3]
-    lse: Layout = ((batch, heads, queries), (heads * queries, queries, 1), torch.float32)
-    return (out.shape, out.stride, out.dtype), lse
+# Backward calls.
 
 
 #: Smallest scale with which cuDNN computes the gradient of attn_mask right in float16. Its kernels round that gradient

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ForwardArguments, sign_of_scale, warn_of_order, with_positive_scale
-from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
+from cudnn_sdpa.attention.arguments import ForwardArguments, results, sign_of_scale, warn_of_order, with_positive_scale
+from cudnn_sdpa.attention.dense import graphs, parts, reference
 from cudnn_sdpa.attention.dense.launch import Run, bind
 from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.mask import Mask
@@ -131,7 +131,7 @@ def prepare(call: ForwardArguments) -> Prepared:
     device, sign, scale = call.q.get_device(), sign_of_scale(call), with_positive_scale(call).scale_value
     forward = ForwardSpec.of(call)
     if forward.dense.is_empty:
-        return Prepared(lambda call: fill_without_keys(call, plans.results(call)), None)
+        return Prepared(lambda call: fill_without_keys(call, results(call)), None)
     if forward.dense.has_no_plan:
         return Prepared(reference.run, None)
     if max(call.q.shape[:2]) > known_issues.MAX_GRID and parts.split_forward(call):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import parts, sink_scores
-from cudnn_sdpa.attention.arguments import MIN_SCALE, scale_of, sign_of_scale
+from cudnn_sdpa.attention.arguments import MIN_SCALE, results, scale_of, sign_of_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.paged import paging, plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
@@ -25,6 +25,7 @@ from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.engine.tensor_checks import check_address, check_present, multiplied
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import dense_stride_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
@@ -38,7 +39,7 @@ MAX_DECLINED = 1000
 def prepare(call: PagedArguments) -> Prepared:
     """A call bound to its plan."""
     if call.is_empty:
-        return Prepared(lambda call: fill_without_keys(call, plans.results(call)), None)
+        return Prepared(lambda call: fill_without_keys(call, results(call)), None)
     sign = sign_of_scale(call)
     if sign is not None:
         return _prepare_with_positive_scale(call, sign)
@@ -58,7 +59,7 @@ def prepare(call: PagedArguments) -> Prepared:
 
 def _prepare_with_positive_scale(call: PagedArguments, sign: float) -> Prepared:
     """The call with queries multiplied by `sign`, and with results in the memory order of the caller's queries."""
-    (shape, stride, dtype), _ = plans.results(call)
+    (shape, stride, dtype), _ = results(call._replace(out=None))
     scale = max(-scale_of(call), MIN_SCALE)
 
     def launched(call: PagedArguments) -> PagedArguments:
@@ -94,9 +95,9 @@ def bind_decode(call: PagedArguments, *, in_place: bool) -> BoundPlan:
         _declined.add(key)
         raise
     rows, heads = decode.q.shape[:2]
-    results: list[Layout] = [(decode.out.shape, decode.out.stride, decode.out.dtype)]
+    layouts: list[Layout] = [(decode.out.shape, decode.out.stride, decode.out.dtype)]
     if decode.with_lse:
-        results.append(((rows, heads, 1), (heads, 1, 1), torch.float32))
+        layouts.append(((rows, heads, 1), (heads, 1, 1), torch.float32))
     optional = [name for name in ("page_table_v", "seq_lens_q") if getattr(call, name) is not None]
     tables = ("page_table", "seq_lens_kv", *optional)
     table_v = "page_table" if call.page_table_v is None else "page_table_v"
@@ -112,7 +113,7 @@ def bind_decode(call: PagedArguments, *, in_place: bool) -> BoundPlan:
     return BoundPlan(
         plan=plan,
         operands=("q", "k_pages", "v_pages"),
-        results=results,
+        results=layouts,
         numbers={"scale": scale_of(call)},
         extras=LaunchExtras(operands=tables, unaligned_ok=tables, kernels=kernels, addresses=addresses),
     )
@@ -161,8 +162,8 @@ def as_requested(call: PagedArguments, out: Tensor) -> Tensor:
         return call.out.copy_(out)
     if plans.has_memory_order_of_q(call):
         return out
-    (shape, stride, dtype), _ = plans.results(call)
-    return torch.empty_strided(shape, stride, dtype=dtype, device=out.device).copy_(out)
+    stride = dense_stride_like(out.shape, call.q.shape, call.q.stride())
+    return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(out)
 
 
 # Prefill.
@@ -215,4 +216,4 @@ def _run_in_parts(call: PagedArguments, split: Callable[[PagedArguments], list[P
         result: Result = OPERATIONS["paged"].on_gpu(of_part)  # which remembers its binding
         return result
 
-    return parts.attend(split(call), run, call=call, results=plans.results(call))
+    return parts.attend(split(call), run, call=call, results=results(call))

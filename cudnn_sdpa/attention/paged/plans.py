@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import with_positive_scale
+from cudnn_sdpa.attention.arguments import output_layout, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
@@ -31,7 +31,6 @@ from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refuse
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec, sequence_bucket
-from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
@@ -48,21 +47,10 @@ MAX_GATHERED_BYTES = 1 << 30
 MIN_ROWS = 128
 
 
-# What all calls have.
-
-
-def results(call: PagedArguments) -> tuple[Layout, Layout]:
-    """Shape, stride and dtype of the output (B, Hq, Sq, Dv), in q's memory order, and of the LSE (B, Hq, Sq)."""
-    shape, (batch, heads, queries) = (*call.q.shape[:3], call.v_pages.shape[3]), call.q.shape[:3]
-    stride = dense_stride_like(shape, call.q.shape, call.q.stride())
-    lse: Layout = ((batch, heads, queries), (heads * queries, queries, 1), torch.float32)
-    return (shape, stride, call.q.dtype), lse
-
-
 def has_memory_order_of_q(call: PagedArguments) -> bool:
     """Whether an output (B, Sq, Hq, Dv), as plans write it, has the memory order of `q`."""
-    (shape, stride, _), _ = results(call)
-    _, heads, queries, dim = shape
+    shape = _, heads, queries, dim = (*call.q.shape[:3], call.v_pages.shape[3])
+    stride = dense_stride_like(shape, call.q.shape, call.q.stride())
     token_major = (queries * heads * dim, dim, heads * dim, 1)
     return canonical_stride(shape, stride) == canonical_stride(shape, token_major)
 
@@ -313,7 +301,7 @@ def prefill_spec(call: PagedArguments) -> tuple[VarlenSpec, TensorLayout]:
     cu_seqlens = torch.empty(batch * (1 if call.seq_lens_q is None else 2) + 1, dtype=torch.int32, device="meta")
     q = torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta")
     varlen_call = as_packed(call._replace(q=q), Gathered(k, v, cu_seqlens, cu_seqlens))
-    return packed_spec(varlen_call, batch), varlen_plans.output_layout(varlen_call)
+    return packed_spec(varlen_call, batch), output_layout(varlen_call)
 
 
 def packed_spec(call: VarlenArguments, batch: int) -> VarlenSpec:

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import reference
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, results
 from cudnn_sdpa.attention.dense.reference import flops_of_forward
-from cudnn_sdpa.attention.paged import plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 
 
@@ -29,7 +28,8 @@ def as_dense(call: PagedArguments) -> ForwardArguments:
 
 
 def attention(call: PagedArguments) -> tuple[Tensor, Tensor]:
-    out, lse = reference.fill_without_keys(call._replace(out=None, with_lse=True), plans.results(call))
+    new = call._replace(out=None, with_lse=True)
+    out, lse = reference.fill_without_keys(new, results(new))
     if not call.is_empty:
         of_keys = reference.attention(as_dense(call))
         out, lse = out.copy_(of_keys[0]), lse.copy_(of_keys[1])

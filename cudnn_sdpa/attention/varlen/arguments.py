@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, Softmax
+from cudnn_sdpa.attention.arguments import Axes, ForwardArguments, ReferenceArguments, Softmax
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.engine import tensor_checks, value_checks
 from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor, shape_of
@@ -63,6 +63,9 @@ class VarlenArguments(NamedTuple):
     def is_for_cudnn(self) -> bool:
         """Whether cuDNN's limits of dtypes and head dims apply, as for `ForwardArguments`."""
         return True
+
+
+PACKED_AXES = Axes(entries={}, heads={"q": 1, "sinks": 0}, heads_kv={"k": 1, "v": 1})
 
 
 class VarlenGradientCall(NamedTuple):

@@ -13,6 +13,7 @@ from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     cast_for_autocast,
     grouped,
+    output_layout,
     outputs_without_data,
     with_positive_scale,
 )
@@ -36,7 +37,7 @@ def describe_varlen(**given: Any) -> Description:
     if refused is not None:
         return Description.refused(graphs.sdpa_forward, refused, device)
     original = original._replace(with_lse=original.with_lse or trains)
-    packed, layout = plans.spec_of(with_positive_scale(call)), plans.output_layout(call)
+    packed, layout = plans.spec_of(with_positive_scale(call)), output_layout(call)
     notes = [
         *explain.notes_on_casts(original, call),
         *sink_scores.notes_on_conversion(given),

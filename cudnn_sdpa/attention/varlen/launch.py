@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import parts, sink_scores
-from cudnn_sdpa.attention.arguments import scale_of, sign_of_scale, with_positive_scale
+from cudnn_sdpa.attention.arguments import output_layout, results, scale_of, sign_of_scale, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense import launch as dense_backward
 from cudnn_sdpa.attention.dense.launch import EXTRAS_OF_OPTIONS, zero_gradients
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
-from cudnn_sdpa.attention.parts import packed_gradient_limits
+from cudnn_sdpa.attention.parts import Whole, packed_gradient_limits
 from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.varlen import plans
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
+from cudnn_sdpa.attention.varlen.arguments import PACKED_AXES, VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
 from cudnn_sdpa.engine.call import Result
@@ -37,11 +37,11 @@ BackwardT = TypeVar("BackwardT", bound=VarlenGradientCall)
 def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     """A forward call bound to its plan, or to that of `spec`."""
     if call.is_empty:
-        return Prepared(lambda call: fill_without_keys(call, plans.results(call)), None)
+        return Prepared(lambda call: fill_without_keys(call, results(call)), None)
     device, sign = call.q.get_device(), sign_of_scale(call)
     launched = with_positive_scale(call)
     spec = plans.spec_of(launched) if spec is None else spec
-    key = spec.forward_key(plans.output_layout(call), call.with_lse, live_target(device), device)
+    key = spec.forward_key(output_layout(call), call.with_lse, live_target(device), device)
     bound = _bind(operation=graphs.sdpa_forward, key=key, call=launched, spec=spec, operands=("q", "k", "v"))
     sink_use = spec.sink_use
     is_completed = sink_use is SinkUse.AFTER_PLAN or (sink_use is SinkUse.IN_PLAN and call.with_lse)
@@ -119,18 +119,16 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
 
 def _gradients_in_parts(of: VarlenGradientCall) -> tuple[Tensor, ...]:
     """The needed gradients of a call that one launch cannot compute: some heads at a time."""
-    inputs = zip(of.call.differentiable, ("heads", "heads_kv", "heads_kv", "heads"), of.needs, strict=True)
-    wholes = [_whole(x, heads) for x, heads, need in inputs if need and x is not None]
+    inputs = zip(of.call._fields, of.call.differentiable, of.needs, strict=False)
+    wholes = [
+        Whole.gradient(name, like_in_memory(without_memory(x)), PACKED_AXES)
+        for name, x, need in inputs
+        if need and x is not None
+    ]
     found = parts.merge(
         plans.split_gradient(of), lambda part: gradients(plans.part_of(of, part)), wholes, of.out.device
     )
     return tuple(found)
-
-
-def _whole(tensor: Tensor, heads: str) -> parts.Whole:
-    like = like_in_memory(without_memory(tensor))
-    dims = (heads,) if tensor.dim() == 1 else (None, heads)
-    return parts.Whole((tuple(like.shape), like.stride(), like.dtype), dims)
 
 
 def gradients(of: VarlenGradientCall) -> list[Tensor]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from cudnn_sdpa.attention import parts, sink_scores
-from cudnn_sdpa.attention.arguments import outputs_without_data, spec_options, with_positive_scale
+from cudnn_sdpa.attention.arguments import output_layout, outputs_without_data, spec_options, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.parts import split_or_refuse
 from cudnn_sdpa.attention.dense.plans import GRAD_OUT_COPY
@@ -23,14 +23,13 @@ from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.spec import DROPOUT, SCALE, SOFTCAP, AttentionSpec
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refuse
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
+from cudnn_sdpa.attention.varlen.arguments import PACKED_AXES, VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.call import without_data
-from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.backend import has_only_repeatable
 from cudnn_sdpa.graph.key import Operand, PlanKey
-from cudnn_sdpa.graph.layouts import TensorLayout, dense_like, dense_stride_like
+from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 from cudnn_sdpa.graph.target import Target
 
 
@@ -239,20 +238,6 @@ def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varle
     )
 
 
-def output_layout(call: VarlenArguments) -> TensorLayout:
-    """The layout of a call's output: dense, its dimensions in the memory order of those of `q`."""
-    if call.out is not None:
-        return TensorLayout.of(call.out)
-    q, shape = call.q, (*call.q.shape[:2], call.v.shape[2])
-    return TensorLayout(shape, dense_stride_like(shape, q.shape, q.stride()), q.dtype)
-
-
-def results(call: VarlenArguments) -> tuple[Layout, Layout]:
-    """Shape, stride and dtype of the output (Tq, Hq, Dv) and of the LSE (Tq, Hq)."""
-    out, (tokens, heads) = output_layout(call), call.q.shape[:2]
-    return (out.shape, out.stride, out.dtype), ((tokens, heads), (heads, 1), torch.float32)
-
-
 def forward_key(call: VarlenArguments, target: Target, device: int | None) -> PlanKey:
     """The key of a forward call that is not empty."""
     return spec_of(with_positive_scale(call)).forward_key(output_layout(call), call.with_lse, target, device)
@@ -285,12 +270,11 @@ def split_gradient(of: VarlenGradientCall) -> list[Part]:
 
 
 def part_of(of: VarlenGradientCall, part: Part) -> VarlenGradientCall:
-    call = of.call
-    rows = {"q": call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}
+    call = parts.part_of_call(of.call, part, PACKED_AXES)
+    rows = {"q": of.call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}
     q, grad_out, out, lse = (tensor_checks.aligned(name, x[:, part.heads]) for name, x in rows.items())
-    k, v = (parts.compact(x[:, part.heads_kv]) for x in (call.k, call.v))
-    sinks = None if call.sinks is None else call.sinks[part.heads]
-    return of._replace(grad_out=grad_out, out=out, lse=lse, call=call._replace(q=q, k=k, v=v, sinks=sinks))
+    call = call._replace(q=q, k=parts.compact(call.k), v=parts.compact(call.v))
+    return of._replace(grad_out=grad_out, out=out, lse=lse, call=call)
 
 
 def check_gradient(call: VarlenArguments, target: Target, device: int | None = None) -> None:

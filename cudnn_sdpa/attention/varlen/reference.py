@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import reference
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, results
 from cudnn_sdpa.attention.dense.reference import flops_of_backward, flops_of_forward
-from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.engine.tensor_checks import like_in_memory
 
@@ -27,7 +26,7 @@ def sequences(call: VarlenArguments) -> Iterator[tuple[slice, slice, ForwardArgu
 
 def attention(call: VarlenArguments) -> tuple[Tensor, Tensor]:
     new = call._replace(out=None, with_lse=True)
-    out, lse = reference.fill_without_keys(new, plans.results(new))
+    out, lse = reference.fill_without_keys(new, results(new))
     for rows, _, one in sequences(call):
         out_one, lse_one = reference.attention(one)
         out[rows] = out_one[0].transpose(0, 1).to(out.dtype)
