@@ -100,7 +100,7 @@ def spec_options(call: _WithOptions, *, sinks_in_plan: bool) -> dict[str, Any]:
     return {
         "sink_use": SinkUse.ABSENT if call.sinks is None else use,
         "dropout_p": float(softmax.dropout_p),
-        "is_capped": softmax.softcap is not None,
+        "is_capped": softmax.is_capped,
         "alibi": softmax.alibi,
         "deterministic": softmax.deterministic,
     }
@@ -580,6 +580,11 @@ class Scaled(_WithSoftmax, Protocol):
 def scale_of(call: Scaled) -> float:
     scale = call.softmax.scale
     return call.q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def numbers_of(call: _WithSoftmax, scale: float) -> dict[str, float | None]:
+    """The host scalars of a call's plan, by operand."""
+    return {"scale": scale, "softcap": call.softmax.softcap}
 
 
 def sign_of_scale(call: Scaled) -> float | None:

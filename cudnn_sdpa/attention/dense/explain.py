@@ -20,7 +20,6 @@ from cudnn_sdpa.attention.arguments import (
     GradientT,
     Scaled,
     cast_for_autocast,
-    grouped,
     output_layout,
     outputs_without_data,
     sign_of_scale,
@@ -54,7 +53,7 @@ TO_CAST = ("q", "k", "v", "attn_mask")
 @describes(sdpa, sharding.dense)
 def describe_sdpa(**given: Any) -> Description:
     """The launches of an `sdpa` call on a GPU; its tensors may be on the CPU."""
-    checked = SDPA.checked(call_of(**grouped(given)), as_cast)
+    checked = SDPA.checked(call_of(**given), as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     device = device_of(original.q)
     if refused is not None:
@@ -97,7 +96,7 @@ def checked_backward(
 ) -> tuple[Any, list[str]]:
     """The checked call of a backward function with these arguments, and the notes on what runs around it."""
     of_backward = {name: given.pop(name) for name in ("grad_out", "out", "lse", "wanted")}
-    of = backward_call_of(operation, call_of(**grouped(given)), **of_backward)
+    of = backward_call_of(operation, call_of(**given, dropout_p=0.0, return_lse=True, out=None), **of_backward)
     of.check_types()
     of.check_options()
     of.check()

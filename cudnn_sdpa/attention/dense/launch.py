@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments, sink_scores
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, GradientT, Needs
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, GradientT, Needs, numbers_of
 from cudnn_sdpa.attention.bias import BiasKernel, mask_gradient
 from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
@@ -44,7 +44,7 @@ def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float)
         call,
         operands=("q", "k", "v"),
         results=results,
-        numbers={"scale": scale, "softcap": call.softmax.softcap},
+        numbers=numbers_of(call, scale),
         queries=queries,
         decode=forward.is_decode and not spec.is_capped,
     )
@@ -66,7 +66,7 @@ def bind_plan(
     queries: Mapping[str, TensorLayout],
     decode: bool = False,
 ) -> BoundPlan:
-    """A plan of the current device, bound with the launch's extra operands: bias, sinks, random numbers, lengths.
+    """A plan of the current device, bound with the launch's extra operands: bias, lengths, and those of options.
 
     `operands` are those that all calls have. `queries` are the operands with one row for each query, as the caller sees
     them: fully masked rows are not given to cuDNN, so these begin behind them.
@@ -111,7 +111,7 @@ EXTRAS_OF_OPTIONS = {
 
 
 class _Completed:
-    """Runs calls whose results the plan does not write in full: fully masked rows, and what sinks change."""
+    """Runs calls whose results the plan does not write in full: fully masked rows, and what `sink_scores` completes."""
 
     __slots__ = ("_bound", "_forward", "_tensors_of")
 
@@ -173,7 +173,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
             call,
             operands=OPERANDS,
             results=results,
-            numbers={"scale": plans.launched_backward(of).scale_value, "softcap": call.softmax.softcap},
+            numbers=numbers_of(call, plans.launched_backward(of).scale_value),
             queries=queries,
         )
     factor, needs = plans.factor_of_queries(of), Needs(*of.needs)

@@ -50,7 +50,7 @@ class DenseSpec(AttentionSpec):
     def of(cls, call: ForwardArguments) -> DenseSpec:
         q, k, v = call.q, call.k, call.v
         softmax, lengths_q, lengths_kv = call.softmax, call.seq_lens_q is not None, call.seq_lens_kv is not None
-        is_capped = softmax.softcap is not None
+        is_capped = softmax.is_capped
         mask = normalize_mask(
             is_causal=softmax.is_causal,
             alignment=softmax.causal_alignment,
@@ -132,7 +132,7 @@ class DenseSpec(AttentionSpec):
 
         Args:
             decode: The plan is for a decode engine.
-            is_forward: The graph is that of the forward pass, which sinks enter. A backward pass has the LSE.
+            is_forward: The graph is that of the forward pass. A backward pass has its LSE.
             full_lengths: Lengths are always passed to cuDNN.
             expand_bias: Expand a bias of one row to all queries: cuDNN 9.19's backward engines misread a single row.
         """

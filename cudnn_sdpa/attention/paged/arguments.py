@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,11 @@ class PagedArguments(NamedTuple):
         return self.sinks is not None
 
     @property
+    def of_softmax(self) -> dict[str, Any]:
+        """The fields that calls of other kinds have, too, for the same softmax."""
+        return {"sinks": self.sinks, "softmax": self.softmax}
+
+    @property
     def is_empty(self) -> bool:
         return 0 in self.q.shape or self.page_table.shape[1] == 0
 
@@ -88,16 +93,7 @@ class PagedArguments(NamedTuple):
     ) -> ForwardArguments:
         """A dense call with the same options: for checks that both have, and for the reference."""
         kind = ForwardArguments if self.is_for_cudnn else ReferenceArguments
-        return kind(
-            q,
-            k,
-            v,
-            sinks=self.sinks,
-            softmax=self.softmax,
-            seq_lens_q=seq_lens_q,
-            seq_lens_kv=seq_lens_kv,
-            with_lse=with_lse,
-        )
+        return kind(q, k, v, **self.of_softmax, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv, with_lse=with_lse)
 
     @property
     def page_size(self) -> int:

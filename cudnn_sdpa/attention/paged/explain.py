@@ -8,7 +8,7 @@ from typing import Any
 
 from cudnn_sdpa.attention import reference as dense_reference
 from cudnn_sdpa.attention import sharding, sink_scores
-from cudnn_sdpa.attention.arguments import grouped, with_positive_scale
+from cudnn_sdpa.attention.arguments import with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.paged import plans, reference
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
@@ -25,7 +25,7 @@ from cudnn_sdpa.graph.target import live_target
 
 @describes(sdpa_paged, sharding.paged)
 def describe_paged(**given: Any) -> Description:
-    checked = PAGED.checked(call_of(**grouped(given)), PAGED.cast)
+    checked = PAGED.checked(call_of(**given), PAGED.cast)
     original, call, refused = checked.call, checked.cast, checked.refused
     if refused is not None:
         return Description.refused(graphs.paged_decode, refused, explain.device_of(call.q))

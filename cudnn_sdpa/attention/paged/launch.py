@@ -119,15 +119,6 @@ def bind_decode(call: PagedArguments, *, in_place: bool) -> BoundPlan:
     )
 
 
-def _refuse(name: str, call: PagedArguments) -> int:
-    """Refuses a tensor without memory; gives its address, which is 0 if it is empty or None."""
-    tensor: Tensor | None = getattr(call, name)
-    if tensor is None:
-        return 0
-    check_present(name, tensor)
-    return tensor.data_ptr()
-
-
 def _is_direct(call: PagedArguments, bound: BoundPlan) -> bool:
     batch, _, queries, _ = call.q.shape
     rows = bound.plan.key.outputs[0].layout.shape[0]
@@ -191,8 +182,9 @@ class _Prefill:
                 return self(call)
         for name in ("q", "k_pages", "v_pages"):  # read by our kernel, or copied by PyTorch's
             check_address(name, getattr(call, name))
-        for name in ("page_table", "page_table_v", "seq_lens_kv", "seq_lens_q", "sinks"):
-            _refuse(name, call)
+        for name, tensor in zip(call._fields[3:], call[3:], strict=True):  # tables, lengths and options
+            if isinstance(tensor, Tensor):
+                check_present(name, tensor)
         batch, heads, queries, _ = call.q.shape
         result = self._run_varlen(plans.as_packed(call, self._gather(call)))
         packed_out, *packed_lse = result if isinstance(result, tuple) else (result,)

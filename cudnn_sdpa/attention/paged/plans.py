@@ -280,14 +280,13 @@ def as_packed(call: PagedArguments, gathered: Gathered) -> VarlenArguments:
         q=rows,
         k=gathered.k,
         v=gathered.v,
-        sinks=call.sinks,
         cu_seqlens_q=gathered.cu_seqlens_q,
         cu_seqlens_kv=gathered.cu_seqlens_kv,
         rng=None,
         max_seqlen_q=queries,
         max_seqlen_kv=call.max_kv_len,
-        softmax=call.softmax,
         with_lse=call.with_lse,
+        **call.of_softmax,
     )
 
 

@@ -12,7 +12,6 @@ from cudnn_sdpa.attention import reference, sharding, sink_scores
 from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     cast_for_autocast,
-    grouped,
     output_layout,
     outputs_without_data,
     with_positive_scale,
@@ -31,7 +30,7 @@ from cudnn_sdpa.errors import UnsupportedError
 
 @describes(sdpa_varlen, sharding.varlen)
 def describe_varlen(**given: Any) -> Description:
-    checked = VARLEN.checked(call_of(**grouped(given)), explain.as_cast)
+    checked = VARLEN.checked(call_of(**given), explain.as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     device = explain.device_of(original.q)
     if refused is not None:

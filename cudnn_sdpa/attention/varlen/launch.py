@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import parts, sink_scores
-from cudnn_sdpa.attention.arguments import output_layout, results, scale_of, sign_of_scale, with_positive_scale
+from cudnn_sdpa.attention.arguments import (
+    numbers_of,
+    output_layout,
+    results,
+    scale_of,
+    sign_of_scale,
+    with_positive_scale,
+)
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense import launch as dense_backward
 from cudnn_sdpa.attention.dense.launch import EXTRAS_OF_OPTIONS, zero_gradients
@@ -164,7 +171,7 @@ def _bind(
     for operand in key.inputs:
         if operand.name in EXTRAS_OF_OPTIONS:
             more += EXTRAS_OF_OPTIONS[operand.name]
-    numbers = {"scale": scale_of(call), "softcap": call.softmax.softcap}
+    numbers = numbers_of(call, scale_of(call))
     return BoundPlan(plan=plan, operands=operands, results=_results(key, call), numbers=numbers, extras=more)
 
 

@@ -214,7 +214,7 @@ class VarlenSpec(AttentionSpec):
 def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> VarlenSpec:
     """The spec of a call, its numbers rounded up; the rows of queries and of keys to `rows`, if these are given."""
     softmax = call.softmax
-    tight = softmax.deterministic or softmax.softcap is not None
+    tight = softmax.deterministic or softmax.is_capped
     q, k, v = map(TensorLayout.of, call.qkv)
     if rows is not None:
         rows_q, rows_kv = rows
