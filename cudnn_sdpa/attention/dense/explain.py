@@ -18,6 +18,7 @@ from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     GradientCall,
     GradientT,
+    Needs,
     Scaled,
     cast_for_autocast,
     output_layout,
@@ -26,6 +27,7 @@ from cudnn_sdpa.attention.arguments import (
 )
 from cudnn_sdpa.attention.backward_arguments import backward_call_of
 from cudnn_sdpa.attention.dense import graphs, parts
+from cudnn_sdpa.attention.dense import reference as in_pytorch
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import drop_in_tensors, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.launch import has_readable_layout
@@ -232,9 +234,6 @@ def errors_of(call: SdpaCall, *, differentiate: bool) -> dict[str, float]:
     out, lse = reference.attention(exact_call)
     if not actual.gradients:
         return compare(actual, Results(out, lse, {}))
-    gradients = dict(zip(call._fields, reference.gradients(grad_out.double(), out, exact_call), strict=False))
-    mask, grad_mask = call.attn_mask, gradients["attn_mask"]
-    if mask is not None and grad_mask is not None:
-        shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-        gradients["attn_mask"] = grad_mask.sum_to_size(shape).reshape(mask.shape)
-    return compare(actual, Results(out, lse, {name: x for name, x in gradients.items() if x is not None}))
+    needs = tuple(name in actual.gradients for name in Needs._fields)
+    of = GradientCall(grad_out=grad_out.double(), out=out, lse=lse, call=exact_call, needs=needs)
+    return compare(actual, Results(out, lse, dict(zip(actual.gradients, in_pytorch.gradients(of), strict=True))))

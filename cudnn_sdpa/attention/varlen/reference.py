@@ -24,13 +24,14 @@ def sequences(call: VarlenArguments) -> Iterator[tuple[slice, slice, ForwardArgu
         yield rows, columns, one._replace(rng=None if call.rng is None else call.rng + number)
 
 
-def attention(call: VarlenArguments) -> tuple[Tensor, Tensor]:
+def attention(call: VarlenArguments, lse_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     new = call._replace(out=None, with_lse=True)
     out, lse = reference.fill_without_keys(new, results(new))
+    lse = lse.to(lse_dtype)
     for rows, _, one in sequences(call):
         out_one, lse_one = reference.attention(one)
         out[rows] = out_one[0].transpose(0, 1).to(out.dtype)
-        lse[rows] = lse_one[0].transpose(0, 1).float()
+        lse[rows] = lse_one[0].transpose(0, 1).to(lse_dtype)
     return out, lse
 
 
@@ -44,7 +45,7 @@ def gradients(of: VarlenGradientCall) -> list[Tensor]:
         for whole, part, where in zip(found, parts, (rows, columns, columns), strict=True):
             whole[where] = part[0].transpose(0, 1).to(whole.dtype)
         grad_sinks += 0 if sinks_one is None else sinks_one
-    return [x for x, need in zip((*found, grad_sinks.float()), of.needs, strict=True) if need]
+    return [x for x, need in zip((*found, grad_sinks.to(of.lse.dtype)), of.needs, strict=True) if need]
 
 
 def flops(call: VarlenArguments) -> tuple[int, int]:
