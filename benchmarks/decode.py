@@ -13,6 +13,7 @@ from torch import Tensor
 from benchmarks.tools import cases, hand_graphs, peers
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import Call, device_times, host_times
+from cudnn_sdpa.attention.arguments import scale_of
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged import plans as paged_plans
@@ -189,7 +190,7 @@ def _launch(q: Tensor, cache: PagedKVCache, step: PagedStep) -> Call:
         "seq_len_kv": step.seq_lens_kv,
         "out": torch.empty_like(q),
     }
-    scale = array("f", [call.scale_value])
+    scale = array("f", [scale_of(call)])
     known = {name: x.data_ptr() for name, x in tensors.items()} | {"scale": scale.buffer_info()[0]}
     pointers = array("Q", [known[operand.name] for operand in (*key.inputs, *key.outputs)])
     plan.launch(pointers)  # binds the handle to the stream

@@ -16,9 +16,9 @@ from benchmarks.tools.cases import Shape
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import Call, host_times
 from benchmarks.tools.ways import in_python, wait_for_native_calls
+from cudnn_sdpa.attention.arguments import Needs
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
-from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.fused.activation import silu_mul

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED, Alignment
+from cudnn_sdpa.attention.sink_scores import SinkUse, WithSinks
 from cudnn_sdpa.engine import cpu_target, tensor_checks, value_checks
 from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.call import Fields
+from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.tensor_checks import (
     check_are_tensors,
     check_is_tensor,
@@ -25,7 +27,7 @@ from cudnn_sdpa.engine.tensor_checks import (
     shape_of,
 )
 from cudnn_sdpa.errors import DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
-from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride, dense_stride_like
 from cudnn_sdpa.graph.scalars import LARGEST, as_bool, as_float, as_int, is_compiling, is_integer, is_true
 
 
@@ -101,6 +103,21 @@ class _WithSoftmax(Protocol):
     def softmax(self) -> Softmax: ...
 
 
+class _WithOptions(_WithSoftmax, WithSinks, Protocol): ...
+
+
+def spec_options(call: _WithOptions, *, sinks_in_plan: bool) -> dict[str, Any]:
+    """The options of a call's spec; its plan, if it has sinks, reads them or does not."""
+    softmax, use = call.softmax, SinkUse.IN_PLAN if sinks_in_plan else SinkUse.AFTER_PLAN
+    return {
+        "sink_use": SinkUse.ABSENT if call.sinks is None else use,
+        "dropout_p": float(softmax.dropout_p),
+        "is_capped": softmax.is_capped,
+        "alibi": softmax.alibi,
+        "deterministic": softmax.deterministic,
+    }
+
+
 def check_options(call: _WithSoftmax) -> None:
     call.softmax.check()
 
@@ -174,13 +191,6 @@ def check_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> None:
         raise ShapeError("attn_mask", shape_of(mask), f"a shape that broadcasts to (B, Hq, Sq, Skv) = {full}", hint)
 
 
-def as_sinks(sinks: Tensor | None) -> Tensor | None:
-    """Sinks in float32, which the kernels read; anything but a half-precision tensor is returned unchanged."""
-    if isinstance(sinks, Tensor) and sinks.dtype in (torch.float16, torch.bfloat16):
-        return sinks.float()
-    return sinks
-
-
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
 
@@ -210,8 +220,7 @@ class ForwardArguments(NamedTuple):
 
     @property
     def scale_value(self) -> float:
-        scale = self.softmax.scale
-        return self.q.shape[3] ** -0.5 if scale is None else float(scale)
+        return scale_of(self)
 
     @property
     def is_for_cudnn(self) -> bool:
@@ -232,6 +241,20 @@ class ForwardArguments(NamedTuple):
         )
 
 
+class Axes(NamedTuple):
+    """The dimension of each tensor along which a call is divided; counted from behind where a tensor is broadcast."""
+
+    entries: Mapping[str, int]
+    heads: Mapping[str, int]
+    heads_kv: Mapping[str, int]
+
+
+DENSE_AXES = Axes(
+    entries={"q": 0, "k": 0, "v": 0, "attn_mask": -4, "seq_lens_q": 0, "seq_lens_kv": 0},
+    heads={"q": 1, "attn_mask": -3, "sinks": 0},
+    heads_kv={"k": 1, "v": 1},
+)
+
 ForwardT = TypeVar("ForwardT", bound=ForwardArguments)
 
 KindT = TypeVar("KindT")
@@ -242,6 +265,16 @@ def from_fields(kind: Callable[..., KindT], *values: object, **fields: Any) -> K
     softmax: Softmax = kind._field_defaults["softmax"]  # type: ignore[attr-defined]  # a NamedTuple
     options = {name: fields.pop(name) for name in Softmax._fields if name in fields}
     return kind(*values, **fields, softmax=softmax._replace(**options))
+
+
+class Needs(NamedTuple):
+    """Which gradients a backward call of dense attention needs."""
+
+    q: bool
+    k: bool
+    v: bool
+    attn_mask: bool
+    sinks: bool
 
 
 class GradientCall(NamedTuple):
@@ -257,6 +290,29 @@ class GradientCall(NamedTuple):
     lse: Tensor
     call: ForwardArguments
     needs: tuple[bool, ...]
+
+
+class _CallWithOut(Protocol):
+    @property
+    def q(self) -> Tensor: ...
+    @property
+    def v(self) -> Tensor: ...
+    @property
+    def out(self) -> Tensor | None: ...
+
+
+def output_layout(call: _CallWithOut) -> TensorLayout:
+    """The layout of a call's output: dense, its dimensions in the memory order of those of `q`."""
+    if call.out is not None:
+        return TensorLayout.of(call.out)
+    q, shape = call.q, (*call.q.shape[:-1], call.v.shape[-1])
+    return TensorLayout(shape, dense_stride_like(shape, q.shape, q.stride()), q.dtype)
+
+
+def results(call: _CallWithOut) -> tuple[Layout, Layout]:
+    """Shape, stride and dtype of the output (B, Hq, Sq, Dv) or (Tq, Hq, Dv), and of the LSE (B, Hq, Sq) or (Tq, Hq)."""
+    out, rows = output_layout(call), tuple(call.q.shape[:-1])
+    return (out.shape, out.stride, out.dtype), (rows, contiguous_stride(rows), torch.float32)
 
 
 def outputs_without_data(layout: TensorLayout) -> dict[str, Tensor]:
@@ -528,18 +584,27 @@ GradientT = TypeVar("GradientT", bound=AttentionGradientCall)
 MIN_SCALE = 1e-30
 
 
-class Scaled(Protocol):
+class Scaled(_WithSoftmax, Protocol):
     @property
-    def scale_value(self) -> float: ...
-    @property
-    def softmax(self) -> Softmax: ...
+    def q(self) -> Tensor: ...
+
+
+def scale_of(call: Scaled) -> float:
+    scale = call.softmax.scale
+    return call.q.shape[-1] ** -0.5 if scale is None else float(scale)
+
+
+def numbers_of(call: _WithSoftmax, scale: float) -> dict[str, float | None]:
+    """The host scalars of a call's plan, by operand."""
+    return {"scale": scale, "softcap": call.softmax.softcap}
 
 
 def sign_of_scale(call: Scaled) -> float | None:
     """The factor of q that makes the scale positive, as cuDNN needs it; None if it is."""
-    if call.scale_value >= MIN_SCALE:
+    scale = scale_of(call)
+    if scale >= MIN_SCALE:
         return None
-    return 0.0 if call.scale_value > -MIN_SCALE else -1.0
+    return 0.0 if scale > -MIN_SCALE else -1.0
 
 
 class _ScaledCall(AttentionCall, Scaled, Protocol): ...
@@ -553,7 +618,7 @@ def with_positive_scale(call: ScaledT) -> ScaledT:
     if sign_of_scale(call) is None:
         return call
     q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
-    return call._replace(q=q, softmax=call.softmax._replace(scale=max(-call.scale_value, MIN_SCALE)))
+    return call._replace(q=q, softmax=call.softmax._replace(scale=max(-scale_of(call), MIN_SCALE)))
 
 
 def cast_for_autocast(call: ForwardT) -> ForwardT:

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import backward_arguments
-from cudnn_sdpa.attention.arguments import Softmax, check_options, outputs_without_data
+from cudnn_sdpa.attention.arguments import Softmax, check_options, outputs_without_data, results
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import cpu_target, fallback
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.engine.launch import layout_signature
+from cudnn_sdpa.engine.launch import Layout, layout_signature
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
@@ -48,9 +48,14 @@ class CudnnCall(Call):
         @property
         def v(self) -> Tensor: ...
         @property
+        def out(self) -> Tensor | None: ...
+        @property
         def softmax(self) -> Softmax: ...
 
     check_options = check_options
+
+    def outputs(self) -> tuple[Layout, ...]:
+        return results(self)
 
     def log_key(self) -> Hashable:
         softmax = self.softmax._replace(scale=None, causal_alignment=TOP_LEFT)

@@ -9,6 +9,7 @@ summed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -16,7 +17,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.call import Result
+from cudnn_sdpa.attention.arguments import Axes
+from cudnn_sdpa.engine.call import FieldsT, Result
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
@@ -106,6 +108,27 @@ def ranges(total: int, most: int) -> list[slice]:
     return [slice(first, min(first + size, total)) for first in range(0, total, size)]
 
 
+def ranges_of(name: str, shape: Sequence[int], axes: Axes) -> tuple[str | None, ...]:
+    """Which ranges of a part each dimension of a call's tensor has, by their names; None where each part has all."""
+    found: list[str | None] = [None] * len(shape)
+    for ranges, of_tensors in zip(Part._fields, axes, strict=True):
+        dim = of_tensors.get(name)
+        if dim is not None and -len(shape) <= dim and shape[dim] != 1:
+            found[dim] = ranges
+    return tuple(found)
+
+
+def part_of_call(call: FieldsT, part: Part, axes: Axes) -> FieldsT:
+    """A part of a call: views of its tensors."""
+    changes = {}
+    for name in itertools.chain(*axes):
+        x = getattr(call, name)
+        if x is not None:
+            ranges = ranges_of(name, x.shape, axes)
+            changes[name] = x[tuple([slice(None) if each is None else getattr(part, each) for each in ranges])]
+    return call._replace(**changes)
+
+
 class Whole(NamedTuple):
     """A result of a call that parts give.
 
@@ -120,6 +143,12 @@ class Whole(NamedTuple):
 
     def place(self, part: Part) -> tuple[slice, ...]:
         return tuple([slice(None) if name is None else getattr(part, name) for name in self.dims])
+
+    @classmethod
+    def gradient(cls, name: str, gradient: Tensor, axes: Axes) -> Whole:
+        """The gradient of an input, given one without memory."""
+        shape = tuple(gradient.shape)
+        return cls((shape, gradient.stride(), gradient.dtype), ranges_of(name, shape, axes))
 
 
 def merge(

@@ -14,6 +14,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED, as_kernels_see
 from cudnn_sdpa.attention.parts import ForwardCall
+from cudnn_sdpa.attention.sink_scores import WithSinks, raise_lse
 from cudnn_sdpa.engine.launch import Layout
 
 
@@ -234,12 +235,10 @@ def summed(gradient: Tensor, like: Tensor) -> Tensor:
     return gradient.view(batch, heads, gradient.shape[1] // heads, *gradient.shape[2:]).sum(2)
 
 
-class _WithSinks(ForwardCall, Protocol):
-    @property
-    def sinks(self) -> Tensor | None: ...
+class _CallWithSinks(ForwardCall, WithSinks, Protocol): ...
 
 
-def fill_without_keys(call: _WithSinks, layouts: tuple[Layout, Layout]) -> Tensor | tuple[Tensor, Tensor]:
+def fill_without_keys(call: _CallWithSinks, layouts: tuple[Layout, Layout]) -> Tensor | tuple[Tensor, Tensor]:
     """The results where there are no queries or no keys: zeros, and the LSE of the sinks alone.
 
     Args:
@@ -253,6 +252,5 @@ def fill_without_keys(call: _WithSinks, layouts: tuple[Layout, Layout]) -> Tenso
     if not call.with_lse:
         return out
     lse = torch.empty_strided(rows, strides, dtype=torch.float32, device=device).fill_(-torch.inf)
-    if call.sinks is not None:
-        torch.maximum(lse, call.sinks.view(-1, *[1] * (lse.dim() - 2)), out=lse)
+    raise_lse(call, lse)
     return out, lse

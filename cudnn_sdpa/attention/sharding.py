@@ -11,7 +11,9 @@ from typing import cast
 
 from torch import Tensor
 
+from cudnn_sdpa.attention.arguments import DENSE_AXES
 from cudnn_sdpa.attention.mask import UNBOUNDED
+from cudnn_sdpa.attention.varlen.arguments import PACKED_AXES
 from cudnn_sdpa.engine.sharding import MAX, ShardingStrategy
 
 #: The arguments that compare positions, or count queries from the first; windows are, too.
@@ -22,9 +24,7 @@ _KEYS = "each query needs all keys, and each rank has a part of them"
 _CONTEXT_PARALLEL = "cudnn_sdpa.distributed.context_parallel"
 _TOKENS = "the sequences span ranks, and each query needs all keys of its sequence"
 
-_BATCH = {"q": 0, "k": 0, "v": 0, "seq_lens_q": 0, "seq_lens_kv": 0}
 _PAGED_BATCH = {"q": 0, "page_table": 0, "page_table_v": 0, "seq_lens_q": 0, "seq_lens_kv": 0}
-_KV_HEADS = {"k": 1, "v": 1}
 _ONE_KEY_HEAD = "query heads share keys, and their groups would be others among a part of them"
 
 
@@ -32,8 +32,8 @@ def dense(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The strategies of `sdpa` and of the forward pass in FP8."""
     alibi = _ALIBI if arguments.get("alibi") else ""
     return [
-        ShardingStrategy("the batch", {**_BATCH, "attn_mask": -4}, (0, 0)),
-        *_of_heads(arguments, {"q": 1, "sinks": 0, "attn_mask": -3}, refused=alibi),
+        ShardingStrategy("the batch", DENSE_AXES.entries, (0, 0)),
+        *_of_heads(arguments, DENSE_AXES.heads, refused=alibi),
         ShardingStrategy("queries", {"q": 2, "attn_mask": -2}, (2, 2), refused=_depends_on_positions(arguments)),
         ShardingStrategy("keys", {"k": 2, "v": 2, "q": 2}, (2, 2), refused=_KEYS, alternative=_CONTEXT_PARALLEL),
         ShardingStrategy(
@@ -57,7 +57,7 @@ def varlen(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The strategies of `sdpa_varlen`."""
     tokens = {"q": 0, "k": 0, "v": 0}
     return [
-        *_of_heads(arguments, {"q": 1, "sinks": 0}),
+        *_of_heads(arguments, PACKED_AXES.heads),
         ShardingStrategy("tokens", tokens, (0, 0), refused=_TOKENS, alternative=f"{_CONTEXT_PARALLEL}_varlen"),
     ]
 
@@ -65,7 +65,7 @@ def varlen(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
 def paged(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The strategies of `sdpa_paged`: each rank has all pages, or its heads of all pages."""
     dim = 1 if arguments.get("page_layout") == "HND" else 2
-    heads = _of_heads(arguments, {"q": 1, "sinks": 0}, kv={"k_pages": dim, "v_pages": dim})
+    heads = _of_heads(arguments, DENSE_AXES.heads, kv={"k_pages": dim, "v_pages": dim})
     return [ShardingStrategy("the batch", _PAGED_BATCH, (0, 0)), *heads]
 
 
@@ -80,7 +80,7 @@ def fp8(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
 
 def fp8_backward(_: Mapping[str, object]) -> list[ShardingStrategy]:
     """The strategies of `sdpa_fp8_backward`: gradients in FP8 cannot be summed, so all of them are divided."""
-    batch = {**_BATCH, "grad_out": 0, "out": 0, "lse": 0}
+    batch = {**DENSE_AXES.entries, "grad_out": 0, "out": 0, "lse": 0}
     heads = {"grad_out": 1, "q": 1, "k": 1, "v": 1, "out": 1, "lse": 1}
     return [
         ShardingStrategy("the batch", batch, (0, 0, 0, MAX, MAX, MAX, MAX)),
@@ -94,7 +94,11 @@ def fp8_attention(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
 
 
 def _of_heads(
-    arguments: Mapping[str, object], of_q: dict[str, int], *, kv: dict[str, int] = _KV_HEADS, refused: str = ""
+    arguments: Mapping[str, object],
+    of_q: Mapping[str, int],
+    *,
+    kv: Mapping[str, int] = DENSE_AXES.heads_kv,
+    refused: str = "",
 ) -> list[ShardingStrategy]:
     """The strategies along heads: of queries and keys, or of the queries alone where they have one key head."""
     (name, dim), *_ = kv.items()

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import Softmax
 from cudnn_sdpa.attention.cpu_checks import check_offsets
-from cudnn_sdpa.attention.dense.launch import apply_sinks
 from cudnn_sdpa.attention.dense.sdpa import sdpa, sdpa_backward
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
+from cudnn_sdpa.attention.sink_scores import SinkUse, complete
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen, sdpa_varlen_backward
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.collectives import GroupRank
@@ -113,8 +113,7 @@ class Inputs(NamedTuple):
 
     def add_sinks(self, out: Tensor, lse: Tensor) -> None:
         """Adds the sinks, if there are any, in place to an output and an LSE that were computed without them."""
-        if self.sinks is not None:
-            apply_sinks(out, lse, _for_heads(self.sinks, lse))
+        complete(self, out, lse, SinkUse.AFTER_PLAN)
 
 
 def parts_of_gathered(options: Options, tokens: int) -> list[Part]:

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import Softmax, as_sinks, softmax_of
+from cudnn_sdpa.attention.arguments import Softmax, softmax_of
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, Alignment
+from cudnn_sdpa.attention.sink_scores import as_sinks
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.distributed import all_gather, collectives, gradient_checks, ring, ulysses
 from cudnn_sdpa.distributed.agreement import in_agreement

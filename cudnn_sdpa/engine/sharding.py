@@ -501,26 +501,26 @@ def with_summed_gradient(parameter: ParameterT) -> ParameterT:
     return cast("ParameterT", summed.redistribute(placements=summed.placements))  # nothing to do forward
 
 
-def sinks_of_heads(sinks: Tensor, weight: Tensor | None, q: Tensor) -> Tensor:
-    """The sinks of the query heads that this rank has, differentiable.
+def parameter_of_heads(parameter: Tensor, weight: Tensor | None, x: Tensor) -> Tensor:
+    """The values of the heads that this rank has, of a parameter with one value for each head; differentiable.
 
     Args:
-        sinks: Of all heads, in each rank; or a DTensor, of which each rank has its own.
-        weight: The weight of the queries' projection, whose rows tensor parallelism may have sharded.
-        q: The queries (B, H, S, D).
+        parameter: The values of all heads, in each rank; or a DTensor, of which each rank has its own.
+        weight: The weight of the projection that gives the heads, whose rows tensor parallelism may have sharded.
+        x: The heads (B, H, S, D).
     """
-    if not has_dtensor(sinks, q) and (q.shape[1] == sinks.shape[0] or not has_dtensor(weight)):
-        return sinks
+    if not has_dtensor(parameter, x) and (x.shape[1] == parameter.shape[0] or not has_dtensor(weight)):
+        return parameter
     from torch.distributed.tensor import DTensor, Replicate
 
-    whole = _as_recorded(sinks)
+    whole = _as_recorded(parameter)
     if not isinstance(whole, DTensor):
-        leading = q if isinstance(q, DTensor) else weight
+        leading = x if isinstance(x, DTensor) else weight
         assert isinstance(leading, DTensor)
         mesh = leading.device_mesh
         whole = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    if isinstance(q, DTensor):
+    if isinstance(x, DTensor):
         return whole
-    if isinstance(weight, DTensor) and q.shape[1] != whole.shape[0]:
+    if isinstance(weight, DTensor) and x.shape[1] != whole.shape[0]:
         whole = whole.redistribute(placements=weight.placements)
     return whole.to_local()

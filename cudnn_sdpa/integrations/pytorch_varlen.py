@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from cudnn_sdpa.attention.arguments import Softmax, check_lengths, softmax_of
+from cudnn_sdpa.attention.arguments import Softmax, check_lengths, results, softmax_of
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.arguments import NHD
+from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.plans import MAX_DECODED, MAX_GATHERED_BYTES
-from cudnn_sdpa.attention.paged.sdpa_paged import call_of as paged_call_of
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
-from cudnn_sdpa.attention.varlen import plans as varlen_plans
-from cudnn_sdpa.attention.varlen.arguments import check_cumulative
+from cudnn_sdpa.attention.varlen.arguments import check_cumulative, offsets_of_keys
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of
+from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
@@ -134,15 +133,15 @@ def _call(
     out: Tensor | None = None,
 ) -> VarlenCall:
     q, k, v = qkv
-    return call_of(
-        q,
-        k,
-        v,
+    return VarlenCall(
+        *(q, k, v, None),
         cu_seqlens_q=offsets[0],
-        cu_seqlens_kv=offsets[1],
+        cu_seqlens_kv=offsets_of_keys(*offsets),
+        rng=None,
         max_seqlen_q=lengths[0],
         max_seqlen_kv=lengths[1],
         softmax=softmax,
+        with_lse=True,
         out=out,
     )
 
@@ -227,7 +226,7 @@ def _on_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor | None) -
     if seqused_k is None:
         raise OptionError("seqused_k", "None", "the number of keys of each sequence, as there is a block_table")
     _check_pages(call, block_table, seqused_k)
-    (shape, stride, dtype), (rows, _, _) = varlen_plans.results(call._replace(v=call.v[:, 0], out=None))
+    (shape, stride, dtype), (rows, _, _) = results(call._replace(v=call.v[:, 0], out=None))
     out = call.out
     if out is None:
         out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)
@@ -246,15 +245,8 @@ def _check_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> No
     check_cumulative("cu_seqlens_q", call.cu_seqlens_q, query)
     batch = call.cu_seqlens_q.shape[0] - 1
     q = query.new_empty((batch, query.shape[1], 1, query.shape[2]))
-    paged = paged_call_of(
-        q,
-        k_pages=call.k,
-        v_pages=call.v,
-        page_table=block_table,
-        seq_lens_kv=seqused_k,
-        page_layout=NHD,
-        softmax=call.softmax,
-    )
+    tables: tuple[Tensor, None, Tensor, None, None] = block_table, None, seqused_k, None, None
+    paged = PagedCall(q, call.k, call.v, *tables, page_layout=NHD, softmax=call.softmax)
     paged.check_types()
     paged.check()
     paged.check_values()

@@ -12,7 +12,7 @@ from typing_extensions import Unpack
 from cudnn_sdpa.attention.arguments import check_lengths, softmax_of
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged.step import PagedStep
-from cudnn_sdpa.engine.sharding import sinks_of_heads
+from cudnn_sdpa.engine.sharding import parameter_of_heads
 from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError, raise_if_unsupported
 from cudnn_sdpa.nn.checks import Factory, check_counts, check_number, check_tokens, checked_flags, unsharded
@@ -390,7 +390,7 @@ class Attention(nn.Module):
             return None
         # A wrapper of the projection may lack `weight`.
         weight = None if self.packed else getattr(self.q_proj, "weight", None)
-        return sinks_of_heads(self.sinks, weight, q).float()
+        return parameter_of_heads(self.sinks, weight, q).float()
 
     def _load_from_state_dict(self, state_dict: dict[str, Tensor], prefix: str, *rest: Any) -> None:
         rows, rows_kv = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim

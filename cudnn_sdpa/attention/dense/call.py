@@ -10,7 +10,7 @@ from cudnn_sdpa.attention import arguments, bias, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, warn_of_order
 from cudnn_sdpa.attention.call import CudnnBackwardCall, CudnnCall
 from cudnn_sdpa.attention.cpu_checks import check_strides_of_dense
-from cudnn_sdpa.attention.dense import launch, parts, plans, tiers
+from cudnn_sdpa.attention.dense import launch, parts, tiers
 from cudnn_sdpa.attention.dense import reference as in_pytorch
 from cudnn_sdpa.engine.autocast import cast_fields
 from cudnn_sdpa.engine.sharding import ShardingStrategy
@@ -28,7 +28,6 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
     check_strides_for_gpu = check_strides_of_dense
     check_memory = arguments.check_memory
     check_gradient_keys = parts.check_gradient
-    outputs = plans.results
     alternative = in_pytorch.alternative
     bind = tiers.prepare
     keys = parts.keys

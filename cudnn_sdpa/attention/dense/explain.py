@@ -12,24 +12,26 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import reference, sharding
+from cudnn_sdpa.attention import reference, sharding, sink_scores
 from cudnn_sdpa.attention.arguments import (
     AttentionGradientCall,
     ForwardArguments,
     GradientCall,
     GradientT,
+    Needs,
     Scaled,
     cast_for_autocast,
-    grouped,
+    output_layout,
     outputs_without_data,
     sign_of_scale,
 )
 from cudnn_sdpa.attention.backward_arguments import backward_call_of
 from cudnn_sdpa.attention.dense import graphs, parts
+from cudnn_sdpa.attention.dense import reference as in_pytorch
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import drop_in_tensors, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.launch import has_readable_layout
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, factor_of_queries, output_layout
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, factor_of_queries
 from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa, sdpa_backward
 from cudnn_sdpa.attention.dense.tiers import Bucket
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
@@ -53,7 +55,7 @@ TO_CAST = ("q", "k", "v", "attn_mask")
 @describes(sdpa, sharding.dense)
 def describe_sdpa(**given: Any) -> Description:
     """The launches of an `sdpa` call on a GPU; its tensors may be on the CPU."""
-    checked = SDPA.checked(call_of(**grouped(given)), as_cast)
+    checked = SDPA.checked(call_of(**given), as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     device = device_of(original.q)
     if refused is not None:
@@ -65,7 +67,7 @@ def describe_sdpa(**given: Any) -> Description:
     except UnsupportedError as error:
         return Description.refused(graphs.sdpa_forward, error, device)
     forward = ForwardSpec.of(first)
-    notes = [*notes_on_casts(original, call), *notes_on_sinks(given)]
+    notes = [*notes_on_casts(original, call), *sink_scores.notes_on_conversion(given)]
     notes += [note_on_parts("the call", 1 + len(others))] * bool(others)
     notes += [*notes_on_scale(call), *forward.extra_kernels()]
     return Description(
@@ -96,13 +98,17 @@ def checked_backward(
 ) -> tuple[Any, list[str]]:
     """The checked call of a backward function with these arguments, and the notes on what runs around it."""
     of_backward = {name: given.pop(name) for name in ("grad_out", "out", "lse", "wanted")}
-    of = backward_call_of(operation, call_of(**grouped(given)), **of_backward)
+    of = backward_call_of(operation, call_of(**given, dropout_p=0.0, return_lse=True, out=None), **of_backward)
     of.check_types()
     of.check_options()
     of.check()
     of.check_strides()
     of.check_memory()
-    return of, [*notes_on_sinks(given), *notes_on_copies(of), *notes_on_sink_gradient(given, of.needs[-1])]
+    return of, [
+        *sink_scores.notes_on_conversion(given),
+        *notes_on_copies(of),
+        *sink_scores.notes_on_converted_gradient(given, of.needs),
+    ]
 
 
 def as_read(of: GradientT) -> GradientT:
@@ -129,7 +135,7 @@ def describe_backward_call(of: GradientCall, device: int | None, notes: list[str
     first = calls[0] if calls else of
     backward = BackwardSpec.of(first)
     notes = [*notes, *([] if first is of else [note_on_parts("the gradient", len(calls))])]
-    notes += [*_notes_on_factor(first), *backward.extra_kernels()]
+    notes += [*_notes_on_factor(first), *backward.extra_kernels(), *sink_scores.notes_on_gradient(of)]
     return Description(
         operation=graphs.sdpa_backward,
         key=backward.key,
@@ -142,7 +148,7 @@ def describe_backward_call(of: GradientCall, device: int | None, notes: list[str
 def _describe_backward(original: ForwardArguments, call: ForwardArguments, given: Mapping[str, Any]) -> Description:
     needs = needs_of_described(original)
     of = GradientCall(**outputs_without_data(output_layout(call)), call=call, needs=needs)
-    notes = [*notes_on_casts(original, call, back=True), *notes_on_sink_gradient(given, needs[-1])]
+    notes = [*notes_on_casts(original, call, back=True), *sink_scores.notes_on_converted_gradient(given, needs)]
     return describe_backward_call(of, device_of(original.q), notes)
 
 
@@ -210,16 +216,6 @@ def notes_on_scale(call: Scaled) -> list[str]:
     return [] if sign is None else [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]
 
 
-def notes_on_sinks(given: Mapping[str, Any]) -> list[str]:
-    """The conversion of sinks in half precision, which kernels read in float32."""
-    sinks = given["sinks"]
-    return ["sinks are converted to float32"] if sinks is not None and sinks.dtype != torch.float32 else []
-
-
-def notes_on_sink_gradient(given: Mapping[str, Any], is_needed: bool) -> list[str]:
-    return ["the gradient of sinks is converted back"] if is_needed and notes_on_sinks(given) else []
-
-
 def note_on_parts(what: str, number: int) -> str:
     if number == 1:
         return f"{what} is computed from copies of tensors that span too much memory, and its results are copied"
@@ -238,9 +234,6 @@ def errors_of(call: SdpaCall, *, differentiate: bool) -> dict[str, float]:
     out, lse = reference.attention(exact_call)
     if not actual.gradients:
         return compare(actual, Results(out, lse, {}))
-    gradients = dict(zip(call._fields, reference.gradients(grad_out.double(), out, exact_call), strict=False))
-    mask, grad_mask = call.attn_mask, gradients["attn_mask"]
-    if mask is not None and grad_mask is not None:
-        shape = (1,) * (4 - mask.dim()) + tuple(mask.shape)
-        gradients["attn_mask"] = grad_mask.sum_to_size(shape).reshape(mask.shape)
-    return compare(actual, Results(out, lse, {name: x for name, x in gradients.items() if x is not None}))
+    needs = tuple(name in actual.gradients for name in Needs._fields)
+    of = GradientCall(grad_out=grad_out.double(), out=out, lse=lse, call=exact_call, needs=needs)
+    return compare(actual, Results(out, lse, dict(zip(actual.gradients, in_pytorch.gradients(of), strict=True))))

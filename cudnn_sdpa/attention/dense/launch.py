@@ -9,26 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, GradientT
+from cudnn_sdpa.attention import arguments, sink_scores
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, GradientT, Needs, numbers_of
 from cudnn_sdpa.attention.bias import BiasKernel, mask_gradient
 from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec, Needs
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.lengths import LENGTHS, LengthsKernel, RowLimitsKernel
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
 from cudnn_sdpa.engine.operation.call import BackwardCall
-from cudnn_sdpa.engine.tensor_checks import check_present, multiplied
-from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.engine.tensor_checks import multiplied
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, contiguous_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.plan import Plan
-
-LOWEST_LSE = torch.finfo(torch.float32).min  #: replaces an LSE of -inf, because -inf - (-inf) is NaN
 
 Run = Callable[[ForwardArguments], Result]
 
@@ -47,12 +44,13 @@ def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float)
         call,
         operands=("q", "k", "v"),
         results=results,
-        numbers={"scale": scale, "softcap": call.softmax.softcap},
+        numbers=numbers_of(call, scale),
         queries=queries,
         decode=forward.is_decode and not spec.is_capped,
     )
-    adds_sinks = spec.sinks and has_lse and (forward.sinks_outside or spec.can_have_masked_rows)
-    if spec.mask.masked_rows or adds_sinks or forward.with_lse != has_lse:
+    has_sinks_after = spec.sink_use is SinkUse.AFTER_PLAN
+    raises_lse = spec.sink_use is SinkUse.IN_PLAN and has_lse and spec.can_have_masked_rows
+    if spec.mask.masked_rows or has_sinks_after or raises_lse:
         return _Completed(forward, bound)
     return SingleLaunch(bound)
 
@@ -68,14 +66,17 @@ def bind_plan(
     queries: Mapping[str, TensorLayout],
     decode: bool = False,
 ) -> BoundPlan:
-    """A plan of the current device, bound with the launch's extra operands: bias, sinks, random numbers, lengths.
+    """A plan of the current device, bound with the launch's extra operands: bias, lengths, and those of options.
 
     `operands` are those that all calls have. `queries` are the operands with one row for each query, as the caller sees
     them: fully masked rows are not given to cuDNN, so these begin behind them.
     """
     rows, device, batch = spec.mask.masked_rows, plan.device, spec.q.shape[0]
     behind = {name: Address(name, rows * x.stride[2] * x.dtype.itemsize) for name, x in queries.items() if rows}
-    more = with_sinks_and_rng(LaunchExtras(addresses=behind), call, plan.key)
+    more = LaunchExtras(addresses=behind)
+    for operand in plan.key.inputs:
+        if operand.name in EXTRAS_OF_OPTIONS:
+            more += EXTRAS_OF_OPTIONS[operand.name]
     if spec.has_lengths:
         given = [name for name in LENGTHS if getattr(call, name) is not None]
         made: RowLimitsKernel | LengthsKernel
@@ -98,18 +99,19 @@ def bind_plan(
     return bound
 
 
-def with_sinks_and_rng(more: LaunchExtras, call: ForwardArguments | VarlenArguments, key: PlanKey) -> LaunchExtras:
-    """A launch's extra operands, with the random numbers, and with the sinks if the plan of this key applies them."""
-    if call.sinks is not None and any(operand.name == "sink" for operand in key.inputs):
-        more += LaunchExtras(operands=("sinks",), copy_if_unaligned=("sinks",), addresses={"sink": Address("sinks")})
-    if call.rng is not None:
-        seed = {"seed": Address("rng"), "offset": Address("rng", call.rng.element_size())}
-        more += LaunchExtras(operands=("rng",), unaligned_ok=("rng",), addresses=seed)
-    return more
+#: Launch extras of options, by the first operand of a plan that they have.
+EXTRAS_OF_OPTIONS = {
+    "sink": sink_scores.EXTRAS,
+    "seed": LaunchExtras(
+        operands=("rng",),
+        unaligned_ok=("rng",),
+        addresses={"seed": Address("rng"), "offset": Address("rng", torch.int64.itemsize)},
+    ),
+}
 
 
 class _Completed:
-    """Runs calls whose results the plan does not write in full: fully masked rows, and what sinks change."""
+    """Runs calls whose results the plan does not write in full: fully masked rows, and what `sink_scores` completes."""
 
     __slots__ = ("_bound", "_forward", "_tensors_of")
 
@@ -121,30 +123,16 @@ class _Completed:
     def __call__(self, call: ForwardArguments) -> Result:
         forward, spec = self._forward, self._forward.dense
         masked_rows = spec.mask.masked_rows
-        if call.sinks is not None:
-            check_present("sinks", call.sinks)  # PyTorch's kernels would read a null pointer
         out, *others = self._bound(self._tensors_of(call), call.out)
         if masked_rows:
             out[:, :, :masked_rows].zero_()
         if not others:
             return out
         (lse,) = others
-        sinks = None if call.sinks is None else call.sinks.view(1, -1, 1)
-        if sinks is not None and forward.sinks_outside:
-            apply_sinks(out[:, :, masked_rows:], lse, sinks)
-        elif sinks is not None and spec.can_have_masked_rows:  # fully masked rows see only the sink
-            torch.maximum(lse, sinks, out=lse)
         if masked_rows:
-            masked = lse.new_full((*lse.shape[:2], masked_rows), -torch.inf)
-            lse = torch.cat([masked if sinks is None else torch.maximum(masked, sinks), lse], 2)
+            lse = torch.nn.functional.pad(lse, (masked_rows, 0), value=-torch.inf)
+        sink_scores.complete(call, out, lse, spec.sink_use)
         return (out, lse) if forward.with_lse else out
-
-
-def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> None:
-    """Adds the sinks, (1, Hq, 1), in place to an output and an LSE that were computed without them."""
-    total = torch.logaddexp(lse, sinks)
-    out.mul_(torch.exp(lse - total.clamp_min(LOWEST_LSE)).unsqueeze(-1))  # 0 where there is neither a key nor a sink
-    lse.copy_(total)
 
 
 OPERANDS = ("q", "k", "v", "out", "grad_out", "lse")  #: of all backward plans
@@ -185,11 +173,13 @@ def prepare_gradients(of: GradientCall) -> Prepared:
             call,
             operands=OPERANDS,
             results=results,
-            numbers={"scale": plans.launched_backward(of).scale_value, "softcap": call.softmax.softcap},
+            numbers=numbers_of(call, plans.launched_backward(of).scale_value),
             queries=queries,
         )
     factor, needs = plans.factor_of_queries(of), Needs(*of.needs)
-    is_plain = factor is None and not (spec.mask.masked_rows or spec.bias or spec.is_capped or needs.sinks)
+    is_plain = factor is None and not (
+        spec.mask.masked_rows or spec.bias or spec.is_capped or sink_scores.is_needed(of)
+    )
     if is_plain:
         fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
         return Prepared(SingleLaunch(bound, [place for place, need in enumerate(needs[:3]) if need], of=fields), plan)
@@ -233,33 +223,11 @@ class _Gradients:
         found = [x for x, need in ((grad_q, needs.q), (grad_k, needs.k), (grad_v, needs.v)) if need]
         if needs.attn_mask and call.attn_mask is not None:
             found.append(mask_gradient(grad_bias[0], call.attn_mask, masked_rows))
-        if needs.sinks and call.sinks is not None:
-            found.append(sink_gradient(of.grad_out, of.out, of.lse, call.sinks))
-        return tuple(found)
+        return (*found, *sink_scores.needed_gradient(of))
 
 
 def zero_gradients(of: BackwardCall[Any]) -> tuple[Tensor, ...]:
     return tuple(x.zero_() for x in of.fake_gradients())
-
-
-def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, queries: Tensor | None = None) -> Tensor:
-    """The gradient of the sinks, in PyTorch: minus the sum of the sink's weight times grad_out · out.
-
-    cuDNN's own takes 2.5 times as long, and with dropout it is too small by a factor of (1 - p) (seen on 9.19).
-
-    Args:
-        grad_out: The gradient of the output (B, H, S, D).
-        out: The output.
-        lse: The LSE (B, H, S).
-        sinks: The sinks (H,).
-        queries: How many queries there are, on the device, if fewer than S: the gradient of the rest may be NaN.
-    """
-    check_present("sinks", sinks)  # PyTorch's kernels would read a null pointer
-    mean = (grad_out.float() * out).sum(-1)
-    if queries is not None:
-        mean.masked_fill_(torch.arange(mean.shape[-1], device=mean.device) >= queries, 0.0)
-    weights = torch.exp(sinks.view(1, -1, 1) - lse.clamp_min(LOWEST_LSE))  # also right for a sink of -inf
-    return -(weights * mean).sum((0, 2))
 
 
 def is_readable(grad_out: Tensor) -> bool:

@@ -8,10 +8,17 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import parts
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, outputs_without_data
+from cudnn_sdpa.attention.arguments import (
+    DENSE_AXES,
+    ForwardArguments,
+    GradientCall,
+    Needs,
+    output_layout,
+    outputs_without_data,
+    results,
+)
 from cudnn_sdpa.attention.bias import new_gradient
-from cudnn_sdpa.attention.dense import plans
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec, Needs
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.parts import GRADIENTS, Limits, Part, Whole
 from cudnn_sdpa.engine.call import Result, without_data
 from cudnn_sdpa.engine.tensor_checks import aligned, without_memory
@@ -39,14 +46,14 @@ def forward_calls(call: ForwardArguments) -> list[ForwardArguments]:
     found = split_forward(call)
     if not found:
         return [call]
-    call, (shape, stride, dtype) = without_data(call), plans.results(call)[0]
+    call, (shape, stride, dtype) = without_data(call), results(call)[0]
     out = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
     return [forward_part(call, part, out[part.entries, part.heads]) for part in found]
 
 
 def forward_part(call: ForwardArguments, part: Part, out: Tensor) -> ForwardArguments:
     """One part of a forward call, whose output goes into its part of the whole."""
-    return _part(call, part)._replace(out=out)
+    return parts.part_of_call(call, part, DENSE_AXES)._replace(out=out)
 
 
 def run_forward(call: ForwardArguments, run: Callable[[ForwardArguments], Result]) -> Result:
@@ -55,7 +62,7 @@ def run_forward(call: ForwardArguments, run: Callable[[ForwardArguments], Result
         split_forward(call),
         lambda part, out: run(forward_part(call, part, out)),
         call=call,
-        results=plans.results(call),
+        results=results(call),
     )
 
 
@@ -99,7 +106,7 @@ def gradient_keys(of: GradientCall, target: Target, device: int | None) -> Itera
 def check_gradient(call: ForwardArguments, target: Target, device: int | None = None) -> None:
     """Refuses a call whose gradients are known to be unsupported, also when split."""
     needs = Needs(*(x is not None and x.requires_grad for x in call.differentiable))
-    of = GradientCall(**outputs_without_data(plans.output_layout(call)), call=without_data(call), needs=needs)
+    of = GradientCall(**outputs_without_data(output_layout(call)), call=without_data(call), needs=needs)
     for key in gradient_keys(of, target, device):
         known_issues.check(key)
 
@@ -107,39 +114,22 @@ def check_gradient(call: ForwardArguments, target: Target, device: int | None = 
 def run_gradients(of: GradientCall, run: Callable[[GradientCall], Sequence[Tensor]]) -> list[Tensor]:
     """The needed gradients of a backward call that needs several launches, given what runs a part of it."""
     wholes = [
-        _whole(name, x)
+        Whole.gradient(name, new_gradient(name, without_memory(x)), DENSE_AXES)
         for name, x, need in zip(Needs._fields, of.call.differentiable, of.needs, strict=True)
         if need and x is not None
     ]
-    found = parts.merge(split_gradient(of), lambda part: run(gradient_part(of, part)), wholes, of.out.device)
-    if Needs(*of.needs).attn_mask and of.call.attn_mask is not None:
-        place = sum(of.needs[:3])
-        found[place] = found[place][(0,) * (4 - of.call.attn_mask.dim())]
-    return found
+    return parts.merge(split_gradient(of), lambda part: run(gradient_part(of, part)), wholes, of.out.device)
 
 
 def gradient_part(of: GradientCall, part: Part) -> GradientCall:
     entries, heads, _ = part
-    call = _part(of.call, part)
+    call = parts.part_of_call(of.call, part, DENSE_AXES)
     q, k, v = map(parts.compact, call.qkv)
     return of._replace(
         grad_out=parts.compact(of.grad_out[entries, heads]),
         out=parts.compact(of.out[entries, heads]),
         lse=aligned("lse", of.lse[entries, heads]),
         call=call._replace(q=q, k=k, v=v),
-    )
-
-
-def _whole(name: str, tensor: Tensor) -> Whole:
-    """The gradient of an input, where that of `attn_mask` has rank 4."""
-    gradient = new_gradient(name, without_memory(tensor))
-    if name == "sinks":
-        return Whole((tuple(gradient.shape), gradient.stride(), gradient.dtype), ("heads",))
-    missing = 4 - gradient.dim()
-    shape, stride = (1,) * missing + tuple(gradient.shape), (1,) * missing + gradient.stride()
-    dims = ("entries", "heads" if name in ("q", "attn_mask") else "heads_kv")
-    return Whole(
-        (shape, stride, gradient.dtype), tuple(None if n == 1 else x for x, n in zip(dims, shape, strict=False))
     )
 
 
@@ -157,22 +147,3 @@ def split_or_refuse(call: ForwardArguments, limits: Limits, reasons: list[str], 
         reasons = [*reasons, "calls with alibi cannot be split along heads, whose number decides their slopes"]
         raise UnsupportedError(f"{what} with alibi", reasons, "the biases in attn_mask, or calls with fewer heads")
     return found
-
-
-def _part(call: ForwardArguments, part: Part) -> ForwardArguments:
-    entries, heads, heads_kv = part
-    lengths_q, lengths_kv = (None if x is None else x[entries] for x in (call.seq_lens_q, call.seq_lens_kv))
-    return call._replace(
-        q=call.q[entries, heads],
-        k=call.k[entries, heads_kv],
-        v=call.v[entries, heads_kv],
-        attn_mask=None if call.attn_mask is None else _part_of_mask(call.attn_mask, entries, heads),
-        sinks=None if call.sinks is None else call.sinks[heads],
-        seq_lens_q=lengths_q,
-        seq_lens_kv=lengths_kv,
-    )
-
-
-def _part_of_mask(mask: Tensor, entries: slice, heads: slice) -> Tensor:
-    mask = mask[(None,) * (4 - mask.dim())] if mask.dim() < 4 else mask
-    return mask[entries if mask.shape[0] > 1 else slice(None), heads if mask.shape[1] > 1 else slice(None)]

@@ -6,60 +6,51 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
-from cudnn_sdpa.attention.arguments import MIN_SCALE, ForwardArguments, GradientCall, with_positive_scale
+from cudnn_sdpa.attention import sink_scores
+from cudnn_sdpa.attention.arguments import (
+    MIN_SCALE,
+    ForwardArguments,
+    GradientCall,
+    Needs,
+    output_layout,
+    spec_options,
+    with_positive_scale,
+)
 from cudnn_sdpa.attention.bias import bias_layout, repeated_row
 from cudnn_sdpa.attention.dense import graphs
-from cudnn_sdpa.attention.mask import Mask, normalize_mask
+from cudnn_sdpa.attention.mask import normalize_mask
+from cudnn_sdpa.attention.sink_scores import SinkUse
+from cudnn_sdpa.attention.spec import DROPOUT, SCALE, SOFTCAP, AttentionSpec
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refuse
-from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.tensor_checks import like_in_memory
 from cudnn_sdpa.graph.backend import has_only_repeatable
-from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
-from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like, dense_stride_like
+from cudnn_sdpa.graph.key import Operand, PlanKey, Role
+from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like
 from cudnn_sdpa.graph.target import Target
 
 
-class Needs(NamedTuple):
-    q: bool
-    k: bool
-    v: bool
-    attn_mask: bool
-    sinks: bool
-
-
 @dataclass(frozen=True, slots=True)
-class DenseSpec:
-    """The layouts and options that both passes of a call share.
+class DenseSpec(AttentionSpec):
+    """The layouts and options that both passes of a dense call share.
 
     Attributes:
-        mask: The normalized band, and the number of fully masked rows.
         lengths_q: Whether actual sequence lengths of the queries are passed.
         lengths_kv: Whether actual sequence lengths of the keys are passed.
         bias: `attn_mask` as cuDNN reads it, without fully masked rows. None without one.
-        is_capped: Whether there is logit soft-capping; its value is data.
     """
 
-    q: TensorLayout
-    k: TensorLayout
-    v: TensorLayout
-    mask: Mask
     lengths_q: bool = False
     lengths_kv: bool = False
     bias: TensorLayout | None = None
-    sinks: bool = False
-    dropout_p: float = 0.0
-    is_capped: bool = False
-    alibi: bool = False
 
     @classmethod
     def of(cls, call: ForwardArguments) -> DenseSpec:
         q, k, v = call.q, call.k, call.v
         softmax, lengths_q, lengths_kv = call.softmax, call.seq_lens_q is not None, call.seq_lens_kv is not None
-        is_capped = softmax.softcap is not None
+        is_capped = softmax.is_capped
         mask = normalize_mask(
             is_causal=softmax.is_causal,
             alignment=softmax.causal_alignment,
@@ -79,10 +70,7 @@ class DenseSpec:
             lengths_q=lengths_q,
             lengths_kv=lengths_kv,
             bias=bias,
-            sinks=call.sinks is not None,
-            dropout_p=float(softmax.dropout_p),
-            is_capped=is_capped,
-            alibi=softmax.alibi,
+            **spec_options(call, sinks_in_plan=q.shape[2] - mask.masked_rows != 1),
         )
 
     @property
@@ -126,25 +114,8 @@ class DenseSpec:
         return left_bound and not self.is_capped and self.rows > self.skv
 
     def configuration(self, operation: str, target: Target, **more: bool) -> Configuration:
-        return Configuration(
-            operation=operation,
-            dtype=self.q.dtype,
-            head_dim=self.q.shape[3],
-            head_dim_v=self.v.shape[3],
-            sq=self.rows,
-            skv=self.skv,
-            sm=target.sm,
-            cudnn=target.cudnn,
-            gpu=target,
-            band=self.mask.band,
-            lengths=self.has_lengths,
-            bias=self.bias is not None,
-            sinks=self.sinks,
-            dropout=self.dropout_p > 0,
-            capped=self.is_capped,
-            alibi=self.alibi,
-            **more,
-        )
+        facts = {"sq": self.rows, "skv": self.skv, "lengths": self.has_lengths, "bias": self.bias is not None}
+        return Configuration.of(self, operation, target, **facts, **more)
 
     @property
     def can_have_masked_rows(self) -> bool:
@@ -155,22 +126,22 @@ class DenseSpec:
         return [Operand("q", self.visible(self.q)), Operand("k", self.k), Operand("v", self.v)]
 
     def operands(
-        self, *, full_lengths: bool, decode: bool = False, sinks: bool = False, expand_bias: bool = False
+        self, *, full_lengths: bool, decode: bool = False, is_forward: bool = False, expand_bias: bool = False
     ) -> list[Operand]:
         """The inputs of both passes other than queries, keys and values.
 
         Args:
             decode: The plan is for a decode engine.
-            sinks: The graph applies the sinks.
+            is_forward: The graph is that of the forward pass. A backward pass has its LSE.
             full_lengths: Lengths are always passed to cuDNN.
             expand_bias: Expand a bias of one row to all queries: cuDNN 9.19's backward engines misread a single row.
         """
         batch, heads = self.q.shape[:2]
-        result = [Operand("scale", HOST_SCALAR, Role.SCALAR)]
+        result = [SCALE]
         if self.bias is not None:
             result.append(Operand("bias", repeated_row(self.bias, self.rows) if expand_bias else self.bias))
-        if sinks:
-            result.append(Operand("sink", TensorLayout.contiguous((1, heads, 1, 1), torch.float32)))
+        if is_forward and self.sink_use is SinkUse.IN_PLAN:
+            result.append(sink_scores.operand(heads))
         if self.is_capped and self.has_lengths:
             layout = TensorLayout.contiguous((batch, 1, self.sq, 1), torch.int32)
             result += [Operand("lowest", layout), Operand("highest", layout)]
@@ -184,9 +155,9 @@ class DenseSpec:
                 Operand("seq_len_kv", layout) if kv_is_data else Operand("seq_len_kv", layout, Role.FILL, self.skv),
             ]
         if self.dropout_p:
-            result += [Operand("seed", ONE_INT64), Operand("offset", ONE_INT64)]
+            result += DROPOUT
         if self.is_capped:
-            result.append(Operand("softcap", HOST_SCALAR, Role.SCALAR))
+            result.append(SOFTCAP)
         return result
 
     def options(self) -> dict[str, object]:
@@ -219,13 +190,11 @@ class ForwardSpec:
     dense: DenseSpec
     out: TensorLayout
     with_lse: bool
-    deterministic: bool = False
 
     @classmethod
     def of(cls, call: ForwardArguments) -> ForwardSpec:
         """The spec of a call: its queries as they are launched, its output in the memory order of the caller's."""
-        dense = DenseSpec.of(with_positive_scale(call))
-        return cls(dense, output_layout(call), call.with_lse, call.softmax.deterministic)
+        return cls(DenseSpec.of(with_positive_scale(call)), output_layout(call), call.with_lse)
 
     @property
     def is_decode(self) -> bool:
@@ -233,13 +202,8 @@ class ForwardSpec:
         return self.dense.rows == 1
 
     @property
-    def sinks_outside(self) -> bool:
-        """Whether the sinks are applied after the plan, from the LSE: cuDNN has no sinks for a single query."""
-        return self.dense.sinks and self.is_decode
-
-    @property
     def plan_has_lse(self) -> bool:
-        return self.with_lse or self.sinks_outside
+        return self.with_lse or self.dense.sink_use is SinkUse.AFTER_PLAN
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan."""
@@ -247,18 +211,14 @@ class ForwardSpec:
         refuse(dense.configuration(FORWARD, target), "sdpa")
         inputs = [
             *dense.qkv(),
-            *dense.operands(
-                decode=self.is_decode,
-                sinks=dense.sinks and not self.sinks_outside,
-                full_lengths=dense.needs_lengths,
-            ),
+            *dense.operands(decode=self.is_decode, is_forward=True, full_lengths=dense.needs_lengths),
         ]
         out = dense.visible(self.out)
         outputs = [Operand("out", out)]
         if self.plan_has_lse:
             outputs.append(Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)))
         options = {**dense.options(), "with_lse": self.plan_has_lse}
-        if self.deterministic and not has_only_repeatable(target.sm, dense.rows):
+        if dense.deterministic and not has_only_repeatable(target.sm, dense.rows):
             options["deterministic"] = True
         return graphs.sdpa_forward.key(inputs=inputs, outputs=outputs, options=options, target=target, device=device)
 
@@ -270,11 +230,9 @@ class ForwardSpec:
         if dense.mask.masked_rows and self.plan_has_lse:
             notes.append("the log-sum-exp of the other queries is copied into place")
         notes += _notes_on_operands(dense, is_decode=self.is_decode)
-        if self.sinks_outside:
-            notes.append("the sinks are applied to the output from the log-sum-exp (cuDNN has none for a single query)")
-        elif dense.sinks and self.plan_has_lse and dense.can_have_masked_rows:
-            notes.append("the log-sum-exp is raised to the sinks where it is lower, for queries that see no key")
-        return notes
+        raises_lse = self.with_lse and dense.can_have_masked_rows
+        why_after = "cuDNN has none for a single query"
+        return [*notes, *sink_scores.notes_on_results(dense.sink_use, why_after, raises_lse=raises_lse)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,32 +241,27 @@ class BackwardSpec:
 
     Attributes:
         bias_gradient: Whether the gradient of `attn_mask` is needed.
-        sink_gradient: Whether the gradient of the sinks is needed, which extra kernels compute.
     """
 
     dense: DenseSpec
     out: TensorLayout
     grad_out: TensorLayout
-    deterministic: bool
     bias_gradient: bool
-    sink_gradient: bool
 
     @classmethod
     def of(cls, of: GradientCall) -> BackwardSpec:
         """The spec of a backward call, its queries as they are launched."""
-        needs = Needs(*of.needs)
         return cls(
             dense=DenseSpec.of(launched_backward(of)),
             out=TensorLayout.of(of.out),
             grad_out=TensorLayout.of(of.grad_out),
-            deterministic=of.call.softmax.deterministic,
-            bias_gradient=needs.attn_mask,
-            sink_gradient=needs.sinks,
+            bias_gradient=Needs(*of.needs).attn_mask,
         )
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan."""
-        dense, more = self.dense, {"bias_gradient": self.bias_gradient, "deterministic": self.deterministic}
+        dense = self.dense
+        more = {"bias_gradient": self.bias_gradient, "deterministic": dense.deterministic}
         refuse(dense.configuration(BACKWARD, target, **more), "the gradient of sdpa")
         out = dense.visible(self.out)
         lse = TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)
@@ -317,14 +270,11 @@ class BackwardSpec:
             Operand("out", out),
             Operand("grad_out", dense.visible(self.grad_out)),
             Operand("lse", lse),
-            *dense.operands(
-                full_lengths=dense.needs_lengths or self._pads(target),
-                expand_bias=True,
-            ),
+            *dense.operands(full_lengths=dense.needs_lengths or self._pads(target), expand_bias=True),
         ]
         options = {
             **dense.options(),
-            "deterministic": self.deterministic,
+            "deterministic": dense.deterministic,
             "bias_gradient": self.grad_bias.shape if self.bias_gradient else None,
         }
         return graphs.sdpa_backward.key(
@@ -363,8 +313,6 @@ class BackwardSpec:
             notes.append("the log-sum-exp of fully masked rows is replaced to avoid NaN")
         if self.bias_gradient:
             notes.append("the gradient of attn_mask is summed over its broadcast dimensions")
-        if self.sink_gradient:
-            notes.append("the gradient of the sinks is computed from the output and its gradient")
         return notes
 
     @property
@@ -399,22 +347,7 @@ def _notes_on_operands(dense: DenseSpec, *, is_decode: bool) -> list[str]:
     return notes
 
 
-# Calls and the layouts of their results.
-
-
-def output_layout(call: ForwardArguments) -> TensorLayout:
-    """The layout of a call's output: dense, its dimensions in the memory order of those of `q`."""
-    if call.out is not None:
-        return TensorLayout.of(call.out)
-    shape = (*call.q.shape[:3], call.v.shape[3])
-    return TensorLayout(shape, dense_stride_like(shape, call.q.shape, call.q.stride()), call.q.dtype)
-
-
-def results(call: ForwardArguments) -> tuple[Layout, Layout]:
-    """Shape, stride and dtype of the output (B, Hq, Sq, Dv) and of the LSE (B, Hq, Sq)."""
-    out, (batch, heads, queries) = output_layout(call), call.q.shape[:3]
-    lse: Layout = ((batch, heads, queries), (heads * queries, queries, 1), torch.float32)
-    return (out.shape, out.stride, out.dtype), lse
+# Backward calls.
 
 
 #: Smallest scale with which cuDNN computes the gradient of attn_mask right in float16. Its kernels round that gradient

@@ -6,10 +6,8 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import reference
-from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall
+from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, Needs, results
 from cudnn_sdpa.attention.bias import new_gradient
-from cudnn_sdpa.attention.dense import plans
-from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.mask import TOP_LEFT, as_kernels_see
 from cudnn_sdpa.engine import fallback
 from cudnn_sdpa.engine.call import Result, views_of_leaves
@@ -18,7 +16,7 @@ from cudnn_sdpa.engine.dispatch_state import needs_gradient
 
 def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:
     """The output and the LSE, as the call returns them."""
-    layouts = plans.results(call._replace(out=None))
+    layouts = results(call._replace(out=None))
     new = (torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device) for shape, stride, dtype in layouts)
     out, lse = (made.copy_(found) for made, found in zip(new, reference.attention(call), strict=True))
     return out, lse
@@ -86,7 +84,7 @@ def _by_pytorch(call: ForwardArguments) -> Tensor | None:
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, mask, dropout_p=softmax.dropout_p, is_causal=softmax.is_causal, scale=softmax.scale
     )
-    (shape, stride, dtype), _ = plans.results(call._replace(out=None))
+    (shape, stride, dtype), _ = results(call._replace(out=None))
     return (
         out if out.stride() == stride else torch.empty_strided(shape, stride, dtype=dtype, device=q.device).copy_(out)
     )

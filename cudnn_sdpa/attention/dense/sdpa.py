@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention.arguments import Softmax, SoftmaxOptions, as_sinks, softmax_of
+from cudnn_sdpa.attention.arguments import SoftmaxOptions, softmax_of
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, backward_call_of, gradients_of
 from cudnn_sdpa.attention.bias import without_causal_bias
 from cudnn_sdpa.attention.dense.call import ReferenceSdpaCall, SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.mask import Alignment
+from cudnn_sdpa.attention.sink_scores import as_sinks
 from cudnn_sdpa.engine import autograd_checks, fallback, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import NativeKey, Operation
@@ -164,28 +165,7 @@ def sdpa(
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
-    softmax = softmax_of(
-        is_causal,
-        causal_alignment,
-        window_size,
-        scale,
-        softcap=softcap,
-        deterministic=deterministic,
-        dropout_p=dropout_p,
-        alibi=alibi,
-    )
-    call = call_of(
-        q,
-        k,
-        v,
-        softmax,
-        attn_mask=attn_mask,
-        sinks=sinks,
-        seq_lens_q=seq_lens_q,
-        seq_lens_kv=seq_lens_kv,
-        return_lse=return_lse,
-        out=out,
-    )
+    call = call_of(*given)
     result: Tensor | tuple[Tensor, Tensor] = SDPA(call, NativeKey(_calls, given))
     return result
 
@@ -194,13 +174,20 @@ def call_of(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    softmax: Softmax,
+    is_causal: bool,
+    causal_alignment: Alignment,
+    window_size: tuple[int, int] | None,
+    scale: float | None,
     attn_mask: Tensor | None,
+    dropout_p: float,
+    softcap: float | None,
+    alibi: bool,
     sinks: Tensor | None,
     seq_lens_q: Tensor | None,
     seq_lens_kv: Tensor | None,
-    return_lse: bool = True,
-    out: Tensor | None = None,
+    return_lse: bool,
+    deterministic: bool | None,
+    out: Tensor | None,
 ) -> SdpaCall:
     """The call that arguments of `sdpa` make; they have not been checked."""
     call = SdpaCall(
@@ -211,7 +198,7 @@ def call_of(
         sinks=as_sinks(sinks) if isinstance(sinks, Tensor) and sinks.dtype != torch.float32 else sinks,
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
-        softmax=softmax,
+        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap, deterministic, dropout_p, alibi),
         with_lse=return_lse if type(return_lse) is bool else as_bool(return_lse),
         out=out,
     )
@@ -321,13 +308,20 @@ def sdpa_backward(
         q=q,
         k=k,
         v=v,
-        softmax=softmax_of(
-            is_causal, causal_alignment, window_size, scale, softcap=softcap, deterministic=deterministic, alibi=alibi
-        ),
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_size=window_size,
+        scale=scale,
         attn_mask=attn_mask,
+        dropout_p=0.0,
+        softcap=softcap,
+        alibi=alibi,
         sinks=sinks,
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
+        return_lse=True,
+        deterministic=deterministic,
+        out=None,
     )
     of = backward_call_of(SDPA, call, grad_out=grad_out, out=out, lse=lse, wanted=wanted)
     return gradients_of(SDPA.run_backward(of), SDPA.differentiable, of.needs, sinks)

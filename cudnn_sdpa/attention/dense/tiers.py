@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ForwardArguments, sign_of_scale, warn_of_order, with_positive_scale
-from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
+from cudnn_sdpa.attention.arguments import ForwardArguments, results, sign_of_scale, warn_of_order, with_positive_scale
+from cudnn_sdpa.attention.dense import graphs, parts, reference
 from cudnn_sdpa.attention.dense.launch import Run, bind
 from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.mask import Mask
@@ -33,6 +33,7 @@ from cudnn_sdpa.engine.launch import BoundPlan, Prepared
 from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.engine.tensor_checks import multiplied
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, live_target
@@ -130,10 +131,10 @@ def prepare(call: ForwardArguments) -> Prepared:
     device, sign, scale = call.q.get_device(), sign_of_scale(call), with_positive_scale(call).scale_value
     forward = ForwardSpec.of(call)
     if forward.dense.is_empty:
-        return Prepared(lambda call: fill_without_keys(call, plans.results(call)), None)
+        return Prepared(lambda call: fill_without_keys(call, results(call)), None)
     if forward.dense.has_no_plan:
         return Prepared(reference.run, None)
-    if parts.split_forward(call):
+    if max(call.q.shape[:2]) > known_issues.MAX_GRID and parts.split_forward(call):
         on_gpu = OPERATIONS["sdpa"].on_gpu  # which remembers the bindings of the parts
         return Prepared(partial(parts.run_forward, run=on_gpu), None)
     key = forward.key(live_target(device), device)  # refused under every policy if there is no exact-shape plan

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense import plans as dense_plans
+from cudnn_sdpa.attention.arguments import results as dense_results
 from cudnn_sdpa.attention.dense.plans import FIRST_RIGHT_LAST_TILE, GRAD_OUT_COPY, LAST_TILE, DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments, graphs, workarounds
 from cudnn_sdpa.attention.fp8.arguments import (
@@ -66,7 +66,7 @@ def spec_of(call: ForwardArguments) -> DenseSpec:
 
 
 def results(call: Fp8Arguments) -> tuple[Layout, ...]:
-    (shape, stride, dtype), lse = dense_plans.results(as_dense(call))
+    (shape, stride, dtype), lse = dense_results(as_dense(call))
     return (shape, stride, call.out_dtype or dtype), AMAX, AMAX, lse
 
 

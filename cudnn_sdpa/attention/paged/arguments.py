@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,6 +64,15 @@ class PagedArguments(NamedTuple):
         return self.page_table, self.page_table if self.page_table_v is None else self.page_table_v
 
     @property
+    def has_sinks(self) -> bool:
+        return self.sinks is not None
+
+    @property
+    def of_softmax(self) -> dict[str, Any]:
+        """The fields that calls of other kinds have, too, for the same softmax."""
+        return {"sinks": self.sinks, "softmax": self.softmax}
+
+    @property
     def is_empty(self) -> bool:
         return 0 in self.q.shape or self.page_table.shape[1] == 0
 
@@ -71,11 +80,6 @@ class PagedArguments(NamedTuple):
     def is_for_cudnn(self) -> bool:
         """Whether cuDNN's limits of dtypes and head dims hold, as for `ForwardArguments`."""
         return True
-
-    @property
-    def scale_value(self) -> float:
-        scale = self.softmax.scale
-        return self.q.shape[3] ** -0.5 if scale is None else float(scale)
 
     def as_dense(
         self,
@@ -89,16 +93,7 @@ class PagedArguments(NamedTuple):
     ) -> ForwardArguments:
         """A dense call with the same options: for checks that both have, and for the reference."""
         kind = ForwardArguments if self.is_for_cudnn else ReferenceArguments
-        return kind(
-            q,
-            k,
-            v,
-            sinks=self.sinks,
-            softmax=self.softmax,
-            seq_lens_q=seq_lens_q,
-            seq_lens_kv=seq_lens_kv,
-            with_lse=with_lse,
-        )
+        return kind(q, k, v, **self.of_softmax, seq_lens_q=seq_lens_q, seq_lens_kv=seq_lens_kv, with_lse=with_lse)
 
     @property
     def page_size(self) -> int:

@@ -30,7 +30,6 @@ class PagedCall(PagedArguments, CudnnCall):  # type: ignore[misc]  # a NamedTupl
     check_values = arguments.check_values
     check_strides = arguments.check_strides
     check_memory = arguments.check_memory
-    outputs = plans.results
     bind = launch.prepare
     keys = plans.keys
     flops = in_pytorch.flops

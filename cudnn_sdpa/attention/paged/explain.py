@@ -7,14 +7,15 @@ from functools import partial
 from typing import Any
 
 from cudnn_sdpa.attention import reference as dense_reference
-from cudnn_sdpa.attention import sharding
-from cudnn_sdpa.attention.arguments import grouped, with_positive_scale
+from cudnn_sdpa.attention import sharding, sink_scores
+from cudnn_sdpa.attention.arguments import with_positive_scale
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.paged import plans, reference
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.plans import MAX_DECODED, DecodeSpec, is_decode
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, call_of, sdpa_paged
+from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inputs
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
@@ -24,7 +25,7 @@ from cudnn_sdpa.graph.target import live_target
 
 @describes(sdpa_paged, sharding.paged)
 def describe_paged(**given: Any) -> Description:
-    checked = PAGED.checked(call_of(**grouped(given)), PAGED.cast)
+    checked = PAGED.checked(call_of(**given), PAGED.cast)
     original, call, refused = checked.call, checked.cast, checked.refused
     if refused is not None:
         return Description.refused(graphs.paged_decode, refused, explain.device_of(call.q))
@@ -34,7 +35,7 @@ def describe_paged(**given: Any) -> Description:
         described = describe_prefill(launched, device)
     notes = [
         *explain.notes_on_casts(original, call),
-        *explain.notes_on_sinks(given),
+        *sink_scores.notes_on_conversion(given),
         *explain.notes_on_scale(call),
         *described.extra_kernels,
     ]
@@ -50,8 +51,8 @@ def describe_decode(call: PagedArguments, device: int | None) -> Description:
     if reasons:
         why = "; ".join(reasons)
         notes.append(f"one kernel clamps page ids and lengths to the cache, and copies queries ({why})")
-    if call.sinks is not None:
-        notes.append("sinks are applied to the output and the log-sum-exp (cuDNN has none for single queries)")
+    use = SinkUse.AFTER_PLAN if call.has_sinks else SinkUse.ABSENT
+    notes += sink_scores.notes_on_results(use, "cuDNN has none for single queries")
     if call.out is not None or split:
         notes.append("the output is copied into out")
     return Description(

@@ -8,15 +8,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import parts
-from cudnn_sdpa.attention.arguments import MIN_SCALE, sign_of_scale
+from cudnn_sdpa.attention import parts, sink_scores
+from cudnn_sdpa.attention.arguments import MIN_SCALE, results, scale_of, sign_of_scale
 from cudnn_sdpa.attention.dense import graphs
-from cudnn_sdpa.attention.dense.launch import apply_sinks
 from cudnn_sdpa.attention.paged import paging, plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.plans import DecodeSpec
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.reference import fill_without_keys
+from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine.call import Result
@@ -25,6 +25,7 @@ from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.engine.tensor_checks import check_address, check_present, multiplied
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import dense_stride_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.build import build_plan
 from cudnn_sdpa.plans.cache import plan_cache
@@ -38,7 +39,7 @@ MAX_DECLINED = 1000
 def prepare(call: PagedArguments) -> Prepared:
     """A call bound to its plan."""
     if call.is_empty:
-        return Prepared(lambda call: fill_without_keys(call, plans.results(call)), None)
+        return Prepared(lambda call: fill_without_keys(call, results(call)), None)
     sign = sign_of_scale(call)
     if sign is not None:
         return _prepare_with_positive_scale(call, sign)
@@ -58,8 +59,8 @@ def prepare(call: PagedArguments) -> Prepared:
 
 def _prepare_with_positive_scale(call: PagedArguments, sign: float) -> Prepared:
     """The call with queries multiplied by `sign`, and with results in the memory order of the caller's queries."""
-    (shape, stride, dtype), _ = plans.results(call)
-    scale = max(-call.scale_value, MIN_SCALE)
+    (shape, stride, dtype), _ = results(call._replace(out=None))
+    scale = max(-scale_of(call), MIN_SCALE)
 
     def launched(call: PagedArguments) -> PagedArguments:
         out = call.out
@@ -94,9 +95,9 @@ def bind_decode(call: PagedArguments, *, in_place: bool) -> BoundPlan:
         _declined.add(key)
         raise
     rows, heads = decode.q.shape[:2]
-    results: list[Layout] = [(decode.out.shape, decode.out.stride, decode.out.dtype)]
+    layouts: list[Layout] = [(decode.out.shape, decode.out.stride, decode.out.dtype)]
     if decode.with_lse:
-        results.append(((rows, heads, 1), (heads, 1, 1), torch.float32))
+        layouts.append(((rows, heads, 1), (heads, 1, 1), torch.float32))
     optional = [name for name in ("page_table_v", "seq_lens_q") if getattr(call, name) is not None]
     tables = ("page_table", "seq_lens_kv", *optional)
     table_v = "page_table" if call.page_table_v is None else "page_table_v"
@@ -112,25 +113,16 @@ def bind_decode(call: PagedArguments, *, in_place: bool) -> BoundPlan:
     return BoundPlan(
         plan=plan,
         operands=("q", "k_pages", "v_pages"),
-        results=results,
-        numbers={"scale": call.scale_value},
+        results=layouts,
+        numbers={"scale": scale_of(call)},
         extras=LaunchExtras(operands=tables, unaligned_ok=tables, kernels=kernels, addresses=addresses),
     )
-
-
-def _refuse(name: str, call: PagedArguments) -> int:
-    """Refuses a tensor without memory; gives its address, which is 0 if it is empty or None."""
-    tensor: Tensor | None = getattr(call, name)
-    if tensor is None:
-        return 0
-    check_present(name, tensor)
-    return tensor.data_ptr()
 
 
 def _is_direct(call: PagedArguments, bound: BoundPlan) -> bool:
     batch, _, queries, _ = call.q.shape
     rows = bound.plan.key.outputs[0].layout.shape[0]
-    is_as_requested = plans.has_memory_order_of_q(call) and call.sinks is None and call.out is None
+    is_as_requested = plans.has_memory_order_of_q(call) and not call.has_sinks and call.out is None
     return queries == 1 and batch == rows and is_as_requested
 
 
@@ -147,9 +139,8 @@ class _Decode:
         outputs = self._bound(self._tensors_of(call))
         batch, heads, queries, _ = call.q.shape
         out, *lse = [output[: batch * queries] for output in outputs]
-        if call.sinks is not None:
-            check_present("sinks", call.sinks)  # PyTorch's kernel would read a null pointer
-            apply_sinks(out, lse[0], call.sinks.view(1, -1, 1))
+        if call.has_sinks:
+            sink_scores.complete(call, out, lse[0], SinkUse.AFTER_PLAN)
         out = as_requested(call, out.view(batch, queries, heads, -1).transpose(1, 2))
         if not call.with_lse:
             return out
@@ -162,8 +153,8 @@ def as_requested(call: PagedArguments, out: Tensor) -> Tensor:
         return call.out.copy_(out)
     if plans.has_memory_order_of_q(call):
         return out
-    (shape, stride, dtype), _ = plans.results(call)
-    return torch.empty_strided(shape, stride, dtype=dtype, device=out.device).copy_(out)
+    stride = dense_stride_like(out.shape, call.q.shape, call.q.stride())
+    return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(out)
 
 
 # Prefill.
@@ -191,8 +182,9 @@ class _Prefill:
                 return self(call)
         for name in ("q", "k_pages", "v_pages"):  # read by our kernel, or copied by PyTorch's
             check_address(name, getattr(call, name))
-        for name in ("page_table", "page_table_v", "seq_lens_kv", "seq_lens_q", "sinks"):
-            _refuse(name, call)
+        for name, tensor in zip(call._fields[3:], call[3:], strict=True):  # tables, lengths and options
+            if isinstance(tensor, Tensor):
+                check_present(name, tensor)
         batch, heads, queries, _ = call.q.shape
         result = self._run_varlen(plans.as_packed(call, self._gather(call)))
         packed_out, *packed_lse = result if isinstance(result, tuple) else (result,)
@@ -216,4 +208,4 @@ def _run_in_parts(call: PagedArguments, split: Callable[[PagedArguments], list[P
         result: Result = OPERATIONS["paged"].on_gpu(of_part)  # which remembers its binding
         return result
 
-    return parts.attend(split(call), run, call=call, results=plans.results(call))
+    return parts.attend(split(call), run, call=call, results=results(call))

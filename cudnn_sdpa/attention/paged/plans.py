@@ -20,20 +20,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import with_positive_scale
+from cudnn_sdpa.attention.arguments import output_layout, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.step import MARK, Mark
 from cudnn_sdpa.attention.parts import Part
+from cudnn_sdpa.attention.spec import SCALE
 from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refuse
 from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec, sequence_bucket
-from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
+from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_stride_like
 from cudnn_sdpa.graph.target import Target
 
@@ -47,21 +47,10 @@ MAX_GATHERED_BYTES = 1 << 30
 MIN_ROWS = 128
 
 
-# What all calls have.
-
-
-def results(call: PagedArguments) -> tuple[Layout, Layout]:
-    """Shape, stride and dtype of the output (B, Hq, Sq, Dv), in q's memory order, and of the LSE (B, Hq, Sq)."""
-    shape, (batch, heads, queries) = (*call.q.shape[:3], call.v_pages.shape[3]), call.q.shape[:3]
-    stride = dense_stride_like(shape, call.q.shape, call.q.stride())
-    lse: Layout = ((batch, heads, queries), (heads * queries, queries, 1), torch.float32)
-    return (shape, stride, call.q.dtype), lse
-
-
 def has_memory_order_of_q(call: PagedArguments) -> bool:
     """Whether an output (B, Sq, Hq, Dv), as plans write it, has the memory order of `q`."""
-    (shape, stride, _), _ = results(call)
-    _, heads, queries, dim = shape
+    shape = _, heads, queries, dim = (*call.q.shape[:3], call.v_pages.shape[3])
+    stride = dense_stride_like(shape, call.q.shape, call.q.stride())
     token_major = (queries * heads * dim, dim, heads * dim, 1)
     return canonical_stride(shape, stride) == canonical_stride(shape, token_major)
 
@@ -191,7 +180,7 @@ class DecodeSpec:
             call: The call.
             in_place: Whether cuDNN reads the call's tables and queries directly, without copies.
         """
-        (batch, heads, queries, dim), k, v = call.q.shape, call.k, call.v
+        (batch, heads, queries, dim), k, v, has_sinks = call.q.shape, call.k, call.v, call.has_sinks
         rows = sequence_bucket(batch * queries)
         width = table_width(call.page_table.shape[1])
         row_q, head_q = (heads * dim, dim) if not in_place else (call.q.stride(0), call.q.stride(1))
@@ -205,7 +194,7 @@ class DecodeSpec:
             out=TensorLayout.contiguous(shape_out, call.q.dtype),
             tables=(table_k, table_v),
             left=None if call.softmax.window_left == UNBOUNDED else call.softmax.window_left,
-            with_lse=call.with_lse or call.sinks is not None,
+            with_lse=call.with_lse or has_sinks,
             deterministic=call.softmax.deterministic,
         )
 
@@ -233,7 +222,7 @@ class DecodeSpec:
             Operand("q", self.q),
             Operand("k", self.k),
             Operand("v", self.v),
-            Operand("scale", HOST_SCALAR, Role.SCALAR),
+            SCALE,
             Operand("seq_len_q", lengths, Role.FILL, 1),
             Operand("seq_len_kv", lengths),
             Operand("table_k", self.tables[0]),
@@ -291,14 +280,13 @@ def as_packed(call: PagedArguments, gathered: Gathered) -> VarlenArguments:
         q=rows,
         k=gathered.k,
         v=gathered.v,
-        sinks=call.sinks,
         cu_seqlens_q=gathered.cu_seqlens_q,
         cu_seqlens_kv=gathered.cu_seqlens_kv,
         rng=None,
         max_seqlen_q=queries,
         max_seqlen_kv=call.max_kv_len,
-        softmax=call.softmax,
         with_lse=call.with_lse,
+        **call.of_softmax,
     )
 
 
@@ -312,7 +300,7 @@ def prefill_spec(call: PagedArguments) -> tuple[VarlenSpec, TensorLayout]:
     cu_seqlens = torch.empty(batch * (1 if call.seq_lens_q is None else 2) + 1, dtype=torch.int32, device="meta")
     q = torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta")
     varlen_call = as_packed(call._replace(q=q), Gathered(k, v, cu_seqlens, cu_seqlens))
-    return packed_spec(varlen_call, batch), varlen_plans.output_layout(varlen_call)
+    return packed_spec(varlen_call, batch), output_layout(varlen_call)
 
 
 def packed_spec(call: VarlenArguments, batch: int) -> VarlenSpec:

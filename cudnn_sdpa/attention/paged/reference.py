@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import reference
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, results
 from cudnn_sdpa.attention.dense.reference import flops_of_forward
-from cudnn_sdpa.attention.paged import plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 
 
@@ -29,13 +28,12 @@ def as_dense(call: PagedArguments) -> ForwardArguments:
 
 
 def attention(call: PagedArguments) -> tuple[Tensor, Tensor]:
-    (shape, stride, dtype), (rows, _, _) = plans.results(call)
-    out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)
-    if call.is_empty:
-        lse = torch.full(rows, -torch.inf, dtype=torch.float32, device=call.q.device)
-        return out.zero_(), lse if call.sinks is None else torch.maximum(lse, call.sinks.view(1, -1, 1))
-    result, lse = reference.attention(as_dense(call))
-    return out.copy_(result), lse.float()
+    new = call._replace(out=None, with_lse=True)
+    out, lse = reference.fill_without_keys(new, results(new))
+    if not call.is_empty:
+        of_keys = reference.attention(as_dense(call))
+        out, lse = out.copy_(of_keys[0]), lse.copy_(of_keys[1])
+    return out, lse
 
 
 def flops(call: PagedArguments) -> tuple[int, int]:

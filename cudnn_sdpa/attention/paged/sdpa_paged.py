@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Literal, overload
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention.arguments import Softmax, SoftmaxOptions, as_sinks, softmax_of
+from cudnn_sdpa.attention.arguments import SoftmaxOptions, softmax_of
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.paged.arguments import PageLayout
 from cudnn_sdpa.attention.paged.call import PagedCall, ReferencePagedCall
 from cudnn_sdpa.attention.paged.step import MARK
+from cudnn_sdpa.attention.sink_scores import as_sinks
 from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import NativeKey, Operation
@@ -173,20 +174,7 @@ def sdpa_paged(
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
-    call = call_of(
-        q=q,
-        k_pages=k_pages,
-        v_pages=v_pages,
-        page_table=page_table,
-        seq_lens_kv=seq_lens_kv,
-        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap=softcap),
-        page_table_v=page_table_v,
-        seq_lens_q=seq_lens_q,
-        page_layout=page_layout,
-        sinks=sinks,
-        return_lse=return_lse,
-        out=out,
-    )
+    call = call_of(*given)
     result: Tensor | tuple[Tensor, Tensor] = PAGED(call, NativeKey(_calls, given))
     return result
 
@@ -197,14 +185,17 @@ def call_of(
     v_pages: Tensor,
     page_table: Tensor,
     seq_lens_kv: Tensor,
-    *,
-    softmax: Softmax,
-    page_table_v: Tensor | None = None,
-    seq_lens_q: Tensor | None = None,
+    page_table_v: Tensor | None,
+    seq_lens_q: Tensor | None,
     page_layout: PageLayout | None,
-    sinks: Tensor | None = None,
-    return_lse: bool = False,
-    out: Tensor | None = None,
+    is_causal: bool,
+    causal_alignment: Alignment,
+    window_size: tuple[int, int] | None,
+    scale: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    return_lse: bool,
+    out: Tensor | None,
 ) -> PagedCall:
     """The call that arguments of `sdpa_paged` make; they have not been checked."""
     return PagedCall(
@@ -217,7 +208,7 @@ def call_of(
         seq_lens_q=seq_lens_q,
         sinks=None if sinks is None else as_sinks(sinks),
         page_layout=page_layout,  # type: ignore[arg-type]  # None is refused by the check of types
-        softmax=softmax,
+        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap),
         with_lse=return_lse if type(return_lse) is bool else as_bool(return_lse),
         out=out,
     )

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import grouped
 from cudnn_sdpa.attention.paged.arguments import PageLayout
 from cudnn_sdpa.attention.paged.kv_cache_checks import PlanOptions, check_count, refuse_options
 from cudnn_sdpa.attention.paged.plans import MAX_DECODED
@@ -52,7 +51,7 @@ def plans_of_steps(
         keys: list[PlanKey] = []
         # `attend` passes `seq_lens_q` for several tokens, and for single ones if some are absent.
         for seq_lens_q in (step.seq_lens_q, None) if count == 1 else (step.seq_lens_q,):
-            call = call_of(**grouped(arguments | of_step | {"seq_lens_q": seq_lens_q}))
+            call = call_of(**{**arguments, **of_step, "seq_lens_q": seq_lens_q})
             PAGED.check_all(call)
             call.check_strides()
             call.check_memory()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from cudnn_sdpa.attention.mask import Band
+from cudnn_sdpa.attention.sink_scores import SinkUse
+from cudnn_sdpa.attention.spec import AttentionSpec
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph.target import Target
 
 FORWARD = "forward"
 BACKWARD = "backward"
@@ -51,6 +55,25 @@ class Configuration:
     alibi: bool = False
     deterministic: bool = False
     half_output: bool = False
+
+    @classmethod
+    def of(cls, spec: AttentionSpec, operation: str, target: Target, **facts: Any) -> Configuration:
+        """The configuration of a spec's plan; `facts` are the attributes that depend on the kind of call."""
+        return cls(
+            operation=operation,
+            dtype=spec.q.dtype,
+            head_dim=spec.q.shape[-1],
+            head_dim_v=spec.v.shape[-1],
+            sm=target.sm,
+            cudnn=target.cudnn,
+            gpu=target,
+            band=spec.mask.band,
+            sinks=spec.sink_use is not SinkUse.ABSENT,
+            dropout=spec.dropout_p > 0,
+            capped=spec.is_capped,
+            alibi=spec.alibi,
+            **facts,
+        )
 
     @property
     def backward(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, Softmax
+from cudnn_sdpa.attention.arguments import Axes, ForwardArguments, ReferenceArguments, Softmax
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.engine import tensor_checks, value_checks
 from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor, shape_of
@@ -52,11 +52,6 @@ class VarlenArguments(NamedTuple):
     def is_empty(self) -> bool:
         return 0 in self.q.shape or 0 in self.k.shape
 
-    @property
-    def scale_value(self) -> float:
-        scale = self.softmax.scale
-        return self.q.shape[2] ** -0.5 if scale is None else float(scale)
-
     def as_dense(self) -> ForwardArguments:
         """A dense call of one sequence with the same options, for shared checks and the reference."""
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in self.qkv)
@@ -68,6 +63,9 @@ class VarlenArguments(NamedTuple):
     def is_for_cudnn(self) -> bool:
         """Whether cuDNN's limits of dtypes and head dims apply, as for `ForwardArguments`."""
         return True
+
+
+PACKED_AXES = Axes(entries={}, heads={"q": 1, "sinks": 0}, heads_kv={"k": 1, "v": 1})
 
 
 class VarlenGradientCall(NamedTuple):

@@ -28,7 +28,6 @@ class VarlenCall(VarlenArguments, CudnnCall):  # type: ignore[misc]  # a NamedTu
     check_strides = arguments.check_strides
     check_memory = arguments.check_memory
     check_gradient_keys = plans.check_gradient
-    outputs = plans.results
     bind = launch.prepare
     keys = plans.keys
     flops = in_pytorch.flops

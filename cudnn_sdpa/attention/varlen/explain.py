@@ -6,21 +6,20 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from cudnn_sdpa.attention import reference, sharding
+from cudnn_sdpa.attention import sharding, sink_scores
 from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     cast_for_autocast,
-    grouped,
+    output_layout,
     outputs_without_data,
     with_positive_scale,
 )
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.varlen import plans
+from cudnn_sdpa.attention.varlen import reference as in_pytorch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.call import VarlenCall
-from cudnn_sdpa.attention.varlen.reference import sequences
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen, sdpa_varlen_backward
 from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.call import without_data
@@ -30,18 +29,22 @@ from cudnn_sdpa.errors import UnsupportedError
 
 @describes(sdpa_varlen, sharding.varlen)
 def describe_varlen(**given: Any) -> Description:
-    checked = VARLEN.checked(call_of(**grouped(given)), explain.as_cast)
+    checked = VARLEN.checked(call_of(**given), explain.as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     device = explain.device_of(original.q)
     if refused is not None:
         return Description.refused(graphs.sdpa_forward, refused, device)
     original = original._replace(with_lse=original.with_lse or trains)
-    packed, layout = plans.spec_of(with_positive_scale(call)), plans.output_layout(call)
-    notes = [*explain.notes_on_casts(original, call), *explain.notes_on_sinks(given), *explain.notes_on_scale(call)]
+    packed, layout = plans.spec_of(with_positive_scale(call)), output_layout(call)
+    notes = [
+        *explain.notes_on_casts(original, call),
+        *sink_scores.notes_on_conversion(given),
+        *explain.notes_on_scale(call),
+    ]
     notes += packed.extra_kernels(with_lse=original.with_lse)
     needs = explain.needs_of_described(original)
     of = VarlenGradientCall(**outputs_without_data(layout), call=without_data(call), needs=needs)
-    back = [*explain.notes_on_casts(original, call, back=True), *explain.notes_on_sink_gradient(given, needs[-1])]
+    back = [*explain.notes_on_casts(original, call, back=True), *sink_scores.notes_on_converted_gradient(given, needs)]
     return Description(
         operation=graphs.sdpa_forward,
         key=partial(packed.forward_key, layout, original.with_lse),
@@ -72,7 +75,8 @@ def describe_backward_call(of: VarlenGradientCall, device: int | None, notes: li
         *notes,
         *([explain.note_on_parts("the gradient", len(parts))] if parts else []),
         *(f"{note}, and so are the gradients of q and k" for note in explain.notes_on_scale(first.call)),
-        *packed.backward_kernels(sink_gradient=of.needs[-1]),
+        *packed.backward_kernels(),
+        *sink_scores.notes_on_gradient(of),
     ]
     return Description(
         operation=graphs.sdpa_backward,
@@ -87,30 +91,12 @@ def errors_varlen(call: VarlenCall, *, differentiate: bool) -> dict[str, float]:
     """Relative errors of a call over packed sequences, as `dense.explain.errors_of`."""
     actual, grad_out = run_detached(call, VARLEN, differentiate=differentiate)
     cast = cast_for_autocast(ForwardArguments(call.q, call.k, call.v))
-    exact_call = exact_inputs(call._replace(q=cast.q, k=cast.k, v=cast.v))
-    exact = _exact_varlen(exact_call, grad_out.double() if actual.gradients else None)
-    return compare(*(_of_sequences(results, call) for results in (actual, exact)))
-
-
-def _exact_varlen(call: VarlenArguments, grad_out: Tensor | None) -> Results:
-    """The results in float64, sequence by sequence: each is a dense call."""
-    out = call.q.new_zeros(*call.q.shape[:2], call.v.shape[2])
-    lse = out.new_full(out.shape[:2], -torch.inf)
-    gradients = {
-        name: torch.zeros_like(x) for name, x in zip(call._fields, call.differentiable, strict=False) if x is not None
-    }
-    for rows, columns, one in sequences(call):
-        out_one, lse_one = reference.attention(one)
-        out[rows], lse[rows] = out_one[0].transpose(0, 1), lse_one[0].transpose(0, 1)
-        if grad_out is None:
-            continue
-        *of_qkv, _, of_sinks = reference.gradients(grad_out[rows].transpose(0, 1).unsqueeze(0), out_one, one)
-        for name, span, gradient in zip("qkv", (rows, columns, columns), of_qkv, strict=True):
-            gradients[name][span] = gradient[0].transpose(0, 1)
-        if of_sinks is not None:
-            *_, last = gradients
-            gradients[last] += of_sinks
-    return Results(out, lse, gradients)
+    exact = exact_inputs(call._replace(q=cast.q, k=cast.k, v=cast.v))
+    out, lse = in_pytorch.attention(exact, torch.float64)
+    needs = tuple(name in actual.gradients for name in call._fields[: len(call.differentiable)])
+    of = VarlenGradientCall(grad_out=grad_out.double(), out=out, lse=lse, call=exact, needs=needs)
+    gradients = dict(zip(actual.gradients, in_pytorch.gradients(of) if any(needs) else (), strict=True))
+    return compare(_of_sequences(actual, call), _of_sequences(Results(out, lse, gradients), call))
 
 
 def _of_sequences(results: Results, call: VarlenArguments) -> Results:

@@ -8,21 +8,29 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention import parts
-from cudnn_sdpa.attention.arguments import sign_of_scale, with_positive_scale
+from cudnn_sdpa.attention import parts, sink_scores
+from cudnn_sdpa.attention.arguments import (
+    numbers_of,
+    output_layout,
+    results,
+    scale_of,
+    sign_of_scale,
+    with_positive_scale,
+)
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense import launch as dense_backward
-from cudnn_sdpa.attention.dense.launch import apply_sinks, sink_gradient, with_sinks_and_rng, zero_gradients
+from cudnn_sdpa.attention.dense.launch import EXTRAS_OF_OPTIONS, zero_gradients
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
-from cudnn_sdpa.attention.parts import packed_gradient_limits
+from cudnn_sdpa.attention.parts import Whole, packed_gradient_limits
 from cudnn_sdpa.attention.reference import fill_without_keys
+from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.varlen import plans
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
+from cudnn_sdpa.attention.varlen.arguments import PACKED_AXES, VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
 from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
-from cudnn_sdpa.engine.tensor_checks import check_present, like_in_memory, multiplied, without_memory
+from cudnn_sdpa.engine.tensor_checks import like_in_memory, multiplied, without_memory
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
@@ -36,14 +44,15 @@ BackwardT = TypeVar("BackwardT", bound=VarlenGradientCall)
 def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     """A forward call bound to its plan, or to that of `spec`."""
     if call.is_empty:
-        return Prepared(lambda call: fill_without_keys(call, plans.results(call)), None)
+        return Prepared(lambda call: fill_without_keys(call, results(call)), None)
     device, sign = call.q.get_device(), sign_of_scale(call)
     launched = with_positive_scale(call)
     spec = plans.spec_of(launched) if spec is None else spec
-    key = spec.forward_key(plans.output_layout(call), call.with_lse, live_target(device), device)
+    key = spec.forward_key(output_layout(call), call.with_lse, live_target(device), device)
     bound = _bind(operation=graphs.sdpa_forward, key=key, call=launched, spec=spec, operands=("q", "k", "v"))
-    sinks_outside = spec.sinks_outside
-    if sign is None and (call.sinks is None or not (call.with_lse or sinks_outside)):
+    sink_use = spec.sink_use
+    is_completed = sink_use is SinkUse.AFTER_PLAN or (sink_use is SinkUse.IN_PLAN and call.with_lse)
+    if sign is None and not is_completed:
         return Prepared(SingleLaunch(bound), bound.plan)
     others_of = items_by_name(bound.operands[1:])
 
@@ -52,11 +61,7 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
         out, *lse = bound((q, *others_of(call)), call.out)
         if not lse:
             return out
-        if call.sinks is not None and sinks_outside:
-            check_present("sinks", call.sinks)  # PyTorch's kernel would read a null pointer
-            apply_sinks(out, lse[0], call.sinks)
-        elif call.sinks is not None:  # queries without keys see the sink alone
-            torch.maximum(lse[0], call.sinks, out=lse[0])
+        sink_scores.complete(call, out, lse[0], sink_use)
         return (out, lse[0]) if call.with_lse else out
 
     return Prepared(run, bound.plan)
@@ -95,8 +100,7 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
     wanted = [dense_like(layout) for layout in (spec.q, spec.k, spec.v)]
     in_order = [layout.stride == found[1] for layout, found in zip(wanted, _results(key, call), strict=True)]
 
-    needs_sinks = of.needs[3] and call.sinks is not None
-    if sign is None and all(in_order) and not spec.is_capped and not needs_sinks:
+    if sign is None and all(in_order) and not spec.is_capped and not sink_scores.is_needed(of):
         fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
         return Prepared(SingleLaunch(bound, [place for place in range(3) if of.needs[place]], of=fields), bound.plan)
     others_of = items_by_name(bound.operands[len(dense_backward.OPERANDS) :])
@@ -114,35 +118,24 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
         if sign is not None:
             grad_q, grad_k, grad_v = found
             found = [grad_q * sign, grad_k * abs(sign), grad_v]
-        return _needed(of, found)
+        needed = [x for x, need in zip(found, of.needs, strict=False) if need]
+        return (*needed, *sink_scores.needed_gradient(of, call.cu_seqlens_q))
 
     return Prepared(run, bound.plan)
 
 
-def _needed(of: VarlenGradientCall, found: list[Tensor]) -> tuple[Tensor, ...]:
-    """The needed gradients, given those of q, k and v; those of the sinks are computed here."""
-    *needs_qkv, needs_sinks = of.needs
-    needed = [x for x, need in zip(found, needs_qkv, strict=True) if need]
-    if needs_sinks and of.call.sinks is not None:
-        grad_out, out, lse = (x.transpose(0, 1).unsqueeze(0) for x in (of.grad_out, of.out, of.lse))
-        needed.append(sink_gradient(grad_out, out, lse, of.call.sinks, queries=of.call.cu_seqlens_q[-1]))
-    return tuple(needed)
-
-
 def _gradients_in_parts(of: VarlenGradientCall) -> tuple[Tensor, ...]:
     """The needed gradients of a call that one launch cannot compute: some heads at a time."""
-    inputs = zip(of.call.differentiable, ("heads", "heads_kv", "heads_kv", "heads"), of.needs, strict=True)
-    wholes = [_whole(x, heads) for x, heads, need in inputs if need and x is not None]
+    inputs = zip(of.call._fields, of.call.differentiable, of.needs, strict=False)
+    wholes = [
+        Whole.gradient(name, like_in_memory(without_memory(x)), PACKED_AXES)
+        for name, x, need in inputs
+        if need and x is not None
+    ]
     found = parts.merge(
         plans.split_gradient(of), lambda part: gradients(plans.part_of(of, part)), wholes, of.out.device
     )
     return tuple(found)
-
-
-def _whole(tensor: Tensor, heads: str) -> parts.Whole:
-    like = like_in_memory(without_memory(tensor))
-    dims = (heads,) if tensor.dim() == 1 else (None, heads)
-    return parts.Whole((tuple(like.shape), like.stride(), like.dtype), dims)
 
 
 def gradients(of: VarlenGradientCall) -> list[Tensor]:
@@ -175,9 +168,10 @@ def _bind(
                 device=plan.device,
                 lengths=lengths,
             ).extras()
-    if call.sinks is not None or call.rng is not None:
-        more = with_sinks_and_rng(more, call, key)
-    numbers = {"scale": call.scale_value, "softcap": call.softmax.softcap}
+    for operand in key.inputs:
+        if operand.name in EXTRAS_OF_OPTIONS:
+            more += EXTRAS_OF_OPTIONS[operand.name]
+    numbers = numbers_of(call, scale_of(call))
     return BoundPlan(plan=plan, operands=operands, results=_results(key, call), numbers=numbers, extras=more)
 
 

@@ -13,22 +13,23 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cudnn_sdpa.attention import parts
-from cudnn_sdpa.attention.arguments import outputs_without_data, with_positive_scale
+from cudnn_sdpa.attention import parts, sink_scores
+from cudnn_sdpa.attention.arguments import output_layout, outputs_without_data, spec_options, with_positive_scale
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.parts import split_or_refuse
 from cudnn_sdpa.attention.dense.plans import GRAD_OUT_COPY
-from cudnn_sdpa.attention.mask import TOP_LEFT, Mask, normalize_mask
+from cudnn_sdpa.attention.mask import TOP_LEFT, normalize_mask
 from cudnn_sdpa.attention.parts import Part
+from cudnn_sdpa.attention.sink_scores import SinkUse
+from cudnn_sdpa.attention.spec import DROPOUT, SCALE, SOFTCAP, AttentionSpec
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refuse
-from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
+from cudnn_sdpa.attention.varlen.arguments import PACKED_AXES, VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.call import without_data
-from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.backend import has_only_repeatable
-from cudnn_sdpa.graph.key import HOST_SCALAR, ONE_INT64, Operand, PlanKey, Role
-from cudnn_sdpa.graph.layouts import TensorLayout, dense_like, dense_stride_like
+from cudnn_sdpa.graph.key import Operand, PlanKey
+from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 from cudnn_sdpa.graph.target import Target
 
 
@@ -62,69 +63,36 @@ def length_bucket(max_seqlen: int, rows: int, *, tight: bool) -> int:
     return min(bound, row_bucket(rows))
 
 
-@dataclass(frozen=True, slots=True)
-class VarlenSpec:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VarlenSpec(AttentionSpec):
     """The layouts and options of a packed call, without data.
 
     Attributes:
-        q: Queries (Tq, Hq, D).
-        k: Keys (Tkv, Hkv, D).
-        v: Values (Tkv, Hkv, Dv).
         max_seqlen_q: Maximum number of queries of a sequence of the plan.
         shared_cu_seqlens: Whether queries and keys are known to have the same lengths.
-        is_capped: Whether there is logit soft-capping; its value is data.
     """
 
-    q: TensorLayout
-    k: TensorLayout
-    v: TensorLayout
     sequences: int
     max_seqlen_q: int
     max_seqlen_kv: int
-    mask: Mask
     shared_cu_seqlens: bool = False
-    sinks: bool = False
-    dropout_p: float = 0.0
-    is_capped: bool = False
-    deterministic: bool = False
 
     @property
     def totals(self) -> tuple[int, int]:
         return row_bucket(self.q.shape[0]), row_bucket(self.k.shape[0])
 
     def configuration(self, operation: str, target: Target, **more: bool) -> Configuration:
-        return Configuration(
-            operation=operation,
-            dtype=self.q.dtype,
-            head_dim=self.q.shape[2],
-            head_dim_v=self.v.shape[2],
-            sq=self.max_seqlen_q,
-            skv=self.max_seqlen_kv,
-            sm=target.sm,
-            cudnn=target.cudnn,
-            gpu=target,
-            packed=True,
-            band=self.mask.band,
-            lengths=True,
-            sinks=self.sinks,
-            dropout=self.dropout_p > 0,
-            capped=self.is_capped,
-            **more,
-        )
-
-    @property
-    def sinks_outside(self) -> bool:
-        """Whether the sinks are applied to the output afterwards: with them cuDNN launches only so many sequences."""
-        return self.sinks and max(self.sequences, self.q.shape[1]) > known_issues.MAX_GRID
+        facts = {"sq": self.max_seqlen_q, "skv": self.max_seqlen_kv, "packed": True, "lengths": True}
+        return Configuration.of(self, operation, target, **facts, **more)
 
     def forward_key(self, out: TensorLayout, with_lse: bool, target: Target, device: int | None) -> PlanKey:
         """The key of the forward plan."""
         refuse(self.configuration(FORWARD, target), "sdpa_varlen")
-        with_lse = with_lse or self.sinks_outside
+        with_lse = with_lse or self.sink_use is SinkUse.AFTER_PLAN
         inputs = [
             *self._offsets("q", "k", "v", "out", *(("lse",) if with_lse else ())),
             *self._qkv(),
-            *self._other_inputs(sinks=self.sinks and not self.sinks_outside),
+            *self._other_inputs(is_forward=True),
         ]
         outputs = [self._rows("out", out, self.max_seqlen_q)]
         if with_lse:
@@ -151,7 +119,7 @@ class VarlenSpec:
         inputs = [
             *self._offsets(*(operand.name for operand in (*operands, *gradients))),
             *operands,
-            *self._other_inputs(sinks=False),
+            *self._other_inputs(),
         ]
         options = {**self._options(), "deterministic": self.deterministic, "bias_gradient": None}
         return graphs.sdpa_backward.key(inputs=inputs, outputs=gradients, options=options, target=target, device=device)
@@ -174,13 +142,10 @@ class VarlenSpec:
         """The extra kernels of a forward call, for `explain`."""
         lse_note = " and of the log-sum-exp become minus infinity" if with_lse else ""
         notes = [*self._notes_on_rows(f"rows of the output that see no key become zeros{lse_note}")]
-        if self.sinks_outside:
-            notes.append("the sinks are applied to the output by PyTorch (too many sequences or heads for cuDNN's)")
-        elif with_lse and self.sinks:
-            notes.append("the log-sum-exp is raised to the sinks where it is lower, for queries that see no key")
-        return notes
+        why_after = "too many sequences or heads for cuDNN's"
+        return [*notes, *sink_scores.notes_on_results(self.sink_use, why_after, raises_lse=with_lse)]
 
-    def backward_kernels(self, *, sink_gradient: bool) -> list[str]:
+    def backward_kernels(self) -> list[str]:
         """The extra kernels of a backward call, for `explain`."""
         notes = [GRAD_OUT_COPY]
         if self.q != dense_like(self.q):
@@ -194,8 +159,6 @@ class VarlenSpec:
             for (name, layout), written in zip(wanted, self.gradients(), strict=True)
             if dense_like(layout) != written
         ]
-        if sink_gradient:
-            notes.append("the gradient of the sinks is computed from the output and its gradient")
         return notes
 
     def _notes_on_rows(self, unwritten: str) -> list[str]:
@@ -207,7 +170,7 @@ class VarlenSpec:
         return notes
 
     def _options(self) -> dict[str, object]:
-        return {"band": self.mask.band, "alibi": False, "dropout_p": self.dropout_p, "totals": self.totals}
+        return {"band": self.mask.band, "alibi": self.alibi, "dropout_p": self.dropout_p, "totals": self.totals}
 
     def _qkv(self) -> list[Operand]:
         return [
@@ -233,16 +196,16 @@ class VarlenSpec:
         stride = (self.max_seqlen_q * heads, 1, heads, 1)
         return Operand("lse", TensorLayout(shape, stride, torch.float32), ragged="offsets_lse")
 
-    def _other_inputs(self, *, sinks: bool) -> list[Operand]:
+    def _other_inputs(self, *, is_forward: bool = False) -> list[Operand]:
         lengths = TensorLayout.contiguous((self.sequences, 1, 1, 1), torch.int32)
-        result = [Operand("scale", HOST_SCALAR, Role.SCALAR)]
-        if sinks:
-            result.append(Operand("sink", TensorLayout.contiguous((1, self.q.shape[1], 1, 1), torch.float32)))
+        result = [SCALE]
+        if is_forward and self.sink_use is SinkUse.IN_PLAN:
+            result.append(sink_scores.operand(self.q.shape[1]))
         result += [Operand("seq_len_q", lengths), Operand("seq_len_kv", lengths)]
         if self.dropout_p:
-            result += [Operand("seed", ONE_INT64), Operand("offset", ONE_INT64)]
+            result += DROPOUT
         if self.is_capped:
-            result.append(Operand("softcap", HOST_SCALAR, Role.SCALAR))
+            result.append(SOFTCAP)
             limits = TensorLayout.contiguous((self.sequences, 1, self.max_seqlen_q, 1), torch.int32)
             result += [Operand("lowest", limits), Operand("highest", limits)]
         return result
@@ -251,8 +214,7 @@ class VarlenSpec:
 def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> VarlenSpec:
     """The spec of a call, its numbers rounded up; the rows of queries and of keys to `rows`, if these are given."""
     softmax = call.softmax
-    is_capped = softmax.softcap is not None
-    tight = softmax.deterministic or is_capped
+    tight = softmax.deterministic or softmax.is_capped
     q, k, v = map(TensorLayout.of, call.qkv)
     if rows is not None:
         rows_q, rows_kv = rows
@@ -261,34 +223,19 @@ def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varle
     is_shared = call.cu_seqlens_kv is None
     alignment = TOP_LEFT if is_shared else softmax.causal_alignment
     window_size = (softmax.window_left, softmax.window_right)
+    sequences = sequence_bucket(call.cu_seqlens_q.shape[0] - 1)
     return VarlenSpec(
         q=q,
         k=k,
         v=v,
-        sequences=sequence_bucket(call.cu_seqlens_q.shape[0] - 1),
+        sequences=sequences,
         max_seqlen_q=length_bucket(call.max_seqlen_q, q.shape[0], tight=tight),
         max_seqlen_kv=length_bucket(call.max_seqlen_kv, k.shape[0], tight=tight),
         mask=normalize_mask(softmax.is_causal, alignment, window_size, *max_seqlens, has_lengths=True),
         shared_cu_seqlens=is_shared,
-        sinks=call.sinks is not None,
-        dropout_p=float(softmax.dropout_p),
-        is_capped=is_capped,
-        deterministic=softmax.deterministic,
+        # With them cuDNN launches only so many sequences and heads.
+        **spec_options(call, sinks_in_plan=max(sequences, q.shape[1]) <= known_issues.MAX_GRID),
     )
-
-
-def output_layout(call: VarlenArguments) -> TensorLayout:
-    """The layout of a call's output: dense, its dimensions in the memory order of those of `q`."""
-    if call.out is not None:
-        return TensorLayout.of(call.out)
-    q, shape = call.q, (*call.q.shape[:2], call.v.shape[2])
-    return TensorLayout(shape, dense_stride_like(shape, q.shape, q.stride()), q.dtype)
-
-
-def results(call: VarlenArguments) -> tuple[Layout, Layout]:
-    """Shape, stride and dtype of the output (Tq, Hq, Dv) and of the LSE (Tq, Hq)."""
-    out, (tokens, heads) = output_layout(call), call.q.shape[:2]
-    return (out.shape, out.stride, out.dtype), ((tokens, heads), (heads, 1), torch.float32)
 
 
 def forward_key(call: VarlenArguments, target: Target, device: int | None) -> PlanKey:
@@ -323,12 +270,11 @@ def split_gradient(of: VarlenGradientCall) -> list[Part]:
 
 
 def part_of(of: VarlenGradientCall, part: Part) -> VarlenGradientCall:
-    call = of.call
-    rows = {"q": call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}
+    call = parts.part_of_call(of.call, part, PACKED_AXES)
+    rows = {"q": of.call.q, "grad_out": of.grad_out, "out": of.out, "lse": of.lse}
     q, grad_out, out, lse = (tensor_checks.aligned(name, x[:, part.heads]) for name, x in rows.items())
-    k, v = (parts.compact(x[:, part.heads_kv]) for x in (call.k, call.v))
-    sinks = None if call.sinks is None else call.sinks[part.heads]
-    return of._replace(grad_out=grad_out, out=out, lse=lse, call=call._replace(q=q, k=k, v=v, sinks=sinks))
+    call = call._replace(q=q, k=parts.compact(call.k), v=parts.compact(call.v))
+    return of._replace(grad_out=grad_out, out=out, lse=lse, call=call)
 
 
 def check_gradient(call: VarlenArguments, target: Target, device: int | None = None) -> None:

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import reference
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import ForwardArguments, results
 from cudnn_sdpa.attention.dense.reference import flops_of_backward, flops_of_forward
-from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.engine.tensor_checks import like_in_memory
 
@@ -25,16 +24,14 @@ def sequences(call: VarlenArguments) -> Iterator[tuple[slice, slice, ForwardArgu
         yield rows, columns, one._replace(rng=None if call.rng is None else call.rng + number)
 
 
-def attention(call: VarlenArguments) -> tuple[Tensor, Tensor]:
-    (shape, stride, dtype), (rows_lse, _, _) = plans.results(call._replace(out=None))
-    out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device).zero_()
-    lse = torch.full(rows_lse, -torch.inf, dtype=torch.float32, device=call.q.device)
-    if call.sinks is not None:
-        lse = torch.maximum(lse, call.sinks)
+def attention(call: VarlenArguments, lse_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    new = call._replace(out=None, with_lse=True)
+    out, lse = reference.fill_without_keys(new, results(new))
+    lse = lse.to(lse_dtype)
     for rows, _, one in sequences(call):
         out_one, lse_one = reference.attention(one)
         out[rows] = out_one[0].transpose(0, 1).to(out.dtype)
-        lse[rows] = lse_one[0].transpose(0, 1).float()
+        lse[rows] = lse_one[0].transpose(0, 1).to(lse_dtype)
     return out, lse
 
 
@@ -48,7 +45,7 @@ def gradients(of: VarlenGradientCall) -> list[Tensor]:
         for whole, part, where in zip(found, parts, (rows, columns, columns), strict=True):
             whole[where] = part[0].transpose(0, 1).to(whole.dtype)
         grad_sinks += 0 if sinks_one is None else sinks_one
-    return [x for x, need in zip((*found, grad_sinks.float()), of.needs, strict=True) if need]
+    return [x for x, need in zip((*found, grad_sinks.to(of.lse.dtype)), of.needs, strict=True) if need]
 
 
 def flops(call: VarlenArguments) -> tuple[int, int]:

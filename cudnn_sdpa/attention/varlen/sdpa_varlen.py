@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Literal, overload
 from torch import Tensor
 from torch.nn import functional
 
-from cudnn_sdpa.attention.arguments import Softmax, SoftmaxOptions, as_sinks, softmax_of
+from cudnn_sdpa.attention.arguments import SoftmaxOptions, softmax_of
 from cudnn_sdpa.attention.backward_arguments import SdpaGradients, backward_call_of, gradients_of
 from cudnn_sdpa.attention.mask import Alignment
+from cudnn_sdpa.attention.sink_scores import as_sinks
 from cudnn_sdpa.attention.varlen.arguments import offsets_of_keys
 from cudnn_sdpa.attention.varlen.call import ReferenceVarlenCall, VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.engine import autograd_checks, value_checks
@@ -169,27 +170,7 @@ def sdpa_varlen(
         known = _calls.find(*given)
         if known is not MISSED:
             return known  # type: ignore[no-any-return]
-    call = call_of(
-        q=q,
-        k=k,
-        v=v,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_kv=cu_seqlens_kv,
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_kv=max_seqlen_kv,
-        softmax=softmax_of(
-            is_causal,
-            causal_alignment,
-            window_size,
-            scale,
-            softcap=softcap,
-            deterministic=deterministic,
-            dropout_p=dropout_p,
-        ),
-        sinks=sinks,
-        return_lse=return_lse,
-        out=out,
-    )
+    call = call_of(*given)
     result: Tensor | tuple[Tensor, Tensor] = VARLEN(call, NativeKey(_calls, given))
     return result
 
@@ -202,11 +183,16 @@ def call_of(
     cu_seqlens_kv: Tensor,
     max_seqlen_q: int,
     max_seqlen_kv: int,
-    *,
-    softmax: Softmax,
-    sinks: Tensor | None = None,
-    return_lse: bool = True,
-    out: Tensor | None = None,
+    is_causal: bool,
+    causal_alignment: Alignment,
+    window_size: tuple[int, int] | None,
+    scale: float | None,
+    dropout_p: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+    return_lse: bool,
+    deterministic: bool | None,
+    out: Tensor | None,
 ) -> VarlenCall:
     """The call that arguments of `sdpa_varlen` make; they have not been checked."""
     return VarlenCall(
@@ -219,7 +205,7 @@ def call_of(
         rng=None,
         max_seqlen_q=as_int(max_seqlen_q),
         max_seqlen_kv=as_int(max_seqlen_kv),
-        softmax=softmax,
+        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap, deterministic, dropout_p),
         with_lse=return_lse if type(return_lse) is bool else as_bool(return_lse),
         out=out,
     )
@@ -313,10 +299,16 @@ def sdpa_varlen_backward(
         cu_seqlens_kv=cu_seqlens_kv,
         max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_kv,
-        softmax=softmax_of(
-            is_causal, causal_alignment, window_size, scale, softcap=softcap, deterministic=deterministic
-        ),
+        is_causal=is_causal,
+        causal_alignment=causal_alignment,
+        window_size=window_size,
+        scale=scale,
+        dropout_p=0.0,
+        softcap=softcap,
         sinks=sinks,
+        return_lse=True,
+        deterministic=deterministic,
+        out=None,
     )
     of = backward_call_of(VARLEN, call, grad_out=grad_out, out=out, lse=lse, wanted=wanted)
     return gradients_of(VARLEN.run_backward(of), VARLEN.differentiable, of.needs, sinks)

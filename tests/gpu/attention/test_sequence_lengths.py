@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attention_checks import exact, make
+from attention_checks import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
 
@@ -62,3 +62,38 @@ def test_values_past_the_length_do_not_leak(rubbish):
         out = cudnn_sdpa.sdpa(q, k, v, seq_lens_kv=ends)
         expected, _ = exact(q, k, v, seq_lens_kv=ends)
         torch.testing.assert_close(out.double(), expected, atol=2e-2, rtol=2e-2)
+
+
+#: Calls with some queries that see no key: numbers of queries, and options for them.
+WITHOUT_KEYS = {
+    "lengths of keys": ((1, 64), lambda _: {"seq_lens_kv": lengths(0, 96, 33)}),
+    "lengths of queries": ((1, 64), lambda sq: {"seq_lens_q": lengths(sq, 0, sq // 2)}),
+    "boolean mask": ((1, 64), lambda sq: {"attn_mask": mask_of_every_second_query(sq)}),
+    "mask of minus infinity": ((1, 64), lambda sq: {"attn_mask": mask_of_every_second_query(sq).float().log()}),
+    "window behind the keys": ((160,), lambda _: {"is_causal": True, "window_size": (10, 0)}),
+    "causal, more queries than keys": ((160,), lambda _: {"is_causal": True, "causal_alignment": "bottom_right"}),
+}
+
+
+def mask_of_every_second_query(sq: int) -> torch.Tensor:
+    mask = torch.rand(3, 1, sq, 96, device="cuda") < 0.7
+    mask[1, :, ::2] = False
+    return mask
+
+
+@pytest.mark.parametrize(("name", "sq"), [(name, sq) for name, (counts, _) in WITHOUT_KEYS.items() for sq in counts])
+def test_the_lse_of_a_query_without_keys_is_its_sink(name, sq):
+    """Plans that read the sinks may write minus infinity there, and so do plans whose sinks are applied afterwards."""
+    q = make("bshd", 3, 4, sq, 64, torch.bfloat16)
+    k, v = (make("bshd", 3, 2, 96, 64, torch.bfloat16) for _ in range(2))
+    given = {"sinks": torch.randn(4, device="cuda") + 0.5, **WITHOUT_KEYS[name][1](sq)}
+    wanted, wanted_lse = exact(q, k, v, **given)
+    sees_none = wanted_lse == given["sinks"].double().view(1, -1, 1)
+    assert sees_none.any()
+    for _ in range(3):
+        out, lse = cudnn_sdpa.sdpa(q, k, v, **given, return_lse=True)
+        assert not out[sees_none].any()
+        assert error(out, wanted) < TOLERANCE[torch.bfloat16]
+        assert lse.isfinite().all()
+        assert error(lse, wanted_lse) < 1e-4
+        assert error(cudnn_sdpa.sdpa(q, k, v, **given), wanted) < TOLERANCE[torch.bfloat16]

@@ -58,7 +58,7 @@ def keys(sq, skv, options, target) -> list[PlanKey]:
     forward = ForwardSpec.of(from_fields(ForwardArguments, q, k, k, with_lse=sq > 1, **bounds(options)))
     if sq == 1:
         return [forward.key(target, None)]
-    backward = BackwardSpec(forward.dense, forward.out, forward.out, False, False, False)
+    backward = BackwardSpec(forward.dense, forward.out, forward.out, bias_gradient=False)
     return [forward.key(target, None), backward.key(target, None)]
 
 

@@ -7,8 +7,8 @@ import torch
 
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, output_layout
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields, output_layout
+from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec
 from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline.planner import plan_offline
@@ -61,14 +61,14 @@ OPTIONS = {
 def plan_backward(h200):
     """The key and the plan of the gradients of an `sdpa` call on an H200."""
 
-    def make(q, k, v, *, window_size=None, deterministic=False, bias_gradient=False, sink_gradient=False, **options):
+    def make(q, k, v, *, window_size=None, bias_gradient=False, **options):
         left, right = arguments.window_bounds(window_size)
         if options.get("dropout_p"):
             options["rng"] = meta(2, dtype=torch.int64)
         call = from_fields(ForwardArguments, q, k, v, window_left=left, window_right=right, **options)
         arguments.check(call)
         out = output_layout(call)
-        backward = BackwardSpec(DenseSpec.of(call), out, out, deterministic, bias_gradient, sink_gradient)
+        backward = BackwardSpec(DenseSpec.of(call), out, out, bias_gradient)
         key = backward.key(Target.from_properties(h200), None)
         return key, plan_offline(key, h200)
 
@@ -124,7 +124,7 @@ def test_a_sink_of_a_single_query_is_applied_to_the_plans_result(plan, shapes, m
 
 
 def test_gradients_of_a_single_query_with_a_sink(plan_backward, shapes):
-    key, made = plan_backward(*shapes(lengths=(1, 256)), sinks=SINKS, sink_gradient=True)
+    key, made = plan_backward(*shapes(lengths=(1, 256)), sinks=SINKS)
     assert_usable(made)
     assert names(key.outputs) == ["grad_q", "grad_k", "grad_v"]
 

@@ -27,7 +27,7 @@ def keys(properties, dim=64):
     target = Target.from_properties(properties)
     q, k = (torch.empty(1, 4, length, dim, dtype=torch.bfloat16, device="meta") for length in (128, 200))
     forward = ForwardSpec.of(from_fields(ForwardArguments, q, k, k, is_causal=True, with_lse=True))
-    backward = BackwardSpec(forward.dense, forward.out, forward.out, False, False, False)
+    backward = BackwardSpec(forward.dense, forward.out, forward.out, bias_gradient=False)
     return [forward.key(target, None), backward.key(target, None)]
 
 

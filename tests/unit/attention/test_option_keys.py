@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax, from_fields
+from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax, from_fields, output_layout
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.plans import output_layout, spec_of
+from cudnn_sdpa.attention.varlen.plans import spec_of
 from cudnn_sdpa.graph.key import PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
@@ -81,9 +81,7 @@ def forward_key(options: dict[str, Any], target: Target) -> PlanKey:
 def backward_key(options: dict[str, Any], target: Target) -> PlanKey:
     call = dense(options)
     out = TensorLayout.of(call.q)
-    return BackwardSpec(DenseSpec.of(call), out, out, call.softmax.deterministic, False, "sinks" in options).key(
-        target, None
-    )
+    return BackwardSpec(DenseSpec.of(call), out, out, bias_gradient=False).key(target, None)
 
 
 def packed_key(options: dict[str, Any], target: Target) -> PlanKey:

@@ -186,11 +186,10 @@ def forward_key(q, k, v, **options):
     return ForwardSpec.of(from_fields(ForwardArguments, q, k, v, **options)).key(TARGET, 0)
 
 
-def backward_key(q, k, v, *, deterministic=False, bias_gradient=False, sink_gradient=False, **options):
+def backward_key(q, k, v, *, bias_gradient=False, **options):
     call = from_fields(ForwardArguments, q, k, v, **options)
     out = TensorLayout.of(torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype))
-    wanted = (deterministic, bias_gradient, sink_gradient)
-    return BackwardSpec(DenseSpec.of(call), out, out, *wanted).key(TARGET, 0)
+    return BackwardSpec(DenseSpec.of(call), out, out, bias_gradient).key(TARGET, 0)
 
 
 def test_views_that_differ_only_in_unused_strides_share_a_plan():
@@ -257,7 +256,6 @@ def test_sinks_are_part_of_the_forward_graph_only():
     sinks = torch.randn(4)
     assert forward_key(q, k, v, sinks=sinks) != forward_key(q, k, v)
     assert backward_key(q, k, v, sinks=sinks) == backward_key(q, k, v)
-    assert backward_key(q, k, v, sinks=sinks, sink_gradient=True) == backward_key(q, k, v)
 
 
 def test_needed_gradients_are_part_of_a_backward_key():

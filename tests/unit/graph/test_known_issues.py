@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
+from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields, output_layout
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.plans import output_layout, spec_of
+from cudnn_sdpa.attention.varlen.plans import spec_of
 from cudnn_sdpa.fused.conv_graphs import channels_last, conv_dgrad, conv_wgrad, convolution
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.backend import GraphBuilder
@@ -37,7 +37,7 @@ def forward(of, **where):
 
 def backward(of, *, by_mask=False, **where):
     out = TensorLayout.of(of.q)
-    return BackwardSpec(DenseSpec.of(of), out, out, False, by_mask, False).key(target(**where), None)
+    return BackwardSpec(DenseSpec.of(of), out, out, by_mask).key(target(**where), None)
 
 
 def varlen(*, grouped=True):

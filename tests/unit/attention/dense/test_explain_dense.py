@@ -15,14 +15,12 @@ from fake_gpu import gpu_on_the_cpu
 import cudnn_sdpa
 import cudnn_sdpa.engine.explain
 from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa, sdpa_varlen
-from cudnn_sdpa.attention.arguments import from_fields
+from cudnn_sdpa.attention.arguments import Needs, from_fields, results
 from cudnn_sdpa.attention.dense import launch as dense_launch
 from cudnn_sdpa.attention.dense import tiers
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
-from cudnn_sdpa.attention.dense.plans import Needs
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.varlen import launch
-from cudnn_sdpa.attention.varlen import plans as varlen_plans
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.engine import tensor_checks
@@ -216,7 +214,7 @@ def test_both_explained_keys_are_those_of_the_packed_call(key_of, name, shared_c
     options = {"sinks": None, "with_lse": True} | options
     call = from_fields(VarlenCall, *tensors, cu_seqlens_q=offsets, rng=rng, **sizes, **options)
     assert key(described) == key_of(VARLEN.on_gpu, call)
-    (shape, stride, _), _ = varlen_plans.results(call)
+    (shape, stride, _), _ = results(call)
     out, lse = T(*shape, stride=stride), T(*call.q.shape[:2], dtype=torch.float32)
     backward = VarlenBackwardCall(out, out, lse, call, (True, True, True, call.sinks is not None))
     assert key(described.backward) == key_of(VARLEN._gradients_on_gpu, backward)

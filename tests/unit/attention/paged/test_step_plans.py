@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cudnn_sdpa import DeviceError, OptionError, PagedKVCache, ShapeError, UnsupportedError, sdpa_paged
-from cudnn_sdpa.attention.arguments import grouped
 from cudnn_sdpa.attention.paged import plans
 from cudnn_sdpa.attention.paged.explain import describe_paged
 from cudnn_sdpa.attention.paged.sdpa_paged import call_of
@@ -85,7 +84,7 @@ def step_keys(cache, batch, tokens, **options):
     forms = (None, step.seq_lens_q) if tokens == 1 else (step.seq_lens_q,)
     for present in forms:
         defaults = {name: x.default for name, x in names.items()} | dict(zip(names, tensors, strict=False))
-        call = call_of(**grouped({**defaults, "page_layout": "HND", "seq_lens_q": present, **options}))
+        call = call_of(**{**defaults, "page_layout": "HND", "seq_lens_q": present, **options})
         yield from call.keys(TARGET, None)
 
 

@@ -6,7 +6,7 @@ import torch
 from fake_gpu import gpu_on_the_cpu
 
 from cudnn_sdpa import sdpa_varlen
-from cudnn_sdpa.attention.dense.launch import sink_gradient
+from cudnn_sdpa.attention import sink_scores
 
 
 def test_rows_past_the_last_sequence_have_no_share():
@@ -17,10 +17,10 @@ def test_rows_past_the_last_sequence_have_no_share():
     out, lse = sdpa_varlen(q, k, v, ends, ends, 4, 4, sinks=sinks, return_lse=True)
     grad_out[7:] = torch.nan
     (wanted,) = torch.autograd.grad(out, sinks, grad_out)
-    as_dense = [x.detach().transpose(0, 1).unsqueeze(0) for x in (grad_out, out, lse)]
-    found = sink_gradient(*as_dense, sinks.detach(), ends[-1])
+    results = [x.detach() for x in (grad_out, out, lse)]
+    found = sink_scores.gradient(*results, sinks.detach(), ends[-1])
     torch.testing.assert_close(found, wanted)
-    whole = sink_gradient(*(x[:, :, :7] for x in as_dense), sinks.detach())
+    whole = sink_scores.gradient(*(x[:7] for x in results), sinks.detach())
     torch.testing.assert_close(whole, wanted)
     with gpu_on_the_cpu():
         halves = [x.half() for x in (q, k, v)]
