@@ -16,8 +16,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import Layout
+from cudnn_sdpa.engine.launch import Layout, Result
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import TensorLayout

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.engine.call import Fields, FieldsT
 from cudnn_sdpa.engine.dispatch_state import is_batch, needs_gradient
+from cudnn_sdpa.engine.tensor_checks import Fields, FieldsT
 from cudnn_sdpa.errors import LayoutError, UnsupportedError
 from cudnn_sdpa.graph.scalars import is_compiling
 

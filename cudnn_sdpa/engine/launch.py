@@ -14,7 +14,6 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.engine.tensor_checks import LOWEST, MISALIGNED, check_address, check_present, refuse_address
 from cudnn_sdpa.errors import DeviceError
@@ -26,6 +25,7 @@ from cudnn_sdpa.plans.plan import Plan, allocate, current_device, current_raw_st
 
 #: Shape, stride and dtype of a new tensor.
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+Result = Tensor | tuple[Tensor, ...]  #: the results of a call: alone if it is one
 #: Gives the results of a call of some kind, or the needed gradients of a backward call, in a tuple.
 Run = Callable[..., Result]
 

@@ -19,16 +19,18 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudnn_sdpa.engine import autograd_checks, cpu_target, sharding
-from cudnn_sdpa.engine.autocast import cast_tensor, could_cast
-from cudnn_sdpa.engine.call import Differentiable, Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import (
+    Differentiable,
     can_be_recognized,
     can_bypass_dispatcher,
+    cast_tensor,
+    could_cast,
     is_batch,
-    is_deterministic,
+    is_deterministic_mode,
     is_lazy,
     materialized,
     needs_gradient,
+    views_of_leaves,
 )
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.engine.launch import (
@@ -38,6 +40,7 @@ from cudnn_sdpa.engine.launch import (
     CallTable,
     LaunchExtras,
     Layout,
+    Result,
     check_one_device,
     readable_gradient,
     type_of,
@@ -286,7 +289,7 @@ class GraphFunction(GraphDefinition):
     def _signature(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> Hashable:
         """Everything that determines a call's plan and its binding; of numbers, which are data, the type."""
         layouts = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in operands]
-        return (trains, is_deterministic(), *layouts, *options.items(), *map(type_of, options.values()))
+        return (trains, is_deterministic_mode(), *layouts, *options.items(), *map(type_of, options.values()))
 
     def _named(self, values: Sequence[Value]) -> dict[str, Value]:
         return dict(zip(self.operands, values, strict=True))
@@ -438,7 +441,7 @@ class GraphFunction(GraphDefinition):
     def _bind(self, values: tuple[Value, ...], results: Outputs, static: Options) -> BoundPlan:
         device = _tensors(values)[0].get_device()
         viewed = self._viewed(values, results, static)
-        key = self._key(viewed, live_target(device), device, deterministic=is_deterministic())
+        key = self._key(viewed, live_target(device), device, deterministic=is_deterministic_mode())
         by_name = self._named(values)
         return BoundPlan(
             plan=plan_cache.get(key, partial(build_plan, self)),
@@ -487,7 +490,7 @@ class GraphFunction(GraphDefinition):
             values = split.part(self._named(values), 0)
             results = self.outputs(values, static)
         viewed = self._viewed(values, results, static)
-        key = partial(self._key, viewed, deterministic=is_deterministic())
+        key = partial(self._key, viewed, deterministic=is_deterministic_mode())
         return Description(self, key, device, extra_kernels=notes)
 
     def _describe_gradients(

@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward,
 from cudnn_sdpa.attention.mask import as_kernels_see
 from cudnn_sdpa.attention.reference import Weights, product, repeated, scores, without_autocast
 from cudnn_sdpa.attention.reference import gradients as gradients_of_attention
-from cudnn_sdpa.engine.autocast import cast_tensor
+from cudnn_sdpa.engine.dispatch_state import cast_tensor
 from cudnn_sdpa.kernels.arguments import (
     NAIVE,
     Gradient,

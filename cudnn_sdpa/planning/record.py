@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cudnn_sdpa.engine.operation import OPERATIONS, Operation
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
+from cudnn_sdpa.engine.operation.operators import backward_implementation, forward_implementations
 from cudnn_sdpa.engine.tensor_checks import without_memory
 from cudnn_sdpa.engine.torch_ops import implementations
 from cudnn_sdpa.errors import OptionError, UnsupportedError
@@ -143,13 +145,13 @@ def _keys_of_operation(operation: Operation[CallT]) -> dict[str, KeysOfOperator]
             yield from forward_keys(target, operation.complete(call, is_complete=is_complete))
 
     def adapt(which: str) -> Callable[[Recording], Callable[..., object]]:
-        return lambda run: operation.forward_implementations(run)[which]
+        return lambda run: forward_implementations(operation, run)[which]
 
     keys_of = {"forward": forward_keys, "forward_all": forward_keys, "forward_out": with_and_without_auxiliary}
     entries: dict[str, KeysOfOperator]
     entries = {name: (adapt(which), keys_of[which]) for which, name in operation.operators.items() if which in keys_of}
     if operation.backward is not None:
-        entries[operation.operators["backward"]] = (operation.backward_implementation, gradient_keys)
+        entries[operation.operators["backward"]] = (partial(backward_implementation, operation), gradient_keys)
     return entries
 
 

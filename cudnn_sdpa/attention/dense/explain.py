@@ -34,11 +34,11 @@ from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa, sdpa_backward
 from cudnn_sdpa.attention.dense.tiers import Bucket
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
-from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.engine.call import without_data
+from cudnn_sdpa.engine.dispatch_state import cast_tensor
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.engine.operation import Operation
 from cudnn_sdpa.engine.operation.call import CallT
+from cudnn_sdpa.engine.tensor_checks import without_data
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target

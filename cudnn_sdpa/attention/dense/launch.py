@@ -17,8 +17,16 @@ from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpe
 from cudnn_sdpa.attention.lengths import LENGTHS, LengthsKernel, RowLimitsKernel
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.engine import tensor_checks
-from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
+from cudnn_sdpa.engine.launch import (
+    Address,
+    BoundPlan,
+    LaunchExtras,
+    Layout,
+    Prepared,
+    Result,
+    SingleLaunch,
+    items_by_name,
+)
 from cudnn_sdpa.engine.operation.call import BackwardCall
 from cudnn_sdpa.engine.tensor_checks import check_present, multiplied
 from cudnn_sdpa.graph.key import PlanKey

@@ -28,8 +28,7 @@ from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.mask import Mask
 from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec, length_bucket, sequence_bucket
-from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import BoundPlan, Prepared
+from cudnn_sdpa.engine.launch import BoundPlan, Prepared, Result
 from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.engine.tensor_checks import multiplied
 from cudnn_sdpa.errors import UnsupportedError

@@ -50,10 +50,8 @@ from cudnn_sdpa.attention.reference import without_autocast
 from cudnn_sdpa.attention.support import rules_fp8
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal, refuse
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, tensor_checks
-from cudnn_sdpa.engine.autocast import is_deterministic
 from cudnn_sdpa.engine.autograd_checks import refuse_batch, refuse_second_gradient
-from cudnn_sdpa.engine.call import Function
-from cudnn_sdpa.engine.dispatch_state import is_plain_memory, needs_gradient
+from cudnn_sdpa.engine.dispatch_state import Function, is_deterministic, is_plain_memory, needs_gradient
 from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.engine.sharding import run as run_on_dtensors
 from cudnn_sdpa.engine.tensor_checks import dtype_name

@@ -19,8 +19,16 @@ from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
+from cudnn_sdpa.engine.launch import (
+    Address,
+    BoundPlan,
+    LaunchExtras,
+    Layout,
+    Prepared,
+    Result,
+    SingleLaunch,
+    items_by_name,
+)
 from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.engine.tensor_checks import check_address, check_present, multiplied
 from cudnn_sdpa.errors import UnsupportedError

@@ -20,8 +20,16 @@ from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec
-from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
+from cudnn_sdpa.engine.launch import (
+    Address,
+    BoundPlan,
+    LaunchExtras,
+    Layout,
+    Prepared,
+    Result,
+    SingleLaunch,
+    items_by_name,
+)
 from cudnn_sdpa.engine.tensor_checks import check_present, like_in_memory, multiplied, without_memory
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand, PlanKey

@@ -135,6 +135,11 @@ class BackwardCall(_Tuple, Generic[CallT]):
         @property
         def needs(self) -> tuple[bool, ...]: ...
 
+    @property
+    def given(self) -> tuple[Tensor, ...]:
+        """The tensors of a backward call besides those of the forward call."""
+        return self[:-2]
+
     def log_key(self) -> Hashable:
         return self.call.log_key()
 
