@@ -215,7 +215,8 @@ class BoundPlan:
             self.template[names.index(name)] = address
         self._point_to(self._memory, self.template)
         self.recipe: object = ...  #: its native form; None if it has none, and an ellipsis until that is known
-        loader.start()
+        if not loader.Native.is_started:
+            loader.start()
 
     def __call__(
         self,

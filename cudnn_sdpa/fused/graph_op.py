@@ -56,8 +56,7 @@ from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES, TensorLayout, is_expanded, layouts_of
 from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
-from cudnn_sdpa.plans.build import build_plan
-from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.cache import build_plan, plan_cache
 from cudnn_sdpa.plans.plan import Plan
 
 Outputs: TypeAlias = tuple[Tensor, ...]

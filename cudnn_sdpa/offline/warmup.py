@@ -25,8 +25,7 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, live_properties, live_target, load_properties
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_to_keep
-from cudnn_sdpa.plans.build import build_plan, load_plan, plan_of
-from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.cache import build_plan, load_plan, plan_cache, plan_of
 from cudnn_sdpa.plans.default_store import active, open_store
 from cudnn_sdpa.plans.file_format import BadPlanFileError
 from cudnn_sdpa.plans.kernel_plan import KernelOp

@@ -36,8 +36,7 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, live_target
 from cudnn_sdpa.plans import autotune, shape_policy
-from cudnn_sdpa.plans.build import build_plan
-from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.cache import build_plan, plan_cache
 from cudnn_sdpa.plans.device_memory import DeviceTables
 from cudnn_sdpa.plans.plan import Plan, current_raw_stream
 

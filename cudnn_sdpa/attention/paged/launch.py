@@ -34,8 +34,7 @@ from cudnn_sdpa.engine.tensor_checks import check_address, check_present, multip
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import live_target
-from cudnn_sdpa.plans.build import build_plan
-from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.cache import build_plan, plan_cache
 from cudnn_sdpa.plans.plan import current_device
 
 #: Keys of decode plans that cuDNN could not build: such steps run as prefill does.

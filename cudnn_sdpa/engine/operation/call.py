@@ -116,6 +116,9 @@ class Call(_Tuple):
 
 CallT = TypeVar("CallT", bound=Call)
 
+#: Where, in a backward call, are its tensors besides those of the forward call.
+GIVEN = slice(-2)
+
 
 class BackwardCall(_Tuple, Generic[CallT]):
     """A backward call: the base class of its behaviour.
@@ -134,11 +137,6 @@ class BackwardCall(_Tuple, Generic[CallT]):
 
         @property
         def needs(self) -> tuple[bool, ...]: ...
-
-    @property
-    def given(self) -> tuple[Tensor, ...]:
-        """The tensors of a backward call besides those of the forward call."""
-        return self[:-2]
 
     def log_key(self) -> Hashable:
         return self.call.log_key()

@@ -1,18 +1,21 @@
-"""An operation as data: the class of its calls, and the places of what a call is made of among its fields."""
+"""An operation as data: the class of its calls, the places of their parts among the fields, and the bound calls."""
 
 from __future__ import annotations
 
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.fallback import TORCH
-from cudnn_sdpa.engine.launch import Result
-from cudnn_sdpa.engine.operation.call import BackwardCall, Call, CallT
+from cudnn_sdpa.engine.launch import CallTable, Prepared, Result, layout_signature
+from cudnn_sdpa.engine.operation.call import GIVEN, BackwardCall, Call, CallT
+from cudnn_sdpa.plans import shape_policy
+
+KindT = TypeVar("KindT")
 
 #: The types of fields in operators' schemas.
 SCHEMA_TYPES: dict[object, str] = {
@@ -61,6 +64,8 @@ class OperationDescription(Generic[CallT]):
     fallbacks: tuple[str, ...] = (TORCH,)
 
     def __post_init__(self) -> None:
+        #: The calls that are bound to their plans.
+        self.table: CallTable[Prepared] = CallTable()
         hints = typing.get_type_hints(self.call)
         self.fields = self.call._fields
         flags = tuple(name for name in self.fields if name.startswith("with_"))
@@ -108,7 +113,7 @@ class OperationDescription(Generic[CallT]):
             self.operators["backward"] = f"{self.name}_backward"
             self.backward_call = self.backward  #: of operations that have one
             #: The tensors of a backward call besides those of the forward call.
-            self.given_names = self.backward._fields[:-2]
+            self.given_names = self.backward._fields[GIVEN]
             self.saved_at = self._saved_results(self.backward._fields)
 
     def _saved_results(self, fields: tuple[str, ...]) -> slice:
@@ -159,6 +164,12 @@ class OperationDescription(Generic[CallT]):
     def draws(self, call: CallT) -> bool:
         return self.can_draw and bool(call[self.group_at].dropout_p)
 
+    def backward_of(self, ctx: Any, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> BackwardCall[CallT]:
+        """The backward call, from what `save` saved. It is read once: checkpoints let nothing be read twice."""
+        saved = ctx.saved_tensors
+        call = self.call(*saved[self.tensors_at], *ctx.options, *self.all_outputs)
+        return self.backward_call(*grads, *saved[self.others_at], call, needs)
+
     # The wanted results.
 
     def complete(self, call: CallT, *, is_complete: bool = True) -> CallT:
@@ -180,6 +191,40 @@ class OperationDescription(Generic[CallT]):
     def operator(self, which: str) -> Any:
         """One of the operators: "forward", "forward_all", "forward_out" or "backward"."""
         return getattr(torch.ops.cudnn_sdpa, self.operators[which])
+
+    # The table of bound calls.
+
+    def signature(self, call: CallT) -> Hashable:
+        layouts = [  # `layout_signature` without its calls
+            None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call[self.tensors_at]
+        ]
+        options = call[self.recognized_at]
+        out = call[-1] if self.takes_out else None
+        of_out = None if out is None else layout_signature(out)
+        extra = call.extra_key() if self.has_extra_key else None
+        types = map(type, (*options, *call[self.group_at])) if self.has_group else map(type, options)
+        return (*layouts, *options, *types, of_out, extra)
+
+    def signature_of_gradient(self, backward: BackwardCall[CallT]) -> Hashable:
+        layouts = map(layout_signature, backward[GIVEN])
+        return "backward", *layouts, backward.needs, self.signature(backward.call)
+
+    def add(self, name: Hashable, prepared: Prepared) -> Prepared:
+        """Remembers a bound call, unless it has no plan, or is of a shape policy that has been changed."""
+        self.table.add(name, prepared)
+        if prepared.policy is not None and prepared.policy != shape_policy.active():  # asked once others see it
+            self.table.forget(lambda other: other is prepared)
+        return prepared
+
+    def remember(self, call: CallT, prepared: Prepared) -> None:
+        self.add(self.signature(call), prepared)
+
+    def runs(self, kind: type[KindT]) -> list[KindT]:
+        return [prepared.run for prepared in self.table.each() if isinstance(prepared.run, kind)]
+
+    def forget(self, kind: type) -> None:
+        """Forgets the calls whose launches are of this type; they are bound again."""
+        self.table.forget(lambda prepared: isinstance(prepared.run, kind))
 
 
 def as_tuple(found: Result | None) -> tuple[Tensor, ...]:

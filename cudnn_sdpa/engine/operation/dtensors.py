@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
 from cudnn_sdpa.engine import fallback, sharding
 from cudnn_sdpa.engine.launch import Result
 from cudnn_sdpa.engine.operation.call import CallT
+from cudnn_sdpa.engine.operation.description import OperationDescription
 from cudnn_sdpa.engine.tensor_checks import without_memory
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.scalars import is_compiling
 
-if TYPE_CHECKING:
-    from cudnn_sdpa.engine.operation.pipeline import Operation
 
+def run(operation: OperationDescription[CallT], run_local: Callable[[CallT], Any], call: CallT) -> Result:
+    """The results of a call, whose local part `run_local` runs.
 
-def run(operation: Operation[CallT], call: CallT) -> Result:
-    """The results of a call. The whole call is checked first, so that all ranks raise the same."""
+    The whole call is checked first, so that all ranks raise the same.
+    """
     if operation.out_of(call) is not None:
         reasons = ["out would have to be sharded as the result is, which each call decides"]
         raise UnsupportedError(f"{operation.function} with out on DTensors", reasons, "the call without out")
@@ -39,7 +40,7 @@ def run(operation: Operation[CallT], call: CallT) -> Result:
 
     def run_part(arguments: Mapping[str, object], sharded: sharding.ShardedCall) -> Result:
         local = operation.call._make([arguments[name] for name in operation.fields])
-        found: Result = operation(_with_own_random_numbers(operation, local, sharded))
+        found: Result = run_local(_with_own_random_numbers(operation, local, sharded))
         return found
 
     arguments = dict(zip(operation.fields, call, strict=True))
@@ -49,7 +50,9 @@ def run(operation: Operation[CallT], call: CallT) -> Result:
         raise (error.renamed(operation.names) if operation.names else error) from None
 
 
-def _with_own_random_numbers(operation: Operation[CallT], call: CallT, sharded: sharding.ShardedCall) -> CallT:
+def _with_own_random_numbers(
+    operation: OperationDescription[CallT], call: CallT, sharded: sharding.ShardedCall
+) -> CallT:
     """A rank's part of a call, with random numbers of its own, also where ranks share a seed."""
     if not operation.draws(call):
         return call

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import needs_gradient, needs_operator
 from cudnn_sdpa.engine.launch import SingleLaunch
 from cudnn_sdpa.engine.native.calls import Differentiation, NativeCalls, NativelySaved, RepeatableCall
-from cudnn_sdpa.engine.operation.call import CallT
+from cudnn_sdpa.engine.operation.call import GIVEN, CallT
+from cudnn_sdpa.engine.operation.description import OperationDescription
 from cudnn_sdpa.engine.tensor_checks import MISALIGNED
 
-if TYPE_CHECKING:
-    from cudnn_sdpa.engine.operation.pipeline import Operation
+#: The gradients of a call, from what was saved, the gradients of its results, and which are needed.
+Gradients = Callable[..., list[Tensor | None]]
 
 
 class NativeKey(NamedTuple):
@@ -28,8 +30,8 @@ class NativeKey(NamedTuple):
     arguments: tuple[object, ...]
 
 
-def register(operation: Operation[CallT], asked: NativeKey, call: CallT) -> None:
-    """Registers calls like a known one with the native module, if they are one launch and nothing else."""
+def register(operation: OperationDescription[CallT], gradients: Gradients, asked: NativeKey, call: CallT) -> None:
+    """Registers calls like a known one with the native module; `gradients` computes theirs in Python."""
     tensors = call[operation.tensors_at]
     trains = needs_gradient(*tensors)
     entry = operation.table.get(operation.signature(operation.complete(call) if trains else call))
@@ -44,13 +46,13 @@ def register(operation: Operation[CallT], asked: NativeKey, call: CallT) -> None
     if not trains:
         asked.calls.register(asked.arguments, {}, native)
     elif not any(x is not None and x.is_inference() for x in tensors):
-        asked.calls.register(asked.arguments, {}, native, _differentiation(operation, call))
+        asked.calls.register(asked.arguments, {}, native, _differentiation(operation, gradients, call))
 
 
-def _differentiation(operation: Operation[CallT], call: CallT) -> Differentiation:
+def _differentiation(operation: OperationDescription[CallT], gradients: Gradients, call: CallT) -> Differentiation:
     return Differentiation(
         name=f"cudnn_sdpa::{operation.name}",
-        gradients=lambda *given: (operation.gradients(*given), partial(_repeatable_gradient, operation, *given)),
+        gradients=lambda *given: (gradients(*given), partial(_repeatable_gradient, operation, *given)),
         options=call[operation.options_at],
         inputs=call[operation.differentiable_at],
         saved=call[operation.tensors_at],
@@ -60,7 +62,10 @@ def _differentiation(operation: Operation[CallT], call: CallT) -> Differentiatio
 
 
 def _repeatable_gradient(
-    operation: Operation[CallT], ctx: NativelySaved, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]
+    operation: OperationDescription[CallT],
+    ctx: NativelySaved,
+    grads: tuple[Tensor | None, ...],
+    needs: tuple[bool, ...],
 ) -> RepeatableCall | None:
     """A backward call that has just run, if the native module can repeat it."""
     grads = grads[operation.given_at]
@@ -70,7 +75,7 @@ def _repeatable_gradient(
     known = operation.table.get(operation.signature_of_gradient(backward))
     if known is None or not isinstance(known.run, SingleLaunch):
         return None
-    if any(x.data_ptr() & MISALIGNED for x in backward.given):  # a copy has been read
+    if any(x.data_ptr() & MISALIGNED for x in backward[GIVEN]):  # a copy has been read
         return None
     launch = known.run
     return RepeatableCall(launch.bound, launch.tensors_of(backward), launch.returned)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import typing
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -12,10 +13,24 @@ from cudnn_sdpa.engine import autograd_checks
 from cudnn_sdpa.engine.launch import Result
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
 from cudnn_sdpa.engine.operation.description import SCHEMA_TYPES, alone, as_tuple
+from cudnn_sdpa.engine.operation.pipeline import Pipeline
 from cudnn_sdpa.engine.torch_ops import Implementations, implement
 
-if TYPE_CHECKING:
-    from cudnn_sdpa.engine.operation.pipeline import Operation
+
+@dataclass(eq=False)
+class Operation(Pipeline[CallT]):
+    """An operation with operators of PyTorch's, which its definition registers."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _register_forward(self)
+        if self.backward is not None:
+            _register_backward(self, self.backward)
+        OPERATIONS[self.name] = self
+
+
+#: All operations, by name.
+OPERATIONS: dict[str, Operation[Any]] = {}
 
 
 def forward_implementations(
@@ -49,13 +64,6 @@ def backward_implementation(
         return run(operation.backward_call(*others[:given], call, tuple(needs)))
 
     return implementation
-
-
-def register(operation: Operation[CallT]) -> None:
-    """Sets the implementations of all operators of an operation."""
-    _register_forward(operation)
-    if operation.backward is not None:
-        _register_backward(operation, operation.backward)
 
 
 def _register_forward(operation: Operation[CallT]) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,33 +38,24 @@ from cudnn_sdpa.engine.dispatch_state import (
 )
 from cudnn_sdpa.engine.launch import (
     NOT_A_CALL,
-    CallTable,
     Prepared,
     Result,
     check_one_device,
-    layout_signature,
 )
 from cudnn_sdpa.engine.operation import dtensors, native_way
-from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
+from cudnn_sdpa.engine.operation.call import GIVEN, BackwardCall, CallT
 from cudnn_sdpa.engine.operation.description import OperationDescription, alone, as_tuple
 from cudnn_sdpa.engine.operation.native_way import NativeKey
-from cudnn_sdpa.engine.operation.operators import register
 from cudnn_sdpa.engine.tensor_checks import LOWEST, check_present
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.scalars import check_known, is_compiling
-from cudnn_sdpa.plans import shape_policy
-
-KindT = TypeVar("KindT")
 
 #: Maximum number of signatures remembered as differentiable.
 MAX_REMEMBERED = 8192
 
 #: Replacements for options that depend on data.
 _INSTEAD = {"scale": "Multiply q by it, and pass scale=1.0.", "is_causal": "torch.cond chooses between two calls."}
-
-#: All operations, by name.
-OPERATIONS: dict[str, Operation[Any]] = {}
 
 
 @dataclass(frozen=True)
@@ -90,7 +81,7 @@ class Tracked(NamedTuple):
         by_reference: Whether it runs in plain PyTorch, on any device, as cuDNN declines it.
     """
 
-    operation: Operation[Any]
+    operation: Pipeline[Any]
     call: object
     entry: Prepared | None
     returns_all: bool
@@ -108,14 +99,10 @@ class Tracked(NamedTuple):
 
 
 @dataclass(eq=False)
-class Operation(OperationDescription[CallT]):
+class Pipeline(OperationDescription[CallT]):
     def __post_init__(self) -> None:
         super().__post_init__()
-        #: The calls that are bound to their plans.
-        self.table: CallTable[Prepared] = CallTable()
         self._known_to_be_differentiable: set[Hashable] = set()
-        register(self)
-        OPERATIONS[self.name] = self
 
     def __call__(self, call: CallT, asked: NativeKey | None = None) -> Any:
         """The results of a call whose arguments have not been checked yet: alone if it is one.
@@ -128,11 +115,11 @@ class Operation(OperationDescription[CallT]):
             run = self._find(call)
             if run is not None:
                 if asked is not None and asked.calls.find is not None:
-                    native_way.register(self, asked, call)
+                    native_way.register(self, self.gradients, asked, call)
                 return run(call)
         tensors = (*call[self.tensors_at], call[-1] if self.takes_out else None)
         if has_subclass(*tensors) and sharding.has_dtensor(*tensors):
-            return dtensors.run(self, call)
+            return dtensors.run(self, self, call)
         return self._run_steps(call)
 
     def run_backward(self, backward: BackwardCall[CallT]) -> list[Tensor]:
@@ -303,7 +290,7 @@ class Operation(OperationDescription[CallT]):
         forward = forward_of(call)
         found = dict(zip(self.fields, forward[self.tensors_at]))  # noqa: B905
         if isinstance(call, BackwardCall):
-            return found | dict(zip(self.given_names, call.given, strict=True))
+            return found | dict(zip(self.given_names, call[GIVEN], strict=True))
         return found | {"out": forward[-1]} if self.takes_out else found
 
     def _function_of(self, call: CallT | BackwardCall[CallT]) -> str:
@@ -324,7 +311,7 @@ class Operation(OperationDescription[CallT]):
             torch.autograd.graph.increment_version(out)
         name = self.signature(call)
         known = self.table.get(name)
-        result: Result = (known or self._add(name, call.bind())).run(call)
+        result: Result = (known or self.add(name, call.bind())).run(call)
         return result
 
     def on_cpu(self, call: CallT) -> Result:
@@ -368,9 +355,9 @@ class Operation(OperationDescription[CallT]):
         known = self.table.get(name)
         if known is None:
             names = (*self.fields[self.tensors_at], *self.given_names)
-            tensors = (*backward.call[self.tensors_at], *backward.given)
+            tensors = (*backward.call[self.tensors_at], *backward[GIVEN])
             check_one_device(names, tensors)  # a saved-tensor hook may have moved them
-            known = self._add(name, readable.bind())
+            known = self.add(name, readable.bind())
         return list(as_tuple(known.run(readable)))
 
     # PyTorch's operators.
@@ -383,7 +370,7 @@ class Operation(OperationDescription[CallT]):
         return found
 
     def _gradients_through_dispatcher(self, backward: BackwardCall[CallT]) -> list[Tensor]:
-        tensors, inputs = backward.given, self.inputs_of(backward.call)
+        tensors, inputs = backward[GIVEN], self.inputs_of(backward.call)
         found: list[Tensor] = self.operator("backward")(*tensors, *inputs, list(backward.needs))
         return found
 
@@ -405,7 +392,7 @@ class Operation(OperationDescription[CallT]):
     def save(self, ctx: Any, call: CallT, found: tuple[Tensor, ...]) -> None:
         ctx.save_for_backward(*call[self.tensors_at], *found[self.saved_at])
         ctx.options = call[self.options_at]
-        ctx.may_fall_back = self.reference_call is not None and fallback.is_in_force()
+        ctx.may_fall_back = self.reference_call is not None and fallback.chosen.get() == fallback.TORCH
         ctx.set_materialize_grads(False)
 
     def gradients(
@@ -449,46 +436,6 @@ class Operation(OperationDescription[CallT]):
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
 
-    def backward_of(self, ctx: Any, grads: tuple[Tensor | None, ...], needs: tuple[bool, ...]) -> BackwardCall[CallT]:
-        """The backward call, from what `save` saved. It is read once: checkpoints let nothing be read twice."""
-        saved = ctx.saved_tensors
-        call = self.call(*saved[self.tensors_at], *ctx.options, *self.all_outputs)
-        return self.backward_call(*grads, *saved[self.others_at], call, needs)
-
-    # The table of bound calls.
-
-    def signature(self, call: CallT) -> Hashable:
-        layouts = [  # `layout_signature` without its calls
-            None if x is None else (x.shape, x.stride(), x.dtype, x.device) for x in call[self.tensors_at]
-        ]
-        options = call[self.recognized_at]
-        out = call[-1] if self.takes_out else None
-        of_out = None if out is None else layout_signature(out)
-        extra = call.extra_key() if self.has_extra_key else None
-        types = map(type, (*options, *call[self.group_at])) if self.has_group else map(type, options)
-        return (*layouts, *options, *types, of_out, extra)
-
-    def signature_of_gradient(self, backward: BackwardCall[CallT]) -> Hashable:
-        layouts = map(layout_signature, backward.given)
-        return "backward", *layouts, backward.needs, self.signature(backward.call)
-
-    def _add(self, name: Hashable, prepared: Prepared) -> Prepared:
-        """Remembers a bound call, unless it has no plan, or is of a shape policy that has been changed."""
-        self.table.add(name, prepared)
-        if prepared.policy is not None and prepared.policy != shape_policy.active():  # asked once others see it
-            self.table.forget(lambda other: other is prepared)
-        return prepared
-
-    def remember(self, call: CallT, prepared: Prepared) -> None:
-        self._add(self.signature(call), prepared)
-
-    def runs(self, kind: type[KindT]) -> list[KindT]:
-        return [prepared.run for prepared in self.table.each() if isinstance(prepared.run, kind)]
-
-    def forget(self, kind: type) -> None:
-        """Forgets the calls whose launches are of this type; they are bound again."""
-        self.table.forget(lambda prepared: isinstance(prepared.run, kind))
-
     # The fast path.
 
     def _find(self, call: CallT) -> Callable[[CallT], Result] | None:
@@ -526,10 +473,10 @@ class Operation(OperationDescription[CallT]):
 
     def _find_backward(self, backward: BackwardCall[CallT]) -> list[Tensor] | None:
         try:
-            tensors = [x for x in (*backward.given, *backward.call[self.tensors_at]) if x is not None]
+            tensors = [x for x in (*backward[GIVEN], *backward.call[self.tensors_at]) if x is not None]
             if value_checks.enabled or needs_gradient(*tensors) or not can_be_recognized(tensors, could_cast):
                 return None
-            grad_out, out, *_ = given = backward.given
+            grad_out, out, *_ = given = backward[GIVEN]
             for name, x in zip(self.given_names, given, strict=True):
                 if x is not None and x.data_ptr() < LOWEST:  # copied below, if kernels cannot read it
                     if x._is_zerotensor():

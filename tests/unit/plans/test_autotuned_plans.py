@@ -16,9 +16,9 @@ from cudnn_sdpa.engine.launch import CallTable
 from cudnn_sdpa.graph import handles, heuristics
 from cudnn_sdpa.graph.key import Operand
 from cudnn_sdpa.graph.layouts import TensorLayout
-from cudnn_sdpa.plans import build, file_format, plan
-from cudnn_sdpa.plans.build import build_plan, load_plan
-from cudnn_sdpa.plans.cache import next_use
+from cudnn_sdpa.plans import cache as cache_module
+from cudnn_sdpa.plans import file_format, plan
+from cudnn_sdpa.plans.cache import build_plan, load_plan, next_use
 from cudnn_sdpa.plans.file_format import StoredPlan
 from cudnn_sdpa.plans.plan import Plan, captured_plans
 
@@ -177,7 +177,7 @@ def test_older_files_count_as_untuned(store):
 
 
 def test_untuned_stored_plans_are_not_loaded_under_autotune(store, monkeypatch):
-    monkeypatch.setattr(build, "plan_of", lambda _, stored: stored)
+    monkeypatch.setattr(cache_module, "plan_of", lambda _, stored: stored)
     store.save(key(), stored(key()))
     assert load_plan(key()) is not None
     with autotune():
@@ -189,7 +189,7 @@ def test_untuned_stored_plans_are_not_loaded_under_autotune(store, monkeypatch):
 
 
 def test_untunable_stored_plans_are_loaded_under_autotune(store, monkeypatch):
-    monkeypatch.setattr(build, "plan_of", lambda _, stored: stored)
+    monkeypatch.setattr(cache_module, "plan_of", lambda _, stored: stored)
     of = key(inputs=[Operand("lengths", TensorLayout.contiguous((2,), torch.int32))])
     store.save(of, stored(of))
     with autotune():
@@ -223,7 +223,7 @@ def test_a_loaded_plan_knows_whether_it_was_tuned(machine, monkeypatch, tuned):
     made = Engine("eng9", workspace=256)
     monkeypatch.setattr(plan.backend, "load_graph", lambda *_: made)
     machine.proposes(made)
-    loaded = build.plan_of(key(), stored(key(), tuned=tuned))
+    loaded = cache_module.plan_of(key(), stored(key(), tuned=tuned))
     assert (type(loaded), loaded.loaded, loaded.tuned) == (Plan, True, tuned)
 
 
