@@ -37,7 +37,6 @@ from cudnn_sdpa.engine.launch import (
     NOT_A_CALL,
     Address,
     BoundPlan,
-    CallTable,
     LaunchExtras,
     Layout,
     Result,
@@ -56,7 +55,7 @@ from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES, TensorLayout, is_expanded, layouts_of
 from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
-from cudnn_sdpa.plans.cache import build_plan, plan_cache
+from cudnn_sdpa.plans.cache import CallTable, build_plan, plan_cache
 from cudnn_sdpa.plans.plan import Plan
 
 Outputs: TypeAlias = tuple[Tensor, ...]

@@ -166,8 +166,3 @@ def _new_stream(device: int) -> int:
     if stream is None:  # one of the 32 that PyTorch hands out in turn
         stream = int(torch.cuda.Stream(device).cuda_stream)  # type: ignore[no-untyped-call]
     return stream
-
-
-def created_handles() -> int:
-    """Number of threads' handles made in this process: per device, at most its peak number of threads."""
-    return len(_created)

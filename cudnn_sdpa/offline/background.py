@@ -20,7 +20,7 @@ from cudnn_sdpa.offline.planner import Helper, plan_offline
 from cudnn_sdpa.plans import default_store
 from cudnn_sdpa.plans.cache import plan_cache, plan_of
 from cudnn_sdpa.plans.device_memory import relaxed_capture
-from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
+from cudnn_sdpa.plans.store import BadPlanFileError, StoredPlan
 
 _log = logging.getLogger("cudnn_sdpa")
 

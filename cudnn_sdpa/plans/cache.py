@@ -10,10 +10,10 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -27,10 +27,9 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.plans import autotune, default_store
 from cudnn_sdpa.plans.autotune import AutotuneCandidate, UntunedPlan
 from cudnn_sdpa.plans.device_memory import constants_of, relaxed_capture
-from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
 from cudnn_sdpa.plans.kernel_plan import KernelOp
 from cudnn_sdpa.plans.plan import Plan, captured_plans, stored_form
-from cudnn_sdpa.plans.store import PlanStore
+from cudnn_sdpa.plans.store import BadPlanFileError, PlanStore, StoredPlan
 
 _log = logging.getLogger("cudnn_sdpa")
 
@@ -350,6 +349,60 @@ def no_plan_builds() -> Iterator[None]:
     finally:
         with plan_cache._lock:
             plan_cache._forbidden -= 1
+
+
+# Calls that are bound to plans of the cache.
+
+
+class WithPlan(Protocol):
+    """An entry of a `CallTable`: a plan bound to everything that a raw signature determines."""
+
+    @property
+    def plan(self) -> Plan | None: ...
+
+
+EntryT = TypeVar("EntryT", bound=WithPlan)
+
+
+class CallTable(Generic[EntryT]):
+    """First-level lookup from a raw signature, as cheap as possible, to a prepared call.
+
+    Every plan in it is in the plan cache; evicting a plan removes its entries.
+
+    Attributes:
+        get: `get(signature)` gives the prepared call, or None.
+    """
+
+    def __init__(self, limit: int = 8192) -> None:
+        self._calls: dict[Hashable, EntryT] = {}
+        self._limit = limit
+        self.get = self._calls.get
+        plan_cache._tables.add(self)
+
+    def add(self, signature: Hashable, call: EntryT) -> None:
+        """Adds `call`, unless it has no plan, or its plan has been evicted in the meantime."""
+        with plan_cache._lock:
+            if call.plan is None or not call.plan.held:
+                return
+            while len(self._calls) >= self._limit:
+                del self._calls[next(iter(self._calls))]
+            self._calls[signature] = call
+
+    def each(self) -> list[EntryT]:
+        with plan_cache._lock:
+            return list(self._calls.values())
+
+    def forget(self, concerns: Callable[[EntryT], bool]) -> None:
+        with plan_cache._lock:
+            for signature in [s for s, call in self._calls.items() if concerns(call)]:
+                del self._calls[signature]
+
+    def _drop(self, plan: Plan | None) -> None:
+        for signature in [s for s, call in self._calls.items() if plan is None or call.plan is plan]:
+            del self._calls[signature]
+
+    def __len__(self) -> int:
+        return len(self._calls)
 
 
 # Plans that the cache lacks.

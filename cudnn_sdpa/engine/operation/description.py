@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.fallback import TORCH
-from cudnn_sdpa.engine.launch import CallTable, Prepared, Result, layout_signature
+from cudnn_sdpa.engine.launch import Prepared, Result, layout_signature
 from cudnn_sdpa.engine.operation.call import GIVEN, BackwardCall, Call, CallT
 from cudnn_sdpa.plans import shape_policy
+from cudnn_sdpa.plans.cache import CallTable
 
 KindT = TypeVar("KindT")
 

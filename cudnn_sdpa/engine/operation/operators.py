@@ -120,7 +120,9 @@ def _with_gradient(operation: Operation[CallT], found: Implementations, which: s
 def _register_backward(operation: Operation[CallT], backward: type[BackwardCall[CallT]]) -> None:
     def fake_gradients(call: BackwardCall[CallT]) -> list[Tensor]:
         if operation.reference_call is not None:  # whose limits are those of the forward pass
-            _check(call._replace(call=operation.reference_call._make(call.call)))
+            without_limits = call._replace(call=operation.reference_call._make(call.call))
+            without_limits.call.check_options()
+            without_limits.check()
         return call.fake_gradients()
 
     def count(*inputs: object, **_: object) -> int:
@@ -138,7 +140,7 @@ def _register_backward(operation: Operation[CallT], backward: type[BackwardCall[
     implement(name, f"{name}({inputs}, bool[] needs) -> Tensor[]", found)
 
 
-def _check(call: CallT | BackwardCall[CallT]) -> None:
+def _check(call: CallT) -> None:
     call.check_options()
     call.check()
 

@@ -138,10 +138,11 @@ class Pipeline(OperationDescription[CallT]):
 
     def _run_steps(self, call: CallT | BackwardCall[CallT]) -> Any:
         """The results of a call, forward or backward, that the fast path does not know."""
-        self._refuse_data_dependent(forward_of(call))
+        forward = forward_of(call)
+        self._refuse_data_dependent(forward)
         call.check_types()
         if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
-            call.check_options()
+            forward.check_options()
         if not isinstance(call, BackwardCall):
             call = self.cast(call)
         self.check_differentiation(call)
@@ -163,7 +164,7 @@ class Pipeline(OperationDescription[CallT]):
             fallback.check_or_decline(self._function_of(call), call.check, without_limits.check)
             return self._run(call)
 
-        return fallback.or_else(run, lambda: self._alternative(without_limits, str(to)), call.log_key, str(to))
+        return fallback.or_else(run, lambda: self._alternative(without_limits, str(to)), forward.log_key, str(to))
 
     def _run(self, call: CallT | BackwardCall[CallT]) -> Any:
         tensors = tuple(self._named_tensors(call).values())
@@ -171,7 +172,7 @@ class Pipeline(OperationDescription[CallT]):
         if isinstance(call, BackwardCall):  # whose operator checks nothing of this, as autograd's calls need none of it
             first = self.first_of(call.call)
             if first.is_cuda:
-                self._check_on_gpu(call, has_memory=bypasses)
+                self._check_on_gpu(call.call, has_memory=bypasses)
             elif not first.is_meta:
                 self._check_on_cpu(call, has_memory=bypasses)
             return list(self.gradients_on(first, call)) if bypasses else self._gradients_through_dispatcher(call)
@@ -256,13 +257,6 @@ class Pipeline(OperationDescription[CallT]):
         refused = UnsupportedError.of(self.check_differentiation, call)
         return Checked(call, as_cast, refused, needs_gradient(*call[self.differentiable_at]))
 
-    def check_all(self, call: CallT) -> None:
-        """All checks that read no address and no value, of a call that autocast has cast."""
-        call.check_types()
-        call.check_options()
-        call.check()
-        self.check_differentiation(call)
-
     def check_gradient(self, call: CallT) -> None:
         """Refuses a call whose gradients are known to be unsupported: now, and not when the loss is differentiated."""
         if not self.first_of(call).is_cuda:
@@ -328,7 +322,7 @@ class Pipeline(OperationDescription[CallT]):
 
     # The checks before a launch that fake tensors would not pass. Tensors without plain memory may hold it elsewhere.
 
-    def _check_on_gpu(self, call: CallT | BackwardCall[CallT], *, has_memory: bool = True) -> None:
+    def _check_on_gpu(self, call: CallT, *, has_memory: bool = True) -> None:
         if value_checks.enabled:
             call.check_values()
         call.check_strides()
@@ -336,11 +330,12 @@ class Pipeline(OperationDescription[CallT]):
             call.check_memory()
 
     def _check_on_cpu(self, call: CallT | BackwardCall[CallT], *, has_memory: bool = True) -> None:
+        forward = forward_of(call)
         if has_memory:
-            call.check_values()
+            forward.check_values()
         if isinstance(call, BackwardCall) or type(call) is self.call:
             call.check_for_gpu()
-        call.check_memory()
+        forward.check_memory()
 
     # Backward calls.
 
@@ -432,7 +427,7 @@ class Pipeline(OperationDescription[CallT]):
         elif not given[0].is_cuda or not ctx.may_fall_back:  # as in the forward pass, maybe of another thread
             found = self.gradients_on(given[0], backward)
         else:
-            found = fallback.or_else(lambda: self.gradients_on_gpu(backward), backward.reference, backward.log_key)
+            found = fallback.or_else(lambda: self.gradients_on_gpu(backward), backward.reference, backward.call.log_key)
         remaining = iter(found)
         return [next(remaining) if need else None for need in needs]
 

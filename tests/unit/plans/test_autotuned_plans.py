@@ -12,15 +12,15 @@ from fake_gpu import Engine, Machine, halve, key, launch, operands
 
 import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError, autotune, plan_cache
-from cudnn_sdpa.engine.launch import CallTable
 from cudnn_sdpa.graph import handles, heuristics
 from cudnn_sdpa.graph.key import Operand
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.plans import cache as cache_module
-from cudnn_sdpa.plans import file_format, plan
-from cudnn_sdpa.plans.cache import build_plan, load_plan, next_use
-from cudnn_sdpa.plans.file_format import StoredPlan
+from cudnn_sdpa.plans import plan
+from cudnn_sdpa.plans import store as stores
+from cudnn_sdpa.plans.cache import CallTable, build_plan, load_plan, next_use
 from cudnn_sdpa.plans.plan import Plan, captured_plans
+from cudnn_sdpa.plans.store import StoredPlan
 
 
 @pytest.fixture
@@ -169,7 +169,7 @@ def test_older_files_count_as_untuned(store):
     magic, _, line, data = stored(key()).encode().split(b"\n", 3)
     older = line.replace(b',"tuned":false', b"")
     assert older != line
-    digest = file_format._digest(older, data).encode()
+    digest = stores._digest(older, data).encode()
     store.path(key()).write_bytes(b"\n".join([magic, digest, older, data]))
     assert store.load(key()) == stored(key())
     assert store.load(key(), only_tuned=True) is None

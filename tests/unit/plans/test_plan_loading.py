@@ -16,8 +16,8 @@ import cudnn_sdpa
 from cudnn_sdpa import ExecutionError, OutOfPagesError
 from cudnn_sdpa.graph import backend, handles
 from cudnn_sdpa.plans import cache, nvrtc
-from cudnn_sdpa.plans.file_format import StoredPlan
 from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.plans.store import StoredPlan
 from tests.unit.plans.test_plan_store import key, plan
 
 #: Errors that do not concern the plan: of the GPU, its memory or the process.

@@ -26,9 +26,8 @@ from cudnn_sdpa.graph import key as key_module
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import cache, default_store
 from cudnn_sdpa.plans import store as plan_store
-from cudnn_sdpa.plans.file_format import StoredPlan
 from cudnn_sdpa.plans.private_folders import UnsafeFolderError
-from cudnn_sdpa.plans.store import PlanStore
+from cudnn_sdpa.plans.store import PlanStore, StoredPlan
 
 ROOT = Path(__file__).parents[3]
 
