@@ -135,16 +135,12 @@ def refuse_tangents(tensors: Mapping[str, object], alternative: str = "PyTorch's
     if forward_ad._current_level < 0:
         return
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and _has_tangent(tensor):
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
             raise UnsupportedError(
                 "forward-mode differentiation",
                 [f"{name} has a tangent, and cuDNN has no forward-mode kernel"],
                 f"differentiation in reverse mode, or {alternative}",
             )
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def refuse_transforms(what: str, *tensors: object, loops: bool) -> None:

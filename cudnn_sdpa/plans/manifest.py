@@ -35,8 +35,14 @@ class PlanManifest:
     @classmethod
     def of(cls, keys: list[PlanKey]) -> PlanManifest:
         """The manifest of some plans, deduplicated, in an order independent of their use."""
-        descriptions = {json.dumps(_without_digest(key), sort_keys=True) for key in keys}
-        return cls([json.loads(text) for text in sorted(descriptions)], _recorded_on(keys))
+        # Without digests, which `keys` computes from the builders of its process.
+        plans = [{name: x for name, x in key.to_json().items() if name != "digest"} for key in keys]
+        texts = sorted({json.dumps(plan, sort_keys=True) for plan in plans})
+        recorded_on = {}
+        if keys:
+            of = keys[0].target
+            recorded_on = {"gpu": of.name, "cudnn": version_string(of.cudnn), "nvidia-cudnn-frontend": of.frontend}
+        return cls([json.loads(text) for text in texts], recorded_on)
 
     def save(self, path: str | Path) -> None:
         """Writes the manifest as JSON."""
@@ -80,19 +86,6 @@ def _violation(data: object) -> tuple[str, str] | None:
 
     error = best_match(Draft202012Validator(json.loads(_SCHEMA.read_text())).iter_errors(data))
     return None if error is None else (error.json_path, error.message)
-
-
-def _without_digest(key: PlanKey) -> dict[str, object]:
-    description = key.to_json()
-    del description["digest"]  # `keys` computes it from the builder in its process
-    return description
-
-
-def _recorded_on(keys: list[PlanKey]) -> dict[str, str]:
-    if not keys:
-        return {}
-    target = keys[0].target
-    return {"gpu": target.name, "cudnn": version_string(target.cudnn), "nvidia-cudnn-frontend": target.frontend}
 
 
 def _key_of(plan: JsonObject, target: Target) -> PlanKey:

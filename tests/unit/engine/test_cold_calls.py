@@ -43,7 +43,7 @@ def moves(files):
 
 
 def counts(name, *, trains=False):
-    """Files and moves of a call whose plan is missing, and of the fourth one like it; with its gradients if it trains."""
+    """Files and moves of a call whose plan is missing, and of the fourth one like it; with gradients if it trains."""
     example = OPERATIONS[name]
     run = example.gradients if trains else example
     with (
