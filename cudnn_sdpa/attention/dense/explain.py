@@ -98,10 +98,10 @@ def checked_backward(
     of_backward = {name: given.pop(name) for name in ("grad_out", "out", "lse", "wanted")}
     of = backward_call_of(operation, call_of(**grouped(given)), **of_backward)
     of.check_types()
-    of.check_options()
+    of.call.check_options()
     of.check()
-    of.check_strides()
-    of.check_memory()
+    of.call.check_strides()
+    of.call.check_memory()
     return of, [*notes_on_sinks(given), *notes_on_copies(of), *notes_on_sink_gradient(given, of.needs[-1])]
 
 
