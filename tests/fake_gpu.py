@@ -36,11 +36,11 @@ from cudnn_sdpa.attention.fp8 import quantize
 from cudnn_sdpa.engine import torch_ops as engine_ops
 from cudnn_sdpa.graph import handles, known_issues
 from cudnn_sdpa.graph import target as gpu_target
-from cudnn_sdpa.graph.definition import GraphDefinition, find_operation, graph_definition
+from cudnn_sdpa.graph.definition import GraphDefinition, find_operation
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans import autotune, build, nvrtc, plan
+from cudnn_sdpa.plans import autotune, cache, nvrtc, plan
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.kernel_plan import KernelOp, KernelPlan
 
@@ -284,7 +284,7 @@ def gpu_on_the_cpu(
     """
 
     def built(operation: GraphDefinition, key: PlanKey) -> Any:
-        build._handle_for(key)  # which refuses to build while a CUDA graph is captured
+        cache._handle_for(key)  # which refuses to build while a CUDA graph is captured
         if isinstance(operation, KernelOp):
             return operation.plan(key)
         return plan_of(key, compute or partial(evaluate, operation))
@@ -299,7 +299,7 @@ def gpu_on_the_cpu(
     operators = torch.library.Library("cudnn_sdpa", "IMPL")
     with pytest.MonkeyPatch.context() as patch, tensors_look_as_on_a_gpu():
         everywhere(patch, gpu_target.live_target, lambda _: target)
-        everywhere(patch, build.build_plan, built)
+        everywhere(patch, cache.build_plan, built)
         everywhere(patch, plan.allocate, allocate)
         everywhere(patch, plan.current_raw_stream, current_stream)
         patch.setattr(KernelPlan, "launch", launched)
@@ -331,7 +331,7 @@ def gpu_on_the_cpu(
 SHAPE = (2, 3, 4)
 
 
-@graph_definition
+@GraphDefinition
 def halve(g, x, *, deterministic=False):  # noqa: ARG001 - an option like any other
     return g.mul(x, 0.5)
 
@@ -397,7 +397,7 @@ class Machine:
         self.patch(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
         for module in (plan, autotune):
             self.patch(module, "current_raw_stream", lambda _: self.stream)
-        self.patch(build, "_handle_for", lambda _: "handle")
+        self.patch(cache, "_handle_for", lambda _: "handle")
         self.patch(handles, "loading_handle", lambda _: contextlib.nullcontext("handle"))
         self.patch(plan, "allocate", lambda shape, _, dtype: torch.empty(shape, dtype=dtype))
         self.patch(plan.backend, "GraphBuilder", lambda **_: "builder")
@@ -412,4 +412,4 @@ class Machine:
 
     def proposes(self, first, *others):
         self.patch(GraphDefinition, "compile", lambda *_: first)
-        self.patch(build, "build_others", lambda _operation, _key, _first, most, **_: list(others[:most]))
+        self.patch(cache, "build_others", lambda _operation, _key, _first, most, **_: list(others[:most]))

@@ -252,5 +252,5 @@ def _parts(q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor) -> dict[str, Call]
         "of sdpa: torch.autograd.grad of a kept graph": lambda: torch.autograd.grad(
             retained, (q, k, v), grad_out, retain_graph=True
         ),
-        "  the same without autograd": lambda: SDPA._gradients_on_gpu(backward),
+        "  the same without autograd": lambda: SDPA.gradients_on_gpu(backward),
     }

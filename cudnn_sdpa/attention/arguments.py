@@ -15,10 +15,10 @@ from torch import Tensor
 from cudnn_sdpa.attention.mask import ALIGNMENTS, TOP_LEFT, UNBOUNDED, Alignment
 from cudnn_sdpa.attention.sink_scores import SinkUse, WithSinks
 from cudnn_sdpa.engine import cpu_target, tensor_checks, value_checks
-from cudnn_sdpa.engine.autocast import cast_tensor, is_deterministic
-from cudnn_sdpa.engine.call import Fields
+from cudnn_sdpa.engine.dispatch_state import cast_tensor, is_deterministic
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.engine.tensor_checks import (
+    Fields,
     check_are_tensors,
     check_is_tensor,
     check_tensor,

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import Axes
-from cudnn_sdpa.engine.call import FieldsT, Result
-from cudnn_sdpa.engine.launch import Layout
+from cudnn_sdpa.engine.launch import Layout, Result
+from cudnn_sdpa.engine.tensor_checks import FieldsT
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import TensorLayout

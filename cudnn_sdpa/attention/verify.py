@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import AttentionCall, AttentionT, Softmax
-from cudnn_sdpa.engine.call import Result
+from cudnn_sdpa.engine.launch import Result
 from cudnn_sdpa.errors import OptionError
 
 

@@ -19,8 +19,7 @@ from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.collectives import GroupRank
 from cudnn_sdpa.distributed.zigzag import chunks_of
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, tensor_checks
-from cudnn_sdpa.engine.call import Function
-from cudnn_sdpa.engine.dispatch_state import materialized
+from cudnn_sdpa.engine.dispatch_state import Function, materialized
 from cudnn_sdpa.errors import LayoutError
 from cudnn_sdpa.graph.layouts import dense_stride_like
 

@@ -20,8 +20,7 @@ from cudnn_sdpa.distributed.agreement import in_agreement
 from cudnn_sdpa.distributed.collectives import check_device, group_rank_of
 from cudnn_sdpa.distributed.local_attention import Inputs, Options, Part, State, attend, check_layout
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, value_checks
-from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.dispatch_state import cast_tensor, needs_gradient
 from cudnn_sdpa.engine.tensor_checks import check_are_tensors, dtype_name, shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.scalars import as_bool, as_int

@@ -31,8 +31,7 @@ from cudnn_sdpa.distributed.local_attention import (
     refusing_gradients,
 )
 from cudnn_sdpa.distributed.zigzag import chunks_of
-from cudnn_sdpa.engine.call import Function
-from cudnn_sdpa.engine.dispatch_state import materialized
+from cudnn_sdpa.engine.dispatch_state import Function, materialized
 
 #: Maximum number of groups of a rank's heads, packed and dense, and minimum bytes of a group's queries. On two H200s
 #: two kernels beside communication take longer than one dense kernel of a long sequence that waits for it.

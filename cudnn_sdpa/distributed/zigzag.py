@@ -13,7 +13,7 @@ from torch import Tensor
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.collectives import GroupRank, check_device, group_rank_of
 from cudnn_sdpa.engine import autograd_checks
-from cudnn_sdpa.engine.call import Function
+from cudnn_sdpa.engine.dispatch_state import Function
 from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError

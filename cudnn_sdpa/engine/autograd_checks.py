@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from cudnn_sdpa.engine.call import FieldsT
 from cudnn_sdpa.engine.dispatch_state import is_batch, needs_gradient
+from cudnn_sdpa.engine.tensor_checks import FieldsT
 from cudnn_sdpa.errors import LayoutError, UnsupportedError
 from cudnn_sdpa.graph.scalars import is_compiling
 
@@ -135,16 +135,12 @@ def refuse_tangents(tensors: Mapping[str, object], alternative: str = "PyTorch's
     if forward_ad._current_level < 0:
         return
     for name, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and _has_tangent(tensor):
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:  # type: ignore[no-untyped-call]
             raise UnsupportedError(
                 "forward-mode differentiation",
                 [f"{name} has a tangent, and cuDNN has no forward-mode kernel"],
                 f"differentiation in reverse mode, or {alternative}",
             )
-
-
-def _has_tangent(tensor: Tensor) -> bool:
-    return forward_ad.unpack_dual(tensor).tangent is not None  # type: ignore[no-untyped-call]
 
 
 def refuse_transforms(what: str, *tensors: object, loops: bool) -> None:

@@ -1,4 +1,4 @@
-"""Whether a call may bypass PyTorch's dispatcher.
+"""PyTorch around a call: its dispatcher, which a call may bypass, autograd, autocast and deterministic algorithms.
 
 The dispatcher costs several microseconds. It is needed if something must intercept the operator: autograd, a tensor
 subclass, a dispatch mode, a functorch transform, a TorchScript trace, or the profiler.
@@ -6,11 +6,17 @@ subclass, a dispatch mode, a functorch transform, a TorchScript trace, or the pr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.graph.scalars import as_bool
+
+TensorT = TypeVar("TensorT", Tensor, "Tensor | None")
 
 try:  # all of these are C functions of some 50 ns; without one of them every call takes the dispatcher
     from torch._C import _get_tracing_state, _len_torch_dispatch_stack
@@ -45,7 +51,7 @@ def is_observed() -> bool:
 
 
 #: Whether `torch.use_deterministic_algorithms` is in force; the C function, which saves 40 ns.
-is_deterministic = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
+is_deterministic_mode = getattr(torch._C, "_get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled)
 
 #: Whether `torch.autocast` is on for any device: one C call, where asking for each device takes 0.2 µs more.
 is_autocasting = getattr(torch._C, "_is_any_autocast_enabled", None) or (
@@ -145,3 +151,91 @@ def needs_gradient(*tensors: Tensor | None) -> bool:
                 # In inference mode gradients may be enabled in vain; Dynamo, which traces none, cannot ask.
                 return torch.compiler.is_dynamo_compiling() or not torch.is_inference_mode_enabled()
     return False
+
+
+# Autograd.
+
+
+class Tracked(Protocol):
+    def forward(self, ctx: Any, inputs: tuple[object, ...], /) -> Tensor | tuple[Tensor, ...]:
+        """Runs the call. Saves what its gradients need, and sets `ctx.gradients` to the function that computes them.
+
+        That gives the gradient of each input from `ctx`, the gradients of the results, and which are needed. Autograd's
+        graph holds it, so it must hold no plan.
+        """
+
+
+def views_of_leaves(*values: object) -> list[Tensor]:
+    """Views that hold the nodes which accumulate the gradients of leaves, while something applies an autograd function.
+
+    PyTorch's `Function.apply` waits for the mutex of each leaf with the GIL, and an operator may wait for the GIL with
+    that mutex, while it makes the leaf's node: then both threads wait forever. A view is made by an operator, which
+    waits without the GIL, and as long as it lives no other makes that node. PyTorch's `get_gradient_edge` makes one,
+    too.
+    """
+    if not torch.is_grad_enabled():
+        return []
+    return [x.view_as(x) for x in values if isinstance(x, Tensor) and x.requires_grad and x.is_leaf]
+
+
+class Function(torch.autograd.Function):
+    @classmethod
+    def apply(cls, *inputs: object) -> Any:
+        _views = views_of_leaves(*inputs)
+        return super().apply(*inputs)  # type: ignore[no-untyped-call]
+
+
+class Differentiable(Function):
+    """The autograd function of all calls in eager mode. It saves the two passes through PyTorch's dispatcher."""
+
+    @staticmethod
+    def forward(ctx: Any, tracked: Tracked, *inputs: object) -> Tensor | tuple[Tensor, ...]:
+        """Runs the call; the inputs are those that autograd tracks."""
+        return tracked.forward(ctx, inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        _, *needs = ctx.needs_input_grad
+        return None, *ctx.gradients(ctx, grads, tuple(needs))
+
+
+# Settings that a call follows.
+
+
+def cast_tensor(tensor: TensorT, q: Tensor) -> TensorT:
+    """A tensor cast as autocast, if enabled for the device of `q`, casts inputs of lower-precision operations."""
+    kind = q.device.type
+    if tensor is None or kind not in ("cuda", "cpu") or not torch.is_autocast_enabled(kind):
+        return tensor
+    lower = tensor.is_floating_point() and tensor.dtype != torch.float64
+    return tensor.to(torch.get_autocast_dtype(kind)) if lower else tensor
+
+
+def could_cast(tensors: Iterable[Tensor]) -> bool:
+    """Whether autocast, if it is on, could cast one of these tensors: not if they have its dtype."""
+    for tensor in tensors:
+        kind = tensor.device.type
+        follows = tensor.is_floating_point() and kind in ("cuda", "cpu") and torch.is_autocast_enabled(kind)
+        if follows and tensor.dtype not in (torch.float64, torch.get_autocast_dtype(kind)):
+            return True
+    return False
+
+
+class _WithQueries(Protocol):
+    @property
+    def q(self) -> Tensor: ...
+
+
+def cast_fields(call: _WithQueries, *names: str) -> dict[str, Any]:
+    return {name: cast_tensor(getattr(call, name), call.q) for name in names}
+
+
+def is_deterministic(deterministic: object) -> bool:
+    """Whether gradients must be bitwise deterministic: the given value, or PyTorch's setting."""
+    if deterministic is None:
+        return torch.are_deterministic_algorithms_enabled()
+    deterministic = as_bool(deterministic)
+    if not isinstance(deterministic, bool):
+        expected = "True, False, or None to follow torch.use_deterministic_algorithms"
+        raise OptionError("deterministic", repr(deterministic), expected)
+    return deterministic

@@ -1,6 +1,6 @@
-"""Plans with all that their launch needs, as data (`BoundPlan`), and the tables of calls that are bound to them.
+"""Plans with all that their launch needs, as data (`BoundPlan`), and calls that are bound to them.
 
-A `SingleLaunch` is a call of one launch and nothing else; a `CallTable` finds bound calls by their raw signatures.
+A `SingleLaunch` is a call of one launch and nothing else.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from array import array
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.engine.tensor_checks import LOWEST, MISALIGNED, check_address, check_present, refuse_address
 from cudnn_sdpa.errors import DeviceError
 from cudnn_sdpa.graph.handles import FILLED_BYTES
 from cudnn_sdpa.graph.layouts import ALIGNMENT
-from cudnn_sdpa.plans.cache import next_use, plan_cache
+from cudnn_sdpa.plans.cache import next_use
 from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 from cudnn_sdpa.plans.plan import Plan, allocate, current_device, current_raw_stream
 
 #: Shape, stride and dtype of a new tensor.
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+Result = Tensor | tuple[Tensor, ...]  #: the results of a call: alone if it is one
 #: Gives the results of a call of some kind, or the needed gradients of a backward call, in a tuple.
 Run = Callable[..., Result]
 
@@ -220,7 +220,8 @@ class BoundPlan:
             self.template[names.index(name)] = address
         self._point_to(self._memory, self.template)
         self.recipe: object = ...  #: its native form; None if it has none, and an ellipsis until that is known
-        loader.start()
+        if not loader.Native.is_started:
+            loader.start()
 
     def __call__(
         self,
@@ -386,57 +387,6 @@ def items_by_name(names: Sequence[str]) -> Callable[[object], tuple[Tensor, ...]
         only = attrgetter(names[0])
         return lambda of: (only(of),)
     return attrgetter(*names)
-
-
-class WithPlan(Protocol):
-    """An entry of a `CallTable`: a plan bound to everything that a raw signature determines."""
-
-    @property
-    def plan(self) -> Plan | None: ...
-
-
-EntryT = TypeVar("EntryT", bound=WithPlan)
-
-
-class CallTable(Generic[EntryT]):
-    """First-level lookup from a raw signature, as cheap as possible, to a prepared call.
-
-    Every plan in it is in the plan cache; evicting a plan removes its entries.
-
-    Attributes:
-        get: `get(signature)` gives the prepared call, or None.
-    """
-
-    def __init__(self, limit: int = 8192) -> None:
-        self._calls: dict[Hashable, EntryT] = {}
-        self._limit = limit
-        self.get = self._calls.get
-        plan_cache._tables.add(self)
-
-    def add(self, signature: Hashable, call: EntryT) -> None:
-        """Adds `call`, unless it has no plan, or its plan has been evicted in the meantime."""
-        with plan_cache._lock:
-            if call.plan is None or not call.plan.held:
-                return
-            while len(self._calls) >= self._limit:
-                del self._calls[next(iter(self._calls))]
-            self._calls[signature] = call
-
-    def each(self) -> list[EntryT]:
-        with plan_cache._lock:
-            return list(self._calls.values())
-
-    def forget(self, concerns: Callable[[EntryT], bool]) -> None:
-        with plan_cache._lock:
-            for signature in [s for s, call in self._calls.items() if concerns(call)]:
-                del self._calls[signature]
-
-    def _drop(self, plan: Plan | None) -> None:
-        for signature in [s for s, call in self._calls.items() if plan is None or call.plan is plan]:
-            del self._calls[signature]
-
-    def __len__(self) -> int:
-        return len(self._calls)
 
 
 def layout_signature(tensor: Tensor | None) -> Hashable:

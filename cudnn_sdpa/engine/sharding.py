@@ -18,17 +18,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar, cast
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.errors import DeviceError, OptionError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
+    from cudnn_sdpa.engine.launch import Result
+
 TensorT = TypeVar("TensorT", bound=Tensor)
 ParameterT = TypeVar("ParameterT", bound=Tensor | None)
 #: The results of a function: always one, or as many as it has.
-FoundT = TypeVar("FoundT", Tensor, Result)
+FoundT = TypeVar("FoundT", Tensor, "Result")
 
 #: The result is the largest of what the ranks have.
 MAX = "max"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeGuard
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NoReturn, Protocol, SupportsIndex, TypeGuard, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -16,12 +16,34 @@ from cudnn_sdpa.graph.scalars import is_compiling, is_true
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
+    from typing_extensions import Self
 
 #: Bits that no aligned address has.
 MISALIGNED = ALIGNMENT - 1
 
 #: Memory usually has higher addresses. A lower address may be the offset of a tensor in storage that was freed.
 LOWEST = 1 << 40
+
+
+class Fields(Protocol):
+    """The data of a call, a NamedTuple: its tensors, its options, and what is wanted of it."""
+
+    @overload
+    def __getitem__(self, place: SupportsIndex, /) -> object: ...
+
+    @overload
+    def __getitem__(self, places: slice, /) -> tuple[object, ...]: ...
+
+    def __iter__(self) -> Iterator[object]: ...
+
+    @property
+    def _fields(self) -> tuple[str, ...]: ...
+
+    @property
+    def _replace(self) -> Callable[..., Self]: ...
+
+
+FieldsT = TypeVar("FieldsT", bound=Fields)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -296,6 +318,11 @@ def multiplied(q: Tensor, factor: float) -> Tensor:
 
 def without_memory(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def without_data(call: FieldsT) -> FieldsT:
+    fields = zip(call._fields, call, strict=True)
+    return call._replace(**{name: without_memory(x) for name, x in fields if isinstance(x, Tensor)})
 
 
 def like_in_memory(tensor: Tensor) -> Tensor:

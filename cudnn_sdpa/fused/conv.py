@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cudnn_sdpa.engine import sharding
-from cudnn_sdpa.engine.autocast import could_cast
-from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.dispatch_state import could_cast, needs_gradient
 from cudnn_sdpa.engine.launch import NOT_A_CALL
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.checks import check_activation

@@ -18,25 +18,27 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudnn_sdpa.engine import autograd_checks, cpu_target, sharding
-from cudnn_sdpa.engine.autocast import cast_tensor, could_cast
-from cudnn_sdpa.engine.call import Differentiable, Result, views_of_leaves
 from cudnn_sdpa.engine.dispatch_state import (
+    Differentiable,
     can_be_recognized,
     can_bypass_dispatcher,
+    cast_tensor,
+    could_cast,
     is_batch,
-    is_deterministic,
+    is_deterministic_mode,
     is_lazy,
     materialized,
     needs_gradient,
+    views_of_leaves,
 )
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.engine.launch import (
     NOT_A_CALL,
     Address,
     BoundPlan,
-    CallTable,
     LaunchExtras,
     Layout,
+    Result,
     check_one_device,
     readable_gradient,
     type_of,
@@ -53,8 +55,7 @@ from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES, TensorLayout, is_expanded, layouts_of
 from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.graph.target import Target, live_target
-from cudnn_sdpa.plans.build import build_plan
-from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.cache import CallTable, build_plan, plan_cache
 from cudnn_sdpa.plans.plan import Plan
 
 Outputs: TypeAlias = tuple[Tensor, ...]
@@ -264,7 +265,7 @@ class GraphFunction(GraphDefinition):
     def _signature(self, operands: tuple[Value, ...], options: Mapping[str, object], trains: bool) -> Hashable:
         """Everything that determines a call's plan and its binding; of numbers, which are data, the type."""
         layouts = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else type(x) for x in operands]
-        return (trains, is_deterministic(), *layouts, *options.items(), *map(type_of, options.values()))
+        return (trains, is_deterministic_mode(), *layouts, *options.items(), *map(type_of, options.values()))
 
     def _named(self, values: Sequence[Value]) -> dict[str, Value]:
         return dict(zip(self.operands, values, strict=True))
@@ -384,7 +385,7 @@ class GraphFunction(GraphDefinition):
             if x is not None
         ]
         outputs = [Operand(f"output{index}", layout) for index, layout in enumerate(layouts)]
-        return self.key(inputs, outputs, static, target, device=device, deterministic=is_deterministic())
+        return self.key(inputs, outputs, static, target, device=device, deterministic=is_deterministic_mode())
 
     def prepared(self, values: tuple[Value, ...], static: Options) -> BoundPlan | large.LargeCall:
         """A call, with all operands and options and tensors that kernels can read, bound to its plan or split."""

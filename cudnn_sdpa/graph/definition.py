@@ -13,7 +13,7 @@ import sys
 import traceback
 import types
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,9 +23,8 @@ from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.backend import BuiltGraph, DeviceOptions, GraphBuilder, Results, Symbol
 from cudnn_sdpa.graph.diagnostics import locations_in_file
-from cudnn_sdpa.graph.key import Operand, PlanKey, Role
+from cudnn_sdpa.graph.key import KeyedOperation, PlanKey, Role
 from cudnn_sdpa.graph.layouts import CUDNN_DTYPE_NAMES
-from cudnn_sdpa.graph.target import Target
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -38,7 +37,7 @@ _CONSTANTS = (bool, int, float, str, bytes, type(None))
 _DECLARED = ("conv_dgrad", "conv_wgrad", "reduction", "reshape", "resample")
 
 
-class GraphDefinition:
+class GraphDefinition(KeyedOperation):
     """An operation: the builder of its graph, and an identity that changes when the builder does.
 
     The builder is called as ``builder(g, **inputs, **options)``, where `g` is cuDNN's graph, `inputs` are symbolic
@@ -63,27 +62,6 @@ class GraphDefinition:
     @functools.cached_property
     def digest(self) -> str:
         return _digest(self._builder)
-
-    def key(
-        self,
-        inputs: Sequence[Operand],
-        outputs: Sequence[Operand],
-        options: Mapping[str, object],
-        target: Target,
-        device: int | None,
-        *,
-        deterministic: bool = False,
-    ) -> PlanKey:
-        return PlanKey(
-            operation=self.name,
-            digest=self.digest,
-            inputs=tuple(inputs),
-            outputs=tuple(outputs),
-            options=PlanKey.typed(options),
-            target=target,
-            device=device,
-            deterministic=deterministic,
-        )
 
     def compile(self, key: PlanKey, g: GraphBuilder) -> BuiltGraph:
         """Builds the graph of `key` in `g`, then plans and compiles it.
@@ -210,10 +188,6 @@ def _location_of(error: Exception, builder: types.FunctionType) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if frame.filename == builder.__code__.co_filename]
     return f" ({inside[-1].filename}, line {inside[-1].lineno}: {inside[-1].line})" if inside else ""
-
-
-def graph_definition(builder: Callable[..., object]) -> GraphDefinition:
-    return GraphDefinition(builder)
 
 
 def find_operation(name: str, *, only_imported: bool = False) -> GraphDefinition:

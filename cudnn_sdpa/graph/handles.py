@@ -148,8 +148,9 @@ def loading_handle(device: int) -> Iterator[Handle]:
     with _loading_lock:
         if device not in _loaders:
             with torch.cuda.device(device):
-                if device not in _streams:
-                    _streams[device] = _new_stream(device)
+                if device not in _streams:  # PyTorch hands out one of 32 in turn, where CUDA's runtime is not found
+                    made = backend.new_stream() or torch.cuda.Stream(device).cuda_stream  # type: ignore[no-untyped-call]
+                    _streams[device] = int(made)
                 loader = _Loader(backend.create_handle(), _streams[device])
                 backend.set_stream(loader.handle, loader.stream)
             _loaders[device] = loader
@@ -159,15 +160,3 @@ def loading_handle(device: int) -> Iterator[Handle]:
         except BaseException:
             backend.end_capture(loader.stream)  # which the frontend leaves open where it has no memory
             raise
-
-
-def _new_stream(device: int) -> int:
-    stream = backend.new_stream()
-    if stream is None:  # one of the 32 that PyTorch hands out in turn
-        stream = int(torch.cuda.Stream(device).cuda_stream)  # type: ignore[no-untyped-call]
-    return stream
-
-
-def created_handles() -> int:
-    """Number of threads' handles made in this process: per device, at most its peak number of threads."""
-    return len(_created)

@@ -7,7 +7,7 @@ scales) is in no key.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -144,6 +144,37 @@ class PlanKey:
         return (
             f"{self.name}({operands}; {options}) -> ({results}) "
             f"on {self.target} with cuDNN {version_string(self.target.cudnn)}, {device}"
+        )
+
+
+class KeyedOperation:
+    """An operation that has plans: a name, and a digest of what a plan depends on besides its key."""
+
+    name: str
+
+    @property
+    def digest(self) -> str:
+        raise NotImplementedError
+
+    def key(
+        self,
+        inputs: Sequence[Operand],
+        outputs: Sequence[Operand],
+        options: Mapping[str, object],
+        target: Target,
+        device: int | None,
+        *,
+        deterministic: bool = False,
+    ) -> PlanKey:
+        return PlanKey(
+            operation=self.name,
+            digest=self.digest,
+            inputs=tuple(inputs),
+            outputs=tuple(outputs),
+            options=PlanKey.typed(options),
+            target=target,
+            device=device,
+            deterministic=deterministic,
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import bias, sharding
 from cudnn_sdpa.attention.arguments import warn_of_order
-from cudnn_sdpa.engine.autocast import cast_fields
+from cudnn_sdpa.engine.dispatch_state import cast_fields
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
 from cudnn_sdpa.engine.sharding import ShardingStrategy
 from cudnn_sdpa.kernels import arguments, launch, plans

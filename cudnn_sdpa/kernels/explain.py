@@ -10,9 +10,9 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.dense.explain import device_of
 from cudnn_sdpa.attention.verify import Results, compare
-from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.engine.launch import new_tensor
+from cudnn_sdpa.engine.tensor_checks import without_data
 from cudnn_sdpa.graph.scalars import as_bool, as_float
 from cudnn_sdpa.kernels import reference
 from cudnn_sdpa.kernels.arguments import FUSED, Gradient, KernelArguments, without_causal_bias

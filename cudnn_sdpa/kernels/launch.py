@@ -16,8 +16,7 @@ from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.kernels.arguments import Gradient, KernelArguments, Needs, check, check_memory
 from cudnn_sdpa.kernels.plans import Spec, attention_backward, attention_forward, has_vectors, results
-from cudnn_sdpa.plans.build import build_plan
-from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.cache import build_plan, plan_cache
 from cudnn_sdpa.plans.plan import Plan
 
 BackwardT = TypeVar("BackwardT", bound=Gradient)

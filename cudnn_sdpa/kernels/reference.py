@@ -12,7 +12,7 @@ from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward, flops_of_forward
 from cudnn_sdpa.attention.reference import Weights, product, repeated, scores, without_autocast
 from cudnn_sdpa.attention.reference import gradients as gradients_of_attention
-from cudnn_sdpa.engine.autocast import cast_fields
+from cudnn_sdpa.engine.dispatch_state import cast_fields
 from cudnn_sdpa.engine.launch import new_tensor
 from cudnn_sdpa.kernels.arguments import (
     NAIVE,

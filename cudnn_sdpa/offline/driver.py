@@ -11,8 +11,9 @@ import tempfile
 from pathlib import Path
 
 from cudnn_sdpa.errors import OfflineError
-from cudnn_sdpa.plans import file_format, private_folders
-from cudnn_sdpa.plans.file_format import BadPlanFileError
+from cudnn_sdpa.plans import private_folders
+from cudnn_sdpa.plans import store as stores
+from cudnn_sdpa.plans.store import BadPlanFileError
 
 _SOURCE = Path(__file__).with_name("stand_in_driver.c")
 _LIBRARY, _MARKER = "libcuda.so.1", "cudnn_sdpa_stand_in_driver"
@@ -47,8 +48,8 @@ def stand_in_folder() -> Path:
         path = private_folders.in_users_cache("stand-in-driver") / hashlib.sha256(source.encode()).hexdigest()[:16]
         folder = private_folders.open_private(path)
         try:
-            if file_format.read(_LIBRARY, folder) is None:
-                file_format.write(_LIBRARY, folder, _compile(source))
+            if stores.read(_LIBRARY, folder) is None:
+                stores.write(_LIBRARY, folder, _compile(source))
         except BadPlanFileError as error:
             raise OfflineError(f"{path / _LIBRARY} cannot be used: {error}; remove {path}") from error
         finally:

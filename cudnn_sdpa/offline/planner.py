@@ -23,7 +23,7 @@ from cudnn_sdpa.graph.backend import DeviceProperties
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.offline import driver, interpreter
-from cudnn_sdpa.plans.file_format import StoredPlan
+from cudnn_sdpa.plans.store import StoredPlan
 
 _log = logging.getLogger("cudnn_sdpa")
 

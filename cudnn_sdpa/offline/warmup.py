@@ -25,14 +25,12 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, live_properties, live_target, load_properties
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_offline
-from cudnn_sdpa.plans.build import build_plan, load_plan, plan_of
-from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.cache import build_plan, load_plan, plan_cache, plan_of
 from cudnn_sdpa.plans.default_store import active, open_store
-from cudnn_sdpa.plans.file_format import BadPlanFileError
 from cudnn_sdpa.plans.kernel_plan import KernelOp
 from cudnn_sdpa.plans.manifest import PlanManifest
 from cudnn_sdpa.plans.plan import Plan
-from cudnn_sdpa.plans.store import PlanStore
+from cudnn_sdpa.plans.store import BadPlanFileError, PlanStore
 
 #: A plan made in this process, for instance one that is loaded on its GPU.
 Made = TypeVar("Made")

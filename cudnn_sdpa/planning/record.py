@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cudnn_sdpa.engine.operation import OPERATIONS, Operation
 from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
+from cudnn_sdpa.engine.operation.operators import backward_implementation, forward_implementations
 from cudnn_sdpa.engine.tensor_checks import without_memory
 from cudnn_sdpa.engine.torch_ops import implementations
 from cudnn_sdpa.errors import OptionError, UnsupportedError
@@ -127,9 +128,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def gradients(backward: BackwardCall[CallT]) -> tuple[Tensor, ...]:
             return self._record(backward.make_readable().keys(self.target, None))
 
-        found: dict[str, Callable[..., object]] = {**operation.forward_implementations(forward)}
+        found: dict[str, Callable[..., object]] = {**forward_implementations(operation, forward)}
         if operation.backward is not None:
-            found["backward"] = operation.backward_implementation(gradients)
+            found["backward"] = backward_implementation(operation, gradients)
         return {operation.operators[which]: run for which, run in found.items()}
 
 

@@ -1,4 +1,4 @@
-"""The process-wide plan cache: bounded, LRU, one build per key."""
+"""The process-wide plan cache: bounded, LRU, one build per key; plans are loaded from the plan store, or built here."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ import atexit
 import itertools
 import logging
 import os
+import re
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-from cudnn_sdpa.errors import OptionError, PlanBuildError
+from cudnn_sdpa.errors import ExecutionError, OptionError, PlanBuildError
+from cudnn_sdpa.graph import backend, handles
+from cudnn_sdpa.graph.backend import Handle
+from cudnn_sdpa.graph.definition import GraphDefinition
+from cudnn_sdpa.graph.diagnostics import shortened
+from cudnn_sdpa.graph.heuristics import build_others
 from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.plans.autotune import UntunedPlan
-from cudnn_sdpa.plans.build import load_plan
-from cudnn_sdpa.plans.plan import Plan, captured_plans
+from cudnn_sdpa.plans import autotune, default_store
+from cudnn_sdpa.plans.autotune import AutotuneCandidate, UntunedPlan
+from cudnn_sdpa.plans.device_memory import constants_of, relaxed_capture
+from cudnn_sdpa.plans.kernel_plan import KernelOp
+from cudnn_sdpa.plans.plan import Plan, captured_plans, stored_form
+from cudnn_sdpa.plans.store import BadPlanFileError, PlanStore, StoredPlan
 
 _log = logging.getLogger("cudnn_sdpa")
 
@@ -340,3 +349,168 @@ def no_plan_builds() -> Iterator[None]:
     finally:
         with plan_cache._lock:
             plan_cache._forbidden -= 1
+
+
+# Calls that are bound to plans of the cache.
+
+
+class WithPlan(Protocol):
+    """An entry of a `CallTable`: a plan bound to everything that a raw signature determines."""
+
+    @property
+    def plan(self) -> Plan | None: ...
+
+
+EntryT = TypeVar("EntryT", bound=WithPlan)
+
+
+class CallTable(Generic[EntryT]):
+    """First-level lookup from a raw signature, as cheap as possible, to a prepared call.
+
+    Every plan in it is in the plan cache; evicting a plan removes its entries.
+
+    Attributes:
+        get: `get(signature)` gives the prepared call, or None.
+    """
+
+    def __init__(self, limit: int = 8192) -> None:
+        self._calls: dict[Hashable, EntryT] = {}
+        self._limit = limit
+        self.get = self._calls.get
+        plan_cache._tables.add(self)
+
+    def add(self, signature: Hashable, call: EntryT) -> None:
+        """Adds `call`, unless it has no plan, or its plan has been evicted in the meantime."""
+        with plan_cache._lock:
+            if call.plan is None or not call.plan.held:
+                return
+            while len(self._calls) >= self._limit:
+                del self._calls[next(iter(self._calls))]
+            self._calls[signature] = call
+
+    def each(self) -> list[EntryT]:
+        with plan_cache._lock:
+            return list(self._calls.values())
+
+    def forget(self, concerns: Callable[[EntryT], bool]) -> None:
+        with plan_cache._lock:
+            for signature in [s for s, call in self._calls.items() if concerns(call)]:
+                del self._calls[signature]
+
+    def _drop(self, plan: Plan | None) -> None:
+        for signature in [s for s, call in self._calls.items() if plan is None or call.plan is plan]:
+            del self._calls[signature]
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+# Plans that the cache lacks.
+
+
+def load_plan(key: PlanKey) -> Plan | None:
+    """The plan of `key` from the plan store, if it has one for this GPU; under `autotune` only a tuned one."""
+    store = _store()
+    if store is None:
+        return None
+    only_tuned = bool(autotune.in_force) and not autotune.not_tunable(key)
+    for stored_key in (key, key.without_device()) if key.is_gpu_specific else (key,):
+        stored = store.load(stored_key, only_tuned=only_tuned)
+        if stored is not None:
+            try:
+                return plan_of(key, stored)
+            except BadPlanFileError as error:
+                # Not removed: cuDNN's error does not always distinguish a bad file from a failing GPU or process, and
+                # other processes share it. If a plan can be built, it replaces the file.
+                store.ignore(stored_key, str(error))
+    return None
+
+
+def _store() -> PlanStore | None:
+    setting = default_store.Setting
+    return setting.store if setting.is_resolved else default_store.active()
+
+
+#: Messages of cuDNN, CUDA and PyTorch for failures of the GPU or its memory rather than of the plan.
+_GPU_FAILURE = re.compile(
+    r"out.of.memory|OutOfMemory|ALLOC|CUDA error|CUDA_DRIVER|cudaError\w+|illegal memory|launch failure|"
+    r"CUDA_ERROR_(?!INVALID_IMAGE|NO_BINARY_FOR_GPU|INVALID_PTX|UNSUPPORTED_PTX_VERSION|INVALID_SOURCE)",
+)
+
+
+def plan_of(key: PlanKey, stored: StoredPlan) -> Plan:
+    """The plan of `key` from its stored form; `BadPlanFileError` if cuDNN rejects it here.
+
+    Errors for which the plan is not at fault are others: `ExecutionError`, `MemoryError`, PyTorch's `OutOfMemoryError`,
+    and `PlanBuildError` while a CUDA graph is being captured on this stream.
+    """
+    assert key.device is not None
+    start = time.perf_counter()
+    with torch.cuda.device(key.device), relaxed_capture(), backend.no_error_left():
+        _handle_for(key)  # makes this thread's launch handle before a capture that may follow
+        with handles.loading_handle(key.device) as handle:
+            built = _loaded(handle, key, stored)
+        plan = Plan(key, built, constants_of(key))
+    plan.build_seconds, plan.loaded, plan.tuned = time.perf_counter() - start, True, stored.tuned
+    return plan
+
+
+def _loaded(handle: Handle, key: PlanKey, stored: StoredPlan) -> backend.BuiltGraph:
+    try:
+        built = backend.load_graph(handle, stored.data, stored.engine, stored.knobs)
+        if built.workspace != stored.workspace:
+            raise ValueError(f"it needs {built.workspace} bytes of workspace, not {stored.workspace}")
+    except (MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        if isinstance(error, RuntimeError) and _GPU_FAILURE.search(str(error)):
+            raise ExecutionError(f"the stored plan of {key.name} could not be loaded: {error}") from error
+        raise BadPlanFileError(f"cuDNN rejects it ({shortened(str(error))})") from error
+    return built
+
+
+def build_plan(operation: GraphDefinition, key: PlanKey) -> Plan:
+    """Plans and compiles `key` on its GPU, and saves the plan in the plan store, if there is one."""
+    if isinstance(operation, KernelOp):
+        _refuse_while_capturing(key)
+        return operation.plan(key)
+    plan = _compile(operation, key)
+    if (store := _store()) is not None:
+        store.save(key, stored_form(plan))
+    return plan
+
+
+def _compile(operation: GraphDefinition, key: PlanKey) -> Plan:
+    assert key.device is not None
+    start = time.perf_counter()
+    with torch.cuda.device(key.device), relaxed_capture(), backend.no_error_left():
+        handle = _handle_for(key)
+        plan = Plan(key, operation.compile(key, backend.GraphBuilder(handle=handle)), constants_of(key))
+        if autotune.in_force:
+            plan = _with_candidates(plan, operation, handle)
+    plan.build_seconds = time.perf_counter() - start
+    return plan
+
+
+def _with_candidates(plan: Plan, operation: GraphDefinition, handle: Handle) -> Plan:
+    if reason := autotune.not_tunable(plan.key):
+        autotune.note(plan.key, [AutotuneCandidate(plan.engine, plan.knobs)], reason=reason)
+        return plan
+    max_count = autotune.max_candidates() - 1
+    others = build_others(operation, plan.key, (plan.engine, plan.knobs), max_count, handle=handle)
+    return UntunedPlan([plan, *(Plan(plan.key, built, plan.constants) for built in others)])
+
+
+def _handle_for(key: PlanKey) -> Handle:
+    assert key.device is not None
+    _refuse_while_capturing(key)
+    return handles.build_handle(key.device)
+
+
+def _refuse_while_capturing(key: PlanKey) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        why = (
+            "A plan cannot be built while a CUDA graph is being captured; make this call once before the capture, or "
+            "record a run's plans with record_plans() and build them with warmup() on this thread."
+        )
+        raise PlanBuildError(key, why)

@@ -157,14 +157,11 @@ class DeviceTables:
             captured_tables.append(self)
             self._captured = True
         if stream not in self._streams:
-            self._add_stream(stream)
-
-    def _add_stream(self, stream: int) -> None:
-        current = torch.cuda.current_stream()
-        if not torch.cuda.is_current_stream_capturing():
-            self._written.wait(current)
-        self._memory.record_stream(current)
-        self._streams.add(stream)
+            current = torch.cuda.current_stream()
+            if not torch.cuda.is_current_stream_capturing():
+                self._written.wait(current)
+            self._memory.record_stream(current)
+            self._streams.add(stream)
 
 
 # Device tensors for operands whose values the plan's key fixes.

@@ -13,7 +13,7 @@ from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.graph import backend, handles, known_issues
 from cudnn_sdpa.graph.handles import SCRATCH_BYTES
 from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.plans.file_format import StoredPlan
+from cudnn_sdpa.plans.store import StoredPlan
 
 current_raw_stream = getattr(torch._C, "_cuda_getCurrentRawStream", None) or (
     lambda device: torch.cuda.current_stream(device).cuda_stream
@@ -53,13 +53,13 @@ class Plan:
     """
 
     __slots__ = (
-        "_count",
         "_execute",
         "added_at",
         "build_seconds",
         "built",
         "captured",
         "constants",
+        "count",
         "device",
         "engine",
         "held",
@@ -87,8 +87,8 @@ class Plan:
         self.captured = False
         self.held = False
         self.tuned = False
-        self._count = len(key.inputs) + len(key.outputs)
-        self._execute = built.executor(list(range(1, 1 + self._count)))
+        self.count = len(key.inputs) + len(key.outputs)
+        self._execute = built.executor(list(range(1, 1 + self.count)))
 
     def launch(self, pointers: Sequence[int]) -> None:
         """Launches the plan on the current stream of its device, which must be the current device.
@@ -99,7 +99,7 @@ class Plan:
         stream = current_raw_stream(device)
         slot = handles.thread.slots[device]
         if stream and torch._C._cuda_isCurrentStreamCapturing():  # a capture is never on the default stream
-            self._keep_for_graphs()
+            self.keep_for_graphs()
         size = workspace = 0 if stream == 0 and self.workspace <= SCRATCH_BYTES else self.workspace
         if size:
             allocated = allocate((size,), (1,), torch.uint8)
@@ -112,7 +112,7 @@ class Plan:
         if stream == 0 and not size:
             workspace = slot.scratch  # saves an allocation, 0.9 µs
         try:  # positional, as the frontend's compiled function takes them: see `backend.Execute`
-            self._execute(address, self._count, workspace, slot.raw, -1)
+            self._execute(address, self.count, workspace, slot.raw, -1)
         except RuntimeError as error:
             self.refuse(error)
 
@@ -134,7 +134,7 @@ class Plan:
     def refuse(self, error: RuntimeError) -> NoReturn:
         raise backend.execution_error(error, str(self.key)) from error
 
-    def _keep_for_graphs(self) -> None:
+    def keep_for_graphs(self) -> None:
         if not self.captured:
             bugs = known_issues.not_in_capture(self.key)
             if bugs:

@@ -3,6 +3,10 @@
 A plan is code for the GPU, so folders and files that others may write to are refused. A file is written under a
 temporary name and renamed, so it is always complete or absent. Nothing is locked: processes that miss a plan at the
 same time all build it, and the last file stays. If the store fails, plans are built as if there were none.
+
+A file is a line with the format, a line of JSON with the plan's description, and its bytes. Nothing is unpickled or
+evaluated. The description holds the whole key, so that plans are never confused, and the digest of the bytes, so that a
+damaged file is detected before cuDNN reads it.
 """
 
 from __future__ import annotations
@@ -10,9 +14,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import hashlib
+import json
 import logging
 import os
 import re
+import stat
 import threading
 import time
 from collections.abc import Hashable, Iterator
@@ -21,9 +28,8 @@ from pathlib import Path
 from typing import Protocol
 
 from cudnn_sdpa.graph.diagnostics import shortened
-from cudnn_sdpa.plans import file_format, private_folders
-from cudnn_sdpa.plans.file_format import BadPlanFileError, StoredPlan
-from cudnn_sdpa.plans.private_folders import UnsafeFolderError
+from cudnn_sdpa.plans import private_folders
+from cudnn_sdpa.plans.private_folders import UnsafeFolderError, is_private
 from cudnn_sdpa.settings import renewed_in_children
 
 _log = logging.getLogger("cudnn_sdpa")
@@ -42,8 +48,118 @@ _ABANDONED_SECONDS = 3600.0
 #: Tolerance for timestamps in the future; later ones come from a wrong clock.
 _CLOCK_SECONDS = 1.0
 
+#: Format version, part of every file name; changes whenever files of older versions could be misread.
+FORMAT = 1
+_MAGIC = f"cudnn_sdpa plan, format {FORMAT}\n".encode()
+
+#: Begins the names of files that are being written.
+TEMPORARY = ".writing-"
+
+#: Larger files are not read; plans take 60 to 300 KB.
+MAX_BYTES = 64 << 20
+
+#: The facts of a plan in its description, with their types.
+_FACTS = {"engine": (str,), "knobs": (dict,), "workspace": (int,), "build_seconds": (int, float)}
+
 #: Guards the counters of all stores; a signal handler may call within.
 _mutex = renewed_in_children(threading.RLock())
+
+
+class BadPlanFileError(Exception):
+    pass
+
+
+@dataclass(frozen=True)
+class StoredPlan:
+    """A compiled plan and its description; files of older versions lack `tuned`."""
+
+    identity: dict[str, object]
+    engine: str
+    knobs: dict[str, int]
+    workspace: int
+    build_seconds: float
+    data: bytes
+    tuned: bool = False
+
+    def encode(self) -> bytes:
+        facts = {name: getattr(self, name) for name in (*_FACTS, "tuned")}
+        line = canonical({"key": self.identity, "size": len(self.data), **facts})
+        return b"".join([_MAGIC, _digest(line, self.data).encode(), b"\n", line, b"\n", self.data])
+
+    @classmethod
+    def decode(cls, contents: bytes) -> StoredPlan:
+        if not contents.startswith(_MAGIC):
+            raise BadPlanFileError("it is not a plan in this version's format")
+        digest, _, rest = contents[len(_MAGIC) :].partition(b"\n")
+        line, _, data = rest.partition(b"\n")
+        if digest != _digest(line, data).encode():
+            raise BadPlanFileError("its contents do not match its digest")
+        try:
+            description = json.loads(line)
+            facts = {name: description[name] for name in _FACTS}
+            wrong = [name for name, allowed in _FACTS.items() if type(facts[name]) not in allowed]
+            wrong += ["key"] if type(description["key"]) is not dict else []
+            if not wrong and any(type(value) is not int for value in description["knobs"].values()):
+                wrong.append("knobs")
+            wrong += ["workspace"] if not wrong and description["workspace"] < 0 else []
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise BadPlanFileError(f"its description cannot be read ({shortened(str(error))})") from error
+        if wrong:
+            raise BadPlanFileError(f"its description is not a plan's: {', '.join(wrong)}")
+        return cls(identity=description["key"], data=data, tuned=description.get("tuned") is True, **facts)
+
+
+def canonical(description: object) -> bytes:
+    return json.dumps(description, sort_keys=True, separators=(",", ":")).encode()
+
+
+def _digest(line: bytes, data: bytes) -> str:
+    return hashlib.sha256(line + b"\n" + data).hexdigest()
+
+
+def read(name: str, folder: int) -> bytes | None:
+    """The contents of a file in an open folder; None if it is missing.
+
+    A file that another user could have written, a special one and a far too large one is a `BadPlanFileError`.
+    """
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
+    except FileNotFoundError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            raise BadPlanFileError("it is not a regular file")
+        if not is_private(status):
+            raise BadPlanFileError("it belongs to another user, or others may write to it")
+        if status.st_size > MAX_BYTES:
+            raise BadPlanFileError(f"it has {status.st_size} bytes, more than any plan")
+        return file.read(MAX_BYTES)
+
+
+def write(name: str, folder: int, contents: bytes) -> None:
+    """Writes a file of an open folder, complete or not at all, readable for all who may read the folder."""
+    temporary = TEMPORARY + os.urandom(8).hex()
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        with os.fdopen(os.open(temporary, flags, 0o600, dir_fd=folder), "wb") as file:
+            os.fchmod(file.fileno(), 0o600 | os.fstat(folder).st_mode & 0o044)
+            file.write(contents)
+            file.flush()
+            os.fsync(file.fileno())
+        with contextlib.suppress(OSError):  # a file system may refuse times
+            touch(temporary, folder)
+        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary, dir_fd=folder)
+        raise
+
+
+def touch(name: str, folder: int) -> None:
+    """Sets a file's time by the clock that it is compared with; the file system's own is some milliseconds behind."""
+    now = time.time_ns()
+    os.utime(name, ns=(now, now), dir_fd=folder)
 
 
 @dataclass(frozen=True)
@@ -116,16 +232,16 @@ class PlanStore:
         name = self.path(key).name
         try:
             with self._opened() as folder:
-                contents = file_format.read(name, folder)
+                contents = read(name, folder)
                 if contents is None:
                     return None
-                plan = _decode(contents)
-                if file_format.canonical(plan.identity) != file_format.canonical(key.identity()):
+                plan = StoredPlan.decode(contents)
+                if canonical(plan.identity) != canonical(key.identity()):
                     raise BadPlanFileError("it belongs to another plan")
                 if only_tuned and not plan.tuned:
                     return None
                 with contextlib.suppress(OSError):
-                    file_format.touch(name, folder)  # a use, for the order of eviction
+                    touch(name, folder)  # a use, for the order of eviction
         except BadPlanFileError as error:
             self.reject(key, str(error))
             return None
@@ -148,13 +264,13 @@ class PlanStore:
             with self._opened(make=True) as folder:
                 self._make_room(folder, len(contents), name)
                 try:
-                    file_format.write(name, folder, contents)
+                    write(name, folder, contents)
                 except OSError as error:
                     is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                     # A full disk: plans of the store make room, with some to spare for the file system.
                     if not is_full or not self._evict(folder, 2 * len(contents), name):
                         raise
-                    file_format.write(name, folder, contents)
+                    write(name, folder, contents)
             self._count("saves")
         except (OSError, UnsafeFolderError) as error:
             self.write_error = str(error)
@@ -250,7 +366,7 @@ class _File:
 
 @functools.lru_cache(maxsize=4096)
 def _name_of(key: Identified) -> str:
-    return file_format.name_of(key.identity())
+    return hashlib.sha256(canonical({"format": FORMAT, "key": key.identity()})).hexdigest() + ".plan"
 
 
 def _is_plan_name(name: str) -> bool:
@@ -261,7 +377,7 @@ def _listed(folder: int) -> list[_File]:
     files = []
     with os.scandir(folder) as entries:
         for entry in entries:
-            if _is_plan_name(entry.name) or entry.name.startswith(file_format.TEMPORARY):
+            if _is_plan_name(entry.name) or entry.name.startswith(TEMPORARY):
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
                     files.append(_File(entry.name, status.st_size, status.st_mtime))
@@ -273,10 +389,3 @@ def _sweep(folder: int) -> None:
         if not file.is_plan and abs(time.time() - file.used) > _ABANDONED_SECONDS:
             with contextlib.suppress(OSError):
                 os.unlink(file.name, dir_fd=folder)
-
-
-def _decode(contents: bytes) -> StoredPlan:
-    try:
-        return StoredPlan.decode(contents)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BadPlanFileError(f"its description cannot be read ({shortened(str(error))})") from error

@@ -23,7 +23,7 @@ from cudnn_sdpa.graph import target as targets
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride
 from cudnn_sdpa.graph.scalars import is_compiling
-from cudnn_sdpa.plans import build
+from cudnn_sdpa.plans import cache
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.kernel_plan import KernelCall, KernelOp, KernelProgram
 from cudnn_sdpa.plans.nvrtc import Kernel
@@ -117,7 +117,7 @@ def backward_key(of, target, device):
 
 def bind(operation, key, names, result, scale):
     """A plan, built if there is none, with all that its launch needs besides tensors."""
-    plan = plan_cache.get(key, lambda key: build.build_plan(operation, key))
+    plan = plan_cache.get(key, lambda key: cache.build_plan(operation, key))
     with torch.cuda.device(key.device):
         return BoundPlan(plan, names, [result], {"scale": scale}, LaunchExtras(unaligned_ok=tuple(names))), plan
 

@@ -20,9 +20,8 @@ from cudnn_sdpa.attention.dense.explain import describe_sdpa
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.errors import DeviceError, LibraryError, OfflineError, OptionError, UnsupportedError
 from cudnn_sdpa.graph.target import Target, load_properties
-from cudnn_sdpa.plans.file_format import StoredPlan
 from cudnn_sdpa.plans.manifest import PlanManifest
-from cudnn_sdpa.plans.store import PlanStore
+from cudnn_sdpa.plans.store import PlanStore, StoredPlan
 
 ROOT = Path(__file__).parents[2]
 

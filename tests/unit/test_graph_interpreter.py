@@ -8,7 +8,7 @@ from fake_gpu import TARGET
 from graph_interpreter import POINTWISE, evaluate
 
 from cudnn_sdpa import OptionError
-from cudnn_sdpa.graph.definition import graph_definition
+from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand
 from cudnn_sdpa.graph.layouts import TensorLayout
 
@@ -19,7 +19,7 @@ OPTIONS = {"leaky_relu_backward": {"negative_slope": 0.3}, "swish_backward": {"s
 
 def evaluated(builder, *, shape=SHAPE):
     """The result of a graph of one operand; `shape` is that of the output in its key."""
-    definition, x = graph_definition(builder), torch.randn(SHAPE)
+    definition, x = GraphDefinition(builder), torch.randn(SHAPE)
     operands = [Operand(n, TensorLayout.contiguous(s, x.dtype)) for n, s in (("x", SHAPE), ("output0", shape))]
     key = definition.key(operands[:1], operands[1:], {}, TARGET, 0)
     (found,) = evaluate(definition, key, {"x": x, "output0": torch.empty(shape)})

@@ -12,7 +12,7 @@ from cudnn_sdpa.attention.call import CudnnBackwardCall, CudnnCall
 from cudnn_sdpa.attention.cpu_checks import check_strides_of_dense
 from cudnn_sdpa.attention.dense import launch, parts, tiers
 from cudnn_sdpa.attention.dense import reference as in_pytorch
-from cudnn_sdpa.engine.autocast import cast_fields
+from cudnn_sdpa.engine.dispatch_state import cast_fields
 from cudnn_sdpa.engine.sharding import ShardingStrategy
 
 

@@ -36,11 +36,11 @@ from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa, sdpa_backward
 from cudnn_sdpa.attention.dense.tiers import Bucket
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
-from cudnn_sdpa.engine.autocast import cast_tensor
-from cudnn_sdpa.engine.call import without_data
+from cudnn_sdpa.engine.dispatch_state import cast_tensor
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.engine.operation import Operation
 from cudnn_sdpa.engine.operation.call import CallT
+from cudnn_sdpa.engine.tensor_checks import without_data
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
@@ -100,10 +100,10 @@ def checked_backward(
     of_backward = {name: given.pop(name) for name in ("grad_out", "out", "lse", "wanted")}
     of = backward_call_of(operation, call_of(**given, dropout_p=0.0, return_lse=True, out=None), **of_backward)
     of.check_types()
-    of.check_options()
+    of.call.check_options()
     of.check()
-    of.check_strides()
-    of.check_memory()
+    of.call.check_strides()
+    of.call.check_memory()
     return of, [
         *sink_scores.notes_on_conversion(given),
         *notes_on_copies(of),

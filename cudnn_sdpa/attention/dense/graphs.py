@@ -18,12 +18,12 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from cudnn_sdpa.graph.backend import GraphBuilder, Operations, Results, Symbol
-from cudnn_sdpa.graph.definition import graph_definition
+from cudnn_sdpa.graph.definition import GraphDefinition
 
 Modifier: TypeAlias = Callable[[Operations, Symbol], Symbol]
 
 
-@graph_definition
+@GraphDefinition
 def sdpa_forward(
     g: GraphBuilder,
     q: Symbol,
@@ -66,7 +66,7 @@ def sdpa_forward(
     return (o, lse) if with_lse else o
 
 
-@graph_definition
+@GraphDefinition
 def sdpa_backward(
     g: GraphBuilder,
     q: Symbol,
@@ -116,7 +116,7 @@ def sdpa_backward(
     return tuple(gradients) if grad_bias is None else (*gradients, grad_bias)
 
 
-@graph_definition
+@GraphDefinition
 def paged_decode(
     g: GraphBuilder,
     q: Symbol,

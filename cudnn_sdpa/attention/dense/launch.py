@@ -17,14 +17,21 @@ from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpe
 from cudnn_sdpa.attention.lengths import LENGTHS, LengthsKernel, RowLimitsKernel
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.engine import tensor_checks
-from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
+from cudnn_sdpa.engine.launch import (
+    Address,
+    BoundPlan,
+    LaunchExtras,
+    Layout,
+    Prepared,
+    Result,
+    SingleLaunch,
+    items_by_name,
+)
 from cudnn_sdpa.engine.operation.call import BackwardCall
 from cudnn_sdpa.engine.tensor_checks import multiplied
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, contiguous_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
-from cudnn_sdpa.plans.build import build_plan
-from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.cache import build_plan, plan_cache
 from cudnn_sdpa.plans.plan import Plan
 
 Run = Callable[[ForwardArguments], Result]

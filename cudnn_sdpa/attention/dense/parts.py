@@ -20,8 +20,8 @@ from cudnn_sdpa.attention.arguments import (
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.parts import GRADIENTS, Limits, Part, Whole
-from cudnn_sdpa.engine.call import Result, without_data
-from cudnn_sdpa.engine.tensor_checks import aligned, without_memory
+from cudnn_sdpa.engine.launch import Result
+from cudnn_sdpa.engine.tensor_checks import aligned, without_data, without_memory
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey

@@ -10,8 +10,8 @@ from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, Needs
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.mask import TOP_LEFT, as_kernels_see
 from cudnn_sdpa.engine import fallback
-from cudnn_sdpa.engine.call import Result, views_of_leaves
-from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.dispatch_state import needs_gradient, views_of_leaves
+from cudnn_sdpa.engine.launch import Result
 
 
 def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:

@@ -28,8 +28,7 @@ from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.mask import Mask
 from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.varlen.plans import VarlenSpec, length_bucket, sequence_bucket
-from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import BoundPlan, Prepared
+from cudnn_sdpa.engine.launch import BoundPlan, Prepared, Result
 from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.engine.tensor_checks import multiplied
 from cudnn_sdpa.errors import UnsupportedError
@@ -38,8 +37,7 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, live_target
 from cudnn_sdpa.plans import autotune, shape_policy
-from cudnn_sdpa.plans.build import build_plan
-from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.cache import build_plan, plan_cache
 from cudnn_sdpa.plans.device_memory import DeviceTables
 from cudnn_sdpa.plans.plan import Plan, current_raw_stream
 

@@ -54,11 +54,10 @@ from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.reference import without_autocast
 from cudnn_sdpa.engine import autograd_checks, cpu_target, fallback, tensor_checks
 from cudnn_sdpa.engine.autograd_checks import refuse_batch, refuse_second_gradient
-from cudnn_sdpa.engine.call import Function, without_data
-from cudnn_sdpa.engine.dispatch_state import is_plain_memory, needs_gradient
+from cudnn_sdpa.engine.dispatch_state import Function, is_plain_memory, needs_gradient
 from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.engine.sharding import run as run_on_dtensors
-from cudnn_sdpa.engine.tensor_checks import dtype_name
+from cudnn_sdpa.engine.tensor_checks import dtype_name, without_data
 from cudnn_sdpa.errors import DeviceError, OptionError, UnsupportedError
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.scalars import as_bool, as_float, is_compiling

@@ -11,10 +11,10 @@ that is asked for none of them leaves them out of the graph.
 from __future__ import annotations
 
 from cudnn_sdpa.graph.backend import GraphBuilder, Results, Symbol
-from cudnn_sdpa.graph.definition import graph_definition
+from cudnn_sdpa.graph.definition import GraphDefinition
 
 
-@graph_definition
+@GraphDefinition
 def sdpa_fp8_forward(
     g: GraphBuilder,
     q: Symbol,
@@ -62,7 +62,7 @@ def sdpa_fp8_forward(
     return (o, amax_s, amax_o, lse) if with_lse else (o, amax_s, amax_o)
 
 
-@graph_definition
+@GraphDefinition
 def sdpa_fp8_backward(
     g: GraphBuilder,
     q: Symbol,

@@ -32,8 +32,7 @@ from cudnn_sdpa.engine.tensor_checks import LOWEST, check_address, check_present
 from cudnn_sdpa.graph.key import PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
-from cudnn_sdpa.plans.build import build_plan
-from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.cache import build_plan, plan_cache
 from cudnn_sdpa.plans.plan import allocate, current_device
 
 Results = tuple[Tensor, ...]

@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.paged import arguments, launch, plans
 from cudnn_sdpa.attention.paged import reference as in_pytorch
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.engine import tensor_checks
-from cudnn_sdpa.engine.autocast import cast_tensor
+from cudnn_sdpa.engine.dispatch_state import cast_tensor
 from cudnn_sdpa.engine.sharding import ShardingStrategy
 from cudnn_sdpa.errors import UnsupportedError
 

@@ -19,16 +19,23 @@ from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.engine.call import Result
-from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, items_by_name
+from cudnn_sdpa.engine.launch import (
+    Address,
+    BoundPlan,
+    LaunchExtras,
+    Layout,
+    Prepared,
+    Result,
+    SingleLaunch,
+    items_by_name,
+)
 from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.engine.tensor_checks import check_address, check_present, multiplied
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import dense_stride_like
 from cudnn_sdpa.graph.target import live_target
-from cudnn_sdpa.plans.build import build_plan
-from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.cache import build_plan, plan_cache
 from cudnn_sdpa.plans.plan import current_device
 
 #: Keys of decode plans that cuDNN could not build: such steps run as prefill does.

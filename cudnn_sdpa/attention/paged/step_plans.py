@@ -52,9 +52,8 @@ def plans_of_steps(
         # `attend` passes `seq_lens_q` for several tokens, and for single ones if some are absent.
         for seq_lens_q in (step.seq_lens_q, None) if count == 1 else (step.seq_lens_q,):
             call = call_of(**{**arguments, **of_step, "seq_lens_q": seq_lens_q})
-            PAGED.check_all(call)
-            call.check_strides()
-            call.check_memory()
+            if (refused := PAGED.checked(call, lambda call: call).refused) is not None:
+                raise refused
             keys += call.keys(target, None)
         return keys
 

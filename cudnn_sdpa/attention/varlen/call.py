@@ -10,7 +10,7 @@ from cudnn_sdpa.attention.cpu_checks import check_strides_of_dense
 from cudnn_sdpa.attention.varlen import arguments, launch, plans
 from cudnn_sdpa.attention.varlen import reference as in_pytorch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
-from cudnn_sdpa.engine.autocast import cast_fields
+from cudnn_sdpa.engine.dispatch_state import cast_fields
 from cudnn_sdpa.engine.sharding import ShardingStrategy
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import Target

@@ -22,8 +22,8 @@ from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradien
 from cudnn_sdpa.attention.varlen.call import VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen, sdpa_varlen_backward
 from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
-from cudnn_sdpa.engine.call import without_data
 from cudnn_sdpa.engine.explain import Description, describes
+from cudnn_sdpa.engine.tensor_checks import without_data
 from cudnn_sdpa.errors import UnsupportedError
 
 

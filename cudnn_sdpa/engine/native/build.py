@@ -28,9 +28,9 @@ import torch
 
 from cudnn_sdpa.graph.diagnostics import printable, shortened
 from cudnn_sdpa.offline.interpreter import exit_reason
-from cudnn_sdpa.plans import file_format, private_folders
-from cudnn_sdpa.plans.file_format import BadPlanFileError
+from cudnn_sdpa.plans import private_folders, store
 from cudnn_sdpa.plans.private_folders import OpenFolderError, UnsafeFolderError
+from cudnn_sdpa.plans.store import BadPlanFileError
 
 _log = logging.getLogger("cudnn_sdpa")
 
@@ -97,7 +97,7 @@ def name_of(sources: Path) -> str:
         "platform": [sysconfig.get_platform(), _c_library()],
     }
     version = re.sub(r"[^\w.+]", "-", str(torch.__version__))
-    digest = _sha256(file_format.canonical(identity))
+    digest = _sha256(store.canonical(identity))
     return f"torch-{version}-{sys.implementation.cache_tag}-{digest[:32]}.so"
 
 
@@ -133,7 +133,7 @@ def find(sources: Path = SOURCES) -> Path | None:
             return None
         raise _unusable(error) from error
     try:
-        contents = file_format.read(name, folder)
+        contents = store.read(name, folder)
         if contents is None:
             return None
         if contents[-32:] != _seal(name, contents[:-32]):
@@ -158,7 +158,7 @@ def compile_module(sources: Path = SOURCES, *, in_background: bool = False) -> P
         folder = private_folders.open_private(path.parent)
         try:
             library = _compile(sources, path.parent, in_background)
-            file_format.write(name, folder, library + _seal(name, library))
+            store.write(name, folder, library + _seal(name, library))
         finally:
             os.close(folder)
     except (OSError, UnsafeFolderError) as error:

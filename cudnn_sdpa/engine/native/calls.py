@@ -284,10 +284,10 @@ def _data_of(bound: BoundPlan) -> dict[str, object]:
     if type(plan) is Plan:
         data |= {
             "execute": plan._execute,
-            "count": plan._count,
+            "count": plan.count,
             "slots": _slot,
             "capturing": torch._C._cuda_isCurrentStreamCapturing,
-            "keep": plan._keep_for_graphs,
+            "keep": plan.keep_for_graphs,
             "refused": plan.refuse,
             "workspace": ([plan.workspace], [1], torch.uint8),
             "scratch": handles.SCRATCH_BYTES,

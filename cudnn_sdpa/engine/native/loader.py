@@ -40,7 +40,8 @@ _NOT_STARTED = "Python: no plan of this process has been launched"
 _COMPILING = "Python: the native module is being compiled"
 
 
-class _Native:
+class Native:
+    is_started = False  #: further calls of `start` would change nothing
     module: ModuleType | None = None
     status = _NOT_STARTED
     failure = ""
@@ -52,13 +53,13 @@ _lock = renewed_in_children(threading.RLock())
 
 
 def module() -> ModuleType | None:
-    return _Native.module
+    return Native.module
 
 
 def status() -> str:
-    if _Native.status == _NOT_STARTED and mode() == OFF:
+    if Native.status == _NOT_STARTED and mode() == OFF:
         return f"Python: {VARIABLE}={OFF}"
-    return _Native.status
+    return Native.status
 
 
 def mode() -> str:
@@ -72,7 +73,7 @@ def mode() -> str:
 def when_loaded(callback: Callable[[ModuleType], None]) -> None:
     """Calls `callback` with the module, once: now, or on the thread that loads it."""
     with _lock:
-        loaded = _Native.module
+        loaded = Native.module
         if loaded is None:
             _callbacks.append(callback)
     if loaded is not None:
@@ -80,7 +81,7 @@ def when_loaded(callback: Callable[[ModuleType], None]) -> None:
 
 
 def start() -> None:
-    """Loads the module if it is compiled, otherwise starts compiling it. Further calls cost little.
+    """Loads the module if it is compiled, otherwise starts compiling it.
 
     With "auto", nothing waits, and a failure is a line of the log.
 
@@ -88,27 +89,27 @@ def start() -> None:
         OptionError: The environment names an unknown mode.
         LibraryError: The mode is "on", and the module cannot be compiled or loaded.
     """
-    if _Native.module is not None:
-        return
     chosen = mode()
-    if chosen == OFF:
+    if chosen == OFF or Native.module is not None:
+        Native.is_started = True
         return
     with _lock:
-        is_first = _Native.status == _NOT_STARTED
+        is_first = Native.status == _NOT_STARTED
         if is_first:
-            _Native.status = _COMPILING
+            Native.status = _COMPILING
             _find(in_background=chosen == AUTO)
     if is_first:
         _call_back()
     if chosen == ON:
         wait()
-        if _Native.failure:
-            raise LibraryError(f"{VARIABLE}={ON}, and the native module cannot be used: {_Native.failure}")
+        if Native.failure:
+            raise LibraryError(f"{VARIABLE}={ON}, and the native module cannot be used: {Native.failure}")
+    Native.is_started = True
 
 
 def wait(seconds: float | None = None) -> None:
     """Waits, after `start`, for the thread that compiles the module, if there is one."""
-    thread = _Native.thread
+    thread = Native.thread
     if thread is not None and thread is not threading.current_thread():
         thread.join(seconds)
 
@@ -121,7 +122,7 @@ def _find(*, in_background: bool) -> None:
             return
         thread = threading.Thread(target=_compile, args=(in_background,), name="cudnn_sdpa native", daemon=True)
         thread.start()
-        _Native.thread = thread
+        Native.thread = thread
     except Exception as error:  # noqa: BLE001 - whatever it is, Python serves the calls
         _fail(error)
 
@@ -140,8 +141,8 @@ def _compile(in_background: bool) -> None:
 
 
 def _load(path: Path, how: str) -> None:
-    _Native.module = load(path)
-    _Native.status = f"C++: {how} ({path})"
+    Native.module = load(path)
+    Native.status = f"C++: {how} ({path})"
     _log.info("calls go through C++: the native module is %s: %s", how, path)
 
 
@@ -152,12 +153,12 @@ def _fail(error: Exception) -> None:
     is_expected = isinstance(error, CompileError) and error.is_expected
     text = "calls go through Python, not C++: %s; %s=%s silences this"
     _log.log(logging.INFO if is_expected else logging.WARNING, text, reason, VARIABLE, OFF)
-    _Native.status, _Native.failure = f"Python: {reason}", reason
+    Native.status, Native.failure = f"Python: {reason}", reason
 
 
 def _call_back() -> None:
     with _lock:
-        loaded = _Native.module
+        loaded = Native.module
         waiting = [] if loaded is None else _callbacks[:]
         if waiting:
             _callbacks.clear()
@@ -206,9 +207,9 @@ def _end() -> None:
 
 def _start_afresh() -> None:
     """In a forked child, which lacks the thread that compiles: the parent goes on, and the child may start again."""
-    _Native.thread = None
-    if _Native.status == _COMPILING:
-        _Native.status = _NOT_STARTED
+    Native.thread = None
+    if Native.status == _COMPILING:
+        Native.status, Native.is_started = _NOT_STARTED, False
 
 
 atexit.register(_end)

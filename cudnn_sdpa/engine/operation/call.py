@@ -116,6 +116,9 @@ class Call(_Tuple):
 
 CallT = TypeVar("CallT", bound=Call)
 
+#: Where, in a backward call, are its tensors besides those of the forward call.
+GIVEN = slice(-2)
+
 
 class BackwardCall(_Tuple, Generic[CallT]):
     """A backward call: the base class of its behaviour.
@@ -135,26 +138,11 @@ class BackwardCall(_Tuple, Generic[CallT]):
         @property
         def needs(self) -> tuple[bool, ...]: ...
 
-    def log_key(self) -> Hashable:
-        return self.call.log_key()
-
     def check_types(self) -> None:
         self.call.check_types()
 
-    def check_options(self) -> None:
-        self.call.check_options()
-
     def check(self) -> None:
         self.call.check()
-
-    def check_values(self) -> None:
-        self.call.check_values()
-
-    def check_strides(self) -> None:
-        self.call.check_strides()
-
-    def check_memory(self) -> None:
-        self.call.check_memory()
 
     def check_for_gpu(self) -> None:
         """Refuses a backward call on the CPU that a GPU would refuse."""

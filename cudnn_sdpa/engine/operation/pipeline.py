@@ -14,49 +14,48 @@ of a call that has been checked: `gradients`.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, NamedTuple
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine import autograd_checks, fallback, sharding, value_checks
-from cudnn_sdpa.engine.autocast import could_cast
-from cudnn_sdpa.engine.call import Result
 from cudnn_sdpa.engine.dispatch_state import (
+    Differentiable,
     can_be_recognized,
     can_bypass_dispatcher,
+    could_cast,
     has_subclass,
     is_autocasting,
     is_transformed,
     materialized,
     needs_gradient,
+    needs_operator,
+    views_of_leaves,
 )
-from cudnn_sdpa.engine.launch import NOT_A_CALL, Prepared, SingleLaunch
-from cudnn_sdpa.engine.native.calls import NativeCalls, RepeatableCall
-from cudnn_sdpa.engine.operation.call import BackwardCall, CallT
-from cudnn_sdpa.engine.operation.gradients import Gradients
-from cudnn_sdpa.engine.operation.launches import as_tuple, made
-from cudnn_sdpa.engine.tensor_checks import LOWEST, check_present, without_memory
+from cudnn_sdpa.engine.launch import (
+    NOT_A_CALL,
+    Prepared,
+    Result,
+    check_one_device,
+)
+from cudnn_sdpa.engine.operation import dtensors, native_way
+from cudnn_sdpa.engine.operation.call import GIVEN, BackwardCall, CallT
+from cudnn_sdpa.engine.operation.description import OperationDescription, alone, as_tuple
+from cudnn_sdpa.engine.operation.native_way import NativeKey
+from cudnn_sdpa.engine.tensor_checks import LOWEST, check_present
 from cudnn_sdpa.engine.torch_ops import new_seed
-from cudnn_sdpa.errors import ArgumentError, UnsupportedError
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.scalars import check_known, is_compiling
+
+#: Maximum number of signatures remembered as differentiable.
+MAX_REMEMBERED = 8192
 
 #: Replacements for options that depend on data.
 _INSTEAD = {"scale": "Multiply q by it, and pass scale=1.0.", "is_causal": "torch.cond chooses between two calls."}
-
-
-class NativeKey(NamedTuple):
-    """The arguments of a public function, by which the native module recognizes its calls.
-
-    Attributes:
-        calls: The function's calls that are launched natively.
-    """
-
-    calls: NativeCalls
-    arguments: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -74,8 +73,37 @@ class Checked(Generic[CallT]):
     trains: bool
 
 
+class Tracked(NamedTuple):
+    """A call that autograd follows.
+
+    Attributes:
+        entry: Its entry, if the fast path found it.
+        by_reference: Whether it runs in plain PyTorch, on any device, as cuDNN declines it.
+    """
+
+    operation: Pipeline[Any]
+    call: object
+    entry: Prepared | None
+    returns_all: bool
+    by_reference: bool = False
+
+    def forward(self, ctx: Any, _: tuple[object, ...]) -> Result:
+        """Runs the call, and saves the tensors of the backward pass. Returning an unneeded result would cost 2 µs."""
+        operation, call, entry, returns_all, by_reference = self
+        run = operation.on_cpu if by_reference else operation.runner(call) if entry is None else entry.run
+        found = as_tuple(run(call))
+        if operation.differentiable:
+            operation.save(ctx, call, found)
+        ctx.gradients = partial(operation.gradients, by_reference=by_reference)
+        return alone(found if returns_all else found[operation.given_at])
+
+
 @dataclass(eq=False)
-class Pipeline(Gradients[CallT]):
+class Pipeline(OperationDescription[CallT]):
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._known_to_be_differentiable: set[Hashable] = set()
+
     def __call__(self, call: CallT, asked: NativeKey | None = None) -> Any:
         """The results of a call whose arguments have not been checked yet: alone if it is one.
 
@@ -87,11 +115,11 @@ class Pipeline(Gradients[CallT]):
             run = self._find(call)
             if run is not None:
                 if asked is not None and asked.calls.find is not None:
-                    self._register(asked, call)
+                    native_way.register(self, self.gradients, asked, call)
                 return run(call)
-        tensors = (*call[self._tensors_at], call[-1] if self.takes_out else None)
+        tensors = (*call[self.tensors_at], call[-1] if self.takes_out else None)
         if has_subclass(*tensors) and sharding.has_dtensor(*tensors):
-            return self._on_dtensors(call)
+            return dtensors.run(self, self, call)
         return self._run_steps(call)
 
     def run_backward(self, backward: BackwardCall[CallT]) -> list[Tensor]:
@@ -104,38 +132,39 @@ class Pipeline(Gradients[CallT]):
         if sharding.has_dtensor(*tensors.values()):
             sharding.refuse(f"{self.function}_backward", "autograd differentiates calls on DTensors by itself")
         if not is_compiling():  # gradients may be zeros without memory, which the checks of types refuse
-            given = {name: tensors[name] for name in self._given_names}
+            given = {name: tensors[name] for name in self.given_names}
             backward = backward._replace(**{k: materialized(x) for k, x in given.items() if isinstance(x, Tensor)})
         return self._run_steps(backward)  # type: ignore[no-any-return]
 
     def _run_steps(self, call: CallT | BackwardCall[CallT]) -> Any:
         """The results of a call, forward or backward, that the fast path does not know."""
-        self._refuse_data_dependent(forward_of(call))
+        forward = forward_of(call)
+        self._refuse_data_dependent(forward)
         call.check_types()
         if not is_compiling():  # a compiled graph checks them when it is traced, and again when it runs
-            call.check_options()
+            forward.check_options()
         if not isinstance(call, BackwardCall):
             call = self.cast(call)
         self.check_differentiation(call)
-        if not isinstance(call, BackwardCall) and self._draws(call) and getattr(call, "rng", None) is None:
+        if not isinstance(call, BackwardCall) and self.draws(call) and getattr(call, "rng", None) is None:
             call = call._replace(rng=new_seed(self.first_of(call)))
         if is_compiling():
             return self._traced(call)
         forward = forward_of(call)
-        if any(isinstance(x, Tensor) and x.is_neg() for x in forward[self._tensors_at]):
-            call = self._with_forward(call, autograd_checks.resolved(forward))
+        if any(isinstance(x, Tensor) and x.is_neg() for x in forward[self.tensors_at]):
+            call = _with_forward(call, autograd_checks.resolved(forward))
         to = fallback.chosen.get()
         is_declined = to == fallback.KERNELS and isinstance(call, BackwardCall)  # kernels have no such function
         if self.reference_call is None or to not in self.fallbacks or is_declined:
             call.check()
             return self._run(call)
-        without_limits = self._with_forward(call, made(self.reference_call, forward_of(call)))
+        without_limits = _with_forward(call, self.reference_call._make(forward_of(call)))
 
         def run() -> Any:
             fallback.check_or_decline(self._function_of(call), call.check, without_limits.check)
             return self._run(call)
 
-        return fallback.or_else(run, lambda: self._alternative(without_limits, str(to)), call.log_key, str(to))
+        return fallback.or_else(run, lambda: self._alternative(without_limits, str(to)), forward.log_key, str(to))
 
     def _run(self, call: CallT | BackwardCall[CallT]) -> Any:
         tensors = tuple(self._named_tensors(call).values())
@@ -143,7 +172,7 @@ class Pipeline(Gradients[CallT]):
         if isinstance(call, BackwardCall):  # whose operator checks nothing of this, as autograd's calls need none of it
             first = self.first_of(call.call)
             if first.is_cuda:
-                self._check_on_gpu(call, has_memory=bypasses)
+                self._check_on_gpu(call.call, has_memory=bypasses)
             elif not first.is_meta:
                 self._check_on_cpu(call, has_memory=bypasses)
             return list(self.gradients_on(first, call)) if bypasses else self._gradients_through_dispatcher(call)
@@ -156,10 +185,10 @@ class Pipeline(Gradients[CallT]):
         """The call in compiled code, which differentiates all that a graph returns."""
         if isinstance(call, BackwardCall):
             return self._gradients_through_dispatcher(call)
-        if not needs_gradient(*self._tensors_of(call), self._out_of(call)):
+        if not needs_gradient(*call[self.tensors_at], self.out_of(call)):
             return self._through_dispatcher(call)
-        given, auxiliary = self._split_outputs(as_tuple(self._through_dispatcher(self.complete(call))))
-        return self._select_outputs(call, (*given, *(x.detach() for x in auxiliary)))
+        found, given = as_tuple(self._through_dispatcher(self.complete(call))), len(self.outputs)
+        return self.select_outputs(call, (*found[:given], *(x.detach() for x in found[given:])))
 
     def _alternative(self, call: CallT | BackwardCall[CallT], to: str) -> Any:
         """The results of a call that cuDNN declines, by the first alternative that has its options.
@@ -171,24 +200,25 @@ class Pipeline(Gradients[CallT]):
         if to == fallback.KERNELS:
             return call.alternative(to)
         complete = self.complete(call)
-        if self._out_of(call) is not None:
+        if self.out_of(call) is not None:
             call.check_memory()
             complete = complete._replace(out=None)
         result = call.alternative(to)
         if result is not None:
-            return self._into_out_of(call, (result,))[0]
-        found = self._differentiate_reference(complete)
-        return self._select_outputs(call, self._into_out_of(call, found))
+            return self.into_out(call, (result,))[0]
+        tracked = Tracked(self, complete, None, returns_all=True, by_reference=True)
+        found = as_tuple(Differentiable.apply(tracked, *complete[self.differentiable_at]))
+        return self.select_outputs(call, self.into_out(call, found))
 
     # The steps.
 
     def _refuse_data_dependent(self, call: CallT) -> None:
         """Refuses options that depend on data in compiled code; lengths and bounds may, which are symbols there."""
-        for (name, kind), value in zip(self._types.items(), self.inputs_of(call), strict=True):
+        for (name, kind), value in zip(self.types.items(), self.inputs_of(call), strict=True):
             if kind in ("float", "float?", "bool"):
                 check_known(name, value, _INSTEAD.get(name, ""))
-        if self._flag:
-            check_known(f"return{self._flag.removeprefix('with')}", call[self._inputs])
+        if self.flag:
+            check_known(f"return{self.flag.removeprefix('with')}", call[self.flag_at])
 
     def cast(self, call: CallT) -> CallT:
         changed = call.autocast() if is_compiling() or is_autocasting() else {}
@@ -206,7 +236,7 @@ class Pipeline(Gradients[CallT]):
             autograd_checks.check(self._function_of(call), out, loops=loops, forward_mode=self.forward_mode, **tensors)
             if is_backward:
                 autograd_checks.refuse_gradient_through(self._function_of(call), tensors)
-        if not self.differentiable and not isinstance(call, BackwardCall) and needs_gradient(*call[self._tensors_at]):
+        if not self.differentiable and not isinstance(call, BackwardCall) and needs_gradient(*call[self.tensors_at]):
             call.check_gradient()
 
     def checked(self, call: CallT, cast: Callable[[CallT], CallT]) -> Checked[CallT]:
@@ -219,48 +249,199 @@ class Pipeline(Gradients[CallT]):
         call.check_types()
         as_cast = cast(call)
         as_cast.check_options()
-        if self._draws(call):
+        if self.draws(call):
             as_cast = as_cast._replace(rng=torch.empty(2, dtype=torch.int64, device=self.first_of(call).device))
         as_cast.check()
         as_cast.check_strides()
         as_cast.check_memory()
         refused = UnsupportedError.of(self.check_differentiation, call)
-        return Checked(call, as_cast, refused, needs_gradient(*self._differentiable_of(call)))
+        return Checked(call, as_cast, refused, needs_gradient(*call[self.differentiable_at]))
 
-    def check_all(self, call: CallT) -> None:
-        """All checks that read no address and no value, of a call that autocast has cast."""
-        call.check_types()
-        call.check_options()
-        call.check()
-        self.check_differentiation(call)
+    def check_gradient(self, call: CallT) -> None:
+        """Refuses a call whose gradients are known to be unsupported: now, and not when the loss is differentiated."""
+        if not self.first_of(call).is_cuda:
+            if type(call) is self.call:
+                call.check_gradient()
+            return
+        name = self.signature(self.complete(call))
+        if self._is_known_to_be_differentiable(name, call):
+            return
+        call.check_gradient()
+        if len(self._known_to_be_differentiable) >= MAX_REMEMBERED:
+            self._known_to_be_differentiable.clear()
+        self._known_to_be_differentiable.add((name, self._which_require_grad(call)))
+
+    def _is_known_to_be_differentiable(self, name: Hashable, call: CallT) -> bool:
+        return (name, self._which_require_grad(call)) in self._known_to_be_differentiable
+
+    def _which_require_grad(self, call: CallT) -> tuple[bool, ...]:
+        return tuple([x is not None and x.requires_grad for x in call[self.differentiable_at]])
 
     # The parts of forward and backward calls.
 
     def _named_tensors(self, call: CallT | BackwardCall[CallT]) -> dict[str, Any]:
         """The tensors of a call, with those of its forward call and `out`."""
         forward = forward_of(call)
-        found = dict(zip(self.fields, forward[self._tensors_at]))  # noqa: B905
+        found = dict(zip(self.fields, forward[self.tensors_at]))  # noqa: B905
         if isinstance(call, BackwardCall):
-            return found | dict(zip(self._given_names, self._given_of(call), strict=True))
+            return found | dict(zip(self.given_names, call[GIVEN], strict=True))
         return found | {"out": forward[-1]} if self.takes_out else found
-
-    def _with_forward(self, call: CallT | BackwardCall[CallT], forward: CallT) -> CallT | BackwardCall[CallT]:
-        return call._replace(call=forward) if isinstance(call, BackwardCall) else forward
 
     def _function_of(self, call: CallT | BackwardCall[CallT]) -> str:
         return f"{self.function}_backward" if isinstance(call, BackwardCall) else self.function
+
+    # Launches.
+
+    def runner(self, call: CallT) -> Callable[[CallT], Result]:
+        """The method that runs a checked forward call on the device of its tensors."""
+        first = self.first_of(call)
+        return self.on_gpu if first.is_cuda else self.fake_results if first.is_meta else self.on_cpu
+
+    def on_gpu(self, call: CallT) -> Result:
+        """The results of a checked forward call on the GPU, whose plan is found by its signature, or bound."""
+        self._check_on_gpu(call)
+        out = self.out_of(call)
+        if out is not None and not out.is_inference():
+            torch.autograd.graph.increment_version(out)
+        name = self.signature(call)
+        known = self.table.get(name)
+        result: Result = (known or self.add(name, call.bind())).run(call)
+        return result
+
+    def on_cpu(self, call: CallT) -> Result:
+        """The results of a checked forward call by the reference, if a GPU would run it."""
+        self._check_on_cpu(call)
+        return self.select_outputs(call, self.into_out(call, call.reference()))
+
+    def fake_results(self, call: CallT) -> Result:
+        device, out = self.first_of(call).device, self.out_of(call)
+        found = tuple(
+            torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in call.outputs()
+        )
+        return self.select_outputs(call, found if out is None else (out, *found[1:]))
+
+    # The checks before a launch that fake tensors would not pass. Tensors without plain memory may hold it elsewhere.
+
+    def _check_on_gpu(self, call: CallT, *, has_memory: bool = True) -> None:
+        if value_checks.enabled:
+            call.check_values()
+        call.check_strides()
+        if has_memory:
+            call.check_memory()
+
+    def _check_on_cpu(self, call: CallT | BackwardCall[CallT], *, has_memory: bool = True) -> None:
+        forward = forward_of(call)
+        if has_memory:
+            forward.check_values()
+        if isinstance(call, BackwardCall) or type(call) is self.call:
+            call.check_for_gpu()
+        forward.check_memory()
+
+    # Backward calls.
+
+    def gradients_on(self, device: Tensor, backward: BackwardCall[CallT]) -> Sequence[Tensor]:
+        if device.is_cuda:
+            return self.gradients_on_gpu(backward)
+        return backward.fake_gradients() if device.is_meta else backward.reference()
+
+    def gradients_on_gpu(self, backward: BackwardCall[CallT]) -> list[Tensor]:
+        readable = backward.make_readable()
+        name = self.signature_of_gradient(readable)
+        known = self.table.get(name)
+        if known is None:
+            names = (*self.fields[self.tensors_at], *self.given_names)
+            tensors = (*backward.call[self.tensors_at], *backward[GIVEN])
+            check_one_device(names, tensors)  # a saved-tensor hook may have moved them
+            known = self.add(name, readable.bind())
+        return list(as_tuple(known.run(readable)))
+
+    # PyTorch's operators.
+
+    def _through_dispatcher(self, call: CallT) -> Result:
+        inputs, out = self.inputs_of(call), self.out_of(call)
+        if out is not None:
+            return self.select_outputs(call, (out, *as_tuple(self.operator("forward_out")(*inputs, out))))
+        found: Result = self.operator("forward_all" if self.flag and self.is_complete(call) else "forward")(*inputs)
+        return found
+
+    def _gradients_through_dispatcher(self, backward: BackwardCall[CallT]) -> list[Tensor]:
+        tensors, inputs = backward[GIVEN], self.inputs_of(backward.call)
+        found: list[Tensor] = self.operator("backward")(*tensors, *inputs, list(backward.needs))
+        return found
+
+    # Autograd.
+
+    def _differentiate(self, call: CallT, entry: Prepared | None, *, through_dispatcher: bool = False) -> Result:
+        try:
+            if through_dispatcher:  # the operator applies a function of PyTorch's
+                _views = views_of_leaves(*call[self.differentiable_at])
+                return self.select_outputs(call, as_tuple(self._through_dispatcher(self.complete(call))))
+            complete = self.call(*call[self.inputs_at], *self.all_outputs)
+            tracked = Tracked(self, complete, entry, self.is_complete(call))
+            result: Result = Differentiable.apply(tracked, *call[self.differentiable_at])
+        except RuntimeError:
+            autograd_checks.refuse_inference_tensors(dict(zip(self.fields, call, strict=True)))
+            raise
+        return result
+
+    def save(self, ctx: Any, call: CallT, found: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*call[self.tensors_at], *found[self.saved_at])
+        ctx.options = call[self.options_at]
+        ctx.may_fall_back = self.reference_call is not None and fallback.chosen.get() == fallback.TORCH
+        ctx.set_materialize_grads(False)
+
+    def gradients(
+        self,
+        ctx: Any,
+        grads: tuple[Tensor | None, ...],
+        needs: tuple[bool, ...],
+        *,
+        by_reference: bool = False,
+    ) -> list[Tensor | None]:
+        """The gradient of each differentiable input, None where none is needed, from what `save` saved.
+
+        Args:
+            ctx: Where it was saved: autograd's context, or a `NativelySaved`.
+            grads: The gradients of the results that were returned.
+            needs: Which gradients are needed.
+            by_reference: Whether it runs in plain PyTorch.
+        """
+        given_at = self.given_at
+        if len(grads) > given_at.stop:
+            for name, grad in zip(self.aux_outputs, grads[given_at.stop :], strict=True):
+                autograd_checks.refuse_gradient_of(name, grad)
+            grads = grads[given_at]
+        given = [grad for grad in grads if grad is not None]
+        is_intercepted = any(map(needs_operator, given))
+        if is_intercepted:
+            for grad in given:
+                autograd_checks.refuse_batch(grad)
+        if not given or not any(needs):
+            return [None] * len(needs)
+        backward = self.backward_of(ctx, grads, needs)
+        found: Sequence[Tensor]
+        if by_reference:
+            found = backward.reference()
+        elif is_intercepted:
+            found = self._gradients_through_dispatcher(backward)
+        elif not given[0].is_cuda or not ctx.may_fall_back:  # as in the forward pass, maybe of another thread
+            found = self.gradients_on(given[0], backward)
+        else:
+            found = fallback.or_else(lambda: self.gradients_on_gpu(backward), backward.reference, backward.call.log_key)
+        remaining = iter(found)
+        return [next(remaining) if need else None for need in needs]
 
     # The fast path.
 
     def _find(self, call: CallT) -> Callable[[CallT], Result] | None:
         try:
-            if value_checks.enabled or (self._flag and type(call[self._inputs]) is not bool):
+            if value_checks.enabled or (self.flag and type(call[self.flag_at]) is not bool):
                 return None
-            dropout_p = call[self._alone].dropout_p if self._can_draw else 0.0
+            dropout_p = call[self.group_at].dropout_p if self.can_draw else 0.0
             if type(dropout_p) is not float or dropout_p:
                 return None
-            out = call[-1] if self.takes_out else None  # `_out_of` without its call
-            tensors = [x for x in (*call[self._tensors_at], out) if x is not None]
+            out = call[-1] if self.takes_out else None  # `out_of` without its call
+            tensors = [x for x in (*call[self.tensors_at], out) if x is not None]
             if not can_be_recognized(tensors, could_cast):
                 return None
             trains = needs_gradient(*tensors)
@@ -273,13 +454,13 @@ class Pipeline(Gradients[CallT]):
         except NOT_A_CALL:  # the checks name the wrong argument
             return None
         if trains:
-            return functools.partial(self._differentiate, entry=entry)
-        return entry.run if out is None else functools.partial(self._into_out, entry=entry)
+            return partial(self._differentiate, entry=entry)
+        return entry.run if out is None else partial(self._into_out, entry=entry)
 
     def _into_out(self, call: CallT, entry: Prepared) -> Result:
         """A known call whose result goes into a given tensor, which may overlap others in this call alone."""
         call.check_memory()
-        out = self._out_of(call)
+        out = self.out_of(call)
         if out is not None and not out.is_inference():
             torch.autograd.graph.increment_version(out)
         result: Result = entry.run(call)
@@ -287,11 +468,11 @@ class Pipeline(Gradients[CallT]):
 
     def _find_backward(self, backward: BackwardCall[CallT]) -> list[Tensor] | None:
         try:
-            tensors = [x for x in (*self._given_of(backward), *self._tensors_of(backward.call)) if x is not None]
+            tensors = [x for x in (*backward[GIVEN], *backward.call[self.tensors_at]) if x is not None]
             if value_checks.enabled or needs_gradient(*tensors) or not can_be_recognized(tensors, could_cast):
                 return None
-            grad_out, out, *_ = given = self._given_of(backward)
-            for name, x in zip(self._given_names, given, strict=True):
+            grad_out, out, *_ = given = backward[GIVEN]
+            for name, x in zip(self.given_names, given, strict=True):
                 if x is not None and x.data_ptr() < LOWEST:  # copied below, if kernels cannot read it
                     if x._is_zerotensor():
                         return None
@@ -299,79 +480,16 @@ class Pipeline(Gradients[CallT]):
             if (grad_out.dtype, grad_out.device, grad_out.shape) != (out.dtype, out.device, out.shape):
                 return None  # a copy that kernels can read would be converted to those of the output, unchecked
             readable = backward.make_readable()
-            known = self.table.get(self._signature_of_gradient(readable))
+            known = self.table.get(self.signature_of_gradient(readable))
         except NOT_A_CALL:  # the checks name the wrong argument
             return None
         return None if known is None else list(as_tuple(known.run(readable)))
-
-    # The native way.
-
-    def _register(self, asked: NativeKey, call: CallT) -> None:
-        """Registers calls like a known one with the native module, if they are one launch and nothing else."""
-        tensors = self._tensors_of(call)
-        trains = needs_gradient(*tensors)
-        entry: Prepared | None = self.table.get(self.signature(self.complete(call) if trains else call))
-        if entry is None or not isinstance(entry.run, SingleLaunch) or self._out_of(call) is not None:
-            return
-        launch = entry.run
-        returned, single_output = launch.returned, launch.single_output
-        if trains and not self._is_complete(call):
-            returned = returned[: len(self.outputs)]
-            single_output = len(returned) == 1
-        native = RepeatableCall(launch.bound, launch.tensors_of(call), returned, single_output)
-        if not trains:
-            asked.calls.register(asked.arguments, {}, native)
-        elif not any(x is not None and x.is_inference() for x in tensors):
-            asked.calls.register(asked.arguments, {}, native, self._differentiation(call))
-
-    # Calls on DTensors.
-
-    def _on_dtensors(self, call: CallT) -> Result:
-        """The results of a call on DTensors: each rank runs its part of the call.
-
-        The whole call is checked first, so that all ranks raise the same.
-        """
-        if self._out_of(call) is not None:
-            reasons = ["out would have to be sharded as the result is, which each call decides"]
-            raise UnsupportedError(f"{self.function} with out on DTensors", reasons, "the call without out")
-        call.check_types()
-        if not is_compiling():
-            call.check_options()
-        layouts = [None if x is None else without_memory(x) for x in self._tensors_of(call)]
-        whole = made(self.reference_call or self.call, (*layouts, *call[self._others_at]))
-        if self._draws(call):
-            whole = whole._replace(rng=torch.empty(2, dtype=torch.int64, device="meta"))
-        try:
-            whole.check()
-        except (ArgumentError, UnsupportedError) as error:
-            raise error.renamed({"meta": self.first_of(call).device.type}) from None
-
-        def run_part(arguments: Mapping[str, object], sharded: sharding.ShardedCall) -> Result:
-            local = made(self.call, [arguments[name] for name in self.fields])
-            found: Result = self(self._with_own_random_numbers(local, sharded))
-            return found
-
-        arguments = dict(zip(self.fields, call, strict=True))
-        try:
-            return sharding.run(self.function, call.strategies(), arguments, run_part)
-        except UnsupportedError as error:
-            raise (error.renamed(self.names) if self.names else error) from None
-
-    def _with_own_random_numbers(self, call: CallT, sharded: sharding.ShardedCall) -> CallT:
-        """A rank's part of a call, with random numbers of its own, also where ranks share a seed."""
-        if not self._draws(call):
-            return call
-        reasons = []
-        if sharded.is_replicated:
-            reasons.append("ranks that compute the same would draw different random numbers")
-        if self.reference_call is not None and fallback.is_in_force():
-            reasons.append("PyTorch's own attention, which the fallback may run, draws the same in each rank")
-        if reasons:
-            suggestion = "tensors sharded over all mesh dimensions and no fallback, or dropout_p=0.0"
-            raise UnsupportedError(f"{self.function} with dropout_p on DTensors like these", reasons, suggestion)
-        return call._replace(rng=new_seed(self.first_of(call)) + sharded.part())
 
 
 def forward_of(call: CallT | BackwardCall[CallT]) -> CallT:
     found: Any = call.call if isinstance(call, BackwardCall) else call
     return found  # type: ignore[no-any-return]
+
+
+def _with_forward(call: CallT | BackwardCall[CallT], forward: CallT) -> CallT | BackwardCall[CallT]:
+    return call._replace(call=forward) if isinstance(call, BackwardCall) else forward

@@ -13,11 +13,11 @@ import cudnn_sdpa
 from cudnn_sdpa import plan_cache
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.graph import backend
-from cudnn_sdpa.graph.definition import graph_definition
+from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
-from cudnn_sdpa.plans.build import build_plan
+from cudnn_sdpa.plans.cache import build_plan
 
 
 def tensors(sq=48, skv=80, heads_q=4, heads_kv=2, dim=64, dim_v=64, dtype=torch.bfloat16, layout="bshd", batch=2):
@@ -97,7 +97,7 @@ def test_only_cudnn_engines_are_chosen():
         assert plan.built.graph.selected_engine is None
 
 
-@graph_definition
+@GraphDefinition
 def bottom_right_alibi(g, q):
     """cuDNN has no plan for this combination."""
     out, _ = g.sdpa(

@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.dense.tiers import BucketRun
 from cudnn_sdpa.offline.background import background
 from cudnn_sdpa.plans import device_memory
-from cudnn_sdpa.plans.build import plan_of
+from cudnn_sdpa.plans.cache import plan_of
 from tests.threads import in_threads
 
 BF16 = torch.bfloat16

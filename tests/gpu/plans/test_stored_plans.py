@@ -16,7 +16,7 @@ from attention_checks import TOLERANCE, error, exact, make
 
 import cudnn_sdpa
 from cudnn_sdpa import no_plan_builds, plan_cache, record_plans, use_plan_store, warmup
-from cudnn_sdpa.plans.file_format import StoredPlan
+from cudnn_sdpa.plans.store import StoredPlan
 
 
 @pytest.fixture

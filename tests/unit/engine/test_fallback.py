@@ -23,7 +23,7 @@ from cudnn_sdpa import (
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.engine import fallback as module
 from cudnn_sdpa.engine import operation
-from cudnn_sdpa.engine.operation.gradients import Tracked
+from cudnn_sdpa.engine.operation.pipeline import Tracked
 
 OFFSETS = torch.tensor([0, 3, 10], dtype=torch.int32)
 LENGTHS = torch.tensor([3, 5], dtype=torch.int32)

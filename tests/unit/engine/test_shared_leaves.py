@@ -87,7 +87,7 @@ print("ended")
 """
 
 CALLS_IN_PYTHON = """
-from cudnn_sdpa.engine.call import Function
+from cudnn_sdpa.engine.dispatch_state import Function
 
 class Double(Function):
     @staticmethod

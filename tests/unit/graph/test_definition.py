@@ -14,7 +14,7 @@ import torch
 from cudnn_sdpa.attention.dense.graphs import sdpa_forward
 from cudnn_sdpa.fused import conv_graphs
 from cudnn_sdpa.graph import definition, known_issues
-from cudnn_sdpa.graph.definition import GraphDefinition, find_operation, graph_definition
+from cudnn_sdpa.graph.definition import GraphDefinition, find_operation
 
 _numbers = itertools.count()
 
@@ -39,7 +39,7 @@ def build(tmp_path):
 @pytest.fixture
 def digest(build):
     """The digest of the operation whose builder is the function `build` of a module with this source."""
-    return lambda source: graph_definition(build(source)).digest
+    return lambda source: GraphDefinition(build(source)).digest
 
 
 def scaled_by(factor, *, power=1):
@@ -98,7 +98,7 @@ def test_whatever_may_change_the_graph_changes_the_digest(digest, one, other):
 
 @pytest.mark.parametrize(("one", "other"), [(2, 3), (1, True), (1, 1.0), (0.0, -0.0), (None, "None"), ((2,), (3,))])
 def test_what_a_closure_holds_changes_the_digest(one, other):
-    digests = [graph_definition(scaled_by(value)).digest for value in (one, other, one)]
+    digests = [GraphDefinition(scaled_by(value)).digest for value in (one, other, one)]
     assert digests[0] == digests[2] != digests[1]
 
 
@@ -110,7 +110,7 @@ def test_a_builder_without_a_source_file_has_a_digest_of_its_code():
     def typed(source):
         namespace = {}
         exec(source, namespace)  # noqa: S102 - as in the interactive prompt
-        return graph_definition(namespace["build"]).digest
+        return GraphDefinition(namespace["build"]).digest
 
     assert typed(RELU) == typed(RELU)
     assert typed(RELU) != typed(RELU.replace("relu", "tanh"))
@@ -121,12 +121,12 @@ def test_a_builder_without_a_source_file_has_a_digest_of_its_code():
 
 def test_code_passed_with_c_is_not_the_source_of_what_it_executes(run_python):
     code = f"""
-from cudnn_sdpa.graph.definition import graph_definition
+from cudnn_sdpa.graph.definition import GraphDefinition
 digests = set()
 for name in ("relu", "tanh"):
     namespace = {{}}
     exec({RELU!r}.replace("relu", name), namespace)
-    digests.add(graph_definition(namespace["build"]).digest)
+    digests.add(GraphDefinition(namespace["build"]).digest)
 print(len(digests))
 """
     assert run_python(code).stdout.strip() == "2"
@@ -137,7 +137,7 @@ def test_constants_modules_and_functions_may_be_closed_over(value):
     def builder():
         return value
 
-    assert isinstance(graph_definition(builder), GraphDefinition)
+    assert isinstance(GraphDefinition(builder), GraphDefinition)
 
 
 class Opaque:
@@ -154,7 +154,7 @@ def test_a_closure_over_anything_else_is_refused(value):
         return value
 
     with pytest.raises(TypeError, match=r"builder that uses 'value', a .* from outside.*as an option") as caught:
-        graph_definition(builder)
+        GraphDefinition(builder)
     assert type(value).__name__ in str(caught.value)
 
 
@@ -162,12 +162,12 @@ def test_a_closure_over_anything_else_is_refused(value):
 @pytest.mark.parametrize("use", ["return N", "return [N for _ in g]", "def inner(): return N\n    return inner"])
 def test_a_global_of_any_other_kind_is_refused(build, value, use):
     with pytest.raises(TypeError, match="uses 'N'"):
-        graph_definition(build(f"N = {value}\ndef build(g):\n    {use}\n"))
+        GraphDefinition(build(f"N = {value}\ndef build(g):\n    {use}\n"))
 
 
 def test_helper_functions_have_the_same_restrictions(build):
     with pytest.raises(TypeError, match="helper: got a builder that uses 'N', a list"):
-        graph_definition(build("N = [2]\ndef helper(): return N\ndef build(g): return helper()\n"))
+        GraphDefinition(build("N = [2]\ndef helper(): return N\ndef build(g): return helper()\n"))
 
 
 def test_mutually_recursive_functions_terminate(digest):
@@ -204,12 +204,12 @@ def test_a_decorator_around_the_builder_is_part_of_its_identity(digest):
 
 def test_two_lambdas_on_one_line_are_two_operations(build):
     one, other = build("build = (lambda g, x: g.relu(x)), (lambda g, x: g.tanh(x))\n")
-    assert graph_definition(one).digest != graph_definition(other).digest
+    assert GraphDefinition(one).digest != GraphDefinition(other).digest
 
 
 def test_a_helper_function_defined_later_is_part_of_the_identity(build):
     source = (
-        "from cudnn_sdpa.graph.definition import graph_definition\n@graph_definition\ndef build(g): return helper()\n"
+        "from cudnn_sdpa.graph.definition import GraphDefinition\n@GraphDefinition\ndef build(g): return helper()\n"
     )
     one, other = (build(f"{source}def helper(): return {number}\n").digest for number in (2, 3))
     assert one != other
@@ -219,7 +219,7 @@ def test_a_helper_function_defined_later_is_part_of_the_identity(build):
 def test_a_default_of_a_mutable_kind_is_refused(build, default):
     function = build(f"def build(g, memory={default}): return memory\n")
     with pytest.raises(TypeError, match="memory"):
-        graph_definition(function)
+        GraphDefinition(function)
 
 
 def test_a_bound_method_is_refused():
@@ -230,7 +230,7 @@ def test_a_bound_method_is_refused():
             return g.scale(x, self.factor)
 
     with pytest.raises(TypeError):
-        graph_definition(Builder().build)
+        GraphDefinition(Builder().build)
 
 
 @pytest.mark.slow
@@ -239,8 +239,8 @@ def test_digests_are_the_same_in_every_process(run_python, tmp_path):
     code = """
 from builders import build
 from cudnn_sdpa.attention.dense.graphs import sdpa_forward
-from cudnn_sdpa.graph.definition import graph_definition
-print(sdpa_forward.digest, graph_definition(build).digest)
+from cudnn_sdpa.graph.definition import GraphDefinition
+print(sdpa_forward.digest, GraphDefinition(build).digest)
 """
     one, other = (run_python(code, fresh=True, PYTHONHASHSEED=seed).stdout for seed in ("3", "11"))
     assert one == other

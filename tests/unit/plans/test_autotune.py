@@ -16,7 +16,7 @@ from cudnn_sdpa.graph.key import Operand, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.plans import autotune as autotune_module
 from cudnn_sdpa.plans.autotune import AutotuneCandidate, AutotuneEntry, AutotuneReport, UntunedPlan
-from cudnn_sdpa.plans.build import build_plan
+from cudnn_sdpa.plans.cache import build_plan
 from cudnn_sdpa.plans.plan import Plan
 
 

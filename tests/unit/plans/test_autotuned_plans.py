@@ -11,15 +11,15 @@ from fake_gpu import Engine, Machine, halve, key, launch, operands
 
 import cudnn_sdpa
 from cudnn_sdpa import UnsupportedError, autotune, plan_cache
-from cudnn_sdpa.engine.launch import CallTable
 from cudnn_sdpa.graph import handles, heuristics
 from cudnn_sdpa.graph.key import Operand
 from cudnn_sdpa.graph.layouts import TensorLayout
-from cudnn_sdpa.plans import build, file_format, plan
-from cudnn_sdpa.plans.build import build_plan, load_plan
-from cudnn_sdpa.plans.cache import next_use
-from cudnn_sdpa.plans.file_format import StoredPlan
+from cudnn_sdpa.plans import cache as cache_module
+from cudnn_sdpa.plans import plan
+from cudnn_sdpa.plans import store as stores
+from cudnn_sdpa.plans.cache import CallTable, build_plan, load_plan, next_use
 from cudnn_sdpa.plans.plan import Plan, captured_plans
+from cudnn_sdpa.plans.store import StoredPlan
 from tests.threads import in_threads
 
 
@@ -162,7 +162,7 @@ def test_older_files_count_as_untuned(store):
     magic, _, line, data = stored(key()).encode().split(b"\n", 3)
     older = line.replace(b',"tuned":false', b"")
     assert older != line
-    digest = file_format._digest(older, data).encode()
+    digest = stores._digest(older, data).encode()
     store.path(key()).write_bytes(b"\n".join([magic, digest, older, data]))
     assert store.load(key()) == stored(key())
     assert store.load(key(), only_tuned=True) is None
@@ -170,7 +170,7 @@ def test_older_files_count_as_untuned(store):
 
 
 def test_untuned_stored_plans_are_not_loaded_under_autotune(store, monkeypatch):
-    monkeypatch.setattr(build, "plan_of", lambda _, stored: stored)
+    monkeypatch.setattr(cache_module, "plan_of", lambda _, stored: stored)
     store.save(key(), stored(key()))
     assert load_plan(key()) is not None
     with autotune():
@@ -182,7 +182,7 @@ def test_untuned_stored_plans_are_not_loaded_under_autotune(store, monkeypatch):
 
 
 def test_untunable_stored_plans_are_loaded_under_autotune(store, monkeypatch):
-    monkeypatch.setattr(build, "plan_of", lambda _, stored: stored)
+    monkeypatch.setattr(cache_module, "plan_of", lambda _, stored: stored)
     of = key(inputs=[Operand("lengths", TensorLayout.contiguous((2,), torch.int32))])
     store.save(of, stored(of))
     with autotune():
@@ -216,7 +216,7 @@ def test_a_loaded_plan_knows_whether_it_was_tuned(machine, monkeypatch, tuned):
     made = Engine("eng9", workspace=256)
     monkeypatch.setattr(plan.backend, "load_graph", lambda *_: made)
     machine.proposes(made)
-    loaded = build.plan_of(key(), stored(key(), tuned=tuned))
+    loaded = cache_module.plan_of(key(), stored(key(), tuned=tuned))
     assert (type(loaded), loaded.loaded, loaded.tuned) == (Plan, True, tuned)
 
 

@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from cudnn_sdpa import OptionError
-from cudnn_sdpa.engine.launch import CallTable
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans.cache import PlanCache, next_use
+from cudnn_sdpa.plans.cache import CallTable, PlanCache, next_use
 from tests.threads import in_threads
 
 TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 92800, "1.32.0", "NVIDIA H200")

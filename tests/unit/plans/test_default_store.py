@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import cudnn_sdpa
 from cudnn_sdpa import cli
 from cudnn_sdpa.plans import default_store
-from cudnn_sdpa.plans.build import load_plan
+from cudnn_sdpa.plans.cache import load_plan
 from cudnn_sdpa.plans.manifest import PlanManifest
 from cudnn_sdpa.plans.store import PlanStore
 from tests.unit.plans.test_plan_store import key, plan
@@ -72,7 +72,7 @@ import logging, sys
 sys.path.insert(0, sys.argv[1])
 logging.basicConfig(level=logging.INFO)
 from tests.unit.plans.test_plan_store import key, plan
-from cudnn_sdpa.plans.build import load_plan
+from cudnn_sdpa.plans.cache import load_plan
 from cudnn_sdpa.plans.default_store import active
 assert load_plan(key()) is None
 active().save(key(), plan(key()))
@@ -148,7 +148,7 @@ import logging, os, pwd, sys, time
 sys.path.insert(0, sys.argv[1])
 logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
 from tests.unit.plans.test_plan_store import key, plan
-from cudnn_sdpa.plans.build import load_plan
+from cudnn_sdpa.plans.cache import load_plan
 from cudnn_sdpa.plans.default_store import active
 os.setgroups([])
 os.setuid(54321)

@@ -15,9 +15,9 @@ import torch
 import cudnn_sdpa
 from cudnn_sdpa import ExecutionError, OutOfPagesError
 from cudnn_sdpa.graph import backend, handles
-from cudnn_sdpa.plans import build, nvrtc
-from cudnn_sdpa.plans.file_format import StoredPlan
+from cudnn_sdpa.plans import cache, nvrtc
 from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.plans.store import StoredPlan
 from tests.unit.plans.test_plan_store import key, plan
 
 #: Errors that do not concern the plan: of the GPU, its memory or the process.
@@ -73,7 +73,7 @@ def test_gpu_errors_raise_and_keep_the_stored_plan(store, monkeypatch, caplog, t
     expected = ExecutionError if type(trouble) is RuntimeError else type(trouble)
     for _ in range(2):
         with pytest.raises(expected):
-            build.load_plan(key())
+            cache.load_plan(key())
     assert caplog.text == ""
     assert (store.info().plans, store.info().rejected) == (1, 0)
     assert store.load(key()) == plan(key())
@@ -107,7 +107,7 @@ def test_pytorch_does_not_report_the_frontends_errors_after_its_own_kernels(stor
 
     monkeypatch.setattr(backend, "load_graph", load)
     with contextlib.suppress(ExecutionError, MemoryError, torch.OutOfMemoryError):
-        build.load_plan(key())
+        cache.load_plan(key())
     assert runtime.last == before
     assert store.info().plans == 1
 
@@ -183,9 +183,9 @@ def test_a_thread_that_has_loaded_a_plan_has_a_handle_to_launch_it_with(handles_
     """It may capture a CUDA graph next, where none can be created."""
     monkeypatch.setattr(backend, "_cuda_runtime", Streams)
     monkeypatch.setattr(backend, "load_graph", lambda handle, *_: SimpleNamespace(workspace=256, handle=handle))
-    monkeypatch.setattr(build, "Plan", lambda _, built, __: built)
-    monkeypatch.setattr(build, "constants_of", lambda _: {})
-    loaded = build.load_plan(key())
+    monkeypatch.setattr(cache, "Plan", lambda _, built, __: built)
+    monkeypatch.setattr(cache, "constants_of", lambda _: {})
+    loaded = cache.load_plan(key())
     assert list(handles.thread.slots) == [0]
     assert loaded.handle is not handles.thread.slots[0].handle
     assert handles_of_a_gpu == [77]
@@ -195,7 +195,7 @@ def test_without_a_stream_no_plan_is_blamed(store, handles_of_a_gpu, monkeypatch
     monkeypatch.setattr(backend, "_cuda_runtime", lambda: Streams(error=2))
     for _ in range(2):
         with pytest.raises(ExecutionError, match="error 2"):
-            build.load_plan(key())
+            cache.load_plan(key())
     assert not handles_of_a_gpu
     assert (store.info().plans, store.info().rejected) == (1, 0)
 
@@ -215,7 +215,7 @@ def test_without_memory_for_a_handle_no_plan_is_blamed(store, handles_of_a_gpu, 
     monkeypatch.setattr(backend, "create_handle", CREATE_HANDLE)
     for _ in range(2):
         with pytest.raises(ExecutionError, match="memory of the GPU: cudnnHandle Create failed"):
-            build.load_plan(key())
+            cache.load_plan(key())
     assert (store.info().plans, store.info().rejected) == (1, 0)
     monkeypatch.setattr(backend, "create_handle", new_handle)
     with handles.loading_handle(0):
@@ -263,7 +263,7 @@ def test_a_launch_that_fails_leaves_no_error_behind(monkeypatch):
 def test_a_plan_rejected_by_cudnn_stays_until_it_is_replaced(store, monkeypatch, caplog, refusal):
     fail_with(monkeypatch, refusal)
     with caplog.at_level(logging.WARNING):
-        assert build.load_plan(key()) is None
+        assert cache.load_plan(key()) is None
     assert caplog.text.count("it will be built again") == 1
     # If the rebuild failed, the plan would be lost for all.
     assert (store.info().plans, store.info().rejected) == (1, 1)
@@ -273,7 +273,7 @@ def test_a_plan_rejected_by_cudnn_stays_until_it_is_replaced(store, monkeypatch,
 
 def test_library_errors_are_handled_the_same(store, monkeypatch):
     fail_with(monkeypatch, OutOfPagesError(1, 0))
-    assert build.load_plan(key()) is None
+    assert cache.load_plan(key()) is None
     assert store.info().plans == 1
 
 
@@ -335,7 +335,7 @@ def kernel_identity(kernel):
 def test_a_plan_that_needs_other_workspace_than_was_stored_is_refused(store, monkeypatch, caplog, needed):
     """A launch would give it less than it writes to."""
     monkeypatch.setattr(backend, "load_graph", lambda *_: SimpleNamespace(workspace=needed))
-    assert build.load_plan(key()) is None
+    assert cache.load_plan(key()) is None
     assert f"it needs {needed} bytes of workspace, not 256" in caplog.text
     assert store.info().rejected == 1
 

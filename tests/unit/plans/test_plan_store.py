@@ -24,11 +24,10 @@ from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph import key as key_module
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.plans import build, default_store
+from cudnn_sdpa.plans import cache, default_store
 from cudnn_sdpa.plans import store as plan_store
-from cudnn_sdpa.plans.file_format import StoredPlan
 from cudnn_sdpa.plans.private_folders import UnsafeFolderError
-from cudnn_sdpa.plans.store import PlanStore
+from cudnn_sdpa.plans.store import PlanStore, StoredPlan
 
 ROOT = Path(__file__).parents[3]
 
@@ -446,16 +445,16 @@ def test_a_plan_of_this_gpu_is_preferred_to_one_of_any_gpu(store, monkeypatch):
     monkeypatch.setattr(key_module, "serial_of", lambda device: f"GPU {device}")
     monkeypatch.setattr(default_store.Setting, "store", store)
     monkeypatch.setattr(default_store.Setting, "is_resolved", True)
-    monkeypatch.setattr(build, "plan_of", lambda _, stored: stored)
+    monkeypatch.setattr(cache, "plan_of", lambda _, stored: stored)
     mine = dataclasses.replace(key(), operation="somebody.module:convolve")
     siblings, other = mine.without_device(), dataclasses.replace(mine, device=1)
     store.save(other, plan(other, seed=1))
-    assert build.load_plan(mine) is None
+    assert cache.load_plan(mine) is None
     store.save(siblings, plan(siblings, seed=2))
-    assert build.load_plan(mine) == plan(siblings, seed=2)
+    assert cache.load_plan(mine) == plan(siblings, seed=2)
     store.save(mine, plan(mine, seed=3))
-    assert build.load_plan(mine) == plan(mine, seed=3)
-    assert build.load_plan(other) == plan(other, seed=1)
+    assert cache.load_plan(mine) == plan(mine, seed=3)
+    assert cache.load_plan(other) == plan(other, seed=1)
 
 
 def test_a_file_system_without_times_keeps_plans(store, monkeypatch):

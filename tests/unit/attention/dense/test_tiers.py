@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.dense.tiers import Bucket, BucketRun
 from cudnn_sdpa.offline import background as background_plans
 from cudnn_sdpa.plans import cache
-from cudnn_sdpa.plans.file_format import BadPlanFileError
+from cudnn_sdpa.plans.store import BadPlanFileError
 
 
 class Tables:

@@ -18,7 +18,7 @@ from cudnn_sdpa.attention.fp8 import launch, plans
 from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD
 from cudnn_sdpa.engine import launch as engine_launch
-from cudnn_sdpa.engine.launch import CallTable
+from cudnn_sdpa.plans.cache import CallTable
 
 pytestmark = pytest.mark.usefixtures("reference_alone")  # no GPU has kernels for all of these head dims and masks
 
