@@ -42,6 +42,10 @@ class SoftmaxOptions(TypedDict, total=False):
     sinks: Tensor | None
 
 
+#: The options of the softmax that change scores or weights other than by masks and the scale.
+BEYOND_MASKS = ("dropout_p", "softcap", "alibi")
+
+
 class Softmax(NamedTuple):
     """The options of the softmax of a call, for all kinds of attention: those that a kind lacks are at their defaults.
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import Axes
-from cudnn_sdpa.engine.launch import Layout, Result
+from cudnn_sdpa.engine.launch import Layout, Result, new_tensor
 from cudnn_sdpa.engine.tensor_checks import FieldsT
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
@@ -155,9 +155,7 @@ def merge(
     parts: Sequence[Part], run: Callable[[Part], Sequence[Tensor]], wholes: Sequence[Whole], device: torch.device
 ) -> list[Tensor]:
     """The results of a call, given what runs a part of it. Sums are in float32."""
-    found, shared = [], []
-    for shape, stride, dtype in (whole.layout for whole in wholes):
-        found.append(torch.empty_strided(shape, stride, dtype=dtype, device=device))
+    found, shared = [new_tensor(whole.layout, device) for whole in wholes], []
     for number, whole in enumerate(wholes):
         places = {tuple((x.start, x.stop) for x in whole.place(part)) for part in parts}
         shared.append(len(places) < len(parts))
@@ -173,9 +171,8 @@ def merge(
             else:
                 into += of_part
     for number, (whole, is_shared) in enumerate(zip(wholes, shared, strict=True)):
-        shape, stride, dtype = whole.layout
-        if is_shared and dtype != torch.float32:
-            found[number] = torch.empty_strided(shape, stride, dtype=dtype, device=device).copy_(found[number])
+        if is_shared and whole.layout[2] != torch.float32:
+            found[number] = new_tensor(whole.layout, device).copy_(found[number])
     return found
 
 
@@ -204,8 +201,8 @@ def attend(
         results: The layouts of its output and its LSE.
     """
     out, lse = (
-        torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device) if is_new else None
-        for (shape, stride, dtype), is_new in zip(results, (call.out is None, call.with_lse), strict=True)
+        new_tensor(layout, call.q.device) if is_new else None
+        for layout, is_new in zip(results, (call.out is None, call.with_lse), strict=True)
     )
     out = call.out if out is None else out
     assert out is not None

@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.arguments import ForwardArguments
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED, as_kernels_see
 from cudnn_sdpa.attention.parts import ForwardCall
 from cudnn_sdpa.attention.sink_scores import WithSinks, raise_lse
-from cudnn_sdpa.engine.launch import Layout
+from cudnn_sdpa.engine.launch import Layout, new_tensor
 
 
 class Scores(NamedTuple):
@@ -245,12 +245,9 @@ def fill_without_keys(call: _CallWithSinks, layouts: tuple[Layout, Layout]) -> T
         call: A dense, packed or paged call.
         layouts: Those of the output and the LSE.
     """
-    (shape, stride, dtype), (rows, strides, _) = layouts
-    device = call.q.device
-    out: Tensor = torch.empty_strided(shape, stride, dtype=dtype, device=device) if call.out is None else call.out
-    out.zero_()
+    out, lse = (new_tensor(layout, call.q.device) for layout in layouts)
+    out = (out if call.out is None else call.out).zero_()
     if not call.with_lse:
         return out
-    lse = torch.empty_strided(rows, strides, dtype=torch.float32, device=device).fill_(-torch.inf)
-    raise_lse(call, lse)
+    raise_lse(call, lse.fill_(-torch.inf))
     return out, lse

@@ -71,7 +71,7 @@ def complete(call: WithSinks, out: Tensor, lse: Tensor, use: SinkUse) -> None:
         raise_lse(call, lse)
         return
     check_present("sinks", call.sinks)  # PyTorch's kernels would read a null pointer
-    total = torch.logaddexp(lse, _like_rows(call.sinks, lse))
+    total = torch.logaddexp(lse, like_rows(call.sinks, lse))
     out.mul_(torch.exp(lse - total.clamp_min(LOWEST_LSE)).unsqueeze(-1))  # 0 where there is neither a key nor a sink
     lse.copy_(total)
 
@@ -79,10 +79,10 @@ def complete(call: WithSinks, out: Tensor, lse: Tensor, use: SinkUse) -> None:
 def raise_lse(call: WithSinks, lse: Tensor) -> None:
     """Raises an LSE in place to the sinks, which is exact for queries that see no key and changes no other."""
     if call.sinks is not None:
-        torch.maximum(lse, _like_rows(call.sinks, lse), out=lse)
+        torch.maximum(lse, like_rows(call.sinks, lse), out=lse)
 
 
-def _like_rows(sinks: Tensor, lse: Tensor) -> Tensor:
+def like_rows(sinks: Tensor, lse: Tensor) -> Tensor:
     """The sinks in a shape that broadcasts to an LSE, whose heads are its second dimension."""
     return sinks.view(-1, *[1] * (lse.dim() - 2))
 
@@ -133,7 +133,7 @@ def gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, tokens: 
     if tokens is not None:
         rows = torch.arange(mean.shape[0], device=mean.device).unsqueeze(1)
         mean.masked_fill_(rows >= tokens, 0.0)
-    weights = torch.exp(_like_rows(sinks, lse) - lse.clamp_min(LOWEST_LSE))  # also right for a sink of -inf
+    weights = torch.exp(like_rows(sinks, lse) - lse.clamp_min(LOWEST_LSE))  # also right for a sink of -inf
     return -(weights * mean).sum((0, 2) if lse.dim() == 3 else 0)
 
 

@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.arguments import Softmax
 from cudnn_sdpa.attention.cpu_checks import check_offsets
 from cudnn_sdpa.attention.dense.sdpa import sdpa, sdpa_backward
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, UNBOUNDED
-from cudnn_sdpa.attention.sink_scores import SinkUse, complete
+from cudnn_sdpa.attention.sink_scores import SinkUse, complete, like_rows
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen, sdpa_varlen_backward
 from cudnn_sdpa.distributed import collectives
 from cudnn_sdpa.distributed.collectives import GroupRank
@@ -278,11 +278,6 @@ def new_results(q: Tensor, v: Tensor) -> State:
     return out, torch.empty(shape[:-1], dtype=torch.float32, device=q.device)
 
 
-def _for_heads(sinks: Tensor, lse: Tensor) -> Tensor:
-    """The sinks in a shape that broadcasts to an LSE, whose dimension 1 is that of heads."""
-    return sinks.view([-1 if dim == 1 else 1 for dim in range(lse.dim())])
-
-
 def gradient_of_sinks(
     options: Options, outputs: Outputs, sinks: Tensor | None, cu_seqlens: Tensor | None
 ) -> Tensor | None:
@@ -291,7 +286,7 @@ def gradient_of_sinks(
         return None
     grad_out, out, lse = outputs
     exact = torch.float64 if out.dtype == torch.float64 else torch.float32
-    weights = torch.exp(_for_heads(sinks, lse).to(exact) - torch.where(torch.isneginf(lse), torch.inf, lse).to(exact))
+    weights = torch.exp(like_rows(sinks, lse).to(exact) - torch.where(torch.isneginf(lse), torch.inf, lse).to(exact))
     mean = (grad_out.to(exact) * out).sum(-1)
     if cu_seqlens is not None:  # rows past the last offset may have gradients of NaN
         chunk = out.shape[0] // 2

@@ -40,6 +40,7 @@ from cudnn_sdpa.engine.launch import (
     Layout,
     Result,
     check_one_device,
+    new_tensor,
     readable_gradient,
     type_of,
 )
@@ -250,7 +251,6 @@ class GraphFunction(GraphDefinition):
         return sharding.run(self.__name__.removesuffix("_rows"), ways, tensors, on_local_tensors)
 
     def _find(self, operands: tuple[Value, ...], options: Mapping[str, object]) -> _BoundCall | None:
-        """The call with a known signature, if nothing must intercept it."""
         try:
             tensors = _tensors(operands)
             if not can_be_recognized(tensors, self._could_cast):
@@ -276,7 +276,6 @@ class GraphFunction(GraphDefinition):
     def _in_order(
         self, operands: tuple[Value, ...], options: Mapping[str, Any]
     ) -> tuple[tuple[Value, ...], Mapping[str, object]]:
-        """Binds operands given by name."""
         rest = self.operands[len(operands) :]
         for name in options:
             if name not in self.options and name not in rest:
@@ -303,7 +302,6 @@ class GraphFunction(GraphDefinition):
         return result
 
     def _returned(self, results: Sequence[Tensor], *, trains: bool) -> Result:
-        """The results for the caller, without those for `backward` alone."""
         returned = self.without_auxiliary(results, trains=trains)
         return returned[0] if len(returned) == 1 else tuple(returned)
 
@@ -576,8 +574,8 @@ class Saved:
             return (None,) * len(needs), None
         saved = ctx.saved_tensors  # read once: hooks may load them, and checkpointing counts accesses
         values = list(joined(self._kinds, saved, ctx.numbers))
-        for index, (shape, stride, dtype) in self._unread:
-            values[index] = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        for index, layout in self._unread:
+            values[index] = new_tensor(layout, "meta")
         given = [self._given(ctx, index, grad) for index, grad in enumerate(grads)]
         results = saved[self._kinds.count("t") :]
         try:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.launch import BoundPlan, Layout
+from cudnn_sdpa.engine.launch import BoundPlan, Layout, new_tensor
 from cudnn_sdpa.engine.sharding import ShardingStrategy, Strategies, size_of
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.encoding import Value, joined
@@ -146,6 +146,4 @@ class LargeCall:
 
 
 def _is_written_there(x: Tensor, layout: Layout) -> bool:
-    return x.data_ptr() % ALIGNMENT == 0 and TensorLayout.of(x) == TensorLayout.of(
-        torch.empty_strided(*layout[:2], dtype=layout[2], device="meta")
-    )
+    return x.data_ptr() % ALIGNMENT == 0 and TensorLayout.of(x) == TensorLayout.of(new_tensor(layout, "meta"))

@@ -24,6 +24,7 @@ from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.launch import new_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
@@ -226,16 +227,14 @@ def _on_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor | None) -
     if seqused_k is None:
         raise OptionError("seqused_k", "None", "the number of keys of each sequence, as there is a block_table")
     _check_pages(call, block_table, seqused_k)
-    (shape, stride, dtype), (rows, _, _) = results(call._replace(v=call.v[:, 0], out=None))
-    out = call.out
-    if out is None:
-        out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)
+    layout, (rows, _, _) = results(call._replace(v=call.v[:, 0], out=None))
+    out = new_tensor(layout, call.q.device) if call.out is None else call.out
     if call.q.numel() == 0 or block_table.numel() == 0:
         return out.zero_(), torch.full(rows, -torch.inf, dtype=torch.float32, device=call.q.device)
     with undisturbed(call.q):
         run = _decode if call.max_seqlen_q <= MAX_DECODED else _prefill
         result, lse = run(call, block_table, seqused_k)
-        return result if call.out is None and result.stride() == stride else out.copy_(result), lse
+        return result if call.out is None and result.stride() == layout[1] else out.copy_(result), lse
 
 
 def _check_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import parts
@@ -20,7 +19,7 @@ from cudnn_sdpa.attention.arguments import (
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.parts import GRADIENTS, Limits, Part, Whole
-from cudnn_sdpa.engine.launch import Result
+from cudnn_sdpa.engine.launch import Result, new_tensor
 from cudnn_sdpa.engine.tensor_checks import aligned, without_data, without_memory
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
@@ -46,8 +45,7 @@ def forward_calls(call: ForwardArguments) -> list[ForwardArguments]:
     found = split_forward(call)
     if not found:
         return [call]
-    call, (shape, stride, dtype) = without_data(call), results(call)[0]
-    out = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    call, out = without_data(call), new_tensor(results(call)[0], "meta")
     return [forward_part(call, part, out[part.entries, part.heads]) for part in found]
 
 

@@ -11,13 +11,12 @@ from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.mask import TOP_LEFT, as_kernels_see
 from cudnn_sdpa.engine import fallback
 from cudnn_sdpa.engine.dispatch_state import needs_gradient, views_of_leaves
-from cudnn_sdpa.engine.launch import Result
+from cudnn_sdpa.engine.launch import Result, new_tensor
 
 
 def attention(call: ForwardArguments) -> tuple[Tensor, Tensor]:
     """The output and the LSE, as the call returns them."""
-    layouts = results(call._replace(out=None))
-    new = (torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device) for shape, stride, dtype in layouts)
+    new = [new_tensor(layout, call.q.device) for layout in results(call._replace(out=None))]
     out, lse = (made.copy_(found) for made, found in zip(new, reference.attention(call), strict=True))
     return out, lse
 
@@ -84,10 +83,8 @@ def _by_pytorch(call: ForwardArguments) -> Tensor | None:
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, mask, dropout_p=softmax.dropout_p, is_causal=softmax.is_causal, scale=softmax.scale
     )
-    (shape, stride, dtype), _ = results(call._replace(out=None))
-    return (
-        out if out.stride() == stride else torch.empty_strided(shape, stride, dtype=dtype, device=q.device).copy_(out)
-    )
+    layout, _ = results(call._replace(out=None))
+    return out if out.stride() == layout[1] else new_tensor(layout, q.device).copy_(out)
 
 
 #: The arguments that PyTorch's own attention has; other options are declined unless they are left at their defaults.

@@ -267,7 +267,6 @@ def _check_dense(call: Fp8Arguments | Fp8BackwardArguments) -> None:
 
 
 def _check_results(call: Fp8BackwardArguments) -> None:
-    """The output, its gradient and the LSE."""
     q, v = call.q, call.v
     shape = (*q.shape[:3], v.shape[3])
     for name, tensor in (("grad_out", call.grad_out), ("out", call.out)):

@@ -7,8 +7,8 @@ from typing import NoReturn
 from torch import Tensor
 
 from cudnn_sdpa.attention import sharding
+from cudnn_sdpa.attention.arguments import BEYOND_MASKS, warn_of_order
 from cudnn_sdpa.attention.arguments import check_values as check_lengths
-from cudnn_sdpa.attention.arguments import warn_of_order
 from cudnn_sdpa.attention.call import CudnnCall
 from cudnn_sdpa.attention.cpu_checks import check_offsets
 from cudnn_sdpa.attention.fp8 import arguments, launch, plans
@@ -23,7 +23,7 @@ from cudnn_sdpa.errors import UnsupportedError
 class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
     __slots__ = ()
 
-    omitted = ("dropout_p", "softcap", "alibi", "deterministic")
+    omitted = (*BEYOND_MASKS, "deterministic")
     check_types = arguments.check_types
     check_options = arguments.check_options
     check = arguments.check
@@ -57,7 +57,7 @@ class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's 
 class Fp8BackwardCall(Fp8BackwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
     __slots__ = ()
 
-    omitted = ("dropout_p", "softcap", "alibi")
+    omitted = BEYOND_MASKS
     check_types = arguments.check_types
     check_options = arguments.check_options
     check = arguments.check

@@ -28,6 +28,7 @@ from cudnn_sdpa.engine.launch import (
     Result,
     SingleLaunch,
     items_by_name,
+    new_tensor,
 )
 from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.engine.tensor_checks import check_address, check_present, multiplied
@@ -66,13 +67,11 @@ def prepare(call: PagedArguments) -> Prepared:
 
 def _prepare_with_positive_scale(call: PagedArguments, sign: float) -> Prepared:
     """The call with queries multiplied by `sign`, and with results in the memory order of the caller's queries."""
-    (shape, stride, dtype), _ = results(call._replace(out=None))
+    layout, _ = results(call._replace(out=None))
     scale = max(-scale_of(call), MIN_SCALE)
 
     def launched(call: PagedArguments) -> PagedArguments:
-        out = call.out
-        if out is None:
-            out = torch.empty_strided(shape, stride, dtype=dtype, device=call.q.device)
+        out = new_tensor(layout, call.q.device) if call.out is None else call.out
         return call._replace(q=multiplied(call.q, sign), softmax=call.softmax._replace(scale=scale), out=out)
 
     prepared = prepare(launched(call))

@@ -41,6 +41,7 @@ from cudnn_sdpa.engine.launch import (
     Prepared,
     Result,
     check_one_device,
+    new_tensor,
 )
 from cudnn_sdpa.engine.operation import dtensors, native_way
 from cudnn_sdpa.engine.operation.call import GIVEN, BackwardCall, CallT
@@ -315,9 +316,7 @@ class Pipeline(OperationDescription[CallT]):
 
     def fake_results(self, call: CallT) -> Result:
         device, out = self.first_of(call).device, self.out_of(call)
-        found = tuple(
-            torch.empty_strided(shape, stride, dtype=dtype, device=device) for shape, stride, dtype in call.outputs()
-        )
+        found = tuple(new_tensor(layout, device) for layout in call.outputs())
         return self.select_outputs(call, found if out is None else (out, *found[1:]))
 
     # The checks before a launch that fake tensors would not pass. Tensors without plain memory may hold it elsewhere.
