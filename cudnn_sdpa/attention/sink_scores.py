@@ -113,7 +113,7 @@ def needed_gradient(of: _BackwardCall, cu_seqlens: Tensor | None = None) -> list
     sinks = of.call.sinks
     if not of.needs[-1] or sinks is None:
         return []
-    return [gradient(of.grad_out, of.out, of.lse, sinks, None if cu_seqlens is None else cu_seqlens[-1])]
+    return [gradient(of.grad_out, of.out, of.lse, sinks, tokens=None if cu_seqlens is None else cu_seqlens[-1])]
 
 
 def gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor, tokens: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterator
 import torch
 
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
+from cudnn_sdpa.attention.varlen.arguments import offsets_of_keys
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.distributed import all_gather, ring, ulysses
 from cudnn_sdpa.distributed.local_attention import (
@@ -92,6 +93,7 @@ def _keys(options: Options, part: Part, inputs: Inputs, *, target: Target, devic
     out, lse = new_results(inputs.q, inputs.v)
     outputs = {"grad_out": out, "out": out, "lse": lse}
     if options.is_packed:
+        arguments["cu_seqlens_kv"] = offsets_of_keys(arguments["cu_seqlens_q"], arguments["cu_seqlens_kv"])
         packed = VarlenCall(**arguments, rng=None, with_lse=True)
         needs = tuple(x is not None for x in packed.differentiable)
         return VarlenBackwardCall(**outputs, call=packed, needs=needs).make_readable().keys(target, device)

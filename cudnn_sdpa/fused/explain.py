@@ -115,6 +115,5 @@ def _completed(description: Description, x: Tensor, notes: list[str]) -> Descrip
 
 
 def _no_key(*_: object) -> PlanKey:
-    """The key function of a call in float64, which runs on the CPU only."""
     reasons = [f"cuDNN's kernels take {EXPECTED}, not float64: on the CPU it runs in PyTorch"]
     raise UnsupportedError("float64", reasons, "tensors converted to torch.bfloat16")

@@ -48,6 +48,8 @@ def stand_in_folder() -> Path:
         path = private_folders.in_users_cache("stand-in-driver") / hashlib.sha256(source.encode()).hexdigest()[:16]
         folder = private_folders.open_private(path)
         try:
+            if (path / _LIBRARY).is_symlink():
+                raise BadPlanFileError("it is a link")
             if stores.read(_LIBRARY, folder) is None:
                 stores.write(_LIBRARY, folder, _compile(source))
         except BadPlanFileError as error:

@@ -157,7 +157,6 @@ def needs_of_described(call: ForwardArguments | VarlenArguments) -> tuple[bool, 
 
 
 def _notes_on_factor(of: GradientCall) -> list[str]:
-    """The copy of q of a backward call; see `plans.factor_of_queries`."""
     factor = factor_of_queries(of)
     if factor is None:
         return []

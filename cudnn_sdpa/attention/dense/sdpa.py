@@ -190,6 +190,7 @@ def call_of(
     out: Tensor | None,
 ) -> SdpaCall:
     """The call that arguments of `sdpa` make; they have not been checked."""
+    mask = (is_causal, causal_alignment, window_size, scale)
     call = SdpaCall(
         q=q,
         k=k,
@@ -198,7 +199,7 @@ def call_of(
         sinks=as_sinks(sinks) if isinstance(sinks, Tensor) and sinks.dtype != torch.float32 else sinks,
         seq_lens_q=seq_lens_q,
         seq_lens_kv=seq_lens_kv,
-        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap, deterministic, dropout_p, alibi),
+        softmax=softmax_of(*mask, softcap=softcap, deterministic=deterministic, dropout_p=dropout_p, alibi=alibi),
         with_lse=return_lse if type(return_lse) is bool else as_bool(return_lse),
         out=out,
     )

@@ -213,7 +213,6 @@ class BackwardSpec:
         return workarounds.padded_rows(rows) if target.sm // 10 == 9 else rows
 
     def _of_rows(self, layout: TensorLayout, rows: int) -> TensorLayout:
-        """The layout of a tensor with query rows as the plan reads it."""
         return self.dense.visible(layout) if rows == self.dense.rows else workarounds.padded_layout(layout, rows)
 
     def _pads(self, target: Target) -> bool:

@@ -208,7 +208,7 @@ def call_of(
         seq_lens_q=seq_lens_q,
         sinks=None if sinks is None else as_sinks(sinks),
         page_layout=page_layout,  # type: ignore[arg-type]  # None is refused by the check of types
-        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap),
+        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap=softcap),
         with_lse=return_lse if type(return_lse) is bool else as_bool(return_lse),
         out=out,
     )

@@ -183,7 +183,6 @@ def _bind(
 
 
 def _results(key: PlanKey, call: VarlenArguments) -> list[Layout]:
-    """Shape, stride and dtype of a plan's outputs, as the caller sees them."""
     return [_unpacked(output, (call.k if is_of_keys(output) else call.q).shape[0]) for output in key.outputs]
 
 

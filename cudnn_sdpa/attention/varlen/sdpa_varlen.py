@@ -195,6 +195,7 @@ def call_of(
     out: Tensor | None,
 ) -> VarlenCall:
     """The call that arguments of `sdpa_varlen` make; they have not been checked."""
+    mask = (is_causal, causal_alignment, window_size, scale)
     return VarlenCall(
         q=q,
         k=k,
@@ -205,7 +206,7 @@ def call_of(
         rng=None,
         max_seqlen_q=as_int(max_seqlen_q),
         max_seqlen_kv=as_int(max_seqlen_kv),
-        softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap, deterministic, dropout_p),
+        softmax=softmax_of(*mask, softcap=softcap, deterministic=deterministic, dropout_p=dropout_p),
         with_lse=return_lse if type(return_lse) is bool else as_bool(return_lse),
         out=out,
     )

@@ -67,7 +67,6 @@ def _repeatable_gradient(
     grads: tuple[Tensor | None, ...],
     needs: tuple[bool, ...],
 ) -> RepeatableCall | None:
-    """A backward call that has just run, if the native module can repeat it."""
     grads = grads[operation.given_at]
     if any(grad is None or needs_operator(grad) for grad in grads):
         return None

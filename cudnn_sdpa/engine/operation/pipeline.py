@@ -281,7 +281,6 @@ class Pipeline(OperationDescription[CallT]):
     # The parts of forward and backward calls.
 
     def _named_tensors(self, call: CallT | BackwardCall[CallT]) -> dict[str, Any]:
-        """The tensors of a call, with those of its forward call and `out`."""
         forward = forward_of(call)
         found = dict(zip(self.fields, forward[self.tensors_at]))  # noqa: B905
         if isinstance(call, BackwardCall):

@@ -267,17 +267,6 @@ def test_the_stand_in_drivers_folder_has_the_same_checks(cache, tmp_path, monkey
         driver.stand_in_folder()
 
 
-def test_leftovers_of_killed_compilations_are_removed(cache):
-    folder = driver.stand_in_folder()
-    old, new = folder.parent / "tmpabcd", folder.parent / "tmpefgh"
-    for each in (old, new):
-        (each / "made").mkdir(parents=True)
-    os.utime(old, (1, 1))
-    assert driver.stand_in_folder() == folder
-    assert (old.exists(), new.exists()) == (False, True)
-    assert folder.is_relative_to(cache)
-
-
 def test_the_stand_in_driver_creates_no_home(tmp_path, monkeypatch):
     if driver.has_real_driver():
         pytest.skip("this machine has a real driver, so no stand-in is made")
