@@ -14,7 +14,7 @@ from pathlib import Path
 import forked_python
 import pytest
 import torch
-from processes import Ranks
+from processes import Ranks, check_for_a_cudnn_that_has_sinks
 from selection import is_of_shard, is_quick, shard_of, spread
 
 import cudnn_sdpa
@@ -118,6 +118,13 @@ def pytest_configure(config: pytest.Config) -> None:
 def seed(request: pytest.FixtureRequest) -> None:
     """Every test draws its own random values, the same in every run."""
     torch.manual_seed(zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def checked_for_a_cudnn_that_has_sinks() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        check_for_a_cudnn_that_has_sinks(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

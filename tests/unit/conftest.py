@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from float64_reference import attend
-from processes import check_for_a_cudnn_that_has_sinks
 from torch import Tensor
 
 import cudnn_sdpa
@@ -38,13 +37,6 @@ def assert_rounded() -> Callable[[Tensor, Tensor], None]:
         torch.testing.assert_close(actual.double(), expected.double(), rtol=rtol, atol=atol)
 
     return check
-
-
-@pytest.fixture(scope="session", autouse=True)
-def checked_for_a_cudnn_that_has_sinks() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        check_for_a_cudnn_that_has_sinks(patch)
-        yield
 
 
 @pytest.fixture

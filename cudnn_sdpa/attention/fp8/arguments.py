@@ -205,7 +205,8 @@ def check_tensors(tensors: Mapping[str, object]) -> None:
 
 def check_types(call: Fp8Arguments | Fp8BackwardArguments) -> None:
     """Types that the operators' schemas would refuse as well, but without naming the argument."""
-    named = dict(zip(call._fields[: 1 + call._fields.index("seq_lens_kv")], call, strict=False))
+    count = 1 + call._fields.index("seq_lens_kv")
+    named = dict(zip(call._fields[:count], call[:count], strict=True))
     check_tensors({name: x for name, x in named.items() if name not in SCALES})
     hint = "Make one with torch.tensor([1.0], dtype=torch.float32, device=q.device)."
     check_are_tensors({SCALES[name]: x for name, x in named.items() if name in SCALES}, hint=hint)

@@ -82,6 +82,8 @@ def sizes_of_data():
 def test_a_data_dependent_batch_size(name, transposed):
     pair = EQUIVALENTS[name]
     if name == "sdpa_paged":
+        if torch.__version__.startswith("2.11.") and not transposed:
+            pytest.skip("PyTorch 2.11 looks for the number of another tensor's rows in the result of this operator")
         inputs = pair.inputs(3, torch.randn)  # a batch of 5
     elif name == "sdpa_varlen":
         inputs = (*(torch.randn(5, 4, 64) for _ in range(3)), torch.tensor([0, 1, 2], dtype=torch.int32), 2)

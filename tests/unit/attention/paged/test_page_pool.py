@@ -222,6 +222,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.skipif((3, 12) <= sys.version_info < (3, 12, 3), reason="this Python traces no opcodes of some functions")
 @pytest.mark.parametrize("change", CHANGES)
 def test_interruptions_neither_lose_nor_duplicate_pages(change):
     """An exception before every single opcode of every change."""
