@@ -133,6 +133,7 @@ def check_for_a_cudnn_that_has_sinks(patch: pytest.MonkeyPatch) -> None:
 
     version = max(cpu_target.installed_cudnn(), cpu_target.ASSUMED_CUDNN)
     patch.setattr(cpu_target, "installed_cudnn", lambda: version)
+    cpu_target.target_of.cache_clear()  # what was imported may have asked for it
 
 
 def _serve(pipe: Connection, rank: int, count: int, store: str) -> None:
