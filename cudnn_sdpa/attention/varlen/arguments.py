@@ -57,7 +57,8 @@ class VarlenArguments(NamedTuple):
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in self.qkv)
         out = None if self.out is None else self.out.transpose(0, 1).unsqueeze(0)
         kind = ForwardArguments if self.is_for_cudnn else ReferenceArguments
-        return kind(q, k, v, sinks=self.sinks, rng=self.rng, softmax=self.softmax, with_lse=self.with_lse, out=out)
+        # By `_make`: in compiled code, PyTorch 2.9 knows the properties of what that gives alone.
+        return kind._make((q, k, v, None, self.sinks, None, None, self.rng, self.softmax, self.with_lse, out))
 
     @property
     def is_for_cudnn(self) -> bool:
