@@ -459,10 +459,13 @@ def window_bounds(window_size: Iterable[object] | None) -> tuple[int, int]:
     """The two bounds of `window_size`, as integers that the operators take."""
     if window_size is None:
         return UNBOUNDED, UNBOUNDED
-    bounds = list(window_size) if isinstance(window_size, Iterable) else []
-    if len(bounds) != 2:
-        raise OptionError("window_size", repr(window_size), _WINDOW)
-    left, right = as_int(bounds[0]), as_int(bounds[1])
+    try:
+        if isinstance(window_size, int) or (isinstance(window_size, (list, tuple)) and len(window_size) != 2):
+            raise ValueError  # before PyTorch 2.11's compiler refuses to unpack it, in words of its own
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise OptionError("window_size", repr(window_size), _WINDOW) from None
+    left, right = as_int(left), as_int(right)
     if not (is_integer(left) and is_integer(right)):
         raise OptionError("window_size", repr((left, right)), _WINDOW)
     return left, right

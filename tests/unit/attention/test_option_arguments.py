@@ -80,6 +80,7 @@ WRONG = {
     "one bound": ({"window_size": (3,)}, OptionError, "(3,)", WINDOW),
     "three bounds": ({"window_size": (3, 2, 1)}, OptionError, "(3, 2, 1)", WINDOW),
     "window is a number": ({"window_size": 3}, OptionError, "3", WINDOW),
+    "window is a tensor of no dimension": ({"window_size": torch.tensor(3)}, OptionError, "tensor(3)", WINDOW),
     "no bounds": ({"window_size": ()}, OptionError, "()", WINDOW),
     "window of floats": ({"window_size": (3.0, 0)}, OptionError, "(3.0, 0)", WINDOW),
     "window of bools": ({"window_size": (3, True)}, OptionError, "(3, True)", WINDOW),
