@@ -45,7 +45,6 @@ def as_sinks(sinks: Tensor | None) -> Tensor | None:
 
 
 def operand(heads: int) -> Operand:
-    """The input of its graph."""
     return Operand("sink", TensorLayout.contiguous((1, heads, 1, 1), torch.float32))
 
 

@@ -107,7 +107,7 @@ class Inputs(NamedTuple):
         return self._replace(sinks=None)
 
     def of_heads(self, heads: slice) -> Inputs:
-        """Some heads of the queries with their sinks, and all keys and values."""
+        """The queries and sinks of these heads, with all keys and values."""
         return self._replace(q=self.q[:, heads], sinks=None if self.sinks is None else self.sinks[heads])
 
     def add_sinks(self, out: Tensor, lse: Tensor) -> None:

@@ -196,7 +196,6 @@ def _mask(attn_mask: object, is_causal: object, full: tuple[int, ...]) -> Tensor
 
 
 def _batch_of(query: Tensor, key: Tensor, value: Tensor) -> torch.Size:
-    """The broadcast batch dimensions, which precede the heads."""
     try:
         shapes = [tensor.shape[:-3] for tensor in (query, key, value)]
         return torch.Size(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]

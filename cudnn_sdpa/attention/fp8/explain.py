@@ -55,7 +55,6 @@ def describe_sdpa_fp8_backward(scales: Fp8BackwardScales, **given: Any) -> Descr
 
 
 def _describe_backward_call(call: Fp8BackwardArguments, device: int | None, around: list[str]) -> Description:
-    """A backward call, or the first of its parts, given the notes on the kernels around it."""
     try:
         parts = plans.split_backward(call)
     except UnsupportedError as error:
