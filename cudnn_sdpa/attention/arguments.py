@@ -513,11 +513,6 @@ def check_strides(call: ForwardArguments) -> None:
     tensor_checks.check_strides(*call.qkv)
 
 
-def check_memory(call: ForwardArguments) -> None:
-    """Addresses, and that `out` overlaps no input."""
-    tensor_checks.check_memory(call.q, call.k, call.v, out=call.out, mask=call.attn_mask)
-
-
 class AttentionCall(Fields, Protocol):
     @property
     def q(self) -> Tensor: ...
@@ -526,6 +521,16 @@ class AttentionCall(Fields, Protocol):
     @property
     def v(self) -> Tensor: ...
     def _asdict(self) -> dict[str, object]: ...
+
+
+def check_memory(call: AttentionCall) -> None:
+    """Addresses, and that `out` overlaps no other tensor. A mask may be misaligned."""
+    tensor_checks.check_addresses(q=call.q, k=call.k, v=call.v)
+    mask, out = getattr(call, "attn_mask", None), getattr(call, "out", None)
+    if mask is not None and (not mask.is_cuda or mask.data_ptr() < tensor_checks.LOWEST):
+        tensor_checks.check_present("attn_mask", mask)
+    if out is not None:
+        tensor_checks.check_apart(out, call)
 
 
 AttentionT = TypeVar("AttentionT", bound=AttentionCall)

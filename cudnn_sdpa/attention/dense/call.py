@@ -26,7 +26,6 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
     check_values = arguments.check_values
     check_strides = arguments.check_strides
     check_strides_for_gpu = check_strides_of_dense
-    check_memory = arguments.check_memory
     check_gradient_keys = parts.check_gradient
     alternative = in_pytorch.alternative
     bind = tiers.prepare

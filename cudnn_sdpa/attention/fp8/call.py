@@ -36,9 +36,6 @@ class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's 
     def check_strides(self) -> None:
         tensor_checks.check_strides(self.q, self.k, self.v)
 
-    def check_memory(self) -> None:
-        tensor_checks.check_addresses(q=self.q, k=self.k, v=self.v)
-
     def check_strides_for_gpu(self) -> None:
         self.check_strides()
         check_offsets(q=self.q, k=self.k, v=self.v)

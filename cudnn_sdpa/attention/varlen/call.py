@@ -26,7 +26,6 @@ class VarlenCall(VarlenArguments, CudnnCall):  # type: ignore[misc]  # a NamedTu
     check = arguments.check
     check_values = arguments.check_values
     check_strides = arguments.check_strides
-    check_memory = arguments.check_memory
     check_gradient_keys = plans.check_gradient
     bind = launch.prepare
     keys = plans.keys
