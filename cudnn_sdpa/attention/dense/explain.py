@@ -107,7 +107,7 @@ def checked_backward(
     return of, [
         *sink_scores.notes_on_conversion(given),
         *notes_on_copies(of),
-        *sink_scores.notes_on_converted_gradient(given, of.needs),
+        *sink_scores.notes_on_converted_gradient(given, of),
     ]
 
 
@@ -148,7 +148,7 @@ def describe_backward_call(of: GradientCall, device: int | None, notes: list[str
 def _describe_backward(original: ForwardArguments, call: ForwardArguments, given: Mapping[str, Any]) -> Description:
     needs = needs_of_described(original)
     of = GradientCall(**outputs_without_data(output_layout(call)), call=call, needs=needs)
-    notes = [*notes_on_casts(original, call, back=True), *sink_scores.notes_on_converted_gradient(given, needs)]
+    notes = [*notes_on_casts(original, call, back=True), *sink_scores.notes_on_converted_gradient(given, of)]
     return describe_backward_call(of, device_of(original.q), notes)
 
 

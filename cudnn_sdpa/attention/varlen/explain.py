@@ -44,7 +44,7 @@ def describe_varlen(**given: Any) -> Description:
     notes += packed.extra_kernels(with_lse=original.with_lse)
     needs = explain.needs_of_described(original)
     of = VarlenGradientCall(**outputs_without_data(layout), call=without_data(call), needs=needs)
-    back = [*explain.notes_on_casts(original, call, back=True), *sink_scores.notes_on_converted_gradient(given, needs)]
+    back = [*explain.notes_on_casts(original, call, back=True), *sink_scores.notes_on_converted_gradient(given, of)]
     return Description(
         operation=graphs.sdpa_forward,
         key=partial(packed.forward_key, layout, original.with_lse),
