@@ -610,7 +610,7 @@ def numbers_of(call: _WithSoftmax, scale: float) -> dict[str, float | None]:
     return {"scale": scale, "softcap": call.softmax.softcap}
 
 
-def sign_of_scale(call: Scaled) -> float | None:
+def query_factor(call: Scaled) -> float | None:
     """The factor of q that makes the scale positive, as cuDNN needs it; None if it is."""
     scale = scale_of(call)
     if scale >= MIN_SCALE:
@@ -624,9 +624,9 @@ class _ScaledCall(AttentionCall, Scaled, Protocol): ...
 ScaledT = TypeVar("ScaledT", bound=_ScaledCall)
 
 
-def with_positive_scale(call: ScaledT) -> ScaledT:
-    """The call that is launched: where `sign_of_scale` says so, with the layout of a multiplied copy of q."""
-    if sign_of_scale(call) is None:
+def as_launched(call: ScaledT) -> ScaledT:
+    """The call that is launched: where `query_factor` says so, with the layout of a multiplied copy of q."""
+    if query_factor(call) is None:
         return call
     q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
     return call._replace(q=q, softmax=call.softmax._replace(scale=max(-scale_of(call), MIN_SCALE)))

@@ -180,10 +180,10 @@ def prepare_gradients(of: GradientCall) -> Prepared:
             call,
             operands=OPERANDS,
             results=results,
-            numbers=numbers_of(call, plans.launched_backward(of).scale_value),
+            numbers=numbers_of(call, plans.as_launched_backward(of).scale_value),
             queries=queries,
         )
-    factor, needs = plans.factor_of_queries(of), Needs(*of.needs)
+    factor, needs = plans.query_factor_backward(of), Needs(*of.needs)
     is_plain = factor is None and not (
         spec.mask.masked_rows or spec.bias or spec.is_capped or sink_scores.is_needed(of)
     )

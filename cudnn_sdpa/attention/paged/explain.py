@@ -8,7 +8,7 @@ from typing import Any
 
 from cudnn_sdpa.attention import reference as dense_reference
 from cudnn_sdpa.attention import sharding, sink_scores
-from cudnn_sdpa.attention.arguments import with_positive_scale
+from cudnn_sdpa.attention.arguments import as_launched
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.paged import plans, reference
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
@@ -29,7 +29,7 @@ def describe_paged(**given: Any) -> Description:
     original, call, refused = checked.call, checked.cast, checked.refused
     if refused is not None:
         return Description.refused(graphs.paged_decode, refused, explain.device_of(call.q))
-    launched, device = with_positive_scale(call), explain.device_of(call.q)
+    launched, device = as_launched(call), explain.device_of(call.q)
     described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
         described = describe_prefill(launched, device)

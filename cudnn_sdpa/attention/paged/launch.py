@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import parts, sink_scores
-from cudnn_sdpa.attention.arguments import MIN_SCALE, results, scale_of, sign_of_scale
+from cudnn_sdpa.attention.arguments import MIN_SCALE, query_factor, results, scale_of
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.paged import paging, plans
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
@@ -48,9 +48,9 @@ def prepare(call: PagedArguments) -> Prepared:
     """A call bound to its plan."""
     if call.is_empty:
         return Prepared(lambda call: fill_without_keys(call, results(call)), None)
-    sign = sign_of_scale(call)
-    if sign is not None:
-        return _prepare_with_positive_scale(call, sign)
+    factor = query_factor(call)
+    if factor is not None:
+        return _prepare_multiplied(call, factor)
     if plans.is_decode(call):
         if plans.split_decode(call):
             return Prepared(partial(_run_in_parts, split=plans.split_decode), None)
@@ -65,14 +65,14 @@ def prepare(call: PagedArguments) -> Prepared:
     return _prepare_prefill(call)
 
 
-def _prepare_with_positive_scale(call: PagedArguments, sign: float) -> Prepared:
-    """The call with queries multiplied by `sign`, and with results in the memory order of the caller's queries."""
+def _prepare_multiplied(call: PagedArguments, factor: float) -> Prepared:
+    """The call with queries multiplied by `factor`, and with results in the memory order of the caller's queries."""
     layout, _ = results(call._replace(out=None))
     scale = max(-scale_of(call), MIN_SCALE)
 
     def launched(call: PagedArguments) -> PagedArguments:
         out = new_tensor(layout, call.q.device) if call.out is None else call.out
-        return call._replace(q=multiplied(call.q, sign), softmax=call.softmax._replace(scale=scale), out=out)
+        return call._replace(q=multiplied(call.q, factor), softmax=call.softmax._replace(scale=scale), out=out)
 
     prepared = prepare(launched(call))
     return Prepared(lambda call: prepared.run(launched(call)), prepared.plan)

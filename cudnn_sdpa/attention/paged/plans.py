@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import output_layout, with_positive_scale
+from cudnn_sdpa.attention.arguments import as_launched, output_layout
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
@@ -59,7 +59,7 @@ def keys(call: PagedArguments, target: Target, device: int | None) -> Iterator[P
     """The keys of the plans of a call: one, or those of the parts that a large batch is split into."""
     if call.is_empty:
         return
-    call = with_positive_scale(call)
+    call = as_launched(call)
     if is_decode(call):
         calls = [batch_entries(call, part.entries) for part in split_decode(call)] or [call]
         try:

@@ -10,10 +10,10 @@ import torch
 from cudnn_sdpa.attention import sharding, sink_scores
 from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
+    as_launched,
     cast_for_autocast,
     output_layout,
     outputs_without_data,
-    with_positive_scale,
 )
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.varlen import plans
@@ -35,7 +35,7 @@ def describe_varlen(**given: Any) -> Description:
     if refused is not None:
         return Description.refused(graphs.sdpa_forward, refused, device)
     original = original._replace(with_lse=original.with_lse or trains)
-    packed, layout = plans.spec_of(with_positive_scale(call)), output_layout(call)
+    packed, layout = plans.spec_of(as_launched(call)), output_layout(call)
     notes = [
         *explain.notes_on_casts(original, call),
         *sink_scores.notes_on_conversion(given),
@@ -70,7 +70,7 @@ def describe_backward_call(of: VarlenGradientCall, device: int | None, notes: li
     except UnsupportedError as error:
         return Description.refused(graphs.sdpa_backward, error, device)
     first = plans.part_of(of, parts[0]) if parts else of
-    packed = plans.spec_of(with_positive_scale(first.call))
+    packed = plans.spec_of(as_launched(first.call))
     notes = [
         *notes,
         *([explain.note_on_parts("the gradient", len(parts))] if parts else []),
