@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cudnn_sdpa
-from cudnn_sdpa.attention.varlen import plans
+from cudnn_sdpa.attention.varlen import specs
 
 ROOT = Path(cudnn_sdpa.__file__).parent.parent
 MODULES = ["cudnn_sdpa"] + [
@@ -205,12 +205,12 @@ def test_every_public_name_is_in_the_reference_once():
 @pytest.mark.parametrize(
     ("row", "rounded"),
     [
-        ("sequences", plans.sequence_bucket),
-        ("tokens", plans.row_bucket),
-        ("longest length", lambda longest: plans.length_bucket(longest, 10**6, tight=False)),
+        ("sequences", specs.sequence_bucket),
+        ("tokens", specs.row_bucket),
+        ("longest length", lambda longest: specs.length_bucket(longest, 10**6, tight=False)),
         (
             "longest length, with softcap or deterministic",
-            lambda longest: plans.length_bucket(longest, 10**6, tight=True),
+            lambda longest: specs.length_bucket(longest, 10**6, tight=True),
         ),
     ],
 )

@@ -30,10 +30,10 @@ from cudnn_sdpa.attention.dense import graphs, parts
 from cudnn_sdpa.attention.dense import reference as in_pytorch
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import drop_in_tensors, lifted, scaled_dot_product_attention
+from cudnn_sdpa.attention.dense.forward import Bucket
 from cudnn_sdpa.attention.dense.launch import has_readable_layout
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, query_factor_backward
 from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa, sdpa_backward
-from cudnn_sdpa.attention.dense.tiers import Bucket
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec, query_factor_backward
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.dispatch_state import cast_tensor

@@ -24,10 +24,10 @@ from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.parts import Whole, packed_gradient_limits
 from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.sink_scores import SinkUse
-from cudnn_sdpa.attention.varlen import plans
+from cudnn_sdpa.attention.varlen import specs
 from cudnn_sdpa.attention.varlen.arguments import PACKED_AXES, VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
-from cudnn_sdpa.attention.varlen.plans import VarlenSpec
+from cudnn_sdpa.attention.varlen.specs import VarlenSpec
 from cudnn_sdpa.engine.launch import (
     Address,
     BoundPlan,
@@ -54,7 +54,7 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
         return Prepared(lambda call: fill_without_keys(call, results(call)), None)
     device, factor = call.q.get_device(), query_factor(call)
     launched = as_launched(call)
-    spec = plans.spec_of(launched) if spec is None else spec
+    spec = specs.spec_of(launched) if spec is None else spec
     key = spec.forward_key(output_layout(call), call.with_lse, live_target(device), device)
     bound = _bind(operation=graphs.sdpa_forward, key=key, call=launched, spec=spec, operands=("q", "k", "v"))
     sink_use = spec.sink_use
@@ -91,12 +91,12 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
     call = of.call
     if call.is_empty:
         return Prepared(zero_gradients, None)
-    if plans.split_gradient(of):
+    if specs.split_gradient(of):
         return Prepared(_gradients_in_parts, None)
     device, factor = call.q.get_device(), query_factor(call)
     launched = as_launched(call)
-    spec = plans.spec_of(launched)
-    key = plans.backward_key(of, live_target(device), device)
+    spec = specs.spec_of(launched)
+    key = specs.backward_key(of, live_target(device), device)
     bound = _bind(
         operation=graphs.sdpa_backward,
         key=key,
@@ -140,7 +140,7 @@ def _gradients_in_parts(of: VarlenGradientCall) -> tuple[Tensor, ...]:
         if need and x is not None
     ]
     found = parts.merge(
-        plans.split_gradient(of), lambda part: gradients(plans.part_of(of, part)), wholes, of.out.device
+        specs.split_gradient(of), lambda part: gradients(specs.part_of(of, part)), wholes, of.out.device
     )
     return tuple(found)
 

@@ -16,8 +16,8 @@ import cudnn_sdpa
 import cudnn_sdpa.engine.explain
 from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa, sdpa_varlen
 from cudnn_sdpa.attention.arguments import Needs, from_fields, results
+from cudnn_sdpa.attention.dense import forward
 from cudnn_sdpa.attention.dense import launch as dense_launch
-from cudnn_sdpa.attention.dense import tiers
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.varlen import launch
@@ -45,7 +45,7 @@ def key_of(monkeypatch):
 
     monkeypatch.setattr(PlanCache, "get", ask)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-    for module in (tiers, dense_launch, launch):
+    for module in (forward, dense_launch, launch):
         monkeypatch.setattr(module, "live_target", lambda _device: H200)
 
     def run(function, *arguments):

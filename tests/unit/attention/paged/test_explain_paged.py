@@ -13,8 +13,8 @@ from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.paged import launch as paged_launch
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.call import PagedCall
-from cudnn_sdpa.attention.paged.plans import Gathered
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
+from cudnn_sdpa.attention.paged.specs import Gathered
 from cudnn_sdpa.attention.paged.step import MARK
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.engine.explain import describer_of

@@ -1,4 +1,4 @@
-"""Binds forward calls of dense attention, and decides which plan serves a new shape.
+"""Forward calls of dense attention bound to their plans, and the choice of the plan that serves a new shape.
 
 Buckets: one plan for a range of sequence lengths and batch sizes, and the calls that it serves.
 
@@ -23,11 +23,11 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import ForwardArguments, as_launched, query_factor, results, warn_of_order
 from cudnn_sdpa.attention.dense import graphs, parts, reference
-from cudnn_sdpa.attention.dense.launch import Run, bind
-from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
+from cudnn_sdpa.attention.dense.launch import Run, bind_forward
+from cudnn_sdpa.attention.dense.specs import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.mask import Mask
 from cudnn_sdpa.attention.reference import fill_without_keys
-from cudnn_sdpa.attention.varlen.plans import VarlenSpec, length_bucket, sequence_bucket
+from cudnn_sdpa.attention.varlen.specs import VarlenSpec, length_bucket, sequence_bucket
 from cudnn_sdpa.engine.launch import BoundPlan, Prepared, Result
 from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.engine.tensor_checks import multiplied
@@ -143,7 +143,7 @@ def prepare(call: ForwardArguments) -> Prepared:
         prepared = None if is_exact else _with_bucket(forward, key, policy, scale)
         if prepared is None:
             plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_forward))
-            prepared = Prepared(bind(forward, plan, call, scale), plan)
+            prepared = Prepared(bind_forward(forward, plan, call, scale), plan)
     if factor is None:
         return prepared
     run = prepared.run  # a caller's negative scale is rare: a wrapper keeps it out of all other calls
@@ -185,7 +185,7 @@ def _run_of_exact_shape(
     plan = usage.use(key)
     if plan is None:
         return None
-    run = bind(forward, plan, call, scale)
+    run = bind_forward(forward, plan, call, scale)
     OPERATIONS["sdpa"].remember(call, Prepared(run, plan))
     return run
 

@@ -28,9 +28,9 @@ from cudnn_sdpa.attention.paged.step import MARK, Mark
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.spec import SCALE
 from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refuse
-from cudnn_sdpa.attention.varlen import plans as varlen_plans
+from cudnn_sdpa.attention.varlen import specs as varlen_specs
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.plans import VarlenSpec, sequence_bucket
+from cudnn_sdpa.attention.varlen.specs import VarlenSpec, sequence_bucket
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
@@ -306,7 +306,7 @@ def prefill_spec(call: PagedArguments) -> tuple[VarlenSpec, TensorLayout]:
 def packed_spec(call: VarlenArguments, batch: int) -> VarlenSpec:
     """The spec of a call, its sizes rounded up so that few plans serve many calls."""
     rows, max_kv_len = call.q.shape[0], call.max_seqlen_kv
-    return varlen_plans.spec_of(call, (row_bucket(rows), sequence_bucket(batch) * max_kv_len))
+    return varlen_specs.spec_of(call, (row_bucket(rows), sequence_bucket(batch) * max_kv_len))
 
 
 def row_bucket(rows: int) -> int:

@@ -17,7 +17,7 @@ from cudnn_sdpa.attention import parts, sink_scores
 from cudnn_sdpa.attention.arguments import as_launched, output_layout, outputs_without_data, spec_options
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.parts import split_or_refuse
-from cudnn_sdpa.attention.dense.plans import GRAD_OUT_COPY
+from cudnn_sdpa.attention.dense.specs import GRAD_OUT_COPY
 from cudnn_sdpa.attention.mask import TOP_LEFT, normalize_mask
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.sink_scores import SinkUse

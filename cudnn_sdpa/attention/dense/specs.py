@@ -91,7 +91,7 @@ class DenseSpec(AttentionSpec):
         return 0 in self.q.shape or 0 in self.k.shape
 
     @property
-    def is_single(self) -> bool:
+    def is_one_by_one(self) -> bool:
         """Whether there is one query and one key: cuDNN has no backward kernel for it, so the reference runs."""
         return self.rows == 1 and self.skv == 1
 
@@ -303,7 +303,7 @@ class BackwardSpec:
         dense, notes = self.dense, [GRAD_OUT_COPY]
         if dense.has_no_plan:
             return [*notes, MASK_OF_ONE_KEY]
-        if dense.is_single:
+        if dense.is_one_by_one:
             return [*notes, "one query on one key is computed in plain PyTorch"]
         if dense.mask.masked_rows:
             notes.append(f"the gradient of the first {dense.mask.masked_rows} queries is filled with zeros")
