@@ -16,7 +16,7 @@ from benchmarks.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.attention.arguments import scale_of
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged import paging
-from cudnn_sdpa.attention.paged import plans as paged_plans
+from cudnn_sdpa.attention.paged import specs as paged_specs
 from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
@@ -323,7 +323,7 @@ def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, dense_kv: tuple[Tens
         page_layout=cache.page_layout,
     )
     gather = paging.GatherKernel(paged)
-    packed = paged_plans.as_packed(paged, gather(paged))
+    packed = paged_specs.as_packed(paged, gather(paged))
     return {**calls, "gather": lambda: gather(paged), "packed": lambda: VARLEN.on_gpu(VarlenCall._make(packed))}
 
 

@@ -15,8 +15,8 @@ from benchmarks.tools.output import Row
 from benchmarks.tools.processes import run_module
 from benchmarks.tools.timing import device_times
 from cudnn_sdpa.attention.dense.call import SdpaCall
+from cudnn_sdpa.attention.dense.forward import BucketRun
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
-from cudnn_sdpa.attention.dense.tiers import BucketRun
 from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.default_store import OFF

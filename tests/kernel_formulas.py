@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.bias import bias_layout
-from cudnn_sdpa.attention.dense.plans import DenseSpec
+from cudnn_sdpa.attention.dense.specs import DenseSpec
 from cudnn_sdpa.attention.lengths import LengthsKernel, RowLimitsKernel
 from cudnn_sdpa.attention.mask import Band, Mask
 from cudnn_sdpa.graph.layouts import TensorLayout

@@ -513,11 +513,6 @@ def check_strides(call: ForwardArguments) -> None:
     tensor_checks.check_strides(*call.qkv)
 
 
-def check_memory(call: ForwardArguments) -> None:
-    """Addresses, and that `out` overlaps no input."""
-    tensor_checks.check_memory(call.q, call.k, call.v, out=call.out, mask=call.attn_mask)
-
-
 class AttentionCall(Fields, Protocol):
     @property
     def q(self) -> Tensor: ...
@@ -526,6 +521,16 @@ class AttentionCall(Fields, Protocol):
     @property
     def v(self) -> Tensor: ...
     def _asdict(self) -> dict[str, object]: ...
+
+
+def check_memory(call: AttentionCall) -> None:
+    """Addresses, and that `out` overlaps no other tensor. A mask may be misaligned."""
+    tensor_checks.check_addresses(q=call.q, k=call.k, v=call.v)
+    mask, out = getattr(call, "attn_mask", None), getattr(call, "out", None)
+    if mask is not None and (not mask.is_cuda or mask.data_ptr() < tensor_checks.LOWEST):
+        tensor_checks.check_present("attn_mask", mask)
+    if out is not None:
+        tensor_checks.check_apart(out, call)
 
 
 AttentionT = TypeVar("AttentionT", bound=AttentionCall)
@@ -605,7 +610,7 @@ def numbers_of(call: _WithSoftmax, scale: float) -> dict[str, float | None]:
     return {"scale": scale, "softcap": call.softmax.softcap}
 
 
-def sign_of_scale(call: Scaled) -> float | None:
+def query_factor(call: Scaled) -> float | None:
     """The factor of q that makes the scale positive, as cuDNN needs it; None if it is."""
     scale = scale_of(call)
     if scale >= MIN_SCALE:
@@ -619,9 +624,9 @@ class _ScaledCall(AttentionCall, Scaled, Protocol): ...
 ScaledT = TypeVar("ScaledT", bound=_ScaledCall)
 
 
-def with_positive_scale(call: ScaledT) -> ScaledT:
-    """The call that is launched: where `sign_of_scale` says so, with the layout of a multiplied copy of q."""
-    if sign_of_scale(call) is None:
+def as_launched(call: ScaledT) -> ScaledT:
+    """The call that is launched: where `query_factor` says so, with the layout of a multiplied copy of q."""
+    if query_factor(call) is None:
         return call
     q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
     return call._replace(q=q, softmax=call.softmax._replace(scale=max(-scale_of(call), MIN_SCALE)))

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import backward_arguments
-from cudnn_sdpa.attention.arguments import Softmax, check_options, outputs_without_data, results
+from cudnn_sdpa.attention.arguments import Softmax, check_memory, check_options, outputs_without_data, results
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import cpu_target, fallback
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
@@ -53,6 +53,7 @@ class CudnnCall(Call):
         def softmax(self) -> Softmax: ...
 
     check_options = check_options
+    check_memory = check_memory
 
     def outputs(self) -> tuple[Layout, ...]:
         return results(self)

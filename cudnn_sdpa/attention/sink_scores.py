@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.engine.launch import Address, LaunchExtras
-from cudnn_sdpa.engine.tensor_checks import check_present
+from cudnn_sdpa.engine.tensor_checks import Fields, check_present
 from cudnn_sdpa.graph.key import Operand
 from cudnn_sdpa.graph.layouts import TensorLayout
 
@@ -89,9 +89,12 @@ def like_rows(sinks: Tensor, lse: Tensor) -> Tensor:
 # Their gradient.
 
 
+class _CallWithSinks(WithSinks, Fields, Protocol): ...
+
+
 class _BackwardCall(Protocol):
     @property
-    def call(self) -> WithSinks: ...
+    def call(self) -> _CallWithSinks: ...
     @property
     def needs(self) -> tuple[bool, ...]: ...
     @property
@@ -103,14 +106,14 @@ class _BackwardCall(Protocol):
 
 
 def is_needed(of: _BackwardCall) -> bool:
-    """Whether a backward call needs the gradient of the sinks, the last of those that a call can need."""
-    return of.needs[-1] and of.call.sinks is not None
+    """Whether a backward call needs the gradient of the sinks. What can have one comes first in a forward call."""
+    return of.call.sinks is not None and of.needs[of.call._fields.index("sinks")]
 
 
 def needed_gradient(of: _BackwardCall, cu_seqlens: Tensor | None = None) -> list[Tensor]:
     """The gradient of the sinks if a backward call needs it, which is of packed sequences if these are given."""
     sinks = of.call.sinks
-    if not of.needs[-1] or sinks is None:
+    if sinks is None or not is_needed(of):
         return []
     return [gradient(of.grad_out, of.out, of.lse, sinks, tokens=None if cu_seqlens is None else cu_seqlens[-1])]
 
@@ -157,5 +160,5 @@ def notes_on_conversion(given: Mapping[str, Any]) -> list[str]:
     return ["sinks are converted to float32"] if sinks is not None and sinks.dtype != torch.float32 else []
 
 
-def notes_on_converted_gradient(given: Mapping[str, Any], needs: tuple[bool, ...]) -> list[str]:
-    return ["the gradient of sinks is converted back"] if needs[-1] and notes_on_conversion(given) else []
+def notes_on_converted_gradient(given: Mapping[str, Any], of: _BackwardCall) -> list[str]:
+    return ["the gradient of sinks is converted back"] if is_needed(of) and notes_on_conversion(given) else []

@@ -247,17 +247,17 @@ def check_lengths_present(lengths_q: Tensor | None, lengths_kv: Tensor | None) -
         check_present("seq_lens_kv", lengths_kv)
 
 
-def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tensor | None = None) -> None:
-    """Addresses and overlap: the only checks of a warm call, because no key contains addresses."""
-    check_addresses(q=q, k=k, v=v)
-    if mask is not None and (not mask.is_cuda or mask.data_ptr() < LOWEST):
-        check_present("attn_mask", mask)
-    if out is None:
+def check_apart(out: Tensor, call: Fields) -> None:
+    """The address of `out`, the last field of a call, and that its range overlaps that of no other tensor.
+
+    Interleaved but disjoint views count as overlapping.
+    """
+    check_addresses("Let the function allocate it.", out=out)
+    begin, end = out.data_ptr(), _end(out)
+    if begin == 0 or not out.numel():  # it has no data
         return
-    if isinstance(out, Tensor):
-        check_addresses("Let the function allocate it.", out=out)
-    for name, tensor in (("q", q), ("k", k), ("v", v), ("attn_mask", mask)):
-        if tensor is not None and _share_memory(out, tensor):
+    for name, x in zip(call._fields, call[:-1], strict=False):
+        if isinstance(x, Tensor) and x.data_ptr() < end and begin < _end(x) and x.numel():
             hint = "Allocate it with torch.empty_like(q)."
             raise LayoutError("out", f"memory that overlaps {name}", "a separate buffer", hint)
 
@@ -294,17 +294,13 @@ def check_strides_of_out(out: Tensor, *, for_cudnn: bool) -> None:
         span = stride * (size - 1) + span
 
 
-def _share_memory(a: Tensor, b: Tensor) -> bool:
-    """Whether the address ranges of two tensors overlap. Interleaved but disjoint views count as sharing."""
-    if a.numel() == 0 or b.numel() == 0:
-        return False
-    first_a, first_b = a.data_ptr(), b.data_ptr()
-    return first_a < first_b + _extent(b) and first_b < first_a + _extent(a)
-
-
-def _extent(tensor: Tensor) -> int:
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (last + 1) * tensor.element_size()
+def _end(tensor: Tensor) -> int:
+    """The address behind the last element; that of the first, or a lower one, of an empty tensor."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements += (size - 1) * stride
+    address: int = tensor.data_ptr()
+    return address + elements * tensor.element_size()
 
 
 def multiplied(q: Tensor, factor: float) -> Tensor:

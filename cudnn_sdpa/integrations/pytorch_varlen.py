@@ -17,8 +17,8 @@ from cudnn_sdpa.attention.arguments import Softmax, check_lengths, results, soft
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.arguments import NHD
 from cudnn_sdpa.attention.paged.call import PagedCall
-from cudnn_sdpa.attention.paged.plans import MAX_DECODED, MAX_GATHERED_BYTES
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
+from cudnn_sdpa.attention.paged.specs import MAX_DECODED, MAX_GATHERED_BYTES
 from cudnn_sdpa.attention.varlen.arguments import check_cumulative, offsets_of_keys
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN

@@ -644,6 +644,24 @@ def test_a_result_is_not_written_to_a_negated_view(attention):
             attention(tensors, out=torch._neg_view(torch.empty_like(result)))
 
 
+def test_a_result_is_not_written_over_any_tensor_of_the_call(attention):
+    """Nor by a known call: that memory overlaps is not part of what is known."""
+    if "out" not in inspect.signature(attention.function).parameters:
+        pytest.skip("it always allocates its result")
+    tensors = attention.tensors()
+    result = attention(tensors)
+    for _ in range(2):
+        for name, x in tensors.items():
+            size = x.untyped_storage().nbytes()
+            whole = torch.zeros(result.numel() + size + -size % 8, dtype=result.dtype)
+            moved = whole.view(x.dtype)[:0].as_strided(x.shape, x.stride()).copy_(x)
+            with pytest.raises(LayoutError, match=f"out: got memory that overlaps {name};"):
+                attention({**tensors, name: moved}, out=whole[: result.numel()].view(result.shape))
+            assert torch.equal(moved, x)
+            out = whole[-result.numel() :].view(result.shape)
+            attention.assert_out(attention({**tensors, name: moved}, out=out), tensors)
+
+
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_parts_of_a_conjugate_are_heeded(call):
     """A conjugate is negated lazily, and so is its imaginary part; a complex tensor is refused."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import cudnn_sdpa
-from cudnn_sdpa.attention.varlen import plans
+from cudnn_sdpa.attention.varlen import specs
 
 ROOT = Path(cudnn_sdpa.__file__).parent.parent
 MODULES = ["cudnn_sdpa"] + [
@@ -205,12 +205,12 @@ def test_every_public_name_is_in_the_reference_once():
 @pytest.mark.parametrize(
     ("row", "rounded"),
     [
-        ("sequences", plans.sequence_bucket),
-        ("tokens", plans.row_bucket),
-        ("longest length", lambda longest: plans.length_bucket(longest, 10**6, tight=False)),
+        ("sequences", specs.sequence_bucket),
+        ("tokens", specs.row_bucket),
+        ("longest length", lambda longest: specs.length_bucket(longest, 10**6, tight=False)),
         (
             "longest length, with softcap or deterministic",
-            lambda longest: plans.length_bucket(longest, 10**6, tight=True),
+            lambda longest: specs.length_bucket(longest, 10**6, tight=True),
         ),
     ],
 )
@@ -235,8 +235,8 @@ def test_the_way_of_a_call_names_existing_files_and_functions():
     for path in set(re.findall(r"[\w/]+/\w+\.(?:py|cu)\b", text)):
         found = [f for f in ("cudnn_sdpa", "cudnn_sdpa/attention", "") if (ROOT / f / path).exists()]
         assert found, f"{path} does not exist"
-    for owner, name in set(re.findall(r"\b(Operation|Plan|BoundPlan)\.(\w+)", text)):
-        defining = {"Operation": "engine/operation/*.py", "Plan": "plans/plan.py", "BoundPlan": "engine/launch.py"}
+    for owner, name in set(re.findall(r"\b(Pipeline|Plan|BoundPlan)\.(\w+)", text)):
+        defining = {"Pipeline": "engine/*/pipeline.py", "Plan": "plans/plan.py", "BoundPlan": "engine/launch.py"}
         files = (ROOT / "cudnn_sdpa").glob(defining[owner])
         assert any(f"def {name}(" in file.read_text() for file in files), f"{owner}.{name} does not exist"
     described = (ROOT / "cudnn_sdpa/engine/operation/call.py").read_text()

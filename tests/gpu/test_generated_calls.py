@@ -14,8 +14,8 @@ from random_tensors import FP8
 
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
-from cudnn_sdpa.attention.dense import plans
-from cudnn_sdpa.attention.dense.plans import DenseSpec
+from cudnn_sdpa.attention.dense import specs
+from cudnn_sdpa.attention.dense.specs import DenseSpec
 from cudnn_sdpa.attention.support import rules
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
 from cudnn_sdpa.graph.target import live_target
@@ -134,7 +134,7 @@ def test_nearly_every_call_with_a_plan_runs(monkeypatch):
             has_wrong_plan.append(line)
         else:
             with monkeypatch.context() as without_rules:
-                without_rules.setattr(plans, "refuse", lambda *_: None)
+                without_rules.setattr(specs, "refuse", lambda *_: None)
                 if generators.attempt("sdpa", seed, "cuda").kind != "declined":
                     has_plan.append(line)
     assert not has_plan, "\n".join(has_plan)

@@ -10,7 +10,7 @@ from cudnn_sdpa.attention import arguments, bias, sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, warn_of_order
 from cudnn_sdpa.attention.call import CudnnBackwardCall, CudnnCall
 from cudnn_sdpa.attention.cpu_checks import check_strides_of_dense
-from cudnn_sdpa.attention.dense import launch, parts, tiers
+from cudnn_sdpa.attention.dense import forward, launch, parts
 from cudnn_sdpa.attention.dense import reference as in_pytorch
 from cudnn_sdpa.engine.dispatch_state import cast_fields
 from cudnn_sdpa.engine.sharding import ShardingStrategy
@@ -26,10 +26,9 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
     check_values = arguments.check_values
     check_strides = arguments.check_strides
     check_strides_for_gpu = check_strides_of_dense
-    check_memory = arguments.check_memory
     check_gradient_keys = parts.check_gradient
     alternative = in_pytorch.alternative
-    bind = tiers.prepare
+    bind = forward.prepare
     keys = parts.keys
     flops = in_pytorch.flops
 

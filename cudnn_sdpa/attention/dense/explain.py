@@ -23,17 +23,17 @@ from cudnn_sdpa.attention.arguments import (
     cast_for_autocast,
     output_layout,
     outputs_without_data,
-    sign_of_scale,
+    query_factor,
 )
 from cudnn_sdpa.attention.backward_arguments import backward_call_of
 from cudnn_sdpa.attention.dense import graphs, parts
 from cudnn_sdpa.attention.dense import reference as in_pytorch
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import drop_in_tensors, lifted, scaled_dot_product_attention
+from cudnn_sdpa.attention.dense.forward import Bucket
 from cudnn_sdpa.attention.dense.launch import has_readable_layout
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec, factor_of_queries
 from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa, sdpa_backward
-from cudnn_sdpa.attention.dense.tiers import Bucket
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec, query_factor_backward
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.dispatch_state import cast_tensor
@@ -77,7 +77,7 @@ def describe_sdpa(**given: Any) -> Description:
         is_empty=forward.dense.is_empty or forward.dense.has_no_plan,
         extra_kernels=notes,
         backward=_describe_backward(original, call, given) if trains else None,
-        bucket=None if sign_of_scale(call) is not None else partial(_key_of_bucket, forward),
+        bucket=None if query_factor(call) is not None else partial(_key_of_bucket, forward),
         verify=lambda differentiate: errors_of(original, differentiate=differentiate),
     )
 
@@ -107,7 +107,7 @@ def checked_backward(
     return of, [
         *sink_scores.notes_on_conversion(given),
         *notes_on_copies(of),
-        *sink_scores.notes_on_converted_gradient(given, of.needs),
+        *sink_scores.notes_on_converted_gradient(given, of),
     ]
 
 
@@ -148,7 +148,7 @@ def describe_backward_call(of: GradientCall, device: int | None, notes: list[str
 def _describe_backward(original: ForwardArguments, call: ForwardArguments, given: Mapping[str, Any]) -> Description:
     needs = needs_of_described(original)
     of = GradientCall(**outputs_without_data(output_layout(call)), call=call, needs=needs)
-    notes = [*notes_on_casts(original, call, back=True), *sink_scores.notes_on_converted_gradient(given, needs)]
+    notes = [*notes_on_casts(original, call, back=True), *sink_scores.notes_on_converted_gradient(given, of)]
     return describe_backward_call(of, device_of(original.q), notes)
 
 
@@ -157,7 +157,7 @@ def needs_of_described(call: ForwardArguments | VarlenArguments) -> tuple[bool, 
 
 
 def _notes_on_factor(of: GradientCall) -> list[str]:
-    factor = factor_of_queries(of)
+    factor = query_factor_backward(of)
     if factor is None:
         return []
     if factor == 0:
@@ -211,8 +211,8 @@ def notes_on_casts(original: Call, cast: Call, *, back: bool = False) -> list[st
 
 def notes_on_scale(call: Scaled) -> list[str]:
     """The copy of q that calls with a scale of 0 or less make, as cuDNN's scale must be positive."""
-    sign = sign_of_scale(call)
-    return [] if sign is None else [f"q is multiplied by {sign:.0f} into a copy, as the scale is not positive"]
+    factor = query_factor(call)
+    return [] if factor is None else [f"q is multiplied by {factor:.0f} into a copy, as the scale is not positive"]
 
 
 def note_on_parts(what: str, number: int) -> str:

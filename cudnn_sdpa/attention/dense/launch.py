@@ -12,8 +12,8 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments, sink_scores
 from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, GradientT, Needs, numbers_of
 from cudnn_sdpa.attention.bias import BiasKernel, mask_gradient
-from cudnn_sdpa.attention.dense import graphs, parts, plans, reference
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
+from cudnn_sdpa.attention.dense import graphs, parts, reference, specs
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.lengths import LENGTHS, LengthsKernel, RowLimitsKernel
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.engine import tensor_checks
@@ -37,7 +37,7 @@ from cudnn_sdpa.plans.plan import Plan
 Run = Callable[[ForwardArguments], Result]
 
 
-def bind(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float) -> Run:
+def bind_forward(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale: float) -> Run:
     """Binds calls like this one to `plan`, whose GPU is the current device. The scale is positive."""
     spec, has_lse = forward.dense, forward.plan_has_lse
     results: list[Layout] = [(forward.out.shape, forward.out.stride, forward.out.dtype)]
@@ -159,7 +159,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     spec = DenseSpec.of(call)
     if spec.is_empty:
         return Prepared(zero_gradients, None)
-    if spec.is_single or spec.has_no_plan:
+    if spec.is_one_by_one or spec.has_no_plan:
         return Prepared(lambda of: tuple(reference.gradients(of)), None)
     if parts.split_gradient(of):
         return Prepared(lambda of: tuple(parts.run_gradients(of, gradients)), None)
@@ -180,10 +180,10 @@ def prepare_gradients(of: GradientCall) -> Prepared:
             call,
             operands=OPERANDS,
             results=results,
-            numbers=numbers_of(call, plans.launched_backward(of).scale_value),
+            numbers=numbers_of(call, specs.as_launched_backward(of).scale_value),
             queries=queries,
         )
-    factor, needs = plans.factor_of_queries(of), Needs(*of.needs)
+    factor, needs = specs.query_factor_backward(of), Needs(*of.needs)
     is_plain = factor is None and not (
         spec.mask.masked_rows or spec.bias or spec.is_capped or sink_scores.is_needed(of)
     )

@@ -17,7 +17,7 @@ from cudnn_sdpa.attention.arguments import (
     results,
 )
 from cudnn_sdpa.attention.bias import new_gradient
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.parts import GRADIENTS, Limits, Part, Whole
 from cudnn_sdpa.engine.launch import Result, new_tensor
 from cudnn_sdpa.engine.tensor_checks import aligned, without_data, without_memory
@@ -85,7 +85,7 @@ def split_gradient(of: GradientCall) -> list[Part]:
 
 def has_gradient_plan(call: ForwardArguments) -> bool:
     spec = DenseSpec.of(call)
-    return not (spec.is_empty or spec.is_single or spec.has_no_plan)
+    return not (spec.is_empty or spec.is_one_by_one or spec.has_no_plan)
 
 
 def gradient_calls(of: GradientCall) -> list[GradientCall]:

@@ -11,7 +11,7 @@ from cudnn_sdpa.attention.arguments import BEYOND_MASKS, warn_of_order
 from cudnn_sdpa.attention.arguments import check_values as check_lengths
 from cudnn_sdpa.attention.call import CudnnCall
 from cudnn_sdpa.attention.cpu_checks import check_offsets
-from cudnn_sdpa.attention.fp8 import arguments, launch, plans
+from cudnn_sdpa.attention.fp8 import arguments, launch, specs
 from cudnn_sdpa.attention.fp8 import reference as in_pytorch
 from cudnn_sdpa.attention.fp8.arguments import SCALES, Fp8Arguments, Fp8BackwardArguments
 from cudnn_sdpa.engine import tensor_checks
@@ -28,16 +28,13 @@ class Fp8Call(Fp8Arguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's 
     check_options = arguments.check_options
     check = arguments.check
     check_values = arguments.check_values
-    outputs = plans.results
+    outputs = specs.results
     bind = launch.prepare
-    keys = plans.keys
+    keys = specs.keys
     flops = in_pytorch.flops
 
     def check_strides(self) -> None:
         tensor_checks.check_strides(self.q, self.k, self.v)
-
-    def check_memory(self) -> None:
-        tensor_checks.check_addresses(q=self.q, k=self.k, v=self.v)
 
     def check_strides_for_gpu(self) -> None:
         self.check_strides()
@@ -61,9 +58,9 @@ class Fp8BackwardCall(Fp8BackwardArguments, CudnnCall):  # type: ignore[misc]  #
     check_types = arguments.check_types
     check_options = arguments.check_options
     check = arguments.check
-    outputs = plans.results_of_backward
+    outputs = specs.results_of_backward
     bind = launch.prepare_backward
-    keys = plans.keys_of_backward
+    keys = specs.keys_of_backward
     flops = in_pytorch.flops_of_backward_call
     reference = in_pytorch.results_of_backward
 

@@ -12,12 +12,12 @@ from cudnn_sdpa.attention import sharding
 from cudnn_sdpa.attention.arguments import ForwardArguments, grouped
 from cudnn_sdpa.attention.dense.explain import as_cast, device_of, note_on_parts, notes_on_casts
 from cudnn_sdpa.attention.fp8 import arguments as fp8_arguments
-from cudnn_sdpa.attention.fp8 import fp8_attention, graphs, plans
+from cudnn_sdpa.attention.fp8 import fp8_attention, graphs, specs
 from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call
-from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.fp8.scaling import Fp8Scaling
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD, sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa.attention.fp8.specs import BackwardSpec, ForwardSpec
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.engine.tensor_checks import without_data
@@ -56,10 +56,10 @@ def describe_sdpa_fp8_backward(scales: Fp8BackwardScales, **given: Any) -> Descr
 
 def _describe_backward_call(call: Fp8BackwardArguments, device: int | None, around: list[str]) -> Description:
     try:
-        parts = plans.split_backward(call)
+        parts = specs.split_backward(call)
     except UnsupportedError as error:
         return Description.refused(graphs.sdpa_fp8_backward, error, device)
-    backward = BackwardSpec.of(plans.part_of(without_data(call), parts[0]) if parts else call)
+    backward = BackwardSpec.of(specs.part_of(without_data(call), parts[0]) if parts else call)
     notes = [*around, *([note_on_parts("the gradient", len(parts))] if parts else []), *backward.extra_kernels()]
     return Description(
         operation=graphs.sdpa_fp8_backward,

@@ -14,8 +14,8 @@ from torch import Tensor
 from cudnn_sdpa.attention import parts
 from cudnn_sdpa.attention.arguments import warn_of_order
 from cudnn_sdpa.attention.dense.launch import has_readable_layout
-from cudnn_sdpa.attention.dense.plans import DenseSpec
-from cudnn_sdpa.attention.fp8 import graphs, plans, workarounds
+from cudnn_sdpa.attention.dense.specs import DenseSpec
+from cudnn_sdpa.attention.fp8 import graphs, specs, workarounds
 from cudnn_sdpa.attention.fp8.arguments import (
     SCALES,
     Fp8Arguments,
@@ -24,7 +24,7 @@ from cudnn_sdpa.attention.fp8.arguments import (
     Fp8Scales,
     as_dense,
 )
-from cudnn_sdpa.attention.fp8.plans import AMAX, BackwardSpec, ForwardSpec
+from cudnn_sdpa.attention.fp8.specs import AMAX, BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.engine.launch import BoundPlan, LaunchExtras, Layout, Prepared, SingleLaunch, new_tensor
 from cudnn_sdpa.engine.operation import OPERATIONS
@@ -92,7 +92,7 @@ def prepare(call: Fp8Arguments) -> Prepared:
 
 
 def _fill_empty(call: Fp8Arguments) -> Results:
-    out, amax_s, amax_o, lse = (new_tensor(layout, call.q.device).zero_() for layout in plans.results(call))
+    out, amax_s, amax_o, lse = (new_tensor(layout, call.q.device).zero_() for layout in specs.results(call))
     return (out, amax_s, amax_o, lse.fill_(-torch.inf)) if call.with_lse else (out, amax_s, amax_o)
 
 
@@ -160,7 +160,7 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
     whole = BackwardSpec.of(call)
     if whole.dense.is_empty:
         return Prepared(_zero_gradients, None)
-    if plans.split_backward(call):
+    if specs.split_backward(call):
         return Prepared(_run_in_parts, None)
     device = call.q.get_device()
     spec = whole.part(target := live_target(device))
@@ -207,7 +207,7 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
         amaxes = torch.zeros(batch // entries, 4, dtype=torch.float32, device=device)
         for number, first in enumerate(range(0, batch, entries)):
             part = slice(first, first + entries)
-            of_part = plans.part_of(call, Part(part, slice(None), slice(None)))
+            of_part = specs.part_of(call, Part(part, slice(None), slice(None)))
             outputs = [*(x[part] for x in found), *_single(amaxes[number])]
             _launch_rows(bound, of_part, outputs, rows - dense.rows)
         return *found, *_single(amaxes.amax(0))
@@ -216,19 +216,19 @@ def prepare_backward(call: Fp8BackwardArguments) -> Prepared:
 
 
 def _run_in_parts(call: Fp8BackwardArguments) -> Results:
-    *gradients, _, _, _, _ = plans.results_of_backward(call)
+    *gradients, _, _, _, _ = specs.results_of_backward(call)
     dims = (("entries", "heads"), ("entries", "heads_kv"), ("entries", "heads_kv"))
     wholes = [parts.Whole(layout, places) for layout, places in zip(gradients, dims, strict=True)]
     wholes += [parts.Whole(AMAX, (None,), is_amax=True)] * 4
 
     def run(part: Part) -> Results:
-        return tuple(OPERATIONS["sdpa_fp8_backward"].on_gpu(plans.part_of(call, part)))  # which remembers its binding
+        return tuple(OPERATIONS["sdpa_fp8_backward"].on_gpu(specs.part_of(call, part)))  # which remembers its binding
 
-    return tuple(parts.merge(plans.split_backward(call), run, wholes, call.q.device))
+    return tuple(parts.merge(specs.split_backward(call), run, wholes, call.q.device))
 
 
 def _zero_gradients(call: Fp8BackwardArguments) -> Results:
-    return tuple(new_tensor(layout, call.q.device).zero_() for layout in plans.results_of_backward(call))
+    return tuple(new_tensor(layout, call.q.device).zero_() for layout in specs.results_of_backward(call))
 
 
 def _readable(call: Fp8BackwardArguments, copied: Mapping[str, TensorLayout]) -> Fp8BackwardArguments:

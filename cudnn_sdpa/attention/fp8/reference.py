@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward, flops_of_forward
-from cudnn_sdpa.attention.fp8 import plans
+from cudnn_sdpa.attention.fp8 import specs
 from cudnn_sdpa.attention.fp8.arguments import (
     FP8_DTYPES,
     Fp8Arguments,
@@ -134,13 +134,13 @@ def amax_of(x: Tensor) -> Tensor:
 def results(call: Fp8Arguments) -> tuple[Tensor, ...]:
     found = attention(call)
     assert found.lse is not None
-    out = new_tensor(plans.results(call)[0], call.q.device).copy_(found.out)
+    out = new_tensor(specs.results(call)[0], call.q.device).copy_(found.out)
     return out, found.amax_s, found.amax_o, found.lse.float()
 
 
 def results_of_backward(call: Fp8BackwardArguments) -> tuple[Tensor, ...]:
     *found, amax_dq, amax_dk, amax_dv, amax_dp = gradients(call)
-    layouts = plans.results_of_backward(call)
+    layouts = specs.results_of_backward(call)
     dq, dk, dv = (new_tensor(layout, x.device).copy_(x) for layout, x in zip(layouts, found, strict=False))
     return dq, dk, dv, amax_dq, amax_dk, amax_dv, amax_dp
 

@@ -179,9 +179,11 @@ def check_strides(call: PagedArguments) -> None:
 
 
 def check_memory(call: PagedArguments) -> None:
-    """Addresses, and that `out` overlaps no input."""
+    """Addresses, and that `out` overlaps no other tensor."""
     with named():
-        tensor_checks.check_memory(call.q, call.k, call.v, call.out)
+        tensor_checks.check_addresses(q=call.q, k=call.k, v=call.v)
+    if call.out is not None:
+        tensor_checks.check_apart(call.out, call)
 
 
 def check_pages(q: Tensor, pages: dict[str, Tensor], table: Tensor, table_v: Tensor | None) -> None:

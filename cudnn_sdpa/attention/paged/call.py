@@ -9,7 +9,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import sharding
 from cudnn_sdpa.attention.call import CudnnCall
 from cudnn_sdpa.attention.cpu_checks import check_offsets
-from cudnn_sdpa.attention.paged import arguments, launch, plans
+from cudnn_sdpa.attention.paged import arguments, launch, specs
 from cudnn_sdpa.attention.paged import reference as in_pytorch
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.engine import tensor_checks
@@ -23,7 +23,7 @@ class PagedCall(PagedArguments, CudnnCall):  # type: ignore[misc]  # a NamedTupl
 
     __slots__ = ()
 
-    extra_key = plans.marks_of
+    extra_key = specs.marks_of
     check_types = arguments.check_types
     omitted = ("dropout_p", "alibi")
     check = arguments.check
@@ -31,7 +31,7 @@ class PagedCall(PagedArguments, CudnnCall):  # type: ignore[misc]  # a NamedTupl
     check_strides = arguments.check_strides
     check_memory = arguments.check_memory
     bind = launch.prepare
-    keys = plans.keys
+    keys = specs.keys
     flops = in_pytorch.flops
     reference = in_pytorch.attention
 

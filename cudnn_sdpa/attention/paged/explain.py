@@ -8,13 +8,13 @@ from typing import Any
 
 from cudnn_sdpa.attention import reference as dense_reference
 from cudnn_sdpa.attention import sharding, sink_scores
-from cudnn_sdpa.attention.arguments import with_positive_scale
+from cudnn_sdpa.attention.arguments import as_launched
 from cudnn_sdpa.attention.dense import explain, graphs
-from cudnn_sdpa.attention.paged import plans, reference
+from cudnn_sdpa.attention.paged import reference, specs
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.call import PagedCall
-from cudnn_sdpa.attention.paged.plans import MAX_DECODED, DecodeSpec, is_decode
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, call_of, sdpa_paged
+from cudnn_sdpa.attention.paged.specs import MAX_DECODED, DecodeSpec, is_decode
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inputs
 from cudnn_sdpa.engine.explain import Description, describes
@@ -29,7 +29,7 @@ def describe_paged(**given: Any) -> Description:
     original, call, refused = checked.call, checked.cast, checked.refused
     if refused is not None:
         return Description.refused(graphs.paged_decode, refused, explain.device_of(call.q))
-    launched, device = with_positive_scale(call), explain.device_of(call.q)
+    launched, device = as_launched(call), explain.device_of(call.q)
     described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
         described = describe_prefill(launched, device)
@@ -43,9 +43,9 @@ def describe_paged(**given: Any) -> Description:
 
 
 def describe_decode(call: PagedArguments, device: int | None) -> Description:
-    split = plans.split_decode(call)
-    call = plans.batch_entries(call, split[0].entries) if split else call
-    reasons = plans.reasons_against_in_place(call)
+    split = specs.split_decode(call)
+    call = specs.batch_entries(call, split[0].entries) if split else call
+    reasons = specs.reasons_against_in_place(call)
     decode = DecodeSpec.of(call, in_place=not reasons)
     notes = [explain.note_on_parts("the call", len(split))] if split else []
     if reasons:
@@ -66,8 +66,8 @@ def describe_decode(call: PagedArguments, device: int | None) -> Description:
 
 def describe_prefill(call: PagedArguments, device: int | None) -> Description:
     """Describes prefill, or its first part if the batch is split."""
-    at_once, number = plans.sequences_at_once(call), len(plans.split_prefill(call))
-    packed, out = plans.prefill_spec(plans.batch_entries(call, slice(0, at_once)))
+    at_once, number = specs.sequences_at_once(call), len(specs.split_prefill(call))
+    packed, out = specs.prefill_spec(specs.batch_entries(call, slice(0, at_once)))
     _, heads, _, dim = call.k.shape
     rows = min(call.q.shape[0], at_once) * call.max_kv_len
     size = rows * heads * (dim + call.v.shape[3]) * call.k.element_size() / 2**20

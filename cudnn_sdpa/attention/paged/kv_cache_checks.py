@@ -123,7 +123,7 @@ def check_rows(name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
     if rows.is_cuda:
         try:
             tensor_checks.check_strides(rows, rows, rows)
-            tensor_checks.check_memory(rows, rows, rows, None)
+            tensor_checks.check_addresses(q=rows)
         except LayoutError as error:
             raise error.renamed({"q": name}) from None
 

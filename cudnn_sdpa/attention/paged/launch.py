@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import parts, sink_scores
-from cudnn_sdpa.attention.arguments import MIN_SCALE, results, scale_of, sign_of_scale
+from cudnn_sdpa.attention.arguments import MIN_SCALE, query_factor, results, scale_of
 from cudnn_sdpa.attention.dense import graphs
-from cudnn_sdpa.attention.paged import paging, plans
+from cudnn_sdpa.attention.paged import paging, specs
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.plans import DecodeSpec
+from cudnn_sdpa.attention.paged.specs import DecodeSpec
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.sink_scores import SinkUse
@@ -48,31 +48,31 @@ def prepare(call: PagedArguments) -> Prepared:
     """A call bound to its plan."""
     if call.is_empty:
         return Prepared(lambda call: fill_without_keys(call, results(call)), None)
-    sign = sign_of_scale(call)
-    if sign is not None:
-        return _prepare_with_positive_scale(call, sign)
-    if plans.is_decode(call):
-        if plans.split_decode(call):
-            return Prepared(partial(_run_in_parts, split=plans.split_decode), None)
+    factor = query_factor(call)
+    if factor is not None:
+        return _prepare_multiplied(call, factor)
+    if specs.is_decode(call):
+        if specs.split_decode(call):
+            return Prepared(partial(_run_in_parts, split=specs.split_decode), None)
         try:
-            bound = bind_decode(call, in_place=not plans.reasons_against_in_place(call))
+            bound = bind_decode(call, in_place=not specs.reasons_against_in_place(call))
         except UnsupportedError:
             pass
         else:
             return Prepared(SingleLaunch(bound) if _is_direct(call, bound) else _Decode(bound), bound.plan)
-    if plans.split_prefill(call):
-        return Prepared(partial(_run_in_parts, split=plans.split_prefill), None)
+    if specs.split_prefill(call):
+        return Prepared(partial(_run_in_parts, split=specs.split_prefill), None)
     return _prepare_prefill(call)
 
 
-def _prepare_with_positive_scale(call: PagedArguments, sign: float) -> Prepared:
-    """The call with queries multiplied by `sign`, and with results in the memory order of the caller's queries."""
+def _prepare_multiplied(call: PagedArguments, factor: float) -> Prepared:
+    """The call with queries multiplied by `factor`, and with results in the memory order of the caller's queries."""
     layout, _ = results(call._replace(out=None))
     scale = max(-scale_of(call), MIN_SCALE)
 
     def launched(call: PagedArguments) -> PagedArguments:
         out = new_tensor(layout, call.q.device) if call.out is None else call.out
-        return call._replace(q=multiplied(call.q, sign), softmax=call.softmax._replace(scale=scale), out=out)
+        return call._replace(q=multiplied(call.q, factor), softmax=call.softmax._replace(scale=scale), out=out)
 
     prepared = prepare(launched(call))
     return Prepared(lambda call: prepared.run(launched(call)), prepared.plan)
@@ -128,7 +128,7 @@ def bind_decode(call: PagedArguments, *, in_place: bool) -> BoundPlan:
 def _is_direct(call: PagedArguments, bound: BoundPlan) -> bool:
     batch, _, queries, _ = call.q.shape
     rows = bound.plan.key.outputs[0].layout.shape[0]
-    is_as_requested = plans.has_memory_order_of_q(call) and not call.has_sinks and call.out is None
+    is_as_requested = specs.has_memory_order_of_q(call) and not call.has_sinks and call.out is None
     return queries == 1 and batch == rows and is_as_requested
 
 
@@ -157,7 +157,7 @@ def as_requested(call: PagedArguments, out: Tensor) -> Tensor:
     """A token-major output (B, Hq, Sq, Dv) in the caller's `out`, or in q's memory order."""
     if call.out is not None:
         return call.out.copy_(out)
-    if plans.has_memory_order_of_q(call):
+    if specs.has_memory_order_of_q(call):
         return out
     stride = dense_stride_like(out.shape, call.q.shape, call.q.stride())
     return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(out)
@@ -173,10 +173,10 @@ class _Prefill:
 
     def __init__(self, call: PagedArguments) -> None:
         self._has_several_gpus = torch.cuda.device_count() > 1
-        self._is_as_requested = call.out is None and plans.has_memory_order_of_q(call)
+        self._is_as_requested = call.out is None and specs.has_memory_order_of_q(call)
         self._gather = paging.GatherKernel(call)
-        varlen_call = plans.as_packed(call, self._gather(call))
-        prepared = varlen_launch.prepare(varlen_call, plans.packed_spec(varlen_call, call.q.shape[0]))
+        varlen_call = specs.as_packed(call, self._gather(call))
+        prepared = varlen_launch.prepare(varlen_call, specs.packed_spec(varlen_call, call.q.shape[0]))
         if prepared.plan is None:
             raise ValueError("an empty call has no plan")
         self._run_varlen: Callable[[VarlenArguments], Result] = prepared.run
@@ -192,7 +192,7 @@ class _Prefill:
             if isinstance(tensor, Tensor):
                 check_present(name, tensor)
         batch, heads, queries, _ = call.q.shape
-        result = self._run_varlen(plans.as_packed(call, self._gather(call)))
+        result = self._run_varlen(specs.as_packed(call, self._gather(call)))
         packed_out, *packed_lse = result if isinstance(result, tuple) else (result,)
         out = packed_out.view(batch, queries, heads, -1).transpose(1, 2)
         if not self._is_as_requested:
@@ -210,7 +210,7 @@ def _prepare_prefill(call: PagedArguments) -> Prepared:
 
 def _run_in_parts(call: PagedArguments, split: Callable[[PagedArguments], list[Part]]) -> Result:
     def run(part: Part, out: Tensor) -> Result:
-        of_part = plans.batch_entries(call, part.entries)._replace(out=out)
+        of_part = specs.batch_entries(call, part.entries)._replace(out=out)
         result: Result = OPERATIONS["paged"].on_gpu(of_part)  # which remembers its binding
         return result
 

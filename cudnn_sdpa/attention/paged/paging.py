@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.plans import Gathered, right_bound
+from cudnn_sdpa.attention.paged.specs import Gathered, right_bound
 from cudnn_sdpa.engine.launch import Address, OwnKernel
 from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 from cudnn_sdpa.plans.plan import allocate, current_raw_stream

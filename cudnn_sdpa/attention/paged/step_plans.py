@@ -11,8 +11,8 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.paged.arguments import PageLayout
 from cudnn_sdpa.attention.paged.kv_cache_checks import PlanOptions, check_count, refuse_options
-from cudnn_sdpa.attention.paged.plans import MAX_DECODED
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, call_of, sdpa_paged
+from cudnn_sdpa.attention.paged.specs import MAX_DECODED
 from cudnn_sdpa.attention.paged.step import Mark, PagedStep
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.key import PlanKey

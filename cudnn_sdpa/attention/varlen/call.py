@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from cudnn_sdpa.attention import sharding
 from cudnn_sdpa.attention.call import CudnnBackwardCall, CudnnCall
 from cudnn_sdpa.attention.cpu_checks import check_strides_of_dense
-from cudnn_sdpa.attention.varlen import arguments, launch, plans
+from cudnn_sdpa.attention.varlen import arguments, launch, specs
 from cudnn_sdpa.attention.varlen import reference as in_pytorch
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.engine.dispatch_state import cast_fields
@@ -26,10 +26,9 @@ class VarlenCall(VarlenArguments, CudnnCall):  # type: ignore[misc]  # a NamedTu
     check = arguments.check
     check_values = arguments.check_values
     check_strides = arguments.check_strides
-    check_memory = arguments.check_memory
-    check_gradient_keys = plans.check_gradient
+    check_gradient_keys = specs.check_gradient
     bind = launch.prepare
-    keys = plans.keys
+    keys = specs.keys
     flops = in_pytorch.flops
     reference = in_pytorch.attention
 
@@ -64,11 +63,11 @@ class VarlenBackwardCall(VarlenGradientCall, CudnnBackwardCall[VarlenCall]):  # 
     make_readable = launch.readable
     reference = in_pytorch.gradients
     bind = launch.prepare_gradients
-    keys = plans.gradient_keys
+    keys = specs.gradient_keys
 
     def check_keys(self, target: Target) -> None:
         if self.call.is_empty:
             return
-        call = plans.dense_queries(self.call)  # others are copied
+        call = specs.dense_queries(self.call)  # others are copied
         for key in self._replace(call=call).keys(target, None):
             known_issues.check(key)

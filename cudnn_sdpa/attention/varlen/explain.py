@@ -10,14 +10,14 @@ import torch
 from cudnn_sdpa.attention import sharding, sink_scores
 from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
+    as_launched,
     cast_for_autocast,
     output_layout,
     outputs_without_data,
-    with_positive_scale,
 )
 from cudnn_sdpa.attention.dense import explain, graphs
-from cudnn_sdpa.attention.varlen import plans
 from cudnn_sdpa.attention.varlen import reference as in_pytorch
+from cudnn_sdpa.attention.varlen import specs
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.call import VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen, sdpa_varlen_backward
@@ -35,7 +35,7 @@ def describe_varlen(**given: Any) -> Description:
     if refused is not None:
         return Description.refused(graphs.sdpa_forward, refused, device)
     original = original._replace(with_lse=original.with_lse or trains)
-    packed, layout = plans.spec_of(with_positive_scale(call)), output_layout(call)
+    packed, layout = specs.spec_of(as_launched(call)), output_layout(call)
     notes = [
         *explain.notes_on_casts(original, call),
         *sink_scores.notes_on_conversion(given),
@@ -44,7 +44,7 @@ def describe_varlen(**given: Any) -> Description:
     notes += packed.extra_kernels(with_lse=original.with_lse)
     needs = explain.needs_of_described(original)
     of = VarlenGradientCall(**outputs_without_data(layout), call=without_data(call), needs=needs)
-    back = [*explain.notes_on_casts(original, call, back=True), *sink_scores.notes_on_converted_gradient(given, needs)]
+    back = [*explain.notes_on_casts(original, call, back=True), *sink_scores.notes_on_converted_gradient(given, of)]
     return Description(
         operation=graphs.sdpa_forward,
         key=partial(packed.forward_key, layout, original.with_lse),
@@ -66,11 +66,11 @@ def describe_backward_call(of: VarlenGradientCall, device: int | None, notes: li
     """A backward call without data that kernels can read, but for its queries."""
     is_empty = of.call.is_empty
     try:
-        parts = [] if is_empty else plans.split_gradient(of)
+        parts = [] if is_empty else specs.split_gradient(of)
     except UnsupportedError as error:
         return Description.refused(graphs.sdpa_backward, error, device)
-    first = plans.part_of(of, parts[0]) if parts else of
-    packed = plans.spec_of(with_positive_scale(first.call))
+    first = specs.part_of(of, parts[0]) if parts else of
+    packed = specs.spec_of(as_launched(first.call))
     notes = [
         *notes,
         *([explain.note_on_parts("the gradient", len(parts))] if parts else []),
@@ -80,7 +80,7 @@ def describe_backward_call(of: VarlenGradientCall, device: int | None, notes: li
     ]
     return Description(
         operation=graphs.sdpa_backward,
-        key=partial(plans.backward_key, first._replace(call=plans.dense_queries(first.call))),
+        key=partial(specs.backward_key, first._replace(call=specs.dense_queries(first.call))),
         device=device,
         is_empty=is_empty,
         extra_kernels=notes,

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import parts, sink_scores
 from cudnn_sdpa.attention.arguments import (
+    as_launched,
     numbers_of,
     output_layout,
+    query_factor,
     results,
     scale_of,
-    sign_of_scale,
-    with_positive_scale,
 )
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense import launch as dense_backward
@@ -24,10 +24,10 @@ from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.parts import Whole, packed_gradient_limits
 from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.sink_scores import SinkUse
-from cudnn_sdpa.attention.varlen import plans
+from cudnn_sdpa.attention.varlen import specs
 from cudnn_sdpa.attention.varlen.arguments import PACKED_AXES, VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
-from cudnn_sdpa.attention.varlen.plans import VarlenSpec
+from cudnn_sdpa.attention.varlen.specs import VarlenSpec
 from cudnn_sdpa.engine.launch import (
     Address,
     BoundPlan,
@@ -52,19 +52,19 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     """A forward call bound to its plan, or to that of `spec`."""
     if call.is_empty:
         return Prepared(lambda call: fill_without_keys(call, results(call)), None)
-    device, sign = call.q.get_device(), sign_of_scale(call)
-    launched = with_positive_scale(call)
-    spec = plans.spec_of(launched) if spec is None else spec
+    device, factor = call.q.get_device(), query_factor(call)
+    launched = as_launched(call)
+    spec = specs.spec_of(launched) if spec is None else spec
     key = spec.forward_key(output_layout(call), call.with_lse, live_target(device), device)
     bound = _bind(operation=graphs.sdpa_forward, key=key, call=launched, spec=spec, operands=("q", "k", "v"))
     sink_use = spec.sink_use
     is_completed = sink_use is SinkUse.AFTER_PLAN or (sink_use is SinkUse.IN_PLAN and call.with_lse)
-    if sign is None and not is_completed:
+    if factor is None and not is_completed:
         return Prepared(SingleLaunch(bound), bound.plan)
     others_of = items_by_name(bound.operands[1:])
 
     def run(call: VarlenArguments) -> Result:
-        q = call.q if sign is None else multiplied(call.q, sign)
+        q = call.q if factor is None else multiplied(call.q, factor)
         out, *lse = bound((q, *others_of(call)), call.out)
         if not lse:
             return out
@@ -91,12 +91,12 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
     call = of.call
     if call.is_empty:
         return Prepared(zero_gradients, None)
-    if plans.split_gradient(of):
+    if specs.split_gradient(of):
         return Prepared(_gradients_in_parts, None)
-    device, sign = call.q.get_device(), sign_of_scale(call)
-    launched = with_positive_scale(call)
-    spec = plans.spec_of(launched)
-    key = plans.backward_key(of, live_target(device), device)
+    device, factor = call.q.get_device(), query_factor(call)
+    launched = as_launched(call)
+    spec = specs.spec_of(launched)
+    key = specs.backward_key(of, live_target(device), device)
     bound = _bind(
         operation=graphs.sdpa_backward,
         key=key,
@@ -107,7 +107,7 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
     wanted = [dense_like(layout) for layout in (spec.q, spec.k, spec.v)]
     in_order = [layout.stride == found[1] for layout, found in zip(wanted, _results(key, call), strict=True)]
 
-    if sign is None and all(in_order) and not spec.is_capped and not sink_scores.is_needed(of):
+    if factor is None and all(in_order) and not spec.is_capped and not sink_scores.is_needed(of):
         fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
         return Prepared(SingleLaunch(bound, [place for place in range(3) if of.needs[place]], of=fields), bound.plan)
     others_of = items_by_name(bound.operands[len(dense_backward.OPERANDS) :])
@@ -116,15 +116,15 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
         call, lse = of.call, of.lse
         if spec.is_capped:  # a row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        q = call.q if sign is None else multiplied(call.q, sign)
+        q = call.q if factor is None else multiplied(call.q, factor)
         found = bound((q, call.k, call.v, of.out, of.grad_out, lse, *others_of(call)))
         for place, layout in enumerate(wanted):
             if not in_order[place]:  # cuDNN sums the gradients of grouped heads only token-major
                 moved = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device=call.q.device)
                 found[place] = moved.copy_(found[place])
-        if sign is not None:
+        if factor is not None:
             grad_q, grad_k, grad_v = found
-            found = [grad_q * sign, grad_k * abs(sign), grad_v]
+            found = [grad_q * factor, grad_k * abs(factor), grad_v]
         needed = [x for x, need in zip(found, of.needs, strict=False) if need]
         return (*needed, *sink_scores.needed_gradient(of, call.cu_seqlens_q))
 
@@ -140,7 +140,7 @@ def _gradients_in_parts(of: VarlenGradientCall) -> tuple[Tensor, ...]:
         if need and x is not None
     ]
     found = parts.merge(
-        plans.split_gradient(of), lambda part: gradients(plans.part_of(of, part)), wholes, of.out.device
+        specs.split_gradient(of), lambda part: gradients(specs.part_of(of, part)), wholes, of.out.device
     )
     return tuple(found)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.plans import VarlenSpec
+from cudnn_sdpa.attention.varlen.specs import VarlenSpec
 from cudnn_sdpa.engine.launch import Address, OwnKernel
 from cudnn_sdpa.graph.key import Operand
 from cudnn_sdpa.plans.nvrtc import Kernel, Struct

@@ -11,9 +11,9 @@ from attention_checks import TOLERANCE, error, exact, make, nothing_synchronizes
 
 import cudnn_sdpa
 from cudnn_sdpa import no_plan_builds, plan_cache, sdpa, shape_policy
-from cudnn_sdpa.attention.dense import tiers
+from cudnn_sdpa.attention.dense import forward
+from cudnn_sdpa.attention.dense.forward import BucketRun
 from cudnn_sdpa.attention.dense.sdpa import SDPA
-from cudnn_sdpa.attention.dense.tiers import BucketRun
 from cudnn_sdpa.offline.background import background
 from cudnn_sdpa.plans import device_memory
 from cudnn_sdpa.plans.cache import plan_of
@@ -48,13 +48,13 @@ def bucketed():
 @pytest.fixture
 def tiered(monkeypatch):
     """Uses buckets from the first shape on, counts every call as a use, and leaves no background work."""
-    monkeypatch.setattr(tiers, "SHAPES_BEFORE_BUCKET", 0)
-    monkeypatch.setattr(tiers, "SECONDS_PER_USE", 0.0)
-    tiers.usages.clear()
+    monkeypatch.setattr(forward, "SHAPES_BEFORE_BUCKET", 0)
+    monkeypatch.setattr(forward, "SECONDS_PER_USE", 0.0)
+    forward.usages.clear()
     with shape_policy("tiered"):
         yield
         assert background.wait(120)
-    tiers.usages.clear()
+    forward.usages.clear()
 
 
 @pytest.mark.parametrize("layout", ["bshd", "bhsd"])
@@ -192,7 +192,7 @@ def test_tables_live_until_other_streams_have_read_them(bucketed):  # noqa: ARG0
 
 
 def test_the_memory_of_tables_is_bounded(bucketed, monkeypatch):  # noqa: ARG001
-    monkeypatch.setattr(tiers, "MAX_TABLE_BYTES", 3 * 4096)
+    monkeypatch.setattr(forward, "MAX_TABLE_BYTES", 3 * 4096)
     for rows in range(100, 160):
         sdpa(*inputs(rows, "bhsd", batch=4))
         assert sum(run.table_bytes for run in served_by_buckets()) <= 3 * 4096
@@ -238,7 +238,7 @@ def test_a_recurring_shape_gets_an_exact_shape_plan(tiered):  # noqa: ARG001
 
 
 def use_often(*calls):
-    for _ in range(tiers.USES_BEFORE_EXACT_SHAPE_PLAN):
+    for _ in range(forward.USES_BEFORE_EXACT_SHAPE_PLAN):
         for tensors in calls:
             sdpa(*tensors)
 
@@ -305,7 +305,7 @@ def test_an_exact_shape_plan_takes_over_while_another_thread_captures(tiered):  
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):  # reserves memory: PyTorch cannot allocate more during a capture
         tensors = inputs(150)
-        for _ in range(tiers.USES_BEFORE_EXACT_SHAPE_PLAN - 1):
+        for _ in range(forward.USES_BEFORE_EXACT_SHAPE_PLAN - 1):
             sdpa(*tensors)
     torch.cuda.synchronize()
     assert background.wait(0.0)  # nothing was requested yet

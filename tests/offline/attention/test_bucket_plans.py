@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
-from cudnn_sdpa.attention.dense.plans import ForwardSpec
-from cudnn_sdpa.attention.dense.tiers import Bucket
+from cudnn_sdpa.attention.dense.forward import Bucket
+from cudnn_sdpa.attention.dense.specs import ForwardSpec
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline.planner import engine_offline, plan_offline
 

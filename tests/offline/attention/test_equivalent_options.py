@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline.planner import plan_offline

@@ -8,7 +8,7 @@ import torch
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields, output_layout
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec
 from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline.planner import plan_offline

@@ -8,8 +8,8 @@ import torch
 from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.dense.explain import describe_sdpa
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.plans import DecodeSpec
-from cudnn_sdpa.attention.varlen import plans
+from cudnn_sdpa.attention.paged.specs import DecodeSpec
+from cudnn_sdpa.attention.varlen import specs
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.graph.backend import is_repeatable
 from cudnn_sdpa.graph.target import Target, load_properties
@@ -84,7 +84,7 @@ def test_several_queries(gpu, queries, keys):
     rows = (q[0].transpose(0, 1), *(kv[0].transpose(0, 1),) * 2)
     sizes = {"max_seqlen_q": queries, "max_seqlen_kv": keys}
     of_rows = from_fields(VarlenArguments, *rows, None, lengths, lengths, None, **sizes, deterministic=True)
-    packed = plans.forward_key(of_rows, target, None)
+    packed = specs.forward_key(of_rows, target, None)
     for key in (describe_sdpa(q, kv, kv, deterministic=True).key(target, None), packed):
         made = plan_offline(key, properties)
         assert is_repeatable(made.engine, made.knobs, single_query=False)

@@ -13,7 +13,7 @@ import torch
 
 import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
-from cudnn_sdpa.attention.dense.plans import ForwardSpec
+from cudnn_sdpa.attention.dense.specs import ForwardSpec
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline import background
 from cudnn_sdpa.offline.background import BackgroundPlanner
@@ -232,7 +232,7 @@ def test_a_program_exits_while_a_plan_is_built(run_python, can_plan):  # noqa: A
         """
 import time, torch
 from cudnn_sdpa.attention.arguments import ForwardArguments
-from cudnn_sdpa.attention.dense.plans import ForwardSpec as Forward
+from cudnn_sdpa.attention.dense.specs import ForwardSpec as Forward
 from cudnn_sdpa.offline.background import background
 from cudnn_sdpa.graph.target import Target, load_properties
 properties = load_properties("h200")

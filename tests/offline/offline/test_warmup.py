@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import cudnn_sdpa
 from cudnn_sdpa import OfflineError, OptionError, UnsupportedError, compile_plans, explain
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, ForwardSpec
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
 from cudnn_sdpa.cli import app
 from cudnn_sdpa.fused.conv_graphs import channels_last, convolution
 from cudnn_sdpa.graph.target import Target, load_properties

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
@@ -20,6 +22,8 @@ from cudnn_sdpa import (
     sdpa_varlen,
     sdpa_varlen_backward,
 )
+from cudnn_sdpa.attention import sink_scores
+from cudnn_sdpa.attention.arguments import GradientCall
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8_BACKWARD
 
 PARTS = (slice(0, 5), slice(5, 6), slice(6, 17))  # of the keys
@@ -302,3 +306,23 @@ def test_merged_states_under_vmap_are_refused():
     out, lse = torch.randn(3, 1, 2, 4, 16), torch.zeros(3, 1, 2, 4)
     with pytest.raises(UnsupportedError, match=r"merge_states under torch\.vmap"):
         torch.vmap(lambda x: merge_states([x, x], [lse[0], lse[0]])[0])(out)
+
+
+class WithSlopes(NamedTuple):
+    """A call of an operation with one more differentiable tensor, behind the sinks."""
+
+    q: torch.Tensor
+    sinks: torch.Tensor
+    slopes: torch.Tensor
+
+
+@pytest.mark.parametrize("needs", [(False, True, False), (True, False, True)])
+def test_the_sinks_are_found_by_name_among_what_has_gradients(needs):
+    sinks = torch.randn(4)
+    made, grad_out = drawn()
+    lse = torch.zeros(grad_out.shape[:3])
+    of = GradientCall(grad_out, grad_out, lse, call=WithSlopes(made["q"], sinks, sinks), needs=needs)
+    assert sink_scores.is_needed(of) is needs[1]
+    assert len(sink_scores.needed_gradient(of)) == needs[1]
+    assert len(sink_scores.notes_on_gradient(of)) == needs[1]
+    assert len(sink_scores.notes_on_converted_gradient({"sinks": sinks.half()}, of)) == needs[1]

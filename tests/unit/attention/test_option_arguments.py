@@ -23,8 +23,8 @@ from cudnn_sdpa import (
     sdpa_varlen,
 )
 from cudnn_sdpa.attention import arguments as checks
-from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.dense.specs import ForwardSpec
 
 R, Z = torch.randn, torch.empty
 QKV = {"q": R(2, 4, 8, 16), "k": R(2, 2, 12, 16), "v": R(2, 2, 12, 24)}

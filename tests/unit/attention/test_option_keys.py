@@ -10,9 +10,9 @@ import torch
 
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention.arguments import ForwardArguments, Softmax, from_fields, output_layout
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.plans import spec_of
+from cudnn_sdpa.attention.varlen.specs import spec_of
 from cudnn_sdpa.graph.key import PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.engine import launch
 from cudnn_sdpa.graph import key as key_module
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role

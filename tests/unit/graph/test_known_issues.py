@@ -9,9 +9,9 @@ import torch
 
 from cudnn_sdpa import UnsupportedError
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields, output_layout
-from cudnn_sdpa.attention.dense.plans import BackwardSpec, DenseSpec, ForwardSpec
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.plans import spec_of
+from cudnn_sdpa.attention.varlen.specs import spec_of
 from cudnn_sdpa.fused.conv_graphs import channels_last, conv_dgrad, conv_wgrad, convolution
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.backend import GraphBuilder

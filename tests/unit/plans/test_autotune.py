@@ -11,7 +11,7 @@ from fake_gpu import TARGET, Engine, Machine, halve, halved, key, launch, operan
 
 from cudnn_sdpa import OptionError, autotune
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
-from cudnn_sdpa.attention.dense.plans import ForwardSpec
+from cudnn_sdpa.attention.dense.specs import ForwardSpec
 from cudnn_sdpa.graph.key import Operand, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.plans import autotune as autotune_module

@@ -20,7 +20,7 @@ import torch
 
 import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
-from cudnn_sdpa.attention.dense.plans import ForwardSpec
+from cudnn_sdpa.attention.dense.specs import ForwardSpec
 from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.graph import key as key_module
 from cudnn_sdpa.graph.target import Target

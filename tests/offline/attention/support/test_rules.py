@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from cudnn_sdpa import UnsupportedError
-from cudnn_sdpa.attention.dense import plans as dense_plans
-from cudnn_sdpa.attention.fp8 import plans as fp8_plans
+from cudnn_sdpa.attention.dense import specs as dense_specs
+from cudnn_sdpa.attention.fp8 import specs as fp8_specs
 from cudnn_sdpa.attention.support.rules import RULES, Configuration, Rule
-from cudnn_sdpa.attention.varlen import plans as varlen_plans
+from cudnn_sdpa.attention.varlen import specs as varlen_specs
 from cudnn_sdpa.engine.explain import Description
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey
@@ -118,7 +118,7 @@ def key_and_rules(plan: Description, target: Target) -> tuple[PlanKey, Configura
         asked.append((case, [rule for rule in rules if rule.applies(case)]))
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (dense_plans, varlen_plans, fp8_plans):
+        for module in (dense_specs, varlen_specs, fp8_specs):
             patch.setattr(module, "refuse", note)
         key = plan.key(target, None)
     return key, *asked[-1]

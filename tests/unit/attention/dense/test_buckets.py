@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
-from cudnn_sdpa.attention.dense.plans import ForwardSpec
-from cudnn_sdpa.attention.dense.tiers import MAX_LENGTH, MAX_SEQUENCES, Bucket
+from cudnn_sdpa.attention.dense.forward import MAX_LENGTH, MAX_SEQUENCES, Bucket
+from cudnn_sdpa.attention.dense.specs import ForwardSpec
 from cudnn_sdpa.graph.target import Target, load_properties
 
 LAYOUTS = ("bshd", "bhsd", "sbhd", "sliced", "packed", "one head for all")

@@ -7,8 +7,8 @@ import torch
 
 from cudnn_sdpa.attention.arguments import Softmax, from_fields
 from cudnn_sdpa.attention.dense.call import SdpaCall
-from cudnn_sdpa.attention.dense.plans import ForwardSpec
 from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.dense.specs import ForwardSpec
 from cudnn_sdpa.planning.support import target_of
 
 BASE = {"q": torch.randn(2, 4, 8, 16), "k": torch.randn(2, 2, 12, 16), "v": torch.randn(2, 2, 12, 24)}

@@ -16,14 +16,13 @@ import cudnn_sdpa
 import cudnn_sdpa.engine.explain
 from cudnn_sdpa import UnsupportedError, scaled_dot_product_attention, sdpa, sdpa_varlen
 from cudnn_sdpa.attention.arguments import Needs, from_fields, results
+from cudnn_sdpa.attention.dense import forward
 from cudnn_sdpa.attention.dense import launch as dense_launch
-from cudnn_sdpa.attention.dense import tiers
 from cudnn_sdpa.attention.dense.call import SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.attention.varlen import launch
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
-from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.planning.support import target_of
@@ -45,9 +44,8 @@ def key_of(monkeypatch):
         raise Asked(key)
 
     monkeypatch.setattr(PlanCache, "get", ask)
-    monkeypatch.setattr(tensor_checks, "_share_memory", lambda *_: False)  # meta tensors have address 0
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
-    for module in (tiers, dense_launch, launch):
+    for module in (forward, dense_launch, launch):
         monkeypatch.setattr(module, "live_target", lambda _device: H200)
 
     def run(function, *arguments):
@@ -353,6 +351,12 @@ def test_a_large_packed_call_that_cannot_be_split_has_no_gradient():
     key(described)
     with pytest.raises(UnsupportedError, match="wrong addresses"):
         key(described.backward)
+
+
+def test_out_of_a_call_that_is_only_described_overlaps_nothing():
+    """Tensors without data all have the address 0."""
+    args = qkv(grad=False)
+    assert key(describe(sdpa, *args, out=torch.empty_like(args[0]))) == key(describe(sdpa, *args))
 
 
 def test_out_and_gradients_exclude_each_other_as_in_the_call():

@@ -9,11 +9,11 @@ from float64_reference import attend
 
 from cudnn_sdpa import UnsupportedError, autotune, no_plan_builds, plan_cache, sdpa, shape_policy
 from cudnn_sdpa.attention.arguments import from_fields
-from cudnn_sdpa.attention.dense import tiers
+from cudnn_sdpa.attention.dense import forward
 from cudnn_sdpa.attention.dense.call import SdpaCall
-from cudnn_sdpa.attention.dense.plans import ForwardSpec
+from cudnn_sdpa.attention.dense.forward import Bucket, BucketRun
 from cudnn_sdpa.attention.dense.sdpa import SDPA
-from cudnn_sdpa.attention.dense.tiers import Bucket, BucketRun
+from cudnn_sdpa.attention.dense.specs import ForwardSpec
 from cudnn_sdpa.offline import background as background_plans
 from cudnn_sdpa.plans import cache
 from cudnn_sdpa.plans.store import BadPlanFileError
@@ -44,12 +44,12 @@ def patch():
     tables = Bucket.tables
     with gpu_on_the_cpu(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Bucket, "tables", lambda bucket, _: tables(bucket, "cpu"))
-        patch.setattr(tiers, "DeviceTables", Tables)
+        patch.setattr(forward, "DeviceTables", Tables)
         patch.setattr(background_plans, "live_properties", lambda _: {})
         patch.setattr(background_plans, "plan_of", lambda key, _: loaded(key))
-        tiers.usages.clear()
+        forward.usages.clear()
         yield patch
-        tiers.usages.clear()
+        forward.usages.clear()
 
 
 def inputs(rows, queries=None):
@@ -163,7 +163,7 @@ def test_calls_outside_all_buckets_are_exact(options):
 
 
 def test_an_unsupported_bucket_plan_is_requested_once(patch):
-    build, asked = tiers.build_plan, []
+    build, asked = forward.build_plan, []
 
     def refuse_buckets(operation, key):
         if any(operand.ragged for operand in key.inputs):
@@ -171,7 +171,7 @@ def test_an_unsupported_bucket_plan_is_requested_once(patch):
             raise UnsupportedError(key.name, ["no engine"])
         return build(operation, key)
 
-    patch.setattr(tiers, "build_plan", refuse_buckets)
+    patch.setattr(forward, "build_plan", refuse_buckets)
     with shape_policy("bucketed"):
         assert kinds([10, 20, 30]) == ["exact"] * 3
     assert len(asked) == 1
@@ -225,7 +225,7 @@ def test_a_policy_change_during_a_call_leaves_no_bucket_call(patch):
 
     with shape_policy("bucketed"):
         serve(10)
-        patch.setattr(tiers, "DeviceTables", Late)
+        patch.setattr(forward, "DeviceTables", Late)
         assert serve(20) == "bucket"
         assert not known(20)
         assert SDPA.runs(BucketRun) == []
@@ -245,7 +245,7 @@ def test_calls_made_in_a_capture_are_not_remembered():
 
 
 def test_the_memory_of_tables_is_limited(patch):
-    patch.setattr(tiers, "MAX_TABLE_BYTES", 3 * Tables.size)
+    patch.setattr(forward, "MAX_TABLE_BYTES", 3 * Tables.size)
     with shape_policy("bucketed"):
         for rows, held in ((10, 1), (11, 2), (12, 3), (13, 1), (14, 2)):
             assert serve(rows) == "bucket"
@@ -254,11 +254,11 @@ def test_the_memory_of_tables_is_limited(patch):
 
 
 def test_the_number_of_tracked_buckets_is_limited(patch):
-    patch.setattr(tiers, "MAX_SHAPES", 4)
+    patch.setattr(forward, "MAX_SHAPES", 4)
     with shape_policy("tiered"):
         for left in range(3, 7):
             assert serve(10, window_size=(left, -1)) == "exact"
-            assert len(tiers.usages) <= 4
+            assert len(forward.usages) <= 4
 
 
 class Clock:
@@ -271,7 +271,7 @@ class Clock:
 @pytest.fixture
 def clock(patch):
     clock = Clock()
-    patch.setattr(tiers, "time", clock)
+    patch.setattr(forward, "time", clock)
     return clock
 
 
@@ -459,6 +459,6 @@ def test_a_failed_request_is_repeated_much_later(clock, background, patch, caplo
 
 @pytest.mark.usefixtures("tiered")
 def test_the_number_of_tracked_shapes_is_limited(patch):
-    patch.setattr(tiers, "MAX_SHAPES", 3)
+    patch.setattr(forward, "MAX_SHAPES", 3)
     assert kinds(range(30, 40)) == ["bucket"] * 10
-    assert len(tiers.usages) <= 3
+    assert len(forward.usages) <= 3

@@ -10,10 +10,10 @@ from fake_gpu import TARGET, gpu_on_the_cpu
 
 from cudnn_sdpa import LayoutError, UnsupportedError, fallback
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
-from cudnn_sdpa.attention.fp8 import plans, reference, workarounds
+from cudnn_sdpa.attention.fp8 import reference, specs, workarounds
 from cudnn_sdpa.attention.fp8.arguments import Fp8Arguments, Fp8BackwardArguments, Fp8BackwardScales, Fp8Scales
-from cudnn_sdpa.attention.fp8.plans import BackwardSpec, ForwardSpec, spec_of
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
+from cudnn_sdpa.attention.fp8.specs import BackwardSpec, ForwardSpec, spec_of
 from cudnn_sdpa.attention.mask import normalize_mask
 from cudnn_sdpa.plans.cache import plan_cache
 
@@ -62,8 +62,8 @@ def same(a, b):
 @pytest.mark.parametrize("entries", [1, 2])
 @pytest.mark.parametrize("case", ["causal", "bottom-right", "lengths of keys, causal", "queries that see no key"])
 def test_batch_entries_may_be_split_into_several_launches(case, entries, monkeypatch):
-    monkeypatch.setattr(plans, "_LONG", 16)
-    monkeypatch.setattr(plans, "_ENOUGH_TILES", 4 * entries)
+    monkeypatch.setattr(specs, "_LONG", 16)
+    monkeypatch.setattr(specs, "_ENOUGH_TILES", 4 * entries)
     lengths, options = {**CASES, "lengths of keys, causal": ((40, 56), {"seq_lens_kv": lens(9, 17, 56, 0)})}[case]
     options = {**options, "is_causal": True}
     q, k, v = (torch.cat([x, (x.float().flip(0) / 2).to(x.dtype)]) for x in map(heads_last, qkv(lengths)))

@@ -14,7 +14,7 @@ from cudnn_sdpa import (
     sdpa_fp8,
     sdpa_fp8_backward,
 )
-from cudnn_sdpa.attention.fp8 import launch, plans
+from cudnn_sdpa.attention.fp8 import launch, specs
 from cudnn_sdpa.attention.fp8.call import Fp8BackwardCall, Fp8Call
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8, FP8_BACKWARD
 from cudnn_sdpa.engine import launch as engine_launch
@@ -187,8 +187,8 @@ def moved(x):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_a_misaligned_grad_out_is_copied_warm(gpu, misaligned, is_causal, monkeypatch):
-    monkeypatch.setattr(plans, "_LONG", 16)  # causal calls are split into batch entries
-    monkeypatch.setattr(plans, "_ENOUGH_TILES", 1)
+    monkeypatch.setattr(specs, "_LONG", 16)  # causal calls are split into batch entries
+    monkeypatch.setattr(specs, "_ENOUGH_TILES", 1)
     q, k, v = qkv((48, 48))
     made = sdpa_fp8(q, k, v, FORWARD, is_causal=is_causal, return_lse=True)
     grad_out = torch.randn(2, 4, 48, 128).to(E5M2)

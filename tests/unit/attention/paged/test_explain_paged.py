@@ -13,11 +13,10 @@ from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.paged import launch as paged_launch
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.call import PagedCall
-from cudnn_sdpa.attention.paged.plans import Gathered
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
+from cudnn_sdpa.attention.paged.specs import Gathered
 from cudnn_sdpa.attention.paged.step import MARK
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
-from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.planning.support import target_of
 from cudnn_sdpa.plans.cache import PlanCache
@@ -44,7 +43,6 @@ def key_of(monkeypatch):
     monkeypatch.setattr(PlanCache, "get", ask)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
     monkeypatch.setattr(paging, "GatherKernel", lambda _call: gather)
-    monkeypatch.setattr(tensor_checks, "_share_memory", lambda *_: False)  # meta tensors have address 0
     for module in (paged_launch, varlen_launch):
         monkeypatch.setattr(module, "live_target", lambda _device: H200)
 

@@ -8,7 +8,7 @@ from fake_gpu import FakePlan, gpu_on_the_cpu
 from float64_reference import attend
 
 from cudnn_sdpa import LayoutError, plan_cache, sdpa_paged
-from cudnn_sdpa.attention.paged import paging, plans
+from cudnn_sdpa.attention.paged import paging, specs
 
 BATCH, AT_ONCE = 5, 2
 
@@ -27,7 +27,7 @@ def arguments() -> dict[str, torch.Tensor]:
 @pytest.fixture
 def gathers(monkeypatch):
     """Two sequences are gathered at a time. Counts how often."""
-    monkeypatch.setattr(plans, "MAX_GATHERED_BYTES", AT_ONCE * 12 * 2 * 32 * 2)
+    monkeypatch.setattr(specs, "MAX_GATHERED_BYTES", AT_ONCE * 12 * 2 * 32 * 2)
     counted, gather = [], paging.GatherKernel.__call__
     monkeypatch.setattr(paging.GatherKernel, "__call__", lambda self, call: counted.append(call) or gather(self, call))
     with gpu_on_the_cpu():

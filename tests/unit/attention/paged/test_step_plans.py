@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cudnn_sdpa import DeviceError, OptionError, PagedKVCache, ShapeError, UnsupportedError, sdpa_paged
-from cudnn_sdpa.attention.paged import plans
+from cudnn_sdpa.attention.paged import specs
 from cudnn_sdpa.attention.paged.explain import describe_paged
 from cudnn_sdpa.attention.paged.sdpa_paged import call_of
 from cudnn_sdpa.attention.paged.step_plans import plans_of_steps, queries_like
@@ -71,7 +71,7 @@ def test_plans_cover_every_step_up_to_the_limits(cache, softcap):
 
 
 def test_a_split_batch_has_the_plans_of_its_parts(cache, monkeypatch):
-    monkeypatch.setattr(plans, "MAX_GATHERED_BYTES", 2 * 256 * 2 * 128 * 2)  # of two sequences
+    monkeypatch.setattr(specs, "MAX_GATHERED_BYTES", 2 * 256 * 2 * 128 * 2)  # of two sequences
     found = plans_of_steps(cache, queries(), [5], [50], {}, TARGET)
     assert sorted(plan["inputs"][0]["layout"]["shape"][0] for plan in found.plans) == [3, 5]  # of 1 and 2, twice
 
@@ -96,7 +96,7 @@ def step_keys(cache, batch, tokens, **options):
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_no_plan_of_a_step_is_missing(cache, monkeypatch, options, deterministic):
     """Also where gathering splits some batches of a bucket, and where a window only hides keys of longer chunks."""
-    monkeypatch.setattr(plans, "MAX_GATHERED_BYTES", 11 * 256 * 2 * 128 * 2)  # of eleven sequences
+    monkeypatch.setattr(specs, "MAX_GATHERED_BYTES", 11 * 256 * 2 * 128 * 2)  # of eleven sequences
     torch.use_deterministic_algorithms(deterministic)
     try:
         batches, counts = range(8, 14), (1, 2, 5, 9, 33, 44, 45, 46, 47, 60, 130)

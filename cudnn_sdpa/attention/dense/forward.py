@@ -1,4 +1,4 @@
-"""Binds forward calls of dense attention, and decides which plan serves a new shape.
+"""Forward calls of dense attention bound to their plans, and the choice of the plan that serves a new shape.
 
 Buckets: one plan for a range of sequence lengths and batch sizes, and the calls that it serves.
 
@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import ForwardArguments, results, sign_of_scale, warn_of_order, with_positive_scale
+from cudnn_sdpa.attention.arguments import ForwardArguments, as_launched, query_factor, results, warn_of_order
 from cudnn_sdpa.attention.dense import graphs, parts, reference
-from cudnn_sdpa.attention.dense.launch import Run, bind
-from cudnn_sdpa.attention.dense.plans import DenseSpec, ForwardSpec
+from cudnn_sdpa.attention.dense.launch import Run, bind_forward
+from cudnn_sdpa.attention.dense.specs import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.mask import Mask
 from cudnn_sdpa.attention.reference import fill_without_keys
-from cudnn_sdpa.attention.varlen.plans import VarlenSpec, length_bucket, sequence_bucket
+from cudnn_sdpa.attention.varlen.specs import VarlenSpec, length_bucket, sequence_bucket
 from cudnn_sdpa.engine.launch import BoundPlan, Prepared, Result
 from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.engine.tensor_checks import multiplied
@@ -126,7 +126,7 @@ plan_cache._tables.add(Usage)
 def prepare(call: ForwardArguments) -> Prepared:
     """A forward call bound to the plan that serves it."""
     warn_of_order(call)
-    device, sign, scale = call.q.get_device(), sign_of_scale(call), with_positive_scale(call).scale_value
+    device, factor, scale = call.q.get_device(), query_factor(call), as_launched(call).scale_value
     forward = ForwardSpec.of(call)
     if forward.dense.is_empty:
         return Prepared(lambda call: fill_without_keys(call, results(call)), None)
@@ -139,17 +139,17 @@ def prepare(call: ForwardArguments) -> Prepared:
     with torch.cuda.device(device):
         policy = shape_policy.Setting.policy or shape_policy.active()
         deterministic = call.softmax.deterministic or torch.are_deterministic_algorithms_enabled()
-        is_exact = sign is not None or policy == shape_policy.EXACT or deterministic or bool(autotune.in_force)
+        is_exact = factor is not None or policy == shape_policy.EXACT or deterministic or bool(autotune.in_force)
         prepared = None if is_exact else _with_bucket(forward, key, policy, scale)
         if prepared is None:
             plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_forward))
-            prepared = Prepared(bind(forward, plan, call, scale), plan)
-    if sign is None:
+            prepared = Prepared(bind_forward(forward, plan, call, scale), plan)
+    if factor is None:
         return prepared
     run = prepared.run  # a caller's negative scale is rare: a wrapper keeps it out of all other calls
 
     def run_multiplied(call: ForwardArguments) -> Result:
-        return run(call._replace(q=multiplied(call.q, sign)))
+        return run(call._replace(q=multiplied(call.q, factor)))
 
     return prepared._replace(run=run_multiplied)
 
@@ -185,7 +185,7 @@ def _run_of_exact_shape(
     plan = usage.use(key)
     if plan is None:
         return None
-    run = bind(forward, plan, call, scale)
+    run = bind_forward(forward, plan, call, scale)
     OPERATIONS["sdpa"].remember(call, Prepared(run, plan))
     return run
 

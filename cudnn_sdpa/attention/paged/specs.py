@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import output_layout, with_positive_scale
+from cudnn_sdpa.attention.arguments import as_launched, output_layout
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
@@ -28,9 +28,9 @@ from cudnn_sdpa.attention.paged.step import MARK, Mark
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.spec import SCALE
 from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refuse
-from cudnn_sdpa.attention.varlen import plans as varlen_plans
+from cudnn_sdpa.attention.varlen import specs as varlen_specs
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
-from cudnn_sdpa.attention.varlen.plans import VarlenSpec, sequence_bucket
+from cudnn_sdpa.attention.varlen.specs import VarlenSpec, sequence_bucket
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
@@ -59,7 +59,7 @@ def keys(call: PagedArguments, target: Target, device: int | None) -> Iterator[P
     """The keys of the plans of a call: one, or those of the parts that a large batch is split into."""
     if call.is_empty:
         return
-    call = with_positive_scale(call)
+    call = as_launched(call)
     if is_decode(call):
         calls = [batch_entries(call, part.entries) for part in split_decode(call)] or [call]
         try:
@@ -306,7 +306,7 @@ def prefill_spec(call: PagedArguments) -> tuple[VarlenSpec, TensorLayout]:
 def packed_spec(call: VarlenArguments, batch: int) -> VarlenSpec:
     """The spec of a call, its sizes rounded up so that few plans serve many calls."""
     rows, max_kv_len = call.q.shape[0], call.max_seqlen_kv
-    return varlen_plans.spec_of(call, (row_bucket(rows), sequence_bucket(batch) * max_kv_len))
+    return varlen_specs.spec_of(call, (row_bucket(rows), sequence_bucket(batch) * max_kv_len))
 
 
 def row_bucket(rows: int) -> int:

@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from cudnn_sdpa.attention import parts, sink_scores
-from cudnn_sdpa.attention.arguments import output_layout, outputs_without_data, spec_options, with_positive_scale
+from cudnn_sdpa.attention.arguments import as_launched, output_layout, outputs_without_data, spec_options
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.parts import split_or_refuse
-from cudnn_sdpa.attention.dense.plans import GRAD_OUT_COPY
+from cudnn_sdpa.attention.dense.specs import GRAD_OUT_COPY
 from cudnn_sdpa.attention.mask import TOP_LEFT, normalize_mask
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.sink_scores import SinkUse
@@ -240,13 +240,13 @@ def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varle
 
 def forward_key(call: VarlenArguments, target: Target, device: int | None) -> PlanKey:
     """The key of a forward call that is not empty."""
-    return spec_of(with_positive_scale(call)).forward_key(output_layout(call), call.with_lse, target, device)
+    return spec_of(as_launched(call)).forward_key(output_layout(call), call.with_lse, target, device)
 
 
 def backward_key(of: VarlenGradientCall, target: Target, device: int | None) -> PlanKey:
     """The key of a backward call that is not empty, with tensors that kernels can read."""
     layouts = TensorLayout.of(of.out), TensorLayout.of(of.grad_out)
-    return spec_of(with_positive_scale(of.call)).backward_key(*layouts, target, device)
+    return spec_of(as_launched(of.call)).backward_key(*layouts, target, device)
 
 
 def keys(call: VarlenArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
@@ -286,7 +286,7 @@ def check_gradient(call: VarlenArguments, target: Target, device: int | None = N
     layout, limits = output_layout(call), parts.packed_gradient_limits(deterministic=deterministic)
     is_large = bool(limits.exceeded(*call.qkv, layout)) or (deterministic and sequences > known_issues.MAX_GRID)
     if not is_large:  # nothing but the rules: packed training asks for each new number of tokens
-        spec_of(with_positive_scale(call)).refuse_gradient(target)
+        spec_of(as_launched(call)).refuse_gradient(target)
         return
     of = VarlenGradientCall(**outputs_without_data(layout), call=call, needs=(True, True, True, False))
     for key in gradient_keys(of, target, device):

@@ -15,9 +15,9 @@ from cudnn_sdpa.attention.arguments import (
     ForwardArguments,
     GradientCall,
     Needs,
+    as_launched,
     output_layout,
     spec_options,
-    with_positive_scale,
 )
 from cudnn_sdpa.attention.bias import bias_layout, repeated_row
 from cudnn_sdpa.attention.dense import graphs
@@ -91,7 +91,7 @@ class DenseSpec(AttentionSpec):
         return 0 in self.q.shape or 0 in self.k.shape
 
     @property
-    def is_single(self) -> bool:
+    def is_one_by_one(self) -> bool:
         """Whether there is one query and one key: cuDNN has no backward kernel for it, so the reference runs."""
         return self.rows == 1 and self.skv == 1
 
@@ -194,7 +194,7 @@ class ForwardSpec:
     @classmethod
     def of(cls, call: ForwardArguments) -> ForwardSpec:
         """The spec of a call: its queries as they are launched, its output in the memory order of the caller's."""
-        return cls(DenseSpec.of(with_positive_scale(call)), output_layout(call), call.with_lse)
+        return cls(DenseSpec.of(as_launched(call)), output_layout(call), call.with_lse)
 
     @property
     def is_decode(self) -> bool:
@@ -252,7 +252,7 @@ class BackwardSpec:
     def of(cls, of: GradientCall) -> BackwardSpec:
         """The spec of a backward call, its queries as they are launched."""
         return cls(
-            dense=DenseSpec.of(launched_backward(of)),
+            dense=DenseSpec.of(as_launched_backward(of)),
             out=TensorLayout.of(of.out),
             grad_out=TensorLayout.of(of.grad_out),
             bias_gradient=Needs(*of.needs).attn_mask,
@@ -303,7 +303,7 @@ class BackwardSpec:
         dense, notes = self.dense, [GRAD_OUT_COPY]
         if dense.has_no_plan:
             return [*notes, MASK_OF_ONE_KEY]
-        if dense.is_single:
+        if dense.is_one_by_one:
             return [*notes, "one query on one key is computed in plain PyTorch"]
         if dense.mask.masked_rows:
             notes.append(f"the gradient of the first {dense.mask.masked_rows} queries is filled with zeros")
@@ -355,8 +355,8 @@ def _notes_on_operands(dense: DenseSpec, *, is_decode: bool) -> list[str]:
 MIN_SCALE_OF_MASK_GRADIENT = 2**-6
 
 
-def factor_of_queries(of: GradientCall) -> float | None:
-    """The factor of q in a backward plan, and then of its gradient; None without one.
+def query_factor_backward(of: GradientCall) -> float | None:
+    """The factor of q in a backward plan, and then of its gradient; None without one: see `query_factor`.
 
     The scale must be positive, and must not round the gradient of attn_mask to zero.
     """
@@ -369,10 +369,10 @@ def factor_of_queries(of: GradientCall) -> float | None:
     return -1.0 if scale < 0 else None
 
 
-def launched_backward(of: GradientCall) -> ForwardArguments:
-    """The forward call whose gradients a plan computes: where `factor_of_queries` says so, with a copy of q."""
+def as_launched_backward(of: GradientCall) -> ForwardArguments:
+    """The forward call whose gradients a plan computes: where `query_factor_backward` says so, with a copy of q."""
     call = of.call
-    factor = factor_of_queries(of)
+    factor = query_factor_backward(of)
     if factor is None:
         return call
     q = like_in_memory(torch.empty_strided(call.q.shape, call.q.stride(), dtype=call.q.dtype, device="meta"))
