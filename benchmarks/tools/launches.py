@@ -51,9 +51,11 @@ def _noted() -> Iterator[tuple[list[Call], list[Call]]]:
     executes = {plan: plan._execute for plan in plan_cache.plans()}
     launch_kernel = LoadedKernel.launch
 
-    def note_kernel(kernel: LoadedKernel, blocks: int, threads: int, fields: array[int], stream: int) -> None:
+    def note_kernel(
+        kernel: LoadedKernel, blocks: int, threads: int, fields: array[int], stream: int, programmatic: bool = False
+    ) -> None:
         kept = fields[:]
-        kernels.append(lambda: launch_kernel(kernel, blocks=blocks, threads=threads, fields=kept, stream=stream))
+        kernels.append(lambda: launch_kernel(kernel, blocks, threads, kept, stream, programmatic))
         kernels[-1]()
 
     for plan in executes:

@@ -102,6 +102,7 @@ class GraphDefinition(KeyedOperation):
     def _build(self, key: PlanKey, g: GraphBuilder) -> tuple[dict[str, Symbol], tuple[Symbol, ...]]:
         symbols: dict[str, Symbol] = {}
         for uid, operand in enumerate(key.inputs, start=1):
+            assert operand.role is not Role.HOST, f"cuDNN reads no array of the host: {operand.name}"
             layout = operand.layout
             symbols[operand.name] = g.declare(
                 operand.name,
