@@ -117,5 +117,5 @@ def fake_driver(words: int) -> Iterator[FakeDriver]:
     driver = FakeDriver(words)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvrtc, "_driver", lambda: driver)
-        patch.setattr(Kernel, "on", driver.on)
+        patch.setattr(Kernel, "on", lambda kernel, device: driver.on(kernel, device))
         yield driver

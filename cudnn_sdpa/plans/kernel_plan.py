@@ -145,10 +145,9 @@ class KernelPlan(Plan):
     def launch(self, pointers: Sequence[int]) -> None:
         fields = self.fields[:]  # local to this call: many threads launch a plan at once
         for (index, size), pointer in zip(self.places, pointers, strict=True):
+            fields[index] = 0 if size else pointer
             if size:
                 ctypes.memmove(fields.buffer_info()[0] + 8 * index, pointer, size)
-            else:
-                fields[index] = pointer
         if self.workspace:
             scratch = allocate((self.workspace // 4,), (1,), torch.float32)
             for index, offset in self.scratch_places:

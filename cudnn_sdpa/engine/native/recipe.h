@@ -174,7 +174,7 @@ struct Program {
     std::copy(fields.begin(), fields.end(), filled);
     for (const auto& [field, size] : places) {
       const uint64_t pointer = *pointers++;
-      filled[field] = pointer;
+      filled[field] = size ? 0 : pointer;
       if (size) std::memcpy(filled + field, reinterpret_cast<const void*>(pointer), size);
     }
     for (const auto& [field, offset] : scratch) filled[field] = workspace + offset;
