@@ -115,7 +115,11 @@ class FakeDriver:
 def fake_driver(words: int) -> Iterator[FakeDriver]:
     """Within a fake GPU: kernels are launched by this driver, as natively so in Python."""
     driver = FakeDriver(words)
+
+    def on(kernel: Kernel, device: int) -> LoadedKernel:
+        return driver.on(kernel, device)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nvrtc, "_driver", lambda: driver)
-        patch.setattr(Kernel, "on", lambda kernel, device: driver.on(kernel, device))
+        patch.setattr(Kernel, "on", on)
         yield driver

@@ -154,7 +154,7 @@ class KernelPlan(Plan):
                 fields[index] = scratch.data_ptr() + offset
         stream = current_raw_stream(self.device)
         for kernel, blocks, threads, programmatic in self.kernels:
-            kernel.launch(blocks, threads, fields, stream, programmatic)
+            kernel.launch(blocks, threads, fields, stream, programmatic=programmatic)
 
 
 def _bytes_in_host_memory(operand: Operand) -> int:

@@ -72,14 +72,7 @@ class LoadedKernel:
         #: For native code: addresses of `cuLaunchKernelEx` and of the kernel, bytes of shared memory of a block.
         self.native = ctypes.cast(self._launch, ctypes.c_void_p).value or 0, function, shared
 
-    def launch(
-        self,
-        blocks: int,
-        threads: int,
-        fields: array[int],
-        stream: int,
-        programmatic: bool = False,
-    ) -> None:
+    def launch(self, blocks: int, threads: int, fields: array[int], stream: int, *, programmatic: bool = False) -> None:
         """Launches it; a programmatic launch may begin before the kernel ahead of it on the stream has ended."""
         parameters = array("Q", (fields.buffer_info()[0],))
         attributes = (ctypes.addressof(_PROGRAMMATIC), 1) if programmatic else (0, 0)

@@ -332,12 +332,20 @@ class _Kernel(NamedTuple):
     launch: Callable[[list[int], int], None]
 
 
-def _kernel(kernel: LoadedKernel, blocks: int, threads: int, programmatic: bool) -> _Kernel:
+def _kernel(kernel: LoadedKernel, blocks: int, threads: int, programmatic: bool = False) -> _Kernel:
     def launch(fields: list[int], stream: int) -> None:
-        kernel.launch(blocks, threads, array("Q", fields), stream, programmatic)
+        kernel.launch(blocks, threads, array("Q", fields), stream, programmatic=programmatic)
 
     driver, function, shared = getattr(kernel, "native", (0, 0, 0))
-    return _Kernel(driver, function, blocks, threads, shared, programmatic, launch)
+    return _Kernel(
+        driver=driver,
+        function=function,
+        blocks=blocks,
+        threads=threads,
+        shared=shared,
+        programmatic=programmatic,
+        launch=launch,
+    )
 
 
 class _Prologue(NamedTuple):
@@ -353,7 +361,7 @@ class _Prologue(NamedTuple):
 
 
 def _prologue(own: OwnKernel, pointers: Sequence[tuple[int, int, int]]) -> _Prologue:
-    return _Prologue(_kernel(own.kernel, own.blocks, own.threads, False), _words(own.fields), pointers)
+    return _Prologue(_kernel(own.kernel, own.blocks, own.threads), _words(own.fields), pointers)
 
 
 def _words(fields: array[int]) -> list[int]:

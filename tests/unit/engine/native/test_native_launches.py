@@ -119,7 +119,7 @@ def test_kernels_before_a_plan_are_launched_on_its_stream(name, status, way, mon
     """By the driver, or by Python, which knows what to do if the driver refuses."""
     call, kernels, launched, run = OPERATIONS[name], {}, [], CpuKernel.launch
 
-    def by_python(kernel, blocks, threads, fields, on, *_):
+    def by_python(kernel, blocks, threads, fields, on, **_):
         launched.append(("python", kernel.name, blocks, threads, on))
         run(kernel, blocks, threads, fields)
 
@@ -405,8 +405,8 @@ def test_a_call_in_the_midst_of_another_has_memory_of_its_own(name, way, launche
     with filled(name) as (call, device, in_slot), torch.no_grad():  # as one in between is called, so it is known
         run, inner = CpuKernel.launch, []
 
-        def launch(kernel, *arguments):
-            run(kernel, *arguments)
+        def launch(kernel, *arguments, **named):
+            run(kernel, *arguments, **named)
             if not inner:
                 inner.append(None)
                 assert_right(call, {**call.tensors()})
