@@ -220,7 +220,7 @@ class EmulatedKernel:
         self.kernel, self.shared = getattr(self.library, kernel.name), kernel.shared
         assert kernel.shared <= 227 << 10
 
-    def launch(self, blocks: int, threads: int, fields: array[Any], _: int) -> None:
+    def launch(self, blocks: int, threads: int, fields: array[Any], *_: int, **__: bool) -> None:
         assert blocks > 0
         assert threads % 32 == 0
         assert len(fields) <= 96
@@ -243,7 +243,7 @@ class CpuKernel:
         library = _compiled(kernel.path)
         self.name, self._run, self._choose_block = kernel.name, getattr(library, kernel.name), library.choose_block
 
-    def launch(self, blocks: int, threads: int, fields: array[Any], _: int) -> None:
+    def launch(self, blocks: int, threads: int, fields: array[Any], *_: int, **__: bool) -> None:
         assert blocks > 0
         assert threads > 0
 
@@ -255,6 +255,20 @@ class CpuKernel:
             for block in range(blocks):
                 self._choose_block(block, blocks)
                 self._run(given)
+
+
+class NotedKernel:
+    """The first kernel of a plan of the library's own: each of its launches is one of the plan."""
+
+    def __init__(self, kernel: Any, key: PlanKey) -> None:
+        self._kernel, self._key = kernel, key
+
+    def launch(self, *given: Any, **named: bool) -> None:
+        FakePlan.launched.append(self._key)
+        self._kernel.launch(*given, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._kernel, name)
 
 
 # Public calls as on a GPU.
@@ -286,14 +300,12 @@ def gpu_on_the_cpu(
     def built(operation: GraphDefinition, key: PlanKey) -> Any:
         cache._handle_for(key)  # which refuses to build while a CUDA graph is captured
         if isinstance(operation, KernelOp):
-            return operation.plan(key)
+            made = operation.plan(key)
+            assert isinstance(made, KernelPlan)
+            kernel, *grid = made.kernels[0]
+            made.kernels[0] = (NotedKernel(kernel, key), *grid)
+            return made
         return plan_of(key, compute or partial(evaluate, operation))
-
-    launch = KernelPlan.launch
-
-    def launched(plan: KernelPlan, pointers: Sequence[int]) -> None:
-        FakePlan.launched.append(plan.key)
-        launch(plan, pointers)
 
     cached: dict[nvrtc.Kernel, CpuKernel] = {}
     operators = torch.library.Library("cudnn_sdpa", "IMPL")
@@ -302,7 +314,6 @@ def gpu_on_the_cpu(
         everywhere(patch, cache.build_plan, built)
         everywhere(patch, plan.allocate, allocate)
         everywhere(patch, plan.current_raw_stream, current_stream)
-        patch.setattr(KernelPlan, "launch", launched)
         patch.setattr(nvrtc.Kernel, "on", lambda kernel, _: cached.setdefault(kernel, CpuKernel(kernel)))
         everywhere(patch, quantize.by_kernel, lambda *_: False)  # its conversions are instructions of a GPU
         patch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())

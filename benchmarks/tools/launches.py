@@ -6,6 +6,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from benchmarks.tools.timing import Call
 from benchmarks.tools.ways import in_python
 from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.kernel_plan import KernelPlan
 from cudnn_sdpa.plans.nvrtc import LoadedKernel
 from cudnn_sdpa.plans.plan import Plan
 
@@ -48,12 +50,14 @@ def _noted() -> Iterator[tuple[list[Call], list[Call]]]:
     """What is launched meanwhile: plans, and kernels of the library's own."""
     plans: list[Call] = []
     kernels: list[Call] = []
-    executes = {plan: plan._execute for plan in plan_cache.plans()}
+    executes = {plan: plan._execute for plan in plan_cache.plans() if not isinstance(plan, KernelPlan)}
     launch_kernel = LoadedKernel.launch
 
-    def note_kernel(kernel: LoadedKernel, blocks: int, threads: int, fields: array[int], stream: int) -> None:
+    def note_kernel(
+        kernel: LoadedKernel, blocks: int, threads: int, fields: array[int], stream: int, *, programmatic: bool = False
+    ) -> None:
         kept = fields[:]
-        kernels.append(lambda: launch_kernel(kernel, blocks=blocks, threads=threads, fields=kept, stream=stream))
+        kernels.append(partial(launch_kernel, kernel, blocks, threads, kept, stream, programmatic=programmatic))
         kernels[-1]()
 
     for plan in executes:

@@ -18,10 +18,11 @@ from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.engine.tensor_checks import LOWEST, MISALIGNED, check_address, check_present, refuse_address
 from cudnn_sdpa.errors import DeviceError
 from cudnn_sdpa.graph.handles import FILLED_BYTES
+from cudnn_sdpa.graph.key import Role
 from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.plans.cache import next_use
 from cudnn_sdpa.plans.nvrtc import Kernel, Struct
-from cudnn_sdpa.plans.plan import Plan, allocate, current_device, current_raw_stream
+from cudnn_sdpa.plans.plan import Plan, allocate, current_device, current_raw_stream, side_by_side
 
 #: Shape, stride and dtype of a new tensor.
 Layout = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
@@ -140,6 +141,7 @@ class LaunchExtras:
 
 NO_EXTRAS = LaunchExtras()
 NOWHERE: Mapping[str, int] = {}
+NO_ARRAYS: Mapping[str, array[int]] = {}
 
 #: A place in a list of addresses, the number of what the address is of, and the offset.
 _Pointer = tuple[int, int, int]
@@ -154,6 +156,7 @@ class BoundPlan:
         prologue_scratch: Size of what they fill, if that may be in the memory of the thread's slot; otherwise 0.
         offsets: Where in that each of them fills what it fills.
         template: The addresses of its operands and outputs, as far as they are always the same.
+        arrays: The host arrays, kept as long as there are launches.
     """
 
     def __init__(
@@ -166,6 +169,7 @@ class BoundPlan:
         unaligned_plan: Callable[..., list[Tensor]] | None = None,
         arguments: Mapping[str, str] | None = None,
         fixed: Mapping[str, int] = NOWHERE,
+        arrays: Mapping[str, array[int]] = NO_ARRAYS,
     ) -> None:
         """Binds it.
 
@@ -177,7 +181,8 @@ class BoundPlan:
             extras: Optional operands and prologue kernels.
             unaligned_plan: Launches calls with an address that this plan cannot read.
             arguments: What the caller calls operands, if not by their names.
-            fixed: Addresses of operands that are the same in all launches.
+            fixed: Addresses of operands that are the same in all launches; 0 for an operand that the call lacks.
+            arrays: The host arrays, by operand, which each launch reads. They have 64-bit values and keep their length.
         """
         names = [operand.name for operand in (*plan.key.inputs, *plan.key.outputs)]
         outputs = [x.name for x in plan.key.outputs if extras.addresses.get(x.name, Address(x.name)).of == x.name]
@@ -198,7 +203,7 @@ class BoundPlan:
         self.kernel_pointers = [
             [pointer(place, x) for place, x in kernel.addresses.items() if x.of in slots] for kernel in self.kernels
         ]
-        self.offsets, self.prologue_scratch = _side_by_side([kernel.buffer_layout for kernel in self.kernels])
+        self.offsets, self.prologue_scratch = side_by_side(_bytes_of(x.buffer_layout) for x in self.kernels)
         if self.prologue_scratch > FILLED_BYTES or type(plan) is not Plan:  # one that is tuned launches many
             self.prologue_scratch = 0
         read = {name: Address(name) for name in self.operands if name not in extras.unaligned_ok}
@@ -218,6 +223,8 @@ class BoundPlan:
             self.template[names.index(name)] = constant.data_ptr()
         for name, address in fixed.items():
             self.template[names.index(name)] = address
+        self.arrays = dict(arrays)
+        self._point_to_arrays()
         self._point_to(self._memory, self.template)
         self.recipe: object = ...  #: its native form; None if it has none, and an ellipsis until that is known
         if not loader.Native.is_started:
@@ -316,26 +323,24 @@ class BoundPlan:
         self._point_to(memory, pointers)
         return memory
 
+    def _point_to_arrays(self) -> None:
+        for place, operand in enumerate(self.plan.key.inputs):
+            if operand.role is Role.HOST:
+                words = self.arrays[operand.name]
+                if words.itemsize != 8 or len(words) != operand.layout.shape[0]:
+                    raise ValueError(f"{operand}, of 64-bit values, and not {len(words)} of {8 * words.itemsize} bits")
+                self.template[place] = words.buffer_info()[0]
+
     def _point_to(self, numbers: array[float], pointers: array[int]) -> None:
         first = numbers.buffer_info()[0]
         for number, place in enumerate(self.number_places):
             pointers[place] = first + numbers.itemsize * number
 
 
-#: PyTorch's allocator begins memory at multiples of this.
-_APART = 512
-
-
-def _side_by_side(layouts: Sequence[Layout]) -> tuple[list[int], int]:
-    """Byte offsets of tensors of these layouts in one allocation, and its size."""
-    offsets, end = [], 0
-    for shape, strides, dtype in layouts:
-        offsets.append(end)
-        elements = (
-            1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) if all(shape) else 0
-        )
-        end += -(-elements * dtype.itemsize // _APART) * _APART
-    return offsets, end
+def _bytes_of(layout: Layout) -> int:
+    shape, strides, dtype = layout
+    last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return (1 + last) * dtype.itemsize if all(shape) else 0
 
 
 class SingleLaunch:

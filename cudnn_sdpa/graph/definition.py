@@ -102,6 +102,8 @@ class GraphDefinition(KeyedOperation):
     def _build(self, key: PlanKey, g: GraphBuilder) -> tuple[dict[str, Symbol], tuple[Symbol, ...]]:
         symbols: dict[str, Symbol] = {}
         for uid, operand in enumerate(key.inputs, start=1):
+            if operand.role is Role.HOST:
+                raise UnsupportedError(key.name, [f"cuDNN reads no array in host memory: {operand}"])
             layout = operand.layout
             symbols[operand.name] = g.declare(
                 operand.name,

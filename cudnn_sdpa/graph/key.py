@@ -25,6 +25,7 @@ class Role(str, Enum):
     TENSOR = "tensor"  #: the caller's memory on the GPU
     SCALAR = "scalar"  #: one value in host memory, read at each launch
     FILL = "fill"  #: a constant tensor owned by the plan
+    HOST = "host"  #: an array of 64-bit values in host memory, read at each launch, by kernels of the library's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +41,8 @@ class Operand:
     def __str__(self) -> str:
         if self.role is Role.SCALAR:
             return f"{self.name}: host scalar"
+        if self.role is Role.HOST:
+            return f"{self.name}: host array of {self.layout.shape[0]}"
         text = f"{self.name}: {self.layout}" + (f" = {self.fill}" if self.role is Role.FILL else "")
         return text + (f" at {self.ragged}" if self.ragged else "")
 

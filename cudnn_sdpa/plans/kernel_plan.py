@@ -20,10 +20,10 @@ import torch
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.graph.backend import BuiltGraph, GraphBuilder
 from cudnn_sdpa.graph.definition import GraphDefinition
-from cudnn_sdpa.graph.key import PlanKey, Role
+from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.nvrtc import Kernel
-from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream
+from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream, side_by_side
 from cudnn_sdpa.plans.store import PlanStore
 
 #: The engine's name in `explain`.
@@ -32,9 +32,17 @@ ENGINE = "own kernels"
 
 @dataclass(frozen=True)
 class KernelCall:
+    """A kernel and its grid.
+
+    Attributes:
+        programmatic: Whether the kernel may begin before the one ahead of it on the stream has ended, as it waits for
+            that itself (`griddepcontrol.wait`), on GPUs from compute capability 9.0 on.
+    """
+
     kernel: Kernel
     blocks: int
     threads: int
+    programmatic: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,8 @@ class KernelProgram:
     """Kernels that a launch runs one after another, all with the same argument.
 
     The argument is a structure of 64-bit values: `fields`, with the address of each operand, output and scratch tensor,
-    or a scalar's bits, at its index in `slots`. Scratch tensors are float32; `explain` shows the knobs.
+    a scalar's bits, or the values of a host array, beginning at its index in `slots`. Scratch tensors are float32;
+    `explain` shows the knobs.
     """
 
     calls: Sequence[KernelCall]
@@ -53,7 +62,16 @@ class KernelProgram:
 
     @property
     def workspace(self) -> int:
-        return sum(4 * math.prod(shape) for shape in self.scratch.values())
+        return self._side_by_side[1]
+
+    @property
+    def scratch_places(self) -> list[tuple[int, int]]:
+        """The field of each scratch tensor's address, and where the tensor begins in the workspace."""
+        return [(self.slots[name], offset) for name, offset in zip(self.scratch, self._side_by_side[0], strict=True)]
+
+    @property
+    def _side_by_side(self) -> tuple[list[int], int]:
+        return side_by_side(4 * math.prod(shape) for shape in self.scratch.values())
 
 
 class KernelOp(GraphDefinition):
@@ -96,7 +114,17 @@ class KernelOp(GraphDefinition):
 
 
 class KernelPlan(Plan):
-    """A plan of own kernels. It has no slots, so that it can be watched as it is freed."""
+    """A plan of own kernels. It has no slots, so that it can be watched as it is freed.
+
+    CUDA graphs need no such plan: nothing unloads its kernels, and graphs have copies of their arguments.
+
+    Attributes:
+        kernels: The kernels, each with its blocks, its threads, and whether its launch is programmatic.
+        fields: Their argument, as far as it is the same in all launches.
+        places: For each pointer of a launch the index of its field, and the number of bytes that are copied to there
+            from host memory; 0 if the field is the address itself.
+        scratch_places: The index of the field of each scratch tensor, and where the tensor begins in the workspace.
+    """
 
     def __init__(self, key: PlanKey, program: KernelProgram) -> None:
         if key.device is None:
@@ -107,20 +135,29 @@ class KernelPlan(Plan):
         self.build_seconds, self.last_used, self.added_at = 0.0, 0, 0
         self.loaded = self.captured = self.held = self.tuned = False
         with torch.cuda.device(key.device), relaxed_capture():
-            self._kernels = [(call.kernel.on(key.device), call.blocks, call.threads) for call in program.calls]
-        self._fields = array("q", program.fields)
-        operands = (*key.inputs, *key.outputs)
-        self._slots = [(program.slots[x.name], slot, x.role is Role.SCALAR) for slot, x in enumerate(operands)]
-        self._scratch = [(program.slots[name], shape) for name, shape in program.scratch.items()]
+            self.kernels = [(x.kernel.on(key.device), x.blocks, x.threads, x.programmatic) for x in program.calls]
+        self.fields = array("q", program.fields)
+        self.places = [(program.slots[x.name], _bytes_in_host_memory(x)) for x in (*key.inputs, *key.outputs)]
+        self.scratch_places = program.scratch_places
+        if any(index + max(1, size // 8) > len(self.fields) for index, size in self.places):
+            raise ValueError(f"{key.name}: {len(self.fields)} fields, and an operand beyond them")
 
     def launch(self, pointers: Sequence[int]) -> None:
-        fields, scratch = self._fields[:], []  # local to this call: many threads launch a plan at once
-        for index, slot, is_number in self._slots:
-            address = int(pointers[slot])
-            fields[index] = ctypes.c_uint32.from_address(address).value if is_number else address
-        for index, shape in self._scratch:
-            scratch.append(allocate((math.prod(shape),), (1,), torch.float32))
-            fields[index] = scratch[-1].data_ptr()
+        fields = self.fields[:]  # local to this call: many threads launch a plan at once
+        for (index, size), pointer in zip(self.places, pointers, strict=True):
+            fields[index] = 0 if size else pointer
+            if size:
+                ctypes.memmove(fields.buffer_info()[0] + 8 * index, pointer, size)
+        if self.workspace:
+            scratch = allocate((self.workspace // 4,), (1,), torch.float32)
+            for index, offset in self.scratch_places:
+                fields[index] = scratch.data_ptr() + offset
         stream = current_raw_stream(self.device)
-        for kernel, blocks, threads in self._kernels:
-            kernel.launch(blocks, threads, fields, stream)
+        for kernel, blocks, threads, programmatic in self.kernels:
+            kernel.launch(blocks, threads, fields, stream, programmatic=programmatic)
+
+
+def _bytes_in_host_memory(operand: Operand) -> int:
+    """How many bytes of host memory a launch reads of an operand."""
+    layout, is_there = operand.layout, operand.role in (Role.SCALAR, Role.HOST)
+    return math.prod(layout.shape) * layout.dtype.itemsize if is_there else 0

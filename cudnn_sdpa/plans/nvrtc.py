@@ -12,6 +12,7 @@ import hashlib
 import importlib.util
 import os
 import re
+import struct
 import threading
 import time
 from array import array
@@ -52,6 +53,13 @@ class _Identity:
         return {"kernel": self.name, "source": self.digest, "sm": self.sm, **version}
 
 
+#: `CUlaunchConfig`: grid, block, dynamic shared memory, stream, the array of attributes and its length.
+_CONFIG = struct.Struct("7I2PI0P")
+
+#: `CUlaunchAttribute`, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed.
+_PROGRAMMATIC = ctypes.create_string_buffer(struct.pack("I4xi60x", 6, 1))
+
+
 class LoadedKernel:
     __slots__ = ("_device", "_function", "_launch", "_shared", "name", "native")
 
@@ -60,15 +68,17 @@ class LoadedKernel:
         self._shared = shared
         self._function = function
         self._device = device
-        self._launch = _driver().cuLaunchKernel
-        #: For native code: addresses of `cuLaunchKernel` and of the kernel, bytes of shared memory of a block.
+        self._launch = _driver().cuLaunchKernelEx
+        #: For native code: addresses of `cuLaunchKernelEx` and of the kernel, bytes of shared memory of a block.
         self.native = ctypes.cast(self._launch, ctypes.c_void_p).value or 0, function, shared
 
-    def launch(self, blocks: int, threads: int, fields: array[int], stream: int) -> None:
+    def launch(self, blocks: int, threads: int, fields: array[int], stream: int, *, programmatic: bool = False) -> None:
+        """Launches it; a programmatic launch may begin before the kernel ahead of it on the stream has ended."""
         parameters = array("Q", (fields.buffer_info()[0],))
-        # The order of `cuLaunchKernel`, since ctypes knows no names: function, grid, block, dynamic shared memory,
-        # stream, parameters, extra.
-        call = (self._function, blocks, 1, 1, threads, 1, 1, self._shared, stream, parameters.buffer_info()[0], None)
+        attributes = (ctypes.addressof(_PROGRAMMATIC), 1) if programmatic else (0, 0)
+        config = _CONFIG.pack(blocks, 1, 1, threads, 1, 1, self._shared, stream, *attributes)
+        # The order of `cuLaunchKernelEx`, since ctypes knows no names: configuration, function, parameters, extra.
+        call = (config, self._function, parameters.buffer_info()[0], None)
         status = self._launch(*call)
         if status == _NO_CONTEXT:
             _make_context_current(self._device)
@@ -84,6 +94,9 @@ _MAX_DYNAMIC_SHARED = 8
 _SHARED_UNASKED = 48 << 10
 
 
+#: The first compute capability with instructions that only GPUs of the same have.
+FIRST_SPECIFIC = 90
+
 #: Headers that any kernel with macros may include, such as primitives.cuh.
 HEADERS = Path(__file__).parents[1] / "kernels"
 
@@ -92,14 +105,24 @@ class Kernel:
     """CUDA source of one kernel, declared `extern "C"`, whose argument is a structure of 64-bit values.
 
     With macros (`defines`), the file may include the headers (.cuh) of its folder, and those of `HEADERS`. A block uses
-    `shared` bytes of dynamic shared memory.
+    `shared` bytes of dynamic shared memory. `architecture_specific` kernels have instructions that no later GPU has,
+    such as Hopper's WGMMA.
     """
 
-    def __init__(self, path: Path, name: str, defines: Mapping[str, int] | None = None, shared: int = 0) -> None:
+    def __init__(
+        self,
+        path: Path,
+        name: str,
+        defines: Mapping[str, int] | None = None,
+        shared: int = 0,
+        *,
+        architecture_specific: bool = False,
+    ) -> None:
         self.path = path
         self.name = name
         self.defines = dict(defines or {})
         self.shared = shared
+        self.architecture_specific = architecture_specific
         self._loaded: dict[int, LoadedKernel] = {}
         self._lock = threading.RLock()  # a signal handler may call within
 
@@ -120,6 +143,8 @@ class Kernel:
             for header in sorted({*self.path.parent.glob("*.cuh"), *HEADERS.glob("*.cuh")}):
                 digest.update(header.read_bytes())
             digest.update(repr(sorted(self.defines.items())).encode())
+        if self.architecture_specific:
+            digest.update(b"architecture-specific")
         return _Identity(self.name, digest.hexdigest(), sm)
 
     def _load(self, device: int) -> LoadedKernel:
@@ -169,7 +194,8 @@ class Kernel:
     def compile_verbosely(self, sm: int, *more: str) -> tuple[bytes, str]:
         nvrtc, program, size = _nvrtc(), ctypes.c_void_p(), ctypes.c_size_t()
         source, file = self.path.read_bytes(), self.path.name.encode()
-        flags = [f"--gpu-architecture=sm_{sm}", *more]
+        is_specific = self.architecture_specific and sm >= FIRST_SPECIFIC
+        flags = [f"--gpu-architecture=sm_{sm}{'a' * is_specific}", *more]
         if self.defines:
             flags += ["--std=c++17", *(f"--include-path={folder}" for folder in (self.path.parent, HEADERS))]
             flags += [f"--define-macro={name}={value}" for name, value in self.defines.items()]
@@ -229,8 +255,7 @@ def _nvrtc_candidates() -> Iterator[str]:
 @functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
-    size, pointer = ctypes.c_uint, ctypes.c_void_p
-    driver.cuLaunchKernel.argtypes = [pointer, *(size,) * 7, pointer, pointer, pointer]
+    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
     return driver
 
 

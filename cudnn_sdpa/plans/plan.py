@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NoReturn, TypeAlias
 
 import torch
@@ -35,6 +35,19 @@ def _find_allocator() -> Allocator:
 
 
 allocate = _find_allocator()
+
+#: PyTorch's allocator begins memory at multiples of this.
+_APART = 512
+
+
+def side_by_side(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Byte offsets of memory of these sizes in one allocation, and its size."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(-(-end // _APART) * _APART)
+        end = offsets[-1] + size
+    return offsets, end
+
 
 #: Plans with a launch in a CUDA graph. A graph may be replayed at any time, so they live as long as the process, even
 #: after eviction.

@@ -24,6 +24,8 @@ from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.plans import plan as plans
 from cudnn_sdpa.plans.cache import plan_cache, uses
+from cudnn_sdpa.plans.kernel_plan import KernelPlan
+from cudnn_sdpa.plans.nvrtc import LoadedKernel
 from cudnn_sdpa.plans.plan import Plan
 
 _log = logging.getLogger("cudnn_sdpa")
@@ -266,11 +268,12 @@ def _data_of(bound: BoundPlan) -> dict[str, object]:
         "buffers": [_as_lists(kernel.buffer_layout) for kernel in bound.kernels],
         "prologue_scratch": bound.prologue_scratch,
         "offsets": bound.offsets,
-        "kernels": [_kernel(*each) for each in zip(bound.kernels, bound.kernel_pointers, strict=True)],
+        "kernels": [_prologue(*each) for each in zip(bound.kernels, bound.kernel_pointers, strict=True)],
         "pointers": list(bound.template),
         "places": bound.pointers,
         "number_places": bound.number_places,
         "numbers": list(bound.numbers),
+        "arrays": bound.arrays,
         "stream": plans.current_raw_stream,
         "device": plan.device,
         "plan": plan,
@@ -292,6 +295,14 @@ def _data_of(bound: BoundPlan) -> dict[str, object]:
             "workspace": ([plan.workspace], [1], torch.uint8),
             "scratch": handles.SCRATCH_BYTES,
         }
+    elif type(plan) is KernelPlan:
+        data |= {
+            "program": [_kernel(*each) for each in plan.kernels],
+            "fields": _words(plan.fields),
+            "copied": plan.places,
+            "scratch_places": plan.scratch_places,
+            "workspace": ([plan.workspace // 4], [1], torch.float32),
+        }
     return data
 
 
@@ -308,8 +319,7 @@ class _Kernel(NamedTuple):
     """A kernel of the library's own, for the module.
 
     Attributes:
-        driver: Address of `cuLaunchKernel`; 0 if `launch` launches the kernel.
-        pointers: The addresses that are put into the argument.
+        driver: Address of `cuLaunchKernelEx`; 0 if `launch` launches the kernel.
         launch: Launches it, given its argument and a stream.
     """
 
@@ -318,23 +328,41 @@ class _Kernel(NamedTuple):
     blocks: int
     threads: int
     shared: int
-    fields: list[int]
-    pointers: Sequence[tuple[int, int, int]]
+    programmatic: bool
     launch: Callable[[list[int], int], None]
 
 
-def _kernel(own: OwnKernel, pointers: Sequence[tuple[int, int, int]]) -> _Kernel:
+def _kernel(kernel: LoadedKernel, blocks: int, threads: int, programmatic: bool = False) -> _Kernel:
     def launch(fields: list[int], stream: int) -> None:
-        own.kernel.launch(own.blocks, own.threads, array("Q", fields), stream)
+        kernel.launch(blocks, threads, array("Q", fields), stream, programmatic=programmatic)
 
-    driver, function, shared = getattr(own.kernel, "native", (0, 0, 0))
+    driver, function, shared = getattr(kernel, "native", (0, 0, 0))
     return _Kernel(
         driver=driver,
         function=function,
-        blocks=own.blocks,
-        threads=own.threads,
+        blocks=blocks,
+        threads=threads,
         shared=shared,
-        fields=[field & (2**64 - 1) for field in own.fields],
-        pointers=pointers,
+        programmatic=programmatic,
         launch=launch,
     )
+
+
+class _Prologue(NamedTuple):
+    """A kernel before a plan, for the module.
+
+    Attributes:
+        pointers: The addresses that are put into the argument.
+    """
+
+    kernel: _Kernel
+    fields: list[int]
+    pointers: Sequence[tuple[int, int, int]]
+
+
+def _prologue(own: OwnKernel, pointers: Sequence[tuple[int, int, int]]) -> _Prologue:
+    return _Prologue(_kernel(own.kernel, own.blocks, own.threads), _words(own.fields), pointers)
+
+
+def _words(fields: array[int]) -> list[int]:
+    return [field & (2**64 - 1) for field in fields]

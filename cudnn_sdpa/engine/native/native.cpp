@@ -30,16 +30,30 @@ std::vector<Pointer> pointers_of(const py::sequence& given) {
   return pointers;
 }
 
-OwnKernel kernel_of(const py::handle& given) {
+Kernel kernel_of(const py::handle& given) {
   return {
-      .driver = reinterpret_cast<OwnKernel::CuLaunchKernel>(py::cast<uint64_t>(given.attr("driver"))),
+      .driver = reinterpret_cast<decltype(Kernel::driver)>(py::cast<uint64_t>(given.attr("driver"))),
       .function = reinterpret_cast<void*>(py::cast<uint64_t>(given.attr("function"))),
       .blocks = py::cast<unsigned>(given.attr("blocks")),
       .threads = py::cast<unsigned>(given.attr("threads")),
       .shared = py::cast<unsigned>(given.attr("shared")),
-      .fields = py::cast<std::vector<uint64_t>>(given.attr("fields")),
-      .pointers = pointers_of(given.attr("pointers")),
+      .is_programmatic = py::cast<bool>(given.attr("programmatic")),
       .python = given.attr("launch")};
+}
+
+std::vector<uint64_t> fields_of(const py::handle& given) {
+  auto fields = py::cast<std::vector<uint64_t>>(given);
+  if (fields.size() > most_fields) throw std::invalid_argument("a kernel of too many fields");
+  return fields;
+}
+
+Program program_of(const py::dict& given) {
+  Program program;
+  for (const auto& kernel : py::sequence(given["program"])) program.kernels.push_back(kernel_of(kernel));
+  program.fields = fields_of(given["fields"]);
+  program.places = py::cast<decltype(program.places)>(given["copied"]);
+  program.scratch = py::cast<decltype(program.scratch)>(given["scratch_places"]);
+  return program;
 }
 
 py::object get(const py::dict& given, const char* name) {
@@ -52,6 +66,8 @@ Plan plan_of(const py::dict& given) {
   plan.launch_in_python = given["launch"];
   plan.uses = given["uses"], plan.last_used = py::str("last_used");
   if (!PyIter_Check(plan.uses.ptr())) throw std::invalid_argument("uses that are not counted");
+  if (given.contains("workspace")) plan.workspace = layout_of(given["workspace"]);
+  if (given.contains("program")) plan.program = program_of(given);
   plan.execute = get(given, "execute");
   if (!plan.execute) return plan;
   plan.slots = given["slots"], plan.capturing = given["capturing"];
@@ -61,7 +77,6 @@ Plan plan_of(const py::dict& given) {
   plan.of_scratch = py::str("scratch"), plan.of_taken = py::str("taken");
   plan.bind = py::str("bind"), plan.make_filled = py::str("make_filled");
   plan.device_number = py::cast<int64_t>(plan.device), plan.scratch = py::cast<int64_t>(given["scratch"]);
-  plan.workspace = layout_of(given["workspace"]);
   return plan;
 }
 
@@ -74,14 +89,15 @@ std::shared_ptr<Recipe> recipe_of(const py::dict& given) {
   recipe->offsets = py::cast<std::vector<uint64_t>>(given["offsets"]);
   recipe->may_take = py::cast<uint64_t>(given["prologue_scratch"]) > 0;
   if (recipe->offsets.size() != recipe->buffers.size()) throw std::invalid_argument("a buffer without an offset");
-  for (const auto& kernel : py::sequence(given["kernels"])) {
-    recipe->kernels.push_back(kernel_of(kernel));
-    if (recipe->kernels.back().fields.size() > most_fields) throw std::invalid_argument("a kernel of too many fields");
+  for (const auto& own : py::sequence(given["kernels"])) {
+    recipe->kernels.push_back(
+        {kernel_of(own.attr("kernel")), fields_of(own.attr("fields")), pointers_of(own.attr("pointers"))});
   }
   recipe->pointers = py::cast<std::vector<uint64_t>>(given["pointers"]);
   recipe->places = pointers_of(given["places"]);
   recipe->number_places = py::cast<std::vector<size_t>>(given["number_places"]);
   recipe->numbers = py::cast<std::vector<float>>(given["numbers"]);
+  recipe->arrays = given["arrays"];
   recipe->plan = plan_of(given);
   recipe->allocate = get(given, "allocate");
   recipe->stream = given["stream"];

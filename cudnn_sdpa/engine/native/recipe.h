@@ -8,6 +8,7 @@
 #include <ATen/ops/empty_strided_ops.h>
 
 #include <algorithm>
+#include <cstring>
 #include <optional>
 
 namespace cudnn_sdpa {
@@ -32,19 +33,6 @@ struct Layout {
 struct Pointer {
   size_t place, slot;
   int64_t offset;
-};
-
-// One of the library's own kernels before a plan, as `OwnKernel` in Python; its argument is a list of words.
-struct OwnKernel {
-  using CuLaunchKernel = int (*)(
-      void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
-
-  CuLaunchKernel driver;  // null where `python` launches it
-  void* function;
-  unsigned blocks, threads, shared;  // the last one in bytes
-  std::vector<uint64_t> fields;
-  std::vector<Pointer> pointers;
-  py::object python;  // launches it given its fields and the stream, and says what is wrong if the driver refuses
 };
 
 inline py::object checked(PyObject* found) {
@@ -123,11 +111,83 @@ struct Stream {
   }
 };
 
+// As `CUlaunchAttribute` and `CUlaunchConfig`.
+struct LaunchAttribute {
+  unsigned id, unused;
+  int value;
+  char rest[60];
+};
+struct LaunchConfig {
+  unsigned grid[3], block[3], shared;  // the last one in bytes
+  void* stream;
+  const LaunchAttribute* attributes;
+  unsigned count;
+};
+static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56);
+
+// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
+inline constexpr LaunchAttribute programmatic_launch = {6, 0, 1, {}};
+
+// One of the library's own kernels; its argument is a list of words.
+struct Kernel {
+  int (*driver)(const LaunchConfig*, void*, void**, void**);  // null where `python` launches it
+  void* function;
+  unsigned blocks, threads, shared;
+  bool is_programmatic;
+  py::object python;  // launches it given its fields and the stream, and says what is wrong if the driver refuses
+
+  void launch(uint64_t* fields, size_t count, const Stream& current) const {
+    if (driver != nullptr) {
+      void* argument[] = {fields};
+      auto* const stream = reinterpret_cast<void*>(current.raw);
+      const LaunchConfig config = {
+          {blocks, 1, 1}, {threads, 1, 1}, shared, stream, &programmatic_launch, is_programmatic ? 1u : 0u};
+      if (!driver(&config, function, argument, nullptr)) return;
+    }
+    python(list_of(fields, count), current.python);
+  }
+};
+
+// A kernel before a plan, as `OwnKernel` in Python.
+struct OwnKernel {
+  Kernel kernel;
+  std::vector<uint64_t> fields;
+  std::vector<Pointer> pointers;
+
+  void launch(const uint64_t* slots, const Stream& current) const {
+    uint64_t filled[most_fields];
+    std::copy(fields.begin(), fields.end(), filled);
+    for (const auto& pointer : pointers) filled[pointer.place] = slots[pointer.slot] + pointer.offset;
+    kernel.launch(filled, fields.size(), current);
+  }
+};
+
+// The kernels of a plan of the library's own, launched as `KernelPlan.launch` does it in Python.
+struct Program {
+  std::vector<Kernel> kernels;
+  std::vector<uint64_t> fields;
+  std::vector<std::pair<size_t, size_t>> places;   // for each pointer its field, and the bytes that are copied from it
+  std::vector<std::pair<size_t, uint64_t>> scratch;  // for each tensor its field, and where it begins in the workspace
+
+  void launch(const uint64_t* pointers, uint64_t workspace, const Stream& current) const {
+    uint64_t filled[most_fields];
+    std::copy(fields.begin(), fields.end(), filled);
+    for (const auto& [field, size] : places) {
+      const uint64_t pointer = *pointers++;
+      filled[field] = size ? 0 : pointer;
+      if (size) std::memcpy(filled + field, reinterpret_cast<const void*>(pointer), size);
+    }
+    for (const auto& [field, offset] : scratch) filled[field] = workspace + offset;
+    for (const auto& kernel : kernels) kernel.launch(filled, fields.size(), current);
+  }
+};
+
 // A plan, launched as `Plan.launch` does it in Python.
 struct Plan {
   py::object python;            // the same plan there
-  py::object launch_in_python;  // its `launch`, where the rest is not set
-  py::object execute;           // the frontend's, with an array of raw pointers
+  py::object launch_in_python;  // its `launch`, where neither of the following is set
+  std::optional<Program> program;
+  py::object execute;           // the frontend's, with an array of raw pointers; needs the rest
   py::object slots;             // gives this thread's slot
   py::object capturing;         // whether a CUDA graph is being captured
   py::object uses;              // counts the uses of plans
@@ -140,6 +200,12 @@ struct Plan {
   void launch(uint64_t* pointers, size_t number, at::Device on, const py::object& allocate, const Stream& current) const {
     const auto use = checked(PyIter_Next(uses.ptr()));  // numbers without end
     if (PyObject_SetAttr(python.ptr(), last_used.ptr(), use.ptr()) < 0) throw py::error_already_set();
+    if (program) {
+      at::Tensor memory;  // until all kernels are launched
+      if (workspace.sizes[0]) memory = empty(workspace, on, allocate);
+      program->launch(pointers, memory.defined() ? address_of(memory) : 0, current);
+      return;
+    }
     if (!execute) {
       launch_in_python(list_of(pointers, number));
       return;
@@ -241,6 +307,7 @@ struct Recipe {
   std::vector<Pointer> places;
   std::vector<size_t> number_places;
   std::vector<float> numbers;
+  py::object arrays;              // of the host, whose addresses are among the pointers
   Plan plan;
   py::object allocate;  // the tests' own; null for PyTorch's
   py::object stream;
@@ -272,7 +339,7 @@ struct Recipe {
       if (!filled) made.push_back(empty(buffers[buffer], on, allocate));
       slots[slot++] = filled ? filled + offsets[buffer] : address_of(made.back());
     }
-    for (const auto& kernel : kernels) run_kernel(kernel, slots, current);
+    for (const auto& kernel : kernels) kernel.launch(slots, current);
     c10::SmallVector<uint64_t, 48> words(pointers.begin(), pointers.end());
     for (const auto& pointer : places) words[pointer.place] = slots[pointer.slot] + pointer.offset;
     c10::SmallVector<float, 8> values(numbers.begin(), numbers.end());  // cuDNN reads them at the launch
@@ -282,22 +349,6 @@ struct Recipe {
     }
     plan.launch(words.data(), words.size(), on, allocate, current);
     return true;
-  }
-
- private:
-  static void run_kernel(const OwnKernel& kernel, const uint64_t* slots, const Stream& current) {
-    uint64_t fields[most_fields];
-    std::copy(kernel.fields.begin(), kernel.fields.end(), fields);
-    for (const auto& pointer : kernel.pointers) fields[pointer.place] = slots[pointer.slot] + pointer.offset;
-    if (kernel.driver != nullptr) {
-      void* argument[] = {fields};
-      auto* const stream = reinterpret_cast<void*>(current.raw);
-      if (!kernel.driver(
-              kernel.function, kernel.blocks, 1, 1, kernel.threads, 1, 1, kernel.shared, stream, argument, nullptr)) {
-        return;
-      }
-    }
-    kernel.python(list_of(fields, kernel.fields.size()), current.python);
   }
 };
 

@@ -37,6 +37,28 @@ def test_every_fp8_kernel_compiles_for_every_fp8_gpu(kernel, sm):
     assert kernel.compile(sm)[:4] == b"\x7fELF"
 
 
+SPECIFIC = """
+extern "C" __global__ void specific() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(INSTRUCTION);
+#endif
+}
+"""
+
+
+def test_instructions_of_one_architecture(tmp_path):
+    path = tmp_path / "specific.cu"
+    path.write_text(SPECIFIC.replace("INSTRUCTION", '"wgmma.fence.sync.aligned;"'))
+    specific, other = Kernel(path, "specific", architecture_specific=True), Kernel(path, "specific")
+    assert specific.compile(90)[:4] == specific.compile(80)[:4] == b"\x7fELF"
+    with pytest.raises(LibraryError, match="wgmma"):
+        other.compile(90)
+    assert specific.identity(90) not in (other.identity(90), specific.identity(80))
+    path.write_text(SPECIFIC.replace("INSTRUCTION", '"setmaxnreg.inc.sync.aligned.u32 128;"'))
+    for sm in (100, 103, 120):
+        assert specific.compile(sm)[:4] == b"\x7fELF"
+
+
 def test_compile_errors_are_explained(tmp_path):
     path = tmp_path / "wrong.cu"
     path.write_text('extern "C" __global__ void wrong() { missing(); }')

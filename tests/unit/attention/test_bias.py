@@ -24,9 +24,9 @@ def launched(monkeypatch):
     """The names of the library's kernels, as they are launched."""
     names, launch = [], CpuKernel.launch
 
-    def noted(kernel, *given):
+    def noted(kernel, *given, **named):
         names.append(kernel.name)
-        launch(kernel, *given)
+        launch(kernel, *given, **named)
 
     monkeypatch.setattr(CpuKernel, "launch", noted)
     return names

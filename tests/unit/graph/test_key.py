@@ -9,11 +9,14 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from fake_gpu import halve
 
+from cudnn_sdpa import PlanManifest, UnsupportedError
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.engine import launch
 from cudnn_sdpa.graph import key as key_module
+from cudnn_sdpa.graph.definition import InferringBuilder
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
@@ -41,6 +44,7 @@ OTHER_OPERANDS = [
     Operand("query", LAYOUT),
     Operand("q", LAYOUT, Role.SCALAR),
     Operand("q", LAYOUT, Role.FILL, 3),
+    Operand("q", LAYOUT, Role.HOST),
 ]
 OTHER_TARGETS = [
     dataclasses.replace(TARGET, properties=(("deviceVer", 800), ("multiProcessorCount", 132))),
@@ -145,6 +149,16 @@ def test_a_key_can_be_written_to_json_and_read_back(options):
     assert again == key
     assert hash(again) == hash(key)
     assert again.option_values == options
+
+
+def test_host_arrays_are_operands(tmp_path):
+    layout = TensorLayout.contiguous((40,), torch.int64)
+    key = halve.key([*KEY.inputs[:2], Operand("sizes", layout, Role.HOST)], KEY.outputs, {}, TARGET, None)
+    PlanManifest.of([key]).save(tmp_path / "manifest.json")
+    assert PlanManifest.load(tmp_path / "manifest.json").keys(TARGET, None) == [key]
+    assert "sizes: host array of 40" in str(key)
+    with pytest.raises(UnsupportedError, match="cuDNN reads no array in host memory: sizes: host array of 40"):
+        halve.compile(key, InferringBuilder())
 
 
 def test_determinism_is_written_only_where_set():

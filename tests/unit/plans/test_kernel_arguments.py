@@ -17,6 +17,12 @@ struct Whole {
   Part part[2];
   uint4* to;
 };
+
+struct Sizes {
+  const number* table;
+  number sizes[40];
+  number last;
+};
 """
 
 
@@ -30,6 +36,14 @@ def struct(tmp_path):
 def test_fields_are_in_the_order_of_the_source(struct):
     assert list(struct.filled(count=7, part=[{"from": 1, "size": [2, 3]}], to=9)) == [7, 1, 2, 3, 0, 0, 0, 9]
     assert struct.indices("to", "count", "part.1.size.0") == [7, 0, 5]
+
+
+def test_an_array_begins_at_its_first_field(tmp_path):
+    path = tmp_path / "kernel.cu"
+    path.write_text(SOURCE)
+    sizes = Struct(path, "Sizes")
+    assert sizes.indices("table", "sizes.0", "last") == [0, 1, 41]
+    assert list(sizes.filled(sizes=list(range(40)), last=7)) == [0, *range(40), 7]
 
 
 @pytest.mark.parametrize(

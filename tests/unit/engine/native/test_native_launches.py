@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 from contract.operations import OPERATIONS, Example
+from fake_driver import LAUNCH, Launch
 from fake_gpu import CpuKernel, everywhere, poisoned
 from native_way import native_way
 from real_plans import Device, real_plans
@@ -112,37 +113,29 @@ def test_pointers_are_those_of_the_operands_and_results(name, stream, way, launc
 # Kernels of the library's own before a plan, and several GPUs.
 
 
-#: As `cuLaunchKernel`: function, grid, block, shared memory, stream, arguments, extra.
-DRIVER = ctypes.CFUNCTYPE(
-    *(ctypes.c_int, ctypes.c_void_p, *(ctypes.c_uint,) * 7, ctypes.c_void_p),
-    *(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p),
-)
-
-
 @pytest.mark.parametrize("status", [0, 201])
 @pytest.mark.parametrize("name", ["sdpa, lengths", "sdpa_paged"])
 def test_kernels_before_a_plan_are_launched_on_its_stream(name, status, way, monkeypatch):
     """By the driver, or by Python, which knows what to do if the driver refuses."""
     call, kernels, launched, run = OPERATIONS[name], {}, [], CpuKernel.launch
 
-    def by_python(kernel, blocks, threads, fields, on):
+    def by_python(kernel, blocks, threads, fields, on, **_):
         launched.append(("python", kernel.name, blocks, threads, on))
-        run(kernel, blocks, threads, fields, on)
+        run(kernel, blocks, threads, fields)
 
-    def by_driver(function, *sizes_and_arguments):
-        blocks, _, _, threads, _, _, _, on, arguments, _ = sizes_and_arguments
-        assert sizes_and_arguments[1:3] == sizes_and_arguments[4:6] == (1, 1)
-        launched.append(("driver", kernels[function].name, blocks, threads, on or 0))
+    def by_driver(configuration, function, arguments, _):
+        launch = Launch.of(kernels[function].name, configuration, arguments, words=64)
+        assert not launch.programmatic
+        launched.append(("driver", launch.name, launch.blocks, launch.threads, launch.stream))
         if not status:
-            fields = array("Q", (ctypes.c_uint64 * 64).from_address(arguments[0]))
-            run(kernels[function], blocks, threads, fields, on)
+            run(kernels[function], launch.blocks, launch.threads, array("q", launch.fields))
         return status
 
     def native(kernel):
         kernels[id(kernel)] = kernel
         return ctypes.cast(driver, ctypes.c_void_p).value, id(kernel), 0
 
-    driver = DRIVER(by_driver)
+    driver = LAUNCH(by_driver)
     monkeypatch.setattr(CpuKernel, "launch", by_python)
     monkeypatch.setattr(CpuKernel, "native", property(native), raising=False)
     with real_plans(call.compute) as device, device.stream(11):
@@ -412,8 +405,8 @@ def test_a_call_in_the_midst_of_another_has_memory_of_its_own(name, way, launche
     with filled(name) as (call, device, in_slot), torch.no_grad():  # as one in between is called, so it is known
         run, inner = CpuKernel.launch, []
 
-        def launch(kernel, *arguments):
-            run(kernel, *arguments)
+        def launch(kernel, *arguments, **named):
+            run(kernel, *arguments, **named)
             if not inner:
                 inner.append(None)
                 assert_right(call, {**call.tensors()})
@@ -655,13 +648,13 @@ def test_a_gradient_of_many_operands(count, way):
 
 @pytest.mark.parametrize("fields", [512, 513])
 def test_a_kernel_of_many_fields(fields, way, monkeypatch):
-    data_of = calls._kernel
+    data_of = calls._prologue
 
     def padded(*arguments):
         kernel = data_of(*arguments)
         return kernel._replace(fields=kernel.fields + [0] * (fields - len(kernel.fields)))
 
-    monkeypatch.setattr(calls, "_kernel", padded)
+    monkeypatch.setattr(calls, "_prologue", padded)
     call = OPERATIONS["sdpa, lengths"]
     with real_plans(call.compute):
         known = len(sdpa_calls())
