@@ -64,7 +64,8 @@ def check_pages(
         return
     begins = itertools.repeat(0) if first is None else first().tolist()
     for entry, (row, length, begin) in enumerate(zip(table.tolist(), lengths.tolist(), begins, strict=False)):
-        wrong = [page for page in row[begin // page_size : -(-length // page_size)] if not 0 <= page < pages]
+        used = row[begin // page_size : -(-length // page_size)] if begin < length else ()
+        wrong = [page for page in used if not 0 <= page < pages]
         if wrong:
             raise ShapeError(name, f"page {wrong[0]} for batch entry {entry}", f"pages from 0 to {pages - 1}")
 
