@@ -37,7 +37,8 @@ def sequences(call: PagedVarlenArguments) -> Iterator[tuple[slice, ReferenceArgu
             continue
         keys = slice(min(first, length), length)
         k, v = (
-            gathered(x, table[number], keys, scale, exact) for (x, scale), table in zip(pages, call.tables, strict=True)
+            gathered(x, table[number], keys, scale=scale, exact=exact)
+            for (x, scale), table in zip(pages, call.tables, strict=True)
         )
         one = ReferenceArguments(as_dense(call.q[rows]), k, v, sinks=call.sinks, softmax=call.softmax)
         if call.tree_mask is not None:
@@ -46,7 +47,7 @@ def sequences(call: PagedVarlenArguments) -> Iterator[tuple[slice, ReferenceArgu
         yield rows, one
 
 
-def gathered(pages: Tensor, row: Tensor, keys: slice, scale: Tensor | None, exact: torch.dtype) -> Tensor:
+def gathered(pages: Tensor, row: Tensor, keys: slice, *, scale: Tensor | None, exact: torch.dtype) -> Tensor:
     """The keys or values of one sequence, (1, Hkv, keys, D): the numbers that pages in FP8 stand for."""
     size = pages.shape[2]
     begin = keys.start // size
