@@ -32,7 +32,7 @@ from cudnn_sdpa.graph.scalars import LARGEST, as_bool, as_float, as_int, is_comp
 
 
 class SoftmaxOptions(TypedDict, total=False):
-    """The options of the softmax as `sdpa`, `sdpa_varlen` and `sdpa_paged` take them; they document them."""
+    """The options of the softmax as `sdpa`, `sdpa_varlen`, `sdpa_paged` and `sdpa_paged_varlen` document them."""
 
     is_causal: bool
     causal_alignment: Alignment
