@@ -518,11 +518,6 @@ def check_strides(call: ForwardArguments) -> None:
     tensor_checks.check_strides(*call.qkv)
 
 
-def check_memory(call: ForwardArguments) -> None:
-    """Addresses, and that `out` overlaps no input."""
-    tensor_checks.check_memory(call.q, call.k, call.v, out=call.out, mask=call.attn_mask)
-
-
 class AttentionCall(Fields, Protocol):
     @property
     def q(self) -> Tensor: ...
@@ -531,6 +526,12 @@ class AttentionCall(Fields, Protocol):
     @property
     def v(self) -> Tensor: ...
     def _asdict(self) -> dict[str, object]: ...
+
+
+def check_memory(call: AttentionCall) -> None:
+    """Addresses, and that `out` overlaps no input."""
+    mask, out = getattr(call, "attn_mask", None), getattr(call, "out", None)
+    tensor_checks.check_memory(call.q, call.k, call.v, out=out, mask=mask)
 
 
 AttentionT = TypeVar("AttentionT", bound=AttentionCall)

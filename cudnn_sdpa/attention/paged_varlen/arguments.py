@@ -241,4 +241,5 @@ def _hint_on_strides(pages: Tensor) -> str:
 
 
 def check_memory(call: PagedVarlenArguments) -> None:
-    tensor_checks.check_addresses(q=call.q, k_pages=call.k_pages, v_pages=call.v_pages)
+    with named():
+        arguments.check_memory(call)

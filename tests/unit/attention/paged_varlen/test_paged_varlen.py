@@ -335,6 +335,14 @@ def test_memory_that_the_kernel_cannot_read(name):
             sdpa_paged_varlen(**{**given, name: views(given[name], **change)})
 
 
+@pytest.mark.parametrize("name", ["q", "k_pages", "v_pages"])
+def test_a_result_over_an_input(name):
+    given = batch_on_pages([4], [13], page=1, heads=2, dims=(16, 16), dtype=torch.bfloat16)
+    out = given[name].flatten()[: 4 * 2 * 16].view(4, 2, 16)
+    with pytest.raises(LayoutError, match=f"out: got memory that overlaps {name}"):
+        sdpa_paged_varlen(**given, out=out)
+
+
 def test_fp8_pages_that_the_kernel_cannot_read():
     """Dense vectors of 24 bytes lie at no multiples of 16; with room between them they do."""
     given = batch_on_pages([1, 3], [13, 9], cache=E4M3, dims=(24, 24), dtype=torch.bfloat16)
