@@ -25,7 +25,7 @@ MARKS = re.compile(r"(<!-- tree -->\n).*?(<!-- end of tree -->)", re.DOTALL)
 ROOMS = [
     *("graph", "plans", "offline", "engine", "attention", "distributed", "kernels", "fused", "nn", "integrations"),
     *("planning", "doctor"),
-    *("support", "dense", "varlen", "paged", "fp8"),
+    *("support", "dense", "varlen", "paged", "fp8", "paged_varlen"),
 ]
 
 

@@ -191,6 +191,63 @@ def attend_packed(
     return out, lse
 
 
+def attend_packed_on_pages(*tensors: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of packed new tokens on pages in float64; see `packed_on_pages`."""
+    out, lse, sequences = packed_on_pages(*tensors, **options)
+    for rows, dense in sequences:
+        out[rows], lse[rows] = (x[0].transpose(0, 1) for x in attend(**dense))
+    return out, lse
+
+
+def packed_on_pages(
+    q: Tensor,
+    k_pages: Tensor,
+    v_pages: Tensor,
+    page_table: Tensor,
+    seq_lens_kv: Tensor,
+    cu_seqlens_q: Tensor,
+    *,
+    page_layout: str,
+    page_table_v: Tensor | None = None,
+    tree_mask: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, list[tuple[slice, dict[str, Any]]]]:
+    """The results of tokens of no sequence, and for each sequence its rows and the dense call that it is.
+
+    Keys that no token of a sequence sees are not read.
+    """
+    options = {"is_causal": True, "causal_alignment": "bottom_right", **options}
+    tables = page_table, page_table if page_table_v is None else page_table_v
+    pages = [x.double() if page_layout == "HND" else x.double().transpose(1, 2) for x in (k_pages, v_pages)]
+    scales = [1.0 if x is None else x.double().reshape(-1, 1, 1) for x in (k_scale, v_scale)]
+    size, dims = pages[0].shape[2], (*q.shape[:2], pages[1].shape[3])
+    out, lse = (torch.full(x, y, dtype=torch.float64, device=q.device) for x, y in ((dims, 0.0), (dims[:2], -math.inf)))
+    found = []
+    for b, (begin, end) in enumerate(pairwise(cu_seqlens_q.tolist())):
+        new, length = end - begin, int(seq_lens_kv[b])
+        if new == 0:
+            continue
+        mine = dict(options)
+        if tree_mask is None:
+            seen = seen_keys(1, new, length, options, q.device)[0, 0]
+        else:
+            seen = torch.ones(new, length, dtype=torch.bool, device=q.device)
+            for j in range(max(0, length - new), length):  # the keys of the new tokens
+                seen[:, j] = tree_mask[begin:end, j - (length - new)]
+            mine |= {"is_causal": False, "attn_mask": seen[None, None]}
+        read, keys = seen.any(0).nonzero()[:, 0], []
+        for x, table, scale in zip(pages, tables, scales, strict=True):
+            whole = torch.zeros(x.shape[1], length, x.shape[3], dtype=torch.float64, device=q.device)
+            whole[:, read] = x[table[b, read // size].long(), :, read % size].transpose(0, 1)
+            keys.append((whole * scale).unsqueeze(0))
+        found.append(
+            (slice(begin, end), {"q": q[begin:end].transpose(0, 1).unsqueeze(0), "k": keys[0], "v": keys[1], **mine})
+        )
+    return out, lse, found
+
+
 def gradients(
     tensors: dict[str, Tensor], grad_out: Tensor, *, kept: Tensor | None = None, **options: Any
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:

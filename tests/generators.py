@@ -42,6 +42,7 @@ from float64_reference import (
     layer_norm,
     multi_head_attention,
     norm_bounds,
+    packed_on_pages,
     parameters_of,
     patches,
     rms_norm,
@@ -1101,6 +1102,149 @@ class Paged(Attention):
         more |= {"sinks": tensors["sinks"]} if "sinks" in tensors else {}
         given = tensors["q"], tensors["k"], tensors["v"], ints(*table), ints(batch)
         return cudnn_sdpa.sdpa_paged, given, {**more, **case.options}
+
+
+@operation
+class PagedVarlen(Attention):
+    name = "sdpa_paged_varlen"
+    takes_out = True
+    casts = ("q",)
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        dtype, unlimited = half(r, device), is_unlimited(r, device)
+        cache = r.choice([dtype, dtype, dtype, E4M3, E5M2])
+        kv, dims = r.choice([1, 1, 2, 3]), r.choice(ODD) if unlimited else head_dims(r, device)
+        if cache != dtype and not unlimited:
+            dims = r.choice([(16, 16), (32, 48), *([(64, 64), (128, 128)] if device != "cpu" else [])])
+        heads, count = kv * r.choice([1, 2, 5, 8]), r.choice([0, 1, 1, 2, 3, 7])
+        large = [[1, 64, 130], [16, 300]] if device != "cpu" else [[1, 20], [33]]
+        sizes = r.choice([[1], [1], [0, 1], [1, 4], [2, 3, 5, 8], [0, 1, 17], *large])
+        new = [r.choice(sizes) for _ in range(count)]
+        page, columns = (
+            r.choice([1, 2, 3, 8, 12, 16, 64, 100]),
+            r.choice([0, 1, 1, 2, 5, *([70] if device != "cpu" else [])]),
+        )
+        pages, nhd = max(1, columns * count) + r.choice([0, 1, 4]), r.random() < 0.5
+        facts: dict[str, Any] = {"new": new, "lengths": lengths_of(r, count, columns * page), "page": page}
+        facts |= {"columns": columns, "before": r.choice([0, 0, 0, 2]), "behind": r.choice([0, 0, 0, 3])}
+        facts |= {"of_v": r.random() < 0.2, "wide": r.random() < 0.15, "longest": r.choice([0, 0, 1, 13])}
+        facts |= {"lead": r.choice([0, 0, 0, 1])}
+        tokens = facts["before"] + sum(new) + facts["behind"]
+
+        def of(dim: int) -> Spec:
+            shape = (pages, page, kv, dim) if nhd else (pages, kv, page, dim)
+            unit = 1 if unlimited else 16 if cache.itemsize == 1 else 8
+            return drawn(r, shape, cache, unit=unit, last_dense=True, expands=0.0)
+
+        tensors = {"q": memory_of(r, (tokens, heads, dims[0]), dtype, 1 if unlimited else 8)}
+        tensors |= {"k": of(dims[0]), "v": of(dims[1])}
+        options: dict[str, Any] = {"scale": scale_of(r, dims[0]), "return_lse": r.random() < 0.6}
+        options |= {"softcap": r.choice([1.7, 30.3]) if r.random() < 0.12 else None}
+        options |= {"page_layout": "NHD" if nhd else "HND", "batch_invariant": r.random() < 0.2}
+        if r.random() < 0.2:
+            columns_of_tree = max([0, *new]) + facts["longest"] + r.choice([0, 5])
+            values = {"kind": "bool", "hidden": r.choice([0.3, 0.9])}
+            shape = (tokens, columns_of_tree)
+            tensors["tree_mask"] = drawn(r, shape, torch.bool, last_dense=True, **values)
+        else:
+            window = r.choice([None, None, (r.choice([0, 1, 4, 40]), r.choice([-1, 0])), (-1, 2), (3, 5)])
+            options |= {"window_size": window, "is_causal": r.random() < 0.7}
+            options["causal_alignment"] = r.choice(["bottom_right"] * 3 + ["top_left"])
+        if r.random() < 0.25:
+            tensors["sinks"] = dense((heads,), F32, scale=2.0, shift=r.choice([0.5, -60.0]))
+        for name in ("k_scale", "v_scale"):
+            if cache != dtype and r.random() < 0.7:
+                tensors[name] = dense(r.choice([(), (1,), (kv,)]), F32, shift=1.5)
+        case = Case(self.name, seed, dtype, tensors, options, facts=facts)
+        return more_of_attention(r, replace(case, settings=UNCHECKED if unlimited else {}))
+
+    def before(self, case, tensors, options):
+        """Puts NaN and wild page ids wherever no new token sees a key."""
+        facts, device = case.facts, tensors["q"].device
+        ends = [*itertools.accumulate(facts["new"], initial=facts["before"])]
+        made = {"seq_lens_kv": sequence(facts["lengths"], device, facts["lead"])}
+        made["cu_seqlens_q"] = sequence(ends, device, facts["lead"])
+        for name, table in (("k", "page_table"), ("v", "page_table_v")):
+            pages = tensors[name].transpose(1, 2) if options["page_layout"] == "NHD" else tensors[name]
+            if name == "k" or facts["of_v"]:
+                ids = torch.randperm(pages.shape[0]).tolist()
+                rows = [[r] * facts["columns"] for r in facts["lengths"]]
+                for row, used in zip(rows, self._used(facts, options), strict=True):
+                    for column in range(facts["columns"]):
+                        at = range(column * facts["page"], (column + 1) * facts["page"])
+                        row[column] = ids.pop() if used and at.start < used.stop and used.start < at.stop else -7
+                shape = (len(rows), facts["columns"])
+                made[table] = (
+                    table_of(rows, facts, device).view(shape)
+                    if rows and facts["columns"]
+                    else torch.empty(shape, dtype=torch.int32, device=device)
+                )
+            owned = torch.zeros(pages.shape[0], facts["page"], dtype=torch.bool, device=device)
+            for row, used in zip(rows, self._used(facts, options), strict=True):
+                for j in used:
+                    owned[row[j // facts["page"]], j % facts["page"]] = True
+            nothing = torch.full((), math.nan, device=device).to(pages.dtype)
+            bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[pages.element_size()]
+            pages.view(bits).masked_fill_(~owned[:, None, :, None], int(nothing.view(bits)))
+        facts["made"] = made
+        return {}
+
+    @staticmethod
+    def _used(facts: dict[str, Any], options: dict[str, Any]) -> list[range]:
+        """The keys of each sequence from the first on that a new token sees."""
+        left, aligned_right = (options.get("window_size") or (-1, -1))[0], options.get("causal_alignment") != "top_left"
+        found = []
+        for new, length in zip(facts["new"], facts["lengths"], strict=True):
+            first = max(0, length - new - left) if left >= 0 and aligned_right else 0
+            found.append(range(first, length) if new else range(0))
+        return found
+
+    @staticmethod
+    def _arguments(tensors: Tensors, options: dict[str, Any], facts: dict[str, Any]) -> tuple[list[Any], Tensors]:
+        made, more = (
+            facts["made"],
+            {n: tensors[n] for n in ("sinks", "tree_mask", "k_scale", "v_scale") if n in tensors},
+        )
+        if facts["of_v"]:
+            more["page_table_v"] = made["page_table_v"]
+        names = "page_table", "seq_lens_kv", "cu_seqlens_q"
+        return [*(tensors[name] for name in "qkv"), *(made[name] for name in names)], {**more, **options}
+
+    def call(self, tensors, options, facts):
+        given, more = self._arguments(tensors, options, facts)
+        longest = max([0, *facts["new"]]) + facts["longest"]
+        found = cudnn_sdpa.sdpa_paged_varlen(*given, longest, **more, **self.into(tensors, facts))
+        return dict(zip(("out", "lse"), found, strict=True)) if options["return_lse"] else {"out": found}
+
+    def exact(self, case, options, leaves, known):
+        given, more = self._arguments(leaves, options, case.facts)
+        others = {n: x for n, x in more.items() if n not in ("return_lse", "batch_invariant")}
+        out, lse, known["sequences"] = packed_on_pages(*given, **others)
+        known["made"] = [attention(**one) for _, one in known["sequences"]]
+        for (rows, _), made in zip(known["sequences"], known["made"], strict=True):
+            out[rows], lse[rows] = (x[0].transpose(0, 1) for x in (made.out, made.lse))
+        return {"out": out, "lse": lse}
+
+    def bounds(self, case, options, leaves, grads, known, precision):
+        shape, device = (*leaves["q"].shape[:2], leaves["v"].shape[-1]), leaves["q"].device
+        bounds = {
+            "out": torch.zeros(shape, dtype=F64, device=device),
+            "lse": torch.zeros(shape[:2], dtype=F64, device=device),
+        }
+        for (rows, one), made in zip(known["sequences"], known["made"], strict=True):
+            of = attention_bounds(made, grad_out=None, precision=precision, **one)
+            for name, bound in bounds.items():
+                bound[rows] = of[name][0].transpose(0, 1)
+        return bounds
+
+    def explained(self, case):
+        tensors = {name: spec.make("meta") for name, spec in case.tensors.items()}
+        count = len(case.facts["new"])
+        shapes = {"page_table": (count, case.facts["columns"]), "seq_lens_kv": (count,), "cu_seqlens_q": (count + 1,)}
+        shapes["page_table_v"] = shapes["page_table"]
+        made = {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in shapes.items()}
+        given, more = self._arguments(tensors, case.options, {**case.facts, "made": made})
+        return cudnn_sdpa.sdpa_paged_varlen, (*given, max([0, *case.facts["new"]]) + case.facts["longest"]), more
 
 
 # FP8

@@ -1,1 +1,1 @@
-"""Attention: arguments, masks and the reference, shared by dense, varlen, paged and FP8."""
+"""Attention: arguments, masks and the reference, shared by dense, varlen, paged, FP8 and packed paged."""

@@ -32,7 +32,7 @@ from cudnn_sdpa.graph.scalars import LARGEST, as_bool, as_float, as_int, is_comp
 
 
 class SoftmaxOptions(TypedDict, total=False):
-    """The options of the softmax as `sdpa`, `sdpa_varlen` and `sdpa_paged` take them; they document them."""
+    """The options of the softmax as `sdpa`, `sdpa_varlen`, `sdpa_paged` and `sdpa_paged_varlen` document them."""
 
     is_causal: bool
     causal_alignment: Alignment
@@ -386,11 +386,16 @@ DIMENSIONS = ("batch", "heads", "sequence", "head dim")
 
 def check_qkv(q: Tensor, k: Tensor, v: Tensor, *, for_cudnn: bool = True) -> None:
     """Ranks, sizes, dtypes and devices of query, key and value, with or without cuDNN's limits."""
+    check_dtype(q, for_cudnn=for_cudnn)
+    check_alike(q, k, v)
+    check_sizes(q, k, v, 8 if for_cudnn else 1)
+
+
+def check_dtype(q: Tensor, *, for_cudnn: bool) -> None:
+    """The dtype of the queries: one of a GPU's attention, or of the reference."""
     allowed = allowed_dtypes(q.device) if for_cudnn else CPU_DTYPES
     if q.dtype not in allowed:
         raise dtype_error("q", q.dtype, allowed, device=q.device, hint=_hint_on_dtype(q))
-    check_alike(q, k, v)
-    check_sizes(q, k, v, 8 if for_cudnn else 1)
 
 
 def check_alike(q: Tensor, k: Tensor, v: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Base classes of the calls of all kinds of attention on cuDNN.
+"""Base classes of the calls of all kinds of attention.
 
 Calls on CPU tensors are checked for what a GPU would refuse, so that a call that runs on a laptop runs on the GPU: for
 strides, then for the key of every plan that the call would need, which the support rules and the known bugs of this
@@ -36,7 +36,9 @@ MAX_REMEMBERED = 8192
 _passed: set[Hashable] = set()
 
 
-class CudnnCall(Call):
+class AttentionCall(Call):
+    """A call by plans of cuDNN, or of kernels of the library's own."""
+
     __slots__ = ()
 
     if TYPE_CHECKING:
@@ -66,6 +68,22 @@ class CudnnCall(Call):
     def check_for_gpu(self) -> None:
         _check_for_gpu(self)
 
+    def check_strides_for_gpu(self) -> None:
+        """Checks, on the CPU, the strides and storage offsets that a GPU's kernels would read."""
+        raise NotImplementedError
+
+    def check_keys(self, target: Target) -> None:
+        """Refuses a call that needs a plan which there is none of on a target."""
+        for _ in self.keys(target, None):
+            pass
+
+    def check_gradient_keys(self, target: Target, device: int | None = None) -> None:
+        raise NotImplementedError
+
+
+class CudnnCall(AttentionCall):
+    __slots__ = ()
+
     def check_gradient(self) -> None:
         if self.q.is_cuda:
             device = self.q.get_device()
@@ -73,19 +91,13 @@ class CudnnCall(Call):
         else:
             _check_for_gpu(self, of_gradient=True)
 
-    def check_strides_for_gpu(self) -> None:
-        """Checks, on the CPU, the strides and storage offsets that a GPU's kernels would read."""
-        raise NotImplementedError
-
     def check_keys(self, target: Target) -> None:
         """Refuses a call that needs a plan which the support rules or known bugs of cuDNN refuse on a target."""
         for key in self.keys(target, None):
             known_issues.check(key)
 
-    def check_gradient_keys(self, target: Target, device: int | None = None) -> None:
-        raise NotImplementedError
 
-
+AttentionCallT = TypeVar("AttentionCallT", bound=AttentionCall)
 CudnnCallT = TypeVar("CudnnCallT", bound=CudnnCall)
 
 
@@ -119,7 +131,7 @@ class CudnnBackwardCall(BackwardCall[CudnnCallT]):
 
 
 def _check_for_gpu(
-    call: CudnnCall, *, of_gradient: bool = False, backward: CudnnBackwardCall[Any] | None = None
+    call: AttentionCall, *, of_gradient: bool = False, backward: CudnnBackwardCall[Any] | None = None
 ) -> None:
     """Refuses a call that the GPU would refuse. A call like an accepted one is not checked again.
 
@@ -163,7 +175,7 @@ def _signature(field: object) -> Hashable:
     return layout_signature(field), field.storage_offset() % ALIGNMENT, field.requires_grad
 
 
-def _without_data(call: CudnnCallT) -> CudnnCallT:
+def _without_data(call: AttentionCallT) -> AttentionCallT:
     """The call with meta tensors of the same layouts, in dtypes that GPUs take."""
     dtypes = {call.q.dtype: _GPU_DTYPE} if call.q.dtype in _REFERENCE_DTYPES else {}
     changes: dict[str, object] = {}

@@ -69,6 +69,16 @@ def paged(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     return [ShardingStrategy("the batch", _PAGED_BATCH, (0, 0)), *heads]
 
 
+def paged_varlen(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
+    """The strategies of `sdpa_paged_varlen`: each rank has its heads of all pages. Scales may be those of heads."""
+    dim = 1 if arguments.get("page_layout") == "HND" else 2
+    kv = {"k_pages": dim, "v_pages": dim, "k_scale": -1, "v_scale": -1}
+    return [
+        *_of_heads(arguments, PACKED_AXES.heads, kv=kv),
+        ShardingStrategy("tokens", {"q": 0, "tree_mask": 0}, (0, 0), refused=_TOKENS),
+    ]
+
+
 def fp8(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The strategies of `sdpa_fp8`, whose amax is the largest of all ranks'; with pages, those of `sdpa_paged`."""
     ways = dense(arguments)

@@ -75,6 +75,7 @@ _DESCRIBING_MODULES = (
     "cudnn_sdpa.attention.dense.explain",
     "cudnn_sdpa.attention.varlen.explain",
     "cudnn_sdpa.attention.paged.explain",
+    "cudnn_sdpa.attention.paged_varlen.explain",
     "cudnn_sdpa.attention.fp8.explain",
     "cudnn_sdpa.fused.explain",
     "cudnn_sdpa.kernels.explain",

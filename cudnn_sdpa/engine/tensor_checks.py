@@ -202,7 +202,7 @@ def check_strides(q: Tensor, k: Tensor, v: Tensor) -> None:
         check_strides_of(name, tensor)
 
 
-def check_strides_of(name: str, tensor: Tensor) -> None:
+def check_strides_of(name: str, tensor: Tensor, hint: str = "") -> None:
     """Strides of one tensor, for `check_strides`; shape checks refuse ranks other than 4."""
     if tensor.dim() != 4:
         return
@@ -220,7 +220,7 @@ def check_strides_of(name: str, tensor: Tensor) -> None:
                 name,
                 f"stride {tensor.stride(dim)} from {unit} to {unit}",
                 f"a multiple of {alignment} elements ({ALIGNMENT} bytes)",
-                f"Use {name}.contiguous().",
+                hint or f"Use {name}.contiguous().",
             )
 
 

@@ -31,6 +31,12 @@ _PAGED = (
     "Tensor? seq_lens_q, Tensor? sinks, str page_layout, bool is_causal, str causal_alignment, SymInt window_left, "
     "SymInt window_right, float? scale, float? softcap, bool deterministic"
 )
+_PAGED_VARLEN = (
+    "Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor? page_table_v, Tensor seq_lens_kv, "
+    "Tensor cu_seqlens_q, Tensor? sinks, Tensor? tree_mask, Tensor? k_scale, Tensor? v_scale, SymInt max_seqlen_q, "
+    "str page_layout, bool batch_invariant, bool is_causal, str causal_alignment, SymInt window_left, "
+    "SymInt window_right, float? scale, float? softcap"
+)
 _FP8 = (
     "Tensor q, Tensor k, Tensor v, Tensor descale_q, Tensor descale_k, Tensor descale_v, Tensor descale_s, "
     "Tensor scale_s, Tensor scale_o, Tensor? seq_lens_q, Tensor? seq_lens_kv, Tensor? page_table, "
@@ -65,6 +71,11 @@ SCHEMAS = {
         f"paged_forward({_PAGED}) -> Tensor",
         f"paged_forward_lse({_PAGED}) -> (Tensor, Tensor)",
         f"paged_forward_out({_PAGED}, Tensor(a!) out) -> Tensor",
+    ),
+    "cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen": (
+        f"paged_varlen_forward({_PAGED_VARLEN}) -> Tensor",
+        f"paged_varlen_forward_lse({_PAGED_VARLEN}) -> (Tensor, Tensor)",
+        f"paged_varlen_forward_out({_PAGED_VARLEN}, Tensor(a!) out) -> Tensor",
     ),
     "cudnn_sdpa.attention.fp8.sdpa_fp8": (
         f"sdpa_fp8_forward({_FP8}) -> (Tensor, Tensor, Tensor)",

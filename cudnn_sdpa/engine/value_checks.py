@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -29,8 +30,11 @@ def check_lengths(name: str, lengths: Tensor | None, size: int) -> None:
         raise ShapeError(name, f"{length} for batch entry {entry}", f"lengths from 0 to {size}")
 
 
-def check_offsets(name: str, offsets: Tensor, tokens: int, max_seqlen: int) -> None:
-    """Offsets of packed sequences must start at 0, not decrease, end within the tokens, and respect `max_seqlen`."""
+def check_offsets(name: str, offsets: Tensor, tokens: int, max_seqlen: int, *, from_zero: bool = True) -> None:
+    """Offsets of packed sequences must not decrease, lie within the tokens, and respect `max_seqlen`.
+
+    The first is 0 unless tokens before the first sequence are allowed.
+    """
     if not _is_read(offsets):
         return
     values = offsets.tolist()
@@ -39,19 +43,29 @@ def check_offsets(name: str, offsets: Tensor, tokens: int, max_seqlen: int) -> N
     if first is not None:
         got = f"offsets that decrease, from {values[first]} to {values[first + 1]}"
         raise ShapeError(name, got, "offsets that never decrease")
-    if values[0] != 0 or values[-1] > tokens:
-        expected = f"from 0 to no more than {tokens}, the number of tokens"
+    if values[0] < 0 or (from_zero and values[0] != 0) or values[-1] > tokens:
+        first = "0" if from_zero else "0 or more"
+        expected = f"from {first} to no more than {tokens}, the number of tokens"
         raise ShapeError(name, f"offsets from {values[0]} to {values[-1]}", expected)
     if lengths and max(lengths) > max_seqlen:
         raise ShapeError(name.replace("cu_seqlens", "max_seqlen"), f"{max_seqlen}", f"at least {max(lengths)}")
 
 
-def check_pages(name: str, table: Tensor, lengths: Tensor, page_size: int, pages: int) -> None:
-    """The page ids that a sequence uses must be pages of the cache."""
+def check_pages(
+    name: str,
+    table: Tensor,
+    lengths: Tensor,
+    page_size: int,
+    pages: int,
+    first: Callable[[], Tensor] | None = None,
+) -> None:
+    """The page ids that a sequence uses must be pages of the cache; `first` gives the first key that it uses."""
     if not _is_read(table, lengths):
         return
-    for entry, (row, length) in enumerate(zip(table.tolist(), lengths.tolist(), strict=True)):
-        wrong = [page for page in row[: -(-length // page_size)] if not 0 <= page < pages]
+    begins = itertools.repeat(0) if first is None else first().tolist()
+    for entry, (row, length, begin) in enumerate(zip(table.tolist(), lengths.tolist(), begins, strict=False)):
+        used = row[begin // page_size : -(-length // page_size)] if begin < length else ()
+        wrong = [page for page in used if not 0 <= page < pages]
         if wrong:
             raise ShapeError(name, f"page {wrong[0]} for batch entry {entry}", f"pages from 0 to {pages - 1}")
 

@@ -43,7 +43,15 @@ def examples() -> list[doctest.DocTest]:
 EXAMPLES = examples()
 PUBLIC = [
     *("sdpa", "sdpa_varlen", "scaled_dot_product_attention", "explain", "fallback"),
-    *("sdpa_paged", "PagedKVCache", "no_plan_builds", "autotune", "shape_policy", "use_plan_store"),
+    *(
+        "sdpa_paged",
+        "sdpa_paged_varlen",
+        "PagedKVCache",
+        "no_plan_builds",
+        "autotune",
+        "shape_policy",
+        "use_plan_store",
+    ),
     *("graph_op", "rms_norm", "layer_norm", "silu_mul", "gelu_mul", "relu_squared", "conv1d", "conv2d", "conv3d"),
     *("fp8_attention", "Fp8Attention", "Fp8Scaling"),
 ]

@@ -29,6 +29,7 @@ from cudnn_sdpa import (
     sdpa_fp8,
     sdpa_fp8_backward,
     sdpa_paged,
+    sdpa_paged_varlen,
     sdpa_varlen,
     silu_mul,
 )
@@ -77,6 +78,10 @@ class Inputs:
         pages = [self(6, 2, 16, 64) for _ in range(2)]
         table = self.ints([3, 1, 5], [0, 4, 2])
         return self(2, 4, sq, 64), *pages, table, self.ints(40, 17)
+
+    def packed_on_pages(self) -> tuple[Any, ...]:
+        _, *pages = self.paged()
+        return self(9, 4, 64), *pages, self.ints(0, 1, 8), 7
 
     def fp8(self) -> tuple[Tensor, ...]:
         return tuple(self(1, 2, 64, 128).to(E4M3) for _ in range(3))  # Hopper has gradients for head dim 128
@@ -136,6 +141,13 @@ ATTENTION: dict[str, Call] = {
         *new.paged(7), page_layout="HND", return_lse=True, seq_lens_q=new.ints(7, 3)
     ),
     "paged, into a tensor": lambda new: _into_out(sdpa_paged, new.paged(), page_layout="HND"),
+    "packed on pages": lambda new: sdpa_paged_varlen(*new.packed_on_pages(), page_layout="HND"),
+    "packed on pages, a tree with lse": lambda new: sdpa_paged_varlen(
+        *new.packed_on_pages(), page_layout="HND", tree_mask=new(9, 8, dtype=torch.float32) > 0, return_lse=True
+    ),
+    "packed on pages, into a tensor": lambda new: _into_out(
+        sdpa_paged_varlen, new.packed_on_pages(), page_layout="HND", sinks=new(4, dtype=torch.float32)
+    ),
 }
 FP8: dict[str, Call] = {
     "fp8": lambda new: sdpa_fp8(*new.fp8(), new.scales(Fp8Scales), is_causal=True),

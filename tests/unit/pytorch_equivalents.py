@@ -18,6 +18,7 @@ from cudnn_sdpa import (
     scaled_dot_product_attention,
     sdpa,
     sdpa_paged,
+    sdpa_paged_varlen,
     sdpa_varlen,
     silu_mul,
 )
@@ -47,6 +48,18 @@ def _paged(step: int, new: Any) -> tuple[Any, ...]:
     table = torch.arange(batch * 2, dtype=torch.int32, device=device).view(batch, 2)
     lengths = torch.full((batch,), 11, dtype=torch.int32, device=device)
     return new(batch, 4, 1, 64), new(12, 2, 16, 64), new(12, 2, 16, 64), table, lengths
+
+
+def _packed_on_pages(step: int, new: Any) -> tuple[Any, ...]:
+    """One new token of each sequence, and a padding token."""
+    q, *others = _paged(step, new)
+    ends = torch.arange(q.shape[0] + 1, dtype=torch.int32, device=q.device)
+    return torch.cat([q[..., 0, :], q[:1, :, 0]]), *others, ends, 1 + step
+
+
+def _dense_rows(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor, ends: Tensor, longest: int) -> Tensor:
+    rows = _dense_pages(q[: ends.shape[0] - 1].unsqueeze(2), k, v, table, lengths).squeeze(2)
+    return torch.cat([rows, torch.zeros_like(q[:1]) * longest])
 
 
 def _dense_pages(q: Tensor, k: Tensor, v: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
@@ -82,6 +95,9 @@ EQUIVALENTS = {
         _packed,
     ),
     "sdpa_paged": Equivalents(partial(sdpa_paged, page_layout="HND"), _dense_pages, _paged, trains=False),
+    "sdpa_paged_varlen": Equivalents(
+        partial(sdpa_paged_varlen, page_layout="HND"), _dense_rows, _packed_on_pages, trains=False
+    ),
     "rms_norm": Equivalents(
         lambda x, w: rms_norm(x, w, 1e-6),
         lambda x, w: F.rms_norm(x, (64,), w, 1e-6),

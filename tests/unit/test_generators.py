@@ -155,7 +155,7 @@ TESTED_ELSEWHERE = {
     "nn.Attention.cp_method": "tests/unit/distributed/test_context_parallel.py",
 }
 #: Options whose default is refused, by an error that says more than Python's.
-REQUIRED = {"sdpa_paged.page_layout"}
+REQUIRED = {"sdpa_paged.page_layout", "sdpa_paged_varlen.page_layout"}
 #: Required arguments.
 ALWAYS_GIVEN = {"device", "dtype"}
 OF_LAYERS = {"num_kv_heads", "head_dim", "qkv_bias", "is_causal", "window_size", "scale", "softcap", "sinks", "rope"}

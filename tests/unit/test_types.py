@@ -38,10 +38,16 @@ def test_return_lse_may_be_a_variable(flag: bool) -> None:
     paged = cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths, page_layout="HND", return_lse=flag)
     assert_type(paged, "Tensor | Both")
 
+    tokens = pages, pages, table, lengths, offsets, 8
+    assert_type(cudnn_sdpa.sdpa_paged_varlen(packed, *tokens, page_layout="HND"), Tensor)
+    assert_type(cudnn_sdpa.sdpa_paged_varlen(packed, *tokens, page_layout="HND", return_lse=True), Both)
+    packed_on_pages = cudnn_sdpa.sdpa_paged_varlen(packed, *tokens, page_layout="HND", return_lse=flag)
+    assert_type(packed_on_pages, "Tensor | Both")
+
     with pytest.raises(cudnn_sdpa.OptionError):
         cudnn_sdpa.sdpa_paged(q, pages, pages, table, lengths)  # type: ignore[call-overload]
 
-    for result in (dense, varlen, paged):
+    for result in (dense, varlen, paged, packed_on_pages):
         assert isinstance(result, tuple) is flag
 
 

@@ -195,13 +195,24 @@ def check_pages(q: Tensor, pages: dict[str, Tensor], table: Tensor, table_v: Ten
         table: The page table, int32 (B, max_pages), its rows dense.
         table_v: That of values, None if it is the same.
     """
+    name_k, k = check_number_of_pages(pages)
+    size = k.shape[2]
+    if size < 1 or size & (size - 1):
+        hint = "Other sizes have no kernel in cuDNN; sdpa_paged_varlen reads any."
+        raise ShapeError(name_k, f"pages of {size} tokens", "a power of two, such as 16 or 64", hint)
+    check_tables(q, q.shape[0], table, table_v)
+
+
+def check_number_of_pages(pages: dict[str, Tensor]) -> tuple[str, Tensor]:
+    """The pages of keys, with their name; there are as many of values."""
     (name_k, k), (name_v, v) = pages.items()
     if is_true(v.shape[0] != k.shape[0]):
         raise ShapeError(name_v, f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of {name_k}")
-    size = k.shape[2]
-    if size < 1 or size & (size - 1):
-        hint = "Other sizes have no kernel in cuDNN."
-        raise ShapeError(name_k, f"pages of {size} tokens", "a power of two, such as 16 or 64", hint)
-    shape, meaning = (q.shape[0], "max_pages"), "the pages of each batch entry"
+    return name_k, k
+
+
+def check_tables(q: Tensor, batch: int, table: Tensor, table_v: Tensor | None) -> None:
+    """Page tables, int32 (B, max_pages), their rows dense."""
+    shape, meaning = (batch, "max_pages"), "the pages of each batch entry"
     check_tensor("page_table", table, q, dtype=torch.int32, shape=shape, meaning=meaning, dense=True)
     check_tensor("page_table_v", table_v, q, dtype=torch.int32, shape=table.shape, meaning="as page_table", dense=True)

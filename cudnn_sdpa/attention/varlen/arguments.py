@@ -107,15 +107,7 @@ def check(call: VarlenArguments) -> None:
         arguments.check_out(call.out, call.q, call.v, for_cudnn=arguments.has_limits(call))
     for name, offsets in zip(("q", "kv"), call.offsets, strict=True):
         check_cumulative(f"cu_seqlens_{name}", offsets, call.q)
-        max_seqlen = getattr(call, f"max_seqlen_{name}")
-        if not is_integer(max_seqlen) or is_true(max_seqlen < 0) or is_true(max_seqlen > LARGEST):
-            hint = "A tensor would need a device-to-host copy." if isinstance(max_seqlen, Tensor) else ""
-            raise OptionError(
-                f"max_seqlen_{name}",
-                repr(max_seqlen),
-                f"the length of the longest sequence, an int up to {LARGEST}",
-                hint,
-            )
+        check_max_seqlen(f"max_seqlen_{name}", getattr(call, f"max_seqlen_{name}"))
     offsets_q, offsets_kv = call.offsets
     meaning = "that of cu_seqlens_q"
     check_tensor("cu_seqlens_kv", offsets_kv, offsets_q, of="cu_seqlens_q", shape=offsets_q.shape, meaning=meaning)
@@ -135,6 +127,12 @@ def check_cumulative(name: str, offsets: Tensor, q: Tensor) -> None:
     check_tensor(name, offsets, q, dtype=torch.int32, shape=("B + 1",), meaning=meaning, dense=True)
     if offsets.shape[0] < 1:
         raise ShapeError(name, shape_of(offsets), f"shape (B + 1,): {meaning}")
+
+
+def check_max_seqlen(name: str, max_seqlen: int) -> None:
+    if not is_integer(max_seqlen) or is_true(max_seqlen < 0) or is_true(max_seqlen > LARGEST):
+        hint = "A tensor would need a device-to-host copy." if isinstance(max_seqlen, Tensor) else ""
+        raise OptionError(name, repr(max_seqlen), f"the length of the longest sequence, an int up to {LARGEST}", hint)
 
 
 def check_values(call: VarlenArguments) -> None:

@@ -30,6 +30,7 @@ from cudnn_sdpa import (
     sdpa_fp8,
     sdpa_fp8_backward,
     sdpa_paged,
+    sdpa_paged_varlen,
     sdpa_varlen,
     sdpa_varlen_backward,
 )
@@ -100,6 +101,7 @@ def calls_with_a_scale():
     rows, single = torch.randn(9, 2, 8), torch.randn(2, 4, 1, 8)
     pages, table = torch.randn(4, 4, 16, 8), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     paged = single, pages, pages, table, torch.tensor([20, 9], dtype=torch.int32)
+    packed = torch.randn(9, 4, 8), *paged[1:], ENDS, 5
     half = torch.randn(2, 4, 5, 16, dtype=torch.bfloat16)
     fp8, lse, one = half.to(torch.float8_e4m3fn), torch.zeros(2, 4, 5), torch.ones(1)
     cache = PagedKVCache(pages=2, page_size=16, heads=4, head_dim=8, dtype=torch.float32, device="cpu")
@@ -116,6 +118,7 @@ def calls_with_a_scale():
             rows, rows, torch.zeros(9, 2), rows, rows, rows, ENDS, ENDS, 5, 5, scale=scale
         ),
         "sdpa_paged": lambda scale: sdpa_paged(*paged, page_layout="HND", scale=scale),
+        "sdpa_paged_varlen": lambda scale: sdpa_paged_varlen(*packed, page_layout="HND", scale=scale),
         "PagedKVCache.attend": lambda scale: cache.attend(step, single, scale=scale),
         "sdpa_fp8": lambda scale: sdpa_fp8(fp8, fp8, fp8, fp8_scales, scale=scale),
         "sdpa_fp8_backward": lambda scale: sdpa_fp8_backward(
@@ -190,6 +193,7 @@ def calls_with_flags():
     rows = torch.randn(9, 2, 8)
     pages, table = torch.randn(4, 4, 16, 8), torch.tensor([[0, 1], [2, 3]], dtype=torch.int32)
     paged = torch.randn(2, 4, 1, 8), pages, pages, table, torch.tensor([20, 9], dtype=torch.int32)
+    packed = torch.randn(9, 4, 8), *paged[1:], ENDS, 5
     half = torch.randn(2, 4, 128, 128, dtype=torch.bfloat16)
     fp8, lse, one = half.to(torch.float8_e4m3fn), torch.zeros(2, 4, 128), torch.ones(1)
     out, of_out = sdpa(q, k, v, return_lse=True)
@@ -220,6 +224,10 @@ def calls_with_flags():
             ("is_causal", "deterministic"),
         ),
         "sdpa_paged": (lambda **x: sdpa_paged(*paged, page_layout="HND", **x), ("is_causal", "return_lse")),
+        "sdpa_paged_varlen": (
+            lambda **x: sdpa_paged_varlen(*packed, page_layout="HND", **x),
+            ("is_causal", "return_lse", "batch_invariant"),
+        ),
         "sdpa_fp8": (lambda **x: sdpa_fp8(fp8, fp8, fp8, scales, **x)[0].float(), ("is_causal", "return_lse")),
         "sdpa_fp8_backward": (
             lambda **x: sdpa_fp8_backward(fp8, fp8, fp8, fp8, fp8, lse, backward_scales, **x)[0].float(),

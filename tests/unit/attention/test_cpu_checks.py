@@ -248,6 +248,11 @@ def _paged(x):
     return cudnn_sdpa.sdpa_paged(x, x, x, *numbers, page_layout="HND")
 
 
+def _packed_on_pages(x):
+    numbers = torch.zeros(1, 1, dtype=torch.int32), torch.tensor([8], dtype=torch.int32), offsets(8), 8
+    return cudnn_sdpa.sdpa_paged_varlen(x[0].transpose(0, 1), x, x, *numbers, page_layout="HND")
+
+
 def _cache(x):
     return cudnn_sdpa.PagedKVCache(pages=2, page_size=8, heads=1, head_dim=16, dtype=x.dtype, device="cpu").k_pages()
 
@@ -261,6 +266,7 @@ STRICT = {
     "drop-in": lambda x: cudnn_sdpa.scaled_dot_product_attention(x, x, x),
     "sdpa_varlen": lambda x: sdpa_varlen(x[0], x[0], x[0], offsets(1), offsets(1), 1, 1),
     "sdpa_paged": _paged,
+    "sdpa_paged_varlen": _packed_on_pages,
     "PagedKVCache": _cache,
     "nn.KVCache": _static_cache,
     "kernels.attention": lambda x: cudnn_sdpa.kernels.attention(x, x, x),
@@ -285,7 +291,7 @@ def test_dtypes_are_refused_unless_the_setting_accepts_any(name, dtype):
                 STRICT[name](x)
         else:
             assert STRICT[name](x) is not None
-        if name in ("sdpa", "sdpa_varlen", "sdpa_paged"):
+        if name in ("sdpa", "sdpa_varlen", "sdpa_paged", "sdpa_paged_varlen"):
             with cudnn_sdpa.fallback("torch"):
                 assert STRICT[name](x).dtype == dtype
 

@@ -24,6 +24,7 @@ from cudnn_sdpa import (
     sdpa,
     sdpa_fp8,
     sdpa_paged,
+    sdpa_paged_varlen,
     sdpa_varlen,
     silu_mul,
 )
@@ -150,6 +151,14 @@ LOOPS = {
         ),
         (3, 1, 4, 1, 16),
     ),
+    "sdpa_paged_varlen": (
+        lambda x: sdpa_paged_varlen(
+            *(x, torch.ones(3, 4, 2, 16), torch.ones(3, 4, 2, 16)),
+            *(torch.tensor([[0, 1], [2, 0]]).int(), torch.tensor([3, 4]).int(), torch.tensor([0, 1, 3]).int(), 2),
+            page_layout="NHD",
+        ),
+        (3, 4, 4, 16),
+    ),
 }
 REFUSED = {
     "rms_norm": (lambda x: rms_norm(x, torch.ones(16)), (3, 5, 16)),
@@ -165,7 +174,7 @@ REFUSED = {
 
 
 @pytest.mark.sample(3)
-@pytest.mark.parametrize("name", ["sdpa", "sdpa_varlen", "sdpa_paged", *REFUSED])
+@pytest.mark.parametrize("name", ["sdpa", "sdpa_varlen", "sdpa_paged", "sdpa_paged_varlen", *REFUSED])
 def test_compiled_functions_refuse_forward_mode(name):
     function, shape = {**LOOPS, **REFUSED}[name]
     x, tangent = torch.randn(shape[1:]), torch.randn(shape[1:])

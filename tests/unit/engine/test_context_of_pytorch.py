@@ -38,6 +38,9 @@ calls = {
     "fp8, differentiable": lambda: c.fp8_attention(half, half, half),
     "fp8 module": lambda: c.Fp8Attention()(half, half, half),
     "paged": lambda: c.sdpa_paged(q, pages, pages, table, lengths, page_layout="HND"),
+    "packed on pages": lambda: c.sdpa_paged_varlen(
+        rows, pages, pages, table, lengths, ends, 16, page_layout="HND"
+    ),
     "cache": lambda: cache.attend(step, q),
     "own kernels": lambda: c.kernels.attention(q, k, v, is_causal=True),
     "own kernels, module": lambda: c.kernels.CUDAAttention()(q, k, v),

@@ -18,6 +18,7 @@ from cudnn_sdpa import (
     scaled_dot_product_attention,
     sdpa,
     sdpa_paged,
+    sdpa_paged_varlen,
     sdpa_varlen,
     silu_mul,
 )
@@ -36,6 +37,10 @@ def paged(q, **options):
     return sdpa_paged(q, PAGES, PAGES, TABLE, LENGTHS, page_layout="HND", **options)
 
 
+def packed_on_pages(q, n=7, **options):
+    return sdpa_paged_varlen(q, PAGES, PAGES, TABLE, LENGTHS, ENDS[[0, 1, 3]], n, page_layout="HND", **options)
+
+
 def merged(x):
     out, lse = sdpa(x, x, x, return_lse=True)
     return merge_states([out, 2 * out], [lse, lse + 0.5])[0]
@@ -47,6 +52,9 @@ LENGTHS_AND_BOUNDS = {
     "window of packed sequences": (lambda x, n: packed(x, window_size=(n, 0)), (10, 2, 8), (1, 3)),
     "window": (lambda x, n: sdpa(x, x, x, window_size=(n, n)), (2, 2, 9, 8), (0, 2)),
     "window on pages": (lambda x, n: paged(x, window_size=(n, 0)), (2, 2, 1, 16), (3, 20)),
+    "longest length on pages": (packed_on_pages, (10, 2, 16), (7, 9)),
+    "window of packed tokens on pages": (lambda x, n: packed_on_pages(x, window_size=(n, 0)), (10, 2, 16), (3, 20)),
+    "tokens on pages": (lambda x, n: packed_on_pages(x[:n]), (14, 2, 16), (10, 14)),
     "length": (lambda x, n: sdpa(x[:, :, :n], x, x, is_causal=True), (2, 2, 9, 8), (2, 7)),
     "tokens": (lambda x, n: packed(x[:n]), (12, 2, 8), (10, 12)),
     "batch": (lambda x, n: sdpa(x[:n], x[:n], x[:n]), (4, 2, 9, 8), (1, 3)),
@@ -63,7 +71,10 @@ LENGTHS_AND_BOUNDS = {
     "relu_squared": (lambda x, n: relu_squared(x[:n]), (5, 16), (3, 1, 5)),
 }
 #: What has no gradient.
-INFERENCE = ("window on pages", "batch of merged states", "gelu_mul", "relu_squared")
+INFERENCE = (
+    *("window on pages", "longest length on pages", "window of packed tokens on pages", "tokens on pages"),
+    *("batch of merged states", "gelu_mul", "relu_squared"),
+)
 
 #: name: (the wrong option, a function of a tensor, a whole number and a fraction of data)
 OPTIONS = {
@@ -74,6 +85,10 @@ OPTIONS = {
         lambda x, _, part: packed(x.flatten(0, 2)[:20].view(10, 2, 8), scale=part),
     ),
     "scale on pages": ("scale", lambda x, _, part: paged(x[:, :, :1].repeat(1, 1, 1, 2), scale=part)),
+    "batch_invariant": (
+        "batch_invariant",
+        lambda x, n, _: packed_on_pages(x.flatten()[:160].view(10, 1, 16).repeat(1, 2, 1), batch_invariant=n > 2),
+    ),
     "scale of kernels": ("scale", lambda x, _, part: kernels.attention(x, x, x, scale=part)),
     "softcap": ("softcap", lambda x, _, part: sdpa(x, x, x, softcap=part)),
     "dropout_p": ("dropout_p", lambda x, _, part: sdpa(x, x, x, dropout_p=part)),

@@ -68,6 +68,25 @@ CALLS = {
         "seq_lens_q": ends(1, 1),
         **pages(),
     },
+    "sdpa_paged_varlen": lambda: {
+        "q": rows(9, 4, 16),
+        "k_pages": rows(8, 2, 16, 16),
+        "v_pages": rows(8, 2, 16, 16),
+        "sinks": rows(4, dtype=torch.float32),
+        "tree_mask": torch.ones(9, 5, dtype=torch.bool),
+        "page_table_v": pages()["page_table"],
+        "cu_seqlens_q": ends(0, 4, 9),
+        **pages(),
+    },
+    "sdpa_paged_varlen in FP8": lambda: {
+        "q": rows(9, 4, 16),
+        "k_pages": fp8(8, 2, 16, 16),
+        "v_pages": fp8(8, 2, 16, 16),
+        "k_scale": torch.ones(2),
+        "v_scale": torch.ones(()),
+        "cu_seqlens_q": ends(0, 4, 9),
+        **pages(),
+    },
     "sdpa_fp8": lambda: {
         "q": fp8(2, 4, 9, 128),
         "k": fp8(2, 2, 7, 128),
@@ -83,7 +102,11 @@ CALLS = {
         **pages(),
     },
 }
-OPTIONS = {"sdpa_varlen": {"max_seqlen_q": 5, "max_seqlen_kv": 5}, "sdpa_paged": {"page_layout": "HND"}}
+OPTIONS = {
+    "sdpa_varlen": {"max_seqlen_q": 5, "max_seqlen_kv": 5},
+    "sdpa_paged": {"page_layout": "HND"},
+    "sdpa_paged_varlen": {"page_layout": "HND", "max_seqlen_q": 5},
+}
 
 
 def shrunk(x):
@@ -99,7 +122,7 @@ def test_every_function_refuses_freed_tensors_by_name(name, which, lacking):
     """On the CPU, where the process would crash, or other memory would be read."""
     torch.manual_seed(1)
     function, tensors = getattr(cudnn_sdpa, name.split()[0]), CALLS[name]()
-    options = OPTIONS.get(name, {})
+    options = OPTIONS.get(name.split()[0], {})
     if "fp8" in name:
         options = {"scales": cudnn_sdpa.Fp8Scales(*(torch.ones(1) for _ in range(6)))}
     found = function(**tensors, **options)

@@ -69,6 +69,14 @@ def paged(heads_kv=2, layout="HND"):
     }
 
 
+def packed_on_pages(heads_kv=2, layout="HND", dtype=None):
+    made = paged(heads_kv, layout) | {"q": randn(6, 4, 16), "cu_seqlens_q": ints(0, 1, 5)}
+    if dtype is not None:
+        made |= {name: made[name].to(dtype) for name in ("k_pages", "v_pages")}
+        made |= {"k_scale": 0.5 + torch.rand(heads_kv), "v_scale": torch.tensor(1.7)}
+    return made
+
+
 def run_fp8(q, k, v, **others):
     one, full = torch.ones(1), torch.tensor([448.0])
     found = cudnn_sdpa.sdpa_fp8(q, k, v, Fp8Scales(one, one, one, 1 / full, full, one), return_lse=True, **others)
@@ -220,6 +228,34 @@ CASES = {
     ),
     "paged, query heads": Case(
         cudnn_sdpa.sdpa_paged, lambda: paged(heads_kv=1), {"q": HEADS}, [HEADS], trains=False, page_layout="HND"
+    ),
+    "packed on pages, heads": Case(
+        cudnn_sdpa.sdpa_paged_varlen,
+        lambda: packed_on_pages(layout="NHD") | {"sinks": randn(4).float()},
+        {"q": HEADS, "k_pages": Shard(2), "v_pages": Shard(2), "sinks": Shard(0)},
+        [HEADS, HEADS],
+        trains=False,
+        page_layout="NHD",
+        return_lse=True,
+        max_seqlen_q=4,
+    ),
+    "packed on pages, heads, FP8": Case(
+        cudnn_sdpa.sdpa_paged_varlen,
+        lambda: packed_on_pages(dtype=torch.float8_e4m3fn),
+        all_of(HEADS, "q", "k_pages", "v_pages") | {"k_scale": Shard(0), "v_scale": R},
+        [HEADS],
+        trains=False,
+        page_layout="HND",
+        max_seqlen_q=4,
+    ),
+    "packed on pages, query heads": Case(
+        cudnn_sdpa.sdpa_paged_varlen,
+        lambda: packed_on_pages(heads_kv=1),
+        {"q": HEADS},
+        [HEADS],
+        trains=False,
+        page_layout="HND",
+        max_seqlen_q=4,
     ),
     "fp8, batch": Case(
         run_fp8,
@@ -448,6 +484,7 @@ COMPILED = (
     "varlen, heads",
     "paged, heads",
     "paged, batch",
+    "packed on pages, heads",
     "fp8, heads",
     "rms_norm, 1",
     "rms_norm, residual, 1",
@@ -585,6 +622,7 @@ REFUSED = {
     "packed tokens": ("varlen, plain offsets", all_of(Shard(0), *QKV), {}, "the sequences span ranks"),
     "pages": ("paged, heads", {"k_pages": Shard(0), "v_pages": Shard(0)}, {}, r"k_pages is Shard\(0\)"),
     "plain pages": ("paged, heads", {"q": Shard(1)}, {}, "k_pages is a plain tensor, which is taken as replicated"),
+    "tokens on pages": ("packed on pages, heads", {"q": Shard(0)}, {}, "the sequences span ranks"),
     "plain lengths": ("sdpa, batch", all_of(Shard(0), *QKV), {}, "seq_lens_kv is a plain tensor"),
     "gradients in FP8": (
         "fp8 backward, batch",

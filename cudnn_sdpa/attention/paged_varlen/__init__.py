@@ -1,0 +1,1 @@
+"""Attention of packed queries on a paged cache, by a kernel of the library's own."""

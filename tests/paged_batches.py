@@ -1,0 +1,119 @@
+"""Batches of packed new tokens on a paged cache.
+
+Slots are NaN, and page ids wild, but for the keys of sequences with new tokens, from the first on that one sees.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from float64_reference import seen_keys
+from torch import Tensor
+
+#: Where keys and values are: apart, side by side in a slot, in turns of pages, or in one half of memory each.
+PLACES = ("apart", "side by side", "interleaved", "halves")
+
+#: Page ids of which no sequence makes use.
+WILD = (-1, -(2**31), 2**31 - 1, 10**6)
+
+
+def batch_on_pages(
+    new: Sequence[int],
+    lengths: Sequence[int],
+    *,
+    heads: int = 4,
+    heads_kv: int = 2,
+    dims: tuple[int, int] = (16, 24),
+    page: int = 5,
+    layout: str = "NHD",
+    place: str = "apart",
+    dtype: torch.dtype = torch.float64,
+    cache: torch.dtype | None = None,
+    before: int = 0,
+    behind: int = 0,
+    has_table_v: bool = False,
+    device: str = "cpu",
+    **mask: Any,
+) -> dict[str, Any]:
+    """The arguments of a call, `mask` among them.
+
+    Args:
+        new: Number of new tokens of each sequence.
+        lengths: Number of keys of each.
+        heads: Query heads.
+        heads_kv: Key heads.
+        dims: Head dims of keys and values; one number twice unless keys and values are apart or side by side.
+        page: Tokens of a page.
+        layout: `page_layout`.
+        place: One of `PLACES`.
+        dtype: That of the queries.
+        cache: That of the pages, if another.
+        before: Tokens before the first sequence.
+        behind: Tokens behind the last.
+        has_table_v: Whether values have pages of their own.
+        device: Of all tensors.
+        **mask: Options that say which keys are seen.
+    """
+    keys_of = [_used(*of, mask) for of in zip(new, lengths, strict=True)]
+    columns = max([1, *(-(-length // page) for length in lengths)]) + 1
+    used = [sorted({j // page for j in row}) for row in keys_of]
+    number = sum(map(len, used))
+    whole = _memory(place, number + 2, page, heads_kv, dims, layout)
+    pages, tables = [x.fill_(math.nan) for x in whole], []
+    for which, dim in enumerate(dims):
+        if which == 0 or has_table_v:
+            table = torch.tensor(WILD, dtype=torch.int64)[torch.randint(len(WILD), (len(new), columns))]
+            ids = iter(torch.randperm(number + 2).tolist())
+            for row, columns_used in zip(table, used, strict=True):
+                for column in columns_used:
+                    row[column] = next(ids)
+            tables.append(table)
+        slots = pages[which] if layout == "NHD" else pages[which].transpose(1, 2)
+        for row, keys in zip(tables[-1].tolist(), keys_of, strict=True):
+            for j in keys:
+                slots[row[j // page], j % page] = torch.randn(heads_kv, dim)
+    stored = [_like(x, cache or dtype) for x in pages]
+    ends = [*accumulate(new, initial=before)]
+    ints = {"page_table": tables[0], "seq_lens_kv": lengths, "cu_seqlens_q": ends}
+    made: dict[str, Any] = {"q": torch.randn(ends[-1] + behind, heads, dims[0]).to(dtype)}
+    made |= dict(zip(("k_pages", "v_pages"), stored, strict=True))
+    made |= {name: torch.as_tensor(x, dtype=torch.int64).to(torch.int32) for name, x in ints.items()}
+    if has_table_v:
+        made["page_table_v"] = tables[1].to(torch.int32)
+    found = {name: x.to(device) for name, x in made.items()}
+    return {**found, "max_seqlen_q": max([0, *new]), "page_layout": layout, **mask}
+
+
+def _used(new: int, length: int, mask: dict[str, Any]) -> range:
+    """The keys of a sequence from the first on that some new token sees."""
+    if new == 0:
+        return range(0)
+    options = {"is_causal": True, "causal_alignment": "bottom_right", **mask}
+    seen = seen_keys(1, new, length, options)[0, 0].any(0).nonzero()[:, 0].tolist()
+    return range(min(seen, default=length), length)
+
+
+def _memory(place: str, pages: int, page: int, heads: int, dims: tuple[int, int], layout: str) -> tuple[Tensor, Tensor]:
+    slots = (page, heads) if layout == "NHD" else (heads, page)
+    if place == "side by side":
+        one, other = torch.empty(pages, *slots, sum(dims)).split(dims, dim=-1)
+        return one, other
+    if place == "apart":
+        return torch.empty(pages, *slots, dims[0]), torch.empty(pages, *slots, dims[1])
+    assert dims[0] == dims[1]
+    one, other = (
+        torch.empty(pages, 2, *slots, dims[0]).unbind(1)
+        if place == "interleaved"
+        else torch.empty(2, pages, *slots, dims[0]).unbind(0)
+    )
+    return one, other
+
+
+def _like(pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """The pages in another dtype, with the same strides, and NaN between them."""
+    memory = torch.full((1 + sum((n - 1) * s for n, s in zip(pages.shape, pages.stride(), strict=True)),), math.nan)
+    return memory.to(dtype).as_strided(pages.shape, pages.stride()).copy_(pages)
