@@ -291,8 +291,13 @@ class Struct:
         """The fields in their order, and the struct that each number is in, as a path; None for pointers."""
         return dict(_fields(self._path.read_text(), self._name))
 
+    @property
+    def names(self) -> list[str]:
+        """The fields in their order."""
+        return list(self._owners)
+
     def indices(self, *names: str) -> list[int]:
-        order = list(self._owners)
+        order = self.names
         return [order.index(name) for name in names]
 
     def filled(self, **values: object) -> array[int]:

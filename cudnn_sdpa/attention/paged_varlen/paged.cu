@@ -53,7 +53,7 @@ struct Sizes {
   number k_scale_h;
   number v_scale_h;
   number softcap;    /* the bits of a float */
-  number fixed;      /* keys of a part; 0: by the load */
+  number fixed;      /* keys of a part, of sequences of one row tile; 0: by the load */
 };
 
 struct Paged {
@@ -71,9 +71,9 @@ struct Paged {
   const float* v_scale;
   half_t* out;
   float* lse;
-  float* partial;        /* of each slot: M rows of DVP sums of weighted values */
-  float* sums;           /* M rows of 2: maximum, to the base 2, and sum of weights */
-  u64* ready;            /* GROUPS: `token`, once the slot's part is there */
+  float* partial;        /* rows of parts: DVP sums of weighted values of each */
+  float* sums;           /* 2 of each: maximum, to the base 2, and sum of weights */
+  u64* ready;            /* of the first row of a warpgroup: `token`, once its rows are there */
   number token;          /* chosen at random: memory that was never written does not hold it */
   number scale;          /* the bits of a float */
   Sizes sizes;
@@ -385,7 +385,7 @@ __device__ __forceinline__ void add_values(float (&acc)[DVP / 8][4], const u32 (
 
 struct Item {
   int h, r;              /* the key head and the row tile */
-  int parts, slot, part; /* parts of its keys, the slot of the first one if there are several, and which this is */
+  int parts, slot, part; /* parts of its keys; if there are several, the place of the first one's rows; which this is */
   int tile, tiles;       /* tiles of keys: the first one, and how many; -1: no more items */
   int b, first, count, length;
 };
@@ -441,7 +441,7 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
   tiles *= heads, load *= heads;
   const number blocks = gridDim.x;
   number part = a.sizes.fixed / N;
-  if (part <= 0) { /* there are at most 2 * blocks parts of split row tiles, as the scratch memory has room for */
+  if (part <= 0) { /* row tiles that are split have at most 2 * blocks parts in all: the scratch memory has room for them */
     if (2 * tiles <= blocks) part = (load + blocks - tiles - 1) / (blocks - tiles);
     else part = (load * 23 / 20 + blocks - 1) / blocks;
     if (part < LEAST) part = LEAST;
@@ -458,8 +458,8 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
       if (i < batch) mine = sequence_of(a, batch - 1 - i);
     }
     const int span = span_of(a, mine), row_tiles = mine.tiles * heads;
-    parts = span > part ? (int)((span + part - 1) / part) : 1;
-    const int own[2] = {row_tiles * parts, parts > 1 ? row_tiles * parts : 0};
+    parts = span > part && (a.sizes.fixed <= 0 || mine.tiles == 1) ? (int)((span + part - 1) / part) : 1;
+    const int own[2] = {row_tiles * parts, parts > 1 ? mine.count * G * heads * parts : 0};
     int sum[2];
 #pragma unroll
     for (int e = 0; e < 2; e++) {
@@ -533,7 +533,7 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
     const int least = least_of(a, diagonal, oldest), limit = TREE ? length : limit_of(a, length, diagonal, newest);
     const int from = least / N, span = max_(0, (limit + N - 1) / N - from);
     const int tile = from + (int)((number)span * p / own_parts), tiles = from + (int)((number)span * (p + 1) / own_parts) - tile;
-    const int slot = x.found[3] + (h * row_tiles + r) * own_parts;
+    const int slot = x.found[3] + (h * count * G + r * M) * own_parts;
     give(Item{h, r, own_parts, slot, p, tile, tiles, b, x.found[4], count, length});
     int page_k = -1, page_v = -1, offset = 0;
     auto look_up = [&](int n) {
@@ -673,19 +673,23 @@ __device__ __forceinline__ void widen_items(
 
 /* Parts of a row tile. */
 
+/* The rows of an item's tile that are queries. */
+__device__ __forceinline__ int rows_of(const volatile Item& t) { return min_(M, t.count * G - t.r * M); }
+
 /* Says that this warpgroup's rows of a part are written, and whether those of all other parts are: for one of them at
  * least. Where it is for several, they merge the same numbers. */
 __device__ __forceinline__ bool all_ready(const Paged& a, const volatile Item& t, int role) {
+  if (rows_of(t) <= role * 64) return false;
   asm volatile("fence.acq_rel.gpu;\n" ::: "memory");
   warpgroup_sync(2 + role);
   int ready = 1;
   if (threadIdx.x % 128 < 32) {
-    volatile u64* const first = a.ready + (number)t.slot * GROUPS + role;
+    volatile u64* const first = a.ready + t.slot + role * 64;
     const int lane = threadIdx.x % 32;
-    if (lane == 0) first[t.part * GROUPS] = (u64)a.token;
+    if (lane == 0) first[t.part * rows_of(t)] = (u64)a.token;
     __syncwarp();
     asm volatile("fence.sc.gpu;\n" ::: "memory"); /* of two that write, then read, one sees the other's */
-    for (int c = lane; c < t.parts; c += 32) ready &= first[c * GROUPS] == (u64)a.token;
+    for (int c = lane; c < t.parts; c += 32) ready &= first[c * rows_of(t)] == (u64)a.token;
   }
   int all;
   asm volatile(
@@ -698,20 +702,16 @@ __device__ __forceinline__ bool all_ready(const Paged& a, const volatile Item& t
 }
 
 /* Merges this warpgroup's rows in the order of the parts: a warp takes every fourth row, AT_ONCE of them at a time. */
-#if V == 1
-#define MERGE_INLINE __noinline__
-#else
-#define MERGE_INLINE __forceinline__
-#endif
 template <int AT_ONCE>
-__device__ MERGE_INLINE void merge(const Paged& a, const volatile Item& t, int role) {
+__device__ __noinline__ void merge( /* apart, as most launches never need it, and cold instructions take time */
+    const Paged& a, const volatile Item& t, int role) {
   constexpr int WORDS = DVP / 64; /* pairs of values of a lane */
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, parts = t.parts, h = t.h;
-  const number slot = t.slot;
-  const int rows = min_(64, t.count * G - t.r * M - role * 64); /* that are queries */
-  for (int c = threadIdx.x % 128; c < parts; c += 128) a.ready[(slot + c) * GROUPS + role] = 0; /* for replays */
-  const float2* const sums = reinterpret_cast<const float2*>(a.sums) + slot * M + role * 64 + warp;
-  const float2* const partial = reinterpret_cast<const float2*>(a.partial) + (slot * M + role * 64 + warp) * (DVP / 2) + lane;
+  const int of_part = rows_of(t), rows = min_(64, of_part - role * 64);
+  const number slot = t.slot + role * 64;
+  for (int c = threadIdx.x % 128; c < parts; c += 128) a.ready[slot + c * of_part] = 0; /* for replays */
+  const float2* const sums = reinterpret_cast<const float2*>(a.sums) + slot + warp;
+  const float2* const partial = reinterpret_cast<const float2*>(a.partial) + (slot + warp) * (DVP / 2) + lane;
   for (int row0 = 0; row0 + warp < rows; row0 += 4 * AT_ONCE) {
     float top[AT_ONCE], total[AT_ONCE], safe[AT_ONCE];
     float2 acc[AT_ONCE][WORDS];
@@ -720,7 +720,7 @@ __device__ MERGE_INLINE void merge(const Paged& a, const volatile Item& t, int r
       const int row = row0 + 4 * i;
       top[i] = -INFINITY, total[i] = 0;
       if (row + warp < rows)
-        for (int c = lane; c < parts; c += 32) top[i] = fmaxf(top[i], __ldcg(sums + (number)c * M + row).x);
+        for (int c = lane; c < parts; c += 32) top[i] = fmaxf(top[i], __ldcg(sums + (number)c * of_part + row).x);
 #pragma unroll
       for (int e = 0; e < WORDS; e++) acc[i][e] = make_float2(0, 0);
     }
@@ -736,7 +736,7 @@ __device__ MERGE_INLINE void merge(const Paged& a, const volatile Item& t, int r
       for (int i = 0; i < AT_ONCE; i++) {
         const int row = row0 + 4 * i;
         float2 z = make_float2(-INFINITY, 0);
-        if (c0 + lane < parts && row + warp < rows) z = __ldcg(sums + (number)(c0 + lane) * M + row);
+        if (c0 + lane < parts && row + warp < rows) z = __ldcg(sums + (number)(c0 + lane) * of_part + row);
         weight[i] = z.y == 0 ? 0 : exp2_(z.x - safe[i]); /* parts without keys have no sums */
         total[i] += weight[i] * z.y;
       }
@@ -745,9 +745,10 @@ __device__ MERGE_INLINE void merge(const Paged& a, const volatile Item& t, int r
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
           const float w = __shfl_sync(~0u, weight[i], c - c0);
+          const int row = min_(row0 + 4 * i, rows - 1 - warp);
 #pragma unroll
           for (int e = 0; e < WORDS; e++) {
-            const float2 y = __ldcg(partial + ((number)c * M + row0 + 4 * i) * (DVP / 2) + e * 32);
+            const float2 y = __ldcg(partial + ((number)c * of_part + row) * (DVP / 2) + e * 32);
             acc[i][e].x += w == 0 ? 0 : w * y.x, acc[i][e].y += w == 0 ? 0 : w * y.y; /* y may be no number then */
           }
         }
@@ -973,7 +974,7 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
           a.lse[t.b * a.sizes.l_b + (t.first + query) * a.sizes.l_t + head * a.sizes.l_h] =
               total == 0 ? -INFINITY : (up + log2f(total)) / LOG2E;
       } else {
-        const number place = (number)(t.slot + t.part) * M + row;
+        const number place = t.slot + (number)t.part * rows_of(t) + row;
         float* y = a.partial + place * DVP + lane % 4 * 2;
         if (tiles)
 #pragma unroll
@@ -983,7 +984,7 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
       }
     }
     if (t.parts > 1 && all_ready(a, t, role)) {
-      if (t.count * G - t.r * M - role * 64 <= 4) merge<1>(a, t, role);
+      if (rows_of(t) - role * 64 <= 4) merge<1>(a, t, role);
       else merge<4>(a, t, role);
     }
   });
