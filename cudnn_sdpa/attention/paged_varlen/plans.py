@@ -6,7 +6,6 @@ A plan serves any number of tokens, sequences and pages: these, and all strides,
 from __future__ import annotations
 
 import functools
-import math
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -209,7 +208,7 @@ class Tiles:
 
 
 @functools.cache
-def _kernel(shared: int, hopper: bool, **defines: int) -> Kernel:  # noqa: FBT001
+def _kernel(shared: int, hopper: bool, **defines: int) -> Kernel:
     return Kernel(SOURCE, "paged_attention", defines | {"SHARED": shared}, shared, architecture_specific=hopper)
 
 
