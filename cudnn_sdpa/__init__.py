@@ -26,6 +26,7 @@ if _typing.TYPE_CHECKING:
     from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8 as sdpa_fp8
     from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8_backward as sdpa_fp8_backward
     from cudnn_sdpa.attention.merge_states import merge_states as merge_states
+    from cudnn_sdpa.attention.paged.append import append_paged_kv as append_paged_kv
     from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache as PagedKVCache
     from cudnn_sdpa.attention.paged.page_pool import CacheUse as CacheUse
     from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged as sdpa_paged
@@ -91,6 +92,7 @@ _NAMES = {
     "attention.fp8.scaling": "Fp8Scaling",
     "attention.fp8.sdpa_fp8": "sdpa_fp8 sdpa_fp8_backward",
     "attention.merge_states": "merge_states",
+    "attention.paged.append": "append_paged_kv",
     "attention.paged.kv_cache": "PagedKVCache",
     "attention.paged.page_pool": "CacheUse",
     "attention.paged.sdpa_paged": "sdpa_paged",

@@ -184,6 +184,15 @@ def check_memory(call: PagedArguments) -> None:
         tensor_checks.check_memory(call.q, call.k, call.v, call.out)
 
 
+def check_scale(name: str, scale: Tensor | None, heads: int, like: Tensor, *, of: str) -> None:
+    """The scale of FP8 pages, float32: one for all heads, () or (1,), or one for each, (Hkv,)."""
+    shape = (1 if scale is not None and scale.dim() == 1 and is_true(scale.shape[0] == 1) else heads,)
+    if scale is not None and scale.dim() == 0:
+        shape = ()
+    meaning = "a scale of each head; or () or (1,), one for all"
+    check_tensor(name, scale, like, of=of, dtype=torch.float32, shape=shape, meaning=meaning)
+
+
 def check_pages(q: Tensor, pages: dict[str, Tensor], table: Tensor, table_v: Tensor | None) -> None:
     """The pages of keys and of values, (pages, Hkv, page size, D), and the page ids of each sequence.
 
