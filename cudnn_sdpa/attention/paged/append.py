@@ -18,6 +18,7 @@ from cudnn_sdpa.attention.paged.arguments import (
     check_scale,
     in_heads_order,
 )
+from cudnn_sdpa.attention.paged.kv_cache_checks import refuse_gradient
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.autograd_checks import refuse_transforms, resolved
 from cudnn_sdpa.engine.dispatch_state import can_be_recognized, can_bypass_dispatcher, needs_gradient
@@ -33,7 +34,7 @@ from cudnn_sdpa.engine.tensor_checks import (
     shape_of,
 )
 from cudnn_sdpa.engine.torch_ops import SCHEMAS, Implementations, implement
-from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import is_expanded
 from cudnn_sdpa.graph.scalars import is_compiling, is_true
 from cudnn_sdpa.plans.cache import CallTable
@@ -182,13 +183,12 @@ def _append_checked(call: AppendCall) -> None:
     if call.tokens is not None:
         optional += ("slot_mapping",)
     check_are_tensors(dict(zip(call._fields[:_TENSORS], call[:_TENSORS], strict=True)), optional)
-    tensors = call.tensors.values()
+    tensors, what = call.tensors.values(), "append_paged_kv" if call.tokens is None else "a PagedKVCache"
     if has_dtensor(*tensors):
-        refuse("append_paged_kv", "each rank has pages of its own heads or sequences: give it the local tensors")
-    refuse_transforms("append_paged_kv", *tensors, loops=False)
+        refuse(what, "each rank has pages of its own heads or sequences: give it the local tensors")
+    refuse_transforms(what, *tensors, loops=False)
     if needs_gradient(*tensors):
-        reasons = ["keys, values or scales require grad, and pages hold values without their autograd history"]
-        raise UnsupportedError("append_paged_kv with a gradient", reasons, "calling it under torch.no_grad()")
+        refuse_gradient(what)
     if not is_compiling() and any(x.is_neg() for x in tensors):
         call = resolved(call)
     check(call)
@@ -216,7 +216,8 @@ class _Launch:
 
 
 def _append_on_gpu(call: AppendCall) -> None:
-    check_values(call)
+    if value_checks.enabled:
+        check_values(call)
     if not call.k.numel() and not call.v.numel():
         return
     name = _signature(call)
@@ -234,46 +235,47 @@ def _append_on_gpu(call: AppendCall) -> None:
 def check(call: AppendCall) -> None:
     """Checks that apply on every device. They read no address and no value, so fake tensors pass."""
     k, v, k_pages, v_pages = call[:4]
-    is_step = call.tokens is not None
+    shape, hint = PAGE_DIMENSIONS[call.page_layout], f"page_layout={call.page_layout!r} means {LAYOUTS[call.page_layout]}."
     allowed = (*allowed_dtypes(k.device), *FP8)
-    if k.dtype not in allowed:
-        raise dtype_error("k", k.dtype, allowed, device=k.device, hint="Convert it with k.to(torch.bfloat16).")
-    shapes = [PAGE_DIMENSIONS[call.page_layout]] * 2
-    stored = (k.dtype,) if k.dtype in FP8 else (k.dtype, *FP8)
-    hint = f"page_layout={call.page_layout!r} means pages {LAYOUTS[call.page_layout]}."
-    for name, pages, shape in zip(("k_pages", "v_pages"), (k_pages, v_pages), shapes, strict=True):
-        check_tensor(name, pages, k, of="k", dtype=stored, shape=shape, hint="" if pages.dim() == 4 else hint)
-        if is_true(pages.shape[0] == 0):
-            raise ShapeError(name, shape_of(pages), "at least one page")
-        if is_expanded(pages.shape, pages.stride()):
-            raise LayoutError(name, f"strides {pages.stride()} that overlap", "a separate address for each element")
-    if v_pages.dtype != k_pages.dtype:
-        raise DtypeError("v_pages", dtype_name(v_pages.dtype), f"{dtype_name(k_pages.dtype)}, the dtype of k_pages")
-    _, heads, size, _ = of_k = in_heads_order(k_pages, call.page_layout).shape
-    of_v = in_heads_order(v_pages, call.page_layout).shape
-    if is_true(size == 0):
-        raise ShapeError("k_pages", shape_of(k_pages), "pages of at least one token")
-    if any(is_true(a != b) for a, b in zip(of_v[:3], of_k[:3], strict=True)):
-        raise ShapeError("v_pages", shape_of(v_pages), f"as k_pages but for the head dim: {tuple(k_pages.shape)}")
-    for name, new, dim in (("k", k, of_k[3]), ("v", v, of_v[3])):
-        if is_step:
-            batch = call.page_table.shape[0] if call.page_table is not None else 0
-            expected, meaning = (batch, heads, call.tokens, dim), "(B, Hkv, tokens, head dim)"
+    if call.tokens is None:
+        if k.dtype not in allowed:
+            raise dtype_error("k", k.dtype, allowed, device=k.device, hint="Convert it with k.to(torch.bfloat16).")
+        stored = (k.dtype,) if k.dtype in FP8 else (k.dtype, *FP8)
+        for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
+            check_tensor(name, pages, k, of="k", dtype=stored, shape=shape, hint="" if pages.dim() == 4 else hint)
+            if is_true(pages.shape[0] == 0):
+                raise ShapeError(name, shape_of(pages), "at least one page")
+            if is_expanded(pages.shape, pages.stride()):
+                raise LayoutError(name, f"strides {pages.stride()} that overlap", "a separate address for each element")
+    to_k, to_v = (in_heads_order(x, call.page_layout) for x in (k_pages, v_pages))
+    _check_alike(to_k, to_v)
+    heads, tokens = to_k.shape[1], "tokens" if k.dim() != 3 else k.shape[0]
+    for name, new, to in (("k", k, to_k), ("v", v, to_v)):
+        dtype = k.dtype if name == "v" else allowed if to.dtype in FP8 else to.dtype
+        if call.page_table is None:
+            sizes, meaning = (tokens, heads, to.shape[3]), "(T, Hkv, head dim), as the pages have them"
         else:
-            expected = (k.shape[0] if k.dim() == 3 else "tokens", heads, dim)
-            meaning = "(T, Hkv, head dim), as the pages have them"
-        of = "the cache" if is_step else "k"
-        check_tensor(name, new, k, of=of, shape=expected, meaning=meaning, dense=True)
-    if not is_step:
-        slots, meaning = (torch.int64, torch.int32), "a slot for each token"
-        check_tensor(
-            "slot_mapping", call.slot_mapping, k, of="k", dtype=slots, shape=(k.shape[0],), meaning=meaning, dense=True
-        )
+            sizes, meaning = (call.page_table.shape[0], heads, call.tokens, to.shape[3]), "(B, Hkv, tokens, head dim)"
+        check_tensor(name, new, to_k, of="the pages", dtype=dtype, shape=sizes, meaning=meaning, dense=True)
+    if call.tokens is None:
+        of_slots = {"dtype": (torch.int64, torch.int32), "shape": (tokens,), "meaning": "a slot for each token"}
+        check_tensor("slot_mapping", call.slot_mapping, k, of="k", dense=True, **of_slots)
     for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
         check_scale(name, scale, heads, k, of="k")
         if scale is not None and k_pages.dtype == k.dtype:
             got = f"a scale for pages in {dtype_name(k_pages.dtype)}, the dtype of k"
             raise OptionError(name, got, "None, as nothing is quantized", "Scale the tokens yourself.")
+
+
+def _check_alike(k: Tensor, v: Tensor) -> None:
+    """The pages of keys and of values, in the order of heads, differ in no more than the head dim."""
+    if v.dtype != k.dtype:
+        raise DtypeError("v_pages", dtype_name(v.dtype), f"{dtype_name(k.dtype)}, the dtype of k_pages")
+    for dim, what in enumerate(("pages", "heads", "tokens per page")):
+        if is_true(v.shape[dim] != k.shape[dim]):
+            raise ShapeError("v_pages", f"{v.shape[dim]} {what}", f"{k.shape[dim]}, as k_pages")
+    if is_true(k.shape[2] == 0):
+        raise ShapeError("k_pages", "pages of 0 tokens", "pages of at least one")
 
 
 def check_values(call: AppendCall) -> None:
@@ -288,7 +290,7 @@ def _append_on_cpu(call: AppendCall) -> None:
     for name, x in call.tensors.items():
         check_present(name, x)
     check_values(call)
-    with torch.no_grad():
+    with torch.inference_mode():  # independent of the mode that the pages were made in
         _write(call.in_heads_order())
 
 

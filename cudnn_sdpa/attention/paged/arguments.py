@@ -127,6 +127,8 @@ def check(call: PagedArguments) -> None:
     for name, tensor in (("q", call.q), ("k_pages", call.k_pages), ("v_pages", call.v_pages)):
         if "float8" in str(tensor.dtype):
             hint = "Queries and pages in FP8 go through sdpa_fp8(..., page_table=...), with their scales."
+            if name != "q":
+                hint = f"sdpa_paged_varlen reads such pages under queries of 16 bits. {hint}"
             raise DtypeError(name, dtype_name(tensor.dtype), "float16 or bfloat16", hint)
         shape = arguments.DIMENSIONS if name == "q" else PAGE_DIMENSIONS[call.page_layout]
         check_tensor(name, tensor, call.q, shape=shape)
