@@ -31,6 +31,8 @@ if _typing.TYPE_CHECKING:
     from cudnn_sdpa.attention.paged.page_pool import CacheUse as CacheUse
     from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged as sdpa_paged
     from cudnn_sdpa.attention.paged.step import PagedStep as PagedStep
+    from cudnn_sdpa.attention.paged.tables import page_table_of_csr as page_table_of_csr
+    from cudnn_sdpa.attention.paged.tables import trusted_pages as trusted_pages
     from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen as sdpa_varlen
     from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen_backward as sdpa_varlen_backward
     from cudnn_sdpa.engine.cpu_target import cpu_checks as cpu_checks
@@ -97,6 +99,7 @@ _NAMES = {
     "attention.paged.page_pool": "CacheUse",
     "attention.paged.sdpa_paged": "sdpa_paged",
     "attention.paged.step": "PagedStep",
+    "attention.paged.tables": "page_table_of_csr trusted_pages",
     "attention.varlen.sdpa_varlen": "sdpa_varlen sdpa_varlen_backward",
     "engine.cpu_target": "cpu_checks",
     "engine.explain": "Explanation explain",

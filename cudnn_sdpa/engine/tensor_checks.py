@@ -262,6 +262,13 @@ def check_memory(q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, mask: Tens
             raise LayoutError("out", f"memory that overlaps {name}", "a separate buffer", hint)
 
 
+def check_apart(name: str, tensor: Tensor, others: Mapping[str, Tensor]) -> None:
+    """Refuses a tensor, which is written to, whose memory overlaps that of others."""
+    for other, x in others.items():
+        if _share_memory(tensor, x):
+            raise LayoutError(name, f"memory that overlaps {other}", "a separate buffer")
+
+
 def aligned(name: str, tensor: Tensor) -> Tensor:
     """The tensor, contiguous and at an aligned address; copied if it is not, as a slice may not be.
 

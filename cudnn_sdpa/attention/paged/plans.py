@@ -114,7 +114,7 @@ def marks_of(call: PagedArguments) -> tuple[Mark | None, Mark | None]:
 
 
 def is_of_a_cache(call: PagedArguments) -> bool:
-    """Whether one `PagedKVCache` made the call's tables and lengths, and they fit these pages."""
+    """Whether one `PagedKVCache` made the call's tables and lengths, or they are trusted, and they fit these pages."""
     mark, other = marks_of(call)
     if mark is None or call.page_table_v is not None or other != mark:
         return False
@@ -133,7 +133,7 @@ def reasons_against_in_place(call: PagedArguments) -> list[str]:
     if right_bound(call) != UNBOUNDED and call.softmax.causal_alignment != BOTTOM_RIGHT:
         reasons.append("a mask aligned at the first key changes the lengths")
     if not is_of_a_cache(call):
-        reasons.append("the tables and lengths are not those of a PagedKVCache, so they must be checked")
+        reasons.append("the tables and lengths are not those of a PagedKVCache, nor trusted_pages, so they must be checked")
     return reasons
 
 
