@@ -32,9 +32,7 @@ _THREADS = 256
 _DIMENSIONS = 3  #: that make the rows
 
 
-def merge_states(
-    outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The attention to all keys, from the outputs and LSEs for parts of them.
 
     Each output is weighted by the share of its keys in the whole softmax: with L = log Σ exp(lses), the result is

@@ -94,7 +94,7 @@ def append_paged_kv(
         >>> torch.equal(cache[2, :, 15, :64], k[0]), torch.equal(cache[1, :, 0, 64:], v[1])
         (True, True)
     """
-    append(k, v, k_pages, v_pages, slot_mapping, None, None, None, k_scale, v_scale, page_layout, None)
+    write_tokens(k, v, k_pages, v_pages, slot_mapping, None, None, None, k_scale, v_scale, page_layout, None)
 
 
 class AppendCall(NamedTuple):
@@ -140,7 +140,7 @@ _calls = NativeCalls()
 _table: CallTable[Prepared] = CallTable()
 
 
-def append(*given: object) -> None:
+def write_tokens(*given: object) -> None:
     """Writes new keys and values to their slots, given the fields of an `AppendCall`, which nothing has checked."""
     if _calls.find is not None and not (is_compiling() or value_checks.enabled):
         if _calls.find(*given) is not MISSED:
@@ -235,7 +235,10 @@ def _append_on_gpu(call: AppendCall) -> None:
 def check(call: AppendCall) -> None:
     """Checks that apply on every device. They read no address and no value, so fake tensors pass."""
     k, v, k_pages, v_pages = call[:4]
-    shape, hint = PAGE_DIMENSIONS[call.page_layout], f"page_layout={call.page_layout!r} means {LAYOUTS[call.page_layout]}."
+    shape, hint = (
+        PAGE_DIMENSIONS[call.page_layout],
+        f"page_layout={call.page_layout!r} means {LAYOUTS[call.page_layout]}.",
+    )
     allowed = (*allowed_dtypes(k.device), *FP8)
     if call.tokens is None:
         if k.dtype not in allowed:

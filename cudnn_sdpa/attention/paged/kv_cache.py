@@ -10,7 +10,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from cudnn_sdpa.attention.paged import kv_cache_checks, paging
-from cudnn_sdpa.attention.paged.append import FP8, append
+from cudnn_sdpa.attention.paged.append import FP8, write_tokens
 from cudnn_sdpa.attention.paged.arguments import HND, PageLayout, check_page_layout, in_heads_order
 from cudnn_sdpa.attention.paged.kv_cache_checks import AttendOptions, PlanOptions, StepOptions
 from cudnn_sdpa.attention.paged.page_pool import CacheUse, PagePool
@@ -249,7 +249,8 @@ class PagedKVCache:
             step.refuse_shared()
         k_pages, v_pages = self.k_pages(layer), self.v_pages(layer)
         tables = step.page_table, step.seq_lens_kv, step.seq_lens_q
-        append(k, v, k_pages, v_pages, None, *tables, self.k_scale, self.v_scale, self.page_layout, step.tokens)
+        options = self.k_scale, self.v_scale, self.page_layout, step.tokens
+        write_tokens(k, v, k_pages, v_pages, None, *tables, *options)
         step.written.add(layer)
 
     @overload

@@ -215,19 +215,15 @@ def bind_append(tensors: Mapping[str, Tensor | None]) -> BoundPlan:
     given = {name: x for name, x in tensors.items() if x is not None}
     device, names = given["k"].get_device(), tuple(given)
     inputs = [Operand(name, TensorLayout.of(x)) for name, x in given.items()]
-    plan = _appending.plan(_appending.key(inputs, [], {}, live_target(device), device))
+    plan = _appending.plan(_appending.key(inputs, [], {}, target=live_target(device), device=device))
     plan.held = True
     return BoundPlan(plan, names, results=[], numbers={}, extras=LaunchExtras(unaligned_ok=names))
 
 
-def table_of_csr(
-    ends: Tensor, ids: Tensor, last: Tensor, page_size: int, table: Tensor, lengths: Tensor
-) -> None:
+def table_of_csr(ends: Tensor, ids: Tensor, last: Tensor, page_size: int, table: Tensor, lengths: Tensor) -> None:
     """Fills a page table and lengths from page ids end to end, on the current stream of their GPU."""
     device, (batch, columns) = table.get_device(), table.shape
-    fields = _csr.filled(
-        batch=batch, all=ids.shape[0], page_size=page_size, columns=columns, row=table.stride(0)
-    )
+    fields = _csr.filled(batch=batch, all=ids.shape[0], page_size=page_size, columns=columns, row=table.stride(0))
     addresses = {"ends": ends, "ids": ids, "last": last, "table": table, "lengths": lengths}
     for place, tensor in zip(_csr.indices(*addresses), addresses.values(), strict=True):
         fields[place] = tensor.data_ptr()

@@ -133,7 +133,9 @@ def reasons_against_in_place(call: PagedArguments) -> list[str]:
     if right_bound(call) != UNBOUNDED and call.softmax.causal_alignment != BOTTOM_RIGHT:
         reasons.append("a mask aligned at the first key changes the lengths")
     if not is_of_a_cache(call):
-        reasons.append("the tables and lengths are not those of a PagedKVCache, nor trusted_pages, so they must be checked")
+        reasons.append(
+            "the tables and lengths are not those of a PagedKVCache, nor trusted_pages, so they must be checked"
+        )
     return reasons
 
 

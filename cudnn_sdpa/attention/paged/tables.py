@@ -57,7 +57,7 @@ def trusted_pages(page_table: Tensor, seq_lens_kv: Tensor, *, pages: int, page_s
     shape, meaning = (page_table.shape[0],), "the length of each row of the table"
     check_tensor("seq_lens_kv", seq_lens_kv, page_table, of=of, shape=shape, meaning=meaning, dense=True)
     value_checks.check_lengths("seq_lens_kv", seq_lens_kv, page_table.shape[1] * page_size)
-    value_checks.check_pages("page_table", page_table, seq_lens_kv, page_size, pages)
+    value_checks.check_pages("page_table", page_table, lengths=seq_lens_kv, page_size=page_size, pages=pages)
     for tensor in (page_table, seq_lens_kv):
         setattr(tensor, MARK, (int(pages), page_table.shape[1], int(page_size)))
 
@@ -105,7 +105,7 @@ def page_table_of_csr(
     if not out_lengths.shape[0]:
         return
     if out_table.is_cuda and not is_compiling() and is_plain_memory(*inputs.values(), *outputs.values()):
-        paging.table_of_csr(indptr, indices, last_page_len, int(page_size), out_table, out_lengths)
+        paging.table_of_csr(*inputs.values(), int(page_size), table=out_table, lengths=out_lengths)
         return
     columns, n = out_table.shape[1], indices.shape[0]
     begin = indptr[:-1].clamp(0, n)

@@ -245,7 +245,10 @@ def test_wrong_lists(name):
 @pytest.mark.usefixtures("way")
 def test_results_overlap_nothing():
     whole = torch.zeros(8, dtype=torch.int32)
-    for changes in ({"out_table": whole[:6].view(2, 3), "indices": whole[3:]}, {"out_lengths": whole[:2], "indptr": whole[:3]}):
+    for changes in (
+        {"out_table": whole[:6].view(2, 3), "indices": whole[3:]},
+        {"out_lengths": whole[:2], "indptr": whole[:3]},
+    ):
         with pytest.raises(LayoutError, match="that overlaps in"):
             page_table_of_csr(**{**csr(), **changes})
 
