@@ -157,10 +157,14 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor | None) -
     for number, lse in enumerate(lses):
         _check_one(f"lses[{number}]", lse, first, dtype=torch.float32, shape=first.shape[:-1])
     if out is not None:
-        if is_expanded(out.shape, out.stride()):
-            raise LayoutError("out", f"strides {out.stride()} that overlap", "a separate address for each element")
-        if not is_compiling() and is_plain_memory(*outs, out):
-            check_apart("out", out, parts)
+        _check_memory(out, parts)
+
+
+def _check_memory(out: Tensor, parts: dict[str, Tensor]) -> None:
+    if is_expanded(out.shape, out.stride()):
+        raise LayoutError("out", f"strides {out.stride()} that overlap", "a separate address for each element")
+    if not is_compiling() and is_plain_memory(*parts.values(), out):
+        check_apart("out", out, parts)
 
 
 def _check_one(name: str, tensor: Tensor, first: Tensor, *, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,10 @@ from cudnn_sdpa.attention.paged.kv_cache_checks import refuse_gradient
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.autograd_checks import refuse_transforms, resolved
 from cudnn_sdpa.engine.dispatch_state import can_be_recognized, can_bypass_dispatcher, needs_gradient
-from cudnn_sdpa.engine.launch import NOT_A_CALL, Prepared, layout_signature
+from cudnn_sdpa.engine.launch import NOT_A_CALL, items_by_name, layout_signature
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls, RepeatableCall
 from cudnn_sdpa.engine.sharding import has_dtensor, refuse
 from cudnn_sdpa.engine.tensor_checks import (
-    LOWEST,
     check_are_tensors,
     check_present,
     check_tensor,
@@ -38,6 +37,7 @@ from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import is_expanded
 from cudnn_sdpa.graph.scalars import is_compiling, is_true
 from cudnn_sdpa.plans.cache import CallTable
+from cudnn_sdpa.plans.plan import Plan
 
 #: The dtypes of quantized pages, and the largest number of each, to which values saturate.
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
@@ -137,28 +137,26 @@ class AppendCall(NamedTuple):
 
 _TENSORS = AppendCall._fields.index("page_layout")
 _calls = NativeCalls()
-_table: CallTable[Prepared] = CallTable()
+_table: CallTable[_Known] = CallTable()
 
 
-def write_tokens(*given: object) -> None:
+def write_tokens(*given: Any) -> None:
     """Writes new keys and values to their slots, given the fields of an `AppendCall`, which nothing has checked."""
-    if _calls.find is not None and not (is_compiling() or value_checks.enabled):
-        if _calls.find(*given) is not MISSED:
-            _count_write(given[2], given[3])
-            return
-    call = AppendCall(*given)  # type: ignore[arg-type]  # they are checked below
-    prepared = None if is_compiling() or value_checks.enabled else _find(call)
-    if prepared is None:
+    call, may_be_known = AppendCall(*given), not (is_compiling() or value_checks.enabled)
+    if may_be_known and _calls.find is not None and _calls.find(*given) is not MISSED:
+        _count_write(call)
+        return
+    known = _find(call) if may_be_known else None
+    if known is None:
         _append_checked(call)
         return
-    prepared.run(call)
+    known.run(call)
     if _calls.find is not None:
-        bound = prepared.run.bound
-        _calls.register(given, {}, RepeatableCall(bound, [getattr(call, name) for name in bound.operands], ()))
+        _calls.register(given, {}, RepeatableCall(known.run.bound, known.run.tensors_of(call), ()))
 
 
-def _find(call: AppendCall) -> Prepared | None:
-    """The prepared launch of a known call, if nothing must intercept it."""
+def _find(call: AppendCall) -> _Known | None:
+    """The launch of a known call, if nothing must intercept it."""
     try:
         tensors = [x for x in call[:_TENSORS] if x is not None]
         if not can_be_recognized(tensors, lambda _: False) or needs_gradient(*tensors):
@@ -172,9 +170,9 @@ def _signature(call: AppendCall) -> tuple[object, ...]:
     return (*map(layout_signature, call[:_TENSORS]), *call[_TENSORS:])
 
 
-def _count_write(*pages: Tensor) -> None:
+def _count_write(call: AppendCall) -> None:
     """Tells autograd that the pages have changed."""
-    torch.autograd.graph.increment_version([x for x in pages if not x.is_inference()])
+    torch.autograd.graph.increment_version([x for x in (call.k_pages, call.v_pages) if not x.is_inference()])
 
 
 def _append_checked(call: AppendCall) -> None:
@@ -201,18 +199,24 @@ def _append_checked(call: AppendCall) -> None:
 
 
 class _Launch:
-    """A launch of `append_tokens`, for similar calls."""
+    """A launch of the kernel, for similar calls."""
 
-    __slots__ = ("bound",)
+    __slots__ = ("bound", "tensors_of")
 
     def __init__(self, call: AppendCall) -> None:
-        normal = call.in_heads_order()
-        self.bound = paging.bind_append(dict(zip(normal._fields[:_TENSORS], normal[:_TENSORS], strict=True)))
+        self.bound = paging.bind_append(call.in_heads_order().tensors)
+        self.tensors_of = items_by_name(self.bound.operands)
 
-    def __call__(self, call: AppendCall) -> tuple[()]:
-        self.bound([getattr(call, name) for name in self.bound.operands])
-        _count_write(call.k_pages, call.v_pages)
-        return ()
+    def __call__(self, call: AppendCall) -> None:
+        self.bound(self.tensors_of(call))
+        _count_write(call)
+
+
+class _Known(NamedTuple):
+    """The launch of a known call, as `CallTable` has it."""
+
+    run: _Launch
+    plan: Plan
 
 
 def _append_on_gpu(call: AppendCall) -> None:
@@ -221,12 +225,12 @@ def _append_on_gpu(call: AppendCall) -> None:
     if not call.k.numel() and not call.v.numel():
         return
     name = _signature(call)
-    prepared = _table.get(name)
-    if prepared is None:
+    known = _table.get(name)
+    if known is None:
         launch = _Launch(call)
-        prepared = Prepared(launch, launch.bound.plan)
-        _table.add(name, prepared)
-    prepared.run(call)
+        known = _Known(launch, launch.bound.plan)
+        _table.add(name, known)
+    known.run(call)
 
 
 # Checks.
@@ -339,21 +343,21 @@ def stored(rows: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
 # The operator.
 
 
-def _on_gpu(*given: object) -> None:
-    call = AppendCall(*given)  # type: ignore[arg-type]  # by the dispatcher
+def _on_gpu(*given: Any) -> None:
+    call = AppendCall(*given)
     check(call)
     _append_on_gpu(call)
 
 
-def _on_cpu(*given: object) -> None:
-    call = AppendCall(*given)  # type: ignore[arg-type]  # by the dispatcher
+def _on_cpu(*given: Any) -> None:
+    call = AppendCall(*given)
     check(call)
     _append_on_cpu(call)
-    _count_write(call.k_pages, call.v_pages)
+    _count_write(call)
 
 
-def _on_fake_tensors(*given: object) -> None:
-    check(AppendCall(*given))  # type: ignore[arg-type]  # by the dispatcher
+def _on_fake_tensors(*given: Any) -> None:
+    check(AppendCall(*given))
 
 
 (_schema,) = SCHEMAS[__name__]

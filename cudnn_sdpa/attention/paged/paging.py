@@ -202,17 +202,16 @@ _APPENDED = {
 _appending = KernelOp(_append_program, _SOURCE.parent)
 
 
-def bind_append(tensors: Mapping[str, Tensor | None]) -> BoundPlan:
+def bind_append(given: Mapping[str, Tensor]) -> BoundPlan:
     """The kernel that appends, for similar calls.
 
     Its plan is kept with the call and not in the plan cache: it owns nothing, and there may be one for each number of
     tokens.
 
     Args:
-        tensors: The operands: keys and values (B, Hkv, tokens, D), pages (pages, Hkv, page size, D), and the slots, or
-            tables and lengths. Those that are absent are None.
+        given: The operands: keys and values (B, Hkv, tokens, D), pages (pages, Hkv, page size, D), and the slots, or
+            tables and lengths.
     """
-    given = {name: x for name, x in tensors.items() if x is not None}
     device, names = given["k"].get_device(), tuple(given)
     inputs = [Operand(name, TensorLayout.of(x)) for name, x in given.items()]
     plan = _appending.plan(_appending.key(inputs, [], {}, target=live_target(device), device=device))

@@ -13,8 +13,8 @@ from torch import Tensor
 from cudnn_sdpa.attention.paged.page_pool import PagePool
 from cudnn_sdpa.errors import OptionError
 
-#: The attribute by which a `PagedKVCache` marks the tables and lengths that it made, and `trusted_pages` those of others:
-#: valid for caches with as many pages of this size. Its value is (pages, columns of the table, page size).
+#: The attribute by which a `PagedKVCache` marks the tables and lengths that it made, and `trusted_pages` those of
+#: others: valid for caches with as many pages of this size. Its value is (pages, columns of the table, page size).
 MARK = "_cudnn_sdpa_pages"
 Mark = tuple[int, int, int]
 

@@ -117,7 +117,8 @@ KINDS = ("apart", "side by side", "interleaved", "elements apart", "misaligned")
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_equals_plain_loops(way, seed):
+@pytest.mark.usefixtures("way")
+def test_equals_plain_loops(seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
     tokens, heads, size, pages = rng.choice((0, 1, 7, 40)), rng.choice((1, 2, 5)), rng.choice((1, 3, 16)), 6
@@ -145,18 +146,19 @@ def test_equals_plain_loops(way, seed):
             assert_same_memory(one, other)
 
 
-def test_every_number_of_16_bits_is_rounded_as_pytorch_does(way):
+@pytest.mark.usefixtures("way")
+def test_every_number_of_16_bits_is_rounded_as_pytorch_does():
     for dtype in (BF16, HALF):
         every = torch.arange(2**16).to(torch.uint16).view(torch.int16).view(dtype).view(64, 4, 256)
-        for stored in FP8:
+        for stored, limit in FP8.items():
             for scale in (None, torch.tensor([1.0, 0.37, 300.0, 1e-4])):
                 pages = [torch.zeros(64, 4, 1, 256).to(stored) for _ in "kv"]
                 append_paged_kv(every, every, *pages, torch.arange(64), page_layout="HND", k_scale=scale)
                 shown = every.float() if scale is None else every.float() / scale.view(4, 1)
-                wanted = shown.clamp(-FP8[stored], FP8[stored]).to(stored)
+                wanted = shown.clamp(-limit, limit).to(stored)
                 assert_same_memory(pages[0].squeeze(2), wanted)
                 assert pages[0].isnan().sum() == every.isnan().sum()
-                assert_same_memory(pages[1].squeeze(2), every.float().clamp(-FP8[stored], FP8[stored]).to(stored))
+                assert_same_memory(pages[1].squeeze(2), every.float().clamp(-limit, limit).to(stored))
 
 
 def call(**changes):
@@ -208,14 +210,16 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_wrong_arguments(way, name):
+@pytest.mark.usefixtures("way")
+def test_wrong_arguments(name):
     changes, error, message = WRONG[name]
     append_paged_kv(**call())
     with pytest.raises(error, match=message):
         append_paged_kv(**call(**changes))
 
 
-def test_gradients_are_refused(way):
+@pytest.mark.usefixtures("way")
+def test_gradients_are_refused():
     given = call()
     given["k"].requires_grad_()
     with pytest.raises(UnsupportedError, match="append_paged_kv with a gradient"):
@@ -226,7 +230,8 @@ def test_gradients_are_refused(way):
     assert torch.equal(given["k_pages"][1, :, 2], given["k"][0])
 
 
-def test_autograd_notices_the_change(way):
+@pytest.mark.usefixtures("way")
+def test_autograd_notices_the_change():
     given = call()
     factor = torch.ones(16, dtype=BF16, requires_grad=True)
     for _ in range(3):
@@ -236,7 +241,8 @@ def test_autograd_notices_the_change(way):
             loss.backward()
 
 
-def test_inference_mode(way):
+@pytest.mark.usefixtures("way")
+def test_inference_mode():
     with torch.inference_mode():
         given = call()
         for _ in range(3):
@@ -245,7 +251,8 @@ def test_inference_mode(way):
     assert torch.equal(given["v_pages"][3, :, 4], given["v"][1])
 
 
-def test_negative_bits_are_heeded(way):
+@pytest.mark.usefixtures("way")
+def test_negative_bits_are_heeded():
     given = call()
     for _ in range(3):
         append_paged_kv(**{**given, "k": torch._neg_view(given["k"])})
@@ -292,7 +299,8 @@ def test_a_warm_call_makes_no_plan_and_takes_the_native_way(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [E4M3, E5M2])
 @pytest.mark.parametrize("layout", ["HND", "NHD"])
-def test_a_cache_in_fp8_quantizes(way, monkeypatch, dtype, layout):
+@pytest.mark.usefixtures("way")
+def test_a_cache_in_fp8_quantizes(monkeypatch, dtype, layout):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     scales = {"k_scale": torch.tensor([0.3, 1.7]), "v_scale": torch.tensor(2.5)}
     sizes = {"pages": 8, "page_size": 4, "heads": 2, "head_dim": 16, "head_dim_v": 8, "device": "cpu"}
