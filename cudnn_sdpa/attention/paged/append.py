@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from cudnn_sdpa.attention.arguments import allowed_dtypes, dtype_error
 from cudnn_sdpa.attention.paged import paging
@@ -142,10 +144,11 @@ _table: CallTable[_Known] = CallTable()
 
 def write_tokens(*given: Any) -> None:
     """Writes new keys and values to their slots, given the fields of an `AppendCall`, which nothing has checked."""
-    call, may_be_known = AppendCall(*given), not (is_compiling() or value_checks.enabled)
+    may_be_known = not (is_compiling() or value_checks.enabled)
     if may_be_known and _calls.find is not None and _calls.find(*given) is not MISSED:
-        _count_write(call)
+        _count_write(given[2], given[3])
         return
+    call = AppendCall(*given)
     known = _find(call) if may_be_known else None
     if known is None:
         _append_checked(call)
@@ -158,7 +161,7 @@ def write_tokens(*given: Any) -> None:
 def _find(call: AppendCall) -> _Known | None:
     """The launch of a known call, if nothing must intercept it."""
     try:
-        tensors = [x for x in call[:_TENSORS] if x is not None]
+        tensors = [x for x in _tensors_of(call) if x is not None]
         if not can_be_recognized(tensors, lambda _: False) or needs_gradient(*tensors):
             return None
         return _table.get(_signature(call))
@@ -167,20 +170,28 @@ def _find(call: AppendCall) -> _Known | None:
 
 
 def _signature(call: AppendCall) -> tuple[object, ...]:
-    return (*map(layout_signature, call[:_TENSORS]), *call[_TENSORS:])
+    return (*map(layout_signature, _tensors_of(call)), *call[_TENSORS:])
 
 
-def _count_write(call: AppendCall) -> None:
+def _tensors_of(call: AppendCall) -> Sequence[Tensor | None]:
+    found: Any = call[:_TENSORS]
+    return found  # type: ignore[no-any-return]
+
+
+def _count_write(k_pages: Tensor, v_pages: Tensor) -> None:
     """Tells autograd that the pages have changed."""
-    torch.autograd.graph.increment_version([x for x in (call.k_pages, call.v_pages) if not x.is_inference()])
+    if not (k_pages.is_inference() or v_pages.is_inference()):
+        increment_version((k_pages, v_pages))
+    elif not v_pages.is_inference():
+        increment_version(v_pages)
+    elif not k_pages.is_inference():
+        increment_version(k_pages)
 
 
 def _append_checked(call: AppendCall) -> None:
     check_page_layout(call.page_layout)
-    optional = ("page_table", "seq_lens_kv", "seq_lens_q", "k_scale", "v_scale")
-    if call.tokens is not None:
-        optional += ("slot_mapping",)
-    check_are_tensors(dict(zip(call._fields[:_TENSORS], call[:_TENSORS], strict=True)), optional)
+    required = 5 if call.tokens is None else 4
+    check_are_tensors(dict(zip(call._fields, call[:_TENSORS], strict=False)), call._fields[required:_TENSORS])
     tensors, what = call.tensors.values(), "append_paged_kv" if call.tokens is None else "a PagedKVCache"
     if has_dtensor(*tensors):
         refuse(what, "each rank has pages of its own heads or sequences: give it the local tensors")
@@ -209,7 +220,7 @@ class _Launch:
 
     def __call__(self, call: AppendCall) -> None:
         self.bound(self.tensors_of(call))
-        _count_write(call)
+        _count_write(call.k_pages, call.v_pages)
 
 
 class _Known(NamedTuple):
@@ -259,14 +270,17 @@ def check(call: AppendCall) -> None:
     heads, tokens = to_k.shape[1], "tokens" if k.dim() != 3 else k.shape[0]
     for name, new, to in (("k", k, to_k), ("v", v, to_v)):
         dtype = k.dtype if name == "v" else allowed if to.dtype in FP8 else to.dtype
-        if call.page_table is None:
+        sizes: tuple[int | str, ...]
+        if call.page_table is None or call.tokens is None:
             sizes, meaning = (tokens, heads, to.shape[3]), "(T, Hkv, head dim), as the pages have them"
         else:
             sizes, meaning = (call.page_table.shape[0], heads, call.tokens, to.shape[3]), "(B, Hkv, tokens, head dim)"
         check_tensor(name, new, to_k, of="the pages", dtype=dtype, shape=sizes, meaning=meaning, dense=True)
     if call.tokens is None:
-        of_slots = {"dtype": (torch.int64, torch.int32), "shape": (tokens,), "meaning": "a slot for each token"}
-        check_tensor("slot_mapping", call.slot_mapping, k, of="k", dense=True, **of_slots)
+        dtypes, meaning = (torch.int64, torch.int32), "a slot for each token"
+        check_tensor(
+            "slot_mapping", call.slot_mapping, k, of="k", dtype=dtypes, shape=(tokens,), meaning=meaning, dense=True
+        )
     for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
         check_scale(name, scale, heads, k, of="k")
         if scale is not None and k_pages.dtype == k.dtype:
@@ -353,7 +367,7 @@ def _on_cpu(*given: Any) -> None:
     call = AppendCall(*given)
     check(call)
     _append_on_cpu(call)
-    _count_write(call)
+    _count_write(call.k_pages, call.v_pages)
 
 
 def _on_fake_tensors(*given: Any) -> None:

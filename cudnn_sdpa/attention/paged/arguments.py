@@ -188,7 +188,7 @@ def check_memory(call: PagedArguments) -> None:
 
 def check_scale(name: str, scale: Tensor | None, heads: int, like: Tensor, *, of: str) -> None:
     """The scale of FP8 pages, float32: one for all heads, () or (1,), or one for each, (Hkv,)."""
-    shape = (1 if scale is not None and scale.dim() == 1 and is_true(scale.shape[0] == 1) else heads,)
+    shape: tuple[int, ...] = (1 if scale is not None and scale.dim() == 1 and is_true(scale.shape[0] == 1) else heads,)
     if scale is not None and scale.dim() == 0:
         shape = ()
     meaning = "a scale of each head; or () or (1,), one for all"

@@ -219,7 +219,7 @@ def bind_append(given: Mapping[str, Tensor]) -> BoundPlan:
     return BoundPlan(plan, names, results=[], numbers={}, extras=LaunchExtras(unaligned_ok=names))
 
 
-def table_of_csr(ends: Tensor, ids: Tensor, last: Tensor, page_size: int, table: Tensor, lengths: Tensor) -> None:
+def table_of_csr(ends: Tensor, ids: Tensor, last: Tensor, *, table: Tensor, lengths: Tensor, page_size: int) -> None:
     """Fills a page table and lengths from page ids end to end, on the current stream of their GPU."""
     device, (batch, columns) = table.get_device(), table.shape
     fields = _csr.filled(batch=batch, all=ids.shape[0], page_size=page_size, columns=columns, row=table.stride(0))

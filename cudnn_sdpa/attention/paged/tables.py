@@ -52,10 +52,9 @@ def trusted_pages(page_table: Tensor, seq_lens_kv: Tensor, *, pages: int, page_s
     for name, number in (("pages", pages), ("page_size", page_size)):
         if not is_integer(number) or number < 1:
             raise OptionError(name, repr(number), "an int of at least 1")
-    of, shape = "page_table", ("B", "max_pages")
-    check_tensor("page_table", page_table, page_table, dtype=torch.int32, shape=shape, dense=True)
-    shape, meaning = (page_table.shape[0],), "the length of each row of the table"
-    check_tensor("seq_lens_kv", seq_lens_kv, page_table, of=of, shape=shape, meaning=meaning, dense=True)
+    check_tensor("page_table", page_table, page_table, dtype=torch.int32, shape=("B", "max_pages"), dense=True)
+    rows, meaning = page_table.shape[0], "the length of each row of the table"
+    check_tensor("seq_lens_kv", seq_lens_kv, page_table, of="page_table", shape=(rows,), meaning=meaning, dense=True)
     value_checks.check_lengths("seq_lens_kv", seq_lens_kv, page_table.shape[1] * page_size)
     value_checks.check_pages("page_table", page_table, lengths=seq_lens_kv, page_size=page_size, pages=pages)
     for tensor in (page_table, seq_lens_kv):
@@ -105,7 +104,7 @@ def page_table_of_csr(
     if not out_lengths.shape[0]:
         return
     if out_table.is_cuda and not is_compiling() and is_plain_memory(*inputs.values(), *outputs.values()):
-        paging.table_of_csr(*inputs.values(), int(page_size), table=out_table, lengths=out_lengths)
+        paging.table_of_csr(indptr, indices, last_page_len, table=out_table, lengths=out_lengths, page_size=page_size)
         return
     columns, n = out_table.shape[1], indices.shape[0]
     begin = indptr[:-1].clamp(0, n)
@@ -130,7 +129,7 @@ def _check_csr(inputs: dict[str, Tensor], outputs: dict[str, Tensor], page_size:
     lengths = outputs["out_lengths"]
     batch = lengths.shape[0] if lengths.dim() == 1 else "B"
     ends = "B + 1" if isinstance(batch, str) else batch + 1
-    shapes = {
+    shapes: dict[str, tuple[int | str, ...]] = {
         "out_lengths": (batch,),
         "out_table": (batch, "max_pages"),
         "indptr": (ends,),
@@ -139,8 +138,8 @@ def _check_csr(inputs: dict[str, Tensor], outputs: dict[str, Tensor], page_size:
     }
     for name, shape in shapes.items():
         meaning = "" if name in ("out_lengths", "indices") else "as out_lengths has sequences"
-        options = {"dtype": torch.int32, "shape": shape, "meaning": meaning, "dense": True}
-        check_tensor(name, tensors[name], lengths, of="out_lengths", **options)
+        x, of = tensors[name], "out_lengths"
+        check_tensor(name, x, lengths, of=of, dtype=torch.int32, shape=shape, meaning=meaning, dense=True)
     table = outputs["out_table"]
     if table.shape[0] > 1 and table.stride(0) < table.shape[1]:
         raise LayoutError("out_table", f"strides {table.stride()} that overlap", "a separate address for each element")
