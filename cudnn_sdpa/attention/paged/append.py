@@ -22,7 +22,7 @@ from cudnn_sdpa.attention.paged.arguments import (
 )
 from cudnn_sdpa.attention.paged.kv_cache_checks import refuse_gradient
 from cudnn_sdpa.engine import value_checks
-from cudnn_sdpa.engine.autograd_checks import refuse_transforms, resolved
+from cudnn_sdpa.engine.autograd_checks import refuse_tangents, refuse_transforms, resolved
 from cudnn_sdpa.engine.dispatch_state import can_be_recognized, can_bypass_dispatcher, needs_gradient
 from cudnn_sdpa.engine.launch import NOT_A_CALL, items_by_name, layout_signature
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls, RepeatableCall
@@ -195,10 +195,14 @@ def _append_checked(call: AppendCall) -> None:
     tensors, what = call.tensors.values(), "append_paged_kv" if call.tokens is None else "a PagedKVCache"
     if has_dtensor(*tensors):
         refuse(what, "each rank has pages of its own heads or sequences: give it the local tensors")
-    refuse_transforms(what, *tensors, loops=False)
+    refuse_tangents(call.tensors)
+    refuse_transforms(what, *tensors, loops=False, functionalizes=False)
     if needs_gradient(*tensors):
         refuse_gradient(what)
     if not is_compiling() and any(x.is_neg() for x in tensors):
+        for name, pages in (("k_pages", call.k_pages), ("v_pages", call.v_pages)):
+            if pages.is_neg():
+                raise LayoutError(name, "a negated view", "memory that can be written", f"Use {name}.resolve_neg().")
         call = resolved(call)
     check(call)
     if is_compiling() or not can_bypass_dispatcher(*tensors, may_cast=False):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -144,7 +145,8 @@ class GatherKernel:
         return Gathered(k, v, cu_seqlens_q, cu_seqlens_kv)
 
 
-def _append_program(key: PlanKey) -> KernelProgram:
+@functools.partial(KernelOp, folder=_SOURCE.parent)
+def append_tokens(key: PlanKey) -> KernelProgram:
     """Writes new keys and values (B, Hkv, tokens, D) into their pages (pages, Hkv, page size, D)."""
     layouts = {x.name: x.layout for x in key.inputs}
     (batch, heads, tokens, _), (pages, _, page_size, _) = layouts["k"].shape, layouts["k_pages"].shape
@@ -199,7 +201,6 @@ _APPENDED = {
     "k_scale": "of.0.scale",
     "v_scale": "of.1.scale",
 }
-_appending = KernelOp(_append_program, _SOURCE.parent)
 
 
 def bind_append(given: Mapping[str, Tensor]) -> BoundPlan:
@@ -214,7 +215,7 @@ def bind_append(given: Mapping[str, Tensor]) -> BoundPlan:
     """
     device, names = given["k"].get_device(), tuple(given)
     inputs = [Operand(name, TensorLayout.of(x)) for name, x in given.items()]
-    plan = _appending.plan(_appending.key(inputs, [], {}, target=live_target(device), device=device))
+    plan = append_tokens.plan(append_tokens.key(inputs, [], {}, target=live_target(device), device=device))
     plan.held = True
     return BoundPlan(plan, names, results=[], numbers={}, extras=LaunchExtras(unaligned_ok=names))
 

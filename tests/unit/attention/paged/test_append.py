@@ -257,6 +257,8 @@ def test_negative_bits_are_heeded():
     for _ in range(3):
         append_paged_kv(**{**given, "k": torch._neg_view(given["k"])})
         assert torch.equal(given["k_pages"][1, :, 2], -given["k"][0])
+    with pytest.raises(LayoutError, match="v_pages: got a negated view"):
+        append_paged_kv(**{**given, "v_pages": torch._neg_view(given["v_pages"])})
 
 
 @pytest.mark.usefixtures("way")
