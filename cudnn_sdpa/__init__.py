@@ -26,10 +26,13 @@ if _typing.TYPE_CHECKING:
     from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8 as sdpa_fp8
     from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8_backward as sdpa_fp8_backward
     from cudnn_sdpa.attention.merge_states import merge_states as merge_states
+    from cudnn_sdpa.attention.paged.append import append_paged_kv as append_paged_kv
     from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache as PagedKVCache
     from cudnn_sdpa.attention.paged.page_pool import CacheUse as CacheUse
     from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged as sdpa_paged
     from cudnn_sdpa.attention.paged.step import PagedStep as PagedStep
+    from cudnn_sdpa.attention.paged.tables import page_table_of_csr as page_table_of_csr
+    from cudnn_sdpa.attention.paged.tables import trusted_pages as trusted_pages
     from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen as sdpa_paged_varlen
     from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen as sdpa_varlen
     from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen_backward as sdpa_varlen_backward
@@ -92,11 +95,13 @@ _NAMES = {
     "attention.fp8.scaling": "Fp8Scaling",
     "attention.fp8.sdpa_fp8": "sdpa_fp8 sdpa_fp8_backward",
     "attention.merge_states": "merge_states",
+    "attention.paged.append": "append_paged_kv",
     "attention.paged.kv_cache": "PagedKVCache",
     "attention.paged.page_pool": "CacheUse",
     "attention.paged.sdpa_paged": "sdpa_paged",
     "attention.paged.step": "PagedStep",
     "attention.paged_varlen.sdpa_paged_varlen": "sdpa_paged_varlen",
+    "attention.paged.tables": "page_table_of_csr trusted_pages",
     "attention.varlen.sdpa_varlen": "sdpa_varlen sdpa_varlen_backward",
     "engine.cpu_target": "cpu_checks",
     "engine.explain": "Explanation explain",

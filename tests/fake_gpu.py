@@ -223,8 +223,8 @@ class EmulatedKernel:
     def launch(self, blocks: int, threads: int, fields: array[Any], *_: int, **__: bool) -> None:
         assert blocks > 0
         assert threads % 32 == 0
-        assert len(fields) <= 96
-        given = (ctypes.c_uint64 * 96).from_buffer_copy(fields.tobytes() + bytes(8 * (96 - len(fields))))
+        assert len(fields) <= 192
+        given = (ctypes.c_uint64 * 192).from_buffer_copy(fields.tobytes() + bytes(8 * (192 - len(fields))))
         with CpuKernel.lock:
             self.library.run_blocks(self.kernel, given, blocks, threads, self.order)
             for written in (0, 1):

@@ -958,11 +958,13 @@ class MergeStates(Operation):
                 values |= {"hidden": r.choice([0.2, 0.9, 1.0]), "filler": -math.inf}
             tensors[f"out{part}"] = drawn(r, shape, dtype)
             tensors[f"lse{part}"] = drawn(r, shape[:-1], F32, **values)
-        return Case(self.name, seed, dtype, tensors, facts={"parts": parts})
+        facts = {"parts": parts, "into": later(self.name, seed).random() < 0.3}
+        return Case(self.name, seed, dtype, tensors, facts=facts)
 
     def call(self, tensors, options, facts):
         outs, lses = ([tensors[f"{name}{part}"] for part in range(facts["parts"])] for name in ("out", "lse"))
-        return dict(zip(("out", "lse"), cudnn_sdpa.merge_states(outs, lses), strict=True))
+        into = {"out": torch.full_like(outs[0], math.nan)} if facts["into"] else {}
+        return dict(zip(("out", "lse"), cudnn_sdpa.merge_states(outs, lses, **into), strict=True))
 
     def exact(self, case, options, leaves, known):
         outs, lses = (torch.stack([leaves[f"{n}{i}"] for i in range(case.facts["parts"])]) for n in ("out", "lse"))
@@ -1045,6 +1047,7 @@ class Paged(Attention):
         facts |= {"shared": more.random() < 0.2, "wide": more.random() < 0.15, "lead": more.choice([0, 0, 0, 0, 1])}
         if more.random() < 0.1:
             facts["q"] = more.choice([[0] * batch, [sq] * batch])
+        facts["trusted"] = later("sdpa_paged, trusted", seed).random() < 0.2
         case = Case(self.name, seed, dtype, tensors, options, facts=facts)
         return more_of_attention(more, replace(case, settings=UNCHECKED if unlimited else {}))
 
@@ -1055,6 +1058,9 @@ class Paged(Attention):
         for name in ("kv", "q"):
             if facts[name] is not None:
                 facts["made"][name] = sequence(facts[name], device, facts["lead"])
+        if facts["trusted"]:
+            made = facts["made"]["table_k"], facts["made"]["kv"]
+            cudnn_sdpa.trusted_pages(*made, pages=case.tensors["k"].shape[0], page_size=facts["page"])
         return {"tables": tables}
 
     def call(self, tensors, options, facts):
@@ -1245,6 +1251,79 @@ class PagedVarlen(Attention):
         made = {name: torch.empty(shape, dtype=torch.int32, device="meta") for name, shape in shapes.items()}
         given, more = self._arguments(tensors, case.options, {**case.facts, "made": made})
         return cudnn_sdpa.sdpa_paged_varlen, (*given, max([0, *case.facts["new"]]) + case.facts["longest"]), more
+
+
+LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+
+
+def quantized(x: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor:
+    """Values (…, Hkv, D) as pages in FP8 hold them."""
+    values = x.float() if scale is None else x.float() / scale.view(-1, 1)
+    return values.clamp(-LIMITS[dtype], LIMITS[dtype]).to(dtype)
+
+
+def bits(x: Tensor) -> Tensor:
+    return x.contiguous().view(torch.uint8)
+
+
+@operation
+class Append(Operation):
+    """Tokens appended by slot, several times: all memory is compared, also what must stay."""
+
+    name = "append_paged_kv"
+
+    def session(self, r: random.Random, seed: int, device: str) -> Outcome:
+        generator = torch.Generator().manual_seed(seed)
+        dtype, kv, dims = half(r, device), r.choice([1, 2, 5]), r.choice([(64, 64), (8, 16), (72, 40), (128, 128)])
+        stored, page, layout = r.choice([dtype, *LIMITS]), r.choice([1, 3, 16]), r.choice(["HND", "NHD"])
+        pages, apart = r.choice([1, 3, 20]), r.choice([0, 0, 1, 8])
+        shape = (pages, kv, page) if layout == "HND" else (pages, page, kv)
+        whole = torch.zeros((*shape, sum(dims) + apart), dtype=stored, device=device)
+        options: dict[str, Any] = {"page_layout": layout}
+        for name in ("k_scale", "v_scale") if stored != dtype else ():
+            if r.random() < 0.7:
+                of = torch.rand(r.choice([(), (1,), (kv,)]), generator=generator) * 2 + 0.1
+                options[name] = of.to(device)
+        problems = []
+        for turn in range(5):
+            tokens = r.choice([0, 1, 7, 30]) if r.random() < 0.3 else 11
+            new = [(torch.randn(tokens, kv, dim, generator=generator) * 100).to(dtype).to(device) for dim in dims]
+            slots = [r.choice([-1, slot]) for slot in r.sample(range(pages * page), min(tokens, pages * page))]
+            slots += [-5] * (tokens - len(slots))
+            mapping = torch.tensor(slots, dtype=r.choice([torch.int64, torch.int32]), device=device)
+            wanted = whole.clone()
+            for name, x, to in zip("kv", new, wanted.split([*dims, apart], -1), strict=False):
+                rows = x if stored == dtype else quantized(x, stored, options.get(f"{name}_scale"))
+                by_token = to.transpose(1, 2) if layout == "HND" else to
+                for token, slot in enumerate(slots):
+                    if slot >= 0:
+                        by_token[slot // page, slot % page] = rows[token]
+            cudnn_sdpa.append_paged_kv(*new, *whole.split([*dims, apart], -1)[:2], mapping, **options)
+            if not torch.equal(bits(whole), bits(wanted)):
+                problems.append(f"call {turn} of {tokens} tokens wrote other numbers")
+        return Outcome("wrong" if problems else "right", problems)
+
+
+@operation
+class TableOfCsr(Operation):
+    name = "page_table_of_csr"
+
+    def session(self, r: random.Random, seed: int, device: str) -> Outcome:
+        batch, columns, page = r.choice([1, 3, 20]), r.choice([1, 4, 9]), r.choice([1, 5, 16])
+        counts = [r.randint(0, columns) for _ in range(batch)]
+        ends = [0, *itertools.accumulate(counts)]
+        ids = [r.randrange(1000) for _ in range(ends[-1] + r.choice([0, 5]))]
+        last = [r.randint(1, page) for _ in range(batch)]
+        table = torch.full((batch, columns + 2), -1, dtype=torch.int32, device=device)
+        lengths = torch.full((batch,), -1, dtype=torch.int32, device=device)
+        given = [torch.tensor(x, dtype=torch.int32, device=device) for x in (ends, ids, last)]
+        cudnn_sdpa.page_table_of_csr(*given, page_size=page, out_table=table[:, 1:-1], out_lengths=lengths)
+        rows = [ids[begin:end] for begin, end in itertools.pairwise(ends)]
+        wanted = [[-1, *row, *[-1] * (columns - len(row)), -1] for row in rows]
+        problems = [] if table.tolist() == wanted else ["another table"]
+        if lengths.tolist() != [(n - 1) * page + x if n else 0 for n, x in zip(counts, last, strict=True)]:
+            problems.append("other lengths")
+        return Outcome("wrong" if problems else "right", problems)
 
 
 # FP8
@@ -2050,8 +2129,15 @@ class CacheSession(Session):
         if self.more.random() < 0.3:
             given["max_length"] = self.more.choice([1, 4, 9, 10**3])
         self.layers, self.layout = given["layers"], given["page_layout"]
+        fp8, self.scales = later("PagedKVCache, FP8", seed), [None, None]
+        self.stored = fp8.choice([*LIMITS, *[self.dtype] * 4])
+        if self.stored != self.dtype:
+            shapes = fp8.choice([(), (1,), (self.kv,)]), fp8.choice([None, (), (self.kv,)])
+            full = [None if shape is None else torch.full(shape, fp8.uniform(0.01, 2.0)) for shape in shapes]
+            self.scales = [None if x is None else x.to(device) for x in full]
+            given |= dict(zip(("k_scale", "v_scale"), self.scales, strict=True))
         self.cache = cudnn_sdpa.PagedKVCache(
-            heads=self.kv, head_dim=self.dims[0], dtype=self.dtype, device=device, **given
+            heads=self.kv, head_dim=self.dims[0], dtype=self.stored, device=device, **given
         )
         self.model: dict[int, tuple[Tensor, Tensor]] = {}
         self.steps: list[tuple[Any, list[int]]] = []
@@ -2059,7 +2145,8 @@ class CacheSession(Session):
     def check(self, when: str) -> None:
         """Compares readable with written values; layer n has n times the values of the first."""
         for (one, written), layer in itertools.product(self.model.items(), range(self.layers)):
-            if not all(map(torch.equal, self.cache.read(one, layer), (x * (layer + 1) for x in written))):
+            wanted = [self.as_stored(x * (layer + 1), of) for x, of in zip(written, self.scales, strict=True)]
+            if not all(map(torch.equal, map(bits, self.cache.read(one, layer)), map(bits, wanted))):
                 self.problems.append(f"{when} sequence {one} has other tokens in layer {layer} than were written")
         lengths = [written[0].shape[1] for written in self.model.values()]
         if [self.cache.length(one) for one in self.model] != lengths:
@@ -2067,6 +2154,11 @@ class CacheSession(Session):
         use = self.cache.use()
         if (use.sequences, use.tokens) != (len(lengths), sum(lengths)) or use.free + use.used != use.pages:
             self.problems.append(f"{when} {use} is said of {len(lengths)} sequences")
+
+    def as_stored(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        if self.stored == self.dtype:
+            return x
+        return quantized(x.transpose(0, 1), self.stored, scale).transpose(0, 1)
 
     def act(self, action: str) -> None:
         if action == "add" or not self.model:
@@ -2145,6 +2237,8 @@ class CacheSession(Session):
 
     def attend(self, step: Any, numbers: list[int], counts: list[int]) -> None:
         """Compares attention of a step's tokens with float64."""
+        if self.stored != self.dtype:
+            return
         q, options = self.random(step.batch, self.heads, step.tokens, self.dims[0]), self.options()
         layer, with_lse, more = self.more.randrange(self.layers), self.more.random() < 0.3, {}
         if self.more.random() < 0.2:

@@ -535,7 +535,7 @@ def check_memory(call: AttentionCall) -> None:
     if mask is not None and (not mask.is_cuda or mask.data_ptr() < tensor_checks.LOWEST):
         tensor_checks.check_present("attn_mask", mask)
     if out is not None:
-        tensor_checks.check_apart(out, call)
+        tensor_checks.check_out_apart(out, call)
 
 
 AttentionT = TypeVar("AttentionT", bound=AttentionCall)

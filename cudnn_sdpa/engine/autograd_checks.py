@@ -143,13 +143,14 @@ def refuse_tangents(tensors: Mapping[str, object], alternative: str = "PyTorch's
             )
 
 
-def refuse_transforms(what: str, *tensors: object, loops: bool) -> None:
+def refuse_transforms(what: str, *tensors: object, loops: bool, functionalizes: bool = True) -> None:
     """Rejects functorch transforms that the operators do not support.
 
     Args:
         what: The function, for the message.
         tensors: Its operands.
         loops: Whether PyTorch can run the operator under `torch.vmap`, once for each entry of the batch.
+        functionalizes: Whether it can run it under `torch.func.functionalize`: not if it writes to its operands.
     """
     stack = None if is_compiling() or _interpreters is None else _interpreters()
     if stack is None:
@@ -160,6 +161,12 @@ def refuse_transforms(what: str, *tensors: object, loops: bool) -> None:
             f"{what} under torch.func.grad, vjp or jacrev",
             ["its gradient is not known to functorch's transforms"],
             "torch.autograd.grad, or loss.backward()",
+        )
+    if TransformType.Functionalize in active and not functionalizes:
+        raise UnsupportedError(
+            f"{what} under torch.func.functionalize",
+            ["it writes to its operands, and PyTorch functionalizes no such operator there"],
+            "torch.compile, which functionalizes it",
         )
     if TransformType.Vmap in active and not loops:
         raise UnsupportedError(

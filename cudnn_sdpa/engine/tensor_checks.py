@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn, Protocol, SupportsIndex, TypeGuard, TypeVar, overload
 
 import torch
@@ -247,19 +247,20 @@ def check_lengths_present(lengths_q: Tensor | None, lengths_kv: Tensor | None) -
         check_present("seq_lens_kv", lengths_kv)
 
 
-def check_apart(out: Tensor, call: Fields) -> None:
-    """The address of `out`, the last field of a call, and that its range overlaps that of no other tensor.
-
-    Interleaved but disjoint views count as overlapping.
-    """
+def check_out_apart(out: Tensor, call: Fields) -> None:
+    """The address of `out`, the last field of a call, and that its range overlaps that of no other tensor."""
     check_addresses("Let the function allocate it.", out=out)
-    begin, end = out.data_ptr(), _end(out)
-    if begin == 0 or not out.numel():  # it has no data
+    check_apart("out", out, zip(call._fields, call[:-1], strict=False), "Allocate it with torch.empty_like(q).")
+
+
+def check_apart(name: str, tensor: Tensor, others: Iterable[tuple[str, object]], hint: str = "") -> None:
+    """Refuses a tensor, which is written to, whose range overlaps that of others: also of interleaved views."""
+    begin, end = tensor.data_ptr(), _end(tensor)
+    if begin == 0 or not tensor.numel():  # it has no data
         return
-    for name, x in zip(call._fields, call[:-1], strict=False):
+    for other, x in others:
         if isinstance(x, Tensor) and x.data_ptr() < end and begin < _end(x) and x.numel():
-            hint = "Allocate it with torch.empty_like(q)."
-            raise LayoutError("out", f"memory that overlaps {name}", "a separate buffer", hint)
+            raise LayoutError(name, f"memory that overlaps {other}", "a separate buffer", hint)
 
 
 def aligned(name: str, tensor: Tensor) -> Tensor:

@@ -37,6 +37,10 @@ _PAGED_VARLEN = (
     "str page_layout, bool batch_invariant, bool is_causal, str causal_alignment, SymInt window_left, "
     "SymInt window_right, float? scale, float? softcap"
 )
+_APPEND = (
+    "Tensor k, Tensor v, Tensor(a!) k_pages, Tensor(b!) v_pages, Tensor? slot_mapping, Tensor? page_table, "
+    "Tensor? seq_lens_kv, Tensor? seq_lens_q, Tensor? k_scale, Tensor? v_scale, str page_layout, SymInt? tokens"
+)
 _FP8 = (
     "Tensor q, Tensor k, Tensor v, Tensor descale_q, Tensor descale_k, Tensor descale_v, Tensor descale_s, "
     "Tensor scale_s, Tensor scale_o, Tensor? seq_lens_q, Tensor? seq_lens_kv, Tensor? page_table, "
@@ -77,6 +81,7 @@ SCHEMAS = {
         f"paged_varlen_forward_lse({_PAGED_VARLEN}) -> (Tensor, Tensor)",
         f"paged_varlen_forward_out({_PAGED_VARLEN}, Tensor(a!) out) -> Tensor",
     ),
+    "cudnn_sdpa.attention.paged.append": (f"append_paged_kv({_APPEND}) -> ()",),
     "cudnn_sdpa.attention.fp8.sdpa_fp8": (
         f"sdpa_fp8_forward({_FP8}) -> (Tensor, Tensor, Tensor)",
         f"sdpa_fp8_forward_lse({_FP8}) -> (Tensor, Tensor, Tensor, Tensor)",

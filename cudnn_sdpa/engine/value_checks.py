@@ -70,6 +70,16 @@ def check_pages(
             raise ShapeError(name, f"page {wrong[0]} for batch entry {entry}", f"pages from 0 to {pages - 1}")
 
 
+def check_slots(name: str, slots: Tensor, size: int) -> None:
+    """Slots of tokens must be those of the cache, or negative."""
+    if not _is_read(slots):
+        return
+    wrong = [(token, slot) for token, slot in enumerate(slots.tolist()) if slot >= size]
+    if wrong:
+        token, slot = wrong[0]
+        raise ShapeError(name, f"slot {slot} for token {token}", f"slots below {size}, or negative ones")
+
+
 def _is_read(*tensors: Tensor) -> bool:
     if not is_plain_memory(*tensors):
         return False

@@ -45,6 +45,7 @@ class Example:
         loops: Whether `torch.vmap` may run it, if it is no such attention.
         has_double_backward: Whether its gradients can be differentiated.
         is_random: Whether each call draws random numbers.
+        writes: Whether it writes to a tensor of the caller, without a plan of the plan cache.
         is_composed: Whether it is composed of operations around copies of its inputs, which autograd saves in place of
             them; `torch.compile` breaks its graph there.
         leading: Name of the first tensor, where none has a gradient.
@@ -64,6 +65,7 @@ class Example:
     leading: str = "q"
     precision: float | None = None
     is_random: bool = False
+    writes: bool = False
     is_composed: bool = False
 
     @property
@@ -381,6 +383,22 @@ def exact_paged(
         gathered.append(in_order[table.clamp(0, len(pages) - 1).long()].transpose(1, 2).flatten(2, 3))
     mask = {"is_causal": True, "causal_alignment": "bottom_right"}
     return attend(q, *gathered, seq_lens_kv=seq_lens_kv, **{**mask, **options})[0]
+
+
+def appended(k: Tensor, v: Tensor, slot_mapping: Tensor, **options: Any) -> Tensor:
+    """New pages, K and V side by side, token by token, after `append_paged_kv`."""
+    pages = torch.zeros(4, 5, 2, 40, dtype=k.dtype)
+    cudnn_sdpa.append_paged_kv(k, v, *pages.split((16, 24), -1), slot_mapping, **options)
+    return pages
+
+
+def exact_appended(k: Tensor, v: Tensor, slot_mapping: Tensor, *, page_layout: str) -> Tensor:
+    assert page_layout == "NHD"
+    slots = torch.zeros(20, 2, 40, dtype=k.dtype)
+    for token, slot in enumerate(slot_mapping.tolist()):
+        if slot >= 0:
+            slots[slot] = torch.cat([k[token], v[token]], -1)
+    return slots.view(4, 5, 2, 40)
 
 
 def fp8_tensors(queries: int = 16) -> dict[str, Tensor]:
@@ -945,6 +963,21 @@ OPERATIONS: dict[str, Example] = {
         options={"padding": (0, 1, 1)},
         is_attention=False,
         has_double_backward=True,
+    ),
+    "append_paged_kv": Example(
+        appended,
+        lambda: {
+            "k": torch.randn(3, 2, 16).to(HALF),
+            "v": torch.randn(3, 2, 24).to(HALF),
+            "slot_mapping": torch.tensor([7, -1, 19]),
+        },
+        exact_appended,
+        differentiable=(),
+        options={"page_layout": "NHD"},
+        casts=(),
+        is_attention=False,
+        leading="k",
+        writes=True,
     ),
     "a user's graph_op": Example(
         call_of_a_user,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 
 import pytest
@@ -73,7 +74,8 @@ def test_equal_calls_build_nothing_more(example):
 
 
 def test_nothing_is_built_where_that_is_forbidden(example):
-    with cudnn_sdpa.no_plan_builds(), pytest.raises(cudnn_sdpa.PlanBuildError, match="no_plan_builds"):
+    refused = pytest.raises(cudnn_sdpa.PlanBuildError, match="no_plan_builds")
+    with cudnn_sdpa.no_plan_builds(), contextlib.nullcontext() if example.writes else refused:
         example(example.tensors())
     tensors = example.tensors()
     example.assert_out(example(tensors), tensors)

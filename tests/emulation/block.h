@@ -313,7 +313,7 @@ static void multiply_add_bfloat16(float (&c)[4], const unsigned (&a)[4], unsigne
 // What Python calls.
 
 struct Words {
-  unsigned long long words[96];
+  unsigned long long words[192];
 };
 
 extern "C" void run_blocks(void (*kernel)(Words), const Words* given, unsigned blocks, unsigned threads, int reversed) {

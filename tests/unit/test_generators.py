@@ -146,6 +146,7 @@ NO_CALLS = {"reset_parameters", "from_torch", "extra_repr", "update_all", "begin
 #: The operations that draw classes without their own operation.
 ELSEWHERE = {
     "fp8_attention": ["Fp8Scaling"],
+    "sdpa_paged": ["trusted_pages"],
     "kernels.attention": ["kernels.CUDAAttention", "kernels.reference_attention"],
 }
 #: Options that are not drawn, and where they are tested.

@@ -50,7 +50,7 @@ names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswi
 for name in names:
     if name != "cudnn_sdpa::dropout_seed":
         assert all(torch._C._dispatch_has_kernel_for_dispatch_key(name, key) for key in ("CUDA", "CPU", "Meta")), name
-assert len(names) == 22
+assert len(names) == 23
 
 q = torch.randn(1, 2, 8, 16, dtype=torch.bfloat16, requires_grad=True)
 options = None, None, None, None, None, True, "top_left", -1, 0, None, 0.0, None, False, False

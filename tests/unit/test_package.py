@@ -246,7 +246,7 @@ def test_no_fused_operation_imports_attention(name):
 
 def test_no_folder_has_too_many_modules():
     rooms = Counter(path.parent for path in SOURCES.values() if path.name != "__init__.py")
-    assert {room.name: count for room, count in rooms.items() if count > 14} == {}
+    assert {room.name: count for room, count in rooms.items() if count > 15} == {}
 
 
 @pytest.mark.parametrize("name", MODULES)

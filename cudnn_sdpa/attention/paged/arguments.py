@@ -127,6 +127,8 @@ def check(call: PagedArguments) -> None:
     for name, tensor in (("q", call.q), ("k_pages", call.k_pages), ("v_pages", call.v_pages)):
         if "float8" in str(tensor.dtype):
             hint = "Queries and pages in FP8 go through sdpa_fp8(..., page_table=...), with their scales."
+            if name != "q":
+                hint = f"sdpa_paged_varlen reads such pages under queries of 16 bits. {hint}"
             raise DtypeError(name, dtype_name(tensor.dtype), "float16 or bfloat16", hint)
         shape = arguments.DIMENSIONS if name == "q" else PAGE_DIMENSIONS[call.page_layout]
         check_tensor(name, tensor, call.q, shape=shape)
@@ -183,7 +185,16 @@ def check_memory(call: PagedArguments) -> None:
     with named():
         tensor_checks.check_addresses(q=call.q, k=call.k, v=call.v)
     if call.out is not None:
-        tensor_checks.check_apart(call.out, call)
+        tensor_checks.check_out_apart(call.out, call)
+
+
+def check_scale(name: str, scale: Tensor | None, heads: int, like: Tensor, *, of: str) -> None:
+    """The scale of FP8 pages, float32: one for all heads, () or (1,), or one for each, (Hkv,)."""
+    shape: tuple[int, ...] = (1 if scale is not None and scale.dim() == 1 and is_true(scale.shape[0] == 1) else heads,)
+    if scale is not None and scale.dim() == 0:
+        shape = ()
+    meaning = "a scale of each head; or () or (1,), one for all"
+    check_tensor(name, scale, like, of=of, dtype=torch.float32, shape=shape, meaning=meaning)
 
 
 def check_pages(q: Tensor, pages: dict[str, Tensor], table: Tensor, table_v: Tensor | None) -> None:

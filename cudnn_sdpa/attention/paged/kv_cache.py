@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, overload
 
 import torch
@@ -10,21 +10,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from cudnn_sdpa.attention.paged import kv_cache_checks, paging
+from cudnn_sdpa.attention.paged.append import FP8, write_tokens
 from cudnn_sdpa.attention.paged.arguments import HND, PageLayout, check_page_layout, in_heads_order
 from cudnn_sdpa.attention.paged.kv_cache_checks import AttendOptions, PlanOptions, StepOptions
 from cudnn_sdpa.attention.paged.page_pool import CacheUse, PagePool
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged.step import PagedStep, Row
 from cudnn_sdpa.attention.paged.step_plans import plans_of_steps
-from cudnn_sdpa.engine.dispatch_state import needs_gradient
-from cudnn_sdpa.engine.tensor_checks import MISALIGNED, check_are_tensors
 from cudnn_sdpa.errors import DeviceError, ExecutionError, OptionError
 from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.manifest import PlanManifest
-
-#: Maximum number of layouts of appended tensors whose kernels are kept.
-MAX_APPENDERS = 4096
 
 
 class PagedKVCache:
@@ -46,9 +42,18 @@ class PagedKVCache:
         head_dim_v: Head dim of values; `head_dim` if not given.
         max_length: Maximum tokens per sequence; as many as all pages hold if not given.
         dtype: Dtype of keys and values: float16 or bfloat16; float32 or float64 if `cpu_checks` accepts any dtype.
+            float8_e4m3fn or float8_e5m2: `append` quantizes, and `sdpa_paged_varlen` reads such pages; `attend` does
+            not.
         device: Device of the pages; the current GPU if there is one.
         page_layout: "HND", pages are (pages, heads, page_size, head_dim), or "NHD", (pages, page_size, heads,
             head_dim).
+        k_scale: Of a cache in FP8: the scale of keys, on its device; float32, () or (1,) for all heads, or (heads,).
+            What is stored is the key divided by it. 1 if not given.
+        v_scale: The scale of values.
+
+    Attributes:
+        k_scale: The scale of keys, which may be replaced as long as the cache is empty; None if it is 1.
+        v_scale: The scale of values.
 
     Raises:
         OptionError: A size is invalid, or there is no such device.
@@ -81,12 +86,15 @@ class PagedKVCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str | int | None = None,
         page_layout: PageLayout = HND,
+        k_scale: Tensor | None = None,
+        v_scale: Tensor | None = None,
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = {"pages": pages, "page_size": page_size, "heads": heads, "head_dim": head_dim, "layers": layers}
         kv_cache_checks.check_sizes({**sizes, "head_dim_v": head_dim_v}, max_length)
         device = kv_cache_checks.checked_device(device)
-        kv_cache_checks.check_dtype(dtype, device, "Pages in FP8 go through sdpa_fp8(..., page_table=...).")
+        if dtype not in FP8:
+            kv_cache_checks.check_dtype(dtype, device, "")
         check_page_layout(page_layout)
         self.page_layout: PageLayout = page_layout
         self._pool = PagePool(pages, page_size)
@@ -97,18 +105,20 @@ class PagedKVCache:
             torch.zeros((layers, pages, *page_shape, dim), dtype=dtype, device=device) for dim in (head_dim, head_dim_v)
         )
         self.device = self._k.device
+        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+            kv_cache_checks.check_scale_of(name, scale, heads, self._k)
+        self.k_scale, self.v_scale = k_scale, v_scale
         self._set_up()
 
     def _set_up(self) -> None:
         self._layers = list(zip(self._k.unbind(), self._v.unbind(), strict=True))
-        self._appenders: dict[Hashable, paging.AppendKernel] = {}
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_layers", "_appenders")}
+        return {name: value for name, value in self.__dict__.items() if name != "_layers"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
-        self._set_up()  # a pickle holds no views, and pointers of another process are none here
+        self._set_up()  # a pickle holds no views
 
     @property
     def page_size(self) -> int:
@@ -224,7 +234,8 @@ class PagedKVCache:
 
         Args:
             step: What `reserve` returned.
-            k: Keys (B, Hkv, tokens, D), in the dtype of the cache; those of absent tokens are not read.
+            k: Keys (B, Hkv, tokens, D), in the dtype of the cache, float16 or bfloat16 if that is FP8; those of absent
+                tokens are not read.
             v: Values (B, Hkv, tokens, Dv).
             layer: The layer.
 
@@ -236,33 +247,10 @@ class PagedKVCache:
         self._current(step)
         if not is_compiling() and step.generation != self._pool.generation:
             step.refuse_shared()
-        are_tensors = isinstance(k, Tensor) and isinstance(v, Tensor)
-        if are_tensors and k.is_cuda and v.is_cuda and not (k.is_nested or v.is_nested):
-            if k.is_neg() or v.is_neg():  # the kernel copies memory
-                k, v = k.resolve_neg(), v.resolve_neg()
-            name = (step.tokens, step.batch, k.shape, k.stride(), k.dtype, v.shape, v.stride(), v.dtype, layer)
-            if (k.requires_grad or v.requires_grad) and torch.is_grad_enabled():
-                kv_cache_checks.refuse_gradient("a PagedKVCache")
-            appender = self._appenders.get(name) if type(layer) is int else None
-            k_address, v_address = k.data_ptr(), v.data_ptr()
-            is_aligned = k_address and v_address and not (k_address | v_address) & MISALIGNED
-            if appender is None or not (is_aligned and k.device == v.device == self.device):
-                if len(self._appenders) >= MAX_APPENDERS:
-                    self._appenders.clear()
-                pages = self._check_new(step, k, v, layer)
-                appender = self._appenders[name] = paging.AppendKernel((k, v), pages, step.page_table)
-            appender(
-                k_address,
-                v_address,
-                table=step.page_table,
-                lengths_kv=step.seq_lens_kv,
-                lengths_q=step.seq_lens_q,
-            )
-        else:
-            pages = self._check_new(step, k, v, layer)
-            if needs_gradient(k, v):
-                kv_cache_checks.refuse_gradient("a PagedKVCache")
-            step.write((k, v), pages)
+        k_pages, v_pages = self.k_pages(layer), self.v_pages(layer)
+        tables = step.page_table, step.seq_lens_kv, step.seq_lens_q
+        options = self.k_scale, self.v_scale, self.page_layout, step.tokens
+        write_tokens(k, v, k_pages, v_pages, None, *tables, *options)
         step.written.add(layer)
 
     @overload
@@ -349,15 +337,6 @@ class PagedKVCache:
         return plans_of_steps(
             cache=self, q=q, batches=batches, tokens=tokens, options=options, target=live_target(self._k.get_device())
         )
-
-    def _check_new(self, step: PagedStep, k: Tensor, v: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Checks new keys and values; returns the pages to write to."""
-        check_are_tensors({"k": k, "v": v})
-        to_k = in_heads_order(self.k_pages(layer), self.page_layout)
-        to_v = in_heads_order(self.v_pages(layer), self.page_layout)
-        kv_cache_checks.check_rows("k", k, to_k, step)
-        kv_cache_checks.check_rows("v", v, to_v, step)
-        return to_k, to_v
 
     def read(self, sequence: int, layer: int = 0) -> tuple[Tensor, Tensor]:
         """Copies of the keys (Hkv, length, D) and values (Hkv, length, Dv) of a sequence."""

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.arguments import CPU_DTYPES, SoftmaxOptions, allowed_dtypes, dtype_error
-from cudnn_sdpa.attention.paged.step import PagedStep
-from cudnn_sdpa.engine import tensor_checks
-from cudnn_sdpa.engine.sharding import has_dtensor, refuse
-from cudnn_sdpa.engine.tensor_checks import check_tensor, shape_of
-from cudnn_sdpa.errors import DeviceError, LayoutError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.attention.paged.arguments import check_scale
+from cudnn_sdpa.engine.tensor_checks import check_is_tensor, dtype_name, shape_of
+from cudnn_sdpa.errors import DeviceError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.scalars import as_int
 
 
@@ -114,18 +112,15 @@ def checked_growth(
     return numbers, added
 
 
-def check_rows(name: str, rows: Tensor, to: Tensor, step: PagedStep) -> None:
-    """Checks that new keys or values fit a step and its pages, and that kernels can read them."""
-    if has_dtensor(rows):
-        refuse("PagedKVCache", "each rank has a cache of its own heads or sequences: give it the local tensors")
-    expected = (step.batch, to.shape[1], step.tokens, to.shape[3])
-    check_tensor(name, rows, to, of="the cache", shape=expected, meaning="(B, Hkv, tokens, head dim)")
-    if rows.is_cuda:
-        try:
-            tensor_checks.check_strides(rows, rows, rows)
-            tensor_checks.check_addresses(q=rows)
-        except LayoutError as error:
-            raise error.renamed({"q": name}) from None
+def check_scale_of(name: str, scale: Tensor | None, heads: int, pages: Tensor) -> None:
+    """Checks the scale of a cache's keys or values."""
+    if scale is None:
+        return
+    check_is_tensor(name, scale)
+    check_scale(name, scale, heads, pages, of="the cache")
+    if pages.dtype.itemsize > 1:
+        expected = "None, or a cache in float8_e4m3fn or float8_e5m2"
+        raise OptionError(name, f"a scale for a cache in {dtype_name(pages.dtype)}", expected)
 
 
 def check_queries(q: object, tokens: int) -> None:

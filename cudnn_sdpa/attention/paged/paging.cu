@@ -188,43 +188,166 @@ struct Move {
   number batch;          /* bytes from one sequence, token and head to the next */
   number row;
   number head;
-  number words;          /* of 16 bytes, of one head */
+  number dim;            /* elements of one head */
   char* to;
-  number page;           /* bytes from one page, slot and head to the next */
+  number page;           /* bytes from one page, slot, head and element to the next */
   number slot;
   number to_head;
+  number to_element;
+  const float* scale;    /* FP8 stores value / scale; null: 1 */
+  number scale_step;     /* elements from one head's scale to the next: 0 if all heads share one */
+  number is_wide;        /* whether the strides let 16 bytes be read, and what becomes of them be written, at a time */
 };
 
 struct Append {
+  const char* slots;     /* (tokens,), or null: the slots follow from lengths and tables */
+  number slot_bytes;     /* of a slot's number: 4 or 8 */
   const int* lengths_kv; /* (batch,), the new tokens included */
   const int* lengths_q;  /* (batch,): how many tokens are new */
   const int* table;
-  number row;            /* from one row of the table to the next */
+  number table_row;      /* from one row of the table to the next */
   number columns;
   number batch;
   number tokens;         /* new ones of each sequence, at most */
   number page_size;
   number pages;
   number heads;
+  number size;           /* bytes of a new element */
+  number fp8;            /* bits of the exponent of FP8 that 16 bits become; 0: elements are copied */
+  number is_bfloat16;
+  number at_once;        /* tokens of a block */
   Move of[2];
 };
 
-extern "C" __global__ void append_tokens(const Append a) {
-  for (number i = blockIdx.x; i < a.batch * a.tokens; i += gridDim.x) {
-    number b = i / a.tokens, token = i % a.tokens;
-    number added = a.lengths_q[b], position = a.lengths_kv[b] - added + token, column = position / a.page_size;
-    if (token >= added || position < 0 || column >= a.columns) continue;
-    number page = a.table[b * a.row + column];
-    if (page < 0 || page >= a.pages) continue;
-    for (int which = 0; which < 2; ++which) {
-      const Move& move = a.of[which];
-      const char* from = move.from + b * move.batch + token * move.row;
-      char* to = move.to + page * move.page + position % a.page_size * move.slot;
-      unsigned words = (unsigned)move.words;
-      for (unsigned part = threadIdx.x; part < (unsigned)a.heads * words; part += blockDim.x) {
-        unsigned head = part / words, word = part % words;
-        ((uint4*)(to + head * move.to_head))[word] = ((const uint4*)(from + head * move.head))[word];
-      }
+union Bits {
+  unsigned bits;
+  float value;
+};
+
+__device__ float to_float(unsigned bits, int is_bfloat16) {
+  Bits x;
+  if (is_bfloat16) {
+    x.bits = bits << 16;
+    return x.value;
+  }
+  x.bits = (bits & 0x7fffu) << 13;
+  if (x.bits >= 0x0f800000u) {
+    x.bits |= 0x7f800000u; /* infinity or NaN */
+  } else {
+    x.value *= 5.192296858534828e33f; /* 2^112, between the biases of the exponents; exact, also for subnormals */
+  }
+  x.bits |= (bits & 0x8000u) << 16;
+  return x.value;
+}
+
+/* To the nearest number of FP8, ties to even; the largest one beyond it, and NaN for NaN. As integers, for GPUs without
+ * an instruction for it; PyTorch's conversion gives the same bits. */
+__device__ unsigned to_fp8(float value, unsigned exponent) {
+  unsigned mantissa = 7 - exponent, dropped = 23 - mantissa, bias = (1u << (exponent - 1)) - 1;
+  unsigned largest = exponent == 4 ? 0x43e00000u : 0x47600000u; /* 448, 57344 */
+  Bits x, least;
+  x.value = value;
+  unsigned sign = x.bits >> 24 & 0x80u;
+  x.bits &= 0x7fffffffu;
+  if (x.bits > 0x7f800000u) return sign | 0x7f;
+  if (x.bits > largest) x.bits = largest;
+  if (x.bits < (128 - bias) << 23) { /* subnormal: the sum's last bit is the smallest number */
+    least.bits = (128 - bias + dropped) << 23;
+    x.value += least.value;
+    return sign | (x.bits - least.bits);
+  }
+  x.bits += ((bias - 127) << 23) + (1u << (dropped - 1)) - 1 + (x.bits >> dropped & 1);
+  return sign | x.bits >> dropped;
+}
+
+__device__ number quotient(number a, number b) {
+  return (a | b) >> 32 ? a / b : (number)((unsigned)a / (unsigned)b);
+}
+
+/* Where a token goes; negative: nowhere. */
+__device__ number slot_of(const Append& a, number b, number token) {
+  if (a.slots) return a.slot_bytes == 8 ? ((const number*)a.slots)[token] : (number)((const int*)a.slots)[token];
+  number added = a.lengths_q[b], position = a.lengths_kv[b] - added + token;
+  if (token >= added || position < 0) return -1;
+  number column = quotient(position, a.page_size);
+  if (column >= a.columns) return -1;
+  number page = a.table[b * a.table_row + column];
+  return page < 0 ? -1 : page * a.page_size + position - column * a.page_size;
+}
+
+/* Some elements of a head: 16 bytes if they are wide, otherwise one. */
+__device__ void append_part(const Append& a, const Move& move, const char* from, char* to, unsigned head, int is_wide) {
+  if (a.fp8) {
+    float scale = move.scale ? move.scale[head * move.scale_step] : 1.0f;
+    if (!is_wide) {
+      *to = (char)to_fp8(to_float(*(const unsigned short*)from, (int)a.is_bfloat16) / scale, (unsigned)a.fp8);
+      return;
     }
+    uint4 values = *(const uint4*)from;
+    unsigned words[4] = {values.x, values.y, values.z, values.w};
+    unsigned long long made = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float value = to_float(words[i / 2] >> 16 * (i % 2) & 0xffffu, (int)a.is_bfloat16);
+      made |= (unsigned long long)to_fp8(value / scale, (unsigned)a.fp8) << 8 * i;
+    }
+    *(unsigned long long*)to = made;
+  } else if (is_wide) {
+    *(uint4*)to = *(const uint4*)from;
+  } else {
+    for (int byte = 0; byte < a.size; ++byte) to[byte] = from[byte];
+  }
+}
+
+extern "C" __global__ void append_tokens(const Append a) {
+  unsigned parts[2], units[2], wide[2]; /* of one head and of one token */
+  for (int which = 0; which < 2; ++which) {
+    const Move& move = a.of[which];
+    number apart = ((number)move.from & 15) | ((number)move.to & (a.fp8 ? 7 : 15));
+    wide[which] = move.is_wide && !apart ? 16 / (unsigned)a.size : 1;
+    parts[which] = (unsigned)move.dim / wide[which];
+    units[which] = (unsigned)a.heads * parts[which];
+  }
+  number all = a.batch * a.tokens;
+  for (number first = blockIdx.x * a.at_once; first < all; first += gridDim.x * a.at_once) {
+    unsigned of_token = units[0] + units[1], count = (unsigned)within(all - first, 0, a.at_once) * of_token;
+    for (unsigned unit = threadIdx.x; unit < count; unit += blockDim.x) {
+      number i = first + unit / of_token, b = a.slots ? 0 : quotient(i, a.tokens), token = i - b * a.tokens;
+      number slot = slot_of(a, b, token);
+      if (slot < 0) continue;
+      number page = quotient(slot, a.page_size);
+      if (page >= a.pages) continue;
+      unsigned rest = unit % of_token, which = rest >= units[0];
+      if (which) rest -= units[0];
+      const Move& move = a.of[which];
+      unsigned head = rest / parts[which];
+      number element = (number)(rest % parts[which]) * wide[which];
+      const char* from = move.from + b * move.batch + token * move.row + head * move.head + element * a.size;
+      char* to = move.to + page * move.page + (slot - page * a.page_size) * move.slot + head * move.to_head;
+      append_part(a, move, from, to + element * move.to_element, head, wide[which] > 1);
+    }
+  }
+}
+
+/* Page tables as FlashInfer has them: the pages of all sequences end to end. */
+struct Csr {
+  const int* ends;       /* (batch + 1,): where the pages of each sequence begin and end */
+  const int* ids;        /* (all,) */
+  const int* last;       /* (batch,): tokens in the last page of each */
+  number batch;
+  number all;
+  number page_size;
+  number columns;
+  number row;            /* from one row of the table to the next */
+  int* table;            /* (batch, columns) */
+  int* lengths;          /* (batch,) */
+};
+
+extern "C" __global__ void table_of_csr(const Csr a) {
+  for (number b = blockIdx.x; b < a.batch; b += gridDim.x) {
+    number begin = within(a.ends[b], 0, a.all), all = within(a.ends[b + 1] - begin, 0, a.all - begin);
+    number pages = within(all, 0, a.columns), last = all > a.columns ? a.page_size : within(a.last[b], 0, a.page_size);
+    for (number page = threadIdx.x; page < pages; page += blockDim.x) a.table[b * a.row + page] = a.ids[begin + page];
+    if (threadIdx.x == 0) a.lengths[b] = pages ? (int)((pages - 1) * a.page_size + last) : 0;
   }
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,7 +13,11 @@ from torch import Tensor
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.specs import Gathered, right_bound
-from cudnn_sdpa.engine.launch import Address, OwnKernel
+from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, OwnKernel
+from cudnn_sdpa.graph.key import Operand, PlanKey
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.target import live_target
+from cudnn_sdpa.plans.kernel_plan import KernelCall, KernelOp, KernelProgram
 from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 from cudnn_sdpa.plans.plan import allocate, current_raw_stream
 
@@ -18,7 +25,8 @@ _SOURCE = Path(__file__).with_name("paging.cu")
 decode_kernel = Kernel(_SOURCE, "prepare_decode")
 gather_kernel = Kernel(_SOURCE, "gather_pages")
 append_kernel = Kernel(_SOURCE, "append_tokens")
-_decode, _gather, _append = (Struct(_SOURCE, name) for name in ("Decode", "Gather", "Append"))
+csr_kernel = Kernel(_SOURCE, "table_of_csr")
+_decode, _gather, _append, _csr = (Struct(_SOURCE, name) for name in ("Decode", "Gather", "Append", "Csr"))
 
 _THREADS = 256
 _WORD = 16  #: bytes that the kernels copy at a time
@@ -137,59 +145,90 @@ class GatherKernel:
         return Gathered(k, v, cu_seqlens_q, cu_seqlens_kv)
 
 
-class AppendKernel:
-    """Writes new keys and values into their pages, for similar calls.
+@functools.partial(KernelOp, folder=_SOURCE.parent)
+def append_tokens(key: PlanKey) -> KernelProgram:
+    """Writes new keys and values (B, Hkv, tokens, D) into their pages (pages, Hkv, page size, D)."""
+    layouts = {x.name: x.layout for x in key.inputs}
+    (batch, heads, tokens, _), (pages, _, page_size, _) = layouts["k"].shape, layouts["k_pages"].shape
+    of, units = [], 0
+    for name in ("k", "v"):
+        new, to, scale = layouts[name], layouts[f"{name}_pages"], layouts.get(f"{name}_scale")
+        size, stored, dim = new.dtype.itemsize, to.dtype.itemsize, new.shape[3]
+        at_once = _WORD // size
+        apart = [size * stride % _WORD for stride in new.stride[:3]]
+        apart += [stored * stride % (at_once * stored) for stride in to.stride[:3]]
+        is_wide = not any(apart) and dim % at_once == 0 and new.stride[3] == to.stride[3] == 1
+        strides = dict(zip(("batch", "head", "row"), [size * x for x in new.stride], strict=False))
+        strides |= dict(zip(("page", "to_head", "slot", "to_element"), [stored * x for x in to.stride], strict=True))
+        step = 0 if scale is None or math.prod(scale.shape) == 1 else scale.stride[0]
+        of.append({**strides, "dim": dim, "scale_step": step, "is_wide": is_wide})
+        units += heads * (dim // at_once if is_wide else dim)
+    slots, table = layouts.get("slot_mapping"), layouts.get("page_table")
+    dtype, of_pages = layouts["k"].dtype, layouts["k_pages"].dtype
+    fields = _append.filled(
+        slot_bytes=0 if slots is None else slots.dtype.itemsize,
+        table_row=0 if table is None else table.stride[0],
+        columns=0 if table is None else table.shape[1],
+        batch=batch,
+        tokens=tokens,
+        page_size=page_size,
+        pages=pages,
+        heads=heads,
+        size=dtype.itemsize,
+        fp8=0 if dtype == of_pages else _EXPONENT_BITS[of_pages],
+        is_bfloat16=dtype == torch.bfloat16,
+        at_once=(at_once := max(1, _THREADS // units)),
+        of=of,
+    )
+    names = list(layouts)
+    places = _append.indices(*(_APPENDED[name] for name in names))
+    blocks = max(1, min(-(-batch * tokens // at_once), 4096))
+    return KernelProgram([KernelCall(append_kernel, blocks, _THREADS)], fields, dict(zip(names, places, strict=True)))
+
+
+_EXPONENT_BITS = {torch.float8_e4m3fn: 4, torch.float8_e5m2: 5}
+
+#: The operands of `append_tokens`, and their fields.
+_APPENDED = {
+    "k": "of.0.from",
+    "v": "of.1.from",
+    "k_pages": "of.0.to",
+    "v_pages": "of.1.to",
+    "slot_mapping": "slots",
+    "page_table": "table",
+    "seq_lens_kv": "lengths_kv",
+    "seq_lens_q": "lengths_q",
+    "k_scale": "of.0.scale",
+    "v_scale": "of.1.scale",
+}
+
+
+def bind_append(given: Mapping[str, Tensor]) -> BoundPlan:
+    """The kernel that appends, for similar calls.
+
+    Its plan is kept with the call and not in the plan cache: it owns nothing, and there may be one for each number of
+    tokens.
 
     Args:
-        new: Keys and values (B, Hkv, tokens, D).
-        pages: The pages to write to, (pages, Hkv, page size, D).
-        table: A page table, (B, columns) int32.
+        given: The operands: keys and values (B, Hkv, tokens, D), pages (pages, Hkv, page size, D), and the slots, or
+            tables and lengths.
     """
+    device, names = given["k"].get_device(), tuple(given)
+    inputs = [Operand(name, TensorLayout.of(x)) for name, x in given.items()]
+    plan = append_tokens.plan(append_tokens.key(inputs, [], {}, target=live_target(device), device=device))
+    plan.held = True
+    return BoundPlan(plan, names, results=[], numbers={}, extras=LaunchExtras(unaligned_ok=names))
 
-    __slots__ = ("_blocks", "_device", "_fields", "_has_several_gpus", "_indices", "_kernel")
 
-    def __init__(self, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor], table: Tensor) -> None:
-        batch, heads, tokens, _ = new[0].shape
-        self._device = new[0].get_device()
-        self._has_several_gpus = torch.cuda.device_count() > 1
-        self._kernel = append_kernel.on(self._device)
-        self._blocks = max(1, min(batch * tokens, 4096))
-        of = []
-        for rows, to in zip(new, pages, strict=True):
-            size = rows.element_size()
-            strides = {"batch": rows.stride(0) * size, "row": rows.stride(2) * size, "head": rows.stride(1) * size}
-            strides |= {"page": to.stride(0) * size, "slot": to.stride(2) * size, "to_head": to.stride(1) * size}
-            of.append({**strides, "words": rows.shape[3] * size // _WORD, "to": to.data_ptr()})
-        self._fields = _append.filled(
-            row=table.stride(0),
-            columns=table.shape[1],
-            batch=batch,
-            tokens=tokens,
-            page_size=pages[0].shape[2],
-            pages=pages[0].shape[0],
-            heads=heads,
-            of=of,
-        )
-        self._indices = _append.indices("lengths_kv", "lengths_q", "table", "of.0.from", "of.1.from")
-
-    def __call__(self, k: int, v: int, table: Tensor, lengths_kv: Tensor, lengths_q: Tensor) -> None:
-        """Launches the kernel on the current stream.
-
-        Args:
-            k: Address of the keys.
-            v: Address of the values.
-            table: The pages of each sequence.
-            lengths_kv: The length of each sequence, new tokens included, (B,) int32.
-            lengths_q: The number of new tokens of each sequence, (B,) int32.
-        """
-        if self._has_several_gpus and torch.cuda.current_device() != self._device:
-            with torch.cuda.device(self._device):
-                return self(k, v, table, lengths_kv=lengths_kv, lengths_q=lengths_q)
-        fields, (to_kv, to_q, to_table, to_k, to_v) = self._fields[:], self._indices
-        fields[to_kv], fields[to_q] = lengths_kv.data_ptr(), lengths_q.data_ptr()
-        fields[to_table], fields[to_k], fields[to_v] = table.data_ptr(), k, v
-        self._kernel.launch(self._blocks, _THREADS, fields, current_raw_stream(self._device))
-        return None
+def table_of_csr(ends: Tensor, ids: Tensor, last: Tensor, *, table: Tensor, lengths: Tensor, page_size: int) -> None:
+    """Fills a page table and lengths from page ids end to end, on the current stream of their GPU."""
+    device, (batch, columns) = table.get_device(), table.shape
+    fields = _csr.filled(batch=batch, all=ids.shape[0], page_size=page_size, columns=columns, row=table.stride(0))
+    addresses = {"ends": ends, "ids": ids, "last": last, "table": table, "lengths": lengths}
+    for place, tensor in zip(_csr.indices(*addresses), addresses.values(), strict=True):
+        fields[place] = tensor.data_ptr()
+    with torch.cuda.device(device):
+        csr_kernel.on(device).launch(min(batch, 4096), 128, fields, current_raw_stream(device))
 
 
 def copy_pages(layers: tuple[Tensor, Tensor], copies: list[tuple[int, int]]) -> None:

@@ -114,7 +114,7 @@ def marks_of(call: PagedArguments) -> tuple[Mark | None, Mark | None]:
 
 
 def is_of_a_cache(call: PagedArguments) -> bool:
-    """Whether one `PagedKVCache` made the call's tables and lengths, and they fit these pages."""
+    """Whether one `PagedKVCache` made the call's tables and lengths, or they are trusted, and they fit these pages."""
     mark, other = marks_of(call)
     if mark is None or call.page_table_v is not None or other != mark:
         return False
@@ -133,7 +133,9 @@ def reasons_against_in_place(call: PagedArguments) -> list[str]:
     if right_bound(call) != UNBOUNDED and call.softmax.causal_alignment != BOTTOM_RIGHT:
         reasons.append("a mask aligned at the first key changes the lengths")
     if not is_of_a_cache(call):
-        reasons.append("the tables and lengths are not those of a PagedKVCache, so they must be checked")
+        reasons.append(
+            "the tables and lengths are not those of a PagedKVCache, nor trusted_pages, so they must be checked"
+        )
     return reasons
 
 
@@ -150,13 +152,22 @@ def table_width(columns: int) -> int:
     return width
 
 
+def rounded_pages(pages: Tensor) -> TensorLayout:
+    """The layout of a plan's pages: their number is the next power of two, and page ids stay below the true number.
+
+    Engines derive the number from free memory, which differs between two starts of a server: they share their plans.
+    """
+    shape = (1 << (pages.shape[0] - 1).bit_length(), *pages.shape[1:])
+    return TensorLayout(shape, canonical_stride(shape, pages.stride()), pages.dtype)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeSpec:
     """A decode step without its data.
 
     Attributes:
         q: Queries (rows, Hq, 1, D), with as many rows as the plan has.
-        k: Keys (pages, Hkv, page size, D).
+        k: Keys (pages, Hkv, page size, D), with as many pages as `rounded_pages` says.
         v: Values (pages, Hkv, page size, Dv).
         out: The output (rows, Hq, 1, Dv).
         tables: The page tables of keys and of values (rows, 1, width, 1).
@@ -189,8 +200,8 @@ class DecodeSpec:
         table_k, table_v = (TensorLayout((rows, 1, width, 1), (x, x, 1, 1), torch.int32) for x in strides)
         return cls(
             q=TensorLayout(shape_q, canonical_stride(shape_q, (row_q, head_q, head_q, 1)), call.q.dtype),
-            k=TensorLayout.of(k),
-            v=TensorLayout.of(v),
+            k=rounded_pages(k),
+            v=rounded_pages(v),
             out=TensorLayout.contiguous(shape_out, call.q.dtype),
             tables=(table_k, table_v),
             left=None if call.softmax.window_left == UNBOUNDED else call.softmax.window_left,

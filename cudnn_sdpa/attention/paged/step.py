@@ -13,8 +13,8 @@ from torch import Tensor
 from cudnn_sdpa.attention.paged.page_pool import PagePool
 from cudnn_sdpa.errors import OptionError
 
-#: The attribute by which a `PagedKVCache` marks the tables and lengths that it made: valid for caches with as many
-#: pages of this size. Its value is (pages, columns of the table, page size).
+#: The attribute by which a `PagedKVCache` marks the tables and lengths that it made, and `trusted_pages` those of
+#: others: valid for caches with as many pages of this size. Its value is (pages, columns of the table, page size).
 MARK = "_cudnn_sdpa_pages"
 Mark = tuple[int, int, int]
 
@@ -170,13 +170,3 @@ class PagedStep:
             hint = "Or write the pages yourself, and call sdpa_paged with the step's page_table and seq_lens_kv."
             got = f"a step without keys and values of layer {layer}"
             raise OptionError("step", got, "a step after append(step, k, v, layer)", hint)
-
-    def write(self, new: tuple[Tensor, Tensor], pages: tuple[Tensor, Tensor]) -> None:
-        """Writes new keys and values (B, Hkv, tokens, D) to their pages (P, Hkv, page size, D), in plain PyTorch."""
-        with torch.inference_mode():
-            offsets = torch.arange(self.tokens, device=self.seq_lens_q.device)
-            batch, tokens = torch.nonzero(offsets < self.seq_lens_q.unsqueeze(1), as_tuple=True)
-            positions = self.positions[batch, tokens]
-            for rows, to in zip(new, pages, strict=True):
-                page = self.page_table[batch, positions // to.shape[2]].long()
-                to[page, :, positions % to.shape[2]] = rows[batch, :, tokens]

@@ -8,7 +8,6 @@ from attention_checks import TOLERANCE, make, poison
 
 import cudnn_sdpa
 from cudnn_sdpa import plan_cache, sdpa_paged
-from cudnn_sdpa.attention.paged.step import MARK
 from cudnn_sdpa.graph.backend import is_repeatable
 
 RUNS = 20
@@ -109,8 +108,7 @@ def of_single_queries(where):
     k_pages, v_pages = (x.transpose(1, 2).reshape(32 * KEYS // page, page, 8, 128) for x in (k, v))
     table = torch.arange(len(k_pages), device="cuda", dtype=torch.int32).view(32, -1)
     if where == "paged, in place":
-        for tensor in (table, lengths):
-            setattr(tensor, MARK, (len(k_pages), table.shape[1], page))
+        cudnn_sdpa.trusted_pages(table, lengths, pages=len(k_pages), page_size=page)
     return lambda: sdpa_paged(q, k_pages, v_pages, table, lengths, page_layout="NHD"), number, expected
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from typing import NamedTuple
 
 import pytest
@@ -22,6 +24,7 @@ from cudnn_sdpa import (
     sdpa_varlen,
     sdpa_varlen_backward,
 )
+from cudnn_sdpa.attention import merge_states as merge_module
 from cudnn_sdpa.attention import sink_scores
 from cudnn_sdpa.attention.arguments import GradientCall
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import FP8_BACKWARD
@@ -326,3 +329,87 @@ def test_the_sinks_are_found_by_name_among_what_has_gradients(needs):
     assert len(sink_scores.needed_gradient(of)) == needs[1]
     assert len(sink_scores.notes_on_gradient(of)) == needs[1]
     assert len(sink_scores.notes_on_converted_gradient({"sinks": sinks.half()}, of)) == needs[1]
+
+
+def states(r, dtype, parts):
+    """Outputs and LSEs of parts, some of them empty, in memory orders of their own."""
+    shape = [r.choice((1, 2, 5)) for _ in range(r.choice((1, 2, 3)))] + [r.choice((1, 8, 20, 128))]
+    outs, lses = [], []
+    for _ in range(parts):
+        order = list(range(len(shape) - 1)) if r.random() < 0.6 else r.sample(range(len(shape) - 1), len(shape) - 1)
+        gap, empty = r.choice((0, 0, 8, 3)), torch.rand(shape[:-1]) < r.choice((0.0, 0.3, 1.0))
+        whole = torch.empty([shape[x] for x in order] + [shape[-1] + gap], dtype=dtype)
+        out = whole[..., gap:].permute(*[order.index(x) for x in range(len(order))], len(order))
+        outs.append(out.copy_(torch.randn(shape)).masked_fill_(empty.unsqueeze(-1), torch.nan))
+        lses.append((torch.randn(shape[:-1]) * 30).masked_fill_(empty, -torch.inf))
+    return outs, lses
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_kernel_that_merges_equals_plain_pytorch(seed, dtype, monkeypatch):
+    r = random.Random(seed)
+    torch.manual_seed(seed)
+    outs, lses = states(r, dtype, r.choice((1, 2, 3, 64)))
+    exact, of_exact = merge_states([x.double() for x in outs], lses)
+    wanted, of_wanted = merge_states(outs, lses)
+    given = torch.full((2, *outs[0].shape), torch.nan, dtype=dtype)[r.randrange(2)] if seed % 2 else None
+    launched = []
+    with gpu_on_the_cpu():
+        launch = merge_module._merge_by_kernel
+        monkeypatch.setattr(merge_module, "_merge_by_kernel", lambda *x: launched.append(x) or launch(*x))
+        out, lse = merge_states(outs, lses, out=given)
+    assert launched
+    assert given is None or out is given
+    assert out.dtype == dtype
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    torch.testing.assert_close(lse, of_wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(lse, of_exact, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(out.double(), exact, rtol=tolerance, atol=4e-5)
+    torch.testing.assert_close(out, wanted, rtol=2 * tolerance, atol=4e-5)
+
+
+def test_merged_states_that_are_no_numbers():
+    """Infinite LSEs, NaN, and outputs that no row of weight zero hides."""
+    outs = [torch.randn(8, 1, 8), torch.randn(8, 1, 8)]
+    lses = [torch.zeros(8, 1), torch.zeros(8, 1)]
+    for row, (first, second) in enumerate([(torch.inf, 0.0), (torch.nan, 1.0), (-torch.inf, torch.nan)]):
+        lses[0][row], lses[1][row] = first, second
+    lses[0][3] = torch.inf
+    lses[1][3] = torch.inf
+    outs[0][4], lses[0][4] = torch.nan, -300.0
+    outs[0][5], lses[0][5] = torch.nan, -torch.inf
+    outs[0][6] = torch.inf
+    wanted = merge_states(outs, lses)
+    with gpu_on_the_cpu():
+        found = merge_states(outs, lses)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, equal_nan=True)
+
+
+def test_more_parts_than_the_kernel_takes_are_merged_in_pytorch():
+    outs, lses = [torch.randn(3, 2, 8) for _ in range(65)], [torch.randn(3, 2) for _ in range(65)]
+    wanted = merge_states(outs, lses)
+    with gpu_on_the_cpu():
+        found = merge_states(outs, lses)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("way", [contextlib.nullcontext, gpu_on_the_cpu])
+def test_where_merged_states_may_be_written(way):
+    outs, lses = [torch.randn(3, 2, 8) for _ in range(2)], [torch.randn(3, 2) for _ in range(2)]
+    wanted, _ = merge_states(outs, lses)
+    with way():
+        apart = torch.full((3, 2, 8, 2), torch.nan)[..., 1]
+        out, _ = merge_states(outs, lses, out=apart)
+        assert out is apart
+        torch.testing.assert_close(out, wanted)
+        for wrong, message in (
+            (torch.empty(3, 2, 4), "out: got shape"),
+            (torch.empty(3, 2, 8).half(), "out: got float16"),
+            (torch.empty(1, 2, 8).expand(3, 2, 8), "out: got strides"),
+            (outs[1], r"out: got memory that overlaps outs\[1\]"),
+            ([1.0], "out: got list"),
+        ):
+            with pytest.raises(cudnn_sdpa.ArgumentError, match=message):
+                merge_states(outs, lses, out=wrong)

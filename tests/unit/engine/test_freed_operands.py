@@ -5,8 +5,11 @@ The plans are fakes that check the addresses of their launches.
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
+from fake_gpu import gpu_on_the_cpu
 
 import cudnn_sdpa
 from cudnn_sdpa import LayoutError, PagedKVCache
@@ -133,22 +136,25 @@ def test_every_function_refuses_freed_tensors_by_name(name, which, lacking):
 
 @pytest.mark.parametrize("which", ["k", "v"])
 def test_a_cached_append_refuses_freed_tensors(monkeypatch, which):
-    cache = PagedKVCache(pages=4, page_size=16, heads=2, head_dim=16, dtype=torch.bfloat16, device="cpu")
-    step = cache.reserve([cache.add()], 3)
-    rows = {name: torch.randn(1, 2, 3, 16, dtype=torch.bfloat16) for name in "kv"}
-    seen = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    with gpu_on_the_cpu():
+        cache = PagedKVCache(pages=4, page_size=16, heads=2, head_dim=16, dtype=torch.bfloat16, device="cpu")
+        step = cache.reserve([cache.add()], 3)
+        new = {name: rows(1, 2, 3, 16) for name in "kv"}
+        for _ in range(2):
+            cache.append(step, **new)
+        with pytest.raises(LayoutError, match=f"{which}: got a tensor without memory"):
+            cache.append(step, **{**new, which: freed(new[which])})
+    assert torch.equal(cache.read(0)[0], new["k"][0])
 
-    class Appender:
-        def __init__(self, *_):
-            pass
 
-        def __call__(self, k, v, **_):
-            seen.append((k, v))
-
-    monkeypatch.setattr("cudnn_sdpa.attention.paged.paging.AppendKernel", Appender)
-    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True))
-    for _ in range(2):
-        cache.append(step, **rows)
-    with pytest.raises(LayoutError, match=f"{which}: got a tensor without memory"):
-        cache.append(step, **{**rows, which: freed(rows[which])})
-    assert seen == [(rows["k"].data_ptr(), rows["v"].data_ptr())] * 2
+@pytest.mark.parametrize("which", ["k", "v", "k_pages", "v_pages", "slot_mapping", "k_scale", "v_scale"])
+@pytest.mark.parametrize("is_on_gpu", [False, True])
+def test_append_paged_kv_refuses_freed_tensors(which, is_on_gpu):
+    given = {"k": rows(3, 2, 16), "v": rows(3, 2, 8), "k_pages": fp8(4, 2, 5, 16), "v_pages": fp8(4, 2, 5, 8)}
+    given |= {"slot_mapping": torch.tensor([3, 19, -1]), "k_scale": torch.ones(2), "v_scale": torch.ones(())}
+    with gpu_on_the_cpu() if is_on_gpu else contextlib.nullcontext():
+        for _ in range(2):
+            cudnn_sdpa.append_paged_kv(**given, page_layout="HND")
+        with pytest.raises(LayoutError, match=f"^{which}: got a tensor without memory"):
+            cudnn_sdpa.append_paged_kv(**{**given, which: freed(given[which])}, page_layout="HND")

@@ -12,8 +12,7 @@ from float64_reference import attend
 
 import cudnn_sdpa
 from benchmarks import decode
-from cudnn_sdpa import PagedKVCache, PlanBuildError, explain, no_plan_builds, plan_cache, sdpa_paged
-from cudnn_sdpa.attention.paged.step import MARK
+from cudnn_sdpa import PagedKVCache, PlanBuildError, explain, no_plan_builds, plan_cache, sdpa_paged, trusted_pages
 from tests.threads import in_threads
 
 BF16 = torch.bfloat16
@@ -43,8 +42,7 @@ class Cache:
             self.rows.append(rows)
             self.pages.append(pages)
         if owned:  # as if a PagedKVCache had made them
-            for tensor in (self.table, self.lengths):
-                setattr(tensor, MARK, (total, self.table.shape[1], page_size))
+            trusted_pages(self.table, self.lengths, pages=total, page_size=page_size)
 
     def __call__(self, q, **options):
         return sdpa_paged(q, *self.pages, self.table, self.lengths, page_layout=self.layout, **options)

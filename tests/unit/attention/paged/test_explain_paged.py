@@ -8,14 +8,13 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from cudnn_sdpa import PagedKVCache, explain, sdpa_paged
+from cudnn_sdpa import PagedKVCache, explain, sdpa_paged, trusted_pages
 from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.paged import launch as paged_launch
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
 from cudnn_sdpa.attention.paged.specs import Gathered
-from cudnn_sdpa.attention.paged.step import MARK
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.planning.support import target_of
@@ -74,8 +73,7 @@ def arguments(batch=4, queries=1, heads=(8, 2), page_size=16, layout="HND", colu
     shape = (100, heads[1], page_size, 64) if layout == "HND" else (100, page_size, heads[1], 64)
     table, lengths = meta(batch, columns, dtype=torch.int32), meta(batch, dtype=torch.int32)
     if owned:
-        for tensor in (table, lengths):
-            setattr(tensor, MARK, (100, columns, page_size))
+        trusted_pages(table, lengths, pages=100, page_size=page_size)
     return meta(batch, heads[0], queries, 64), meta(*shape), meta(*shape), table, lengths
 
 
@@ -115,7 +113,7 @@ def notes(*given, **options):
 
 def test_extra_kernels():
     assert notes(*arguments(owned=True)) == ""
-    assert "not those of a PagedKVCache" in notes(*arguments())
+    assert "not those of a PagedKVCache, nor trusted_pages" in notes(*arguments())
     assert "5 sequences are served by a plan for 6" in notes(*arguments(batch=5, owned=True))
     assert "each sequence must have one query" in notes(*arguments(queries=4, owned=True))
     assert "sinks are applied" in notes(*arguments(), sinks=meta(8, dtype=torch.float32))
