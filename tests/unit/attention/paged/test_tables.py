@@ -21,7 +21,7 @@ from cudnn_sdpa import (
     sdpa_paged,
     trusted_pages,
 )
-from cudnn_sdpa.attention.paged import paging, plans
+from cudnn_sdpa.attention.paged import paging, specs
 from cudnn_sdpa.attention.paged.specs import rounded_pages
 
 
@@ -130,8 +130,8 @@ def test_values_of_trusted_tables_are_read_on_the_cpu():
 
 
 def test_caches_of_nearly_as_many_pages_share_a_plan(copies, monkeypatch):  # noqa: ARG001
-    asked, key = [], plans.DecodeSpec.key
-    monkeypatch.setattr(plans.DecodeSpec, "key", lambda *x: asked.append(key(*x)) or asked[-1])
+    asked, key = [], specs.DecodeSpec.key
+    monkeypatch.setattr(specs.DecodeSpec, "key", lambda *x: asked.append(key(*x)) or asked[-1])
     found = {pages: (sdpa_paged(**call(pages)), sdpa_paged(**call(pages)))[1] for pages in (33, 50, 64, 65)}
     assert all(out.isfinite().all() for out in found.values())
     assert len(set(asked[:3])) == 1
