@@ -83,6 +83,8 @@ constexpr int M = 64 * GROUPS;
 constexpr int DP = (D + 63) / 64 * 64, DVP = (DV + 63) / 64 * 64; /* in shared memory */
 constexpr int ELEMENT = CACHE ? 1 : 2;
 constexpr bool Q_SHARED = D > 192; /* queries in shared memory, where registers do not hold them */
+/* Weights are multiplied by 2^SHIFT: as float16, small ones keep more of their bits. */
+constexpr int SHIFT = CACHE ? 7 : 0;
 constexpr float LOG2E = 1.4426950408889634f;
 #if DTYPE == 1 || CACHE
 #define MMA "f16"
@@ -498,7 +500,7 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
         int size = from[i] & 1 ? 0 : 16;
         if (bytes % 128) size = min_(size, max_(bytes - e * 128 - thread % 8 * 16, 0));
         asm volatile(
-            "cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n" ::"r"(to + i * 2048 + e * N * 128),
+            "cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;\n" ::"r"(to + i * 2048 + e * N * 128),
             "l"(y + e * 128), "r"(size));
       }
     }
@@ -714,33 +716,32 @@ __device__ __noinline__ void merge( /* apart, as most launches never need it, an
   const float2* const partial = reinterpret_cast<const float2*>(a.partial) + (slot + warp) * (DVP / 2) + lane;
   for (int row0 = 0; row0 + warp < rows; row0 += 4 * AT_ONCE) {
     float top[AT_ONCE], total[AT_ONCE], safe[AT_ONCE];
-    float2 acc[AT_ONCE][WORDS];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
+    float2 acc[AT_ONCE][WORDS], known[AT_ONCE]; /* `known`: the sums of a part of this lane */
+    auto look = [&](int i, int c) {
       const int row = row0 + 4 * i;
-      top[i] = -INFINITY, total[i] = 0;
-      if (row + warp < rows)
-        for (int c = lane; c < parts; c += 32) top[i] = fmaxf(top[i], __ldcg(sums + (number)c * of_part + row).x);
+      return c < parts && row + warp < rows ? __ldcg(sums + (number)c * of_part + row) : make_float2(-INFINITY, 0);
+    };
 #pragma unroll
-      for (int e = 0; e < WORDS; e++) acc[i][e] = make_float2(0, 0);
-    }
+    for (int i = 0; i < AT_ONCE; i++) known[i] = look(i, lane);
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
+      top[i] = known[i].x, total[i] = 0;
+      for (int c = lane + 32; c < parts; c += 32) top[i] = fmaxf(top[i], look(i, c).x);
       for (int o = 16; o; o /= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], o));
       if (a.sinks) top[i] = fmaxf(top[i], a.sinks[h * G + (t.r * M + role * 64 + row0 + 4 * i + warp) % G] * LOG2E);
       safe[i] = top[i] == -INFINITY ? 0.f : top[i];
+#pragma unroll
+      for (int e = 0; e < WORDS; e++) acc[i][e] = make_float2(0, 0);
     }
     for (int c0 = 0; c0 < parts; c0 += 32) {
       float weight[AT_ONCE];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
-        const int row = row0 + 4 * i;
-        float2 z = make_float2(-INFINITY, 0);
-        if (c0 + lane < parts && row + warp < rows) z = __ldcg(sums + (number)(c0 + lane) * of_part + row);
+        const float2 z = c0 ? look(i, c0 + lane) : known[i];
         weight[i] = z.y == 0 ? 0 : exp2_(z.x - safe[i]); /* parts without keys have no sums */
         total[i] += weight[i] * z.y;
       }
-#pragma unroll 8 / AT_ONCE
+#pragma unroll(WORDS > 2 ? 8 / AT_ONCE : 16 / AT_ONCE)
       for (int c = c0; c < min_(c0 + 32, parts); c++)
 #pragma unroll
         for (int i = 0; i < AT_ONCE; i++) {
@@ -896,7 +897,7 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
           less[e] = exp2_((top[e] - most[e]) * to_exponent[e]);
           top[e] = most[e];
         }
-        safe[e] = top[e] == -INFINITY ? 0.f : top[e] * to_exponent[e];
+        safe[e] = top[e] == -INFINITY ? 0.f : top[e] * to_exponent[e] - SHIFT;
         sum[e] *= less[e];
       }
 #pragma unroll
@@ -953,7 +954,7 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
     for (int e = 0; e < 2; e++) {
       sum[e] += __shfl_xor_sync(~0u, sum[e], 1);
       sum[e] += __shfl_xor_sync(~0u, sum[e], 2);
-      const float most = top[e] == -INFINITY ? -INFINITY : top[e] * (SOFTCAP ? LOG2E : unit[e]);
+      const float most = top[e] == -INFINITY ? -INFINITY : top[e] * (SOFTCAP ? LOG2E : unit[e]) - SHIFT;
       const int row = row0 + 8 * e, index = t.r * M + row, query = index / G, head = h * G + index % G;
       if (query >= t.count) continue;
       if (t.parts == 1) {
