@@ -45,6 +45,7 @@ class Description:
         bucket: Returns the key of its bucket's plan, None if it fits none; see `shape_policy`.
         verify: Runs the call and the reference, and returns the relative error of each result, and of the gradients if
             requested.
+        on_target: Gives another description for a target on which other kernels run; None if it is the same.
     """
 
     operation: GraphDefinition
@@ -55,6 +56,7 @@ class Description:
     backward: Description | None = None
     bucket: Callable[[Target, int | None], PlanKey | None] | None = None
     verify: Callable[[bool], dict[str, float]] | None = None
+    on_target: Callable[[Target], Description | None] | None = None
 
     def __post_init__(self) -> None:
         if self.is_empty:
@@ -312,6 +314,8 @@ def _explain(name: str, description: Description, target: str | None) -> Explana
         of_environment = (os.environ.get(TARGET_VARIABLE) or "h200", TARGET_VARIABLE)
         properties = load_properties(*(of_environment if target is None else (target,)))
         gpu = Target.from_properties(properties)
+    if description.on_target is not None:
+        description = description.on_target(gpu) or description
     versions = {
         "cudnn_sdpa": __version__,
         "cuDNN": backend.version_string(gpu.cudnn),

@@ -13,14 +13,18 @@ from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.paged import reference, specs
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.call import PagedCall
+from cudnn_sdpa.attention.paged.preferences import OWN, preference_of
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, call_of, sdpa_paged
 from cudnn_sdpa.attention.paged.specs import MAX_DECODED, DecodeSpec, is_decode
+from cudnn_sdpa.attention.paged_varlen import plans as own_kernel
+from cudnn_sdpa.attention.paged_varlen.plans import paged_varlen_forward
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inputs
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.target import live_target
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target, live_target
 
 
 @describes(sdpa_paged, sharding.paged)
@@ -33,13 +37,25 @@ def describe_paged(**given: Any) -> Description:
     described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
         described = describe_prefill(launched, device)
-    notes = [
-        *explain.notes_on_casts(original, call),
-        *sink_scores.notes_on_conversion(given),
-        *explain.notes_on_scale(call),
-        *described.extra_kernels,
-    ]
-    return replace(described, extra_kernels=notes, verify=lambda _: errors_paged(call))
+    before = [*explain.notes_on_casts(original, call), *sink_scores.notes_on_conversion(given)]
+    notes = [*before, *explain.notes_on_scale(call), *described.extra_kernels]
+
+    def on_target(target: Target) -> Description | None:
+        row = preference_of(call, target)
+        if row is None or row.kernel != OWN:
+            return None
+        why = f"our own kernel for pages runs instead of cuDNN's: {row}"
+        key = partial(_only_key, call)
+        return replace(described, operation=paged_varlen_forward, key=key, extra_kernels=[*before, why], verify=verify)
+
+    def verify(_: bool) -> dict[str, float]:
+        return errors_paged(call)
+
+    return replace(described, extra_kernels=notes, verify=verify, on_target=on_target)
+
+
+def _only_key(call: PagedArguments, target: Target, device: int | None) -> PlanKey:
+    return next(own_kernel.keys(call, target, device))
 
 
 def describe_decode(call: PagedArguments, device: int | None) -> Description:

@@ -24,7 +24,9 @@ from cudnn_sdpa.attention.arguments import as_launched, output_layout
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
+from cudnn_sdpa.attention.paged.preferences import prefers_own_kernel
 from cudnn_sdpa.attention.paged.step import MARK, Mark
+from cudnn_sdpa.attention.paged_varlen import plans as own_kernel
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.spec import SCALE
 from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refuse
@@ -58,6 +60,9 @@ def has_memory_order_of_q(call: PagedArguments) -> bool:
 def keys(call: PagedArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
     """The keys of the plans of a call: one, or those of the parts that a large batch is split into."""
     if call.is_empty:
+        return
+    if prefers_own_kernel(call, target):
+        yield from own_kernel.keys(call, target, device)
         return
     call = as_launched(call)
     if is_decode(call):

@@ -14,6 +14,7 @@ from pathlib import Path
 import torch
 
 from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES
+from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
@@ -54,6 +55,9 @@ _TOKEN = secrets.randbits(62)
 
 _DTYPES = {torch.float16: 1, torch.bfloat16: 2}
 
+#: Calls that the kernel serves: of packed queries, and of as many for each sequence.
+OnPages = PagedVarlenArguments | PagedArguments
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -76,16 +80,21 @@ class Spec:
     rows: int = 0
 
     @classmethod
-    def of(cls, call: PagedVarlenArguments, target: Target) -> Spec:
-        (tokens, heads, dim), heads_kv = call.q.shape, call.k.shape[1]
+    def of(cls, call: OnPages, target: Target) -> Spec:
+        if isinstance(call, PagedArguments):
+            batch, heads, longest, dim = call.q.shape
+            tokens, is_invariant, tree = batch * longest, False, None
+        else:
+            tokens, heads, dim = call.q.shape
+            batch, longest = call.batch, min(call.max_seqlen_q, tokens)
+            is_invariant, tree = call.batch_invariant, call.tree_mask
+        heads_kv = call.k.shape[1]
         group = heads // heads_kv
-        few = min(call.max_seqlen_q, tokens) * group <= 64
-        form = MANY
-        if few and not call.batch_invariant:
-            form = LONG if call.batch * heads_kv < _multiprocessors(target) else FEW
-        rows = 0
-        if call.batch_invariant:
-            split = min(tokens * group, call.batch * 128) * heads_kv  # one row tile of each sequence at most
+        form, rows = MANY, 0
+        if longest * group <= 64 and not is_invariant:
+            form = LONG if batch * heads_kv < _multiprocessors(target) else FEW
+        if is_invariant:
+            split = min(tokens * group, batch * 128) * heads_kv  # one row tile of each sequence at most
             rows = 1 << (split * min(MAX_PARTS, -(-call.max_kv_len // MIN_PART)) - 1).bit_length()
         return cls(
             q_dtype=call.q.dtype,
@@ -96,7 +105,7 @@ class Spec:
             page_size=call.page_size,
             form=form,
             has_softcap=call.softmax.is_capped,
-            has_tree=call.tree_mask is not None,
+            has_tree=tree is not None,
             with_lse=call.with_lse,
             rows=rows,
         )
@@ -134,7 +143,7 @@ class Spec:
             raise UnsupportedError("sdpa_paged_varlen", reasons)
 
 
-def keys(call: PagedVarlenArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
+def keys(call: OnPages, target: Target, device: int | None) -> Iterator[PlanKey]:
     if not call.is_empty:
         yield Spec.of(call, target).key(target, device)
 

@@ -1,0 +1,71 @@
+"""Measured preferences: where the library's own kernel for pages is faster than cuDNN's, and where it is not.
+
+`preferences.json` has a row for each kind of call that was measured: the compute capability, the head dims, and ranges
+of new tokens and of sequences, whose ends are included. `ratio` is the own kernel's time over that of cuDNN's engines,
+for what `of` says, from the results in `source`. Without a row, cuDNN serves the call.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cudnn_sdpa.attention.paged.arguments import PagedArguments
+from cudnn_sdpa.graph.target import Target
+
+OWN = "own"
+
+_FILE = Path(__file__).with_name("preferences.json")
+
+
+class Preference(NamedTuple):
+    """A row of the table; an end of a range is None where there is none."""
+
+    sm: int
+    head_dims: tuple[int, int]
+    new_tokens: tuple[int, int | None]
+    sequences: tuple[int, int | None]
+    kernel: str
+    ratio: float
+    of: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.ratio:g} of the time of cuDNN's for {self.of} ({self.source})"
+
+
+@functools.cache
+def preferences() -> tuple[Preference, ...]:
+    rows: list[dict[str, Any]] = json.loads(_FILE.read_text())
+    return tuple(Preference(**{name: _hashable(x) for name, x in row.items()}) for row in rows)
+
+
+def _hashable(x: Any) -> Any:
+    return tuple(x) if isinstance(x, list) else x
+
+
+def preference_of(call: PagedArguments, target: Target) -> Preference | None:
+    """The row of a call on a GPU; None if nothing like it was measured."""
+    batch, _, tokens, dim = call.q.shape
+    dims = dim, call.v.shape[3]
+    for row in preferences():
+        if (
+            row.sm == target.sm
+            and row.head_dims == dims
+            and _is_in(tokens, row.new_tokens)
+            and _is_in(batch, row.sequences)
+        ):
+            return row
+    return None
+
+
+def prefers_own_kernel(call: PagedArguments, target: Target) -> bool:
+    row = preference_of(call, target)
+    return row is not None and row.kernel == OWN
+
+
+def _is_in(number: int, bounds: tuple[int, int | None]) -> bool:
+    least, most = bounds
+    return least <= number and (most is None or number <= most)
