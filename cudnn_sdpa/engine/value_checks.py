@@ -44,8 +44,8 @@ def check_offsets(name: str, offsets: Tensor, tokens: int, max_seqlen: int, *, f
         got = f"offsets that decrease, from {values[first]} to {values[first + 1]}"
         raise ShapeError(name, got, "offsets that never decrease")
     if values[0] < 0 or (from_zero and values[0] != 0) or values[-1] > tokens:
-        first = "0" if from_zero else "0 or more"
-        expected = f"from {first} to no more than {tokens}, the number of tokens"
+        lowest = "0" if from_zero else "0 or more"
+        expected = f"from {lowest} to no more than {tokens}, the number of tokens"
         raise ShapeError(name, f"offsets from {values[0]} to {values[-1]}", expected)
     if lengths and max(lengths) > max_seqlen:
         raise ShapeError(name.replace("cu_seqlens", "max_seqlen"), f"{max_seqlen}", f"at least {max(lengths)}")

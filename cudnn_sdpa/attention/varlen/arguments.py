@@ -129,7 +129,7 @@ def check_cumulative(name: str, offsets: Tensor, q: Tensor) -> None:
         raise ShapeError(name, shape_of(offsets), f"shape (B + 1,): {meaning}")
 
 
-def check_max_seqlen(name: str, max_seqlen: int) -> None:
+def check_max_seqlen(name: str, max_seqlen: object) -> None:
     if not is_integer(max_seqlen) or is_true(max_seqlen < 0) or is_true(max_seqlen > LARGEST):
         hint = "A tensor would need a device-to-host copy." if isinstance(max_seqlen, Tensor) else ""
         raise OptionError(name, repr(max_seqlen), f"the length of the longest sequence, an int up to {LARGEST}", hint)

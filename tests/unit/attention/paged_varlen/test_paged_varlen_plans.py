@@ -1,4 +1,4 @@
-"""`sdpa_paged_varlen` on the fake GPU, whose kernel is a formula: what launches read and write, and what `explain` says."""
+"""`sdpa_paged_varlen` on the fake GPU, whose kernel is a formula: what its launches do, and what `explain` says."""
 
 from __future__ import annotations
 
