@@ -55,6 +55,9 @@ def test_all_tensors_at_once():
     assert given["tree_mask"].shape[0] == tokens
     for _ in range(4):
         assert_right(given, {"rtol": 2e-3, "atol": 4e-3})
+        assert_right(
+            {**given, "k_scale": torch.tensor([0.8]), "v_scale": torch.tensor([1.3, 0.6])}, {"rtol": 2e-3, "atol": 4e-3}
+        )
 
 
 @pytest.mark.usefixtures("gpu")
