@@ -343,6 +343,41 @@ def exact_packed_backward(
     return torch.cat([x.flatten() for x in whole.values()])
 
 
+def packed_on_pages() -> dict[str, Tensor]:
+    """A decode, a draft, an idle sequence and a chunk, on pages of six tokens, with tokens of none around them."""
+    table = torch.tensor([[3, 9, 1], [6, 99, 4], [-7, -7, -7], [8, 5, 2**30]], dtype=torch.int32)
+    return {
+        "q": torch.randn(15, 4, 16).to(HALF),
+        "k_pages": torch.randn(11, 6, 2, 16).to(HALF),
+        "v_pages": torch.randn(11, 6, 2, 24).to(HALF),
+        "page_table": table,
+        "seq_lens_kv": torch.tensor([17, 5, 9, 11], dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([1, 2, 5, 5, 13], dtype=torch.int32),
+    }
+
+
+def packed_on_own_pages() -> dict[str, Tensor]:
+    """Values on pages of their own, keys and values in the heads' order, and sinks."""
+    found = packed_on_pages()
+    found |= {name: found[name].transpose(1, 2).contiguous() for name in ("k_pages", "v_pages")}
+    wide = torch.full((4, 8), 10, dtype=torch.int32)
+    wide[:, 2:5] = found["page_table"].flip(0) % 11
+    return {**found, "page_table_v": wide[:, 2:5], "sinks": torch.randn(4)}
+
+
+def packed_on_fp8_pages() -> dict[str, Tensor]:
+    """Pages in FP8, with a scale for each head of keys and one for values, and a tree of drafts."""
+    found = packed_on_pages()
+    found |= {name: torch.randn(11, 6, 2, 16).to(FP8) for name in ("k_pages", "v_pages")}
+    found |= {"k_scale": torch.tensor([0.6, 1.7]), "v_scale": torch.tensor([1.4])}
+    return {**found, "tree_mask": torch.rand(15, 9) < 0.5}
+
+
+def exact_packed_on_pages(max_seqlen_q: int, batch_invariant: bool = False, **given: Any) -> Tensor:
+    del max_seqlen_q, batch_invariant
+    return attend_packed_on_pages(**given)[0]
+
+
 def paged() -> dict[str, Tensor]:
     """Four sequences on pages of four tokens; the second has no key, and page ids behind the last key are wild."""
     table = torch.tensor([[3, 9, 1], [-7, 99, 4], [0, 2, 2**30], [8, 5, 10]], dtype=torch.int32)
@@ -390,41 +425,6 @@ def exact_paged(
         gathered.append(in_order[table.clamp(0, len(pages) - 1).long()].transpose(1, 2).flatten(2, 3))
     mask = {"is_causal": True, "causal_alignment": "bottom_right"}
     return attend(q, *gathered, seq_lens_kv=seq_lens_kv, **{**mask, **options})[0]
-
-
-def packed_on_pages() -> dict[str, Tensor]:
-    """A decode, a draft, an idle sequence and a chunk, on pages of six tokens, with tokens of none around them."""
-    table = torch.tensor([[3, 9, 1], [6, 99, 4], [-7, -7, -7], [8, 5, 2**30]], dtype=torch.int32)
-    return {
-        "q": torch.randn(15, 4, 16).to(HALF),
-        "k_pages": torch.randn(11, 6, 2, 16).to(HALF),
-        "v_pages": torch.randn(11, 6, 2, 24).to(HALF),
-        "page_table": table,
-        "seq_lens_kv": torch.tensor([17, 5, 9, 11], dtype=torch.int32),
-        "cu_seqlens_q": torch.tensor([1, 2, 5, 5, 13], dtype=torch.int32),
-    }
-
-
-def packed_on_own_pages() -> dict[str, Tensor]:
-    """Values on pages of their own, keys and values in the heads' order, and sinks."""
-    found = packed_on_pages()
-    found |= {name: found[name].transpose(1, 2).contiguous() for name in ("k_pages", "v_pages")}
-    wide = torch.full((4, 8), 10, dtype=torch.int32)
-    wide[:, 2:5] = found["page_table"].flip(0) % 11
-    return {**found, "page_table_v": wide[:, 2:5], "sinks": torch.randn(4)}
-
-
-def packed_on_fp8_pages() -> dict[str, Tensor]:
-    """Pages in FP8, with a scale for each head of keys and one for values, and a tree of drafts."""
-    found = packed_on_pages()
-    found |= {name: torch.randn(11, 6, 2, 16).to(FP8) for name in ("k_pages", "v_pages")}
-    found |= {"k_scale": torch.tensor([0.6, 1.7]), "v_scale": torch.tensor([1.4])}
-    return {**found, "tree_mask": torch.rand(15, 9) < 0.5}
-
-
-def exact_packed_on_pages(max_seqlen_q: int, batch_invariant: bool = False, **given: Any) -> Tensor:
-    del max_seqlen_q, batch_invariant
-    return attend_packed_on_pages(**given)[0]
 
 
 def fp8_tensors(queries: int = 16) -> dict[str, Tensor]:
