@@ -30,6 +30,7 @@ from typing import Any
 import pytest
 import torch
 from graph_interpreter import Operands, evaluate
+from paged_kernel import PagedKernel
 from torch import Tensor
 
 from cudnn_sdpa.attention.fp8 import quantize
@@ -237,6 +238,9 @@ class CpuKernel:
     lock = threading.Lock()  # of the numbers of the current block
 
     def __init__(self, kernel: nvrtc.Kernel) -> None:
+        if kernel.path.name == "paged.cu":  # its instructions are a GPU's
+            self.launch = PagedKernel(kernel).launch
+            return
         if kernel.defines:
             self.launch = EmulatedKernel(kernel).launch
             return

@@ -73,9 +73,9 @@ def batch_on_pages(
                     row[column] = next(ids)
             tables.append(table)
         slots = pages[which] if layout == "NHD" else pages[which].transpose(1, 2)
-        for row, keys in zip(tables[-1].tolist(), keys_of, strict=True):
-            for j in keys:
-                slots[row[j // page], j % page] = torch.randn(heads_kv, dim)
+        for row, keys in zip(tables[-1], keys_of, strict=True):
+            j = torch.tensor(keys, dtype=torch.int64)
+            slots[row[j // page], j % page] = torch.randn(len(keys), heads_kv, dim)
     stored = [_like(x, cache or dtype) for x in pages]
     ends = [*accumulate(new, initial=before)]
     ints = {"page_table": tables[0], "seq_lens_kv": lengths, "cu_seqlens_q": ends}

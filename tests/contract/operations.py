@@ -13,7 +13,16 @@ from typing import Any
 
 import torch
 from fake_gpu import Compute
-from float64_reference import ACTIVATIONS, attend, attend_packed, gradients_of_a_part, layer_norm, rms_norm, silu
+from float64_reference import (
+    ACTIVATIONS,
+    attend,
+    attend_packed,
+    attend_packed_on_pages,
+    gradients_of_a_part,
+    layer_norm,
+    rms_norm,
+    silu,
+)
 from graph_interpreter import Operands, evaluate
 from sample_modules import sample
 from torch import Tensor
@@ -334,6 +343,41 @@ def exact_packed_backward(
             else:
                 whole[name][rows[name]] = gradient[0].transpose(0, 1)
     return torch.cat([x.flatten() for x in whole.values()])
+
+
+def packed_on_pages() -> dict[str, Tensor]:
+    """A decode, a draft, an idle sequence and a chunk, on pages of six tokens, with tokens of none around them."""
+    table = torch.tensor([[3, 9, 1], [6, 99, 4], [-7, -7, -7], [8, 5, 2**30]], dtype=torch.int32)
+    return {
+        "q": torch.randn(15, 4, 16).to(HALF),
+        "k_pages": torch.randn(11, 6, 2, 16).to(HALF),
+        "v_pages": torch.randn(11, 6, 2, 24).to(HALF),
+        "page_table": table,
+        "seq_lens_kv": torch.tensor([17, 5, 9, 11], dtype=torch.int32),
+        "cu_seqlens_q": torch.tensor([1, 2, 5, 5, 13], dtype=torch.int32),
+    }
+
+
+def packed_on_own_pages() -> dict[str, Tensor]:
+    """Values on pages of their own, keys and values in the heads' order, and sinks."""
+    found = packed_on_pages()
+    found |= {name: found[name].transpose(1, 2).contiguous() for name in ("k_pages", "v_pages")}
+    wide = torch.full((4, 8), 10, dtype=torch.int32)
+    wide[:, 2:5] = found["page_table"].flip(0) % 11
+    return {**found, "page_table_v": wide[:, 2:5], "sinks": torch.randn(4)}
+
+
+def packed_on_fp8_pages() -> dict[str, Tensor]:
+    """Pages in FP8, with a scale for each head of keys and one for values, and a tree of drafts."""
+    found = packed_on_pages()
+    found |= {name: torch.randn(11, 6, 2, 16).to(FP8) for name in ("k_pages", "v_pages")}
+    found |= {"k_scale": torch.tensor([0.6, 1.7]), "v_scale": torch.tensor([1.4])}
+    return {**found, "tree_mask": torch.rand(15, 9) < 0.5}
+
+
+def exact_packed_on_pages(max_seqlen_q: int, batch_invariant: bool = False, **given: Any) -> Tensor:
+    del max_seqlen_q, batch_invariant
+    return attend_packed_on_pages(**given)[0]
 
 
 def paged() -> dict[str, Tensor]:
@@ -684,6 +728,7 @@ LONGEST = {"max_seqlen_q": 7, "max_seqlen_kv": 9}
 LONGEST_OF_BOTH = {"max_seqlen_q": 12, "max_seqlen_kv": 12}
 SINKS = ("q", "k", "v", "sinks")
 sdpa, sdpa_varlen, sdpa_paged = cudnn_sdpa.sdpa, cudnn_sdpa.sdpa_varlen, cudnn_sdpa.sdpa_paged
+sdpa_paged_varlen = cudnn_sdpa.sdpa_paged_varlen
 
 OPERATIONS: dict[str, Example] = {
     "sdpa": Example(sdpa, dense, exact_dense),
@@ -794,6 +839,30 @@ OPERATIONS: dict[str, Example] = {
         differentiable=(),
         casts=("q",),
         options={"page_layout": "HND", "window_size": (5, 0), "scale": -0.3},
+    ),
+    "sdpa_paged_varlen": Example(
+        sdpa_paged_varlen,
+        packed_on_pages,
+        exact_packed_on_pages,
+        differentiable=(),
+        casts=("q",),
+        options={"page_layout": "NHD", "max_seqlen_q": 8},
+    ),
+    "sdpa_paged_varlen, sinks, window": Example(
+        sdpa_paged_varlen,
+        packed_on_own_pages,
+        exact_packed_on_pages,
+        differentiable=(),
+        casts=("q",),
+        options={"page_layout": "HND", "max_seqlen_q": 9, "window_size": (4, 0), "scale": -0.3, "softcap": 2.0},
+    ),
+    "sdpa_paged_varlen, FP8, tree": Example(
+        sdpa_paged_varlen,
+        packed_on_fp8_pages,
+        exact_packed_on_pages,
+        differentiable=(),
+        casts=("q",),
+        options={"page_layout": "NHD", "max_seqlen_q": 8, "batch_invariant": True},
     ),
     "sdpa_fp8": Example(
         run_fp8,

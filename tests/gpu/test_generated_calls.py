@@ -31,6 +31,7 @@ COUNTS = {
     "sdpa_varlen_backward": (45, 8),
     "merge_states": (30, 14),
     "sdpa_paged": (60, 8),
+    "sdpa_paged_varlen": (120, 12),
     "PagedKVCache": (30, 14),
     "sdpa_fp8": (45, 3),
     "sdpa_fp8_backward": (45, 2),

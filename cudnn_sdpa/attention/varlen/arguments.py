@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -129,7 +129,7 @@ def check_cumulative(name: str, offsets: Tensor, q: Tensor) -> None:
         raise ShapeError(name, shape_of(offsets), f"shape (B + 1,): {meaning}")
 
 
-def check_max_seqlen(name: str, max_seqlen: Any) -> None:
+def check_max_seqlen(name: str, max_seqlen: object) -> None:
     if not is_integer(max_seqlen) or is_true(max_seqlen < 0) or is_true(max_seqlen > LARGEST):
         hint = "A tensor would need a device-to-host copy." if isinstance(max_seqlen, Tensor) else ""
         raise OptionError(name, repr(max_seqlen), f"the length of the longest sequence, an int up to {LARGEST}", hint)
@@ -145,3 +145,8 @@ def check_values(call: VarlenArguments) -> None:
 def check_strides(call: VarlenArguments) -> None:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in call.qkv)
     tensor_checks.check_strides(q, k, v)
+
+
+def check_memory(call: VarlenArguments) -> None:
+    """Addresses, and that `out` overlaps no input."""
+    tensor_checks.check_memory(call.q, call.k, call.v, call.out)

@@ -49,7 +49,7 @@ def described(monkeypatch, target, call):
 #: whether the LSE is needed, so both plans are recorded.
 MORE = (
     "conv2d, trained",
-    *(f"{name}, into a tensor" for name in ("sdpa", "varlen", "paged")),
+    *(f"{name}, into a tensor" for name in ("sdpa", "varlen", "paged", "packed on pages")),
     "sdpa, into a tensor, with lse",
 )
 

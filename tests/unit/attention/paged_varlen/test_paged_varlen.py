@@ -30,9 +30,8 @@ NEW, LENGTHS = (1, 4, 0, 9, 3, 1, 2), (23, 4, 7, 31, 2, 1, 40)
 
 def exact(given):
     """The results in float64, of the arguments of a call."""
-    names = ("q", "k_pages", "v_pages", "page_table", "seq_lens_kv", "cu_seqlens_q")
-    options = {name: x for name, x in given.items() if name not in (*names, "max_seqlen_q", "out", "batch_invariant")}
-    return attend_packed_on_pages(*(given[name] for name in names), **options)
+    others = ("max_seqlen_q", "out", "batch_invariant")
+    return attend_packed_on_pages(**{name: x for name, x in given.items() if name not in others})
 
 
 def assert_right(given, tolerances=EXACT):

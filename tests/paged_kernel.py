@@ -1,0 +1,93 @@
+"""`attention/paged_varlen/paged.cu` on the fake GPU: what its kernels compute of their argument, in float64.
+
+The argument is read as the source declares it, so a field in another place, a wrong stride or a wrong address is a
+wrong number. How the kernels divide their work is for tests on a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from array import array
+from typing import Any
+
+import torch
+from float64_reference import attend_packed_on_pages
+from torch import Tensor
+
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.plans import nvrtc
+from cudnn_sdpa.plans.autotune import tensor_at
+
+_QUERIES = {1: torch.float16, 2: torch.bfloat16}
+_FP8 = {1: torch.float8_e4m3fn, 2: torch.float8_e5m2}
+
+
+class PagedKernel:
+    """One of its kernels. The first computes everything, and the second, which merges parts, has nothing to do."""
+
+    def __init__(self, kernel: nvrtc.Kernel) -> None:
+        self.name, self.shared, self._defines = kernel.name, kernel.shared, kernel.defines
+        self._names = tuple(nvrtc.Struct(kernel.path, "Paged")._owners)
+
+    def launch(self, blocks: int, threads: int, fields: array[Any], *_: int, **__: bool) -> None:
+        assert blocks > 0
+        assert threads % 32 == 0
+        assert len(fields) == len(self._names)
+        if self.name == "paged_attention":
+            _attend({name: _signed(x) for name, x in zip(self._names, fields, strict=True)}, self._defines)
+
+
+def _signed(word: int) -> int:
+    return word - 2**64 if word >= 2**63 else word
+
+
+def _float(bits: int) -> float:
+    return struct.unpack("f", struct.pack("I", bits & 0xFFFFFFFF))[0]
+
+
+def _attend(a: dict[str, int], defines: dict[str, int]) -> None:
+    sizes = {name.removeprefix("sizes."): x for name, x in a.items() if name.startswith("sizes.")}
+    heads, group, page = sizes["heads_kv"], defines["G"], defines["PS"]
+    batch, tokens, width, pages = (sizes[name] for name in ("batch", "tokens", "width", "pages"))
+    dtype = _QUERIES[defines["DTYPE"]]
+    cache = _FP8.get(defines["CACHE"], dtype)
+
+    def at(name: str, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        assert a[name], f"a null pointer for {name}"
+        whole = tensor_at(a[name], TensorLayout(shape, stride, dtype), torch.device("cpu"))
+        assert isinstance(whole, Tensor)
+        return whole
+
+    def of_pages(name: str, dim: int) -> Tensor:
+        stride = tuple(sizes[f"{name}_{x}"] for x in "phs")
+        return at(name, (pages, heads, page, dim), (*stride, 1), cache)
+
+    def table(name: str) -> Tensor:
+        found = at(name, (batch, width), (sizes[f"{name}_b"], 1), torch.int32)
+        return found.clamp(0, pages - 1)
+
+    q = at("q", (tokens, heads * group, defines["D"]), (sizes["q_t"], sizes["q_h"], 1), dtype)
+    out = at("out", (tokens, heads * group, defines["DV"]), (sizes["o_t"], sizes["o_h"], 1), dtype)
+    ends = at("ends", (batch + 1,), (1,), torch.int32).clamp(0, tokens)
+    lengths = at("lengths", (batch,), (1,), torch.int32).clamp(0, width * page)
+    left, right = (sizes[name] if sizes[name] >= 0 else -1 for name in ("left", "right"))
+    options: dict[str, Any] = {"is_causal": False, "scale": _float(a["scale"])}
+    options["causal_alignment"] = "top_left" if sizes["top_left"] else "bottom_right"
+    options["window_size"] = (left, right)
+    if softcap := _float(sizes["softcap"]):
+        options["softcap"] = softcap
+    if a["sinks"]:
+        options["sinks"] = at("sinks", (heads * group,), (1,), torch.float32)
+    if a["tree"]:
+        options |= {"tree_mask": at("tree", (tokens, sizes["tree_n"]), (sizes["tree_t"], 1), torch.bool)}
+        options["window_size"] = None
+    for name in ("k_scale", "v_scale"):
+        if a[name]:
+            options[name] = at(name, (heads,), (sizes[f"{name}_h"],), torch.float32)
+    given = q, of_pages("k", defines["D"]), of_pages("v", defines["DV"]), table("table_k"), lengths, ends
+    found, lse = attend_packed_on_pages(*given, page_layout="HND", page_table_v=table("table_v"), **options)
+    assert not any(math.isnan(x) for x in (*found.flatten().tolist(), *lse.flatten().tolist()))
+    out.copy_(found)
+    if a["lse"]:
+        at("lse", (tokens, heads * group), (sizes["l_t"], sizes["l_h"]), torch.float32).copy_(lse)
