@@ -44,8 +44,8 @@ def check_offsets(name: str, offsets: Tensor, tokens: int, max_seqlen: int, *, f
         got = f"offsets that decrease, from {values[first]} to {values[first + 1]}"
         raise ShapeError(name, got, "offsets that never decrease")
     if values[0] < 0 or (from_zero and values[0] != 0) or values[-1] > tokens:
-        lowest = "0" if from_zero else "0 or more"
-        expected = f"from {lowest} to no more than {tokens}, the number of tokens"
+        least = "0" if from_zero else "0 or more"
+        expected = f"from {least} to no more than {tokens}, the number of tokens"
         raise ShapeError(name, f"offsets from {values[0]} to {values[-1]}", expected)
     if lengths and max(lengths) > max_seqlen:
         raise ShapeError(name.replace("cu_seqlens", "max_seqlen"), f"{max_seqlen}", f"at least {max(lengths)}")
@@ -68,6 +68,16 @@ def check_pages(
         wrong = [page for page in used if not 0 <= page < pages]
         if wrong:
             raise ShapeError(name, f"page {wrong[0]} for batch entry {entry}", f"pages from 0 to {pages - 1}")
+
+
+def check_slots(name: str, slots: Tensor, size: int) -> None:
+    """Slots of tokens must be those of the cache, or negative."""
+    if not _is_read(slots):
+        return
+    wrong = [(token, slot) for token, slot in enumerate(slots.tolist()) if slot >= size]
+    if wrong:
+        token, slot = wrong[0]
+        raise ShapeError(name, f"slot {slot} for token {token}", f"slots below {size}, or negative ones")
 
 
 def _is_read(*tensors: Tensor) -> bool:

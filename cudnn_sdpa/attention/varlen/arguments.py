@@ -145,8 +145,3 @@ def check_values(call: VarlenArguments) -> None:
 def check_strides(call: VarlenArguments) -> None:
     q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in call.qkv)
     tensor_checks.check_strides(q, k, v)
-
-
-def check_memory(call: VarlenArguments) -> None:
-    """Addresses, and that `out` overlaps no input."""
-    tensor_checks.check_memory(call.q, call.k, call.v, call.out)
