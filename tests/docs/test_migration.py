@@ -135,7 +135,7 @@ def test_what_packed_calls_lack_is_refused(page, name):
         page["flash_attn_varlen_func"](q, q, q, ends, ends, 8, 8, **{name: torch.ones(2)})
 
 
-def test_page_tables_of_flash_infer(page):
+def test_page_tables_of_flash_infer():
     pages, page_size = [random(11, 8, 2, 32) for _ in range(2)], 8
     counts, last = [3, 1, 0, 4], torch.tensor([5, 8, 0, 1], dtype=torch.int32)
     indptr = torch.tensor([0, 3, 4, 4, 8], dtype=torch.int32)

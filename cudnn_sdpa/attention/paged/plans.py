@@ -157,8 +157,7 @@ def rounded_pages(pages: Tensor) -> TensorLayout:
 
     Engines derive the number from free memory, which differs between two starts of a server: they share their plans.
     """
-    shape = (1 << (pages.shape[0] - 1).bit_length(), *pages.shape[1:])
-    return TensorLayout(shape, canonical_stride(shape, pages.stride()), pages.dtype)
+    return TensorLayout.with_first(pages, 1 << (pages.shape[0] - 1).bit_length())
 
 
 @dataclass(frozen=True, slots=True)
