@@ -56,6 +56,12 @@ class TensorLayout:
         return cls(tuple(tensor.shape), stride, tensor.dtype)
 
     @classmethod
+    def with_first(cls, tensor: torch.Tensor, size: int) -> TensorLayout:
+        """The layout of a tensor if its first dimension had this size."""
+        shape = (size, *tensor.shape[1:])
+        return cls(shape, canonical_stride(shape, tensor.stride()), tensor.dtype)
+
+    @classmethod
     def contiguous(cls, shape: Sequence[int], dtype: torch.dtype) -> TensorLayout:
         return cls(tuple(shape), contiguous_stride(shape), dtype)
 

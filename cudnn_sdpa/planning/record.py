@@ -96,7 +96,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         name = function._schema.name.partition("::")[2] if function.namespace == "cudnn_sdpa" else ""
-        if name not in _WITHOUT_PLANS and _is_without_gpu(args):
+        if name not in WITHOUT_PLANS and _is_without_gpu(args):
             if name not in self.operators:
                 implementations(name)  # operations are imported when they are first used
                 for operation in OPERATIONS.values():
@@ -140,4 +140,4 @@ def _is_without_gpu(arguments: object) -> bool:
 
 
 #: Operators that run no plan.
-_WITHOUT_PLANS = ("", "dropout_seed")
+WITHOUT_PLANS = ("", "append_paged_kv", "dropout_seed")

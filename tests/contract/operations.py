@@ -431,7 +431,8 @@ def exact_paged(
 
 def appended(k: Tensor, v: Tensor, slot_mapping: Tensor, **options: Any) -> Tensor:
     """New pages, K and V side by side, token by token, after `append_paged_kv`."""
-    pages = torch.zeros(4, 5, 2, 40, dtype=k.dtype)
+    like = {"dtype": k.dtype, "device": k.device} if isinstance(k, Tensor) else {}
+    pages = torch.zeros(4, 5, 2, 40, **like)
     cudnn_sdpa.append_paged_kv(k, v, *pages.split((16, 24), -1), slot_mapping, **options)
     return pages
 

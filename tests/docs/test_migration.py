@@ -135,12 +135,14 @@ def test_what_packed_calls_lack_is_refused(page, name):
         page["flash_attn_varlen_func"](q, q, q, ends, ends, 8, 8, **{name: torch.ones(2)})
 
 
-def test_page_tables_of_flash_infer(page):
+def test_page_tables_of_flash_infer():
     pages, page_size = [random(11, 8, 2, 32) for _ in range(2)], 8
     counts, last = [3, 1, 0, 4], torch.tensor([5, 8, 0, 1], dtype=torch.int32)
     indptr = torch.tensor([0, 3, 4, 4, 8], dtype=torch.int32)
     indices = torch.randperm(11)[:8].int()
-    table, lengths = page["page_table_of"](indptr, indices, last, page_size, max_pages=5)
+    table, lengths = torch.full((4, 5), 10**6, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
+    made = {"out_table": table, "out_lengths": lengths}
+    cudnn_sdpa.page_table_of_csr(indptr, indices, last, page_size=page_size, **made)
     assert (table.dtype, table.shape, lengths.dtype) == (torch.int32, (4, 5), torch.int32)
     assert lengths.tolist() == [21, 8, 0, 25]
     q = random(4, 6, 1, 32)

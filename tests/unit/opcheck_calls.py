@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from cudnn_sdpa import (
     Fp8BackwardScales,
     Fp8Scales,
+    append_paged_kv,
     conv1d,
     conv2d,
     conv3d,
@@ -137,6 +138,9 @@ ATTENTION: dict[str, Call] = {
     "varlen, into a tensor": lambda new: _into_out(sdpa_varlen, new.packed(), is_causal=True),
     "varlen, trained": lambda new: _backward(sdpa_varlen(*new.packed(grad=True), is_causal=True)),
     "paged": lambda new: sdpa_paged(*new.paged(), page_layout="HND"),
+    "tokens on pages": lambda new: append_paged_kv(
+        *(new(3, 2, 64) for _ in range(2)), *new.paged()[1:3], new.ints(7, 90, -1), page_layout="HND"
+    ),
     "paged, a chunk with lse": lambda new: sdpa_paged(
         *new.paged(7), page_layout="HND", return_lse=True, seq_lens_q=new.ints(7, 3)
     ),

@@ -254,13 +254,10 @@ def _append_on_gpu(call: AppendCall) -> None:
 def check(call: AppendCall) -> None:
     """Checks that apply on every device. They read no address and no value, so fake tensors pass."""
     k, v, k_pages, v_pages = call[:4]
-    shape, hint = (
-        PAGE_DIMENSIONS[call.page_layout],
-        f"page_layout={call.page_layout!r} means {LAYOUTS[call.page_layout]}.",
-    )
-    allowed = (*allowed_dtypes(k.device), *FP8)
+    shape, hint = PAGE_DIMENSIONS[call.page_layout], f"{call.page_layout!r} means {LAYOUTS[call.page_layout]}."
+    unquantized = allowed_dtypes(k.device)
     if call.tokens is None:
-        if k.dtype not in allowed:
+        if k.dtype not in (allowed := (*unquantized, *FP8)):
             raise dtype_error("k", k.dtype, allowed, device=k.device, hint="Convert it with k.to(torch.bfloat16).")
         stored = (k.dtype,) if k.dtype in FP8 else (k.dtype, *FP8)
         for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
@@ -273,7 +270,7 @@ def check(call: AppendCall) -> None:
     _check_alike(to_k, to_v)
     heads, tokens = to_k.shape[1], "tokens" if k.dim() != 3 else k.shape[0]
     for name, new, to in (("k", k, to_k), ("v", v, to_v)):
-        dtype = k.dtype if name == "v" else allowed if to.dtype in FP8 else to.dtype
+        dtype = k.dtype if name == "v" else (*unquantized, to.dtype) if to.dtype in FP8 else to.dtype
         sizes: tuple[int | str, ...]
         if call.page_table is None or call.tokens is None:
             sizes, meaning = (tokens, heads, to.shape[3]), "(T, Hkv, head dim), as the pages have them"

@@ -157,22 +157,14 @@ def table_width(columns: int) -> int:
     return width
 
 
-def rounded_pages(pages: Tensor) -> TensorLayout:
-    """The layout of a plan's pages: their number is the next power of two, and page ids stay below the true number.
-
-    Engines derive the number from free memory, which differs between two starts of a server: they share their plans.
-    """
-    shape = (1 << (pages.shape[0] - 1).bit_length(), *pages.shape[1:])
-    return TensorLayout(shape, canonical_stride(shape, pages.stride()), pages.dtype)
-
-
 @dataclass(frozen=True, slots=True)
 class DecodeSpec:
     """A decode step without its data.
 
     Attributes:
         q: Queries (rows, Hq, 1, D), with as many rows as the plan has.
-        k: Keys (pages, Hkv, page size, D), with as many pages as `rounded_pages` says.
+        k: Keys (pages, Hkv, page size, D). The number of pages is rounded up to a power of two, and page ids stay below
+            the true number: servers derive it from free memory, and two starts of one are to share their plans.
         v: Values (pages, Hkv, page size, Dv).
         out: The output (rows, Hq, 1, Dv).
         tables: The page tables of keys and of values (rows, 1, width, 1).
@@ -198,15 +190,15 @@ class DecodeSpec:
         """
         (batch, heads, queries, dim), k, v, has_sinks = call.q.shape, call.k, call.v, call.has_sinks
         rows = sequence_bucket(batch * queries)
-        width = table_width(call.page_table.shape[1])
+        width, pages = table_width(call.page_table.shape[1]), 1 << (k.shape[0] - 1).bit_length()
         row_q, head_q = (heads * dim, dim) if not in_place else (call.q.stride(0), call.q.stride(1))
         shape_q, shape_out = (rows, heads, 1, dim), (rows, heads, 1, v.shape[3])
         strides = [t.stride(0) if in_place and rows > 1 else width for t in call.tables]
         table_k, table_v = (TensorLayout((rows, 1, width, 1), (x, x, 1, 1), torch.int32) for x in strides)
         return cls(
             q=TensorLayout(shape_q, canonical_stride(shape_q, (row_q, head_q, head_q, 1)), call.q.dtype),
-            k=rounded_pages(k),
-            v=rounded_pages(v),
+            k=TensorLayout.with_first(k, pages),
+            v=TensorLayout.with_first(v, pages),
             out=TensorLayout.contiguous(shape_out, call.q.dtype),
             tables=(table_k, table_v),
             left=None if call.softmax.window_left == UNBOUNDED else call.softmax.window_left,

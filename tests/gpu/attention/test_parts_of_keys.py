@@ -85,3 +85,30 @@ def test_nothing_waits_for_the_gpu():
             merged, _ = merge_states([out, out], [lse, lse])
         assert error(found.dk, wanted.dk.double()) < 1e-2
         assert error(merged, out.double()) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("parts", [1, 2, 7, 64, 65])
+@pytest.mark.parametrize("shape", [(2, 8, 33, 128), (5, 4, 20), (3, 72), (1, 1, 1, 8)], ids=str)
+def test_merged_states_against_float64(dtype, parts, shape):
+    outs, lses = [], []
+    for part in range(parts):
+        is_empty = torch.rand(shape[:-1], device="cuda") < 0.2
+        out = torch.randn(shape, device="cuda").to(dtype).masked_fill_(is_empty.unsqueeze(-1), torch.nan)
+        lse = (30 * torch.randn(shape[:-1], device="cuda")).masked_fill_(is_empty, -torch.inf)
+        if part == 1 and len(shape) == 4:  # in another memory order
+            out = out.transpose(1, 2).contiguous().transpose(1, 2)
+        outs.append(out)
+        lses.append(lse)
+    exact, of_exact = merge_states([x.cpu().double() for x in outs], [x.cpu() for x in lses])
+    into = torch.full((*shape[:-1], shape[-1] + 8), torch.nan, device="cuda", dtype=dtype)[..., 3:-5]
+    with nothing_synchronizes():
+        for given in ({}, {"out": into}):
+            out, lse = merge_states(outs, lses, **given)
+            assert not given or out is into
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    for found in (out, merge_states(outs, lses)[0]):
+        torch.testing.assert_close(found.cpu().double(), exact, rtol=tolerance, atol=5e-5)
+    torch.testing.assert_close(lse.cpu(), of_exact, rtol=1e-6, atol=2e-6)
+    first = merge_states(outs, lses)
+    assert all(map(torch.equal, first, merge_states(outs, lses)))

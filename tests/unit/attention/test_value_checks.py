@@ -107,6 +107,10 @@ def calls_with_values():
             lambda **more: cudnn_sdpa.sdpa_paged_varlen(rows, pages, pages, page_layout="HND", **more),
             {**paged, "cu_seqlens_q": int32(0, 4, 9)},
         ),
+        "trusted_pages": (
+            lambda **more: cudnn_sdpa.trusted_pages(**more, pages=4, page_size=16),
+            {"page_table": table.clone(), "seq_lens_kv": int32(32, 17)},
+        ),
         "sdpa_fp8": (lambda **more: cudnn_sdpa.sdpa_fp8(fp8, fp8, fp8, scales, **more), lengths),
         "sdpa_fp8, on pages": (lambda **more: cudnn_sdpa.sdpa_fp8(fp8, fp8_pages, fp8_pages, scales, **more), paged),
         "sdpa_fp8_backward": (

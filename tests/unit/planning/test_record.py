@@ -54,7 +54,7 @@ MORE = (
 )
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", [name for name in CALLS if name != "tokens on pages"])
 def test_recorded_plans_are_those_that_explain_names(name, monkeypatch, h200):
     if "sinks" in name and h200.cudnn < 91300:
         pytest.skip("cuDNN has no sinks before 9.13")
@@ -66,6 +66,12 @@ def test_recorded_plans_are_those_that_explain_names(name, monkeypatch, h200):
     assert not missing
     assert len(manifest) == len(expected) + (name in MORE)
     assert manifest.recorded_on["gpu"] == "NVIDIA H200"
+
+
+def test_appending_needs_no_plan():
+    with cudnn_sdpa.record_plans(target="h200") as manifest:
+        CALLS["tokens on pages"](HalfInputs())
+    assert not manifest.plans
 
 
 @pytest.mark.parametrize(
@@ -83,7 +89,7 @@ def test_meta_tensors_can_be_recorded(name):
 def test_every_operator_can_be_recorded(h200):
     with record._Recorder(h200) as recorder:
         cudnn_sdpa.sdpa(*HalfInputs().qkv())
-    assert set(recorder.operators) - OF_SAMPLES == registered()
+    assert {*recorder.operators, *record.WITHOUT_PLANS} - OF_SAMPLES - {"", "dropout_seed"} == registered()
 
 
 def test_dropout_is_recorded():

@@ -318,6 +318,9 @@ def test_a_cache_in_fp8_quantizes(monkeypatch, dtype, layout):
             wanted = torch.cat([new[which][b, :, : added[b]] for added, new in written], 1)
             shown = wanted.float() / scale.view(-1, 1, 1)
             assert_same_memory(found, shown.clamp(-FP8[dtype], FP8[dtype]).to(dtype))
+    other = next(x for x in FP8 if x != dtype)
+    with pytest.raises(DtypeError, match="k: got float8"):
+        cache.append(step, *(x.to(other) for x in new))
     with pytest.raises(DtypeError, match="sdpa_paged_varlen"):
         cache.attend(step, torch.randn(2, 4, 1, 16).bfloat16())
 

@@ -22,7 +22,7 @@ from cudnn_sdpa import (
     trusted_pages,
 )
 from cudnn_sdpa.attention.paged import paging, specs
-from cudnn_sdpa.attention.paged.specs import rounded_pages
+from cudnn_sdpa.graph.layouts import TensorLayout
 
 
 def ints(*numbers):
@@ -155,8 +155,7 @@ def exact(given):
 def test_the_rounded_layout_has_the_strides_of_the_pages(pages, shape):
     apart = torch.empty(pages, *shape)
     for x in (apart, torch.empty(pages, 2, *shape)[:, 1], torch.empty(*shape[:2], pages, shape[2]).permute(2, 0, 1, 3)):
-        layout = rounded_pages(x)
-        assert layout.shape[0] == 1 << (pages - 1).bit_length()
+        layout = TensorLayout.with_first(x, 1 << (pages - 1).bit_length())
         used = [dim for dim in range(4) if x.shape[dim] > 1]
         assert [layout.stride[dim] for dim in used] == [x.stride(dim) for dim in used]
 
