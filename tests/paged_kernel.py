@@ -67,9 +67,22 @@ def _attend(a: dict[str, int], defines: dict[str, int]) -> None:
         found = at(name, (batch, width), (sizes[f"{name}_b"], 1), torch.int32)
         return found.clamp(0, pages - 1)
 
-    q = at("q", (tokens, heads * group, defines["D"]), (sizes["q_t"], sizes["q_h"], 1), dtype)
-    out = at("out", (tokens, heads * group, defines["DV"]), (sizes["o_t"], sizes["o_h"], 1), dtype)
-    ends = at("ends", (batch + 1,), (1,), torch.int32).clamp(0, tokens)
+    rows = (batch, sizes["queries"]) if sizes["queries"] else (1, tokens)
+
+    def by_sequence(name: str, last: tuple[int, ...], dtype: torch.dtype, field: str) -> Tensor:
+        """Rows of sequences that have as many; packed ones are as those of one."""
+        stride = tuple(sizes[f"{name}_{x}"] for x in "bth")
+        return at(field, (*rows, heads * group, *last), (*stride, *(1,) * len(last)), dtype)
+
+    q = by_sequence("q", (defines["D"],), dtype, "q")
+    out = by_sequence("o", (defines["DV"],), dtype, "out")
+    is_query = torch.ones(rows, dtype=torch.bool)
+    if sizes["queries"]:
+        counts = at("counts", (batch,), (1,), torch.int32) if a["counts"] else torch.full((batch,), rows[1])
+        is_query = torch.arange(rows[1]) < counts.clamp(0, rows[1]).unsqueeze(1)
+        ends = torch.cat([torch.zeros(1, dtype=torch.int32), is_query.sum(1).cumsum(0).int()])
+    else:
+        ends = at("ends", (batch + 1,), (1,), torch.int32).clamp(0, tokens)
     lengths = at("lengths", (batch,), (1,), torch.int32).clamp(0, width * page)
     left, right = (sizes[name] if sizes[name] >= 0 else -1 for name in ("left", "right"))
     options: dict[str, Any] = {"is_causal": False, "scale": _float(a["scale"])}
@@ -85,9 +98,12 @@ def _attend(a: dict[str, int], defines: dict[str, int]) -> None:
     for name in ("k_scale", "v_scale"):
         if a[name]:
             options[name] = at(name, (heads,), (sizes[f"{name}_h"],), torch.float32)
-    given = q, of_pages("k", defines["D"]), of_pages("v", defines["DV"]), table("table_k"), lengths, ends
+    given = q[is_query], of_pages("k", defines["D"]), of_pages("v", defines["DV"]), table("table_k"), lengths, ends
     found, lse = attend_packed_on_pages(*given, page_layout="HND", page_table_v=table("table_v"), **options)
     assert not any(math.isnan(x) for x in (*found.flatten().tolist(), *lse.flatten().tolist()))
-    out.copy_(found)
+    out.zero_()
+    out[is_query] = found.to(dtype)
     if a["lse"]:
-        at("lse", (tokens, heads * group), (sizes["l_t"], sizes["l_h"]), torch.float32).copy_(lse)
+        of_rows = by_sequence("l", (), torch.float32, "lse")
+        of_rows.fill_(-torch.inf)
+        of_rows[is_query] = lse.float()

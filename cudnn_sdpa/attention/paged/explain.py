@@ -13,11 +13,11 @@ from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.paged import reference, specs
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.call import PagedCall
-from cudnn_sdpa.attention.paged.preferences import OWN, preference_of
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, call_of, sdpa_paged
 from cudnn_sdpa.attention.paged.specs import MAX_DECODED, DecodeSpec, is_decode
 from cudnn_sdpa.attention.paged_varlen import plans as own_kernel
 from cudnn_sdpa.attention.paged_varlen.plans import paged_varlen_forward
+from cudnn_sdpa.attention.paged_varlen.preferences import OWN, preference_of
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inputs
 from cudnn_sdpa.engine.explain import Description, describes

@@ -13,9 +13,9 @@ from cudnn_sdpa.attention.arguments import MIN_SCALE, query_factor, results, sca
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.paged import paging, specs
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.preferences import prefers_own_kernel
 from cudnn_sdpa.attention.paged.specs import DecodeSpec
 from cudnn_sdpa.attention.paged_varlen import launch as own_kernel
+from cudnn_sdpa.attention.paged_varlen.preferences import prefers_own_kernel
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.sink_scores import SinkUse

@@ -24,9 +24,9 @@ from cudnn_sdpa.attention.arguments import as_launched, output_layout
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
-from cudnn_sdpa.attention.paged.preferences import prefers_own_kernel
 from cudnn_sdpa.attention.paged.step import MARK, Mark
 from cudnn_sdpa.attention.paged_varlen import plans as own_kernel
+from cudnn_sdpa.attention.paged_varlen.preferences import prefers_own_kernel
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.spec import SCALE
 from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refuse
