@@ -85,3 +85,16 @@ def test_nothing_waits_for_the_gpu():
             merged, _ = merge_states([out, out], [lse, lse])
         assert error(found.dk, wanted.dk.double()) < 1e-2
         assert error(merged, out.double()) < 1e-2
+
+
+@pytest.mark.parametrize("strides", [(0, 128, 1), (128, 0, 1), (64, 16, 1)], ids=str)
+def test_parts_that_overlap_themselves(strides):
+    outs = [torch.randn(7000, device="cuda").bfloat16().as_strided((32, 4, 128), strides), drawn(32, 4, 128)]
+    lses = [torch.randn(300, device="cuda").as_strided((32, 4), [x // 16 for x in strides[:2]])]
+    lses.append(torch.randn(32, 4, device="cuda"))
+    for _ in range(2):  # either one is the first
+        outs, lses = outs[::-1], lses[::-1]
+        weights = torch.softmax(torch.stack(lses).double(), 0).unsqueeze(-1)
+        merged, lse = merge_states(outs, lses)
+        assert error(merged, (weights * torch.stack(outs).double()).sum(0)) < 1e-2
+        torch.testing.assert_close(lse, torch.logsumexp(torch.stack(lses), 0))
