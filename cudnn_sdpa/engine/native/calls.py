@@ -336,7 +336,7 @@ def _kernel(kernel: LoadedKernel, blocks: int, threads: int) -> _Kernel:
         kernel.launch(blocks, threads, array("Q", fields), stream)
 
     driver, function, shared = getattr(kernel, "native", (0, 0, 0))
-    return _Kernel(driver, function, blocks, threads, shared, launch)
+    return _Kernel(driver=driver, function=function, blocks=blocks, threads=threads, shared=shared, launch=launch)
 
 
 class _Prologue(NamedTuple):
