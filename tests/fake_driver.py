@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,28 +15,8 @@ from fake_gpu import CpuKernel
 from cudnn_sdpa.plans import nvrtc
 from cudnn_sdpa.plans.nvrtc import Kernel, LoadedKernel
 
-
-class Attribute(ctypes.Structure):
-    """`CUlaunchAttribute`, whose value is an `int` in a union of 64 bytes."""
-
-    _fields_ = (("id", ctypes.c_uint), ("unused", ctypes.c_uint), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60))
-
-
-class Configuration(ctypes.Structure):
-    """`CUlaunchConfig`."""
-
-    _fields_ = (
-        ("grid", ctypes.c_uint * 3),
-        ("block", ctypes.c_uint * 3),
-        ("shared", ctypes.c_uint),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(Attribute)),
-        ("count", ctypes.c_uint),
-    )
-
-
-#: `cuLaunchKernelEx`: configuration, function, arguments, extra.
-LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_void_p,) * 4)
+#: `cuLaunchKernel`: function, grid, block, shared memory, stream, arguments, extra.
+LAUNCH = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, *(ctypes.c_uint,) * 7, *(ctypes.c_void_p,) * 3)
 
 
 @dataclass
@@ -47,18 +27,20 @@ class Launch:
     blocks: int
     threads: int
     shared: int
-    programmatic: bool
     stream: int
     fields: list[int]
 
     @classmethod
-    def of(cls, name: str, configuration: int, arguments: int, words: int) -> Launch:
-        given = Configuration.from_address(configuration)
-        assert [*given.grid[1:], *given.block[1:]] == [1, 1, 1, 1]
-        attributes = [(given.attributes[i].id, given.attributes[i].value) for i in range(given.count)]
-        assert attributes in ([], [(6, 1)])
+    def of(cls, name: str, given: Sequence[int | None], words: int) -> Launch:
+        """A launch with what `cuLaunchKernel` is given behind the function."""
+        blocks, *more_blocks, threads, y, z, shared, stream, arguments, extra = given
+        assert [*more_blocks, y, z, extra] == [1, 1, 1, 1, None]
+        assert blocks is not None
+        assert threads is not None
+        assert shared is not None
+        assert arguments is not None
         fields = list((ctypes.c_int64 * words).from_address(ctypes.c_uint64.from_address(arguments).value))
-        return cls(name, given.grid[0], given.block[0], given.shared, bool(attributes), given.stream or 0, fields)
+        return cls(name, blocks, threads, shared, stream or 0, fields)
 
 
 class FakeDriver:
@@ -76,7 +58,7 @@ class FakeDriver:
         self.made_current, self._words = 0, words
         self._kernels: dict[int, CpuKernel] = {}
         self._loaded: dict[Kernel, LoadedKernel] = {}
-        self.cuLaunchKernelEx = LAUNCH(self._launch)
+        self.cuLaunchKernel = LAUNCH(self._launch)
 
     def on(self, kernel: Kernel, device: int) -> LoadedKernel:
         """In place of `Kernel.on`."""
@@ -86,10 +68,9 @@ class FakeDriver:
             self._loaded[kernel] = LoadedKernel(kernel.name, number, device, kernel.shared)
         return self._loaded[kernel]
 
-    def _launch(self, configuration: int, function: int, arguments: int, extra: int | None) -> int:
-        assert extra is None
+    def _launch(self, function: int, *given: int | None) -> int:
         kernel = self._kernels[function]
-        launch = Launch.of(kernel.name, configuration, arguments, self._words)
+        launch = Launch.of(kernel.name, given, self._words)
         self.launches.append(launch)
         status = self.statuses.pop(0) if self.statuses else 0
         if not status:

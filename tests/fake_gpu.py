@@ -221,7 +221,7 @@ class EmulatedKernel:
         self.kernel, self.shared = getattr(self.library, kernel.name), kernel.shared
         assert kernel.shared <= 227 << 10
 
-    def launch(self, blocks: int, threads: int, fields: array[Any], *_: int, **__: bool) -> None:
+    def launch(self, blocks: int, threads: int, fields: array[Any], *_: int) -> None:
         assert blocks > 0
         assert threads % 32 == 0
         assert len(fields) <= 192
@@ -247,7 +247,7 @@ class CpuKernel:
         library = _compiled(kernel.path)
         self.name, self._run, self._choose_block = kernel.name, getattr(library, kernel.name), library.choose_block
 
-    def launch(self, blocks: int, threads: int, fields: array[Any], *_: int, **__: bool) -> None:
+    def launch(self, blocks: int, threads: int, fields: array[Any], *_: int) -> None:
         assert blocks > 0
         assert threads > 0
 
@@ -267,9 +267,9 @@ class NotedKernel:
     def __init__(self, kernel: Any, key: PlanKey) -> None:
         self._kernel, self._key = kernel, key
 
-    def launch(self, *given: Any, **named: bool) -> None:
+    def launch(self, *given: Any) -> None:
         FakePlan.launched.append(self._key)
-        self._kernel.launch(*given, **named)
+        self._kernel.launch(*given)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._kernel, name)

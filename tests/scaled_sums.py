@@ -1,7 +1,6 @@
 """A plan of two of the library's own kernels that serves tensors of all sizes: these are in an array of the host.
 
-The first kernel sums rows, with weights if there are any, into scratch memory. The second one scales the sums; it may
-begin before the first one has ended, and waits for it.
+The first kernel sums rows, with weights if there are any, into scratch memory. The second one scales the sums.
 """
 
 from __future__ import annotations
@@ -38,9 +37,6 @@ struct Call {
 };
 
 extern "C" __global__ void sum_rows(const Call a) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
-#endif
   for (number row = blockIdx.x; row < a.sizes[0]; row += gridDim.x) {
     float sum = 0.0f;
     for (number j = 0; j < a.sizes[1]; ++j) sum += a.x[row * a.sizes[2] + j] * (a.weights ? a.weights[j] : 1.0f);
@@ -49,9 +45,6 @@ extern "C" __global__ void sum_rows(const Call a) {
 }
 
 extern "C" __global__ void scale_sums(const Call a) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
   union { unsigned bits; float value; } scale = {(unsigned)a.scale};
   for (number row = blockIdx.x; row < a.sizes[0]; row += gridDim.x) a.out[row] = scale.value * a.sums[row] + a.least;
 }
@@ -79,8 +72,8 @@ class ScaledSums:
         fields = [*struct.filled(scale=0, sizes=[0, 0, 0], least=LEAST), *[0] * (words - WORDS)]
         first, second = Kernel(source, "sum_rows", shared=64), Kernel(source, "scale_sums")
 
-        def scaled_sums(key: PlanKey) -> KernelProgram:
-            calls = KernelCall(first, 7, 32), KernelCall(second, 2, threads, programmatic=key.target.sm >= 90)
+        def scaled_sums(_: PlanKey) -> KernelProgram:
+            calls = KernelCall(first, 7, 32), KernelCall(second, 2, threads)
             return KernelProgram(calls, fields, self.places, scratch={"unused": (5,), "sums": (ROWS,)})
 
         self.operation = KernelOp(scaled_sums, folder)

@@ -53,16 +53,13 @@ def _noted() -> Iterator[tuple[list[Call], list[Call]]]:
     executes = {plan: plan._execute for plan in plan_cache.plans() if not isinstance(plan, KernelPlan)}
     launch_kernel = LoadedKernel.launch
 
-    def note_kernel(
-        kernel: LoadedKernel, blocks: int, threads: int, fields: array[int], stream: int, *, programmatic: bool = False
-    ) -> None:
-        kept = fields[:]
-        kernels.append(partial(launch_kernel, kernel, blocks, threads, kept, stream, programmatic=programmatic))
+    def note_kernel(kernel: LoadedKernel, blocks: int, threads: int, fields: array[int], stream: int) -> None:
+        kernels.append(partial(launch_kernel, kernel, blocks, threads, fields[:], stream))
         kernels[-1]()
 
     for plan in executes:
         plan._execute = _noting(plan, plans)
-    LoadedKernel.launch = note_kernel  # type: ignore[method-assign, assignment]
+    LoadedKernel.launch = note_kernel  # type: ignore[method-assign]
     try:
         yield plans, kernels
     finally:

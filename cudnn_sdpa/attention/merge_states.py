@@ -15,7 +15,7 @@ from cudnn_sdpa.engine.dispatch_state import is_plain_memory, needs_gradient
 from cudnn_sdpa.engine.sharding import has_dtensor, refuse
 from cudnn_sdpa.engine.tensor_checks import check_apart, check_is_tensor, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError
-from cudnn_sdpa.graph.layouts import ALIGNMENT, is_expanded
+from cudnn_sdpa.graph.layouts import ALIGNMENT, dense_stride_like, is_expanded
 from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.plans.nvrtc import Kernel, Struct
 from cudnn_sdpa.plans.plan import current_raw_stream
@@ -40,8 +40,8 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor 
     are spread over GPUs, split over kernels, or shared as a prefix. FlashInfer's `merge_states` is the same for
     logarithms to the base of 2; ours are natural.
 
-    On a GPU it is one kernel for up to 64 parts of float16, bfloat16 or float32. Parts whose strides differ from those
-    of the first one are copied before.
+    On a GPU it is one kernel for up to 64 parts of float16, bfloat16 or float32. If the strides of parts differ, those
+    that are not dense in the memory order of the first one are copied before.
 
     It is not differentiable, because the LSE is not: `sdpa_backward` gives the gradients of each part from the result.
 
@@ -123,14 +123,16 @@ def _merge_by_kernel(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor
 
 
 def _alike(parts: Sequence[Tensor]) -> list[Tensor]:
-    """The parts, with copies of those whose strides are not those of the first one."""
+    """The parts if all have the same strides; or else with copies of those that lack the dense ones of the first."""
     first = parts[0]
+    if all(x.stride() == first.stride() for x in parts):
+        return list(parts)
+    dense = dense_stride_like(first.shape, first.shape, first.stride())  # its own may give one address to many elements
 
     def alike(x: Tensor) -> Tensor:
-        empty = torch.empty_strided(x.shape, first.stride(), dtype=x.dtype, device=x.device)
-        return empty.copy_(x)
+        return torch.empty_strided(x.shape, dense, dtype=x.dtype, device=x.device).copy_(x)
 
-    return [x if x.stride() == first.stride() else alike(x) for x in parts]
+    return [x if x.stride() == dense else alike(x) for x in parts]
 
 
 def _check(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor | None) -> None:

@@ -32,17 +32,11 @@ ENGINE = "own kernels"
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A kernel and its grid.
-
-    Attributes:
-        programmatic: Whether the kernel may begin before the one ahead of it on the stream has ended, as it waits for
-            that itself (`griddepcontrol.wait`), on GPUs from compute capability 9.0 on.
-    """
+    """A kernel and its grid."""
 
     kernel: Kernel
     blocks: int
     threads: int
-    programmatic: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,7 +113,7 @@ class KernelPlan(Plan):
     CUDA graphs need no such plan: nothing unloads its kernels, and graphs have copies of their arguments.
 
     Attributes:
-        kernels: The kernels, each with its blocks, its threads, and whether its launch is programmatic.
+        kernels: The kernels, each with its blocks and its threads.
         fields: Their argument, as far as it is the same in all launches.
         places: For each pointer of a launch the index of its field, and the number of bytes that are copied to there
             from host memory; 0 if the field is the address itself.
@@ -135,7 +129,7 @@ class KernelPlan(Plan):
         self.build_seconds, self.last_used, self.added_at = 0.0, 0, 0
         self.loaded = self.captured = self.held = self.tuned = False
         with torch.cuda.device(key.device), relaxed_capture():
-            self.kernels = [(x.kernel.on(key.device), x.blocks, x.threads, x.programmatic) for x in program.calls]
+            self.kernels = [(x.kernel.on(key.device), x.blocks, x.threads) for x in program.calls]
         self.fields = array("q", program.fields)
         self.places = [(program.slots[x.name], _bytes_in_host_memory(x)) for x in (*key.inputs, *key.outputs)]
         self.scratch_places = program.scratch_places
@@ -153,8 +147,8 @@ class KernelPlan(Plan):
             for index, offset in self.scratch_places:
                 fields[index] = scratch.data_ptr() + offset
         stream = current_raw_stream(self.device)
-        for kernel, blocks, threads, programmatic in self.kernels:
-            kernel.launch(blocks, threads, fields, stream, programmatic=programmatic)
+        for kernel, blocks, threads in self.kernels:
+            kernel.launch(blocks, threads, fields, stream)
 
 
 def _bytes_in_host_memory(operand: Operand) -> int:

@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import os
 import re
-import struct
 import threading
 import time
 from array import array
@@ -53,13 +52,6 @@ class _Identity:
         return {"kernel": self.name, "source": self.digest, "sm": self.sm, **version}
 
 
-#: `CUlaunchConfig`: grid, block, dynamic shared memory, stream, the array of attributes and its length.
-_CONFIG = struct.Struct("7I2PI0P")
-
-#: `CUlaunchAttribute`, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed.
-_PROGRAMMATIC = ctypes.create_string_buffer(struct.pack("I4xi60x", 6, 1))
-
-
 class LoadedKernel:
     __slots__ = ("_device", "_function", "_launch", "_shared", "name", "native")
 
@@ -68,17 +60,15 @@ class LoadedKernel:
         self._shared = shared
         self._function = function
         self._device = device
-        self._launch = _driver().cuLaunchKernelEx
-        #: For native code: addresses of `cuLaunchKernelEx` and of the kernel, bytes of shared memory of a block.
+        self._launch = _driver().cuLaunchKernel
+        #: For native code: addresses of `cuLaunchKernel` and of the kernel, bytes of shared memory of a block.
         self.native = ctypes.cast(self._launch, ctypes.c_void_p).value or 0, function, shared
 
-    def launch(self, blocks: int, threads: int, fields: array[int], stream: int, *, programmatic: bool = False) -> None:
-        """Launches it; a programmatic launch may begin before the kernel ahead of it on the stream has ended."""
+    def launch(self, blocks: int, threads: int, fields: array[int], stream: int) -> None:
         parameters = array("Q", (fields.buffer_info()[0],))
-        attributes = (ctypes.addressof(_PROGRAMMATIC), 1) if programmatic else (0, 0)
-        config = _CONFIG.pack(blocks, 1, 1, threads, 1, 1, self._shared, stream, *attributes)
-        # The order of `cuLaunchKernelEx`, since ctypes knows no names: configuration, function, parameters, extra.
-        call = (config, self._function, parameters.buffer_info()[0], None)
+        # The order of `cuLaunchKernel`, since ctypes knows no names: function, grid, block, dynamic shared memory,
+        # stream, parameters, extra.
+        call = (self._function, blocks, 1, 1, threads, 1, 1, self._shared, stream, parameters.buffer_info()[0], None)
         status = self._launch(*call)
         if status == _NO_CONTEXT:
             _make_context_current(self._device)
@@ -255,7 +245,8 @@ def _nvrtc_candidates() -> Iterator[str]:
 @functools.cache
 def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
-    driver.cuLaunchKernelEx.argtypes = [ctypes.c_void_p] * 4
+    size, pointer = ctypes.c_uint, ctypes.c_void_p
+    driver.cuLaunchKernel.argtypes = [pointer, *(size,) * 7, pointer, pointer, pointer]
     return driver
 
 

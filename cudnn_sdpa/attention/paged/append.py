@@ -16,6 +16,7 @@ from cudnn_sdpa.attention.paged.arguments import (
     NHD,
     PAGE_DIMENSIONS,
     PageLayout,
+    as_bits,
     check_page_layout,
     check_scale,
     in_heads_order,
@@ -324,7 +325,7 @@ def _write(call: AppendCall) -> None:
     of = (call.k, call.k_pages, call.k_scale), (call.v, call.v_pages, call.v_scale)
     for new, pages, scale in of:
         rows = new.transpose(1, 2)[is_there]
-        pages[slots // size, :, slots % size] = stored(rows, pages.dtype, scale)
+        as_bits(pages)[slots // size, :, slots % size] = as_bits(stored(rows, pages.dtype, scale))
 
 
 def _slots(call: AppendCall, size: int) -> Tensor:

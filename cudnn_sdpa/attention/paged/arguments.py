@@ -109,6 +109,11 @@ def in_heads_order(pages: Tensor, page_layout: str) -> Tensor:
     return pages.transpose(1, 2) if page_layout == NHD else pages
 
 
+def as_bits(pages: Tensor) -> Tensor:
+    """A view of pages that PyTorch can index and mask on every device: of FP8, which it often cannot, the bits."""
+    return pages.view(torch.uint8) if pages.element_size() == 1 else pages
+
+
 #: Names that `arguments` uses in its messages, and what `sdpa_paged` calls the same.
 NAMES = {"k": "k_pages", "v": "v_pages", "sequence length": "page size"}
 

@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from cudnn_sdpa.attention.paged import kv_cache_checks, paging
 from cudnn_sdpa.attention.paged.append import FP8, write_tokens
-from cudnn_sdpa.attention.paged.arguments import HND, PageLayout, check_page_layout, in_heads_order
+from cudnn_sdpa.attention.paged.arguments import HND, PageLayout, as_bits, check_page_layout, in_heads_order
 from cudnn_sdpa.attention.paged.kv_cache_checks import AttendOptions, PlanOptions, StepOptions
 from cudnn_sdpa.attention.paged.page_pool import CacheUse, PagePool
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
@@ -342,5 +342,6 @@ class PagedKVCache:
         """Copies of the keys (Hkv, length, D) and values (Hkv, length, Dv) of a sequence."""
         numbers = torch.tensor(self._pool.pages_of(sequence), dtype=torch.int64, device=self.device)
         length = self._pool.length(sequence)
-        k, v = (in_heads_order(x, self.page_layout)[numbers] for x in (self.k_pages(layer), self.v_pages(layer)))
-        return k.transpose(0, 1).flatten(1, 2)[:, :length], v.transpose(0, 1).flatten(1, 2)[:, :length]
+        pages = (as_bits(in_heads_order(x, self.page_layout)) for x in (self.k_pages(layer), self.v_pages(layer)))
+        k, v = (x[numbers].view(self._k.dtype).transpose(0, 1).flatten(1, 2)[:, :length] for x in pages)
+        return k, v

@@ -319,7 +319,7 @@ class _Kernel(NamedTuple):
     """A kernel of the library's own, for the module.
 
     Attributes:
-        driver: Address of `cuLaunchKernelEx`; 0 if `launch` launches the kernel.
+        driver: Address of `cuLaunchKernel`; 0 if `launch` launches the kernel.
         launch: Launches it, given its argument and a stream.
     """
 
@@ -328,24 +328,15 @@ class _Kernel(NamedTuple):
     blocks: int
     threads: int
     shared: int
-    programmatic: bool
     launch: Callable[[list[int], int], None]
 
 
-def _kernel(kernel: LoadedKernel, blocks: int, threads: int, programmatic: bool = False) -> _Kernel:
+def _kernel(kernel: LoadedKernel, blocks: int, threads: int) -> _Kernel:
     def launch(fields: list[int], stream: int) -> None:
-        kernel.launch(blocks, threads, array("Q", fields), stream, programmatic=programmatic)
+        kernel.launch(blocks, threads, array("Q", fields), stream)
 
     driver, function, shared = getattr(kernel, "native", (0, 0, 0))
-    return _Kernel(
-        driver=driver,
-        function=function,
-        blocks=blocks,
-        threads=threads,
-        shared=shared,
-        programmatic=programmatic,
-        launch=launch,
-    )
+    return _Kernel(driver=driver, function=function, blocks=blocks, threads=threads, shared=shared, launch=launch)
 
 
 class _Prologue(NamedTuple):

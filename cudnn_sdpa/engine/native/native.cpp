@@ -32,12 +32,11 @@ std::vector<Pointer> pointers_of(const py::sequence& given) {
 
 Kernel kernel_of(const py::handle& given) {
   return {
-      .driver = reinterpret_cast<decltype(Kernel::driver)>(py::cast<uint64_t>(given.attr("driver"))),
+      .driver = reinterpret_cast<Kernel::CuLaunchKernel>(py::cast<uint64_t>(given.attr("driver"))),
       .function = reinterpret_cast<void*>(py::cast<uint64_t>(given.attr("function"))),
       .blocks = py::cast<unsigned>(given.attr("blocks")),
       .threads = py::cast<unsigned>(given.attr("threads")),
       .shared = py::cast<unsigned>(given.attr("shared")),
-      .is_programmatic = py::cast<bool>(given.attr("programmatic")),
       .python = given.attr("launch")};
 }
 

@@ -111,38 +111,21 @@ struct Stream {
   }
 };
 
-// As `CUlaunchAttribute` and `CUlaunchConfig`.
-struct LaunchAttribute {
-  unsigned id, unused;
-  int value;
-  char rest[60];
-};
-struct LaunchConfig {
-  unsigned grid[3], block[3], shared;  // the last one in bytes
-  void* stream;
-  const LaunchAttribute* attributes;
-  unsigned count;
-};
-static_assert(sizeof(LaunchAttribute) == 72 && sizeof(LaunchConfig) == 56);
-
-// CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, allowed
-inline constexpr LaunchAttribute programmatic_launch = {6, 0, 1, {}};
-
 // One of the library's own kernels; its argument is a list of words.
 struct Kernel {
-  int (*driver)(const LaunchConfig*, void*, void**, void**);  // null where `python` launches it
+  using CuLaunchKernel = int (*)(
+      void*, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void*, void**, void**);
+
+  CuLaunchKernel driver;  // null where `python` launches it
   void* function;
-  unsigned blocks, threads, shared;
-  bool is_programmatic;
+  unsigned blocks, threads, shared;  // the last one in bytes
   py::object python;  // launches it given its fields and the stream, and says what is wrong if the driver refuses
 
   void launch(uint64_t* fields, size_t count, const Stream& current) const {
     if (driver != nullptr) {
       void* argument[] = {fields};
       auto* const stream = reinterpret_cast<void*>(current.raw);
-      const LaunchConfig config = {
-          {blocks, 1, 1}, {threads, 1, 1}, shared, stream, &programmatic_launch, is_programmatic ? 1u : 0u};
-      if (!driver(&config, function, argument, nullptr)) return;
+      if (!driver(function, blocks, 1, 1, threads, 1, 1, shared, stream, argument, nullptr)) return;
     }
     python(list_of(fields, count), current.python);
   }

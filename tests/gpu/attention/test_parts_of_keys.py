@@ -112,3 +112,16 @@ def test_merged_states_against_float64(dtype, parts, shape):
     torch.testing.assert_close(lse.cpu(), of_exact, rtol=1e-6, atol=2e-6)
     first = merge_states(outs, lses)
     assert all(map(torch.equal, first, merge_states(outs, lses)))
+
+
+@pytest.mark.parametrize("strides", [(0, 128, 1), (128, 0, 1), (64, 16, 1)], ids=str)
+def test_parts_that_overlap_themselves(strides):
+    outs = [torch.randn(7000, device="cuda").bfloat16().as_strided((32, 4, 128), strides), drawn(32, 4, 128)]
+    lses = [torch.randn(300, device="cuda").as_strided((32, 4), [x // 16 for x in strides[:2]])]
+    lses.append(torch.randn(32, 4, device="cuda"))
+    for _ in range(2):  # either one is the first
+        outs, lses = outs[::-1], lses[::-1]
+        weights = torch.softmax(torch.stack(lses).double(), 0).unsqueeze(-1)
+        merged, lse = merge_states(outs, lses)
+        assert error(merged, (weights * torch.stack(outs).double()).sum(0)) < 1e-2
+        torch.testing.assert_close(lse, torch.logsumexp(torch.stack(lses), 0))

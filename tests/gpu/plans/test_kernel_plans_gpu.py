@@ -49,8 +49,8 @@ def test_one_plan_serves_all_sizes_on_all_streams(sums):
     assert len(plan_cache.plans()) == 1
 
 
-def test_a_kernel_that_may_begin_early_waits(sums):
-    """Each result is that of its own call, though scratch memory is the same in all, and nothing synchronizes."""
+def test_calls_share_scratch_memory(sums):
+    """Each result is that of its own call, though nothing synchronizes."""
     x = [drawn(ROWS, 2048, 2048) for _ in range(20)]
     for each in x:
         sums.warm_up(each)

@@ -369,6 +369,31 @@ def test_the_kernel_that_merges_equals_plain_pytorch(seed, dtype, monkeypatch):
     torch.testing.assert_close(out, wanted, rtol=2 * tolerance, atol=4e-5)
 
 
+@pytest.mark.parametrize("places", [(0,), (1,), (0, 2), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize(
+    "strides", [(0, 8, 1), (8, 0, 1), (0, 0, 1), (24, 8, 0), (0, 0, 0), (4, 2, 1), (1, 5, 1)], ids=str
+)
+def test_parts_that_overlap_themselves(strides, places):
+    """Where one address is that of many elements, as in an expanded part, nothing is written."""
+
+    def drawn(sizes, stride, number):
+        if number not in places:
+            return torch.randn(sizes)
+        return torch.randn(200)[number:].as_strided(sizes, stride)
+
+    outs = [drawn((4, 3, 8), strides, number) for number in range(3)]
+    lses = [drawn((4, 3), strides[:2], number) for number in range(3)]
+    weights = torch.softmax(torch.stack(lses).double(), 0)
+    right = (weights.unsqueeze(-1) * torch.stack(outs).double()).sum(0)
+    before = [x.clone() for x in (*outs, *lses)]
+    for way in (contextlib.nullcontext, gpu_on_the_cpu):
+        with way():
+            out, lse = merge_states(outs, lses)
+        torch.testing.assert_close(out.double(), right, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse, torch.logsumexp(torch.stack(lses), 0))
+    assert all(map(torch.equal, (*outs, *lses), before))
+
+
 def test_merged_states_that_are_no_numbers():
     """Infinite LSEs, NaN, and outputs that no row of weight zero hides."""
     outs = [torch.randn(8, 1, 8), torch.randn(8, 1, 8)]

@@ -24,9 +24,9 @@ def launched(monkeypatch):
     """The names of the library's kernels, as they are launched."""
     names, launch = [], CpuKernel.launch
 
-    def noted(kernel, *given, **named):
+    def noted(kernel, *given):
         names.append(kernel.name)
-        launch(kernel, *given, **named)
+        launch(kernel, *given)
 
     monkeypatch.setattr(CpuKernel, "launch", noted)
     return names

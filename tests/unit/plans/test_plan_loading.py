@@ -293,7 +293,7 @@ class Driver:
     def cuGetErrorName(self, status, name):  # noqa: N802
         return 0
 
-    cuLaunchKernelEx = None  # noqa: N815
+    cuLaunchKernel = None  # noqa: N815
 
 
 class Identity(NamedTuple):

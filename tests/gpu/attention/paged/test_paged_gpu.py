@@ -251,6 +251,32 @@ def test_nothing_synchronizes():
     assert all(result.isfinite().all() for result in results)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("page_layout", ["HND", "NHD"])
+def test_pages_in_fp8_are_copied_for_a_fork(dtype, page_layout):
+    """PyTorch has no `index_copy_` for them."""
+    sizes = {"pages": 12, "page_size": 16, "heads": 2, "head_dim": 64, "layers": 2}
+    cache = PagedKVCache(**sizes, dtype=dtype, page_layout=page_layout, v_scale=torch.tensor(0.4, device="cuda"))
+    numbers = [cache.add() for _ in range(2)]
+
+    def grow(sequences, tokens):
+        step = cache.reserve(sequences, tokens)
+        for layer in range(2):
+            cache.append(step, *torch.randn(2, len(sequences), 2, tokens, 64, device="cuda", dtype=BF16), layer)
+
+    def read(sequence):
+        return [x.float() for layer in range(2) for x in cache.read(sequence, layer)]
+
+    grow(numbers, 21)
+    before = [read(number) for number in numbers]
+    forks = [cache.fork(number) for number in numbers]
+    grow(forks, 3)
+    for number, fork, kept in zip(numbers, forks, before, strict=True):
+        assert all(x.shape == (2, 21, 64) and x.any() for x in kept)
+        assert all(map(torch.equal, read(number), kept))
+        assert all(torch.equal(x[:, :21], y) and x.shape[1] == 24 for x, y in zip(read(fork), kept, strict=True))
+
+
 def test_a_captured_step_replays_for_later_steps():
     cache, numbers = filled(3, 37)
     q = torch.randn(4, 8, 1, 64, device="cuda", dtype=BF16)

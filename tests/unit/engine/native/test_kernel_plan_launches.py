@@ -68,9 +68,8 @@ def test_the_driver_is_given_the_grids_and_the_fields_of_a_call(stream, way, sum
     sums.assert_right(out, x, weights, -0.7)
     assert bool(launches_in_python) is (way == "python")
     first, second = driver.launches
-    assert (first.name, first.blocks, first.threads, first.shared, first.programmatic) == ("sum_rows", 7, 32, 64, False)
+    assert (first.name, first.blocks, first.threads, first.shared) == ("sum_rows", 7, 32, 64)
     assert (second.name, second.blocks, second.threads, second.shared) == ("scale_sums", 2, 64, 0)
-    assert second.programmatic
     assert first.stream == second.stream == stream
     assert first.fields == second.fields
     unused, scratch = (first.fields[sums.places[name]] for name in ("unused", "sums"))

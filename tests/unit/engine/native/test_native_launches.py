@@ -119,13 +119,12 @@ def test_kernels_before_a_plan_are_launched_on_its_stream(name, status, way, mon
     """By the driver, or by Python, which knows what to do if the driver refuses."""
     call, kernels, launched, run = OPERATIONS[name], {}, [], CpuKernel.launch
 
-    def by_python(kernel, blocks, threads, fields, on, **_):
+    def by_python(kernel, blocks, threads, fields, on):
         launched.append(("python", kernel.name, blocks, threads, on))
         run(kernel, blocks, threads, fields)
 
-    def by_driver(configuration, function, arguments, _):
-        launch = Launch.of(kernels[function].name, configuration, arguments, words=64)
-        assert not launch.programmatic
+    def by_driver(function, *given):
+        launch = Launch.of(kernels[function].name, given, words=64)
         launched.append(("driver", launch.name, launch.blocks, launch.threads, launch.stream))
         if not status:
             run(kernels[function], launch.blocks, launch.threads, array("q", launch.fields))
@@ -405,8 +404,8 @@ def test_a_call_in_the_midst_of_another_has_memory_of_its_own(name, way, launche
     with filled(name) as (call, device, in_slot), torch.no_grad():  # as one in between is called, so it is known
         run, inner = CpuKernel.launch, []
 
-        def launch(kernel, *arguments, **named):
-            run(kernel, *arguments, **named)
+        def launch(kernel, *arguments):
+            run(kernel, *arguments)
             if not inner:
                 inner.append(None)
                 assert_right(call, {**call.tensors()})
