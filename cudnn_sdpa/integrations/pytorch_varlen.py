@@ -1,7 +1,7 @@
 """`torch_attn::_varlen_attn`, `_varlen_attn_out` and `_varlen_attn_backward`, behind `torch.nn.attention.varlen`.
 
-Offsets are on the GPU alone, and are not read back. For keys in pages, and for a part of each sequence's keys, rows are
-gathered by positions that are computed there, and no size depends on a length.
+Offsets are on the GPU alone, and are not read back. For a part of each sequence's keys, rows are gathered by positions
+that are computed there, and no size depends on a length. Keys in pages are read where they are.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from torch.nn.attention import SDPBackend
 from cudnn_sdpa.attention.arguments import Softmax, check_lengths, results, softmax_of
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.arguments import NHD
-from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
-from cudnn_sdpa.attention.paged.specs import MAX_DECODED, MAX_GATHERED_BYTES
-from cudnn_sdpa.attention.varlen.arguments import check_cumulative, offsets_of_keys
+from cudnn_sdpa.attention.paged_varlen.arguments import MAX_DIM
+from cudnn_sdpa.attention.paged_varlen.call import PagedVarlenCall, ReferencePagedVarlenCall
+from cudnn_sdpa.attention.paged_varlen.reference import without_keys
+from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import PAGED_VARLEN
+from cudnn_sdpa.attention.varlen.arguments import offsets_of_keys
 from cudnn_sdpa.attention.varlen.call import VarlenBackwardCall, VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
 from cudnn_sdpa.engine import value_checks
@@ -30,8 +32,7 @@ from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.integrations.pytorch_kernels import launch, launch_backward, undisturbed
 
-_calls = NativeCalls()
-_gathered_calls = NativeCalls()
+_calls, _paged_calls = NativeCalls(), NativeCalls()
 
 _NEEDS = (True, True, True, False)  #: gradients of query, key and value
 
@@ -99,21 +100,23 @@ def _attention(
     backend: int = FLASH,
 ) -> tuple[Tensor, Tensor]:
     if num_splits is not None:
+        instead = "" if block_table is None else ", or sdpa_paged_varlen with batch_invariant=True"
         raise UnsupportedError(
             f"num_splits={num_splits}",
-            ["cuDNN decides how a kernel divides the keys, and promises no results that are the same in any batch"],
-            "num_splits=None",
+            ["the kernel decides how it divides the keys, and promises no results that are the same in any batch"],
+            f"num_splits=None{instead}",
         )
     if backend not in _BACKENDS:
         raise OptionError("backend", repr(backend), f"FLASH_ATTENTION or CUDNN_ATTENTION of SDPBackend: {_BACKENDS}")
     _check_value_dim(query, value)
     try:
-        offsets = cu_seq_q, cu_seq_q if block_table is not None else _offsets_of_keys(cu_seq_q, cu_seq_k)
         softmax = softmax_of(is_causal, BOTTOM_RIGHT, window_size, scale)
-        call = _call((query, key, value), offsets, (max_q, max_k), softmax=softmax, out=out)
         if block_table is not None:
-            result, lse = _on_pages(call, block_table, seqused_k)
+            side = block_table, seqused_k, cu_seq_q
+            result, lse = _on_pages((query, key, value), *side, max_q=max_q, softmax=softmax, out=out)
         else:
+            offsets = cu_seq_q, _offsets_of_keys(cu_seq_q, cu_seq_k)
+            call = _call((query, key, value), offsets, (max_q, max_k), softmax=softmax, out=out)
             result, lse = _run(call if seqused_k is None else _with_used_keys(call, seqused_k))
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(_NAMES) from None
@@ -149,16 +152,22 @@ def _call(
 
 def _run(call: VarlenCall) -> tuple[Tensor, Tensor]:
     signature = VARLEN.flat(call)
-    if _calls.find is not None and not value_checks.enabled:
-        with torch.no_grad():
-            known = _calls.find(*signature)
-        if known is not MISSED:
-            return known  # type: ignore[no-any-return]
+    known = _known(_calls, signature)
+    if known is not MISSED:
+        return known  # type: ignore[no-any-return]
     if needs_gradient(call.q, call.k, call.v) and call.out is None:
         call.check()
         VARLEN.check_gradient(call)  # so that the forward pass raises, and not the backward pass
     result: tuple[Tensor, Tensor] = launch(VARLEN, call, _calls, signature)
     return result
+
+
+def _known(calls: NativeCalls, signature: tuple[object, ...]) -> Any:
+    """The results of a call that the native module knows, or `MISSED`."""
+    if calls.find is None or value_checks.enabled:
+        return MISSED
+    with torch.no_grad():
+        return calls.find(*signature)
 
 
 def _offsets_of_keys(cu_seq_q: Tensor, cu_seq_k: Tensor | None) -> Tensor:
@@ -218,112 +227,79 @@ def gradients(
     return grad_q, grad_k, grad_v
 
 
-def _on_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The output (T, Hq, Dv) and the LSE (T, Hq) of packed queries on keys in pages (pages, page size, Hkv, D).
-
-    With up to 8 queries in a sequence, each sequence gets rows of its own for `sdpa_paged`, which reads the pages in
-    place. With more, keys and values are gathered into packed sequences, up to 1 GiB at a time, at least one sequence.
-    """
+def _on_pages(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    block_table: Tensor,
+    seqused_k: Tensor | None,
+    cu_seq_q: Tensor,
+    *,
+    max_q: int,
+    softmax: Softmax,
+    out: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The output (T, Hq, Dv) and the LSE (T, Hq) of packed queries on keys in pages (pages, page size, Hkv, D)."""
     if seqused_k is None:
         raise OptionError("seqused_k", "None", "the number of keys of each sequence, as there is a block_table")
-    _check_pages(call, block_table, seqused_k)
-    layout, (rows, _, _) = results(call._replace(v=call.v[:, 0], out=None))
-    out = new_tensor(layout, call.q.device) if call.out is None else call.out
-    if call.q.numel() == 0 or block_table.numel() == 0:
-        return out.zero_(), torch.full(rows, -torch.inf, dtype=torch.float32, device=call.q.device)
-    with undisturbed(call.q):
-        run = _decode if call.max_seqlen_q <= MAX_DECODED else _prefill
-        result, lse = run(call, block_table, seqused_k)
-        return result if call.out is None and result.stride() == layout[1] else out.copy_(result), lse
-
-
-def _check_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> None:
-    query = call.q
-    if query.dim() != 3:
-        raise ShapeError("query", f"shape {tuple(query.shape)}", "rank 3: (tokens, heads, head dim)")
-    check_cumulative("cu_seqlens_q", call.cu_seqlens_q, query)
-    batch = call.cu_seqlens_q.shape[0] - 1
-    q = query.new_empty((batch, query.shape[1], 1, query.shape[2]))
-    tables: tuple[Tensor, None, Tensor, None, None] = block_table, None, seqused_k, None, None
-    paged = PagedCall(q, call.k, call.v, *tables, page_layout=NHD, softmax=call.softmax)
-    paged.check_types()
-    paged.check()
-    paged.check_values()
-    value_checks.check_offsets("cu_seqlens_q", call.cu_seqlens_q, query.shape[0], call.max_seqlen_q)
-
-
-def _decode(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention with each sequence's queries in rows of their own, (B, max_q), of which the last may be unused."""
-    tokens, batch, width = call.q.shape[0], call.cu_seqlens_q.shape[0] - 1, call.max_seqlen_q
-    device, begins = call.q.device, call.cu_seqlens_q[:-1]
-    rows = (begins.unsqueeze(1) + torch.arange(width, dtype=torch.int32, device=device)).clamp_(0, tokens - 1)
-    out, lse = sdpa_paged(
-        call.q[rows].transpose(1, 2),
-        k_pages=call.k,
-        v_pages=call.v,
+    call = PagedVarlenCall(
+        *qkv,
         page_table=block_table,
+        page_table_v=None,
         seq_lens_kv=seqused_k,
-        seq_lens_q=call.cu_seqlens_q.diff().clamp_(0, width),
+        cu_seqlens_q=cu_seq_q,
+        sinks=None,
+        tree_mask=None,
+        k_scale=None,
+        v_scale=None,
+        max_seqlen_q=max_q,
         page_layout=NHD,
-        is_causal=call.softmax.is_causal,
-        window_size=(call.softmax.window_left, call.softmax.window_right),
-        scale=call.softmax.scale,
-        return_lse=True,
+        softmax=softmax._replace(deterministic=False),  # results are the same from run to run
+        with_lse=True,
+        out=out,
     )
-    sequence, position = _positions(call.cu_seqlens_q, tokens)
-    row = torch.add(position, sequence, alpha=width).clamp_(0, batch * width - 1)
-    is_of_none = torch.arange(tokens, device=device) >= call.cu_seqlens_q[-1]
-    result = out.transpose(1, 2).flatten(0, 1)[row]
-    result_lse = lse.transpose(1, 2).flatten(0, 1)[row]
-    return result.masked_fill_(is_of_none[:, None, None], 0.0), result_lse.masked_fill_(is_of_none[:, None], -torch.inf)
+    if max(call.q.shape[-1], call.v_pages.shape[-1]) > MAX_DIM:
+        return _padded(call)
+    signature = PAGED_VARLEN.flat(call)
+    known = _known(_paged_calls, signature)
+    found: tuple[Tensor, Tensor] = launch(PAGED_VARLEN, call, _paged_calls, signature) if known is MISSED else known
+    return found
 
 
-def _prefill(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention on gathered keys and values, of as many sequences at a time as `MAX_GATHERED_BYTES` allows."""
-    batch, (_, page_size, heads, dim) = block_table.shape[0], call.k.shape
-    max_seqlen = min(call.max_seqlen_kv, block_table.shape[1] * page_size)
-    a_sequence = max_seqlen * heads * (dim + call.v.shape[3]) * call.k.element_size()
-    at_once = max(1, MAX_GATHERED_BYTES // max(1, a_sequence))
-    if at_once >= batch:
-        return _on_gathered(call, block_table, seqused_k, max_seqlen)
-    parts = (slice(first, min(first + at_once, batch)) for first in range(0, batch, at_once))
-    out, lse = _on_gathered_part(call, block_table, seqused_k, max_seqlen, part=next(parts))
-    for part in parts:
-        more, lse_of_more = _on_gathered_part(call, block_table, seqused_k, max_seqlen, part=part)
-        out += more  # rows of other sequences are zeros
-        torch.maximum(lse, lse_of_more, out=lse)
-    return out, lse
+def _padded(call: PagedVarlenCall) -> tuple[Tensor, Tensor]:
+    """Attention with head dims beyond those of the kernel for packed queries, by `sdpa_paged`.
 
-
-def _on_gathered_part(
-    call: VarlenCall, block_table: Tensor, seqused_k: Tensor, max_seqlen: int, part: slice
-) -> tuple[Tensor, Tensor]:
-    """Attention of some sequences. Earlier queries become a sequence without keys, later ones belong to none."""
-    ends = call.cu_seqlens_q[part.start : part.stop + 1]
-    of_part = call._replace(
-        cu_seqlens_q=torch.nn.functional.pad(ends, (1, 0)),
-        max_seqlen_q=call.q.shape[0],
-        out=None,
-    )
-    used = torch.nn.functional.pad(seqused_k[part], (1, 0))
-    table = torch.nn.functional.pad(block_table[part], (0, 0, 1, 0))
-    return _on_gathered(of_part, table, used, max_seqlen)
-
-
-def _on_gathered(call: VarlenCall, block_table: Tensor, seqused_k: Tensor, max_seqlen: int) -> tuple[Tensor, Tensor]:
-    pages, page_size = call.k.shape[:2]
-    offsets = _offsets_of(seqused_k.clamp(0, block_table.shape[1] * page_size))
-    sequence, position = _positions(offsets, block_table.shape[0] * max_seqlen)
-    column = (position // page_size).clamp_(0, block_table.shape[1] - 1)
-    page, slot = block_table[sequence, column].clamp(0, pages - 1), position % page_size
-    packed = call._replace(
-        k=call.k[page, slot],
-        v=call.v[page, slot],
-        cu_seqlens_kv=offsets,
-        max_seqlen_kv=max_seqlen,
-    )
-    result: tuple[Tensor, Tensor] = launch(VARLEN, packed, _gathered_calls, VARLEN.flat(packed))
-    return result
+    Each sequence has its queries in rows of its own, (B, max_q), of which the last may be unused.
+    """
+    ReferencePagedVarlenCall(*call).check()
+    call.check_values()
+    if call.is_empty or call.max_seqlen_q == 0:
+        out, lse = without_keys(call)
+        return out, lse
+    tokens, batch, width = call.q.shape[0], call.batch, call.max_seqlen_q
+    device, begins = call.q.device, call.cu_seqlens_q[:-1]
+    with undisturbed(call.q):
+        rows = (begins.unsqueeze(1) + torch.arange(width, dtype=torch.int32, device=device)).clamp_(0, tokens - 1)
+        out, lse = sdpa_paged(
+            call.q[rows].transpose(1, 2),
+            k_pages=call.k_pages,
+            v_pages=call.v_pages,
+            page_table=call.page_table,
+            seq_lens_kv=call.seq_lens_kv,
+            seq_lens_q=call.cu_seqlens_q.diff().clamp_(0, width),
+            page_layout=NHD,
+            is_causal=call.softmax.is_causal,
+            window_size=(call.softmax.window_left, call.softmax.window_right),
+            scale=call.softmax.scale,
+            return_lse=True,
+        )
+        sequence, position = _positions(call.cu_seqlens_q, tokens)
+        row = torch.add(position, sequence, alpha=width).clamp_(0, batch * width - 1)
+        token = torch.arange(tokens, device=device)
+        is_of_none = (token < call.cu_seqlens_q[0]) | (token >= call.cu_seqlens_q[-1])
+        result = out.transpose(1, 2).flatten(0, 1)[row].masked_fill_(is_of_none[:, None, None], 0.0)
+        of_rows = lse.transpose(1, 2).flatten(0, 1)[row].masked_fill_(is_of_none[:, None], -torch.inf)
+        layout = results(call)[0]
+        into = new_tensor(layout, device) if call.out is None else call.out
+        return result if call.out is None and result.stride() == layout[1] else into.copy_(result), of_rows
 
 
 def _with_used_keys(call: VarlenCall, seqused_k: Tensor) -> VarlenCall:

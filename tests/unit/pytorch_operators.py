@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from fake_gpu import gpu_on_the_cpu
@@ -18,12 +19,12 @@ WAYS = ("reference", "python", "native")
 
 
 @contextlib.contextmanager
-def operators_registered(way: str = "reference") -> Iterator[None]:
-    """PyTorch's operators run this library on CPU tensors, whose calls take one of `WAYS`."""
+def operators_registered(way: str = "reference", **gpu: Any) -> Iterator[None]:
+    """PyTorch's operators run this library on CPU tensors, whose calls take one of `WAYS`, on this fake GPU."""
     with contextlib.ExitStack() as stack:
         if way != "reference":
             stack.enter_context(native_way(on=way == "native"))
-            stack.enter_context(gpu_on_the_cpu())
+            stack.enter_context(gpu_on_the_cpu(**gpu))
         stack.enter_context(cpu_checks(None))
         register(device="cpu")
         stack.callback(unregister)

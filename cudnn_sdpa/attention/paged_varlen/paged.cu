@@ -429,7 +429,7 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
   for (int i = thread; i < batch; i += 128) { /* the last sequences first: long prompts come behind decodes */
     const Sequence s = sequence_of(a, batch - 1 - i);
     if (i == thread) mine = s;
-    tiles += s.tiles;
+    tiles += a.sizes.fixed > 0 ? s.count : s.tiles;
     load += (number)s.tiles * span_of(a, s);
   }
   for (int o = 16; o; o /= 2) {
@@ -443,6 +443,7 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
   tiles *= heads, load *= heads;
   const number blocks = gridDim.x;
   number part = a.sizes.fixed / N;
+  if (part > 0 && tiles > a.sizes.tokens * heads) part = 0x7fffffff; /* sequences overlap: there is no room for their parts */
   if (part <= 0) { /* row tiles that are split have at most 2 * blocks parts in all: the scratch memory has room for them */
     if (2 * tiles <= blocks) part = (load + blocks - tiles - 1) / (blocks - tiles);
     else part = (load * 23 / 20 + blocks - 1) / blocks;
@@ -537,6 +538,7 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
     const int tile = from + (int)((number)span * p / own_parts), tiles = from + (int)((number)span * (p + 1) / own_parts) - tile;
     const int slot = x.found[3] + (h * count * G + r * M) * own_parts;
     give(Item{h, r, own_parts, slot, p, tile, tiles, b, x.found[4], count, length});
+    const bool is_one_table = a.table_v == a.table_k && a.sizes.table_v_b == a.sizes.table_k_b;
     int page_k = -1, page_v = -1, offset = 0;
     auto look_up = [&](int n) {
       page_k = page_v = -1;
@@ -544,7 +546,7 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
         const int key = (tile + n) * N + thread;
         if (key >= least && key < length) { /* others may be no one's, and hold NaN */
           page_k = a.table_k[b * a.sizes.table_k_b + key / PS];
-          page_v = a.table_v == a.table_k ? page_k : a.table_v[b * a.sizes.table_v_b + key / PS];
+          page_v = is_one_table ? page_k : a.table_v[b * a.sizes.table_v_b + key / PS];
           offset = key % PS;
         }
       }
@@ -827,8 +829,8 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
           if (Q_SHARED) *reinterpret_cast<u32*>(q_shared + place<64>(warp * 16 + lane / 4 + 8 * e, i) + lane % 4 * 2) = words[i];
           else q[Q_SHARED ? 0 : i / 2][e + i % 2 * 2] = words[i];
         }
-        /* Rows that are none have no bounds: they need no masks. */
-        limit[e] = !live ? 0x7fffffff : TREE ? length : limit_of(a, length, diagonal, query);
+        /* Rows that are none have no bounds: they need no masks. Those of a tree see nothing: the mask has no row of them. */
+        limit[e] = !live ? (TREE ? 0 : 0x7fffffff) : TREE ? length : limit_of(a, length, diagonal, query);
         least[e] = live ? least_of(a, diagonal, query) : 0;
         top[e] = -INFINITY, sum[e] = 0;
       }
@@ -961,7 +963,7 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
         float total = sum[e], up = most, factor = 1;
         if (a.sinks) {
           const float y = a.sinks[head] * LOG2E;
-          up = fmaxf(most, y);
+          up = fmaxf(fmaxf(most, y), -3e38f); /* both may be minus infinity */
           factor = exp2_(most - up);
           total = total * factor + exp2_(y - up);
         }

@@ -154,7 +154,8 @@ def sdpa_paged_varlen(
             each head, (Hkv,). None is 1.
         v_scale: The same of values.
         batch_invariant: Compute each sequence in the same order of operations whatever the others of the batch are, so
-            that its results are the same to the last bit. May be slower where few sequences are long.
+            that its results are the same to the last bit, in page tables of one width. May be slower where few
+            sequences are long.
         return_lse: Also return the log-sum-exp of the scores, for `merge_states`.
         out: Buffer for the result, (T, Hq, Dv), in which the kernel writes; it must not overlap an input.
 

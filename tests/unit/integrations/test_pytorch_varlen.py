@@ -7,8 +7,11 @@ import itertools
 import float64_reference as exact
 import pytest
 import torch
+from fake_gpu import TARGET
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cudnn_sdpa import ArgumentError, DtypeError, OptionError, ShapeError, UnsupportedError, plan_cache
+from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.integrations import pytorch_varlen
 from tests.unit.pytorch_operators import WAYS, as_compiled_code_sees, assert_agrees, operators_registered
 
@@ -214,14 +217,19 @@ def test_used_keys_of_no_sequences_and_of_none(registered):  # noqa: ARG001
 
 
 def paged(lengths_kv, *, dtype, page_size=16, heads_kv=2, dim=16):
-    """Pages in random order, and the keys and values of each sequence, end to end."""
+    """Pages in random order, and the keys and values of each sequence, end to end. Slots of none are NaN."""
     most = max(-(-n // page_size) for n in lengths_kv) or 1
     count = len(lengths_kv) * most + 3
-    pages = [torch.randn(count, page_size, heads_kv, dim).to(dtype) for _ in range(2)]
     table = torch.randperm(count)[: len(lengths_kv) * most].view(-1, most).int()
-    rows = [
-        torch.cat([x[table[n].long()].flatten(0, 1)[:length] for n, length in enumerate(lengths_kv)]) for x in pages
-    ]
+    pages, rows = [], []
+    for _ in range(2):
+        x = torch.full((count, page_size, heads_kv, dim), torch.nan, dtype=dtype)
+        of = [torch.randn(length, heads_kv, dim).to(dtype) for length in lengths_kv]
+        for ids, row in zip(table.tolist(), of, strict=True):
+            for j, token in enumerate(row):
+                x[ids[j // page_size], j % page_size] = token
+        pages.append(x)
+        rows.append(torch.cat(of))
     return pages, table, rows
 
 
@@ -234,43 +242,48 @@ MIXES = {
 }
 
 
-@pytest.mark.sample(40)
+@pytest.mark.sample(60)
 @needs_pages
 @with_windows
 @pytest.mark.parametrize("mix", MIXES)
-@pytest.mark.parametrize("padded", [0, 3], ids=["", "padded"])
-def test_pages(way, window, mix, padded, monkeypatch):
+@pytest.mark.parametrize("padded", [0, 3], ids=["", "padded"])  # tokens behind the last sequence, and before the first
+@pytest.mark.parametrize(("dim", "page_size"), [(16, 16), (16, 5), (264, 16)], ids=str)
+def test_pages(way, window, mix, padded, dim, page_size):
     lengths_q, max_q = MIXES[mix]
     lengths_kv = [40, 21, 64]
-    if mix == "mixed" and padded:
-        monkeypatch.setattr(pytorch_varlen, "MAX_GATHERED_BYTES", 1)  # one sequence after the other
-    (k_pages, v_pages), table, (k, v) = paged(lengths_kv, dtype=way)
+    (k_pages, v_pages), table, (k, v) = paged(lengths_kv, dtype=way, page_size=page_size, dim=dim)
+    lead = padded // 2
     for _ in range(3):
-        tokens = sum(lengths_q)
-        q = torch.randn(tokens + padded, 4, 16).to(way)
-        q[tokens:] = torch.nan  # rows of no sequence
-        given = (q, k_pages, v_pages, offsets(lengths_q), None, max_q, 64, window)
+        tokens = lead + sum(lengths_q)
+        q = torch.randn(tokens + padded, 4, dim).to(way)
+        q[:lead] = q[tokens:] = torch.nan  # rows of no sequence
+        given = (q, k_pages, v_pages, offsets(lengths_q) + lead, None, max_q, 64, window)
         used = torch.tensor(lengths_kv, dtype=torch.int32)
         out, lse = attend(*given, seqused_k=used, block_table=table)
-        want, want_lse, _ = packed(q[:tokens], k, v, lengths_q, lengths_kv, **options_of(window))
-        assert_agrees(out[:tokens], want)
-        assert_agrees(lse[:, :tokens], want_lse)
-        assert not out[tokens:].any()
-        assert (lse[:, tokens:] == -torch.inf).all()
+        want, want_lse, _ = packed(q[lead:tokens], k, v, lengths_q, lengths_kv, **options_of(window))
+        assert_agrees(out[lead:tokens], want)
+        assert_agrees(lse[:, lead:tokens], want_lse)
+        for rows in (slice(0, lead), slice(tokens, None)):
+            assert not out[rows].any()
+            assert (lse[:, rows] == -torch.inf).all()
 
 
 @needs_pages
-def test_pages_of_sequences_without_keys(way):
-    (k_pages, v_pages), table, (k, v) = paged([0, 21], dtype=way)
-    q = torch.randn(3, 4, 16).to(way)
+@pytest.mark.parametrize("dim", [16, 264])
+def test_pages_of_sequences_without_keys(way, dim):
+    (k_pages, v_pages), table, (k, v) = paged([0, 21], dtype=way, dim=dim)
+    q = torch.randn(3, 4, dim).to(way)
     used = torch.tensor([0, 21], dtype=torch.int32)
     for max_q in (2, 12):
         out, lse = attend(q, k_pages, v_pages, offsets([1, 2]), None, max_q, 32, seqused_k=used, block_table=table)
         want, want_lse, _ = packed(q, k, v, [1, 2], [0, 21])
         assert_agrees(out, want)
         assert_agrees(lse, want_lse)
+    of_none = attend(q, k_pages, v_pages, offsets([0, 0]), None, 0, 32, seqused_k=used, block_table=table)
+    assert not of_none[0].any()
+    assert (of_none[1] == -torch.inf).all()
     empty = attend(q[:0], k_pages, v_pages, offsets([0, 0]), None, 0, 32, seqused_k=used, block_table=table)
-    assert [x.shape for x in empty] == [(0, 4, 16), (4, 0)]
+    assert [x.shape for x in empty] == [(0, 4, dim), (4, 0)]
     out, lse = attend(q, k_pages, v_pages, offsets([1, 2]), None, 2, 0, seqused_k=used * 0, block_table=table[:, :0])
     assert not out.any()
     assert (lse == -torch.inf).all()
@@ -294,13 +307,62 @@ def test_a_given_output_is_written(way):
 @needs_pages
 @pytest.mark.skipif(not has_out, reason="this PyTorch has no varlen_attn_out")
 @pytest.mark.parametrize("max_q", [2, 16])
-def test_a_given_output_is_written_from_pages(way, max_q):
-    (k_pages, v_pages), table, (k, v) = paged([30, 21], dtype=way)
+@pytest.mark.parametrize("dim", [16, 264])
+def test_a_given_output_is_written_from_pages(way, max_q, dim):
+    (k_pages, v_pages), table, (k, v) = paged([30, 21], dtype=way, dim=dim)
+    used = torch.tensor([30, 21], dtype=torch.int32)
+    for _ in range(3):
+        q = torch.randn(3, 4, dim).to(way)
+        whole = torch.full((3, 4, 2 * dim), torch.nan, dtype=way)
+        out, version = whole[:, :, :dim], whole._version
+        given = (out, q, k_pages, v_pages, offsets([1, 2]), None, max_q, 32)
+        lse = operators._varlen_attn_out(*given, seqused_k=used, block_table=table)
+        want, want_lse, _ = packed(q, k, v, [1, 2], [30, 21])
+        assert_agrees(out, want)
+        assert_agrees(lse, want_lse)
+        assert whole[:, :, dim:].isnan().all()
+        assert out._version > version
+
+
+class Operators(TorchDispatchMode):
+    """The names of the operators that run, in order, but for views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view:
+            self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@needs_pages
+@pytest.mark.parametrize("max_q", [2, 16])
+@pytest.mark.parametrize("into", [False, True], ids=["", "out"])
+def test_pages_are_one_operator(way, max_q, into):
+    """The other one brings the LSE in PyTorch's order."""
+    (k_pages, v_pages), table, _ = paged([30, 21], dtype=way)
     q, used = torch.randn(3, 4, 16).to(way), torch.tensor([30, 21], dtype=torch.int32)
-    out = torch.full((3, 4, 32), torch.nan, dtype=way)[:, :, :16]
-    given = (out, q, k_pages, v_pages, offsets([1, 2]), None, max_q, 32)
-    operators._varlen_attn_out(*given, seqused_k=used, block_table=table)
-    assert_agrees(out, packed(q, k, v, [1, 2], [30, 21])[0])
+    given = (q, k_pages, v_pages, offsets([1, 2]), None, max_q, 32)
+    with Operators() as seen:
+        pytorch_varlen._attention(torch.empty_like(q) if into else None, *given, seqused_k=used, block_table=table)
+    ours = "cudnn_sdpa::paged_varlen_forward_out" if into else "cudnn_sdpa::paged_varlen_forward_lse"
+    assert seen.names == ["aten::empty_like"] * into + [ours, "aten::clone"]
+
+
+@needs_pages
+@pytest.mark.parametrize("dim", [16, 264])
+def test_pages_on_a_gpu_without_kernels(dim):
+    target = Target((("deviceVer", 750), ("multiProcessorCount", 40)), TARGET.cudnn, TARGET.frontend, "an old GPU")
+    (k_pages, v_pages), table, _ = paged([30, 21], dtype=torch.bfloat16, dim=dim)
+    q, used = torch.randn(3, 4, dim).bfloat16(), torch.tensor([30, 21], dtype=torch.int32)
+    given = (q, k_pages, v_pages, offsets([1, 2]), None, 2, 32)
+    with (
+        operators_registered("python", target=target),
+        pytest.raises(UnsupportedError, match=r"an old GPU .* 7\.5|8\.0"),
+    ):
+        attend(*given, seqused_k=used, block_table=table)
 
 
 def test_an_output_over_an_input_is_refused(registered):  # noqa: ARG001
@@ -408,7 +470,9 @@ IN_PAGES = {"key": PAGES, "value": PAGES, "cu_seq_k": None, "max_k": 32, "block_
         ({**IN_PAGES, "block_table": TABLE.long()}, DtypeError, "block_table: got int64"),
         ({**IN_PAGES, "block_table": TABLE + 3}, ShapeError, "block_table: got page"),
         ({**IN_PAGES, "seqused_k": USED + 20}, ShapeError, "seqused_k"),
-        ({**IN_PAGES, "key": PAGES[:, :12], "value": PAGES[:, :12]}, ShapeError, "key: got pages of 12 tokens"),
+        ({**IN_PAGES, "value": PAGES[:, :12]}, ShapeError, "value: got page size 12"),
+        ({**IN_PAGES, "value": PAGES[:3]}, ShapeError, "value: got 3 pages"),
+        ({**IN_PAGES, "key": PAGES.double()}, DtypeError, "key: got float64"),
         ({**IN_PAGES, "key": PAGES[0]}, ShapeError, "key"),
         ({**IN_PAGES, "query": torch.randn(2, 5, 4, 16)}, ShapeError, "query"),
         ({**IN_PAGES, "max_q": 3}, ShapeError, "max_q"),
