@@ -131,17 +131,15 @@ def bench_decode(
     part: Annotated[list[DecodePart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: cli.Output = None,
 ) -> None:
-    """Time decode steps, chunks of prompts and speculative decoding on a paged cache."""
+    """Time decodes, drafts and chunks of prompts on a paged cache, beside FlashAttention-3 if it is installed."""
     require_gpu()
     from benchmarks import decode
 
-    heads = f"{decode.HEADS_Q} and {decode.HEADS_KV} heads of {decode.DIM}, bfloat16"
     measures: dict[DecodePart, tuple[str, Measure]] = {
-        DecodePart.BANDWIDTH: (f"Decode steps on pages: {heads}", decode.bandwidth),
-        DecodePart.CHUNKS: (f"Chunks of prompts: {heads}, causal", decode.chunks),
-        DecodePart.DRAFTS: (f"Speculative decoding, pages of 64: {heads}, causal", decode.drafts),
-        DecodePart.MIXED: ("Plans of a server: batches, lengths and chunks that change in every step", decode.mixed),
-        DecodePart.HOST: ("CPU time of one warm step: B=1, 8 heads of 64, 128 tokens", decode.host),
+        DecodePart.STEPS: ("Steps on pages of 64, 32/8 heads of 128, bfloat16, causal, unless said", decode.steps),
+        DecodePart.APPEND: ("New keys and values into pages, in CUDA graphs", decode.append),
+        DecodePart.PLANS: ("Plans of a server: mixtures, batches and lengths that change in every step", decode.plans),
+        DecodePart.HOST: ("CPU time of one warm call: B=1, 8 heads of 64, 128 tokens", decode.host),
     }
     _measure("decode", {chosen.value: measures[chosen] for chosen in part or list(DecodePart)}, output)
 
@@ -266,7 +264,6 @@ def bench_peers(
 
     measures: dict[PeersPart, tuple[str, Measure]] = {
         PeersPart.OVERVIEW: (f"{peers.PROBLEM.label}, and decode steps, interleaved, median", peers.overview),
-        PeersPart.PAGES: ("New tokens on a paged cache, 32/8 heads, D=128", peers.pages),
         PeersPart.FORWARD: ("Forward pass, bfloat16, interleaved, median", peers.forward),
         PeersPart.TRAINING: ("Forward and backward pass, bfloat16, interleaved, median", peers.training),
     }

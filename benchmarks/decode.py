@@ -1,243 +1,349 @@
-"""`benchmarks decode`: decode steps, speculative decoding and chunks of prompts on a paged KV cache."""
+"""`benchmarks decode`: decodes, drafts and chunks of prompts on a paged KV cache, beside FlashAttention-3."""
 
 from __future__ import annotations
 
 import random
-from array import array
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from rich.progress import track
 from torch import Tensor
 
-from benchmarks.tools import cases, hand_graphs, peers
+from benchmarks.tools import cases, flash_attention, peers
+from benchmarks.tools.candidates import NOTHING, Timed
+from benchmarks.tools.flash_attention import V3
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import Call, device_times, host_times
-from cudnn_sdpa.attention.arguments import scale_of
 from cudnn_sdpa.attention.dense.sdpa import sdpa
-from cudnn_sdpa.attention.paged import paging
-from cudnn_sdpa.attention.paged import specs as paged_specs
-from cudnn_sdpa.attention.paged.call import PagedCall
+from cudnn_sdpa.attention.paged.append import append_paged_kv
+from cudnn_sdpa.attention.paged.arguments import NHD
 from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
-from cudnn_sdpa.attention.paged.step import PagedStep
-from cudnn_sdpa.attention.varlen.call import VarlenCall
-from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN
-from cudnn_sdpa.graph import handles
-from cudnn_sdpa.graph.target import live_target
-from cudnn_sdpa.plans import plan as plans
+from cudnn_sdpa.attention.paged.tables import trusted_pages
+from cudnn_sdpa.attention.paged_varlen import reference
+from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments
+from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
 from cudnn_sdpa.plans.cache import plan_cache
 
-HEADS_Q, HEADS_KV, DIM = 32, 8, 128
+VARLEN, PAGED, CONTIGUOUS, COPY = "sdpa_paged_varlen", "sdpa_paged", "pytorch flash, contiguous", "a copy"
+V3_PACKED = f"{V3}, cu_seqlens_q"
+FP8 = torch.float8_e4m3fn
 
-#: B, tokens of each sequence, page size.
+
+class Step(NamedTuple):
+    """New tokens of sequences on a paged KV cache; attention is causal.
+
+    Attributes:
+        new: The number of new tokens of each sequence.
+        keys: The number of keys of each sequence, those of its new tokens included.
+        heads: Heads of queries, and of keys and values.
+        pages: The dtype of the pages; queries are bfloat16.
+    """
+
+    new: tuple[int, ...]
+    keys: int
+    page_size: int = 64
+    heads: tuple[int, int] = (32, 8)
+    dim: int = 128
+    pages: torch.dtype = torch.bfloat16
+
+    @property
+    def label(self) -> str:
+        """How many sequences have how many new tokens, on how many keys, and what is not as in most steps."""
+        tokens = " and ".join(f"{count} × {new:,}" for new, count in Counter(self.new).items())
+        usual, others = Step(self.new, self.keys), []
+        if self.page_size != usual.page_size:
+            others.append(f"pages of {self.page_size}")
+        if self.pages != usual.pages:
+            others.append("FP8 pages")
+        if (self.heads, self.dim) != (usual.heads, usual.dim):
+            others.append(f"{self.heads[0]}/{self.heads[1]} heads of {self.dim}")
+        return ", ".join([f"{tokens} on {self.keys:,}", *others])
+
+    @property
+    def is_uniform(self) -> bool:
+        return len(set(self.new)) == 1
+
+    @property
+    def bytes(self) -> int:
+        """Those of all keys and values, which a step reads at least once."""
+        return 2 * len(self.new) * self.keys * self.heads[1] * self.dim * self.pages.itemsize
+
+
 STEPS = (
-    (32, 4096, 64),
-    (128, 4096, 64),
-    (32, 4096, 16),
-    (128, 4096, 16),
-    (8, 32768, 64),
-    (1, 32768, 64),
-    (1, 32768, 16),
+    *(Step((new,) * 32, 4096) for new in (1, 2, 4, 8, 16)),
+    *(Step((new,) * 8, 32768) for new in (1, 8)),
+    Step((64,) * 16, 4096),
+    Step((512,) * 4, 4096),
+    Step((2048,), 8192),
+    Step((1,) * 60 + (512,), 4096),
+    *(Step((1,), keys) for keys in (4096, 32768, 131072)),
+    Step((1,) * 32, 4096, page_size=16),
+    Step((1,) * 32, 4096, pages=FP8),
+    Step((1,) * 32, 4096, heads=(64, 8), dim=64),
 )
-#: B, new tokens, tokens of each sequence.
-DRAFTS = ((32, 2, 4096), (32, 4, 4096), (32, 8, 4096), (1, 4, 32768))
-
-LAUNCHES = "cuDNN and the frontend's C++, two kernels"
-OUTPUT = "an output"
 
 
-def filled(batch: int, length: int, page_size: int, tokens: int) -> tuple[PagedKVCache, PagedStep]:
-    """A cache of random keys and values in pages in random order, and the step of its last tokens."""
-    pages = batch * -(-length // page_size)
-    like = cases.normal(1)
-    cache = PagedKVCache(
-        pages=pages,
-        page_size=page_size,
-        heads=HEADS_KV,
-        head_dim=DIM,
-        max_length=length,
-        dtype=like.dtype,
-        device=like.device,
-    )
-    random.Random(1).shuffle(cache._pool._free)
-    for part in (cache.k_pages(), cache.v_pages()):
-        part.normal_()
-    sequences = [cache.add() for _ in range(batch)]
-    cache.reserve(sequences, length - tokens)
-    step = cache.reserve(sequences, tokens)
-    step.written.add(0)  # the pages are filled above
-    return cache, step
+class Inputs:
+    """The tensors of a step.
+
+    Attributes:
+        q: Packed queries, (T, Hq, D).
+        pages: Of keys and of values, (P, page size, Hkv, D), in random order.
+        table: The page table, which the library may trust.
+        lengths: The number of keys of each sequence.
+        ends: Where the new tokens of each sequence begin, and at last where they end.
+        scales: Of keys and values in FP8, one for each head.
+    """
+
+    def __init__(self, step: Step) -> None:
+        (heads_q, heads_kv), batch = step.heads, len(step.new)
+        columns = -(-step.keys // step.page_size)
+        count = batch * columns
+        self.q = cases.normal(sum(step.new), heads_q, step.dim)
+        shape, dtype = (count, step.page_size, heads_kv, step.dim), FP8 if step.pages == FP8 else self.q.dtype
+        self.pages = cases.normal(*shape).to(dtype), cases.normal(*shape).to(dtype)
+        self.scales: tuple[Tensor | None, Tensor | None] = (None, None)
+        if step.pages == FP8:
+            k_scale, v_scale = 0.5 + torch.rand(2, heads_kv, device=cases.DEVICE)
+            self.scales = k_scale, v_scale
+        self.table = torch.randperm(count, device=cases.DEVICE).int().view(batch, columns)
+        self.lengths, self.ends = int32([step.keys] * batch), int32([0, *accumulate(step.new)])
+        trusted_pages(self.table, self.lengths, pages=count, page_size=step.page_size)
+
+    def in_float64(self, step: Step) -> Tensor:
+        """The output of the first head of keys, (T, heads, D)."""
+        group = step.heads[0] // step.heads[1]
+        k_scale, v_scale = (None if scale is None else scale[:1] for scale in self.scales)
+        k_pages, v_pages = (x[:, :, :1] if step.pages == FP8 else x[:, :, :1].double() for x in self.pages)
+        call = PagedVarlenArguments(
+            q=self.q[:, :group].double(),
+            k_pages=k_pages,
+            v_pages=v_pages,
+            page_table=self.table,
+            page_table_v=None,
+            seq_lens_kv=self.lengths,
+            cu_seqlens_q=self.ends,
+            sinks=None,
+            tree_mask=None,
+            k_scale=k_scale,
+            v_scale=v_scale,
+            max_seqlen_q=max(step.new),
+            page_layout=NHD,
+        )
+        return reference.attention(call)[0]
 
 
-def dense(cache: PagedKVCache, batch: int) -> tuple[Tensor, Tensor]:
-    """The keys and values as dense tensors (B, Hkv, length, D), token-major."""
-    rows = [cache.read(sequence) for sequence in range(batch)]
-    k, v = (torch.stack([row[which].transpose(0, 1).contiguous() for row in rows]).transpose(1, 2) for which in (0, 1))
-    return k, v
+def int32(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.int32, device=cases.DEVICE)
 
 
-def bandwidth() -> list[Row]:
-    """Decode steps: bytes of keys and values per second, compared with a large copy in the same run."""
-    rows: list[Row] = []
-    copy_large = cases.large_copy()
-    for batch, length, page_size in track(STEPS, "decode", transient=True):
-        cache, step = filled(batch, length, page_size, 1)
-        q = cases.normal(batch, HEADS_Q, 1, DIM)
-        ours, foreign = paged_call(cache, step, q), paged_call(cache, step, q, foreign=True)
-        k, v = dense(cache, batch)
+def candidates(step: Step) -> Timed:
+    """What computes a step; all read the same pages, but PyTorch, which gets contiguous keys and values."""
+    given, longest, timed = Inputs(step), max(step.new), Timed()
+    expected, group = given.in_float64(step), step.heads[0] // step.heads[1]
+    on_pages = (*given.pages, given.table, given.lengths)
+
+    def add(name: str, call: Callable[[], Tensor]) -> None:
+        timed.add(name, lambda: (call(),), sampled, [expected])
+
+    def sampled(results: Sequence[Tensor]) -> list[Tensor]:
+        return [x.reshape(given.q.shape)[:, :group] for x in results]
+
+    k_scale, v_scale = given.scales
+    scaled = partial(sdpa_paged_varlen, k_scale=k_scale, v_scale=v_scale, page_layout=NHD)
+    add(VARLEN, lambda: scaled(given.q, *on_pages, given.ends, longest))
+    if step.pages == FP8:  # under queries in bfloat16, which no other candidate takes
+        return timed
+    of_v3 = {"page_table": given.table, "cache_seqlens": given.lengths, "causal": True}
+    if flash_attention.is_installed(V3):
+        function = partial(flash_attention.first, flash_attention.module(V3).flash_attn_with_kvcache)
+        packed = {"cu_seqlens_q": given.ends, "max_seqlen_q": longest}
+        add(V3_PACKED, lambda: function(given.q, *given.pages, **of_v3, **packed))
+    if not step.is_uniform:
+        return timed
+    q = given.q.view(len(step.new), longest, step.heads[0], step.dim)
+    padded = q.transpose(1, 2)
+    if flash_attention.is_installed(V3):
+        add(V3, lambda: function(q, *given.pages, **of_v3))
+    add(PAGED, lambda: sdpa_paged(padded, *on_pages, page_layout=NHD).transpose(1, 2))
+    k, v = (x[given.table.long()].flatten(1, 2)[:, : step.keys].transpose(1, 2) for x in given.pages)
+
+    def contiguous() -> Tensor:
         with peers.only("pytorch flash"):
-            flash = peers.pytorch(q, k, v, is_causal=False)
-            for run, name in ((ours, "sdpa_paged's"), (foreign, "that with other tables")):
-                cases.check_agreement(["out"], [run()], [flash()], f"PyTorch's, {name}")
-            times = device_times({"ours": ours, "foreign": foreign, "flash": flash, "copy": copy_large}, cold=True)
-        read = batch * length * HEADS_KV * DIM * 2 * q.element_size()
-        copy = 2 * cases.COPIED / times["copy"]
-        rows.append(
-            {
-                "B, tokens, page size": f"{batch}, {length}, {page_size}",
-                "sdpa_paged µs": times["ours"],
-                "TB/s": read / times["ours"] / 1e6,
-                "of a copy's": read / times["ours"] / copy,
-                "other tables µs": times["foreign"],
-                "pytorch flash, contiguous µs": times["flash"],
-                "flash TB/s": read / times["flash"] / 1e6,
-                "copy TB/s": copy / 1e6,
-            }
-        )
-        del cache, step, k, v
-    return rows
+            if longest == 1:
+                return peers.pytorch(padded, k, v, is_causal=False)().transpose(1, 2)
+            return peers.pytorch_of_last_queries(padded, k, v)().transpose(1, 2)
+
+    add(CONTIGUOUS, contiguous)
+    return timed
 
 
-def paged_call(cache: PagedKVCache, step: PagedStep, q: Tensor, *, foreign: bool = False) -> Callable[[], Tensor]:
-    """`sdpa_paged` on a step of a cache, or with `foreign` on copies of its tables, which it does not know."""
-    page_table, seq_lens_kv = step.page_table, step.seq_lens_kv
-    if foreign:
-        page_table, seq_lens_kv = page_table.clone(), seq_lens_kv.clone()
-    k_pages, v_pages = cache.k_pages(), cache.v_pages()
-    layout = cache.page_layout
-    return lambda: sdpa_paged(q, k_pages, v_pages, page_table=page_table, seq_lens_kv=seq_lens_kv, page_layout=layout)
-
-
-def drafts() -> list[Row]:
-    """Speculative decoding: a few new tokens of each sequence, compared with a step of one token."""
+def steps() -> list[Row]:
+    """Device time of steps, with no data in the GPU's cache."""
     rows: list[Row] = []
-    for batch, tokens, length in track(DRAFTS, "drafts", transient=True):
-        cache, step = filled(batch, length, 64, tokens)
-        q = cases.normal(batch, tokens, HEADS_Q, DIM).transpose(1, 2)
-        one = q[:, :, -1:].contiguous()
-        ours, single = paged_call(cache, step, q), paged_call(cache, step, one)
-        cases.check_agreement(["out"], [ours()[:, :, -1:]], [single()], "that of a step of one")
-        times = device_times({"ours": ours, "single": single}, cold=True)
-        rows.append(
-            {
-                "B, new tokens, all tokens": f"{batch}, {tokens}, {length}",
-                "sdpa_paged µs": times["ours"],
-                "one token µs": times["single"],
-                "ratio": times["ours"] / times["single"],
-            }
-        )
-        del cache, step
+    theirs = (V3, V3_PACKED) if flash_attention.is_installed(V3) else ()
+    copy_large = cases.large_copy()
+    for step in track(STEPS, "steps", transient=True):
+        torch.cuda.empty_cache()
+        timed = candidates(step)
+        timed.calls[COPY] = copy_large
+        times = timed.measure(cold=True)
+        row: Row = {"sequences × new tokens on keys": step.label}
+        row |= {f"{name} µs": times.get(name, NOTHING) for name in (VARLEN, *theirs, PAGED, CONTIGUOUS)}
+        if VARLEN in times:
+            best = min((times[name] for name in theirs if name in times), default=None)
+            if theirs:
+                row[f"{V3} / {VARLEN}"] = NOTHING if best is None else best / times[VARLEN]
+            speed, copy = step.bytes / times[VARLEN], 2 * cases.COPIED / times[COPY]
+            row |= {"TB/s": speed / 1e6, "of a copy's": speed / copy}
+        row["why not"] = timed.why_not
+        rows.append(row)
+        del timed
     return rows
 
 
-def mixed(steps: int = 10_000) -> list[Row]:
-    """The number of plans that a server builds if batch, lengths and chunks change in every step."""
+# Appending.
+
+
+class Sizes(NamedTuple):
+    """Tokens that are appended in each layer of a model."""
+
+    tokens: int = 64
+    layers: int = 32
+    heads: int = 8
+    dim: int = 128
+    pages: int = 512
+    page_size: int = 64
+
+
+APPEND = Sizes()
+COPIES = "copies of keys and of values"
+
+
+def append() -> list[Row]:
+    """Device time of a CUDA graph that appends new tokens in every layer, and of graphs of copies of as many bytes."""
+    given = APPEND
+    both = cases.normal(given.layers, 2, given.tokens, given.heads, given.dim)
+    slots = torch.randperm(given.pages * given.page_size, device=cases.DEVICE)[: given.tokens]
+    shape = (given.layers, 2, given.pages, given.page_size, given.heads, given.dim)
+    caches = {dtype: torch.zeros(shape, dtype=dtype, device=cases.DEVICE) for dtype in (both.dtype, FP8)}
+    scales = 0.5 + torch.rand(2, given.heads, device=cases.DEVICE)
+    target = torch.empty_like(both)
+
+    def appended(cache: Tensor, scales: tuple[Tensor | None, Tensor | None]) -> None:
+        for (k, v), (k_pages, v_pages) in zip(both, cache, strict=True):
+            append_paged_kv(k, v, k_pages, v_pages, slots, page_layout=NHD, k_scale=scales[0], v_scale=scales[1])
+
+    def copied() -> None:
+        for to, new in zip(target.flatten(0, 1), both.flatten(0, 1), strict=True):
+            to.copy_(new)
+
+    def copied_at_once() -> None:
+        for to, new in zip(target, both, strict=True):
+            to.copy_(new)
+
+    calls: dict[str, Call] = {
+        "append_paged_kv": partial(appended, caches[both.dtype], (None, None)),
+        "append_paged_kv, FP8 pages": partial(appended, caches[FP8], (scales[0], scales[1])),
+        COPIES: copied,
+        "one copy of both": copied_at_once,
+    }
+    graphs = {name: captured(call) for name, call in calls.items()}
+    for cache in caches.values():
+        cache.zero_()
+    for graph in graphs.values():
+        graph()
+    exact = caches[both.dtype].flatten(2, 3)[:, :, slots]
+    bits = caches[FP8].view(torch.uint8).flatten(2, 3)[:, :, slots]  # PyTorch indexes no FP8
+    quantized = bits.view(FP8).float() * scales.view(2, 1, given.heads, 1)
+    cases.check_agreement(["pages"], [exact], [both], "the tokens", tolerance=1e-6)
+    cases.check_agreement(["FP8 pages"], [quantized], [both], "the tokens", tolerance=0.05)
+    times = device_times(graphs, cold=True)
+    what = f"{given.tokens} tokens × {given.layers} layers"
+    return [{what: name, "µs": time, "× copies": time / times[COPIES]} for name, time in times.items()]
+
+
+def captured(call: Call) -> Call:
+    """The replay of a CUDA graph of a call; on the CPU the call itself."""
+    call()
+    if cases.DEVICE != "cuda":
+        return call
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+# Plans.
+
+
+def plans(count: int = 10_000) -> list[Row]:
+    """The number of plans that a server builds if the mixture of tokens, batch and lengths change in every step."""
     draw = random.Random(20261121)
-    pages, max_batch, max_length = 2048, 64, 2048
-    k_pages, v_pages = (cases.normal(pages, 2, 16, 64) for _ in range(2))
-    table = torch.randint(0, pages, (max_batch, max_length // 16), device=cases.DEVICE).int()
+    pages, most, max_length = 2048, 64, 2048
+    k_pages, v_pages = (cases.normal(pages, 16, 2, 64) for _ in range(2))
+    table = torch.randint(0, pages, (most, max_length // 16), device=cases.DEVICE).int()
     rows: list[Row] = []
     plan_cache.clear()
     before = plan_cache.info()
-    for number in track(range(1, steps + 1), "mixed steps", transient=True):
-        queries = draw.choice([1] * 8 + [draw.randint(2, 8), draw.randint(9, 512)])
-        batch = draw.randint(1, max_batch if queries <= 8 else 4)
-        lengths = torch.full((batch,), draw.randint(queries, max_length), device=cases.DEVICE, dtype=torch.int32)
-        q = cases.normal(batch, 8, queries, 64)
-        sdpa_paged(q, k_pages, v_pages, page_table=table[:batch], seq_lens_kv=lengths, page_layout="HND")
-        if number in (steps // 10, steps):
+    for number in track(range(1, count + 1), "mixed steps", transient=True):
+        new = [draw.choice([1] * 8 + [draw.randint(2, 8)]) for _ in range(draw.randint(1, most))]
+        new += draw.choice([[], [], [draw.randint(9, 512)]])
+        new = new[-most:]
+        lengths, ends = int32([draw.randint(tokens, max_length) for tokens in new]), int32([0, *accumulate(new)])
+        q = cases.normal(sum(new), 8, 64)
+        sdpa_paged_varlen(q, k_pages, v_pages, table[: len(new)], lengths, ends, max(new), page_layout=NHD)
+        if number in (count // 10, count):
             info = plan_cache.info()
             built, seconds = info.builds - before.builds, info.build_seconds - before.build_seconds
             rows.append({"steps": number, "plans built": built, "in seconds": seconds})
     return rows
 
 
-def _launch(q: Tensor, cache: PagedKVCache, step: PagedStep) -> Call:
-    """Only the launch of a warm step's plan, on memory that is kept."""
-    call = PagedCall(
-        q=q,
-        k_pages=cache.k_pages(),
-        v_pages=cache.v_pages(),
-        page_table=step.page_table,
-        page_table_v=None,
-        seq_lens_kv=step.seq_lens_kv,
-        seq_lens_q=None,
-        sinks=None,
-        page_layout=cache.page_layout,
-    )
-    device = q.get_device()
-    (key,) = call.keys(live_target(device), device)
-    plan = plan_cache.peek(key)
-    assert plan is not None
-    tensors = {
-        **plan.constants,
-        "q": q,
-        "k": call.k_pages,
-        "v": call.v_pages,
-        "table_k": step.page_table,
-        "table_v": step.page_table,
-        "seq_len_kv": step.seq_lens_kv,
-        "out": torch.empty_like(q),
-    }
-    scale = array("f", [scale_of(call)])
-    known = {name: x.data_ptr() for name, x in tensors.items()} | {"scale": scale.buffer_info()[0]}
-    pointers = array("Q", [known[operand.name] for operand in (*key.inputs, *key.outputs)])
-    plan.launch(pointers)  # binds the handle to the stream
-    workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=q.device)
-    handle, execute = handles.thread.slots[device].raw, plan._execute
-    # As `backend.Execute` takes them.
-    given = pointers.buffer_info()[0], len(pointers), workspace.data_ptr(), handle, -1
-
-    def run(_alive: object = (tensors, scale, pointers, workspace)) -> None:
-        execute(*given)
-
-    return run
+# The host.
 
 
 def host() -> list[Row]:
-    """CPU time of one warm decode step, B=1, 8 heads of 64, 128 tokens, and of its peers."""
-    cache = PagedKVCache(pages=64, page_size=64, heads=8, head_dim=64, device=cases.DEVICE)
-    sequence = cache.add()
-    cache.reserve([sequence], 128)
-    step = cache.new_step(1)
-    cache.reserve([sequence], into=step)
-    q = cases.normal(1, 8, 1, 64)
-    k, v = cases.normal(1, 8, 128, 64), cases.normal(1, 8, 128, 64)
-    lengths = torch.full((1,), 128, dtype=torch.int32, device=cases.DEVICE)
-    new = cases.normal(1, 8, 1, 64), cases.normal(1, 8, 1, 64)
-    chunk = cases.normal(1, 64, 8, 64).transpose(1, 2)
-
-    other, spare = cache.add(), cache.new_step(1)
+    """CPU time of one warm call on a step of one token, B=1, 8 heads of 64, 128 tokens, and of its peers."""
+    q, new = cases.normal(1, 8, 1, 64), (cases.normal(1, 8, 1, 64), cases.normal(1, 8, 1, 64))
+    cache = PagedKVCache(pages=64, page_size=64, heads=8, head_dim=64, dtype=q.dtype, device=q.device, page_layout=NHD)
+    sequence, other = cache.add(), cache.add()
+    cache.reserve([sequence], 127)
     cache.reserve([other], 128)
+    step, spare = cache.new_step(1), cache.new_step(1)
+    cache.reserve([sequence], into=step)
+    k, v = cases.normal(1, 8, 128, 64), cases.normal(1, 8, 128, 64)
+    packed, packed_new, out = q[:, :, 0], (new[0][:, :, 0], new[1][:, :, 0]), torch.empty_like(q[:, :, 0])
+    ends = int32([0, 1])
+    lengths, slots = step.seq_lens_kv.clone(), torch.tensor([7], device=cases.DEVICE)
+    pages, table = (cache.k_pages(), cache.v_pages()), step.page_table.clone()
+    on_pages = (*pages, table, lengths)
 
     def reserve() -> None:
         cache.reserve([other], into=spare)
         cache.truncate(other, 128)
 
-    ours = paged_call(cache, step, q)
-    out = ours()
-    layout = tuple(out.shape), out.stride(), out.dtype
+    marked = (*pages, step.page_table, step.seq_lens_kv)
     calls: dict[str, Call] = {
-        "sdpa_paged": ours,
-        "sdpa_paged, other tables": paged_call(cache, step, q, foreign=True),
-        LAUNCHES: _launch(q, cache, step),
-        OUTPUT: lambda: plans.allocate(*layout),
-        "sdpa_paged, a chunk of 64 tokens": paged_call(cache, step, chunk),
+        VARLEN: lambda: sdpa_paged_varlen(packed, *on_pages, ends, 1, page_layout=NHD),
+        f"{VARLEN}, out=": lambda: sdpa_paged_varlen(packed, *on_pages, ends, 1, page_layout=NHD, out=out),
+        "append_paged_kv": lambda: append_paged_kv(*packed_new, *pages, slots, page_layout=NHD),
+        "sdpa_paged": lambda: sdpa_paged(q, *marked, page_layout=NHD),
+        "sdpa_paged, other tables": lambda: sdpa_paged(q, *on_pages, page_layout=NHD),
         "PagedKVCache.append": lambda: cache.append(step, *new),
         "PagedKVCache.reserve": reserve,
         "sdpa with seq_lens_kv, contiguous": lambda: sdpa(q, k, v, seq_lens_kv=lengths),
     }
+    if flash_attention.is_installed(V3):
+        function, tables = flash_attention.module(V3).flash_attn_with_kvcache, {"page_table": table}
+        of_v3 = {"cache_seqlens": lengths, "cu_seqlens_q": ends, "max_seqlen_q": 1, "causal": True, **tables}
+        calls[V3_PACKED] = lambda: function(packed, *pages, **of_v3)
     pytorch = peers.pytorch(q, k, v, is_causal=False)
     rounds = []
     for _ in range(5):
@@ -247,87 +353,4 @@ def host() -> list[Row]:
                 times |= host_times({name: pytorch}, per_round=300, rounds=3)
         rounds.append(times)
     best = {name: min(times[name] for times in rounds) for name in rounds[0]}
-    best["launches and output"] = best[LAUNCHES] + best[OUTPUT]
     return [{"call": name, "µs": time, "× flash": time / best["pytorch flash"]} for name, time in best.items()]
-
-
-# Chunks of prompts, compared with dense attention of the same size, and in parts.
-
-
-#: B, new tokens, tokens of each sequence, page size.
-CHUNKS = ((1, 2048, 8192, 64), (1, 2048, 8192, 16), (4, 512, 4096, 64), (1, 4096, 4096, 64))
-
-
-def chunks() -> list[Row]:
-    """Chunks of a prompt compared with dense attention of the same size, and the parts of their time."""
-    rows: list[Row] = []
-    copy_large = cases.large_copy()
-    for batch, tokens, length, page_size in track(CHUNKS, "chunks", transient=True):
-        cache, step = filled(batch, length, page_size, tokens)
-        q = cases.normal(batch, tokens, HEADS_Q, DIM).transpose(1, 2)
-        k, v = dense(cache, batch)
-        with peers.only("pytorch flash"):
-            calls = _calls(cache, step, q, dense_kv=(k, v))
-            times = device_times({**calls, "copy": copy_large}, cold=True)
-        moved = 2 * (k.numel() + v.numel()) * k.element_size()
-        rows.append(
-            {
-                "B, new tokens, all tokens, page size": f"{batch}, {tokens}, {length}, {page_size}",
-                "sdpa_paged µs": times["paged"],
-                "dense µs": times["dense"],
-                "sdpa_paged / dense": times["paged"] / times["dense"],
-                "dense with seq_lens_kv µs": times["lengths"],
-                "gather µs": times["gather"],
-                "that at a copy's bandwidth µs": moved * times["copy"] / (2 * cases.COPIED),
-                "packed attention µs": times["packed"],
-                "cuDNN's kernel on pages µs": times["by hand"],
-                "pytorch flash, contiguous µs": times["flash"],
-            }
-        )
-        del cache, step, k, v, calls
-    return rows
-
-
-def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, dense_kv: tuple[Tensor, Tensor]) -> dict[str, Call]:
-    """The calls to time, checked to agree."""
-    k, v = dense_kv
-    pages, table = (cache.k_pages(), cache.v_pages()), step.page_table.clone()
-    expected = _dense_call(q, k, v)
-    graph = hand_graphs.PagedGraph(
-        q, pages=pages, table=table, seq_lens_q=step.seq_lens_q, seq_lens_kv=step.seq_lens_kv
-    )
-
-    def by_hand() -> Tensor:
-        graph.launch()
-        return graph.out
-
-    calls: dict[str, Callable[[], Tensor]] = {
-        "dense": expected,
-        "paged": paged_call(cache, step, q),
-        "lengths": _dense_call(q, k, v, seq_lens_kv=step.seq_lens_kv.clone()),
-        "by hand": by_hand,
-        "flash": peers.pytorch_of_last_queries(q, k, v),
-    }
-    for name, call in calls.items():
-        cases.check_agreement(["out"], [call()], [expected()], f"dense attention's, {name}")
-    k_pages, v_pages = pages
-    paged = PagedCall(
-        q=q,
-        k_pages=k_pages,
-        v_pages=v_pages,
-        page_table=step.page_table,
-        page_table_v=None,
-        seq_lens_kv=step.seq_lens_kv,
-        seq_lens_q=None,
-        sinks=None,
-        page_layout=cache.page_layout,
-    )
-    gather = paging.GatherKernel(paged)
-    packed = paged_specs.as_packed(paged, gather(paged))
-    return {**calls, "gather": lambda: gather(paged), "packed": lambda: VARLEN.on_gpu(VarlenCall._make(packed))}
-
-
-def _dense_call(q: Tensor, k: Tensor, v: Tensor, seq_lens_kv: Tensor | None = None) -> Callable[[], Tensor]:
-    return lambda: sdpa(
-        q, k, v, is_causal=True, causal_alignment="bottom_right", seq_lens_kv=seq_lens_kv, deterministic=True
-    )

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,13 +19,12 @@ from torch import Tensor
 
 from benchmarks import decode, fp8
 from benchmarks.tools import cases, flash_attention, peers
+from benchmarks.tools.candidates import NOTHING, Timed, ratio
 from benchmarks.tools.cases import Shape
 from benchmarks.tools.flash_attention import V3, V4
 from benchmarks.tools.output import Row
-from benchmarks.tools.timing import Call, device_times
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.fp8.fp8_attention import fp8_attention
-from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.nn.fp8 import Fp8Attention
 
@@ -34,34 +32,15 @@ OURS, CUDNN, FLASH = "ours", "pytorch cudnn", "pytorch flash"
 CANDIDATES = (OURS, CUDNN, FLASH, V3, V4)
 
 PREPARED, LAYER, FUNCTION = "sdpa_fp8", "Fp8Attention", "fp8_attention"
-ON_PAGES, OTHER_TABLES, CONTIGUOUS = "sdpa_paged", "other tables", "pytorch flash, contiguous"
-COPY = "a copy"
-NOTHING = "–"
 
 #: The largest relative error, in the norm, of results in FP8 against float64.
 FP8_TOLERANCE = max(fp8.TOLERANCE.values())
 
-REPEATS = 30
 ROWS = 256  #: of queries in float64 at a time
 
 #: The problem of the overview, and its decode steps: sequences, tokens of each.
 PROBLEM = Shape(batch=4, heads_q=32, heads_kv=8, length=4096, dim=128, causal=True)
 DECODE = ((32, 4096), (8, 32768))
-
-#: B, new tokens, tokens of each sequence, page size.
-PAGES = (
-    (32, 1, 4096, 64),
-    (32, 1, 4096, 16),
-    (8, 1, 32768, 64),
-    (1, 1, 32768, 64),
-    (32, 4, 4096, 64),
-    (32, 8, 4096, 64),
-    (32, 16, 4096, 64),
-    (1, 4, 32768, 64),
-    (16, 64, 4096, 64),
-    (4, 512, 4096, 64),
-    (1, 2048, 8192, 64),
-)
 
 
 @dataclass(frozen=True)
@@ -336,11 +315,6 @@ def _row(asked: Configuration, *, requires_grad: bool) -> Row:
     return row
 
 
-def ratio(times: Mapping[str, float], name: str, base: str) -> float | str:
-    """The time of one candidate over that of another, if both were measured."""
-    return times[name] / times[base] if {name, base} <= times.keys() else NOTHING
-
-
 def only_forward(attend: Callable[[Inputs], Tensor], given: Inputs) -> tuple[Tensor, ...]:
     """The output alone."""
     return (attend(given),)
@@ -350,101 +324,6 @@ def both_passes(attend: Callable[[Inputs], Tensor], given: Inputs) -> tuple[Tens
     """The output and the gradients."""
     out = attend(given)
     return out, *torch.autograd.grad(out, given.differentiable, given.grad_out)
-
-
-class Timed:
-    """Candidates that run and agree with float64, and why others do not."""
-
-    def __init__(self) -> None:
-        self.calls: dict[str, Call] = {}
-        self.reasons: dict[str, str] = {}
-
-    def add(
-        self,
-        name: str,
-        call: Callable[[], Sequence[Tensor]],
-        part: Callable[[Sequence[Tensor]], Sequence[Tensor]],
-        expected: Sequence[Tensor],
-        tolerance: float = cases.TOLERANCE,
-    ) -> None:
-        """Adds a candidate, of whose results `part` is what `expected` has in float64."""
-        try:
-            cases.check_agreement([name] * len(expected), part(call()), expected, "float64", tolerance=tolerance)
-        except Exception as error:  # noqa: BLE001 - whatever other packages raise
-            words = f"{type(error).__name__}: {error}".splitlines()[0]
-            self.reasons[name] = textwrap.shorten(words, 120, placeholder=" …")
-        else:
-            self.calls[name] = call
-
-    def measure(self, *, cold: bool = False) -> dict[str, float]:
-        """Microseconds of device time, interleaved."""
-        return device_times(self.calls, repeats=REPEATS, cold=cold) if self.calls else {}
-
-    @property
-    def why_not(self) -> str:
-        """Why candidates have no time."""
-        return "; ".join(f"{name}: {why}" for name, why in self.reasons.items()) or NOTHING
-
-
-def pages() -> list[Row]:
-    """Device time of new tokens on a paged KV cache, with no data in the GPU's cache.
-
-    FlashAttention-3 gets pages of its own, in its layout; PyTorch's FLASH contiguous keys and values.
-    """
-    rows: list[Row] = []
-    for batch, tokens, length, page_size in track(PAGES, "pages", transient=True):
-        torch.cuda.empty_cache()
-        timed = _on_pages(batch, tokens, length, page_size)
-        times = timed.measure(cold=True)
-        row: Row = {"B, new tokens, all tokens, page size": f"{batch}, {tokens}, {length}, {page_size}"}
-        row |= {f"{name} µs": times.get(name, NOTHING) for name in (ON_PAGES, OTHER_TABLES, V3, CONTIGUOUS)}
-        row |= {f"{name} / {ON_PAGES}": ratio(times, name, ON_PAGES) for name in (V3, CONTIGUOUS)}
-        row["why not"] = timed.why_not
-        rows.append(row)
-    return rows
-
-
-def _on_pages(batch: int, tokens: int, length: int, page_size: int) -> Timed:
-    """The candidates of new tokens on a cache."""
-    cache, step = decode.filled(batch, length, page_size, tokens)
-    k, v = decode.dense(cache, batch)
-    heads = (decode.HEADS_Q, decode.HEADS_KV)
-    given = Inputs(Configuration("", heads, (tokens,) * batch, keys=length, dim=decode.DIM))
-    q = given.qkv[0]
-    given.qkv = (q, k.transpose(1, 2), v.transpose(1, 2))
-    k_pages, v_pages = cache.k_pages(), cache.v_pages()
-    token_major = [x.transpose(1, 2).contiguous() for x in (k_pages, v_pages)]
-    table, lengths = step.page_table.clone(), step.seq_lens_kv.clone()
-
-    def on_pages(page_table: Tensor, seq_lens_kv: Tensor) -> tuple[Tensor, ...]:
-        out = sdpa_paged(
-            q.transpose(1, 2), k_pages, v_pages, page_table=page_table, seq_lens_kv=seq_lens_kv, page_layout="HND"
-        )
-        assert isinstance(out, Tensor)
-        return (out.transpose(1, 2),)
-
-    def version_3() -> tuple[Tensor, ...]:
-        function = flash_attention.module(V3).flash_attn_with_kvcache
-        options = {"page_table": table, "cache_seqlens": lengths, "causal": True}
-        return (flash_attention.first(function, q, *token_major, **options),)
-
-    def contiguous() -> tuple[Tensor, ...]:
-        with peers.only(FLASH):
-            if tokens == 1:
-                return (peers.pytorch(q.transpose(1, 2), k, v, is_causal=False)().transpose(1, 2),)
-            return (peers.pytorch_of_last_queries(q.transpose(1, 2), k, v)().transpose(1, 2),)
-
-    timed = Timed()
-    candidates: dict[str, Callable[[], tuple[Tensor, ...]]] = {
-        ON_PAGES: partial(on_pages, step.page_table, step.seq_lens_kv),
-        OTHER_TABLES: partial(on_pages, table, lengths),
-        V3: version_3,
-        CONTIGUOUS: contiguous,
-    }
-    expected = in_float64(given, gradients=False)
-    for name, call in candidates.items():
-        timed.add(name, call, given.sampled, expected)
-    return timed
 
 
 def overview() -> list[Row]:
@@ -460,12 +339,13 @@ def overview() -> list[Row]:
     torch.cuda.empty_cache()
     copy_large = cases.large_copy()
     for batch, length in DECODE:
-        timed = _on_pages(batch, 1, length, 64)
-        timed.calls[COPY] = copy_large
-        read = 2 * batch * length * decode.HEADS_KV * decode.DIM * 2
+        step = decode.Step((1,) * batch, length)
+        timed = decode.candidates(step)
+        timed.calls[decode.COPY] = copy_large
         which, times = f"decode, {batch} × {length:,}", timed.measure(cold=True)
-        rows += _candidates(which, timed, times, (ON_PAGES, V3, CONTIGUOUS), work=read, unit="TB/s")
-        rows += _candidates(which, timed, times, (COPY,), work=2 * cases.COPIED, unit="TB/s")
+        names = (decode.PAGED, decode.VARLEN, V3, decode.CONTIGUOUS)
+        rows += _candidates(which, timed, times, names, work=step.bytes, unit="TB/s")
+        rows += _candidates(which, timed, times, (decode.COPY,), work=2 * cases.COPIED, unit="TB/s")
         del timed
         torch.cuda.empty_cache()
     return rows

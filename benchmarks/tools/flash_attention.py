@@ -1,4 +1,4 @@
-"""FlashAttention-3 and -4, where they are installed: packages that `benchmarks peers` measures beside cuDNN."""
+"""FlashAttention-3 and -4, where they are installed: packages that are measured beside this library."""
 
 from __future__ import annotations
 
@@ -27,6 +27,15 @@ def module(name: str) -> Any:
         ImportError: It is not installed, or a package that it needs is not.
     """
     return importlib.import_module(MODULES[name])
+
+
+def is_installed(name: str) -> bool:
+    """Whether the module of `V3` or `V4` can be imported."""
+    try:
+        module(name)
+    except ImportError:
+        return False
+    return True
 
 
 def first(function: Callable[..., Any], *args: object, **options: object) -> Any:

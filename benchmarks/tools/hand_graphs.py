@@ -1,4 +1,4 @@
-"""Hand-written graphs of cuDNN's frontend, which `sdpa`, `sdpa_varlen` and `sdpa_paged` are compared with."""
+"""Hand-written graphs of cuDNN's frontend, which `sdpa` and `sdpa_varlen` are compared with."""
 
 from __future__ import annotations
 
@@ -105,37 +105,6 @@ class FrontendGraph(HandGraph):
         symbols = [self.declare(name, tensor) for name, tensor in (("q", q), ("k", k), ("v", v))]
         scale = q.shape[3] ** -0.5
         out, _ = self.graph.sdpa(*symbols, attn_scale=scale, is_inference=True, use_causal_mask=is_causal)
-        self.out = self.write(out, torch.empty_like(q))
-        self.build()
-
-
-class PagedGraph(HandGraph):
-    """The last queries of sequences on a paged KV cache, by cuDNN's paged kernel; causal, bottom-right.
-
-    Attributes:
-        out: The output.
-    """
-
-    def __init__(
-        self, q: Tensor, *, pages: tuple[Tensor, Tensor], table: Tensor, seq_lens_q: Tensor, seq_lens_kv: Tensor
-    ) -> None:
-        super().__init__(q)
-        symbols = [self.declare(name, tensor) for name, tensor in zip("qkv", (q, *pages), strict=True)]
-        lengths = [self.declare(f"seq_len_{i}", x.view(-1, 1, 1, 1)) for i, x in enumerate((seq_lens_q, seq_lens_kv))]
-        tables = [self.declare(f"table_{name}", table.view(table.shape[0], 1, -1, 1)) for name in "kv"]
-        out, _ = self.graph.sdpa(
-            *symbols,
-            attn_scale=q.shape[3] ** -0.5,
-            generate_stats=False,
-            use_padding_mask=True,
-            seq_len_q=lengths[0],
-            seq_len_kv=lengths[1],
-            paged_attention_k_table=tables[0],
-            paged_attention_v_table=tables[1],
-            paged_attention_max_seq_len_kv=table.shape[1] * pages[0].shape[2],
-            diagonal_alignment=self.types.diagonal_alignment.BOTTOM_RIGHT,
-            diagonal_band_right_bound=0,
-        )
         self.out = self.write(out, torch.empty_like(q))
         self.build()
 

@@ -35,10 +35,9 @@ class ShapesPart(str, Enum):
 class DecodePart(str, Enum):
     """Parts of `benchmarks decode`."""
 
-    BANDWIDTH = "bandwidth"
-    CHUNKS = "chunks"
-    DRAFTS = "drafts"
-    MIXED = "mixed"
+    STEPS = "steps"
+    APPEND = "append"
+    PLANS = "plans"
     HOST = "host"
 
 
@@ -100,7 +99,6 @@ class PeersPart(str, Enum):
     """Parts of `benchmarks peers`."""
 
     OVERVIEW = "overview"
-    PAGES = "pages"
     FORWARD = "forward"
     TRAINING = "training"
 

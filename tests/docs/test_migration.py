@@ -133,21 +133,3 @@ def test_what_packed_calls_lack_is_refused(page, name):
     q, ends = random(8, 2, 32), torch.tensor([0, 8], dtype=torch.int32)
     with pytest.raises(NotImplementedError, match=name):
         page["flash_attn_varlen_func"](q, q, q, ends, ends, 8, 8, **{name: torch.ones(2)})
-
-
-def test_page_tables_of_flash_infer():
-    pages, page_size = [random(11, 8, 2, 32) for _ in range(2)], 8
-    counts, last = [3, 1, 0, 4], torch.tensor([5, 8, 0, 1], dtype=torch.int32)
-    indptr = torch.tensor([0, 3, 4, 4, 8], dtype=torch.int32)
-    indices = torch.randperm(11)[:8].int()
-    table, lengths = torch.full((4, 5), 10**6, dtype=torch.int32), torch.empty(4, dtype=torch.int32)
-    made = {"out_table": table, "out_lengths": lengths}
-    cudnn_sdpa.page_table_of_csr(indptr, indices, last, page_size=page_size, **made)
-    assert (table.dtype, table.shape, lengths.dtype) == (torch.int32, (4, 5), torch.int32)
-    assert lengths.tolist() == [21, 8, 0, 25]
-    q = random(4, 6, 1, 32)
-    out = cudnn_sdpa.sdpa_paged(q, *pages, table, lengths, page_layout="NHD")
-    for b, (count, length) in enumerate(zip(counts, lengths.tolist(), strict=True)):
-        own = indices[indptr[b] : indptr[b] + count].long()
-        k, v = (x[own].flatten(0, 1)[:length].double().transpose(0, 1)[None] for x in pages)
-        assert_close(out[b : b + 1], attend(q[b : b + 1].double(), k, v)[0])

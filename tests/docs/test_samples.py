@@ -46,6 +46,7 @@ def test_the_serving_sample_matches_dense_attention():
     assert "every token agrees" in result.stdout
     used, pages = map(int, re.search(r"most pages used +│ (\d+) of (\d+)", result.stdout).groups())
     assert used <= pages
+    assert " before the first step, 0 later" in result.stdout
     assert int(re.search(r"preemptions +│ (\d+)", result.stdout)[1]) >= 1, "the cache was large enough"
     if not torch.cuda.is_available():
         assert "100.00%" in result.stdout

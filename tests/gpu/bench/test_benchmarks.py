@@ -7,11 +7,13 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from benchmarks import convolutions, decode, fp8, fused, host, proposals
 from benchmarks.cli import app
-from benchmarks.tools import cases, timing, training
+from benchmarks.decode import FP8, VARLEN, Step
+from benchmarks.tools import candidates, cases, timing, training
 from benchmarks.tools.parts import (
     AttentionPart,
     ConvPart,
@@ -32,14 +34,16 @@ def short(monkeypatch):
     """Two calls per measurement, and small shapes."""
     for module in (host, training, decode, fp8, fused):
         monkeypatch.setattr(module, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
-    for module in (host, decode, decode, fused, convolutions, proposals):
-        monkeypatch.setattr(module, "device_times", lambda calls, **how: timing.device_times(calls, repeats=2, **how))
+    for module in (host, decode, candidates, fused, convolutions, proposals):
+        short = lambda calls, **how: timing.device_times(calls, **{**how, "repeats": 2})  # noqa: E731
+        monkeypatch.setattr(module, "device_times", short)
     monkeypatch.setattr(fp8, "REPEATS", 2)
     monkeypatch.setattr(fp8, "SHAPES", (cases.Shape(1, 8, 2, 1024, 128, True), cases.Shape(1, 4, 4, 512, 128, False)))
     monkeypatch.setattr(cases, "KERNEL_SHAPES", cases.QUICK.kernels)
-    monkeypatch.setattr(decode, "STEPS", ((3, 300, 64), (2, 300, 16)))
-    monkeypatch.setattr(decode, "CHUNKS", ((2, 100, 300, 64),))
-    monkeypatch.setattr(decode, "DRAFTS", ((3, 4, 300),))
+    new = ((1, 1, 1), (4, 4), (1, 1, 70))
+    steps = (*(Step(each, 300) for each in new), Step((1, 1), 300, page_size=16), Step((1, 1), 300, pages=FP8))
+    monkeypatch.setattr(decode, "STEPS", steps)
+    monkeypatch.setattr(decode, "APPEND", decode.Sizes(layers=2, pages=8))
     monkeypatch.setattr(cases, "COPIED", 1 << 20)
     monkeypatch.setattr(fused, "NORMS", ((64, 256),))
     monkeypatch.setattr(fused, "GATES", ((64, 256),))
@@ -61,10 +65,10 @@ def assert_measured(tmp_path, command, part, *options):
         assert all(map(math.isfinite, numbers))
 
 
-#: Parts of each command. Left out: 1,000 plans, what `test_paged_caches` makes, and a layer of another library.
+#: Parts of each command. Left out: 1,000 plans, 10,000 steps, and a layer of another library.
 PARTS = {
     "host": [part for part in HostPart if part is not HostPart.MEMORY],
-    "decode": [part for part in DecodePart if part is not DecodePart.MIXED],
+    "decode": [part for part in DecodePart if part is not DecodePart.PLANS],
     "norm": NormPart,
     "silu": SiluPart,
     "fp8": [part for part in Fp8Part if part is not Fp8Part.LAYER],
@@ -78,6 +82,17 @@ PARTS = {
 def test_parts(tmp_path, command, part):
     options = {"attention": ["--quick"], "kernels": ["--small"]}
     assert_measured(tmp_path, command, part, *options.get(command, []))
+
+
+def test_steps_on_pages_agree_with_float64():
+    *rows, fp8 = decode.steps()
+    for row in rows if torch.cuda.get_device_capability() < (8, 9) else [*rows, fp8]:
+        assert isinstance(row[f"{VARLEN} µs"], float), row
+
+
+def test_a_server_builds_few_plans():
+    first, last = decode.plans(200)
+    assert first["plans built"] <= last["plans built"] <= 3, (first, last)
 
 
 @pytest.mark.parametrize("part", [ProviderPart.HOST, ProviderPart.KERNELS])
@@ -95,8 +110,6 @@ def test_peers(tmp_path, part, monkeypatch):
     """Packages that are not installed have no time; this library and PyTorch's backends have."""
     from benchmarks import peers
 
-    monkeypatch.setattr(peers, "device_times", lambda calls, **how: timing.device_times(calls, **{**how, "repeats": 2}))
-    monkeypatch.setattr(peers, "PAGES", ((2, 1, 300, 64), (2, 5, 300, 16)))
     monkeypatch.setattr(peers, "DECODE", ((2, 300),))
     monkeypatch.setattr(peers, "PROBLEM", cases.Shape(1, 8, 2, 1024, 128, True))
     small = tuple(replace(each, lengths=each.lengths[:3]) for each in peers.TRAINING)
@@ -108,7 +121,7 @@ def test_peers(tmp_path, part, monkeypatch):
     rows = json.loads(path.read_text())[part.value]
     for row in rows:
         if part is not PeersPart.OVERVIEW:
-            assert row.get("ours µs", row.get("sdpa_paged µs")) > 0, row
+            assert row["ours µs"] > 0, row
         elif not row["candidate"].startswith("FlashAttention"):
             assert row["µs"] > 0, row
 

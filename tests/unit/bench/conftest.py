@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.tools import cases, peers
+from cudnn_sdpa import sdpa_paged, sdpa_paged_varlen
 
 
 @pytest.fixture
@@ -35,3 +36,16 @@ def peers_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's backends on the CPU, which has none of the fast ones."""
     backends = dict.fromkeys(peers.PYTORCH_BACKENDS, torch.nn.attention.SDPBackend.MATH)
     monkeypatch.setattr(peers, "PYTORCH_BACKENDS", backends)
+
+
+@pytest.fixture
+def cached_attention() -> Callable[..., torch.Tensor]:
+    """What computes as FlashAttention-3's `flash_attn_with_kvcache`, of padded or packed queries."""
+
+    def attend(q, k_cache, v_cache, *, page_table, cache_seqlens, causal, cu_seqlens_q=None, max_seqlen_q=None):
+        tables, options = (page_table, cache_seqlens), {"page_layout": "NHD", "is_causal": causal}
+        if cu_seqlens_q is not None:
+            return sdpa_paged_varlen(q, k_cache, v_cache, *tables, cu_seqlens_q, max_seqlen_q, **options)
+        return sdpa_paged(q.transpose(1, 2), k_cache, v_cache, *tables, **options).transpose(1, 2)
+
+    return attend

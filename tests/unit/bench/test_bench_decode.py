@@ -2,45 +2,130 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+
 import pytest
-import torch
 
 from benchmarks import decode
-from benchmarks.tools import cases
+from benchmarks.decode import CONTIGUOUS, COPIES, FP8, PAGED, V3_PACKED, VARLEN, Step
+from benchmarks.tools import candidates, cases
+from benchmarks.tools.flash_attention import V3
+
+SMALL = {"page_size": 16, "heads": (4, 2), "dim": 16}
+STEPS = (
+    Step((1, 1), 40, **SMALL),
+    Step((3, 3), 33, **SMALL),
+    Step((1, 1, 9), 33, **SMALL),
+    Step((1, 1), 40, pages=FP8, **SMALL),
+)
+LABEL = "sequences × new tokens on keys"
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
+    monkeypatch.setattr(decode, "device_times", times_by_place)
+    monkeypatch.setattr(candidates, "device_times", times_by_place)
+    monkeypatch.setattr(cases, "COPIED", 1000)
+    monkeypatch.setattr(decode, "STEPS", STEPS)
+    monkeypatch.setattr(decode, "APPEND", decode.Sizes(tokens=5, layers=2, heads=2, dim=16, pages=3, page_size=4))
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)  # as if it were not installed
 
 
 @pytest.fixture
-def on_cpu(monkeypatch, times_by_place, cases_on_cpu, peers_on_cpu):  # noqa: ARG001
-    monkeypatch.setattr(decode, "device_times", times_by_place)
-    monkeypatch.setattr(cases, "COPIED", 1000)
-    monkeypatch.setattr(decode, "STEPS", ((2, 40, 16), (1, 33, 16)))
-    monkeypatch.setattr(decode, "DRAFTS", ((2, 3, 40),))
+def version_3(monkeypatch, cached_attention):
+    module = SimpleNamespace(flash_attn_with_kvcache=cached_attention)
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
+    return module
 
 
-def test_bytes_count_keys_and_values(on_cpu):  # noqa: ARG001
-    first, second = decode.bandwidth()
-    assert first["B, tokens, page size"] == "2, 40, 16"
-    read = 2 * 40 * 8 * 128 * 2 * 4  # sequences, tokens, heads, head dim, keys and values, bytes
-    assert first["TB/s"] == pytest.approx(read / 1.0 / 1e6)
-    assert first["flash TB/s"] == pytest.approx(read / 3.0 / 1e6)
-    assert first["of a copy's"] == pytest.approx(read / (2000 / 4.0))
-    assert list(first) == list(second)
+def test_without_flash_attention_it_has_no_column():
+    single, draft, mixed, fp8 = decode.steps()
+    assert all(V3 not in column for row in (single, draft, mixed, fp8) for column in row)
+    for row in (single, draft):
+        assert [row[f"{name} µs"] for name in (VARLEN, PAGED, CONTIGUOUS)] == [1, 2, 3]
+    for row in (mixed, fp8):  # of which only one call has all
+        assert [row[f"{name} µs"] for name in (VARLEN, PAGED, CONTIGUOUS)] == [1, "–", "–"]
+    assert {row["why not"] for row in (single, draft, mixed, fp8)} == {"–"}
 
 
-def test_pages_are_in_random_order_and_match_the_contiguous_cache(on_cpu):  # noqa: ARG001
-    cache, step = decode.filled(3, 70, 16, 2)
-    assert step.seq_lens_kv.tolist() == [70] * 3
-    assert step.seq_lens_q.tolist() == [2] * 3
-    used = step.page_table[0, :5].tolist()
+@pytest.mark.usefixtures("version_3")
+def test_flash_attention_reads_the_same_pages():
+    single, draft, mixed, fp8 = decode.steps()
+    for row in (single, draft):
+        assert [row[f"{name} µs"] for name in (VARLEN, V3_PACKED, V3, PAGED, CONTIGUOUS)] == [1, 2, 3, 4, 5]
+        assert row[f"{V3} / {VARLEN}"] == 2, "the better of its two calls"
+    assert [mixed[f"{name} µs"] for name in (V3_PACKED, V3)] == [2, "–"]
+    assert [fp8[f"{name} µs"] for name in (V3_PACKED, V3)] == ["–", "–"]
+    assert fp8[f"{V3} / {VARLEN}"] == "–"
+    assert {row["why not"] for row in (single, draft, mixed, fp8)} == {"–"}
+
+
+def test_bytes_count_keys_and_values():
+    single, *_, fp8 = decode.steps()
+    read = 2 * 40 * 2 * 16 * 2  # sequences, keys, heads, head dim, keys and values
+    assert single["TB/s"] == pytest.approx(2 * read / 1e6)
+    assert fp8["TB/s"] == pytest.approx(read / 1e6)
+    assert single["of a copy's"] == pytest.approx(2 * read / (2000 / 4))  # the fourth on the clock
+
+
+@pytest.mark.parametrize("name", [VARLEN, V3_PACKED])
+@pytest.mark.usefixtures("version_3")
+def test_wrong_results_are_not_timed(name, version_3, monkeypatch):
+    def wrong(call):
+        return lambda *given, **options: call(*given, **options) * 1.05
+
+    if name == VARLEN:
+        monkeypatch.setattr(decode, "sdpa_paged_varlen", wrong(decode.sdpa_paged_varlen))
+    else:
+        version_3.flash_attn_with_kvcache = wrong(version_3.flash_attn_with_kvcache)
+    *_, mixed, _ = decode.steps()
+    assert mixed[f"{name} µs"] == "–"
+    assert f"{name} differs from float64" in mixed["why not"]
+
+
+def test_pages_are_in_random_order():
+    given = decode.Inputs(Step((1,) * 3, 150, **SMALL))
+    used = given.table.flatten().tolist()
+    assert sorted(used) == list(range(30))
     assert used != sorted(used)
-    k, v = decode.dense(cache, 3)
-    assert torch.equal(k[1], cache.read(1)[0])
-    assert torch.equal(v[2], cache.read(2)[1])
-    assert k.shape == (3, 8, 70, 128)
+
+
+def test_labels_name_what_differs():
+    labels = [step.label for step in decode.STEPS]
+    assert labels[2] == "2 × 1 and 1 × 9 on 33, pages of 16, 4/2 heads of 16"
+    assert labels[3] == "2 × 1 on 40, pages of 16, FP8 pages, 4/2 heads of 16"
+    assert [row[LABEL] for row in decode.steps()] == labels
+
+
+def test_appended_tokens_are_compared_first(monkeypatch):
+    rows = decode.append()
+    assert [row["5 tokens × 2 layers"] for row in rows] == [
+        "append_paged_kv",
+        "append_paged_kv, FP8 pages",
+        COPIES,
+        "one copy of both",
+    ]
+    assert [row["× copies"] for row in rows] == pytest.approx([1 / 3, 2 / 3, 1, 4 / 3])
+    monkeypatch.setattr(decode, "append_paged_kv", lambda *_, **__: None)
+    with pytest.raises(RuntimeError, match="pages differs from the tokens"):
+        decode.append()
+
+
+def test_the_host_is_timed(monkeypatch, version_3):  # noqa: ARG001
+    def once(calls, **_):
+        for call in calls.values():
+            call()
+        return dict.fromkeys(calls, 2.0)
+
+    monkeypatch.setattr(decode, "host_times", once)
+    names = [row["call"] for row in decode.host()]
+    assert names[:3] == [VARLEN, f"{VARLEN}, out=", "append_paged_kv"]
+    assert V3_PACKED in names
 
 
 @pytest.mark.slow
-def test_mixed_steps_are_calls_that_work(on_cpu):  # noqa: ARG001
-    rows = decode.mixed(20)
+def test_mixed_steps_are_calls_that_work():
+    rows = decode.plans(20)
     assert [row["steps"] for row in rows] == [2, 20]
     assert [row["plans built"] for row in rows] == [0, 0]  # the CPU has none

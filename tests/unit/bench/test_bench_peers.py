@@ -10,12 +10,11 @@ import pytest
 import torch
 
 from benchmarks import decode, peers
-from benchmarks.peers import CONTIGUOUS, CUDNN, FLASH, ON_PAGES, OURS, V3, V4, Configuration
-from benchmarks.tools import cases
+from benchmarks.peers import CUDNN, FLASH, OURS, V3, V4, Configuration
+from benchmarks.tools import candidates, cases
 from benchmarks.tools import peers as tools_peers
 from benchmarks.tools.cases import Shape
 from cudnn_sdpa.attention.dense.sdpa import sdpa
-from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 
 pytestmark = pytest.mark.usefixtures("reference_alone")  # small heads, which have no FP8 gradients on Hopper
@@ -31,9 +30,8 @@ PACKED = Configuration("packed", (4, 2), (20, 5, 13), dim=16, packed=True)
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch, times_by_place, peers_on_cpu):  # noqa: ARG001
     monkeypatch.setattr(cases, "DEVICE", "cpu")
-    monkeypatch.setattr(peers, "device_times", times_by_place)
+    monkeypatch.setattr(candidates, "device_times", times_by_place)
     monkeypatch.setattr(cases, "COPIED", 1000)
-    monkeypatch.setattr(peers, "PAGES", ((2, 1, 40, 16), (2, 3, 33, 16)))
     monkeypatch.setattr(peers, "DECODE", ((2, 40),))
     monkeypatch.setattr(peers, "PROBLEM", Shape(2, 4, 2, 48, 32, True))
     monkeypatch.setattr(peers, "ROWS", 7)
@@ -74,11 +72,6 @@ def pytorch_varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size, en
     return sdpa_varlen(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, window_size=window_size)
 
 
-def cached_attention(q, k_cache, v_cache, *, page_table, cache_seqlens, causal):
-    options = {"page_table": page_table, "seq_lens_kv": cache_seqlens, "is_causal": causal, "page_layout": "NHD"}
-    return sdpa_paged(q.transpose(1, 2), k_cache, v_cache, **options).transpose(1, 2)
-
-
 def unbounded_is_none(function):
     """FlashAttention-4's convention: its window has None where others have -1, and its sinks another name."""
 
@@ -92,7 +85,7 @@ def unbounded_is_none(function):
 
 
 @pytest.fixture
-def installed(monkeypatch):
+def installed(monkeypatch, cached_attention):
     third = SimpleNamespace(
         flash_attn_func=attention, flash_attn_varlen_func=packed_attention, flash_attn_with_kvcache=cached_attention
     )
@@ -118,14 +111,6 @@ def test_all_agree_with_float64(measure):
 
 
 @pytest.mark.usefixtures("installed")
-def test_new_tokens_on_pages():
-    for row in peers.pages():
-        assert row["why not"] == "–", row
-        assert [row[f"{name} µs"] for name in (ON_PAGES, peers.OTHER_TABLES, V3, CONTIGUOUS)] == [1, 2, 3, 4]
-        assert row[f"{V3} / {ON_PAGES}"] == 3
-
-
-@pytest.mark.usefixtures("installed")
 def test_the_overview_comes_from_one_run():
     rows = peers.overview()
     assert all("why not" not in row for row in rows), rows
@@ -137,9 +122,9 @@ def test_the_overview_comes_from_one_run():
         for place, row in enumerate(problems[which], start=1):
             assert row["TFLOP/s"] == pytest.approx(share * peers.PROBLEM.flops() / place / 1e6)
     *decoded, copied = problems["decode, 2 × 40"]
-    assert [row["candidate"] for row in decoded] == [ON_PAGES, V3, CONTIGUOUS]
-    assert decoded[0]["TB/s"] == pytest.approx(2 * 40 * decode.HEADS_KV * decode.DIM * 2 * 2 / 1e6)
-    assert copied["TB/s"] == pytest.approx(2 * 1000 / 5 / 1e6)
+    assert [row["candidate"] for row in decoded] == [decode.PAGED, decode.VARLEN, V3, decode.CONTIGUOUS]
+    assert decoded[1]["TB/s"] == pytest.approx(2 * 40 * 8 * 128 * 2 * 2 / 1e6)  # the first on the clock
+    assert copied["TB/s"] == pytest.approx(2 * 1000 / 6 / 1e6)
 
 
 @pytest.mark.parametrize("measure", [peers.forward, peers.training])
