@@ -106,4 +106,6 @@ def _attend(a: dict[str, int], defines: dict[str, int]) -> None:
     if a["lse"]:
         of_rows = by_sequence("l", (), torch.float32, "lse")
         of_rows.fill_(-torch.inf)
+        if sizes["queries"] and "sinks" in options:
+            of_rows.copy_(options["sinks"])
         of_rows[is_query] = lse.float()

@@ -44,7 +44,7 @@ def describe_paged(**given: Any) -> Description:
         row = preference_of(call, target)
         if row is None or row.kernel != OWN:
             return None
-        why = f"our own kernel for pages runs instead of cuDNN's: {row}"
+        why = f"our own kernel for pages takes {row}"
         key = partial(_only_key, call)
         return replace(described, operation=paged_varlen_forward, key=key, extra_kernels=[*before, why], verify=verify)
 

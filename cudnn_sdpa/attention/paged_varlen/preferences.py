@@ -1,8 +1,8 @@
-"""Measured preferences: where the library's own kernel for pages is faster than cuDNN's, and where it is not.
+"""Measured preferences: where `sdpa_paged` takes the library's own kernel for pages, and where cuDNN's engines.
 
-`preferences.json` has a row for each kind of call that was measured: the compute capability, the head dims, and ranges
-of new tokens and of sequences, whose ends are included. `ratio` is the own kernel's time over that of cuDNN's engines,
-for what `of` says, from the results in `source`. Without a row, cuDNN serves the call.
+`preferences.json` has a row for each kind of call that was measured: the compute capability, the head dims, and ranges,
+whose ends are included, of new tokens, of sequences and of the keys that a row of the page table has room for. The
+times, in microseconds, are those of what `of` says. Without a row, cuDNN serves the call.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ class Preference(NamedTuple):
     head_dims: tuple[int, int]
     new_tokens: tuple[int, int | None]
     sequences: tuple[int, int | None]
+    keys: tuple[int, int | None]
     kernel: str
-    ratio: float
+    own_us: float
+    cudnn_us: float
     of: str
-    source: str
 
     def __str__(self) -> str:
-        return f"{self.ratio:g} of the time of cuDNN's for {self.of} ({self.source})"
+        return f"{self.own_us} µs, and cuDNN's engines {self.cudnn_us} µs, for {self.of}: preferences.json"
 
 
 @functools.cache
 def preferences() -> tuple[Preference, ...]:
-    rows: list[dict[str, Any]] = json.loads(_FILE.read_text())
+    rows: list[dict[str, Any]] = json.loads(_FILE.read_text())["rows"]
     return tuple(Preference(**{name: _hashable(x) for name, x in row.items()}) for row in rows)
 
 
@@ -51,13 +52,10 @@ def preference_of(call: PagedArguments, target: Target) -> Preference | None:
     batch, _, tokens, dim = call.q.shape
     dims = dim, call.v.shape[3]
     for row in preferences():
-        if (
-            row.sm == target.sm
-            and row.head_dims == dims
-            and _is_in(tokens, row.new_tokens)
-            and _is_in(batch, row.sequences)
-        ):
-            return row
+        if row.sm == target.sm and row.head_dims == dims:
+            ranges = (tokens, row.new_tokens), (batch, row.sequences), (call.max_kv_len, row.keys)
+            if all(_is_in(number, bounds) for number, bounds in ranges):
+                return row
     return None
 
 
