@@ -59,7 +59,7 @@ def _noted() -> Iterator[tuple[list[Call], list[Call]]]:
 
     for plan in executes:
         plan._execute = _noting(plan, plans)
-    LoadedKernel.launch = note_kernel  # type: ignore[method-assign]
+    LoadedKernel.launch = note_kernel  # type: ignore[method-assign, assignment]
     try:
         yield plans, kernels
     finally:
