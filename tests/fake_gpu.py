@@ -300,18 +300,24 @@ def gpu_on_the_cpu(
     def built(operation: GraphDefinition, key: PlanKey) -> Any:
         cache._handle_for(key)  # which refuses to build while a CUDA graph is captured
         if isinstance(operation, KernelOp):
-            made = operation.plan(key)
-            assert isinstance(made, KernelPlan)
-            kernel, *grid = made.kernels[0]
-            made.kernels[0] = (NotedKernel(kernel, key), *grid)
-            return made
+            return operation.plan(key)
         return plan_of(key, compute or partial(evaluate, operation))
+
+    plan_kernels = KernelOp.plan
+
+    def planned(operation: KernelOp, key: PlanKey) -> KernelPlan:
+        made = plan_kernels(operation, key)
+        assert isinstance(made, KernelPlan)
+        kernel, *grid = made.kernels[0]
+        made.kernels[0] = (NotedKernel(kernel, key), *grid)
+        return made
 
     cached: dict[nvrtc.Kernel, CpuKernel] = {}
     operators = torch.library.Library("cudnn_sdpa", "IMPL")
     with pytest.MonkeyPatch.context() as patch, tensors_look_as_on_a_gpu():
         everywhere(patch, gpu_target.live_target, lambda _: target)
         everywhere(patch, cache.build_plan, built)
+        patch.setattr(KernelOp, "plan", planned)
         everywhere(patch, plan.allocate, allocate)
         everywhere(patch, plan.current_raw_stream, current_stream)
         patch.setattr(nvrtc.Kernel, "on", lambda kernel, _: cached.setdefault(kernel, CpuKernel(kernel)))
