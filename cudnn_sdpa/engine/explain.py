@@ -62,6 +62,9 @@ class Description:
         if self.is_empty:
             object.__setattr__(self, "extra_kernels", [])
 
+    def for_target(self, target: Target) -> Description:
+        return (self.on_target and self.on_target(target)) or self
+
     @classmethod
     def refused(cls, operation: GraphDefinition, error: UnsupportedError, device: int | None) -> Description:
         def refuse(*_: object) -> NoReturn:
@@ -314,8 +317,7 @@ def _explain(name: str, description: Description, target: str | None) -> Explana
         of_environment = (os.environ.get(TARGET_VARIABLE) or "h200", TARGET_VARIABLE)
         properties = load_properties(*(of_environment if target is None else (target,)))
         gpu = Target.from_properties(properties)
-    if description.on_target is not None:
-        description = description.on_target(gpu) or description
+    description = description.for_target(gpu)
     versions = {
         "cudnn_sdpa": __version__,
         "cuDNN": backend.version_string(gpu.cudnn),

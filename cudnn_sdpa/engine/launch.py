@@ -203,9 +203,12 @@ class BoundPlan:
         self.kernel_pointers = [
             [pointer(place, x) for place, x in kernel.addresses.items() if x.of in slots] for kernel in self.kernels
         ]
-        self.offsets, self.prologue_scratch = side_by_side(_bytes_of(x.buffer_layout) for x in self.kernels)
-        if self.prologue_scratch > FILLED_BYTES or type(plan) is not Plan:  # one that is tuned launches many
-            self.prologue_scratch = 0
+        offsets, prologue_scratch = list[int](), 0
+        if self.kernels:
+            offsets, prologue_scratch = side_by_side(_bytes_of(x.buffer_layout) for x in self.kernels)
+        if prologue_scratch > FILLED_BYTES or type(plan) is not Plan:  # one that is tuned launches many
+            prologue_scratch = 0
+        self.offsets, self.prologue_scratch = offsets, prologue_scratch
         read = {name: Address(name) for name in self.operands if name not in extras.unaligned_ok}
         for name, x in extras.addresses.items():
             if x.offset % ALIGNMENT and x.of in read:

@@ -97,17 +97,18 @@ def sdpa_paged(
     on the GPU: the host never reads them, and new values never build a plan. Options shared with `sdpa` mean the same
     here.
 
-    Where it was measured to be faster, the kernel of `sdpa_paged_varlen` serves the call: on Hopper nearly everywhere, for
-    head dims of 64, 128, 192/128 and 256. `explain` shows the measurement. Other calls are cuDNN's: its decode kernels,
-    which read the pages directly, serve up to 8 queries per sequence. Two of their runs may differ in the last bit unless
-    `torch.use_deterministic_algorithms` is on, which is slower on long sequences. For more queries, with logit
-    soft-capping, and for several queries under windows that are not causal or are aligned top-left, one kernel first
-    gathers keys and values into contiguous memory: up to 1 GiB at a time, at least one sequence. Batch sizes are rounded
-    up to 2^n or 3·2^n, so that a server whose batch changes in every step needs about a dozen plans.
+    Where it was measured to be faster, the kernel of `sdpa_paged_varlen` serves the call: on Hopper nearly everywhere,
+    for head dims of 64, 128, 192/128 and 256. `explain` shows the measurement. Other calls are cuDNN's: its decode
+    kernels, which read the pages directly, serve up to 8 queries per sequence. Two of their runs may differ in the last
+    bit unless `torch.use_deterministic_algorithms` is on, which is slower on long sequences. For more queries, with
+    logit soft-capping, and for several queries under windows that are not causal or are aligned top-left, one kernel
+    first gathers keys and values into contiguous memory: up to 1 GiB at a time, at least one sequence. Batch sizes are
+    rounded up to 2^n or 3·2^n, so that a server whose batch changes in every step needs about a dozen plans.
 
-    For cuDNN, tables and lengths of a `PagedKVCache` are read in place. All others are copied by one small kernel that clamps
-    lengths to the table and page ids to the cache: invalid values give wrong results, but no GPU error and no
-    out-of-bounds read. They are checked on the CPU, and on GPUs if the environment variable `CUDNN_SDPA_DEBUG` is 1.
+    cuDNN reads tables and lengths of a `PagedKVCache` in place. All others are copied by one small kernel that clamps
+    lengths to the table and page ids to the cache, as the kernel of `sdpa_paged_varlen` does: invalid values give wrong
+    results, but no GPU error and no out-of-bounds read. They are checked on the CPU, and on GPUs if the environment
+    variable `CUDNN_SDPA_DEBUG` is 1.
 
     Args:
         q: Queries (B, Hq, Sq, D), float16 or bfloat16: those of the newest tokens. Under `torch.autocast` they are

@@ -68,8 +68,8 @@ def counts(name, *, trains=False):
 BOUNDS = {
     "sdpa": ((18, 78), (6, 5)),
     "sdpa, sinks": ((18, 69), (6, 5)),
-    "sdpa_varlen": ((19, 94), (8, 7)),
-    "sdpa_paged": ((20, 128), (7, 6)),
+    "sdpa_varlen": ((20, 96), (8, 7)),
+    "sdpa_paged": ((22, 132), (7, 6)),
     "rms_norm": ((15, 90), (4, 5)),
 }
 

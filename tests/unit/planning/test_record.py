@@ -32,7 +32,7 @@ def described(monkeypatch, target, call):
         def run(*args, **kwargs):
             description = describer_of(function)(*args, **kwargs)
             parts = [description] if description.backward is None else [description, description.backward]
-            keys.extend(part.key(target, None) for part in parts)
+            keys.extend(part.for_target(target).key(target, None) for part in parts)
             return function(*args, **kwargs)
 
         return run

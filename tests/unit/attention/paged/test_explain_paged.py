@@ -15,6 +15,7 @@ from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.sdpa_paged import PAGED
 from cudnn_sdpa.attention.paged.specs import Gathered
+from cudnn_sdpa.attention.paged_varlen import launch as paged_varlen_launch
 from cudnn_sdpa.attention.varlen import launch as varlen_launch
 from cudnn_sdpa.engine.explain import describer_of
 from cudnn_sdpa.planning.support import target_of
@@ -42,7 +43,7 @@ def key_of(monkeypatch):
     monkeypatch.setattr(PlanCache, "get", ask)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
     monkeypatch.setattr(paging, "GatherKernel", lambda _call: gather)
-    for module in (paged_launch, varlen_launch):
+    for module in (paged_launch, varlen_launch, paged_varlen_launch):
         monkeypatch.setattr(module, "live_target", lambda _device: H200)
 
     def run(*arguments, **options):
@@ -104,7 +105,7 @@ def test_the_explained_key_is_that_of_the_call(key_of, name):
     sizes, options = CALLS[name]
     given = arguments(**sizes)
     described = describer_of(sdpa_paged)(*given, **{"page_layout": "HND", **options})
-    assert described.key(H200, torch.empty(0, device="meta").get_device()) == key_of(*given, **options)
+    assert described.for_target(H200).key(H200, torch.empty(0, device="meta").get_device()) == key_of(*given, **options)
 
 
 def notes(*given, **options):

@@ -46,7 +46,7 @@ def test_plans_are_those_of_the_calls(cache, batch, tokens, options):
     of_step = queries(batch, tokens), cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
     forms = (None, step.seq_lens_q) if tokens == 1 else (step.seq_lens_q,)  # some tokens may be absent
     wanted = [
-        describe_paged(*of_step, seq_lens_q=present, page_layout="HND", **options).key(TARGET, None)
+        describe_paged(*of_step, seq_lens_q=present, page_layout="HND", **options).for_target(TARGET).key(TARGET, None)
         for present in forms
     ]
     found = plans_of_steps(cache, queries(1, 2), [batch], [tokens], options, TARGET)
@@ -66,7 +66,11 @@ def test_plans_cover_every_step_up_to_the_limits(cache, softcap):
         step = cache.new_step(batch, tokens)
         of_step = queries(batch, tokens), cache.k_pages(), cache.v_pages(), step.page_table, step.seq_lens_kv
         present = step.seq_lens_q if tokens > 1 or draw.random() < 0.5 else None
-        key = describe_paged(*of_step, seq_lens_q=present, page_layout="HND", **options).key(TARGET, None)
+        key = (
+            describe_paged(*of_step, seq_lens_q=present, page_layout="HND", **options)
+            .for_target(TARGET)
+            .key(TARGET, None)
+        )
         assert json.dumps(PlanManifest.of([key]).plans[0], sort_keys=True) in known, (batch, tokens)
 
 
