@@ -640,11 +640,16 @@ def test_negative_bits_are_heeded(call):
         call.assert_out(call(given), tensors)
 
 
-def test_a_result_is_not_written_to_a_negated_view(attention):
+def result_of(attention, tensors):
+    """What the result is written to looks like."""
     if "out" not in inspect.signature(attention.function).parameters:
         pytest.skip("it always allocates its result")
+    return attention(tensors)
+
+
+def test_a_result_is_not_written_to_a_negated_view(attention):
     tensors = attention.tensors()
-    result = attention(tensors)
+    result = result_of(attention, tensors)
     for _ in range(3):
         attention.assert_out(attention(tensors, out=torch.empty_like(result)), tensors)
         with pytest.raises(LayoutError, match=r"^out: got a negated view"):
@@ -653,11 +658,9 @@ def test_a_result_is_not_written_to_a_negated_view(attention):
 
 def test_a_result_is_not_written_over_any_tensor_of_the_call(attention):
     """Nor by a known call: that memory overlaps is not part of what is known."""
-    if "out" not in inspect.signature(attention.function).parameters:
-        pytest.skip("it always allocates its result")
     tensors = attention.tensors()
-    result = attention(tensors)
-    for _ in range(2):
+    result = result_of(attention, tensors)
+    for _ in range(3):
         for name, x in tensors.items():
             size = x.untyped_storage().nbytes()
             whole = torch.zeros(result.numel() + size + -size % 8, dtype=result.dtype)
@@ -667,6 +670,84 @@ def test_a_result_is_not_written_over_any_tensor_of_the_call(attention):
             assert torch.equal(moved, x)
             out = whole[-result.numel() :].view(result.shape)
             attention.assert_out(attention({**tensors, name: moved}, out=out), tensors)
+
+
+def test_a_result_is_written_only_where_kernels_can(attention):
+    tensors = attention.tensors()
+    result = result_of(attention, tensors)
+    freed, shifted = torch.empty_like(result), moved(result, 1).fill_(3)
+    freed.untyped_storage().resize_(0)
+    for _ in range(4):
+        with pytest.raises(LayoutError, match=r"^out: got an address 2 bytes past a multiple of 16"):
+            attention(tensors, out=shifted)
+        with pytest.raises(LayoutError, match=r"^out: got a tensor without memory"):
+            attention(tensors, out=freed)
+        out = moved(torch.full_like(result, torch.nan), 8)
+        assert attention(tensors, out=out) is out
+        attention.assert_out(out, tensors)
+    assert (shifted == 3).all()
+
+
+def test_a_result_that_requires_a_gradient_is_written_where_there_are_none(attention):
+    tensors = attention.tensors()
+    out = torch.empty_like(result_of(attention, tensors)).requires_grad_()
+    for _ in range(4):
+        with pytest.raises(UnsupportedError, match="out with a gradient"):
+            attention(tensors, out=out)
+        with torch.no_grad():
+            attention.assert_out(attention(tensors, out=out.fill_(torch.nan)), tensors)
+        attention.assert_out(attention(tensors, out=torch.full_like(out, torch.nan)), tensors)
+
+
+def test_autograd_notices_that_a_result_is_written(attention):
+    tensors = attention.tensors()
+    leaf = torch.ones_like(result_of(attention, tensors)).requires_grad_()
+    for _ in range(4):
+        out = torch.ones_like(leaf, requires_grad=False)
+        product = leaf * out
+        assert attention(tensors, out=out) is out
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+
+
+def test_results_are_written_in_inference_mode(attention):
+    """To tensors of it, whose changes nobody counts, and to others; also outside of it."""
+    tensors = attention.tensors()
+    shape = result_of(attention, tensors)
+    with torch.inference_mode():
+        of_inference = torch.empty_like(shape)
+    for _ in range(4):
+        for out in (of_inference, torch.empty_like(shape)):
+            with torch.inference_mode():
+                assert attention(tensors, out=out.fill_(torch.nan)) is out
+            attention.assert_out(out, tensors)
+        version = out._version
+        with torch.inference_mode():
+            attention(tensors, out=out)
+        assert out._version > version
+        attention.assert_out(attention(tensors, out=of_inference), tensors)
+
+
+def test_memory_that_is_shared_until_it_is_written_to_keeps_its_values(attention):
+    tensors = attention.tensors()
+    kept = torch.full_like(result_of(attention, tensors), 5)
+    for _ in range(4):
+        attention.assert_out(attention(tensors, out=torch._lazy_clone(kept)), tensors)
+        assert (kept == 5).all()
+
+
+def test_threads_write_their_results(attention):
+    shape = result_of(attention, attention.tensors())
+
+    def write(_):
+        for _ in range(4):
+            tensors, out = attention.tensors(), torch.full_like(shape, torch.nan)
+            assert attention(tensors, out=out) is out
+            attention.assert_out(out, tensors)
+        return True
+
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(write, range(4)))
 
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")

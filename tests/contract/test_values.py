@@ -108,9 +108,18 @@ def test_the_log_sum_exp_comes_with_the_same_output(attention):
 
 
 def test_out_is_written(attention):
-    tensors = attention.tensors()
-    out = torch.full_like(attention(tensors), torch.nan)
-    version = out._version
-    assert attention(tensors, out=out) is out
-    assert out._version > version
-    attention.assert_out(out, tensors)
+    """Into dense memory and between other numbers, with the log-sum-exp and without."""
+    shape = attention(attention.tensors())
+    for _ in range(4):
+        tensors = attention.tensors()
+        whole = torch.full((*shape.shape[:-1], shape.shape[-1] + 8), 7, dtype=shape.dtype)
+        for out in (torch.full_like(shape, torch.nan), whole[..., :-8]):
+            version = out._version
+            assert attention(tensors, out=out) is out
+            assert out._version > version
+            attention.assert_out(out, tensors)
+            again, lse = attention(tensors, return_lse=True, out=out.fill_(torch.nan))
+            assert again is out
+            attention.assert_out(out, tensors)
+            assert torch.equal(lse, attention(tensors, return_lse=True)[1])
+        assert (whole[..., -8:] == 7).all()

@@ -9,12 +9,27 @@
 
 namespace cudnn_sdpa {
 
+// A tensor among the arguments, and the bytes from its address to the end of its last element; 0 if it has no element.
+struct Span {
+  size_t place = 0;
+  uint64_t bytes = 0;
+
+  static Span of(size_t place, const at::Tensor& tensor) {
+    if (!tensor.numel()) return {place, 0};
+    int64_t last = 0;
+    for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+    return {place, static_cast<uint64_t>(last + 1) * tensor.element_size()};
+  }
+};
+
 struct KnownCall {
   Words words;
   py::object plan;
   std::shared_ptr<const Recipe> recipe;
   std::vector<size_t> operands;  // the recipe's, among the arguments
   std::vector<size_t> numbers;   // arguments that are data
+  Span out;                      // the argument that the first result is written to; of 0 bytes if that is new memory
+  std::vector<Span> others;      // with `out`, all other tensors that have elements
   std::vector<size_t> returned;  // which results the caller gets
   bool is_tuple;                 // whether it gets them in a tuple
   std::shared_ptr<const Differentiation> differentiation;  // null if autograd does not follow the call
@@ -40,6 +55,17 @@ inline bool is_intercepted() {
   if (is_observed()) return true;
   PyObject* level = PyDict_GetItemWithError(forward_ad, current_level);
   return level == nullptr || PyLong_AsLong(level) >= 0;
+}
+
+// Whether kernels can write to `out`, which overlaps no other tensor of the call: addresses are not part of what is known.
+inline bool is_writable(const KnownCall& known, const Out& out, PyObject* const* arguments) {
+  if (!out.address || out.address & misaligned) return false;
+  const uint64_t end = out.address + known.out.bytes;
+  for (const auto& other : known.others) {
+    const uint64_t begin = address_of(THPVariable_Unpack(arguments[other.place]));
+    if (begin < end && out.address < begin + other.bytes) return false;
+  }
+  return true;
 }
 
 inline PyObject* results_of(const KnownCall& known, const Results& results) {
@@ -104,9 +130,11 @@ inline PyObject* run(const Calls* self, PyObject* const* arguments, size_t posit
   }
   const auto device = THPVariable_Unpack(arguments[known->operands[0]]).device();
   Results results;
+  const Out out = known->out.bytes ? Out(THPVariable_Unpack(arguments[known->out.place])) : Out();
+  if (out.tensor != nullptr && !is_writable(*known, out, arguments)) return nullptr;
   {
     torch::autograd::AutoGradMode no_grad(false);
-    if (!known->recipe->run(addresses, known->numbers.empty() ? nullptr : numbers, device, results)) return nullptr;
+    if (!known->recipe->run(addresses, known->numbers.empty() ? nullptr : numbers, device, results, out)) return nullptr;
   }
   if (known->differentiation != nullptr) {
     differentiate(known->differentiation, arguments, {numbers, numbers + known->numbers.size()}, results);
@@ -121,7 +149,7 @@ inline PyObject* calls_vectorcall(PyObject* self, PyObject* const* arguments, si
   END_HANDLE_TH_ERRORS
 }
 
-// register(*, arguments, options, recipe, plan, operands, numbers, returned, is_tuple, differentiation) -> bool
+// register(*, arguments, options, recipe, plan, operands, numbers, out, returned, is_tuple, differentiation) -> bool
 inline PyObject* calls_register(PyObject* self_, PyObject* positional, PyObject* named) {
   HANDLE_TH_ERRORS
   auto* self = reinterpret_cast<Calls*>(self_);
@@ -142,6 +170,7 @@ inline PyObject* calls_register(PyObject* self_, PyObject* positional, PyObject*
   known->plan = given["plan"];
   known->operands = py::cast<std::vector<size_t>>(given["operands"]);
   known->numbers = py::cast<std::vector<size_t>>(given["numbers"]);
+  const int out = py::cast<int>(given["out"]);
   known->returned = py::cast<std::vector<size_t>>(given["returned"]);
   known->is_tuple = py::cast<bool>(given["is_tuple"]);
   const py::object differentiation = given["differentiation"];
@@ -150,6 +179,18 @@ inline PyObject* calls_register(PyObject* self_, PyObject* positional, PyObject*
   if (known->operands.empty() || (!known->is_tuple && known->returned.size() != 1)) Py_RETURN_FALSE;
   if (!describe_call(all.data(), arguments.size(), options.empty() ? nullptr : names.ptr(), self->special, known->words)) {
     Py_RETURN_FALSE;
+  }
+  if (out >= 0) {
+    for (size_t argument = 0; argument < all.size(); ++argument) {
+      if (!THPVariable_CheckExact(all[argument])) continue;
+      const auto span = Span::of(argument, THPVariable_Unpack(all[argument]));
+      if (argument == static_cast<size_t>(out)) {
+        known->out = span;
+      } else if (span.bytes) {
+        known->others.push_back(span);
+      }
+    }
+    if (!known->out.bytes || known->recipe->results.empty() || known->differentiation != nullptr) Py_RETURN_FALSE;
   }
   std::unordered_map<uint64_t, std::shared_ptr<const KnownCall>> forgotten;  // freed when the table is whole again
   if (self->known->size() >= most_known) self->known->swap(forgotten);

@@ -74,12 +74,18 @@ class Differentiation:
 
 
 class RepeatableCall(NamedTuple):
-    """A call that the module can repeat: one launch of a bound plan, and nothing else."""
+    """A call that the module can repeat: one launch of a bound plan, and nothing else.
+
+    Attributes:
+        returned: The results that the caller gets, by place.
+        out: The caller's tensor that the first result is written to; None if that is a new tensor.
+    """
 
     bound: BoundPlan
     tensors: Sequence[Tensor]
     returned: Sequence[int]
     single_output: bool = False
+    out: Tensor | None = None
 
 
 RunBackward = Callable[
@@ -131,7 +137,7 @@ class NativeCalls:
 
         try:
             operands = [place_of(tensor) for tensor in call.tensors]
-            of = None
+            out, of = place_of(call.out), None
             if differentiation is not None:
                 of = module.Differentiation(
                     name=differentiation.name,
@@ -161,6 +167,7 @@ class NativeCalls:
             plan=plan,
             operands=operands,
             numbers=numbers,
+            out=out,
             returned=call.returned,
             is_tuple=not call.single_output,
             differentiation=of,

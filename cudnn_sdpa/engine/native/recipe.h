@@ -23,6 +23,24 @@ inline uint64_t address_of(const at::Tensor& tensor) {
   return reinterpret_cast<uint64_t>(tensor.const_data_ptr());
 }
 
+// The memory of the caller's that the first result is written to; none if there is no tensor.
+struct Out {
+  const at::Tensor* tensor = nullptr;
+  uint64_t address = 0;
+
+  Out() = default;
+
+  // Memory that the tensor shares until it is written to becomes its own.
+  explicit Out(const at::Tensor& given) : tensor(&given) {
+    if (given.storage().data() != nullptr) address = reinterpret_cast<uint64_t>(given.mutable_data_ptr());
+  }
+
+  // Tells autograd that the tensor has changed.
+  void count_write() const {
+    if (!tensor->is_inference()) torch::autograd::impl::bump_version(*tensor);
+  }
+};
+
 struct Layout {
   std::vector<int64_t> sizes, strides;
   at::ScalarType dtype;
@@ -298,7 +316,8 @@ struct Recipe {
   py::object device;
 
   // Runs a call given the addresses of its operands; false if Python must look at it.
-  bool run(const uint64_t* addresses, const double* given_numbers, at::Device on, Results& found) const {
+  bool run(
+      const uint64_t* addresses, const double* given_numbers, at::Device on, Results& found, const Out& out = {}) const {
     uint64_t slots[most_operands];
     for (size_t slot = 0; slot < operands; ++slot) {
       if (!addresses[slot]) return false;
@@ -309,8 +328,13 @@ struct Recipe {
     }
     if (current_device && !checked(PyObject_CallNoArgs(current_device.ptr())).equal(device)) return false;
     size_t slot = operands;
-    for (const auto& layout : results) {
-      found.push_back(empty(layout, on, allocate));
+    if (out.tensor != nullptr) {
+      out.count_write();
+      found.push_back(*out.tensor);
+      slots[slot++] = out.address;
+    }
+    for (size_t result = found.size(); result < results.size(); ++result) {
+      found.push_back(empty(results[result], on, allocate));
       slots[slot++] = address_of(found.back());
     }
     PyObject* of_device[] = {device.ptr()};

@@ -32,17 +32,17 @@ class NativeKey(NamedTuple):
 
 def register(operation: OperationDescription[CallT], gradients: Gradients, asked: NativeKey, call: CallT) -> None:
     """Registers calls like a known one with the native module; `gradients` computes theirs in Python."""
-    tensors = call[operation.tensors_at]
+    tensors, out = call[operation.tensors_at], operation.out_of(call)
     trains = needs_gradient(*tensors)
     entry = operation.table.get(operation.signature(operation.complete(call) if trains else call))
-    if entry is None or not isinstance(entry.run, SingleLaunch) or operation.out_of(call) is not None:
+    if entry is None or not isinstance(entry.run, SingleLaunch) or (trains and out is not None):
         return
     launch = entry.run
     returned, single_output = launch.returned, launch.single_output
     if trains and not operation.is_complete(call):
         returned = returned[operation.given_at]
         single_output = len(returned) == 1
-    native = RepeatableCall(launch.bound, launch.tensors_of(call), returned, single_output)
+    native = RepeatableCall(launch.bound, launch.tensors_of(call), returned, single_output, out)
     if not trains:
         asked.calls.register(asked.arguments, {}, native)
     elif not any(x is not None and x.is_inference() for x in tensors):

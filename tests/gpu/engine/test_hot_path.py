@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from attention_checks import nothing_synchronizes, problem
+from paged_batches import batch_on_pages
 
 import cudnn_sdpa
 from cudnn_sdpa.attention.arguments import ForwardArguments, from_fields
@@ -48,6 +51,33 @@ def test_nothing_synchronizes(name, sq):
         through_dispatcher = operator(*inputs)
     torch.testing.assert_close(again, first, atol=0, rtol=0)
     torch.testing.assert_close(through_dispatcher, first, atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("return_lse", [False, True])
+def test_results_are_written_where_the_caller_says(return_lse):
+    """A warm call neither waits nor copies, and is refused where its own addresses do not fit."""
+    q, k, v = problem(sq=64)
+    packed = batch_on_pages([1, 4, 70], [300, 4, 90], dims=(64, 64), page=16, dtype=torch.bfloat16, device="cuda")
+    calls = (
+        lambda out: cudnn_sdpa.sdpa(q, k, v, return_lse=return_lse, out=out),
+        lambda out: cudnn_sdpa.sdpa_paged_varlen(**packed, return_lse=return_lse, out=out),
+    )
+    for call in calls:
+        expected = call(None) if return_lse else (call(None),)
+        out = torch.empty_like(expected[0])
+        shifted = torch.empty(out.numel() + 1, dtype=out.dtype, device="cuda")[1:].as_strided(out.shape, out.stride())
+        for number in range(4):
+            out.fill_(torch.nan)
+            version = out._version
+            with nothing_synchronizes() if number else contextlib.nullcontext():
+                found = call(out) if return_lse else (call(out),)
+            assert found[0] is out
+            assert out._version == version + 1
+            torch.testing.assert_close(found, expected, atol=0, rtol=0)
+            with pytest.raises(cudnn_sdpa.LayoutError, match=r"^out: got an address 2 bytes past"):
+                call(shifted)
+    with pytest.raises(cudnn_sdpa.LayoutError, match=r"^out: got memory that overlaps q;"):
+        calls[0](q)
 
 
 def test_device_memory_does_not_grow():

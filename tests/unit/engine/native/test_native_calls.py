@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import inspect
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +20,18 @@ from native_way import native_way
 from torch._dynamo import compiled_autograd
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from cudnn_sdpa import conv2d, graph_op, layer_norm, plan_cache, rms_norm, silu_mul
+from cudnn_sdpa import (
+    ArgumentError,
+    DtypeError,
+    LayoutError,
+    conv2d,
+    graph_op,
+    layer_norm,
+    plan_cache,
+    rms_norm,
+    sdpa_paged,
+    silu_mul,
+)
 from cudnn_sdpa.engine.native import calls
 from cudnn_sdpa.fused import graph_op as graph_functions
 
@@ -82,6 +95,100 @@ def test_known_calls_are_launched_without_python(name, launches_in_python):
             launches_in_python.clear()
             call.gradients(call.tensors(grad=True))
             assert bool(launches_in_python) is (name in BACKWARD_IN_PYTHON)
+
+
+#: Examples with `out`, but for `sdpa_paged`, which copies what its plan has written.
+WITH_OUT = [
+    name
+    for name, call in OPERATIONS.items()
+    if "out" in inspect.signature(call.function).parameters
+    and name not in IN_PYTHON
+    and call.function is not sdpa_paged
+]
+
+
+@pytest.mark.sample(8)
+@pytest.mark.parametrize("return_lse", [False, True])
+@pytest.mark.parametrize("name", WITH_OUT)
+def test_known_calls_write_their_result_without_python(name, return_lse, launches_in_python):
+    """Where they are launched so without `out`: some are completed by another launch."""
+    call = OPERATIONS[name]
+    options = {"return_lse": True} if return_lse else {}
+    with gpu_on_the_cpu(call.compute):
+        for _ in range(3):
+            launches_in_python.clear()
+            shape = call(call.tensors(), **options)
+        shape, is_native = shape[0] if return_lse else shape, not launches_in_python
+        assert is_native or return_lse
+        for number in range(4):
+            launches_in_python.clear()
+            tensors, out = call.tensors(), torch.full_like(shape, torch.nan)
+            version, references = out._version, sys.getrefcount(out)
+            found = call(tensors, out=out, **options)
+            assert bool(launches_in_python) is (number < 2 or not is_native)
+            assert (found[0] if return_lse else found) is out
+            call.assert_out(out, tensors)
+            if number > 1:
+                assert out._version == version + 1
+            if return_lse:
+                assert torch.equal(found[1], call(tensors, return_lse=True)[1])
+            del found
+            assert sys.getrefcount(out) == references
+
+
+def test_results_in_turn(launches_in_python):
+    """New ones, given ones, some of which lie otherwise, and those that must not be written."""
+    call = OPERATIONS["sdpa, causal, scale"]
+    with gpu_on_the_cpu(call.compute):
+        dense = torch.empty(call(call.tensors()).shape, dtype=torch.bfloat16)
+        for number in range(4):
+            launches_in_python.clear()
+            tensors = call.tensors()
+            turned = torch.empty_like(dense.transpose(1, 2).contiguous()).transpose(1, 2)
+            for out in (None, torch.empty_like(dense), turned):
+                call.assert_out(call(tensors, **({} if out is None else {"out": out})), tensors)
+            assert number < 2 or not launches_in_python
+            whole = torch.empty(dense.numel() + 8, dtype=torch.bfloat16)
+            for wrong, message in ((whole[1:-7].view(dense.shape), "2 bytes past"), (dense.half(), "float16")):
+                with pytest.raises(ArgumentError, match=f"^out: got .*{message}"):
+                    call(tensors, out=wrong)
+
+
+def test_memory_beside_that_of_a_result_is_apart(launches_in_python):
+    """To the byte: a result between the other tensors of a call, and the same one element on, or back."""
+    call = OPERATIONS["sdpa, causal, scale"]
+    with gpu_on_the_cpu(call.compute):
+        shape = call(call.tensors()).shape
+        made = call.tensors()
+        sizes = [made["q"].numel(), torch.Size(shape).numel(), made["k"].numel()]
+        for number in range(4):
+            whole = torch.empty(sum(sizes) + 8, dtype=torch.bfloat16)
+            q, out, k = whole[: sum(sizes)].split(sizes)
+            tensors = call.tensors()
+            tensors |= {"q": q.view(made["q"].shape).copy_(made["q"]), "k": k.view(made["k"].shape).copy_(made["k"])}
+            launches_in_python.clear()
+            call.assert_out(call(tensors, out=out.view(shape)), tensors)
+            assert number < 2 or not launches_in_python
+            for name, begin in (("q", sizes[0] - 8), ("k", sizes[0] + 8)):
+                with pytest.raises(LayoutError, match=f"^out: got memory that overlaps {name};"):
+                    call(tensors, out=whole[begin : begin + sizes[1]].view(shape))
+
+
+def test_autocast_that_casts_decides_the_dtype_of_a_result(launches_in_python):
+    call = OPERATIONS["sdpa, causal, scale"]
+    with gpu_on_the_cpu(call.compute):
+        out = torch.empty_like(call(call.tensors()))
+        for number in range(4):
+            launches_in_python.clear()
+            tensors = call.tensors()
+            call.assert_out(call(tensors, out=out), tensors)
+            with torch.autocast("cpu", torch.bfloat16):  # which casts nothing
+                call.assert_out(call(tensors, out=out), tensors)
+            assert number < 2 or not launches_in_python
+            with torch.autocast("cpu", torch.float16):
+                with pytest.raises(DtypeError, match=r"^out: got bfloat16"):
+                    call(tensors, out=out)
+                call.assert_out(call(tensors, out=out.half()), tensors)
 
 
 TRAINING = ["sdpa, causal, scale", "sdpa_varlen", "rms_norm", "silu_mul"]
