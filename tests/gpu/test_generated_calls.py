@@ -31,7 +31,6 @@ COUNTS = {
     "sdpa_varlen_backward": (45, 8),
     "merge_states": (30, 14),
     "sdpa_paged": (60, 8),
-    "sdpa_paged_varlen": (120, 12),
     "PagedKVCache": (30, 14),
     "sdpa_fp8": (45, 3),
     "sdpa_fp8_backward": (45, 2),
@@ -57,8 +56,6 @@ COUNTS = {
     "nn.SwiGLU": (15, 5),
     "nn.TransformerLayer": (30, 3),
     "nn.VisionEncoder": (15, 3),
-    "append_paged_kv": (30, 15),
-    "page_table_of_csr": (15, 15),
 }
 CHUNKS = [(name, first) for name, (count, _) in COUNTS.items() for first in range(0, count, SIZE)]
 
