@@ -105,38 +105,61 @@ def test_varlen_attn(dtype, window):
                 assert_agrees(gradient[begin:end], wanted[name][0].transpose(0, 1))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("lengths_q", "max_q"), [([1, 1, 1], 1), ([0, 3, 8], 8), ([1, 40, 3], 40)], ids=str)
-def test_varlen_attn_on_pages(dtype, lengths_q, max_q):
-    varlen = pytest.importorskip("torch.nn.attention.varlen")
-    if "block_table" not in str(torch.ops.torch_attn._varlen_attn.default._schema):
-        pytest.skip("this PyTorch's varlen_attn has no pages")
-    lengths_kv = [100, 64, 77]
-    pages = [torch.randn(32, 16, 2, 64, device="cuda", dtype=dtype) for _ in range(2)]
-    table = torch.randperm(32, device="cuda")[:24].view(3, 8).int()
+def on_pages(lengths_q, lengths_kv, page_size, dim, dtype):
+    """Queries, pages, offsets, numbers of keys and the table of a call; slots of no sequence are NaN."""
+    columns = -(-max(lengths_kv) // page_size)
+    count = len(lengths_kv) * columns + 2
+    pages = [torch.full((count, page_size, 2, dim), torch.nan, device="cuda", dtype=dtype) for _ in range(2)]
+    table = torch.randperm(count, device="cuda")[: len(lengths_kv) * columns].view(-1, columns).int()
+    for row, length in zip(table, lengths_kv, strict=True):
+        j = torch.arange(length, device="cuda")
+        for x in pages:
+            x[row[j // page_size].long(), j % page_size] = torch.randn(length, 2, dim, device="cuda", dtype=dtype)
     used = torch.tensor(lengths_kv, dtype=torch.int32, device="cuda")
     offsets = torch.tensor([0, *itertools.accumulate(lengths_q)], dtype=torch.int32, device="cuda")
-    q = torch.randn(sum(lengths_q), 8, 64, device="cuda", dtype=dtype)
-    with nothing_synchronizes():
-        out = varlen.varlen_attn(
-            q,
-            *pages,
-            offsets,
-            None,
-            max_q,
-            128,
-            window_size=(-1, 0),
-            enable_gqa=True,
-            seqused_k=used,
-            block_table=table,
-        )
+    q = torch.randn(sum(lengths_q) + 2, 8, dim, device="cuda", dtype=dtype)
+    return q, pages, offsets, used, table
+
+
+def assert_right_on_pages(out, q, pages, offsets, used, table):
+    """Also for tokens behind the last sequence, which get zeros."""
     for number, (begin, end) in enumerate(itertools.pairwise(offsets.tolist())):
         if begin == end:
             continue
-        k, v = (x[table[number].long()].flatten(0, 1)[: lengths_kv[number]] for x in pages)
+        k, v = (x[table[number].long()].flatten(0, 1)[: int(used[number])] for x in pages)
         one = [x.transpose(0, 1).unsqueeze(0) for x in (q[begin:end], k, v)]
         want = exact.attend(*one, is_causal=True, causal_alignment="bottom_right")[0]
         assert_agrees(out[begin:end], want[0].transpose(0, 1))
+    assert not out[int(offsets[-1]) :].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("lengths_q", "max_q"), [([1, 1, 1], 1), ([0, 3, 8], 8), ([1, 40, 3], 40)], ids=str)
+@pytest.mark.parametrize(("page_size", "dim"), [(16, 64), (24, 128), (16, 320)], ids=str)
+def test_varlen_attn_on_pages(dtype, lengths_q, max_q, page_size, dim):
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    if "block_table" not in str(torch.ops.torch_attn._varlen_attn.default._schema):
+        pytest.skip("this PyTorch's varlen_attn has no pages")
+    q, pages, offsets, used, table = on_pages(lengths_q, [100, 64, 77], page_size, dim, dtype)
+    given = (*pages, offsets, None, max_q, 128)
+    options = {"window_size": (-1, 0), "enable_gqa": True, "seqused_k": used, "block_table": table}
+    whole = torch.full((*q.shape[:2], 2 * dim), torch.nan, device="cuda", dtype=dtype)
+    for _ in range(3):  # cold, warm, and natively
+        with nothing_synchronizes():
+            out = varlen.varlen_attn(q, *given, **options)
+            if hasattr(varlen, "varlen_attn_out"):
+                varlen.varlen_attn_out(whole[..., :dim], q, *given, **options)
+        assert_right_on_pages(out, q, pages, offsets, used, table)
+        if hasattr(varlen, "varlen_attn_out"):
+            assert_right_on_pages(whole[..., :dim], q, pages, offsets, used, table)
+        assert whole[..., dim:].isnan().all()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = varlen.varlen_attn(q, *given, **options)
+    q.copy_(torch.randn_like(q))
+    used.sub_(5)
+    graph.replay()
+    assert_right_on_pages(out, q, pages, offsets, used, table)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

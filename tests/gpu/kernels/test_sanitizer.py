@@ -11,15 +11,16 @@ from pathlib import Path
 import pytest
 
 PROGRAM = Path(__file__).parent / "sanitized_calls.py"
+ON_PAGES = PROGRAM.with_name("sanitized_paged_calls.py")
 SANITIZER = shutil.which("compute-sanitizer")
 PARTS = min(12, os.cpu_count() or 1)
 
 pytestmark = pytest.mark.skipif(SANITIZER is None, reason="no compute-sanitizer on the PATH; CUDA's toolkit has it")
 
 
-def start(store: Path, part: str, tool: str | None = None) -> subprocess.Popen[str]:
+def start(store: Path, part: str, tool: str | None = None, program: Path = PROGRAM) -> subprocess.Popen[str]:
     """Starts a part of the calls; each tensor has an allocation of its own, so that a tool knows where it ends."""
-    command = [sys.executable, str(PROGRAM), part]
+    command = [sys.executable, str(program), part]
     if tool is not None:
         more = ["--report-api-errors", "no"] if tool == "memcheck" else []
         command = [str(SANITIZER), "--tool", tool, "--error-exitcode", "1", *more, *command]
@@ -33,9 +34,9 @@ def start(store: Path, part: str, tool: str | None = None) -> subprocess.Popen[s
     return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def outputs(store: Path, tool: str | None = None) -> list[str]:
+def outputs(store: Path, tool: str | None = None, program: Path = PROGRAM) -> list[str]:
     """Runs all calls, in processes side by side; gives what they print."""
-    running = [start(store, f"{part}/{PARTS}", tool) for part in range(PARTS)]
+    running = [start(store, f"{part}/{PARTS}", tool, program) for part in range(PARTS)]
     try:
         found = [process.communicate(timeout=300)[0] for process in running]
     finally:
@@ -55,6 +56,17 @@ def test_no_kernel_has_an_error(tmp_path):
     outputs(store)
     for tool in ("memcheck", "racecheck", "initcheck"):
         for text in outputs(store, tool):
+            assert "SUMMARY: 0 " in text, f"{tool}: {text[-6000:]}"
+
+
+@pytest.mark.timeout(600)
+def test_the_kernel_for_pages_has_no_error(tmp_path):
+    """It reads whether parts are there in memory that need not have been written, so `initcheck` is no use."""
+    store = tmp_path / "plans"
+    store.mkdir(mode=0o700)
+    outputs(store, program=ON_PAGES)
+    for tool in ("memcheck", "racecheck"):
+        for text in outputs(store, tool, program=ON_PAGES):
             assert "SUMMARY: 0 " in text, f"{tool}: {text[-6000:]}"
 
 
