@@ -695,6 +695,7 @@ __device__ __forceinline__ bool all_ready(const Paged& a, const volatile Item& t
     __syncwarp();
     asm volatile("fence.sc.gpu;\n" ::: "memory"); /* of two that write, then read, one sees the other's */
     for (int c = lane; c < t.parts; c += 32) ready &= first[c * rows_of(t)] == (u64)a.token;
+    asm volatile("fence.acq_rel.gpu;\n" ::: "memory"); /* what the others wrote, for the warps behind the barrier */
   }
   int all;
   asm volatile(

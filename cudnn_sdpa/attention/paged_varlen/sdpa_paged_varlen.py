@@ -118,8 +118,8 @@ def sdpa_paged_varlen(
     to run. No slot that belongs to no sequence is used, nor one left of the windows of all new tokens of its sequence:
     they may hold NaN, and page ids there may be -1.
 
-    Lengths beyond the table, offsets beyond the tokens and page ids beyond the cache are clamped on the GPU: wrong
-    values give wrong results, but no GPU error and no out-of-bounds read. They are checked on the CPU, and on GPUs if
+    On the GPU, lengths beyond the table and offsets beyond the tokens are clamped, and pages beyond the cache count as
+    zeros: wrong values give wrong results, but no GPU error and no out-of-bounds read. They are checked on the CPU, and on GPUs if
     the environment variable `CUDNN_SDPA_DEBUG` is 1.
 
     Args:
