@@ -42,7 +42,8 @@ def register(operation: OperationDescription[CallT], gradients: Gradients, asked
     if trains and not operation.is_complete(call):
         returned = returned[operation.given_at]
         single_output = len(returned) == 1
-    native = RepeatableCall(launch.bound, launch.tensors_of(call), returned, single_output, out)
+    operands = launch.tensors_of(call)
+    native = RepeatableCall(launch.bound, operands, returned, single_output=single_output, out=out)
     if not trains:
         asked.calls.register(asked.arguments, {}, native)
     elif not any(x is not None and x.is_inference() for x in tensors):
