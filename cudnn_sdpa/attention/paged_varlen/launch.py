@@ -30,8 +30,7 @@ def prepare(call: PagedVarlenArguments) -> Prepared:
 def bind(call: OnPages) -> Prepared:
     """A call with queries and pages, bound to its plan, with the sizes and strides of its tensors."""
     device = call.q.get_device()
-    target = live_target(device)
-    plan = plan_cache.get(Spec.of(call, target).key(target, device), partial(build_plan, paged_varlen_forward))
+    plan = plan_cache.get(Spec.of(call).key(live_target(device), device), partial(build_plan, paged_varlen_forward))
     layouts = results(call)
     names = ("page_table", "seq_lens_kv", "cu_seqlens_q", *_OPTIONAL)
     flat = tuple(name for name in names if getattr(call, name, None) is not None)

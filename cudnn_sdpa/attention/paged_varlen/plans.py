@@ -32,8 +32,8 @@ ARGUMENT, SIZES = Struct(SOURCE, "Paged"), Struct(SOURCE, "Sizes")
 #: The compute capabilities with asynchronous copies, with conversions of FP8, and with WGMMA.
 FIRST_SM, FIRST_FP8_SM, HOPPER = 80, 89, 90
 
-#: How a call's rows are laid on tiles: few rows, few rows of few sequences with more keys at a time, many rows.
-FEW, LONG, MANY = "few", "long", "many"
+#: The forms of the kernel: for at most 64 rows of a sequence, and for more.
+FEW, MANY = "few", "many"
 
 #: Maximum number of parts of a sequence's keys in batch-invariant calls, and the minimum number of keys of a part.
 MAX_PARTS, MIN_PART = 16, 2048
@@ -80,7 +80,7 @@ class Spec:
     rows: int = 0
 
     @classmethod
-    def of(cls, call: OnPages, target: Target) -> Spec:
+    def of(cls, call: OnPages) -> Spec:
         if isinstance(call, PagedArguments):
             batch, heads, longest, dim = call.q.shape
             tokens, is_invariant, tree = batch * longest, False, None
@@ -90,9 +90,7 @@ class Spec:
             is_invariant, tree = call.batch_invariant, call.tree_mask
         heads_kv = call.k.shape[1]
         group = heads // heads_kv
-        form, rows = MANY, 0
-        if longest * group <= 64 and not is_invariant:
-            form = LONG if batch * heads_kv < _multiprocessors(target) else FEW
+        form, rows = FEW if longest * group <= 64 and not is_invariant else MANY, 0
         if is_invariant:
             split = min(tokens * group, batch * 128) * heads_kv  # one row tile of each sequence at most
             rows = 1 << (split * min(MAX_PARTS, -(-call.max_kv_len // MIN_PART)) - 1).bit_length()
@@ -145,7 +143,7 @@ class Spec:
 
 def keys(call: OnPages, target: Target, device: int | None) -> Iterator[PlanKey]:
     if not call.is_empty:
-        yield Spec.of(call, target).key(target, device)
+        yield Spec.of(call).key(target, device)
 
 
 def part_of_keys(call: PagedVarlenArguments) -> int:
@@ -197,7 +195,7 @@ class Tiles:
         groups = 2 if is_hopper and form == MANY and not (fp8 and dim > 192) else 1
         blocks = 2 if is_hopper and form == FEW and not fp8 and of_key <= 512 else 1
         keys = 64
-        if is_hopper and of_key <= 512 and (form == LONG or (form == MANY and not fp8) or (form == FEW and fp8)):
+        if is_hopper and of_key <= 512 and (form == MANY) != fp8:
             keys = 128
         elif not is_hopper and of_key > 512:
             keys = 32

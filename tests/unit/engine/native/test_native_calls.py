@@ -137,7 +137,7 @@ def test_known_calls_write_their_result_without_python(name, return_lse, launche
 
 
 def test_results_in_turn(launches_in_python):
-    """New ones, given ones, some of which lie otherwise, and those that must not be written."""
+    """New ones, given ones, some of which lie otherwise or count no changes, and those that must not be written."""
     call = OPERATIONS["sdpa, causal, scale"]
     with gpu_on_the_cpu(call.compute):
         dense = torch.empty(call(call.tensors()).shape, dtype=torch.bfloat16)
@@ -145,7 +145,9 @@ def test_results_in_turn(launches_in_python):
             launches_in_python.clear()
             tensors = call.tensors()
             turned = torch.empty_like(dense.transpose(1, 2).contiguous()).transpose(1, 2)
-            for out in (None, torch.empty_like(dense), turned):
+            with torch.inference_mode():
+                uncounted = torch.empty_like(dense)
+            for out in (None, torch.empty_like(dense), turned, uncounted):
                 call.assert_out(call(tensors, **({} if out is None else {"out": out})), tensors)
             assert number < 2 or not launches_in_python
             whole = torch.empty(dense.numel() + 8, dtype=torch.bfloat16)
