@@ -119,8 +119,8 @@ def sdpa_paged_varlen(
     they may hold NaN, and page ids there may be -1.
 
     On the GPU, lengths beyond the table and offsets beyond the tokens are clamped, and pages beyond the cache count as
-    zeros: wrong values give wrong results, but no GPU error and no out-of-bounds read. They are checked on the CPU, and on GPUs if
-    the environment variable `CUDNN_SDPA_DEBUG` is 1.
+    zeros: wrong values give wrong results, but no GPU error and no out-of-bounds read. They are checked on the CPU, and
+    on GPUs if the environment variable `CUDNN_SDPA_DEBUG` is 1.
 
     Args:
         q: Queries (T, Hq, D) of the new tokens, one sequence after the other, float16 or bfloat16. D is a multiple of
