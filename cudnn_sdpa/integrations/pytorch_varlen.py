@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 
 from cudnn_sdpa.attention.arguments import Softmax, check_lengths, results, softmax_of
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
-from cudnn_sdpa.attention.paged.arguments import NHD
+from cudnn_sdpa.attention.paged.arguments import NHD, check_page_size
 from cudnn_sdpa.attention.paged.call import PagedCall
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged.specs import MAX_DECODED, MAX_GATHERED_BYTES
@@ -26,7 +26,7 @@ from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.launch import new_tensor
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
-from cudnn_sdpa.engine.tensor_checks import shape_of
+from cudnn_sdpa.engine.tensor_checks import check_tensor, shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.integrations.pytorch_kernels import launch, launch_backward, undisturbed
 
@@ -244,10 +244,13 @@ def _check_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> No
     check_cumulative("cu_seqlens_q", call.cu_seqlens_q, query)
     batch = call.cu_seqlens_q.shape[0] - 1
     q = query.new_empty((batch, query.shape[1], 1, query.shape[2]))
-    tables: tuple[Tensor, None, Tensor, None, None] = block_table, None, seqused_k, None, None
-    paged = PagedCall(q, call.k, call.v, *tables, page_layout=NHD, softmax=call.softmax)
+    others = dict.fromkeys(("page_table_v", "seq_lens_q", "sinks", "k_scale", "v_scale"))
+    tables = {"page_table": block_table, "seq_lens_kv": seqused_k, **others}
+    paged = PagedCall(q, call.k, call.v, **tables, page_layout=NHD, softmax=call.softmax)
     paged.check_types()
     paged.check()
+    check_tensor("k_pages", call.k, query)  # keys and values may be gathered, for which no other pages are
+    check_page_size("k_pages", paged.page_size)
     paged.check_values()
     value_checks.check_offsets("cu_seqlens_q", call.cu_seqlens_q, query.shape[0], call.max_seqlen_q)
 

@@ -58,10 +58,10 @@ def _sizes_of(call: OnPages) -> array[int]:
     no_tensor: Tensor | None = None
     if isinstance(call, PagedArguments):
         batch, _, queries, _ = call.q.shape
-        tokens, axes, tree, scales, fixed = batch * queries, "bht", no_tensor, (no_tensor, no_tensor), 0
+        tokens, axes, tree, fixed = batch * queries, "bht", no_tensor, 0
     else:
         batch, queries, tokens, axes = call.batch, 0, call.q.shape[0], "th"
-        tree, scales, fixed = call.tree_mask, (call.k_scale, call.v_scale), part_of_keys(call)
+        tree, fixed = call.tree_mask, part_of_keys(call)
     strides = {
         **{f"{name}_b": 0 for name in "qol"},
         **{f"q_{x}": stride for x, stride in zip(axes, call.q.stride(), strict=False)},
@@ -85,8 +85,13 @@ def _sizes_of(call: OnPages) -> array[int]:
         top_left=int(softmax.causal_alignment == TOP_LEFT),
         tree_t=0 if tree is None else tree.stride(0),
         tree_n=0 if tree is None else tree.shape[1],
-        k_scale_h=int(scales[0] is not None and scales[0].numel() > 1),
-        v_scale_h=int(scales[1] is not None and scales[1].numel() > 1),
+        k_scale_h=_step_of(call.k_scale),
+        v_scale_h=_step_of(call.v_scale),
         softcap=struct.unpack("I", struct.pack("f", softmax.softcap if softmax.is_capped else 0.0))[0],
         fixed=fixed,
     )
+
+
+def _step_of(scale: Tensor | None) -> int:
+    """Elements from the scale of a head to that of the next; 0 if all heads share one."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)

@@ -2,7 +2,7 @@
 
 `preferences.json` has a row for each kind of call that was measured: the compute capability, the head dims, and ranges
 of new tokens and of sequences, whose ends are included. `ratio` is the own kernel's time over that of cuDNN's engines,
-for what `of` says, from the results in `source`. Without a row, cuDNN serves the call.
+for what `of` says, from the results in `source`. Without a row, cuDNN serves the call if it has a kernel for the pages.
 """
 
 from __future__ import annotations
@@ -61,7 +61,10 @@ def preference_of(call: PagedArguments, target: Target) -> Preference | None:
     return None
 
 
-def prefers_own_kernel(call: PagedArguments, target: Target) -> bool:
+def runs_own_kernel(call: PagedArguments, target: Target) -> bool:
+    """Whether the own kernel serves a call: it is faster, or cuDNN has none."""
+    if call.is_beyond_cudnn:
+        return True
     row = preference_of(call, target)
     return row is not None and row.kernel == OWN
 
