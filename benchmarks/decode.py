@@ -174,6 +174,8 @@ def _launch(q: Tensor, cache: PagedKVCache, step: PagedStep) -> Call:
         seq_lens_kv=step.seq_lens_kv,
         seq_lens_q=None,
         sinks=None,
+        k_scale=None,
+        v_scale=None,
         page_layout=cache.page_layout,
     )
     device = q.get_device()
@@ -320,6 +322,8 @@ def _calls(cache: PagedKVCache, step: PagedStep, q: Tensor, dense_kv: tuple[Tens
         seq_lens_kv=step.seq_lens_kv,
         seq_lens_q=None,
         sinks=None,
+        k_scale=None,
+        v_scale=None,
         page_layout=cache.page_layout,
     )
     gather = paging.GatherKernel(paged)

@@ -105,5 +105,5 @@ def _attend(a: dict[str, int], defines: dict[str, int]) -> None:
     out[is_query] = found.to(dtype)
     if a["lse"]:
         of_rows = by_sequence("l", (), torch.float32, "lse")
-        of_rows.fill_(-torch.inf)
+        of_rows.copy_(options["sinks"]) if sizes["queries"] and a["sinks"] else of_rows.fill_(-torch.inf)
         of_rows[is_query] = lse.float()

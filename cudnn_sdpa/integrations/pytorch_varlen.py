@@ -244,9 +244,8 @@ def _check_pages(call: VarlenCall, block_table: Tensor, seqused_k: Tensor) -> No
     check_cumulative("cu_seqlens_q", call.cu_seqlens_q, query)
     batch = call.cu_seqlens_q.shape[0] - 1
     q = query.new_empty((batch, query.shape[1], 1, query.shape[2]))
-    others = dict.fromkeys(("page_table_v", "seq_lens_q", "sinks", "k_scale", "v_scale"))
-    tables = {"page_table": block_table, "seq_lens_kv": seqused_k, **others}
-    paged = PagedCall(q, call.k, call.v, **tables, page_layout=NHD, softmax=call.softmax)
+    tables: tuple[Tensor, None, Tensor, None] = block_table, None, seqused_k, None
+    paged = PagedCall(q, call.k, call.v, *tables, None, None, None, page_layout=NHD, softmax=call.softmax)
     paged.check_types()
     paged.check()
     check_tensor("k_pages", call.k, query)  # keys and values may be gathered, for which no other pages are

@@ -143,6 +143,11 @@ def in_heads_order(pages: Tensor, page_layout: str) -> Tensor:
     return pages.transpose(1, 2) if page_layout == NHD else pages
 
 
+def movable(pages: Tensor) -> Tensor:
+    """A view of pages in FP8 as bytes, which PyTorch indexes, masks and copies; others as they are."""
+    return pages.view(torch.uint8) if pages.element_size() == 1 else pages
+
+
 #: Names that `arguments` uses in its messages, and what `sdpa_paged` calls the same.
 NAMES = {"k": "k_pages", "v": "v_pages", "sequence length": "page size"}
 

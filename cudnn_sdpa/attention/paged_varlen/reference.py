@@ -10,6 +10,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import reference
 from cudnn_sdpa.attention.arguments import ReferenceArguments, results
 from cudnn_sdpa.attention.dense.reference import flops_of_forward
+from cudnn_sdpa.attention.paged.arguments import movable
 from cudnn_sdpa.attention.paged.reference import dequantized
 from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments, as_dense, first_keys
 from cudnn_sdpa.engine.launch import new_tensor
@@ -53,8 +54,7 @@ def gathered(pages: Tensor, row: Tensor, keys: slice) -> Tensor:
     begin = keys.start // size
     within = slice(keys.start - begin * size, keys.stop - begin * size)
     ids = row[begin : -(-keys.stop // size)].clamp(0, pages.shape[0] - 1).long()
-    bits = pages.view(torch.uint8) if pages.element_size() == 1 else pages  # PyTorch indexes no FP8
-    return bits[ids].transpose(0, 1).flatten(1, 2)[None, :, within].view(pages.dtype)
+    return movable(pages)[ids].transpose(0, 1).flatten(1, 2)[None, :, within].view(pages.dtype)
 
 
 def tree_among_keys(tree: Tensor, length: int) -> Tensor:

@@ -644,13 +644,13 @@ def test_invalid_cache_options_are_refused(kind):
 
 
 def test_fp8_queries_name_sdpa_fp8():
-    given = arguments(torch.bfloat16)
+    given, fp8 = arguments(torch.bfloat16), torch.float8_e4m3fn
     with pytest.raises(DtypeError, match=r"q: got float8_e4m3fn; .* sdpa_fp8\(..., page_table=...\)"):
-        sdpa_paged(**{**given, **{name: given[name].to(E4M3) for name in ("q", "k_pages", "v_pages")}})
+        sdpa_paged(**{**given, **{name: given[name].to(fp8) for name in ("q", "k_pages", "v_pages")}})
     with pytest.raises(DtypeError, match="v_pages: got bfloat16; expected float8_e4m3fn, the dtype of k_pages"):
-        sdpa_paged(**{**given, "k_pages": given["k_pages"].to(E4M3)})
+        sdpa_paged(**{**given, "k_pages": given["k_pages"].to(fp8)})
     with pytest.raises(DtypeError, match="v_pages: got float8_e4m3fn; expected bfloat16, the dtype of k_pages"):
-        sdpa_paged(**{**given, "v_pages": given["v_pages"].to(E4M3)})
+        sdpa_paged(**{**given, "v_pages": given["v_pages"].to(fp8)})
 
 
 def test_nested_and_sparse_tensors_are_refused_by_name():
