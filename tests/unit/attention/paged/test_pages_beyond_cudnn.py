@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from fake_gpu import TARGET, FakePlan, gpu_on_the_cpu
-from float64_reference import attend, attend_packed_on_pages
+from float64_reference import attend
 from native_way import native_way
-from paged_batches import batch_on_pages
+from paged_batches import attend_padded_on_pages, padded_on_pages
 
 import cudnn_sdpa
 from cudnn_sdpa import (
@@ -41,36 +41,13 @@ def gpu(request):
 
 
 def call(queries=1, lengths=LENGTHS, present=None, **sizes):
-    """The arguments of a call, on pages with NaN in every slot that no sequence owns."""
-    made = batch_on_pages([max(1, queries)] * len(lengths), lengths, **{"dims": (16, 32), "layout": "HND", **sizes})
-    rows = made.pop("q").unflatten(0, (len(lengths), queries))
-    given = {name: made[name] for name in ("k_pages", "v_pages", "page_table", "seq_lens_kv", "page_layout")}
-    if "page_table_v" in made:
-        given["page_table_v"] = made["page_table_v"]
-    if present is not None:
-        given["seq_lens_q"] = torch.tensor(present, dtype=torch.int32)
-    return {"q": rows.transpose(1, 2), **given}
-
-
-def exact(given):
-    """The results in float64: absent queries have zeros, and the LSE of their sinks alone."""
-    others = {name: x for name, x in given.items() if name not in ("q", "seq_lens_q", "out")}
-    q, batch, queries = given["q"], given["q"].shape[0], given["q"].shape[2]
-    counts = given.get("seq_lens_q", torch.full((batch,), queries))
-    is_there = torch.arange(queries) < counts.unsqueeze(1)
-    ends = torch.cat([torch.zeros(1), counts.cumsum(0)]).int()
-    rows = q.transpose(1, 2)[is_there]
-    found, of_lse = attend_packed_on_pages(rows, cu_seqlens_q=ends, **others)
-    out = torch.zeros(batch, queries, q.shape[1], found.shape[2], dtype=torch.float64)
-    lse = given.get("sinks", torch.tensor(-torch.inf)).double().expand(batch, queries, q.shape[1]).clone()
-    out[is_there], lse[is_there] = found, of_lse
-    return out.transpose(1, 2), lse.transpose(1, 2)
+    return padded_on_pages(queries, lengths, present, **{"dims": (16, 32), "layout": "HND", **sizes})
 
 
 def assert_right(given):
     """A call with and without `out`; on the fake GPU the first of its kind, and a known one."""
     tolerances = TOLERANCES[given["q"].dtype]
-    expected, of_lse = exact(given)
+    expected, of_lse = attend_padded_on_pages(**given)
     for _ in range(2):
         out, lse = sdpa_paged(**given, return_lse=True)
         torch.testing.assert_close(out.double(), expected, **tolerances)
