@@ -46,6 +46,25 @@ def _float(bits: int) -> float:
     return struct.unpack("f", struct.pack("I", bits & 0xFFFFFFFF))[0]
 
 
+def _options(a: dict[str, int], sizes: dict[str, int], at: Any, counts: tuple[int, int, int]) -> dict[str, Any]:
+    tokens, heads, group = counts
+    left, right = (sizes[name] if sizes[name] >= 0 else -1 for name in ("left", "right"))
+    options: dict[str, Any] = {"is_causal": False, "scale": _float(a["scale"])}
+    options["causal_alignment"] = "top_left" if sizes["top_left"] else "bottom_right"
+    options["window_size"] = (left, right)
+    if softcap := _float(sizes["softcap"]):
+        options["softcap"] = softcap
+    if a["sinks"]:
+        options["sinks"] = at("sinks", (heads * group,), (1,), torch.float32)
+    if a["tree"]:
+        options |= {"tree_mask": at("tree", (tokens, sizes["tree_n"]), (sizes["tree_t"], 1), torch.bool)}
+        options["window_size"] = None
+    for name in ("k_scale", "v_scale"):
+        if a[name]:
+            options[name] = at(name, (heads,), (sizes[f"{name}_h"],), torch.float32)
+    return options
+
+
 def _attend(a: dict[str, int], defines: dict[str, int]) -> None:
     sizes = {name.removeprefix("sizes."): x for name, x in a.items() if name.startswith("sizes.")}
     heads, group, page = sizes["heads_kv"], defines["G"], defines["PS"]
@@ -84,20 +103,7 @@ def _attend(a: dict[str, int], defines: dict[str, int]) -> None:
     else:
         ends = at("ends", (batch + 1,), (1,), torch.int32).clamp(0, tokens)
     lengths = at("lengths", (batch,), (1,), torch.int32).clamp(0, width * page)
-    left, right = (sizes[name] if sizes[name] >= 0 else -1 for name in ("left", "right"))
-    options: dict[str, Any] = {"is_causal": False, "scale": _float(a["scale"])}
-    options["causal_alignment"] = "top_left" if sizes["top_left"] else "bottom_right"
-    options["window_size"] = (left, right)
-    if softcap := _float(sizes["softcap"]):
-        options["softcap"] = softcap
-    if a["sinks"]:
-        options["sinks"] = at("sinks", (heads * group,), (1,), torch.float32)
-    if a["tree"]:
-        options |= {"tree_mask": at("tree", (tokens, sizes["tree_n"]), (sizes["tree_t"], 1), torch.bool)}
-        options["window_size"] = None
-    for name in ("k_scale", "v_scale"):
-        if a[name]:
-            options[name] = at(name, (heads,), (sizes[f"{name}_h"],), torch.float32)
+    options = _options(a, sizes, at, (tokens, heads, group))
     given = q[is_query], of_pages("k", defines["D"]), of_pages("v", defines["DV"]), table("table_k"), lengths, ends
     found, lse = attend_packed_on_pages(*given, page_layout="HND", page_table_v=table("table_v"), **options)
     assert not any(math.isnan(x) for x in (*found.flatten().tolist(), *lse.flatten().tolist()))
@@ -105,5 +111,7 @@ def _attend(a: dict[str, int], defines: dict[str, int]) -> None:
     out[is_query] = found.to(dtype)
     if a["lse"]:
         of_rows = by_sequence("l", (), torch.float32, "lse")
-        of_rows.copy_(options["sinks"]) if sizes["queries"] and a["sinks"] else of_rows.fill_(-torch.inf)
+        of_rows.fill_(-torch.inf)
+        if sizes["queries"] and "sinks" in options:
+            of_rows.copy_(options["sinks"])
         of_rows[is_query] = lse.float()

@@ -143,8 +143,8 @@ def in_heads_order(pages: Tensor, page_layout: str) -> Tensor:
     return pages.transpose(1, 2) if page_layout == NHD else pages
 
 
-def movable(pages: Tensor) -> Tensor:
-    """A view of pages in FP8 as bytes, which PyTorch indexes, masks and copies; others as they are."""
+def as_bits(pages: Tensor) -> Tensor:
+    """A view of pages that PyTorch can index and mask on every device: of FP8, which it often cannot, the bits."""
     return pages.view(torch.uint8) if pages.element_size() == 1 else pages
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
-from cudnn_sdpa.attention.paged.arguments import PagedArguments, movable
+from cudnn_sdpa.attention.paged.arguments import PagedArguments, as_bits
 from cudnn_sdpa.attention.paged.specs import Gathered, right_bound
 from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, OwnKernel
 from cudnn_sdpa.graph.key import Operand, PlanKey
@@ -237,5 +237,5 @@ def copy_pages(layers: tuple[Tensor, Tensor], copies: list[tuple[int, int]]) -> 
         numbers = torch.tensor(copies, device="cpu").t()
         if layers[0].is_cuda:
             numbers = numbers.pin_memory().to(layers[0].device, non_blocking=True)
-        for pages in map(movable, layers):
+        for pages in map(as_bits, layers):
             pages.index_copy_(1, numbers[1], pages.index_select(1, numbers[0]))

@@ -8,12 +8,12 @@ from torch import Tensor
 from cudnn_sdpa.attention import reference
 from cudnn_sdpa.attention.arguments import ForwardArguments, results
 from cudnn_sdpa.attention.dense.reference import flops_of_forward
-from cudnn_sdpa.attention.paged.arguments import PagedArguments, movable
+from cudnn_sdpa.attention.paged.arguments import PagedArguments, as_bits
 
 
 def gathered(pages: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     """The keys or values of pages (pages, Hkv, page size, D) as contiguous sequences, with zeros past the lengths."""
-    rows = movable(pages)[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
+    rows = as_bits(pages)[table.clamp(0, pages.shape[0] - 1).long()].transpose(1, 2).flatten(2, 3)
     is_past = torch.arange(rows.shape[2], device=lengths.device) >= lengths.unsqueeze(1)
     return rows.masked_fill(is_past[:, None, :, None], 0).view(pages.dtype)
 

@@ -111,6 +111,9 @@ def sdpa_paged(
     lengths to the table and page ids to the cache: invalid values give wrong results, but no GPU error and no
     out-of-bounds read. They are checked on the CPU, and on GPUs if the environment variable `CUDNN_SDPA_DEBUG` is 1.
 
+    Pages in FP8 and of sizes that are no power of two have no kernel in cuDNN: that of `sdpa_paged_varlen` reads them,
+    for head dims up to 256. FP8 needs compute capability 8.9.
+
     Args:
         q: Queries (B, Hq, Sq, D), float16 or bfloat16: those of the newest tokens. Under `torch.autocast` they are
             cast if autocast's dtype is that of the pages, or these are in FP8.

@@ -597,10 +597,8 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
     }
     half_t* out = a.out + b * a.sizes.o_b + token * a.sizes.o_t + head * a.sizes.o_h;
     for (int d = lane; d < DV; d += 32) out[d] = 0;
-    if (a.lse && lane == 0) { /* a query that is absent sees no key, but its sink; a token of no sequence has none */
-      const float nothing = a.counts && a.sinks ? a.sinks[head] : -INFINITY;
-      a.lse[b * a.sizes.l_b + token * a.sizes.l_t + head * a.sizes.l_h] = nothing;
-    }
+    if (a.lse && lane == 0) /* a row of a sequence has its sink; a token of none has nothing */
+      a.lse[b * a.sizes.l_b + token * a.sizes.l_t + head * a.sizes.l_h] = a.sinks && !a.ends ? a.sinks[head] : -INFINITY;
   }
   asm volatile("cp.async.wait_all;\n" ::: "memory");
 }

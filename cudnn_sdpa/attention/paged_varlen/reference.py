@@ -10,7 +10,7 @@ from torch import Tensor
 from cudnn_sdpa.attention import reference
 from cudnn_sdpa.attention.arguments import ReferenceArguments, results
 from cudnn_sdpa.attention.dense.reference import flops_of_forward
-from cudnn_sdpa.attention.paged.arguments import movable
+from cudnn_sdpa.attention.paged.arguments import as_bits
 from cudnn_sdpa.attention.paged.reference import dequantized
 from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments, as_dense, first_keys
 from cudnn_sdpa.engine.launch import new_tensor
@@ -54,7 +54,7 @@ def gathered(pages: Tensor, row: Tensor, keys: slice) -> Tensor:
     begin = keys.start // size
     within = slice(keys.start - begin * size, keys.stop - begin * size)
     ids = row[begin : -(-keys.stop // size)].clamp(0, pages.shape[0] - 1).long()
-    return movable(pages)[ids].transpose(0, 1).flatten(1, 2)[None, :, within].view(pages.dtype)
+    return as_bits(pages)[ids].transpose(0, 1).flatten(1, 2)[None, :, within].view(pages.dtype)
 
 
 def tree_among_keys(tree: Tensor, length: int) -> Tensor:
