@@ -1028,15 +1028,22 @@ class Paged(Attention):
         heads, sq = kv * r.choice([1, 2, 5]), r.choice([1, 1, 1, 2, 5, 8, 9, 20])
         page, columns = r.choice([1, 2, 8, 16, 64]), r.choice([1, 1, 2, 5])
         pages = columns * batch + r.choice([0, 1, 4])
-        nhd, unit = r.random() < 0.5, 1 if unlimited else 8
+        nhd, unit, own = r.random() < 0.5, 1 if unlimited else 8, later("sdpa_paged, own kernel", seed)
+        stored, page = own.choice([*[dtype] * 6, E4M3, E5M2]), own.choice([*[page] * 6, 3, 12])
+        if stored != dtype and not unlimited:
+            dims = own.choice([(16, 16), (32, 48), (64, 64), *([(128, 128)] if device != "cpu" else [])])
 
         def of(dim: int) -> Spec:
             shape = (pages, page, kv, dim) if nhd else (pages, kv, page, dim)
-            return drawn(r, shape, dtype, unit=unit, expands=0.0)
+            values = {} if stored == dtype else {"last_dense": True}
+            return drawn(r, shape, stored, unit=unit if stored == dtype or unlimited else 16, expands=0.0, **values)
 
         tensors = {"q": memory_of(r, (batch, heads, sq, dims[0]), dtype, unit), "k": of(dims[0]), "v": of(dims[1])}
         if r.random() < 0.25:
             tensors["sinks"] = dense((heads,), F32, scale=2.0, shift=r.choice([0.5, -60.0]))
+        for name in ("k_scale", "v_scale"):
+            if stored != dtype and own.random() < 0.7:
+                tensors[name] = dense(own.choice([(), (1,), (kv,)]), F32, shift=1.5)
         options: dict[str, Any] = {"scale": scale_of(r, dims[0]), "window_size": window_of(r)}
         options |= {"is_causal": r.random() < 0.7, "causal_alignment": r.choice(["bottom_right"] * 3 + ["top_left"])}
         options |= {"softcap": r.choice([1.7, 30.3]) if r.random() < 0.12 else None, "return_lse": r.random() < 0.6}
@@ -1069,8 +1076,7 @@ class Paged(Attention):
             more["page_table_v"] = made["table_v"]
         if "q" in made:
             more["seq_lens_q"] = made["q"]
-        if "sinks" in tensors:
-            more["sinks"] = tensors["sinks"]
+        more |= {name: tensors[name] for name in ("sinks", "k_scale", "v_scale") if name in tensors}
         more |= self.into(tensors, facts)
         given = tensors["q"], tensors["k"], tensors["v"], made["table_k"], made["kv"]
         found = cudnn_sdpa.sdpa_paged(*given, **more, **options)
@@ -1081,6 +1087,8 @@ class Paged(Attention):
         for name, table in zip("kv", known["tables"], strict=True):
             pages = leaves[name].transpose(1, 2) if options["page_layout"] == "NHD" else leaves[name]
             made[name] = gathered(pages, table, case.facts)
+            if f"{name}_scale" in leaves:
+                made[name] = made[name] * leaves[f"{name}_scale"].view(-1, 1, 1)
         given = {n: options[n] for n in ("scale", "window_size", "is_causal", "causal_alignment", "softcap")}
         given |= {"seq_lens_kv": case.facts["kv"]} | (
             {} if case.facts["q"] is None else {"seq_lens_q": case.facts["q"]}
@@ -1105,7 +1113,7 @@ class Paged(Attention):
         table, batch = (len(facts["kv"]), facts["columns"]), len(facts["kv"])
         more = {"page_table_v": ints(*table)} if facts["of_v"] else {}
         more |= {"seq_lens_q": ints(batch)} if facts["q"] is not None else {}
-        more |= {"sinks": tensors["sinks"]} if "sinks" in tensors else {}
+        more |= {name: tensors[name] for name in ("sinks", "k_scale", "v_scale") if name in tensors}
         given = tensors["q"], tensors["k"], tensors["v"], ints(*table), ints(batch)
         return cudnn_sdpa.sdpa_paged, given, {**more, **case.options}
 
@@ -2131,7 +2139,10 @@ class CacheSession(Session):
         self.layers, self.layout = given["layers"], given["page_layout"]
         fp8, self.scales = later("PagedKVCache, FP8", seed), [None, None]
         self.stored = fp8.choice([*LIMITS, *[self.dtype] * 4])
+        given["page_size"] = fp8.choice([*[given["page_size"]] * 5, 3, 12])
         if self.stored != self.dtype:
+            self.dims = max(16, self.dims[0]), max(16, self.dims[1])
+            given |= {"head_dim_v": self.dims[1]} if "head_dim_v" in given else {}
             shapes = fp8.choice([(), (1,), (self.kv,)]), fp8.choice([None, (), (self.kv,)])
             full = [None if shape is None else torch.full(shape, fp8.uniform(0.01, 2.0)) for shape in shapes]
             self.scales = [None if x is None else x.to(device) for x in full]
@@ -2159,6 +2170,11 @@ class CacheSession(Session):
         if self.stored == self.dtype:
             return x
         return quantized(x.transpose(0, 1), self.stored, scale).transpose(0, 1)
+
+    def shown(self, x: Tensor, scale: Tensor | None) -> Tensor:
+        """What attention sees of keys or values (Hkv, tokens, D) that were written."""
+        stored = self.as_stored(x, scale)
+        return stored if self.stored == self.dtype else stored.double() * (1 if scale is None else scale.view(-1, 1, 1))
 
     def act(self, action: str) -> None:
         if action == "add" or not self.model:
@@ -2237,8 +2253,6 @@ class CacheSession(Session):
 
     def attend(self, step: Any, numbers: list[int], counts: list[int]) -> None:
         """Compares attention of a step's tokens with float64."""
-        if self.stored != self.dtype:
-            return
         q, options = self.random(step.batch, self.heads, step.tokens, self.dims[0]), self.options()
         layer, with_lse, more = self.more.randrange(self.layers), self.more.random() < 0.3, {}
         if self.more.random() < 0.2:
@@ -2275,7 +2289,9 @@ class CacheSession(Session):
         (q, out, lse), (layer, options) = found, of
         given = {"is_causal": True, "causal_alignment": "bottom_right", **options}
         for row, (one, count) in enumerate(zip(numbers, counts, strict=True)):
-            part = q[row : row + 1, :, :count], *((layer + 1) * x.unsqueeze(0) for x in self.model[one])
+            written = zip(self.model[one], self.scales, strict=True)
+            shown = (self.shown(x * (layer + 1), scale).unsqueeze(0) for x, scale in written)
+            part = q[row : row + 1, :, :count], *shown
             made = attention(*part, **given)
             bounds = attention_bounds(made, *part, None, Precision.of(q.dtype), **given)
             self.problems += compared(name, out[row : row + 1, :, :count], made.out, bounds["out"])

@@ -1,4 +1,4 @@
-"""Batches of packed new tokens on a paged cache.
+"""Batches of new tokens on a paged cache: packed, and as many for each sequence.
 
 Slots are NaN, and page ids wild, but for the keys of sequences with new tokens, from the first on that one sees.
 """
@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 import torch
-from float64_reference import seen_keys
+from float64_reference import attend_packed_on_pages, seen_keys
 from torch import Tensor
 
 #: Where keys and values are: apart, side by side in a slot, in turns of pages, or in one half of memory each.
@@ -86,6 +86,40 @@ def batch_on_pages(
         made["page_table_v"] = tables[1].to(torch.int32)
     found = {name: x.to(device) for name, x in made.items()}
     return {**found, "max_seqlen_q": max([0, *new]), "page_layout": layout, **mask}
+
+
+def padded_on_pages(
+    queries: int, lengths: Sequence[int], present: Sequence[int] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """The arguments of a call of `sdpa_paged`, without masks.
+
+    Args:
+        queries: Queries of each sequence, (B, Hq, queries, D).
+        lengths: Number of keys of each.
+        present: How many of the queries each has, if not all.
+        **settings: Those of `batch_on_pages`.
+    """
+    made = batch_on_pages([queries] * len(lengths), lengths, **settings)
+    rows = made.pop("q").unflatten(0, (len(lengths), queries))
+    del made["cu_seqlens_q"], made["max_seqlen_q"]
+    if present is not None:
+        made["seq_lens_q"] = torch.tensor(present, dtype=torch.int32, device=rows.device)
+    return {"q": rows.transpose(1, 2), **made}
+
+
+def attend_padded_on_pages(
+    q: Tensor, *pages: Tensor, seq_lens_q: Tensor | None = None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp of `sdpa_paged` in float64: for absent queries zeros, and the LSE of their sinks alone."""
+    batch, heads, queries, _ = q.shape
+    counts = torch.full((batch,), queries, device=q.device) if seq_lens_q is None else seq_lens_q
+    is_there = torch.arange(queries, device=q.device) < counts.unsqueeze(1)
+    ends = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    found, of_lse = attend_packed_on_pages(q.transpose(1, 2)[is_there], *pages, cu_seqlens_q=ends, **options)
+    nothing = options.get("sinks", torch.tensor(-math.inf, device=q.device)).double()
+    out, lse = found.new_zeros(batch, queries, heads, found.shape[2]), nothing.expand(batch, queries, heads).clone()
+    out[is_there], lse[is_there] = found, of_lse
+    return out.transpose(1, 2), lse.transpose(1, 2)
 
 
 def _used(new: int, length: int, mask: dict[str, Any]) -> range:

@@ -197,6 +197,7 @@ def check_mask(mask: Tensor | None, q: Tensor, k: Tensor) -> None:
 
 CUDA_DTYPES = (torch.float16, torch.bfloat16)
 CPU_DTYPES = (*CUDA_DTYPES, torch.float32, torch.float64)
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class ForwardArguments(NamedTuple):
@@ -351,13 +352,18 @@ def check(call: ForwardArguments) -> None:
     check_lengths("seq_lens_q", call.seq_lens_q, call.q)
     check_lengths("seq_lens_kv", call.seq_lens_kv, call.q)
     check_mask(call.attn_mask, call.q, call.k)
-    heads, meaning = call.q.shape[1:2], "one score per head of q"
-    check_tensor("sinks", call.sinks, call.q, dtype=torch.float32, shape=heads, meaning=meaning, dense=True)
+    check_sinks(call.sinks, call.q)
     if call.rng is None and call.softmax.dropout_p > 0:
         raise OptionError("rng", "None", "seed and offset as a tensor of two int64, for dropout")
     check_tensor("rng", call.rng, call.q, dtype=torch.int64, shape=(2,), dense=True)
     if call.out is not None:
         check_out(call.out, call.q, call.v, for_cudnn=has_limits(call))
+
+
+def check_sinks(sinks: Tensor | None, q: Tensor) -> None:
+    """Attention sinks: dense, one float32 per head of the queries, (B, Hq, Sq, D) or packed (T, Hq, D)."""
+    meaning = "one score per head of q"
+    check_tensor("sinks", sinks, q, dtype=torch.float32, shape=q.shape[1:2], meaning=meaning, dense=True)
 
 
 def check_types(call: ForwardArguments) -> None:

@@ -64,19 +64,22 @@ def varlen(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
 
 def paged(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
     """The strategies of `sdpa_paged`: each rank has all pages, or its heads of all pages."""
-    dim = 1 if arguments.get("page_layout") == "HND" else 2
-    heads = _of_heads(arguments, DENSE_AXES.heads, kv={"k_pages": dim, "v_pages": dim})
+    heads = _of_heads(arguments, DENSE_AXES.heads, kv=_pages_of_heads(arguments))
     return [ShardingStrategy("the batch", _PAGED_BATCH, (0, 0)), *heads]
 
 
 def paged_varlen(arguments: Mapping[str, object]) -> list[ShardingStrategy]:
-    """The strategies of `sdpa_paged_varlen`: each rank has its heads of all pages. Scales may be those of heads."""
-    dim = 1 if arguments.get("page_layout") == "HND" else 2
-    kv = {"k_pages": dim, "v_pages": dim, "k_scale": -1, "v_scale": -1}
+    """The strategies of `sdpa_paged_varlen`: each rank has its heads of all pages."""
     return [
-        *_of_heads(arguments, PACKED_AXES.heads, kv=kv),
+        *_of_heads(arguments, PACKED_AXES.heads, kv=_pages_of_heads(arguments)),
         ShardingStrategy("tokens", {"q": 0, "tree_mask": 0}, (0, 0), refused=_TOKENS),
     ]
+
+
+def _pages_of_heads(arguments: Mapping[str, object]) -> dict[str, int]:
+    """The dimension of key heads in pages and in their scales, which may be those of heads."""
+    dim = 1 if arguments.get("page_layout") == "HND" else 2
+    return {"k_pages": dim, "v_pages": dim, "k_scale": -1, "v_scale": -1}
 
 
 def fp8(arguments: Mapping[str, object]) -> list[ShardingStrategy]:

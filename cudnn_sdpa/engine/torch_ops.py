@@ -28,8 +28,8 @@ _VARLEN = (
 )
 _PAGED = (
     "Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor? page_table_v, Tensor seq_lens_kv, "
-    "Tensor? seq_lens_q, Tensor? sinks, str page_layout, bool is_causal, str causal_alignment, SymInt window_left, "
-    "SymInt window_right, float? scale, float? softcap, bool deterministic"
+    "Tensor? seq_lens_q, Tensor? sinks, Tensor? k_scale, Tensor? v_scale, str page_layout, bool is_causal, "
+    "str causal_alignment, SymInt window_left, SymInt window_right, float? scale, float? softcap, bool deterministic"
 )
 _PAGED_VARLEN = (
     "Tensor q, Tensor k_pages, Tensor v_pages, Tensor page_table, Tensor? page_table_v, Tensor seq_lens_kv, "

@@ -15,9 +15,8 @@ from torch.nn.attention import SDPBackend
 
 from cudnn_sdpa.attention.arguments import Softmax, check_lengths, results, softmax_of
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
-from cudnn_sdpa.attention.paged.arguments import NHD
+from cudnn_sdpa.attention.paged.arguments import MAX_DIM, NHD
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
-from cudnn_sdpa.attention.paged_varlen.arguments import MAX_DIM
 from cudnn_sdpa.attention.paged_varlen.call import PagedVarlenCall, ReferencePagedVarlenCall
 from cudnn_sdpa.attention.paged_varlen.reference import without_keys
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import PAGED_VARLEN

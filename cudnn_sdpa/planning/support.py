@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa._version import __version__
+from cudnn_sdpa.attention.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.dense.sdpa import sdpa
-from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, Fp8BackwardScales, Fp8Scales
+from cudnn_sdpa.attention.fp8.arguments import Fp8BackwardScales, Fp8Scales
 from cudnn_sdpa.attention.fp8.sdpa_fp8 import sdpa_fp8, sdpa_fp8_backward
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD

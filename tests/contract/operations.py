@@ -410,6 +410,14 @@ def paged_with_sinks() -> dict[str, Tensor]:
     return {**found, "page_table_v": wide[:, 2:5], "sinks": torch.randn(4)}
 
 
+def paged_in_fp8() -> dict[str, Tensor]:
+    """Several queries on FP8 pages of six tokens, with a scale for each head of keys and one for values."""
+    found = {name: x for name, x in pages_of_tokens().items() if name != "q"}
+    found |= {name: torch.randn(11, 2, 6, dim).to(FP8) for name, dim in (("k_pages", 16), ("v_pages", 32))}
+    found |= {"q": heads(4, 4, 3, 16), "seq_lens_q": torch.tensor([3, 1, 0, 2], dtype=torch.int32)}
+    return {**found, "k_scale": torch.tensor([0.6, 1.7]), "v_scale": torch.tensor([1.4])}
+
+
 def exact_paged(
     q: Tensor,
     k_pages: Tensor,
@@ -419,11 +427,16 @@ def exact_paged(
     *,
     page_table_v: Tensor | None = None,
     page_layout: str,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     gathered = []
-    for pages, table in ((k_pages, page_table), (v_pages, page_table if page_table_v is None else page_table_v)):
+    tables = page_table, page_table if page_table_v is None else page_table_v
+    for pages, table, scale in zip((k_pages, v_pages), tables, (k_scale, v_scale), strict=True):
         in_order = pages if page_layout == "HND" else pages.transpose(1, 2)
+        if scale is not None:
+            in_order = in_order.double() * scale.double().view(-1, 1, 1)
         gathered.append(in_order[table.clamp(0, len(pages) - 1).long()].transpose(1, 2).flatten(2, 3))
     mask = {"is_causal": True, "causal_alignment": "bottom_right"}
     return attend(q, *gathered, seq_lens_kv=seq_lens_kv, **{**mask, **options})[0]
@@ -840,6 +853,14 @@ OPERATIONS: dict[str, Example] = {
         differentiable=(),
         casts=("q",),
         options={"page_layout": "HND", "window_size": (5, 0), "scale": -0.3},
+    ),
+    "sdpa_paged, FP8": Example(
+        sdpa_paged,
+        paged_in_fp8,
+        exact_paged,
+        differentiable=(),
+        casts=("q",),
+        options={"page_layout": "HND", "window_size": (7, 0), "softcap": 2.0},
     ),
     "sdpa_paged_varlen": Example(
         sdpa_paged_varlen,

@@ -144,6 +144,14 @@ ATTENTION: dict[str, Call] = {
     "paged, a chunk with lse": lambda new: sdpa_paged(
         *new.paged(7), page_layout="HND", return_lse=True, seq_lens_q=new.ints(7, 3)
     ),
+    "paged, in FP8": lambda new: sdpa_paged(
+        new.paged()[0],
+        *(x.to(E4M3) for x in new.paged()[1:3]),
+        *new.paged()[3:],
+        page_layout="HND",
+        k_scale=new(dtype=torch.float32),
+        return_lse=True,
+    ),
     "paged, into a tensor": lambda new: _into_out(sdpa_paged, new.paged(), page_layout="HND"),
     "packed on pages": lambda new: sdpa_paged_varlen(*new.packed_on_pages(), page_layout="HND"),
     "packed on pages, a tree with lse": lambda new: sdpa_paged_varlen(

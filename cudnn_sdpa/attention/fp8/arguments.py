@@ -11,19 +11,25 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import (
     DIMENSIONS,
+    FP8_DTYPES,
     ForwardArguments,
     Softmax,
     check_alike,
     check_flag,
     check_lengths,
 )
-from cudnn_sdpa.attention.paged.arguments import HND, PAGE_DIMENSIONS, check_pages
+from cudnn_sdpa.attention.paged.arguments import (
+    HND,
+    PAGE_DIMENSIONS,
+    check_number_of_pages,
+    check_page_size,
+    check_tables,
+)
 from cudnn_sdpa.engine import value_checks
 from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_is_tensor, check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import LayoutError, OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import is_compiling
 
-FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 OUT_DTYPES = (*FP8_DTYPES, torch.bfloat16, torch.float16)
 
 #: Head dims of cuDNN's FP8 kernels are multiples of this: a row of a matrix instruction.
@@ -245,7 +251,9 @@ def check(call: Fp8Arguments | Fp8BackwardArguments) -> None:
         _check_dense(call._replace(q=q[:present], k=k[:present], v=v[:present], seq_lens_q=None, seq_lens_kv=None))
     except ShapeError as error:
         raise error.renamed({"sequence length": "page size"}) from None
-    check_pages(q, {"k": k, "v": v}, *call.tables)
+    check_number_of_pages({"k": k, "v": v})
+    check_page_size("k", k.shape[2])
+    check_tables(q, q.shape[0], *call.tables)
     if call.seq_lens_kv is None:
         raise OptionError(
             "seq_lens_kv", "None", "the actual sequence lengths of the keys, which a page table does not give"

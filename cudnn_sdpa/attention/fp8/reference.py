@@ -16,10 +16,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cudnn_sdpa.attention.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.dense.reference import dense_sizes, flops_of_backward, flops_of_forward
 from cudnn_sdpa.attention.fp8 import specs
 from cudnn_sdpa.attention.fp8.arguments import (
-    FP8_DTYPES,
     Fp8Arguments,
     Fp8BackwardArguments,
     Fp8BackwardScales,

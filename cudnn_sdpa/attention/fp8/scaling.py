@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from cudnn_sdpa.attention.arguments import check_flag
-from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES
+from cudnn_sdpa.attention.arguments import FP8_DTYPES, check_flag
 from cudnn_sdpa.attention.fp8.quantize import check_group, scales_of, share, update
 from cudnn_sdpa.attention.fp8.scaling_state import DO, NAMES, SCALE_S, S, Steps
 from cudnn_sdpa.engine.tensor_checks import dtype_name

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import parts
-from cudnn_sdpa.attention.arguments import ForwardArguments
+from cudnn_sdpa.attention.arguments import FP8_DTYPES, ForwardArguments
 from cudnn_sdpa.attention.arguments import results as dense_results
 from cudnn_sdpa.attention.dense.specs import FIRST_RIGHT_LAST_TILE, GRAD_OUT_COPY, LAST_TILE, DenseSpec
 from cudnn_sdpa.attention.fp8 import arguments, graphs, workarounds
 from cudnn_sdpa.attention.fp8.arguments import (
-    FP8_DTYPES,
     Fp8Arguments,
     Fp8BackwardArguments,
     Fp8BackwardScales,

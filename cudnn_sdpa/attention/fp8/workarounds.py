@@ -14,8 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from cudnn_sdpa.attention.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.dense.launch import has_readable_layout
-from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES, TABLES, Fp8Arguments, Fp8BackwardArguments
+from cudnn_sdpa.attention.fp8.arguments import TABLES, Fp8Arguments, Fp8BackwardArguments
 from cudnn_sdpa.engine import tensor_checks
 from cudnn_sdpa.engine.tensor_checks import LOWEST, check_present
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_stride_like

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from cudnn_sdpa.attention.arguments import allowed_dtypes, dtype_error
+from cudnn_sdpa.attention.arguments import FP8_DTYPES, allowed_dtypes, dtype_error
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.paged.arguments import (
     LAYOUTS,
@@ -44,7 +44,6 @@ from cudnn_sdpa.plans.plan import Plan
 
 #: The dtypes of quantized pages, and the largest number of each, to which values saturate.
 LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
-FP8 = tuple(LIMITS)
 
 
 def append_paged_kv(
@@ -258,9 +257,9 @@ def check(call: AppendCall) -> None:
     shape, hint = PAGE_DIMENSIONS[call.page_layout], f"{call.page_layout!r} means {LAYOUTS[call.page_layout]}."
     unquantized = allowed_dtypes(k.device)
     if call.tokens is None:
-        if k.dtype not in (allowed := (*unquantized, *FP8)):
+        if k.dtype not in (allowed := (*unquantized, *FP8_DTYPES)):
             raise dtype_error("k", k.dtype, allowed, device=k.device, hint="Convert it with k.to(torch.bfloat16).")
-        stored = (k.dtype,) if k.dtype in FP8 else (k.dtype, *FP8)
+        stored = (k.dtype,) if k.dtype in FP8_DTYPES else (k.dtype, *FP8_DTYPES)
         for name, pages in (("k_pages", k_pages), ("v_pages", v_pages)):
             check_tensor(name, pages, k, of="k", dtype=stored, shape=shape, hint="" if pages.dim() == 4 else hint)
             if is_true(pages.shape[0] == 0):
@@ -271,7 +270,7 @@ def check(call: AppendCall) -> None:
     _check_alike(to_k, to_v)
     heads, tokens = to_k.shape[1], "tokens" if k.dim() != 3 else k.shape[0]
     for name, new, to in (("k", k, to_k), ("v", v, to_v)):
-        dtype = k.dtype if name == "v" else (*unquantized, to.dtype) if to.dtype in FP8 else to.dtype
+        dtype = k.dtype if name == "v" else (*unquantized, to.dtype) if to.dtype in FP8_DTYPES else to.dtype
         sizes: tuple[int | str, ...]
         if call.page_table is None or call.tokens is None:
             sizes, meaning = (tokens, heads, to.shape[3]), "(T, Hkv, head dim), as the pages have them"

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
-from cudnn_sdpa.attention.arguments import ForwardArguments, ReferenceArguments, Softmax, check_lengths
+from cudnn_sdpa.attention.arguments import FP8_DTYPES, ForwardArguments, ReferenceArguments, Softmax, check_lengths
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.engine import tensor_checks, value_checks
 from cudnn_sdpa.engine.tensor_checks import check_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import ArgumentError, DtypeError, OptionError, ShapeError
+from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.scalars import is_true
 
 PageLayout = Literal["HND", "NHD"]
@@ -22,6 +23,9 @@ HND: Final = "HND"
 NHD: Final = "NHD"
 PAGE_DIMENSIONS = {HND: ("pages", "heads", "page size", "head dim"), NHD: ("pages", "page size", "heads", "head dim")}
 LAYOUTS = {name: f"({', '.join(dimensions)})" for name, dimensions in PAGE_DIMENSIONS.items()}
+
+#: The largest head dims of the library's own kernel for pages, and what all are multiples of.
+MAX_DIM, MULTIPLE = 256, 8
 
 #: Whose pages have which layout, for those who do not know theirs by this name.
 _USED_BY = {
@@ -33,7 +37,9 @@ _USED_BY = {
 class PagedArguments(NamedTuple):
     """A call on a paged cache, in the order in which operators take its arguments.
 
-    `page_table_v` is None if values have the page table of the keys.
+    Attributes:
+        page_table_v: None if values have the page table of the keys.
+        k_scale: What a stored number of FP8 keys is multiplied by; None is 1.
     """
 
     q: Tensor
@@ -44,6 +50,8 @@ class PagedArguments(NamedTuple):
     seq_lens_kv: Tensor
     seq_lens_q: Tensor | None
     sinks: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     page_layout: str
     softmax: Softmax = Softmax(is_causal=True, causal_alignment=BOTTOM_RIGHT)
     with_lse: bool = False
@@ -77,6 +85,11 @@ class PagedArguments(NamedTuple):
         return 0 in self.q.shape or self.page_table.shape[1] == 0
 
     @property
+    def is_beyond_cudnn(self) -> bool:
+        """Whether cuDNN has no kernel for such pages, in FP8 under queries of 16 bits, or of no power of two tokens."""
+        return self.k_pages.dtype in FP8_DTYPES or not is_power_of_two(self.page_size)
+
+    @property
     def is_for_cudnn(self) -> bool:
         """Whether cuDNN's limits of dtypes and head dims hold, as for `ForwardArguments`."""
         return True
@@ -104,6 +117,27 @@ class PagedArguments(NamedTuple):
         return self.page_table.shape[1] * self.page_size
 
 
+class WithPages(Protocol):
+    """A call on pages, of queries of any form."""
+
+    @property
+    def q(self) -> Tensor: ...
+    @property
+    def k_pages(self) -> Tensor: ...
+    @property
+    def v_pages(self) -> Tensor: ...
+    @property
+    def k(self) -> Tensor: ...
+    @property
+    def v(self) -> Tensor: ...
+    @property
+    def page_layout(self) -> str: ...
+    @property
+    def k_scale(self) -> Tensor | None: ...
+    @property
+    def v_scale(self) -> Tensor | None: ...
+
+
 def in_heads_order(pages: Tensor, page_layout: str) -> Tensor:
     """A view of pages as (pages, Hkv, page size, D)."""
     return pages.transpose(1, 2) if page_layout == NHD else pages
@@ -129,17 +163,14 @@ def named() -> Iterator[None]:
 
 def check(call: PagedArguments) -> None:
     """Checks of tensors that apply on every device. They read no address and no value, so fake tensors pass."""
-    for name, tensor in (("q", call.q), ("k_pages", call.k_pages), ("v_pages", call.v_pages)):
-        if "float8" in str(tensor.dtype):
-            hint = "Queries and pages in FP8 go through sdpa_fp8(..., page_table=...), with their scales."
-            if name != "q":
-                hint = f"sdpa_paged_varlen reads such pages under queries of 16 bits. {hint}"
-            raise DtypeError(name, dtype_name(tensor.dtype), "float16 or bfloat16", hint)
-        shape = arguments.DIMENSIONS if name == "q" else PAGE_DIMENSIONS[call.page_layout]
-        check_tensor(name, tensor, call.q, shape=shape)
-    q, k, v = call.q, call.k, call.v
-    if is_true(k.shape[0] == 0):
-        raise ShapeError("k_pages", shape_of(k), "at least one page")
+    q, is_limited = call.q, arguments.has_limits(call)
+    if q.dtype in FP8_DTYPES:
+        hint = "Queries and pages in FP8 go through sdpa_fp8(..., page_table=...), with their scales."
+        raise DtypeError("q", dtype_name(q.dtype), "float16 or bfloat16", hint)
+    check_tensor("q", q, q, shape=arguments.DIMENSIONS)
+    arguments.check_dtype(q, for_cudnn=is_limited)
+    check_keys_and_values(call)
+    k, v = call.k, call.v
     heads = max(1, k.shape[1])
     if is_true(q.shape[1] % heads != 0) and is_true(q.shape[2] % heads == 0):
         hint = "Is q (B, Sq, Hq, D), as in FlashAttention? Pass q.transpose(1, 2)."
@@ -147,10 +178,15 @@ def check(call: PagedArguments) -> None:
         raise ShapeError("q", shape_of(q), expected, hint)
     present = 0 if is_true(q.shape[0] == 0) else 1
     with named():
-        arguments.check(call.as_dense(q[:present], k[:present], v[:present]))
+        arguments.check_sizes(q[:present], k[:present], v[:present], MULTIPLE if is_limited else 1)
+    if is_limited and is_true(max(q.shape[3], v.shape[3]) > MAX_DIM) and call.is_beyond_cudnn:
+        what = "in FP8" if k.dtype in FP8_DTYPES else f"of {call.page_size} tokens, no power of two"
+        check_dims(q, v, f" on pages {what}")
+    arguments.check_sinks(call.sinks, q)
+    check_scales(call)
     if call.out is not None:
-        arguments.check_out(call.out, q, v, for_cudnn=arguments.has_limits(call))
-    check_pages(q, {"k_pages": k, "v_pages": v}, call.page_table, call.page_table_v)
+        arguments.check_out(call.out, q, v, for_cudnn=is_limited)
+    check_tables(q, q.shape[0], call.page_table, call.page_table_v)
     check_lengths("seq_lens_kv", call.seq_lens_kv, q)
     check_lengths("seq_lens_q", call.seq_lens_q, q)
 
@@ -167,7 +203,8 @@ def check_types(call: PagedArguments) -> None:
     check_page_layout(call.page_layout)
     required = {"q": call.q, "k_pages": call.k_pages, "v_pages": call.v_pages}
     required |= {"page_table": call.page_table, "seq_lens_kv": call.seq_lens_kv}
-    optional = {"page_table_v": call.page_table_v, "seq_lens_q": call.seq_lens_q, "sinks": call.sinks, "out": call.out}
+    optional = {"page_table_v": call.page_table_v, "seq_lens_q": call.seq_lens_q, "sinks": call.sinks}
+    optional |= {"k_scale": call.k_scale, "v_scale": call.v_scale, "out": call.out}
     arguments.check_operands(required, optional, call.with_lse)
 
 
@@ -181,8 +218,7 @@ def check_values(call: PagedArguments) -> None:
 
 
 def check_strides(call: PagedArguments) -> None:
-    with named():
-        tensor_checks.check_strides(call.q, call.k, call.v)
+    check_strides_on_pages(call.q, call.k, call.v)
 
 
 def check_memory(call: PagedArguments) -> None:
@@ -191,6 +227,41 @@ def check_memory(call: PagedArguments) -> None:
         tensor_checks.check_addresses(q=call.q, k=call.k, v=call.v)
     if call.out is not None:
         tensor_checks.check_out_apart(call.out, call)
+
+
+# Checks that other calls on pages have, too.
+
+
+def check_keys_and_values(call: WithPages) -> None:
+    """The pages beside the queries: rank, dtype, device, and how many there are, of how many tokens."""
+    rank = PAGE_DIMENSIONS[call.page_layout]
+    check_tensor("k_pages", call.k_pages, call.q, dtype=(call.q.dtype, *FP8_DTYPES), shape=rank)
+    check_tensor("v_pages", call.v_pages, call.k_pages, of="k_pages", shape=rank)
+    check_number_of_pages({"k_pages": call.k, "v_pages": call.v})
+    if is_true(call.k.shape[0] == 0):
+        raise ShapeError("k_pages", shape_of(call.k_pages), "at least one page")
+    if is_true(call.k.shape[2] == 0):
+        raise ShapeError("k_pages", "pages of 0 tokens", "at least one token")
+
+
+def check_dims(q: Tensor, v: Tensor, where: str = "") -> None:
+    """The largest head dims of the library's own kernel for pages."""
+    for name, dim in (("q", q.shape[-1]), ("v_pages", v.shape[-1])):
+        if is_true(dim > MAX_DIM):
+            hint = "sdpa_varlen takes more, on keys and values gathered from the pages."
+            raise ShapeError(name, f"head dim {dim}", f"at most {MAX_DIM}{where}", hint)
+
+
+def check_scales(call: WithPages) -> None:
+    """The scales of keys and of values, which only pages in FP8 have."""
+    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
+        if scale is None:
+            continue
+        if call.k_pages.dtype not in FP8_DTYPES:
+            dtype = dtype_name(call.k_pages.dtype)
+            hint = "Keys in full precision are scaled by the option scale, and values by a factor of the output."
+            raise OptionError(name, "a tensor", f"None: pages in {dtype} have no scale", hint)
+        check_scale(name, scale, call.k.shape[1], call.q, of="q")
 
 
 def check_scale(name: str, scale: Tensor | None, heads: int, like: Tensor, *, of: str) -> None:
@@ -202,21 +273,22 @@ def check_scale(name: str, scale: Tensor | None, heads: int, like: Tensor, *, of
     check_tensor(name, scale, like, of=of, dtype=torch.float32, shape=shape, meaning=meaning)
 
 
-def check_pages(q: Tensor, pages: dict[str, Tensor], table: Tensor, table_v: Tensor | None) -> None:
-    """The pages of keys and of values, (pages, Hkv, page size, D), and the page ids of each sequence.
+def check_strides_on_pages(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Strides of queries (B, Hq, Sq, D) and pages (pages, Hkv, page size, D) that kernels can read.
 
-    Args:
-        q: The queries.
-        pages: Both by name.
-        table: The page table, int32 (B, max_pages), its rows dense.
-        table_v: That of values, None if it is the same.
+    Head vectors are dense, at multiples of 16 bytes from each other.
     """
-    name_k, k = check_number_of_pages(pages)
-    size = k.shape[2]
-    if size < 1 or size & (size - 1):
-        hint = "Other sizes have no kernel in cuDNN; sdpa_paged_varlen reads any."
-        raise ShapeError(name_k, f"pages of {size} tokens", "a power of two, such as 16 or 64", hint)
-    check_tables(q, q.shape[0], table, table_v)
+    with named():
+        tensor_checks.check_strides_of("q", q)
+        for name, pages in (("k", k), ("v", v)):
+            tensor_checks.check_strides_of(name, pages, _hint_on_strides(pages))
+
+
+def _hint_on_strides(pages: Tensor) -> str:
+    """What to do where dense pages, as those of FP8 with a head dim of 8, are no multiples either."""
+    if pages.shape[3] * pages.element_size() % ALIGNMENT == 0:
+        return ""
+    return f"Allocate pages with {ALIGNMENT} bytes, or a multiple, for each head vector."
 
 
 def check_number_of_pages(pages: dict[str, Tensor]) -> tuple[str, Tensor]:
@@ -225,6 +297,17 @@ def check_number_of_pages(pages: dict[str, Tensor]) -> tuple[str, Tensor]:
     if is_true(v.shape[0] != k.shape[0]):
         raise ShapeError(name_v, f"{v.shape[0]} pages", f"{k.shape[0]}, the number of pages of {name_k}")
     return name_k, k
+
+
+def is_power_of_two(size: int) -> bool:
+    return size > 0 and not size & (size - 1)
+
+
+def check_page_size(name: str, size: int) -> None:
+    """The tokens of a page of keys, for calls that only cuDNN serves."""
+    if not is_power_of_two(size):
+        hint = "Other sizes have no kernel in cuDNN; sdpa_paged and sdpa_paged_varlen read any, by one of this library."
+        raise ShapeError(name, f"pages of {size} tokens", "a power of two, such as 16 or 64", hint)
 
 
 def check_tables(q: Tensor, batch: int, table: Tensor, table_v: Tensor | None) -> None:

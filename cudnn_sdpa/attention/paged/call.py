@@ -7,6 +7,7 @@ from typing import NoReturn
 from torch import Tensor
 
 from cudnn_sdpa.attention import sharding
+from cudnn_sdpa.attention.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.call import CudnnCall
 from cudnn_sdpa.attention.cpu_checks import check_offsets
 from cudnn_sdpa.attention.paged import arguments, launch, specs
@@ -36,9 +37,9 @@ class PagedCall(PagedArguments, CudnnCall):  # type: ignore[misc]  # a NamedTupl
     reference = in_pytorch.attention
 
     def autocast(self) -> dict[str, object]:
-        """The queries in autocast's dtype, if that is the dtype of the pages."""
+        """The queries in autocast's dtype, if pages have that dtype, or one in FP8."""
         q: Tensor = cast_tensor(self.q, self.q)
-        return {"q": q} if q.dtype == self.k_pages.dtype else {}
+        return {"q": q} if q.dtype == self.k_pages.dtype or self.k_pages.dtype in FP8_DTYPES else {}
 
     def check_strides_for_gpu(self) -> None:
         self.check_strides()

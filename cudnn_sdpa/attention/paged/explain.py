@@ -8,7 +8,7 @@ from typing import Any
 
 from cudnn_sdpa.attention import reference as dense_reference
 from cudnn_sdpa.attention import sharding, sink_scores
-from cudnn_sdpa.attention.arguments import as_launched
+from cudnn_sdpa.attention.arguments import FP8_DTYPES, as_launched
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.paged import reference, specs
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
@@ -33,29 +33,39 @@ def describe_paged(**given: Any) -> Description:
     original, call, refused = checked.call, checked.cast, checked.refused
     if refused is not None:
         return Description.refused(graphs.paged_decode, refused, explain.device_of(call.q))
+    before = [*explain.notes_on_casts(original, call), *sink_scores.notes_on_conversion(given)]
+
+    def verify(_: bool) -> dict[str, float]:
+        return errors_paged(call)
+
+    def by_own_kernel(why: str) -> Description:
+        return Description(
+            operation=paged_varlen_forward,
+            key=partial(_only_key, call),
+            device=explain.device_of(call.q),
+            is_empty=call.is_empty,
+            extra_kernels=[*before, f"our own kernel for pages runs: {why}"],
+            verify=verify,
+        )
+
+    if call.is_beyond_cudnn:
+        what = "in FP8" if call.k_pages.dtype in FP8_DTYPES else "of no power of two tokens"
+        return by_own_kernel(f"cuDNN has none for pages {what}")
     launched, device = as_launched(call), explain.device_of(call.q)
     described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
         described = describe_prefill(launched, device)
-    before = [*explain.notes_on_casts(original, call), *sink_scores.notes_on_conversion(given)]
     notes = [*before, *explain.notes_on_scale(call), *described.extra_kernels]
 
     def on_target(target: Target) -> Description | None:
         row = preference_of(call, target)
-        if row is None or row.kernel != OWN:
-            return None
-        why = f"our own kernel for pages takes {row}"
-        key = partial(_only_key, call)
-        return replace(described, operation=paged_varlen_forward, key=key, extra_kernels=[*before, why], verify=verify)
-
-    def verify(_: bool) -> dict[str, float]:
-        return errors_paged(call)
+        return None if row is None or row.kernel != OWN else by_own_kernel(str(row))
 
     return replace(described, extra_kernels=notes, verify=verify, on_target=on_target)
 
 
 def _only_key(call: PagedArguments, target: Target, device: int | None) -> PlanKey:
-    return next(own_kernel.keys(call, target, device))
+    return own_kernel.key_of(call, target, device)
 
 
 def describe_decode(call: PagedArguments, device: int | None) -> Description:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from cudnn_sdpa.attention.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.paged import kv_cache_checks, paging
-from cudnn_sdpa.attention.paged.append import FP8, write_tokens
+from cudnn_sdpa.attention.paged.append import write_tokens
 from cudnn_sdpa.attention.paged.arguments import HND, PageLayout, as_bits, check_page_layout, in_heads_order
 from cudnn_sdpa.attention.paged.kv_cache_checks import AttendOptions, PlanOptions, StepOptions
 from cudnn_sdpa.attention.paged.page_pool import CacheUse, PagePool
@@ -35,15 +36,15 @@ class PagedKVCache:
 
     Args:
         pages: Number of pages.
-        page_size: Tokens per page, a power of two.
+        page_size: Tokens per page, such as 16 or 64. cuDNN reads powers of two; other sizes, and pages in FP8, are read
+            by a kernel of this library.
         heads: Number of heads of keys and values.
         head_dim: Head dim of keys.
         layers: Number of layers of the model; all share the page tables.
         head_dim_v: Head dim of values; `head_dim` if not given.
         max_length: Maximum tokens per sequence; as many as all pages hold if not given.
         dtype: Dtype of keys and values: float16 or bfloat16; float32 or float64 if `cpu_checks` accepts any dtype.
-            float8_e4m3fn or float8_e5m2: `append` quantizes, and `sdpa_paged_varlen` reads such pages; `attend` does
-            not.
+            float8_e4m3fn or float8_e5m2: `append` quantizes, and `attend` takes queries in float16 or bfloat16.
         device: Device of the pages; the current GPU if there is one.
         page_layout: "HND", pages are (pages, heads, page_size, head_dim), or "NHD", (pages, page_size, heads,
             head_dim).
@@ -91,9 +92,9 @@ class PagedKVCache:
     ) -> None:
         head_dim_v = head_dim if head_dim_v is None else head_dim_v
         sizes = {"pages": pages, "page_size": page_size, "heads": heads, "head_dim": head_dim, "layers": layers}
-        kv_cache_checks.check_sizes({**sizes, "head_dim_v": head_dim_v}, max_length)
+        kv_cache_checks.check_sizes({**sizes, "head_dim_v": head_dim_v}, max_length, dtype)
         device = kv_cache_checks.checked_device(device)
-        if dtype not in FP8:
+        if dtype not in FP8_DTYPES:
             kv_cache_checks.check_dtype(dtype, device, "")
         check_page_layout(page_layout)
         self.page_layout: PageLayout = page_layout
@@ -310,6 +311,8 @@ class PagedKVCache:
             seq_lens_kv=step.seq_lens_kv,
             seq_lens_q=present,
             page_layout=self.page_layout,
+            k_scale=self.k_scale,
+            v_scale=self.v_scale,
             **options,
         )
 

@@ -8,10 +8,11 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.arguments import CPU_DTYPES, SoftmaxOptions, allowed_dtypes, dtype_error
+from cudnn_sdpa.attention.arguments import CPU_DTYPES, FP8_DTYPES, SoftmaxOptions, allowed_dtypes, dtype_error
 from cudnn_sdpa.attention.paged.arguments import check_scale
 from cudnn_sdpa.engine.tensor_checks import check_is_tensor, dtype_name, shape_of
 from cudnn_sdpa.errors import DeviceError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.scalars import as_int
 
 
@@ -48,15 +49,15 @@ def refuse_options(options: Iterable[str], known: frozenset[str] = OPTIONS) -> N
     raise OptionError(min({*options} - known), "an argument", f"one of {', '.join(sorted(known))}")
 
 
-def check_sizes(sizes: dict[str, int], max_length: int | None) -> None:
-    """Checks the sizes of a `PagedKVCache`."""
+def check_sizes(sizes: dict[str, int], max_length: int | None, dtype: object) -> None:
+    """Checks the sizes of a `PagedKVCache` of a dtype."""
+    multiple, why = 8, "as cuDNN's attention takes"
+    if dtype in FP8_DTYPES:
+        multiple, why = ALIGNMENT, f"as head vectors in FP8 begin at multiples of {ALIGNMENT} bytes"
     for name, size in {**sizes, **({} if max_length is None else {"max_length": max_length})}.items():
         check_count(name, size, least=1)
-        if name.startswith("head_dim") and size % 8:
-            raise OptionError(name, repr(size), "a multiple of 8, as cuDNN's attention takes")
-    page_size = sizes["page_size"]
-    if page_size & (page_size - 1):
-        raise OptionError("page_size", repr(page_size), "a power of two, such as 16 or 64")
+        if name.startswith("head_dim") and size % multiple:
+            raise OptionError(name, repr(size), f"a multiple of {multiple}, {why}")
 
 
 def checked_device(device: torch.device | str | int | None) -> torch.device:

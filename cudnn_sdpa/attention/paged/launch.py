@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.paged import paging, specs
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.specs import DecodeSpec
 from cudnn_sdpa.attention.paged_varlen import launch as own_kernel
-from cudnn_sdpa.attention.paged_varlen.preferences import prefers_own_kernel
+from cudnn_sdpa.attention.paged_varlen.preferences import runs_own_kernel
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.sink_scores import SinkUse
@@ -50,7 +50,7 @@ def prepare(call: PagedArguments) -> Prepared:
     """A call bound to its plan."""
     if call.is_empty:
         return Prepared(lambda call: fill_without_keys(call, results(call)), None)
-    if prefers_own_kernel(call, live_target(call.q.get_device())):
+    if runs_own_kernel(call, live_target(call.q.get_device())):
         return own_kernel.bind(call)
     factor = query_factor(call)
     if factor is not None:

@@ -18,10 +18,22 @@ def gathered(pages: Tensor, table: Tensor, lengths: Tensor) -> Tensor:
     return rows.masked_fill(is_past[:, None, :, None], 0).view(pages.dtype)
 
 
+def dequantized(stored: Tensor, scale: Tensor | None, like: Tensor) -> Tensor:
+    """The keys or values (B, Hkv, S, D) that stored numbers stand for, in the precision of results if these are FP8."""
+    if stored.element_size() > 1:
+        return stored
+    exact = torch.float64 if like.dtype == torch.float64 else torch.float32
+    return stored.to(exact) if scale is None else stored.to(exact) * scale.to(exact).view(-1, 1, 1)
+
+
 def as_dense(call: PagedArguments) -> ForwardArguments:
     """The call on contiguous keys and values, with zeros in unused slots; on any device."""
     lengths = call.seq_lens_kv.clamp(0, call.max_kv_len)
-    rows = [gathered(x, table, lengths) for x, table in zip((call.k, call.v), call.tables, strict=True)]
+    pages = (call.k, call.k_scale), (call.v, call.v_scale)
+    rows = [
+        dequantized(gathered(x, table, lengths), scale, like=call.q)
+        for (x, scale), table in zip(pages, call.tables, strict=True)
+    ]
     present = None if call.seq_lens_q is None else call.seq_lens_q.clamp(0, call.q.shape[2])
     return call.as_dense(call.q, *rows, seq_lens_q=present, seq_lens_kv=lengths, with_lse=True)
 

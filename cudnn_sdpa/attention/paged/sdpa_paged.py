@@ -27,6 +27,8 @@ class PagedOptions(SoftmaxOptions, total=False):
 
     page_table_v: Tensor | None
     seq_lens_q: Tensor | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     out: Tensor | None
 
 
@@ -88,6 +90,8 @@ def sdpa_paged(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     return_lse: bool = False,
     out: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -110,11 +114,14 @@ def sdpa_paged(
     results, but no GPU error and no out-of-bounds read. They are checked on the CPU, and on GPUs if the environment
     variable `CUDNN_SDPA_DEBUG` is 1.
 
+    Pages in FP8 and of sizes that are no power of two have no kernel in cuDNN: that of `sdpa_paged_varlen` reads them,
+    for head dims up to 256. FP8 needs compute capability 8.9.
+
     Args:
         q: Queries (B, Hq, Sq, D), float16 or bfloat16: those of the newest tokens. Under `torch.autocast` they are
-            cast if autocast's dtype is that of the pages.
-        k_pages: Keys, in the order of `page_layout`. The page size is a power of two.
-        v_pages: Values, likewise, with Dv.
+            cast if autocast's dtype is that of the pages, or these are in FP8.
+        k_pages: Keys, in the order of `page_layout`, in q's dtype, float8_e4m3fn or float8_e5m2.
+        v_pages: Values, likewise, in the dtype of the keys, with Dv.
         page_table: Page ids of each sequence, (B, max_pages) int32, in order. Entries past a sequence's last page are
             ignored. Rows may have any stride.
         seq_lens_kv: Number of keys of each sequence, those of the new queries included, (B,) int32. May be 0.
@@ -129,6 +136,9 @@ def sdpa_paged(
         scale: Factor applied to the scores; None is 1/sqrt(D).
         softcap: Logit soft-capping: scores become softcap · tanh(score / softcap).
         sinks: Attention sinks (Hq,) float32.
+        k_scale: What the stored numbers of keys in FP8 are multiplied by, float32: one number, () or (1,), or one for
+            each head, (Hkv,). None is 1.
+        v_scale: The same of values.
         return_lse: Also return the log-sum-exp of the scores.
         out: Buffer for the result, (B, Hq, Sq, Dv); it must not overlap an input.
 
@@ -170,6 +180,8 @@ def sdpa_paged(
         scale,
         softcap,
         sinks,
+        k_scale,
+        v_scale,
         return_lse,
         out,
     )
@@ -197,6 +209,8 @@ def call_of(
     scale: float | None,
     softcap: float | None,
     sinks: Tensor | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     return_lse: bool,
     out: Tensor | None,
 ) -> PagedCall:
@@ -210,6 +224,8 @@ def call_of(
         seq_lens_kv=seq_lens_kv,
         seq_lens_q=seq_lens_q,
         sinks=None if sinks is None else as_sinks(sinks),
+        k_scale=k_scale,
+        v_scale=v_scale,
         page_layout=page_layout,  # type: ignore[arg-type]  # None is refused by the check of types
         softmax=softmax_of(is_causal, causal_alignment, window_size, scale, softcap=softcap),
         with_lse=return_lse if type(return_lse) is bool else as_bool(return_lse),

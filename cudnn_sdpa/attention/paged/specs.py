@@ -26,7 +26,7 @@ from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged.step import MARK, Mark
 from cudnn_sdpa.attention.paged_varlen import plans as own_kernel
-from cudnn_sdpa.attention.paged_varlen.preferences import prefers_own_kernel
+from cudnn_sdpa.attention.paged_varlen.preferences import runs_own_kernel
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.spec import SCALE
 from cudnn_sdpa.attention.support.rules import FORWARD, Configuration, refuse
@@ -61,7 +61,7 @@ def keys(call: PagedArguments, target: Target, device: int | None) -> Iterator[P
     """The keys of the plans of a call: one, or those of the parts that a large batch is split into."""
     if call.is_empty:
         return
-    if prefers_own_kernel(call, target):
+    if runs_own_kernel(call, target):
         yield from own_kernel.keys(call, target, device)
         return
     call = as_launched(call)

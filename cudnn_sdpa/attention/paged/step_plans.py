@@ -26,6 +26,8 @@ class Cache(Protocol):
     """The part of `PagedKVCache`, which imports this module, that is used here."""
 
     page_layout: PageLayout
+    k_scale: Tensor | None
+    v_scale: Tensor | None
     _mark: Mark
 
     def k_pages(self) -> Tensor: ...
@@ -42,7 +44,8 @@ def plans_of_steps(
     if not options.keys() <= PlanOptions.__optional_keys__:
         refuse_options(options, PlanOptions.__optional_keys__)
     pages = {"k_pages": cache.k_pages(), "v_pages": cache.v_pages(), "page_layout": cache.page_layout}
-    arguments: dict[str, Any] = {**(sdpa_paged.__kwdefaults__ or {}), **options, **pages}
+    scales = {"k_scale": cache.k_scale, "v_scale": cache.v_scale}
+    arguments: dict[str, Any] = {**(sdpa_paged.__kwdefaults__ or {}), **options, **pages, **scales}
     arguments |= {name: torch.empty_like(x, device=_META) for name, x in arguments.items() if isinstance(x, Tensor)}
 
     def keys_of(batch: int, count: int) -> list[PlanKey]:

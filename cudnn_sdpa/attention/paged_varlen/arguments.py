@@ -10,25 +10,23 @@ from torch import Tensor
 
 from cudnn_sdpa.attention import arguments
 from cudnn_sdpa.attention.arguments import Softmax, check_flag
-from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import (
-    PAGE_DIMENSIONS,
-    check_number_of_pages,
+    MULTIPLE,
+    check_dims,
+    check_keys_and_values,
     check_page_layout,
+    check_scales,
+    check_strides_on_pages,
     check_tables,
     in_heads_order,
     named,
 )
 from cudnn_sdpa.attention.varlen.arguments import check_cumulative, check_max_seqlen
-from cudnn_sdpa.engine import tensor_checks, value_checks
-from cudnn_sdpa.engine.tensor_checks import check_tensor, dtype_name, shape_of
+from cudnn_sdpa.engine import value_checks
+from cudnn_sdpa.engine.tensor_checks import check_tensor, shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError
-from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.graph.scalars import is_true
-
-#: The largest head dims of the kernel, and what all are multiples of.
-MAX_DIM, MULTIPLE = 256, 8
 
 
 class PagedVarlenArguments(NamedTuple):
@@ -149,7 +147,12 @@ def check(call: PagedVarlenArguments) -> None:
     hint = "sdpa_paged takes tensors of rank 4." if q.dim() == 4 else ""
     check_tensor("q", q, q, shape=("tokens", "heads", "head dim"), hint=hint)
     arguments.check_dtype(q, for_cudnn=is_limited)
-    _check_pages(call, is_limited=is_limited)
+    check_keys_and_values(call)
+    with named():
+        arguments.check_sizes(as_dense(q), call.k[:1], call.v[:1], MULTIPLE if is_limited else 1)
+    if is_limited:
+        check_dims(q, call.v)
+    check_scales(call)
     if call.out is not None:
         arguments.check_out(call.out, q, call.v, for_cudnn=is_limited)
     check_cumulative("cu_seqlens_q", call.cu_seqlens_q, q)
@@ -157,46 +160,8 @@ def check(call: PagedVarlenArguments) -> None:
     check_tables(q, call.batch, call.page_table, call.page_table_v)
     of_sequences = partial(check_tensor, like=q, dtype=torch.int32, shape=(call.batch,), dense=True)
     of_sequences("seq_lens_kv", call.seq_lens_kv, meaning="one length per sequence of cu_seqlens_q")
-    meaning = "one score per head of q"
-    check_tensor("sinks", call.sinks, q, dtype=torch.float32, shape=q.shape[1:2], meaning=meaning, dense=True)
+    arguments.check_sinks(call.sinks, q)
     _check_tree_mask(call)
-
-
-def _check_pages(call: PagedVarlenArguments, *, is_limited: bool) -> None:
-    q, rank = call.q, PAGE_DIMENSIONS[call.page_layout]
-    check_tensor("k_pages", call.k_pages, q, dtype=(q.dtype, *FP8_DTYPES), shape=rank)
-    check_tensor("v_pages", call.v_pages, call.k_pages, of="k_pages", shape=rank)
-    k, v = call.k, call.v
-    check_number_of_pages({"k_pages": k, "v_pages": v})
-    if is_true(k.shape[0] == 0):
-        raise ShapeError("k_pages", shape_of(call.k_pages), "at least one page")
-    if is_true(k.shape[2] == 0):
-        raise ShapeError("k_pages", "pages of 0 tokens", "at least one token")
-    with named():
-        arguments.check_sizes(as_dense(q), k[:1], v[:1], MULTIPLE if is_limited else 1)
-    for name, dim in (("q", q.shape[2]), ("v_pages", v.shape[3])):
-        if is_limited and is_true(dim > MAX_DIM):
-            hint = "sdpa_varlen takes more, on keys and values gathered from the pages."
-            raise ShapeError(name, f"head dim {dim}", f"at most {MAX_DIM}", hint)
-    for name, scale in (("k_scale", call.k_scale), ("v_scale", call.v_scale)):
-        _check_scale(name, scale, call)
-
-
-def _check_scale(name: str, scale: Tensor | None, call: PagedVarlenArguments) -> None:
-    """The factor of FP8 pages: float32, one number for all heads or for each."""
-    if scale is None:
-        return
-    if call.k_pages.dtype not in FP8_DTYPES:
-        dtype = dtype_name(call.k_pages.dtype)
-        hint = "Keys in full precision are scaled by the option scale, and values by a factor of the output."
-        raise OptionError(name, "a tensor", f"None: pages in {dtype} have no scale", hint)
-    heads = call.k.shape[1]
-    check_tensor(name, scale, call.q, dtype=torch.float32)
-    if scale.dim() > 1 or (scale.dim() == 1 and is_true(scale.shape[0] != 1) and is_true(scale.shape[0] != heads)):
-        expected = f"shape (), (1,) or ({heads},): one number, or one for each head of k_pages"
-        raise ShapeError(name, shape_of(scale), expected)
-    if scale.dim():
-        check_tensor(name, scale, call.q, dtype=torch.float32, dense=True)
 
 
 def _check_tree_mask(call: PagedVarlenArguments) -> None:
@@ -226,18 +191,7 @@ def check_values(call: PagedVarlenArguments) -> None:
 
 
 def check_strides(call: PagedVarlenArguments) -> None:
-    """Strides that the kernel can read: dense head vectors, at multiples of 16 bytes from each other."""
-    with named():
-        tensor_checks.check_strides_of("q", as_dense(call.q))
-        for name, pages in (("k", call.k), ("v", call.v)):
-            tensor_checks.check_strides_of(name, pages, _hint_on_strides(pages))
-
-
-def _hint_on_strides(pages: Tensor) -> str:
-    """What to do where dense pages, as those of FP8 with a head dim of 8, are no multiples either."""
-    if pages.shape[3] * pages.element_size() % ALIGNMENT == 0:
-        return ""
-    return f"Allocate pages with {ALIGNMENT} bytes, or a multiple, for each head vector."
+    check_strides_on_pages(as_dense(call.q), call.k, call.v)
 
 
 def check_memory(call: PagedVarlenArguments) -> None:

@@ -7,9 +7,9 @@ from typing import NoReturn
 from torch import Tensor
 
 from cudnn_sdpa.attention import sharding
+from cudnn_sdpa.attention.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.call import AttentionCall
 from cudnn_sdpa.attention.cpu_checks import check_offsets
-from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.paged_varlen import arguments, launch, plans
 from cudnn_sdpa.attention.paged_varlen import reference as in_pytorch
 from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments

@@ -13,7 +13,7 @@ from cudnn_sdpa.attention.arguments import results, scale_of
 from cudnn_sdpa.attention.mask import TOP_LEFT, UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments
-from cudnn_sdpa.attention.paged_varlen.plans import SIZES, OnPages, Spec, paged_varlen_forward, part_of_keys
+from cudnn_sdpa.attention.paged_varlen.plans import SIZES, OnPages, key_of, paged_varlen_forward, part_of_keys
 from cudnn_sdpa.attention.paged_varlen.reference import without_keys
 from cudnn_sdpa.engine.launch import Address, BoundPlan, LaunchExtras, Prepared, SingleLaunch
 from cudnn_sdpa.graph.target import live_target
@@ -30,7 +30,7 @@ def prepare(call: PagedVarlenArguments) -> Prepared:
 def bind(call: OnPages) -> Prepared:
     """A call with queries and pages, bound to its plan, with the sizes and strides of its tensors."""
     device = call.q.get_device()
-    plan = plan_cache.get(Spec.of(call).key(live_target(device), device), partial(build_plan, paged_varlen_forward))
+    plan = plan_cache.get(key_of(call, live_target(device), device), partial(build_plan, paged_varlen_forward))
     layouts = results(call)
     names = ("page_table", "seq_lens_kv", "cu_seqlens_q", *_OPTIONAL)
     flat = tuple(name for name in names if getattr(call, name, None) is not None)
@@ -57,10 +57,10 @@ def _sizes_of(call: OnPages) -> array[int]:
     no_tensor: Tensor | None = None
     if isinstance(call, PagedArguments):
         batch, _, queries, _ = call.q.shape
-        tokens, axes, tree, scales, fixed = batch * queries, "bht", no_tensor, (no_tensor, no_tensor), 0
+        tokens, axes, tree, fixed = batch * queries, "bht", no_tensor, 0
     else:
         batch, queries, tokens, axes = call.batch, 0, call.q.shape[0], "th"
-        tree, scales, fixed = call.tree_mask, (call.k_scale, call.v_scale), part_of_keys(call)
+        tree, fixed = call.tree_mask, part_of_keys(call)
     strides = {
         **{f"{name}_b": 0 for name in "qol"},
         **{f"q_{x}": stride for x, stride in zip(axes, call.q.stride(), strict=False)},
@@ -84,8 +84,13 @@ def _sizes_of(call: OnPages) -> array[int]:
         top_left=int(softmax.causal_alignment == TOP_LEFT),
         tree_t=0 if tree is None else tree.stride(0),
         tree_n=0 if tree is None else tree.shape[1],
-        k_scale_h=int(scales[0] is not None and scales[0].numel() > 1),
-        v_scale_h=int(scales[1] is not None and scales[1].numel() > 1),
+        k_scale_h=_step_of(call.k_scale),
+        v_scale_h=_step_of(call.v_scale),
         softcap=struct.unpack("I", struct.pack("f", softmax.softcap if softmax.is_capped else 0.0))[0],
         fixed=fixed,
     )
+
+
+def _step_of(scale: Tensor | None) -> int:
+    """Elements from the scale of a head to that of the next; 0 if all heads share one."""
+    return 0 if scale is None or scale.numel() == 1 else scale.stride(0)

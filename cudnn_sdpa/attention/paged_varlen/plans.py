@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from cudnn_sdpa.attention.fp8.arguments import FP8_DTYPES
+from cudnn_sdpa.attention.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments
 from cudnn_sdpa.errors import UnsupportedError
@@ -109,7 +109,6 @@ class Spec:
         )
 
     def key(self, target: Target, device: int | None) -> PlanKey:
-        self._refuse(target)
         vector = functools.partial(TensorLayout.contiguous, dtype=torch.int32)
         ones = {name: vector((1,)) for name in ("page_table", "page_table_v", "seq_lens_kv", "cu_seqlens_q")}
         ones |= {name: TensorLayout.contiguous((1,), torch.float32) for name in ("sinks", "k_scale", "v_scale")}
@@ -131,19 +130,25 @@ class Spec:
             options["rows"] = self.rows
         return paged_varlen_forward.key(inputs, outputs, options, target, device=device)
 
-    def _refuse(self, target: Target) -> None:
-        reasons = []
-        if target.sm < FIRST_SM:
-            reasons.append(f"it needs compute capability 8.0; {target} has {target.sm / 10}")
-        elif self.kv_dtype in FP8_DTYPES and target.sm < FIRST_FP8_SM:
-            reasons.append(f"pages in FP8 need compute capability 8.9; {target} has {target.sm / 10}")
-        if reasons:
-            raise UnsupportedError("sdpa_paged_varlen", reasons)
+
+def _refuse(call: OnPages, target: Target) -> None:
+    reasons = []
+    if target.sm < FIRST_SM:
+        reasons.append(f"it needs compute capability 8.0; {target} has {target.sm / 10}")
+    elif call.k_pages.dtype in FP8_DTYPES and target.sm < FIRST_FP8_SM:
+        reasons.append(f"pages in FP8 need compute capability 8.9; {target} has {target.sm / 10}")
+    if reasons:
+        raise UnsupportedError("sdpa_paged" if isinstance(call, PagedArguments) else "sdpa_paged_varlen", reasons)
 
 
 def keys(call: OnPages, target: Target, device: int | None) -> Iterator[PlanKey]:
     if not call.is_empty:
-        yield Spec.of(call).key(target, device)
+        yield key_of(call, target, device)
+
+
+def key_of(call: OnPages, target: Target, device: int | None) -> PlanKey:
+    _refuse(call, target)
+    return Spec.of(call).key(target, device)
 
 
 def part_of_keys(call: PagedVarlenArguments) -> int:

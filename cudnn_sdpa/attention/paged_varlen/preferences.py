@@ -2,7 +2,8 @@
 
 `preferences.json` has a row for each kind of call that was measured: the compute capability, the head dims, and ranges,
 whose ends are included, of new tokens, of sequences and of the keys that a row of the page table has room for. The
-times, in microseconds, are those of what `of` says. Without a row, cuDNN serves the call.
+times, in microseconds, are those of what `of` says. Without a row, cuDNN serves the call if it has a
+kernel for the pages.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Preference(NamedTuple):
     of: str
 
     def __str__(self) -> str:
-        return f"{self.own_us} µs, and cuDNN's engines {self.cudnn_us} µs, for {self.of}: preferences.json"
+        return f"it takes {self.own_us} µs, and cuDNN's engines {self.cudnn_us} µs, for {self.of}: preferences.json"
 
 
 @functools.cache
@@ -59,7 +60,10 @@ def preference_of(call: PagedArguments, target: Target) -> Preference | None:
     return None
 
 
-def prefers_own_kernel(call: PagedArguments, target: Target) -> bool:
+def runs_own_kernel(call: PagedArguments, target: Target) -> bool:
+    """Whether the own kernel serves a call: it is faster, or cuDNN has none."""
+    if call.is_beyond_cudnn:
+        return True
     row = preference_of(call, target)
     return row is not None and row.kernel == OWN
 

@@ -11,6 +11,7 @@ from cudnn_sdpa.attention import reference
 from cudnn_sdpa.attention.arguments import ReferenceArguments, results
 from cudnn_sdpa.attention.dense.reference import flops_of_forward
 from cudnn_sdpa.attention.paged.arguments import as_bits
+from cudnn_sdpa.attention.paged.reference import dequantized
 from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments, as_dense, first_keys
 from cudnn_sdpa.engine.launch import new_tensor
 
@@ -30,7 +31,6 @@ def sequences(call: PagedVarlenArguments) -> Iterator[tuple[slice, ReferenceArgu
     """The rows of each sequence that has new tokens, and the dense call that it is; no other key is read."""
     ends = call.cu_seqlens_q.clamp(0, call.q.shape[0]).tolist()
     lengths = call.seq_lens_kv.clamp(0, call.max_kv_len).tolist()
-    exact = torch.float64 if call.q.dtype == torch.float64 else torch.float32
     pages = (call.k, call.k_scale), (call.v, call.v_scale)
     for number, (length, first) in enumerate(zip(lengths, first_keys(call).tolist(), strict=True)):
         rows = slice(ends[number], ends[number + 1])
@@ -38,7 +38,7 @@ def sequences(call: PagedVarlenArguments) -> Iterator[tuple[slice, ReferenceArgu
             continue
         keys = slice(min(first, length), length)
         k, v = (
-            gathered(x, table[number], keys, scale=scale, exact=exact)
+            dequantized(gathered(x, table[number], keys), scale, like=call.q)
             for (x, scale), table in zip(pages, call.tables, strict=True)
         )
         one = ReferenceArguments(as_dense(call.q[rows]), k, v, sinks=call.sinks, softmax=call.softmax)
@@ -48,16 +48,13 @@ def sequences(call: PagedVarlenArguments) -> Iterator[tuple[slice, ReferenceArgu
         yield rows, one
 
 
-def gathered(pages: Tensor, row: Tensor, keys: slice, *, scale: Tensor | None, exact: torch.dtype) -> Tensor:
-    """The keys or values of one sequence, (1, Hkv, keys, D): the numbers that pages in FP8 stand for."""
+def gathered(pages: Tensor, row: Tensor, keys: slice) -> Tensor:
+    """The keys or values of one sequence, (1, Hkv, keys, D)."""
     size = pages.shape[2]
     begin = keys.start // size
     within = slice(keys.start - begin * size, keys.stop - begin * size)
     ids = row[begin : -(-keys.stop // size)].clamp(0, pages.shape[0] - 1).long()
-    found = as_bits(pages)[ids].view(pages.dtype).transpose(0, 1).flatten(1, 2)[:, within]
-    if pages.element_size() == 1:
-        found = found.to(exact) if scale is None else found.to(exact) * scale.to(exact).view(-1, 1, 1)
-    return found.unsqueeze(0)
+    return as_bits(pages)[ids].transpose(0, 1).flatten(1, 2)[None, :, within].view(pages.dtype)
 
 
 def tree_among_keys(tree: Tensor, length: int) -> Tensor:

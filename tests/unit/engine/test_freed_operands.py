@@ -81,6 +81,14 @@ CALLS = {
         "cu_seqlens_q": ends(0, 4, 9),
         **pages(),
     },
+    "sdpa_paged in FP8": lambda: {
+        "q": rows(2, 4, 1, 16),
+        "k_pages": fp8(8, 2, 16, 16),
+        "v_pages": fp8(8, 2, 16, 16),
+        "k_scale": torch.ones(2),
+        "v_scale": torch.ones(()),
+        **pages(),
+    },
     "sdpa_paged_varlen in FP8": lambda: {
         "q": rows(9, 4, 16),
         "k_pages": fp8(8, 2, 16, 16),

@@ -69,12 +69,13 @@ def paged(heads_kv=2, layout="HND"):
     }
 
 
-def packed_on_pages(heads_kv=2, layout="HND", dtype=None):
-    made = paged(heads_kv, layout) | {"q": randn(6, 4, 16), "cu_seqlens_q": ints(0, 1, 5)}
-    if dtype is not None:
-        made |= {name: made[name].to(dtype) for name in ("k_pages", "v_pages")}
-        made |= {"k_scale": 0.5 + torch.rand(heads_kv), "v_scale": torch.tensor(1.7)}
-    return made
+def in_fp8(made, heads_kv=2):
+    pages = {name: made[name].to(torch.float8_e4m3fn) for name in ("k_pages", "v_pages")}
+    return {**made, **pages, "k_scale": 0.5 + torch.rand(heads_kv), "v_scale": torch.tensor(1.7)}
+
+
+def packed_on_pages(heads_kv=2, layout="HND"):
+    return paged(heads_kv, layout) | {"q": randn(6, 4, 16), "cu_seqlens_q": ints(0, 1, 5)}
 
 
 def run_fp8(q, k, v, **others):
@@ -229,6 +230,14 @@ CASES = {
     "paged, query heads": Case(
         cudnn_sdpa.sdpa_paged, lambda: paged(heads_kv=1), {"q": HEADS}, [HEADS], trains=False, page_layout="HND"
     ),
+    "paged, heads, FP8": Case(
+        cudnn_sdpa.sdpa_paged,
+        lambda: in_fp8(paged()),
+        all_of(HEADS, "q", "k_pages", "v_pages") | {"k_scale": Shard(0), "v_scale": R},
+        [HEADS],
+        trains=False,
+        page_layout="HND",
+    ),
     "packed on pages, heads": Case(
         cudnn_sdpa.sdpa_paged_varlen,
         lambda: packed_on_pages(layout="NHD") | {"sinks": randn(4).float()},
@@ -241,7 +250,7 @@ CASES = {
     ),
     "packed on pages, heads, FP8": Case(
         cudnn_sdpa.sdpa_paged_varlen,
-        lambda: packed_on_pages(dtype=torch.float8_e4m3fn),
+        lambda: in_fp8(packed_on_pages()),
         all_of(HEADS, "q", "k_pages", "v_pages") | {"k_scale": Shard(0), "v_scale": R},
         [HEADS],
         trains=False,

@@ -305,12 +305,12 @@ def test_a_warm_call_makes_no_plan_and_takes_the_native_way(monkeypatch):
 def test_a_cache_in_fp8_quantizes(monkeypatch, dtype, layout):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     scales = {"k_scale": torch.tensor([0.3, 1.7]), "v_scale": torch.tensor(2.5)}
-    sizes = {"pages": 8, "page_size": 4, "heads": 2, "head_dim": 16, "head_dim_v": 8, "device": "cpu"}
+    sizes = {"pages": 8, "page_size": 5, "heads": 2, "head_dim": 16, "head_dim_v": 32, "device": "cpu"}
     cache = PagedKVCache(**sizes, dtype=dtype, page_layout=layout, **scales)
     numbers, written = [cache.add(), cache.add()], []
     for added in ([5, 3], [1, 1], [0, 2], [1, 1]):
         step = cache.reserve(numbers, added)
-        new = [torch.randn(2, max(added), 2, dim).mul(300).bfloat16().transpose(1, 2) for dim in (16, 8)]
+        new = [torch.randn(2, max(added), 2, dim).mul(300).bfloat16().transpose(1, 2) for dim in (16, 32)]
         cache.append(step, *new)
         written.append((added, new))
     for b, number in enumerate(numbers):
@@ -321,12 +321,12 @@ def test_a_cache_in_fp8_quantizes(monkeypatch, dtype, layout):
     other = next(x for x in FP8 if x != dtype)
     with pytest.raises(DtypeError, match="k: got float8"):
         cache.append(step, *(x.to(other) for x in new))
-    with pytest.raises(DtypeError, match="sdpa_paged_varlen"):
-        cache.attend(step, torch.randn(2, 4, 1, 16).bfloat16())
 
 
-def test_scales_of_a_cache_are_checked():
+def test_scales_and_sizes_of_a_cache_are_checked():
     sizes = {"pages": 8, "page_size": 4, "heads": 2, "head_dim": 16, "device": "cpu"}
+    with pytest.raises(OptionError, match="head_dim_v: got 24; expected a multiple of 16, as head vectors in FP8"):
+        PagedKVCache(**sizes, dtype=E4M3, head_dim_v=24)
     with pytest.raises(OptionError, match="k_scale: got a scale for a cache in bfloat16"):
         PagedKVCache(**sizes, k_scale=torch.ones(1))
     with pytest.raises(ShapeError, match="v_scale: got shape"):

@@ -50,7 +50,7 @@ def key_of(monkeypatch):
         layout = options.pop("page_layout", "HND")
         q, k, v, *rest = arguments
         left, right = options.pop("window_size", (-1, -1))
-        sides = {"seq_lens_q": None, "sinks": None}
+        sides = dict.fromkeys(("seq_lens_q", "sinks", "k_scale", "v_scale"))
         call = from_fields(
             PagedCall,
             *(q, k, v, rest[0], None, rest[1]),

@@ -82,7 +82,7 @@ def arguments(dtype=torch.float32):
 WRONG = {
     "rank of q": (lambda a: {"q": a["q"][0]}, "q: got shape"),
     "rank of pages": (lambda a: {"k_pages": a["k_pages"][0]}, "k_pages: got shape"),
-    "page size": (lambda a: {n: a[n][:, :, :12] for n in ("k_pages", "v_pages")}, "pages of 12 tokens"),
+    "page size": (lambda a: {n: a[n][:, :, :0] for n in ("k_pages", "v_pages")}, "pages of 0 tokens"),
     "number of pages": (lambda a: {"v_pages": a["v_pages"][:2]}, "v_pages: got 2 pages"),
     "no pages": (lambda a: {n: a[n][:0] for n in ("k_pages", "v_pages")}, "at least one page"),
     "dtype of pages": (lambda a: {"v_pages": a["v_pages"].half()}, "v_pages: got float16"),
@@ -263,7 +263,7 @@ def test_out_of_pages_and_evict():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"pages": 0}, {"page_size": 12}, {"page_layout": "X"}, {"heads": 1.0}, {"max_length": -1}, {"layers": True}],
+    [{"pages": 0}, {"page_size": 0}, {"page_layout": "X"}, {"heads": 1.0}, {"max_length": -1}, {"layers": True}],
 )
 def test_invalid_cache_sizes(wrong):
     with pytest.raises(OptionError, match=next(iter(wrong))):
@@ -643,11 +643,14 @@ def test_invalid_cache_options_are_refused(kind):
         make(device="cuda:99")
 
 
-def test_fp8_pages_name_sdpa_fp8():
-    given = arguments(torch.bfloat16)
-    for name in ("q", "k_pages", "v_pages"):
-        with pytest.raises(DtypeError, match=rf"{name}: got float8_e4m3fn; .* sdpa_fp8\(..., page_table=...\)"):
-            sdpa_paged(**{**given, name: given[name].to(torch.float8_e4m3fn)})
+def test_fp8_queries_name_sdpa_fp8():
+    given, fp8 = arguments(torch.bfloat16), torch.float8_e4m3fn
+    with pytest.raises(DtypeError, match=r"q: got float8_e4m3fn; .* sdpa_fp8\(..., page_table=...\)"):
+        sdpa_paged(**{**given, **{name: given[name].to(fp8) for name in ("q", "k_pages", "v_pages")}})
+    with pytest.raises(DtypeError, match="v_pages: got bfloat16; expected float8_e4m3fn, the dtype of k_pages"):
+        sdpa_paged(**{**given, "k_pages": given["k_pages"].to(fp8)})
+    with pytest.raises(DtypeError, match="v_pages: got float8_e4m3fn; expected bfloat16, the dtype of k_pages"):
+        sdpa_paged(**{**given, "v_pages": given["v_pages"].to(fp8)})
 
 
 def test_nested_and_sparse_tensors_are_refused_by_name():
