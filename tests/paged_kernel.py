@@ -80,11 +80,15 @@ def _attend(a: dict[str, int], defines: dict[str, int]) -> None:
 
     def of_pages(name: str, dim: int) -> Tensor:
         stride = tuple(sizes[f"{name}_{x}"] for x in "phs")
-        return at(name, (pages, heads, page, dim), (*stride, 1), cache)
+        bits = at(name, (pages, heads, page, dim), (*stride, 1), cache).view(
+            torch.int8 if cache in _FP8.values() else torch.int16
+        )
+        return torch.cat([bits, torch.zeros_like(bits[:1])]).view(cache)
 
     def table(name: str) -> Tensor:
+        """Page ids; those that are none are of a page of zeros behind the last one."""
         found = at(name, (batch, width), (sizes[f"{name}_b"], 1), torch.int32)
-        return found.clamp(0, pages - 1)
+        return found.masked_fill((found < 0) | (found >= pages), pages)
 
     rows = (batch, sizes["queries"]) if sizes["queries"] else (1, tokens)
 

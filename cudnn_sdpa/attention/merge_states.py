@@ -49,7 +49,7 @@ def merge_states(outs: Sequence[Tensor], lses: Sequence[Tensor], *, out: Tensor 
         outs: The outputs, (B, Hq, Sq, Dv) each, or (Tq, Hq, Dv) of packed sequences, of one dtype.
         lses: Their LSEs, (B, Hq, Sq) or (Tq, Hq) float32, as `return_lse=True` gives them. Minus infinity for rows that
             see no key of a part; what its output holds there does not matter.
-        out: Where the output is written, of any strides; apart from all parts. A new tensor if not given.
+        out: Where the output is written, of any strides; apart from all outputs and LSEs. A new tensor if not given.
 
     Returns:
         The output, in the dtype of the outputs, and the LSE in float32. Rows that see no key at all get zeros and minus
@@ -159,14 +159,14 @@ def _check(outs: Sequence[Tensor], lses: Sequence[Tensor], out: Tensor | None) -
     for number, lse in enumerate(lses):
         _check_one(f"lses[{number}]", lse, first, dtype=torch.float32, shape=first.shape[:-1])
     if out is not None:
-        _check_memory(out, parts)
+        _check_memory(out, parts | {f"lses[{number}]": x for number, x in enumerate(lses)})
 
 
-def _check_memory(out: Tensor, parts: dict[str, Tensor]) -> None:
+def _check_memory(out: Tensor, others: dict[str, Tensor]) -> None:
     if is_expanded(out.shape, out.stride()):
         raise LayoutError("out", f"strides {out.stride()} that overlap", "a separate address for each element")
-    if not is_compiling() and is_plain_memory(*parts.values(), out):
-        check_apart("out", out, parts.items())
+    if not is_compiling() and is_plain_memory(*others.values(), out):
+        check_apart("out", out, others.items())
 
 
 def _check_one(name: str, tensor: Tensor, first: Tensor, *, dtype: torch.dtype, shape: tuple[int, ...]) -> None:

@@ -422,9 +422,12 @@ def test_more_parts_than_the_kernel_takes_are_merged_in_pytorch():
 
 @pytest.mark.parametrize("way", [contextlib.nullcontext, gpu_on_the_cpu])
 def test_where_merged_states_may_be_written(way):
-    outs, lses = [torch.randn(3, 2, 8) for _ in range(2)], [torch.randn(3, 2) for _ in range(2)]
+    outs, memory = [torch.randn(3, 2, 8) for _ in range(2)], torch.randn(3, 2, 9)
+    lses = [torch.randn(3, 2), memory[..., 8].contiguous()]
     wanted, _ = merge_states(outs, lses)
     with way():
+        with pytest.raises(cudnn_sdpa.LayoutError, match=r"out: got memory that overlaps lses\[1\]"):
+            merge_states(outs, [lses[0], memory[..., 8]], out=memory[..., :8])
         apart = torch.full((3, 2, 8, 2), torch.nan)[..., 1]
         out, _ = merge_states(outs, lses, out=apart)
         assert out is apart

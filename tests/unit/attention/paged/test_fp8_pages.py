@@ -57,11 +57,11 @@ def test_the_reference_gathers_their_bits():
     wanted = pages.float()[table].transpose(1, 2).flatten(0, 1)
     with FewKernels():
         whole = paged.gathered(pages, table.unsqueeze(0), torch.tensor([8]))
-        part = paged_varlen.gathered(pages, table, slice(2, 8), scale=torch.tensor([0.3]), exact=torch.float64)
+        part = paged_varlen.gathered(pages, table, slice(2, 8))
     assert whole.dtype == FP8[1]
     assert torch.equal(whole[0].float()[:, :8], wanted.transpose(0, 1)[:, :8])
     assert not whole[0].float()[:, 8:].any()
-    torch.testing.assert_close(part[0], 0.3 * wanted.transpose(0, 1)[:, 2:8].double())
+    assert torch.equal(part[0].float(), wanted.transpose(0, 1)[:, 2:8])
 
 
 @pytest.mark.parametrize(
@@ -84,8 +84,8 @@ def test_pages_of_a_fork_are_copied(dtype, page_layout):
             pages=8,
             page_size=4,
             heads=2,
-            head_dim=8,
-            head_dim_v=16,
+            head_dim=16,
+            head_dim_v=32,
             layers=2,
             dtype=dtype,
             device="cpu",
@@ -97,7 +97,7 @@ def test_pages_of_a_fork_are_copied(dtype, page_layout):
         def append(sequence: int, tokens: int) -> None:
             step = cache.reserve([sequence], tokens)
             for layer in range(2):
-                cache.append(step, torch.randn(1, 2, tokens, 8).half(), torch.randn(1, 2, tokens, 16).half(), layer)
+                cache.append(step, torch.randn(1, 2, tokens, 16).half(), torch.randn(1, 2, tokens, 32).half(), layer)
 
         append(one, 6)
         before = [x.float() for layer in range(2) for x in cache.read(one, layer)]
