@@ -111,11 +111,8 @@ def sdpa_paged(
 
     cuDNN reads tables and lengths of a `PagedKVCache` in place. All others are copied by one small kernel that clamps
     lengths to the table and page ids to the cache; to the kernel of `sdpa_paged_varlen`, pages beyond the cache are
-    zeros. So invalid values give wrong results, but no GPU error and no out-of-bounds read. They are checked on the CPU,
-    and on GPUs if the environment variable `CUDNN_SDPA_DEBUG` is 1.
-
-    Pages in FP8 and of sizes that are no power of two have no kernel in cuDNN: that of `sdpa_paged_varlen` reads them,
-    for head dims up to 256. FP8 needs compute capability 8.9.
+    zeros. So invalid values give wrong results, but no GPU error and no out-of-bounds read. They are checked on the
+    CPU, and on GPUs if the environment variable `CUDNN_SDPA_DEBUG` is 1.
 
     Args:
         q: Queries (B, Hq, Sq, D), float16 or bfloat16: those of the newest tokens. Under `torch.autocast` they are
