@@ -349,6 +349,15 @@ def test_a_cache_in_fp8_quantizes(monkeypatch, dtype, layout):
         cache.append(step, *(x.to(other) for x in new))
 
 
+def test_caches_pickled_before_they_had_scales():
+    cache = PagedKVCache(pages=4, page_size=5, heads=2, head_dim=16, device="cpu")
+    state = {name: value for name, value in cache.__getstate__().items() if name not in ("k_scale", "v_scale")}
+    found, new = PagedKVCache.__new__(PagedKVCache), torch.randn(1, 2, 3, 16).bfloat16()
+    found.__setstate__(state)
+    found.append(found.reserve([one := found.add()], 3), new, new)
+    assert all(torch.equal(x, new[0]) for x in found.read(one))
+
+
 def test_scales_and_sizes_of_a_cache_are_checked():
     sizes = {"pages": 8, "page_size": 4, "heads": 2, "head_dim": 16, "device": "cpu"}
     with pytest.raises(OptionError, match="head_dim_v: got 24; expected a multiple of 16, as head vectors in FP8"):
