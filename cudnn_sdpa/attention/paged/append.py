@@ -155,7 +155,8 @@ def write_tokens(*given: Any) -> None:
         return
     known.run(call)
     if _calls.find is not None:
-        _calls.register(given, {}, RepeatableCall(known.run.bound, known.run.tensors_of(call), ()))
+        pages = call.k_pages, call.v_pages
+        _calls.register(given, {}, RepeatableCall(known.run.bound, known.run.tensors_of(call), (), written=pages))
 
 
 def _find(call: AppendCall) -> _Known | None:

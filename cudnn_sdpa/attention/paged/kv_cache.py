@@ -118,7 +118,7 @@ class PagedKVCache:
         return {name: value for name, value in self.__dict__.items() if name != "_layers"}
 
     def __setstate__(self, state: dict[str, object]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"k_scale": None, "v_scale": None, **state})  # pickles before FP8 have none
         self._set_up()  # a pickle holds no views
 
     @property

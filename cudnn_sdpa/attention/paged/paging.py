@@ -229,6 +229,7 @@ def table_of_csr(ends: Tensor, ids: Tensor, last: Tensor, *, table: Tensor, leng
         fields[place] = tensor.data_ptr()
     with torch.cuda.device(device):
         csr_kernel.on(device).launch(min(batch, 4096), 128, fields, current_raw_stream(device))
+    torch.autograd.graph.increment_version([x for x in (table, lengths) if not x.is_inference()])
 
 
 def copy_pages(layers: tuple[Tensor, Tensor], copies: list[tuple[int, int]]) -> None:

@@ -123,8 +123,8 @@ def is_of_a_cache(call: PagedArguments) -> bool:
     mark, other = marks_of(call)
     if mark is None or call.page_table_v is not None or other != mark:
         return False
-    pages, _, page_size = mark
-    return bool(pages <= call.k_pages.shape[0] and page_size == call.page_size)
+    pages, *sizes = mark
+    return bool(pages <= call.k_pages.shape[0] and sizes == [call.page_table.shape[1], call.page_size])
 
 
 def reasons_against_in_place(call: PagedArguments) -> list[str]:

@@ -25,9 +25,10 @@ def trusted_pages(page_table: Tensor, seq_lens_kv: Tensor, *, pages: int, page_s
     CPU or the environment variable `CUDNN_SDPA_DEBUG` is 1, as in each call then.
 
     The marks are on these two tensor objects. They stay when the tensors are written to, so that an engine marks its
-    buffers once. Views, slices and copies have none: mark the slice that you pass, and keep it. Calls with both of them
-    read them in place if the cache has at least `pages` pages of this size, with one query for each sequence; others
-    copy and clamp as always.
+    buffers once. Views, slices and clones have none: mark the slice that you pass, and keep it. But `copy.copy`,
+    `copy.deepcopy` and pickle copy marks: you vouch for those tensors, too. Calls with both tensors read them in place
+    if the cache has at least `pages` pages of this size and the table still has as many columns, with one query for
+    each sequence; others copy and clamp as always.
 
     Args:
         page_table: Page ids of each sequence, (B, max_pages) int32, its rows dense.
@@ -108,7 +109,7 @@ def page_table_of_csr(
         return
     columns, n = out_table.shape[1], indices.shape[0]
     begin = indptr[:-1].clamp(0, n)
-    all_pages = (indptr[1:] - begin).clamp(min=0).minimum(n - begin)
+    all_pages = (indptr[1:].clamp(0, n) - begin).clamp(min=0)
     pages = all_pages.clamp(max=columns)
     last = torch.where(all_pages > columns, page_size, last_page_len.clamp(0, page_size))
     column = torch.arange(columns, device=out_table.device, dtype=torch.int32)

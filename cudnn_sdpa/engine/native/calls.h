@@ -27,6 +27,7 @@ struct KnownCall {
   py::object plan;
   std::shared_ptr<const Recipe> recipe;
   std::vector<size_t> operands;  // the recipe's, among the arguments
+  std::vector<size_t> written;   // those of them that the kernels write to
   std::vector<size_t> numbers;   // arguments that are data
   Span out;                      // the argument that the first result is written to; of 0 bytes if that is new memory
   std::vector<Span> others;      // with `out`, all other tensors that have elements
@@ -120,6 +121,8 @@ inline PyObject* run(const Calls* self, PyObject* const* arguments, size_t posit
   const auto found = self->known->find(hash_of(words));
   if (found == self->known->end() || found->second->words != words || is_intercepted()) return nullptr;
   const auto known = found->second;  // an eviction during the launch must not free it
+  // Before any address is taken: several tensors may lie in the memory that moves.
+  for (const size_t place : known->written) writable_address_of(THPVariable_Unpack(arguments[place]));
   uint64_t addresses[most_operands];
   for (size_t slot = 0; slot < known->operands.size(); ++slot) {
     addresses[slot] = address_of(THPVariable_Unpack(arguments[known->operands[slot]]));
@@ -149,7 +152,7 @@ inline PyObject* calls_vectorcall(PyObject* self, PyObject* const* arguments, si
   END_HANDLE_TH_ERRORS
 }
 
-// register(*, arguments, options, recipe, plan, operands, numbers, out, returned, is_tuple, differentiation) -> bool
+// register(*, arguments, options, recipe, plan, operands, written, numbers, out, returned, is_tuple, differentiation) -> bool
 inline PyObject* calls_register(PyObject* self_, PyObject* positional, PyObject* named) {
   HANDLE_TH_ERRORS
   auto* self = reinterpret_cast<Calls*>(self_);
@@ -169,6 +172,7 @@ inline PyObject* calls_register(PyObject* self_, PyObject* positional, PyObject*
   known->recipe = py::cast<std::shared_ptr<Recipe>>(given["recipe"]);
   known->plan = given["plan"];
   known->operands = py::cast<std::vector<size_t>>(given["operands"]);
+  known->written = py::cast<std::vector<size_t>>(given["written"]);
   known->numbers = py::cast<std::vector<size_t>>(given["numbers"]);
   const int out = py::cast<int>(given["out"]);
   known->returned = py::cast<std::vector<size_t>>(given["returned"]);

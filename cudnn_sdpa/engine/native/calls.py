@@ -79,6 +79,7 @@ class RepeatableCall(NamedTuple):
     Attributes:
         returned: The results that the caller gets, by place.
         out: The caller's tensor that the first result is written to; None if that is a new tensor.
+        written: The operands that are written to.
     """
 
     bound: BoundPlan
@@ -86,6 +87,7 @@ class RepeatableCall(NamedTuple):
     returned: Sequence[int]
     single_output: bool = False
     out: Tensor | None = None
+    written: Sequence[Tensor] = ()
 
 
 RunBackward = Callable[
@@ -136,7 +138,7 @@ class NativeCalls:
             return -1 if tensor is None else places[id(tensor)]
 
         try:
-            operands = [place_of(tensor) for tensor in call.tensors]
+            operands, written = ([place_of(x) for x in tensors] for tensors in (call.tensors, call.written))
             out, of = place_of(call.out), None
             if differentiation is not None:
                 of = module.Differentiation(
@@ -166,6 +168,7 @@ class NativeCalls:
             recipe=recipe,
             plan=plan,
             operands=operands,
+            written=written,
             numbers=numbers,
             out=out,
             returned=call.returned,

@@ -23,6 +23,11 @@ inline uint64_t address_of(const at::Tensor& tensor) {
   return reinterpret_cast<uint64_t>(tensor.const_data_ptr());
 }
 
+// Likewise for writing; memory that the tensor shares until it is written to becomes its own.
+inline uint64_t writable_address_of(const at::Tensor& tensor) {
+  return tensor.storage().data() == nullptr ? 0 : reinterpret_cast<uint64_t>(tensor.mutable_data_ptr());
+}
+
 // The memory of the caller's that the first result is written to; none if there is no tensor.
 struct Out {
   const at::Tensor* tensor = nullptr;
@@ -30,10 +35,7 @@ struct Out {
 
   Out() = default;
 
-  // Memory that the tensor shares until it is written to becomes its own.
-  explicit Out(const at::Tensor& given) : tensor(&given) {
-    if (given.storage().data() != nullptr) address = reinterpret_cast<uint64_t>(given.mutable_data_ptr());
-  }
+  explicit Out(const at::Tensor& given) : tensor(&given), address(writable_address_of(given)) {}
 
   // Tells autograd that the tensor has changed.
   void count_write() const {

@@ -242,6 +242,32 @@ def test_autograd_notices_the_change():
 
 
 @pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("which", ["k_pages", "v_pages", "both"])
+def test_memory_that_is_shared_until_it_is_written_to_keeps_its_values(which):
+    for _ in range(4):
+        given, kept = call(), torch.full((4, 2, 5, 16 + 8), 5.0).bfloat16()
+        parts = torch._lazy_clone(kept).split((16, 8), -1)
+        given |= {name: x for name, x in zip(("k_pages", "v_pages"), parts, strict=True) if which in (name, "both")}
+        append_paged_kv(**given)
+        assert (kept == 5).all()
+        assert torch.equal(given["k_pages"][1, :, 2], given["k"][0])
+        assert torch.equal(given["v_pages"][3, :, 4], given["v"][1])
+
+
+@pytest.mark.usefixtures("way")
+def test_a_cache_whose_memory_is_shared_until_it_is_written_to(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
+    for _ in range(4):
+        cache = PagedKVCache(pages=4, page_size=5, heads=2, head_dim=16, device="cpu")
+        kept, cache._k = cache._k, torch._lazy_clone(cache._k)
+        cache._set_up()
+        new = torch.randn(1, 2, 3, 16).bfloat16()
+        cache.append(cache.reserve([one := cache.add()], 3), new, new)
+        assert not kept.any()
+        assert all(torch.equal(x, new[0]) for x in cache.read(one))
+
+
+@pytest.mark.usefixtures("way")
 def test_inference_mode():
     with torch.inference_mode():
         given = call()
@@ -321,6 +347,15 @@ def test_a_cache_in_fp8_quantizes(monkeypatch, dtype, layout):
     other = next(x for x in FP8 if x != dtype)
     with pytest.raises(DtypeError, match="k: got float8"):
         cache.append(step, *(x.to(other) for x in new))
+
+
+def test_caches_pickled_before_they_had_scales():
+    cache = PagedKVCache(pages=4, page_size=5, heads=2, head_dim=16, device="cpu")
+    state = {name: value for name, value in cache.__getstate__().items() if name not in ("k_scale", "v_scale")}
+    found, new = PagedKVCache.__new__(PagedKVCache), torch.randn(1, 2, 3, 16).bfloat16()
+    found.__setstate__(state)
+    found.append(found.reserve([one := found.add()], 3), new, new)
+    assert all(torch.equal(x, new[0]) for x in found.read(one))
 
 
 def test_scales_and_sizes_of_a_cache_are_checked():

@@ -92,6 +92,25 @@ def test_other_tables_are_copied_and_clamped(copies, what):
     assert len(copies) > before or what in ("slices", "copies", "one alone")  # bound before
 
 
+@pytest.mark.parametrize("what", ["resized", "other data"])
+def test_no_column_is_read_that_a_trusted_table_has_no_more(copies, what):
+    given = call()
+    k, v = (given[name].nan_to_num_(0.5) for name in ("k_pages", "v_pages"))
+    table, lengths = given["page_table"], given["seq_lens_kv"].fill_(12)
+    fewer = table[:, :2].clone()
+    trusted_pages(table, lengths, pages=13, page_size=4)
+    for _ in range(3):
+        sdpa_paged(**given)
+    assert not copies
+    if what == "resized":
+        table.resize_(4, 2).copy_(fewer)
+    else:
+        table.data = fewer
+    wanted = sdpa_paged(given["q"], k, v, fewer.clone(), ints(8, 8, 8, 8), page_layout="HND")
+    for _ in range(3):
+        assert torch.equal(sdpa_paged(**given), wanted)
+
+
 WRONG_TRUST = {
     "ids beyond the cache": ({"pages": 3}, ShapeError, "page_table: got page"),
     "lengths beyond the table": ({"seq_lens_kv": ints(13, 0, 1, 1)}, ShapeError, "seq_lens_kv: got 13"),
@@ -250,6 +269,32 @@ def test_results_overlap_nothing():
     ):
         with pytest.raises(LayoutError, match="that overlaps in"):
             page_table_of_csr(**{**csr(), **changes})
+
+
+@pytest.mark.usefixtures("way")
+def test_ends_of_every_size_are_clamped():
+    given = {**csr(), "indptr": ints(2, -(2**31), 2**31 - 1), "out_table": torch.full((2, 3), -7).int()}
+    page_table_of_csr(**given)
+    assert given["out_lengths"].tolist() == [0, 2 * 4 + 4]
+    assert given["out_table"].tolist() == [[-7, -7, -7], [5, 1, 4]]
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("name", ["out_table", "out_lengths"])
+def test_autograd_notices_that_a_table_is_filled(name):
+    given, rows = csr(), torch.ones(9, 2, requires_grad=True)
+    total = rows.index_select(0, given[name].view(-1)).sum()
+    page_table_of_csr(**given)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+
+
+@pytest.mark.usefixtures("way")
+def test_tables_are_filled_in_inference_mode():
+    with torch.inference_mode():
+        given = csr()
+        page_table_of_csr(**given)
+    assert given["out_lengths"].tolist() == [7, 4]
 
 
 def test_vmap_is_refused():
