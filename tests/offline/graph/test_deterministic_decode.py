@@ -60,7 +60,8 @@ def test_pages(gpu, can_plan):  # noqa: ARG001
     pages, table = (torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in PAGED)
     q, _ = single(128)
     properties = load_properties(gpu)
-    call = from_fields(PagedArguments, q, pages, pages, table, None, LENGTHS, None, None, "HND", deterministic=True)
+    tensors = (q, pages, pages, table, None, LENGTHS, *(None,) * 4)  # no lengths of queries, sinks, scales
+    call = from_fields(PagedArguments, *tensors, "HND", deterministic=True)
     decode = DecodeSpec.of(call, in_place=True)
     made = plan_offline(decode.key(Target.from_properties(properties), None), properties)
     assert is_repeatable(made.engine, made.knobs, single_query=True)
