@@ -148,7 +148,7 @@ def write_tokens(*given: Any) -> None:
     if may_be_known and _calls.find is not None and _calls.find(*given) is not MISSED:
         _count_write(given[2], given[3])
         return
-    call = AppendCall(*given)
+    call = AppendCall._make(given)  # in compiled code, PyTorch 2.9 knows the properties of what this gives alone
     known = _find(call) if may_be_known else None
     if known is None:
         _append_checked(call)
@@ -192,7 +192,7 @@ def _count_write(k_pages: Tensor, v_pages: Tensor) -> None:
 def _append_checked(call: AppendCall) -> None:
     check_page_layout(call.page_layout)
     required = 5 if call.tokens is None else 4
-    check_are_tensors(dict(zip(call._fields, call[:_TENSORS], strict=False)), call._fields[required:_TENSORS])
+    check_are_tensors(dict(zip(call._fields[:_TENSORS], call[:_TENSORS], strict=True)), call._fields[required:_TENSORS])
     tensors, what = call.tensors.values(), "append_paged_kv" if call.tokens is None else "a PagedKVCache"
     if has_dtensor(*tensors):
         refuse(what, "each rank has pages of its own heads or sequences: give it the local tensors")
@@ -324,7 +324,7 @@ def _write(call: AppendCall) -> None:
     slots = slots[is_there]
     of = (call.k, call.k_pages, call.k_scale), (call.v, call.v_pages, call.v_scale)
     for new, pages, scale in of:
-        rows = new.transpose(1, 2)[is_there]
+        rows = as_bits(new.transpose(1, 2))[is_there].view(new.dtype)
         as_bits(pages)[slots // size, :, slots % size] = as_bits(stored(rows, pages.dtype, scale))
 
 
