@@ -202,6 +202,7 @@ def test_without_a_stream_no_plan_is_blamed(store, handles_of_a_gpu, monkeypatch
 
 def test_without_memory_for_a_handle_no_plan_is_blamed(store, handles_of_a_gpu, monkeypatch):
     """The stream of the first attempt serves the next one."""
+    monkeypatch.setattr(handles, "thread", type(handles.thread)())  # as in a thread that has launched nothing yet
     runtime, made = Streams(), []
     monkeypatch.setattr(backend, "_cuda_runtime", lambda: runtime)
     monkeypatch.setattr(backend, "new_stream", lambda: made.append(77) or 77)
