@@ -9,16 +9,24 @@ the reference takes, count as bfloat16.
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
 
 from cudnn_sdpa.attention import backward_arguments
-from cudnn_sdpa.attention.arguments import Softmax, check_memory, check_options, outputs_without_data, results
+from cudnn_sdpa.attention.arguments import (
+    FP8_DTYPES,
+    Softmax,
+    check_memory,
+    check_options,
+    outputs_without_data,
+    results,
+)
+from cudnn_sdpa.attention.cpu_checks import check_offsets
 from cudnn_sdpa.attention.mask import TOP_LEFT
-from cudnn_sdpa.engine import cpu_target, fallback
-from cudnn_sdpa.engine.dispatch_state import is_plain_memory
+from cudnn_sdpa.engine import cpu_target, fallback, tensor_checks
+from cudnn_sdpa.engine.dispatch_state import cast_tensor, is_plain_memory
 from cudnn_sdpa.engine.launch import Layout, layout_signature
 from cudnn_sdpa.engine.operation.call import BackwardCall, Call
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
@@ -79,6 +87,40 @@ class AttentionCall(Call):
 
     def check_gradient_keys(self, target: Target, device: int | None = None) -> None:
         raise NotImplementedError
+
+
+class PagesCall(AttentionCall):
+    """A call on a paged cache: for inference, with pages of the queries' dtype or in FP8."""
+
+    __slots__ = ()
+
+    #: The function that makes such calls.
+    function: ClassVar[str]
+
+    if TYPE_CHECKING:
+
+        @property
+        def k_pages(self) -> Tensor: ...
+        @property
+        def v_pages(self) -> Tensor: ...
+
+    def autocast(self) -> dict[str, object]:
+        """The queries in autocast's dtype, if pages have that dtype, or one in FP8."""
+        q: Tensor = cast_tensor(self.q, self.q)
+        return {"q": q} if q.dtype == self.k_pages.dtype or self.k_pages.dtype in FP8_DTYPES else {}
+
+    def check_strides_for_gpu(self) -> None:
+        self.check_strides()
+        check_offsets(q=self.q, k_pages=self.k_pages, v_pages=self.v_pages, out=self.out)
+        if self.out is not None and self.out.numel():
+            tensor_checks.check_strides_of_out(self.out, for_cudnn=True)
+
+    def check_gradient(self) -> NoReturn:
+        raise UnsupportedError(
+            f"{self.function} with a gradient",
+            ["an input requires grad, and attention on a paged cache is for inference only"],
+            "calling it under torch.no_grad(), or sdpa_varlen for training",
+        )
 
 
 class CudnnCall(AttentionCall):

@@ -181,12 +181,7 @@ def _tensors_of(call: AppendCall) -> Sequence[Tensor | None]:
 
 def _count_write(k_pages: Tensor, v_pages: Tensor) -> None:
     """Tells autograd that the pages have changed."""
-    if not (k_pages.is_inference() or v_pages.is_inference()):
-        increment_version((k_pages, v_pages))
-    elif not v_pages.is_inference():
-        increment_version(v_pages)
-    elif not k_pages.is_inference():
-        increment_version(k_pages)
+    increment_version([x for x in (k_pages, v_pages) if not x.is_inference()])
 
 
 def _append_checked(call: AppendCall) -> None:

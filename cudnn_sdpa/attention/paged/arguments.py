@@ -285,7 +285,7 @@ def check_strides_on_pages(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _hint_on_strides(pages: Tensor) -> str:
-    """What to do where dense pages, as those of FP8 with a head dim of 8, are no multiples either."""
+    """A suggestion for dense pages that are no multiples either, as those of FP8 with a head dim of 8."""
     if pages.shape[3] * pages.element_size() % ALIGNMENT == 0:
         return ""
     return f"Allocate pages with {ALIGNMENT} bytes, or a multiple, for each head vector."

@@ -23,7 +23,6 @@ from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inpu
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, live_target
 
 
@@ -41,7 +40,7 @@ def describe_paged(**given: Any) -> Description:
     def by_own_kernel(why: str) -> Description:
         return Description(
             operation=paged_varlen_forward,
-            key=partial(_only_key, call),
+            key=partial(own_kernel.key_of, call),
             device=explain.device_of(call.q),
             is_empty=call.is_empty,
             extra_kernels=[*before, f"our own kernel for pages runs: {why}"],
@@ -62,10 +61,6 @@ def describe_paged(**given: Any) -> Description:
         return None if row is None or row.kernel != OWN else by_own_kernel(str(row))
 
     return replace(described, extra_kernels=notes, verify=verify, on_target=on_target)
-
-
-def _only_key(call: PagedArguments, target: Target, device: int | None) -> PlanKey:
-    return own_kernel.key_of(call, target, device)
 
 
 def describe_decode(call: PagedArguments, device: int | None) -> Description:

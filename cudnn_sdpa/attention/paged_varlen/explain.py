@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,8 +14,6 @@ from cudnn_sdpa.attention.paged_varlen.call import PagedVarlenCall
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import PAGED_VARLEN, call_of, sdpa_paged_varlen
 from cudnn_sdpa.attention.verify import Results, compare, empty_like
 from cudnn_sdpa.engine.explain import Description, describes
-from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.graph.target import Target
 
 
 @describes(sdpa_paged_varlen, sharding.paged_varlen)
@@ -24,12 +23,9 @@ def describe_paged_varlen(**given: Any) -> Description:
     if checked.refused is not None:
         return Description.refused(plans.paged_varlen_forward, checked.refused, device)
 
-    def key(target: Target, device: int | None) -> PlanKey:
-        return next(iter(plans.keys(call, target, device)))
-
     return Description(
         operation=plans.paged_varlen_forward,
-        key=key,
+        key=partial(plans.key_of, call),
         device=device,
         is_empty=call.is_empty,
         extra_kernels=[*explain.notes_on_casts(checked.call, call), *sink_scores.notes_on_conversion(given)],

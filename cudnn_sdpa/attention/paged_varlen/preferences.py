@@ -2,7 +2,7 @@
 
 `preferences.json` has a row for each kind of call that was measured: the compute capability, the head dims, and ranges,
 whose ends are included, of new tokens, of sequences and of the keys that a row of the page table has room for. The
-times, in microseconds, are those of what `of` says. Without a row, cuDNN serves the call if it has a
+times, in microseconds, are those of the call that `of` describes. Without a row, cuDNN serves the call if it has a
 kernel for the pages.
 """
 
@@ -35,7 +35,7 @@ class Preference(NamedTuple):
     of: str
 
     def __str__(self) -> str:
-        return f"it takes {self.own_us} µs, and cuDNN's engines {self.cudnn_us} µs, for {self.of}: preferences.json"
+        return f"measured {self.own_us} µs, cuDNN's engines {self.cudnn_us} µs, for {self.of} (preferences.json)"
 
 
 @functools.cache

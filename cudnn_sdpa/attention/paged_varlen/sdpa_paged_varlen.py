@@ -113,7 +113,7 @@ def sdpa_paged_varlen(
 
     A kernel of this library's own reads pages where they are: of any size, in any memory order with dense head vectors
     at multiples of 16 bytes, keys and values apart, side by side or interleaved. A tile of it holds the new tokens of a
-    sequence and the query heads that share a key head, so a few tokens cost what one does; the keys of long sequences
+    sequence and the query heads that share a key head, so a few tokens read the keys once; the keys of long sequences
     are divided among blocks. It needs compute capability 8.0, and 8.9 for pages in FP8. Results are the same from run
     to run. No slot that belongs to no sequence is used, nor one left of the windows of all new tokens of its sequence:
     they may hold NaN, and page ids there may be -1.
