@@ -856,7 +856,7 @@ def test_freed_storage_is_named(call):
     tensors = call.tensors()
     for name, x in tensors.items():
         for offset in (0, 64):  # the address of a view of freed storage is its offset
-            size = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+            size = 1 + sum((n - 1) * stride for n, stride in zip(x.shape, x.stride(), strict=True))
             freed = torch.empty(offset + size, dtype=x.dtype).as_strided(x.shape, x.stride(), offset)
             freed.copy_(x)
             freed.untyped_storage().resize_(0)

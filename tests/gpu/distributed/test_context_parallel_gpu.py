@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import parallel_cases as cases
 import pytest
@@ -44,9 +45,11 @@ def _joined(rank, ranks, store):
     dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks)
 
 
-def _left():
+def _left(rank, store):
+    """Notes that a rank has compared everything."""
     dist.barrier()
     dist.destroy_process_group()
+    Path(f"{store}.{rank}").touch()
 
 
 def _rank(rank, ranks, store, method):
@@ -75,7 +78,7 @@ def _rank(rank, ranks, store, method):
         torch.cuda.set_sync_debug_mode("error")  # no host waits for offsets
         packed(*mine)
         torch.cuda.set_sync_debug_mode("default")
-    _left()
+    _left(rank, store)
 
 
 def _rank_with_options(rank, ranks, store, method):
@@ -94,20 +97,22 @@ def _rank_with_options(rank, ranks, store, method):
         cases.check([cases.worst_in_groups_of_heads(made, device="cuda")], len(made), of_halves=3e-2)
     if method != "ring" and is_full:
         assert max(cases.errors_of_dropout(method, torch.bfloat16, device="cuda")) < 5e-2
-    _left()
+    _left(rank, store)
 
 
 def _run(function, ranks, method, store):
+    """The ranks that have compared everything."""
     mp.start_processes(function, args=(ranks, store, method), nprocs=ranks, start_method="spawn")
+    return [rank for rank in range(ranks) if Path(f"{store}.{rank}").exists()]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("method", METHODS)
 def test_many_gpus_compute_what_one_does(method, ranks, tmp_path):
-    _run(_rank, ranks, method, tmp_path / "store")
+    assert _run(_rank, ranks, method, tmp_path / "store") == list(range(ranks))
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("method", METHODS)
 def test_every_option_on_many_gpus(method, ranks, tmp_path):
-    _run(_rank_with_options, ranks, method, tmp_path / "store")
+    assert _run(_rank_with_options, ranks, method, tmp_path / "store") == list(range(ranks))

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
+import paged_varlen_checks
 import pytest
 import torch
-from attention_checks import captured, nothing_synchronizes, poison
-from float64_reference import attend_packed_on_pages
+from attention_checks import captured, nothing_synchronizes
 from paged_batches import PLACES, batch_on_pages
+from paged_varlen_checks import BF16, E4M3, E5M2, HALF, OF_ALL, assert_right, exact
 
 from cudnn_sdpa import no_plan_builds, plan_cache, sdpa_paged_varlen
-
-E4M3, E5M2, BF16, F16 = torch.float8_e4m3fn, torch.float8_e5m2, torch.bfloat16, torch.float16
-
-#: Largest relative error in the norm, over all tokens and in the worst of them.
-WHOLE, WORST = {BF16: 6e-3, F16: 1e-3}, {BF16: 2e-2, F16: 4e-3}
 
 BATCHES = {
     "decodes": ([1] * 9, [4000, 1, 63, 64, 65, 128, 777, 2049, 5]),
@@ -24,33 +20,8 @@ BATCHES = {
 }
 
 
-def exact(given):
-    others = ("max_seqlen_q", "out", "batch_invariant")
-    return attend_packed_on_pages(**{name: x for name, x in given.items() if name not in others})
-
-
-def assert_right(given):
-    """Output and log-sum-exp, in memory that held NaN, and written into a tensor."""
-    shape = (*given["q"].shape[:2], given["v_pages"].shape[-1])
-    poison(shape, dtype=given["q"].dtype)
-    poison(shape[:2], dtype=torch.float32)
-    out, lse = sdpa_paged_varlen(**given, return_lse=True)
-    wanted, of_lse = exact(given)
-    assert out.isfinite().all()
-    off, size = (out.double() - wanted).norm(dim=-1), wanted.norm(dim=-1)
-    assert float(off.norm()) <= WHOLE[out.dtype] * float(size.norm()) + 1e-6
-    assert bool((off <= WORST[out.dtype] * size + 1e-5).all())
-    torch.testing.assert_close(lse.double(), of_lse, rtol=1e-4, atol=2e-3)
-    into = torch.full_like(out, torch.nan)
-    assert sdpa_paged_varlen(**given, out=into) is into
-    assert torch.equal(into, out)
-    return out, lse
-
-
 def drawn(name="drafts", **given):
-    new, lengths = BATCHES[name]
-    settings = {"heads": 8, "dims": (128, 128), "page": 16, "dtype": BF16, "device": "cuda", "before": 1, "behind": 2}
-    return batch_on_pages(new, lengths, **settings | given)
+    return paged_varlen_checks.drawn(BATCHES[name], **given)
 
 
 @pytest.mark.parametrize("name", BATCHES)
@@ -79,7 +50,7 @@ MASKS = {
 
 @pytest.mark.parametrize("name", ["drafts", "a chunk among decodes"])
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("dtype", [BF16, HALF])
 def test_masks(name, mask, dtype):
     assert_right(drawn(name, dtype=dtype, **MASKS[mask]))
 
@@ -95,7 +66,7 @@ def test_scores_and_sinks(name, options):
 
 @pytest.mark.parametrize("name", ["decodes", "drafts", "a chunk among decodes"])
 @pytest.mark.parametrize("cache", [E4M3, E5M2])
-@pytest.mark.parametrize("dtype", [BF16, F16])
+@pytest.mark.parametrize("dtype", [BF16, HALF])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_pages_in_fp8(name, cache, dtype, dim):
     if torch.cuda.get_device_capability() < (8, 9):
@@ -178,7 +149,7 @@ def test_a_graph_replays_any_mixture():
         out.fill_(torch.nan)
         graph.replay()
         wanted, of_lse = exact(given)
-        assert float((out.double() - wanted).norm()) <= WHOLE[BF16] * float(wanted.norm())
+        assert float((out.double() - wanted).norm()) <= OF_ALL[BF16] * float(wanted.norm())
         torch.testing.assert_close(lse.double(), of_lse, rtol=1e-4, atol=2e-3)
 
 

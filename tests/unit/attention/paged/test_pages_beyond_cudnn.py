@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from fake_gpu import TARGET, FakePlan, gpu_on_the_cpu
@@ -217,7 +219,8 @@ class Served:
         return other
 
     def step(self, numbers, counts, **options):
-        """Appends, attends in the second layer, and compares with float64."""
+        """Appends, attends in the second layer, and gives the results of each sequence beside those of float64."""
+        compared = []
         step = self.cache.reserve(numbers, counts)
         new = [torch.randn(len(numbers), 2, max(counts), dim).mul(3).bfloat16() for dim in (16, 32)]
         for layer in (0, 1):
@@ -230,8 +233,9 @@ class Served:
             rows = (x.unsqueeze(0) for x in self.rows[number])
             options_here = {"is_causal": True, "causal_alignment": "bottom_right", **options}
             expected, _ = attend(q[b : b + 1, :, :count], *rows, **options_here)
-            torch.testing.assert_close(found[b : b + 1, :, :count].double(), expected, **TOLERANCES[BF16])
-            assert not found[b, :, count:].any()
+            absent = found[b : b + 1, :, count:].double()
+            compared += [(found[b : b + 1, :, :count].double(), expected), (absent, torch.zeros_like(absent))]
+        return compared
 
 
 KINDS = {
@@ -249,22 +253,23 @@ def test_caches_end_to_end(monkeypatch, kind, where):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda x: x)
     options = {name: x.abs() if torch.is_tensor(x) else x for name, x in KINDS[kind].items()}
 
-    def run():
+    with contextlib.ExitStack() as stack:
+        if where != "cpu":
+            stack.enter_context(native_way(on=where == "native"))
+            stack.enter_context(gpu_on_the_cpu())
         served = Served(**options)
         one, two = served.add(), served.add()
-        served.step([one, two], [13, 4])
+        compared = served.step([one, two], [13, 4])
         for _ in range(3):
-            served.step([one, two], [1, 1])
+            compared += served.step([one, two], [1, 1])
         three = served.fork(one)
         for _ in range(2):
-            served.step([three, one, two], [2, 0, 4], softcap=3.0)
-            served.step([one, three], [1, 1], window_size=(6, 0), sinks=torch.tensor([0.4, -2.0, 1.3, 5.0]))
-
-    if where == "cpu":
-        run()
-        return
-    with native_way(on=where == "native"), gpu_on_the_cpu():
-        run()
+            compared += served.step([three, one, two], [2, 0, 4], softcap=3.0)
+            sinks = torch.tensor([0.4, -2.0, 1.3, 5.0])
+            compared += served.step([one, three], [1, 1], window_size=(6, 0), sinks=sinks)
+    for found, expected in compared:
+        torch.testing.assert_close(found, expected, **TOLERANCES[BF16])
+    assert [served.cache.length(number) for number in (one, two, three)] == [18, 15, 22]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -272,7 +277,7 @@ def test_plans_of_a_cache_are_those_of_its_steps(kind):
     options = {name: x.abs() if torch.is_tensor(x) else x for name, x in KINDS[kind].items()}
     cache = PagedKVCache(pages=40, heads=2, head_dim=16, max_length=80, device="cpu", **options)
     listed = plans_of_steps(cache, torch.randn(1, 4, 2, 16).bfloat16(), range(1, 80, 6), range(1, 50), {}, TARGET)
-    assert 2 <= len(listed) <= 3, "few rows, few rows of few sequences, and many"
+    assert len(listed) == 2, "few rows, and many"
     with gpu_on_the_cpu():
         for batch in (1, 43, 73):
             for tokens in (1, 3, 4, 5, 6, 9, 49):
