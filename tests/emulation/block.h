@@ -47,7 +47,7 @@ struct Barrier {
   unsigned arrived, generation;
 };
 
-alignas(128) unsigned char shared[shared_bytes];
+alignas(1024) unsigned char shared[shared_bytes];
 Fiber* fibers;
 unsigned char* stacks;
 unsigned threads, current, reversed_order;

@@ -27,6 +27,9 @@ LAYOUTS = {name: f"({', '.join(dimensions)})" for name, dimensions in PAGE_DIMEN
 #: The largest head dims of the library's own kernel for pages, and what all are multiples of.
 MAX_DIM, MULTIPLE = 256, 8
 
+#: The head dims of keys and values in multi-head latent attention, which are larger.
+LATENT_DIMS = 576, 512
+
 #: Whose pages have which layout, for those who do not know theirs by this name.
 _USED_BY = {
     HND: "as in cuDNN, TensorRT-LLM and PagedKVCache, which has it as page_layout",
@@ -246,10 +249,14 @@ def check_keys_and_values(call: WithPages) -> None:
 
 def check_dims(q: Tensor, v: Tensor, where: str = "") -> None:
     """The largest head dims of the library's own kernel for pages."""
-    for name, dim in (("q", q.shape[-1]), ("v_pages", v.shape[-1])):
+    dims = {"q": q.shape[-1], "v_pages": v.shape[-1]}
+    if all(is_true(x == y) for x, y in zip(dims.values(), LATENT_DIMS, strict=True)):
+        return
+    for name, dim in dims.items():
         if is_true(dim > MAX_DIM):
+            expected = f"at most {MAX_DIM}{where}, or {LATENT_DIMS[0]} for q and {LATENT_DIMS[1]} for v_pages"
             hint = "sdpa_varlen takes more, on keys and values gathered from the pages."
-            raise ShapeError(name, f"head dim {dim}", f"at most {MAX_DIM}{where}", hint)
+            raise ShapeError(name, f"head dim {dim}", expected, hint)
 
 
 def check_scales(call: WithPages) -> None:

@@ -6,9 +6,13 @@
  * a row tile merges all of its parts, in the order of the keys.
  *
  * Macros: DTYPE (1: float16, 2: bfloat16) of queries and output; CACHE (0: as queries, 1: E4M3, 2: E5M2); D, DV; G, the
- * query heads of a key head; PS, the page size; GROUPS warpgroups of 64 rows that compute; tiles of N keys, STAGES of them
- * in shared memory, RAW ones in FP8; BLOCKS of a multiprocessor; LEAST tiles of a part; SOFTCAP, TREE: whether there is a
- * soft cap, a tree mask; WGMMA: Hopper's instructions.
+ * query heads of a key head; PS, the page size; GROUPS warpgroups that compute, of 64 rows; COLUMNS of them share the rows,
+ * and divide the columns of the values; tiles of N keys, STAGES of them in shared memory, RAW ones in FP8; BLOCKS of a
+ * multiprocessor; LEAST tiles of a part; SOFTCAP, TREE: whether there is a soft cap, a tree mask; WGMMA: Hopper's
+ * instructions.
+ *
+ * With COLUMNS = 2 shared memory has tiles of one kind, as wide as keys: values that are the first numbers of their keys
+ * (multi-head latent attention) are read there, and others take turns with the keys.
  */
 
 typedef long long number;
@@ -73,14 +77,15 @@ struct Paged {
   float* lse;
   float* partial;        /* rows of parts: DVP sums of weighted values of each */
   float* sums;           /* 2 of each: maximum, to the base 2, and sum of weights */
-  u64* ready;            /* of the first row of a warpgroup: `token`, once its rows are there */
+  u64* ready;            /* COLUMNS of each; of the first row of a warpgroup: `token`, once its rows are there */
   number token;          /* chosen at random: memory that was never written does not hold it */
   number scale;          /* the bits of a float */
   Sizes sizes;
 };
 
-constexpr int M = 64 * GROUPS;
+constexpr int M = 64 * GROUPS / COLUMNS;
 constexpr int DP = (D + 63) / 64 * 64, DVP = (DV + 63) / 64 * 64; /* in shared memory */
+constexpr int DVC = DVP / COLUMNS; /* columns of a warpgroup */
 constexpr int ELEMENT = CACHE ? 1 : 2;
 constexpr bool Q_SHARED = D > 192; /* queries in shared memory, where registers do not hold them */
 /* Weights are multiplied by 2^SHIFT: as float16, small ones keep more of their bits. */
@@ -148,6 +153,13 @@ __device__ __forceinline__ int span_of(const Paged& a, const Sequence& s) {
   return (int)min((number)all, (a.sizes.left + a.sizes.right + (M + G - 1) / G + N) / N + 1);
 }
 
+/* Stages of shared memory that a tile of keys and its values take: one where values are the first numbers of their keys. */
+__device__ __forceinline__ int stages_of(const Paged& a) {
+  const Sizes& s = a.sizes;
+  const bool is_one = a.k == a.v && a.table_k == a.table_v && s.table_k_b == s.table_v_b && s.k_p == s.v_p;
+  return COLUMNS == 1 || (is_one && (s.heads_kv == 1 || s.k_h == s.v_h) && (PS == 1 || s.k_s == s.v_s)) ? 1 : 2;
+}
+
 /* Instructions. */
 
 __device__ __forceinline__ u32 address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
@@ -209,6 +221,9 @@ __device__ __forceinline__ void await(u64* b, int parity) {
 }
 __device__ __forceinline__ void warpgroup_sync(int barrier) {
   asm volatile("bar.sync %0, 128;\n" ::"r"(barrier) : "memory");
+}
+__device__ __forceinline__ void rows_sync(int role) { /* of the warpgroups that share rows */
+  asm volatile("bar.sync %0, %1;\n" ::"r"(2 + GROUPS + role / COLUMNS), "n"(128 * COLUMNS) : "memory");
 }
 __device__ __forceinline__ void see_writes() { /* of threads and asynchronous copies, before WGMMA reads */
 #if WGMMA
@@ -305,18 +320,18 @@ __device__ __forceinline__ void multiply_keys(
 }
 
 /* acc += w v for a tile of values, 128 columns at a time. */
-__device__ __forceinline__ void add_values(float (&acc)[DVP / 8][4], const u32 (&w)[N / 16][4], const half_t* v) {
+__device__ __forceinline__ void add_values(float (&acc)[DVC / 8][4], const u32 (&w)[N / 16][4], const half_t* v) {
   const u64 values = descriptor(address(v), N * 128);
 #pragma unroll
   for (int j = 0; j < N / 16; j++) {
     const u64 rows = further(values, j * 16 * 128);
 #pragma unroll
-    for (int p = 0; p < DVP / 128; p++)
+    for (int p = 0; p < DVC / 128; p++)
       wgmma<1>(reinterpret_cast<float(&)[16][4]>(acc[p * 16]), w[j], further(rows, 2 * p * N * 128), 1);
-    if (DVP % 128)
+    if (DVC % 128)
       wgmma<1>(
-          reinterpret_cast<float(&)[8][4]>(acc[DVP / 128 * 16]), w[j],
-          further(rows, DVP / 128 * 2 * N * 128), 1);
+          reinterpret_cast<float(&)[8][4]>(acc[DVC / 128 * 16]), w[j],
+          further(rows, DVC / 128 * 2 * N * 128), 1);
   }
 }
 
@@ -368,12 +383,12 @@ __device__ __forceinline__ void multiply_keys(
   }
 }
 
-__device__ __forceinline__ void add_values(float (&acc)[DVP / 8][4], const u32 (&w)[N / 16][4], const half_t* v) {
+__device__ __forceinline__ void add_values(float (&acc)[DVC / 8][4], const u32 (&w)[N / 16][4], const half_t* v) {
   const int lane = threadIdx.x % 32, row = lane % 8, matrix = lane / 8;
 #pragma unroll
   for (int j = 0; j < N / 16; j++)
 #pragma unroll
-    for (int c = 0; c < DVP / 16; c++) {
+    for (int c = 0; c < DVC / 16; c++) {
       u32 b[4];
       load4_trans(b, v + place<N>(j * 16 + (matrix & 1) * 8 + row, 2 * c + matrix / 2));
       mma(acc[2 * c], w[j], b[0], b[1]);
@@ -398,12 +413,14 @@ constexpr int COPIED = CACHE ? RAW : STAGES; /* tiles that the loader has under 
 
 struct Shared {
   half_t k[STAGES][N * DP];
+#if COLUMNS == 1
   half_t v[STAGES][N * DVP];
+#endif
 #if CACHE
   byte_t raw_k[RAW][N * K_BYTES];
   byte_t raw_v[RAW][N * V_BYTES];
 #endif
-  half_t q[Q_SHARED ? GROUPS : 1][Q_SHARED ? 64 * DP : 8];
+  half_t q[Q_SHARED ? GROUPS / COLUMNS : 1][Q_SHARED ? 64 * DP : 8];
 #if CACHE
   u64 raw_full_k[RAW], raw_full_v[RAW], raw_empty_k[RAW], raw_empty_v[RAW];
 #endif
@@ -415,6 +432,7 @@ struct Shared {
 };
 
 static_assert(sizeof(Shared) <= SHARED, "shared memory");
+static_assert(COLUMNS == 1 || (COLUMNS == 2 && !CACHE && Q_SHARED && DV == DVP && DVC % 64 == 0 && DV <= D), "columns of values");
 
 constexpr int THREADS = 128 * (GROUPS + 1 + (CACHE ? 2 : 0)); /* FP8 keys and values have a warpgroup each */
 
@@ -448,6 +466,9 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
     if (2 * tiles <= blocks) part = (load + blocks - tiles - 1) / (blocks - tiles);
     else part = (load * 23 / 20 + blocks - 1) / blocks;
     if (part < LEAST) part = LEAST;
+#if COLUMNS > 1 /* one block merges all parts of a row tile: 128 of their rows take it about as long as a tile of keys */
+    if (tiles) part = max(part, (number)sqrtf((float)load / tiles * min_(G, M) / 128));
+#endif
   }
   int group = 0, first = 0, slot0 = 0, parts = 1;
   struct {
@@ -567,8 +588,12 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
     const u32 all_k = address(x.raw_k), all_v = address(x.raw_v);
     u64 *const full_k = x.raw_full_k, *const full_v = x.raw_full_v, *const empty_k = x.raw_empty_k, *const empty_v = x.raw_empty_v;
 #else
-    const u32 all_k = address(x.k), all_v = address(x.v);
-    u64 *const full_k = x.full_k, *const full_v = x.full_v, *const empty_k = x.empty_k, *const empty_v = x.empty_v;
+    const u32 all_k = address(x.k);
+    u64 *const full_k = x.full_k, *const empty_k = x.empty_k;
+#if COLUMNS == 1
+    const u32 all_v = address(x.v);
+    u64 *const full_v = x.full_v, *const empty_v = x.empty_v;
+#endif
 #endif
     for (int n = 0; n < tiles; n++, loaded++) {
       warpgroup_sync(1);
@@ -576,9 +601,19 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
       if (round) await(empty_k + stage, (round - 1) & 1);
       copy(all_k + stage * N * K_BYTES + own, x.rows[n & 1][0], D * ELEMENT, K_BYTES / 128);
       arrive_when_copied(full_k + stage);
+#if COLUMNS == 1
       if (round) await(empty_v + stage, (round - 1) & 1);
       copy(all_v + stage * N * V_BYTES + own, x.rows[n & 1][1], DV * ELEMENT, V_BYTES / 128);
       arrive_when_copied(full_v + stage);
+#else
+      if (stages_of(a) == 2) {
+        loaded++;
+        const int next = loaded % COPIED;
+        if (loaded >= COPIED) await(empty_k + next, (loaded / COPIED - 1) & 1);
+        copy(all_k + next * N * K_BYTES + own, x.rows[n & 1][1], DV * ELEMENT, V_BYTES / 128);
+        arrive_when_copied(full_k + next);
+      }
+#endif
       keep(n + 1);
       look_up(n + 2); /* pages of the tile after the next one: nothing waits for them */
     }
@@ -684,17 +719,18 @@ __device__ __forceinline__ int rows_of(const volatile Item& t) { return min_(M, 
 /* Says that this warpgroup's rows of a part are written, and whether those of all other parts are: for one of them at
  * least. Where it is for several, they merge the same numbers. */
 __device__ __forceinline__ bool all_ready(const Paged& a, const volatile Item& t, int role) {
-  if (rows_of(t) <= role * 64) return false;
+  const int row = role / COLUMNS * 64, of_part = rows_of(t) * COLUMNS;
+  if (rows_of(t) <= row) return false;
   asm volatile("fence.acq_rel.gpu;\n" ::: "memory");
   warpgroup_sync(2 + role);
   int ready = 1;
   if (threadIdx.x % 128 < 32) {
-    volatile u64* const first = a.ready + t.slot + role * 64;
+    volatile u64* const first = a.ready + (t.slot + row) * COLUMNS + role % COLUMNS;
     const int lane = threadIdx.x % 32;
-    if (lane == 0) first[t.part * rows_of(t)] = (u64)a.token;
+    if (lane == 0) first[t.part * of_part] = (u64)a.token;
     __syncwarp();
     asm volatile("fence.sc.gpu;\n" ::: "memory"); /* of two that write, then read, one sees the other's */
-    for (int c = lane; c < t.parts; c += 32) ready &= first[c * rows_of(t)] == (u64)a.token;
+    for (int c = lane; c < t.parts; c += 32) ready &= first[c * of_part] == (u64)a.token;
     asm volatile("fence.acq_rel.gpu;\n" ::: "memory"); /* what the others wrote, for the warps behind the barrier */
   }
   int all;
@@ -711,13 +747,13 @@ __device__ __forceinline__ bool all_ready(const Paged& a, const volatile Item& t
 template <int AT_ONCE>
 __device__ __noinline__ void merge( /* apart, as most launches never need it, and cold instructions take time */
     const Paged& a, const volatile Item& t, int role) {
-  constexpr int WORDS = DVP / 64; /* pairs of values of a lane */
+  constexpr int WORDS = DVC / 64; /* pairs of values of a lane */
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, parts = t.parts, h = t.h;
-  const int of_part = rows_of(t), rows = min_(64, of_part - role * 64);
-  const number slot = t.slot + role * 64;
-  for (int c = threadIdx.x % 128; c < parts; c += 128) a.ready[slot + c * of_part] = 0; /* for replays */
+  const int first = role / COLUMNS * 64, column = role % COLUMNS, of_part = rows_of(t), rows = min_(64, of_part - first);
+  const number slot = t.slot + first;
+  for (int c = threadIdx.x % 128; c < parts; c += 128) a.ready[(slot + c * of_part) * COLUMNS + column] = 0; /* for replays */
   const float2* const sums = reinterpret_cast<const float2*>(a.sums) + slot + warp;
-  const float2* const partial = reinterpret_cast<const float2*>(a.partial) + (slot + warp) * (DVP / 2) + lane;
+  const float2* const partial = reinterpret_cast<const float2*>(a.partial) + (slot + warp) * (DVP / 2) + column * (DVC / 2) + lane;
   for (int row0 = 0; row0 + warp < rows; row0 += 4 * AT_ONCE) {
     float top[AT_ONCE], total[AT_ONCE], safe[AT_ONCE];
     float2 acc[AT_ONCE][WORDS], known[AT_ONCE]; /* `known`: the sums of a part of this lane */
@@ -732,7 +768,7 @@ __device__ __noinline__ void merge( /* apart, as most launches never need it, an
       top[i] = known[i].x, total[i] = 0;
       for (int c = lane + 32; c < parts; c += 32) top[i] = fmaxf(top[i], look(i, c).x);
       for (int o = 16; o; o /= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], o));
-      if (a.sinks) top[i] = fmaxf(top[i], a.sinks[h * G + (t.r * M + role * 64 + row0 + 4 * i + warp) % G] * LOG2E);
+      if (a.sinks) top[i] = fmaxf(top[i], a.sinks[h * G + (t.r * M + first + row0 + 4 * i + warp) % G] * LOG2E);
       safe[i] = top[i] == -INFINITY ? 0.f : top[i];
 #pragma unroll
       for (int e = 0; e < WORDS; e++) acc[i][e] = make_float2(0, 0);
@@ -762,38 +798,39 @@ __device__ __noinline__ void merge( /* apart, as most launches never need it, an
     for (int i = 0; i < AT_ONCE; i++) {
       for (int o = 16; o; o /= 2) total[i] += __shfl_xor_sync(~0u, total[i], o);
       if (row0 + 4 * i + warp >= rows) continue;
-      const int index = t.r * M + role * 64 + row0 + 4 * i + warp, head = h * G + index % G;
+      const int index = t.r * M + first + row0 + 4 * i + warp, head = h * G + index % G;
       if (a.sinks) total[i] += exp2_(a.sinks[head] * LOG2E - safe[i]);
       const float inverse = total[i] == 0 ? 0 : 1 / total[i];
       const number query = t.first + index / G;
-      u32* to = reinterpret_cast<u32*>(a.out + t.b * a.sizes.o_b + query * a.sizes.o_t + head * a.sizes.o_h) + lane;
+      u32* to = reinterpret_cast<u32*>(a.out + t.b * a.sizes.o_b + query * a.sizes.o_t + head * a.sizes.o_h) + column * (DVC / 2) + lane;
 #pragma unroll
       for (int e = 0; e < WORDS; e++)
         if (DV == DVP || e * 32 + lane < DV / 2) to[e * 32] = pack_out(acc[i][e].x * inverse, acc[i][e].y * inverse);
-      if (a.lse && lane == 0)
+      if (a.lse && lane == 0 && column == 0)
         a.lse[t.b * a.sizes.l_b + query * a.sizes.l_t + head * a.sizes.l_h] =
             total[i] == 0 ? -INFINITY : (safe[i] + log2f(total[i])) / LOG2E;
     }
   }
 }
 
-/* A warpgroup that computes 64 rows of each item. */
+/* A warpgroup that computes 64 rows of each item, or its columns of them. Those that share rows compute all of their scores. */
 
 __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
   const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
   const float given_scale = __int_as_float((int)a.scale), cap = __int_as_float((int)a.sizes.softcap);
   const float scale = fmaxf(fabsf(given_scale), 1e-30f) * LOG2E;
-  const int row0 = role * 64 + warp * 16 + lane / 4;
-  half_t* const q_shared = x_.q[Q_SHARED ? role : 0];
+  const int group = role / COLUMNS, column = role % COLUMNS, row0 = group * 64 + warp * 16 + lane / 4;
+  half_t* const q_shared = x_.q[Q_SHARED ? group : 0];
+  const int each = stages_of(a); /* with COLUMNS > 1, of a tile's keys and values */
   int done = 0;
   for_each_item(x_, [&](const volatile Item& t) {
     u32 q[Q_SHARED ? 1 : DP / 16][4], w[N / 16][4];
-    float acc[DVP / 8][4], x[N / 8][4];
+    float acc[DVC / 8][4], x[N / 8][4];
     float top[2], sum[2], less[2], unit[2]; /* `unit`: from scores to exponents of 2 */
     int limit[2], least[2];
     const int tiles = t.tiles, first_tile = t.tile;
-    const bool any_live = t.r * M + role * 64 + warp * 16 < t.count * G;
-    if (Q_SHARED) warpgroup_sync(2 + role); /* the item before has read its queries */
+    const bool any_live = t.r * M + group * 64 + warp * 16 < t.count * G;
+    if (Q_SHARED) rows_sync(role); /* the item before has read its queries */
     {
       const int h = t.h, r = t.r, count = t.count, length = t.length, diagonal = diagonal_of(a, length, count);
       float factor = 1;
@@ -807,10 +844,11 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
         const int row = r * M + row0 + 8 * e, query = row / G;
         const bool live = query < count;
         const half_t* const y = rows + (live ? query * a.sizes.q_t + row % G * a.sizes.q_h : 0);
+        const bool writes = COLUMNS == 1 || e == column; /* in shared memory: others write the rest */
         u32 words[DP / 8];
 #pragma unroll
         for (int i = 0; i < DP / 8; i++)
-          words[i] = live && (D == DP || i < D / 8) ? *reinterpret_cast<const u32*>(y + i * 8) ^ sign : 0;
+          words[i] = writes && live && (D == DP || i < D / 8) ? *reinterpret_cast<const u32*>(y + i * 8) ^ sign : 0;
         unit[e] = scale * fabsf(factor);
 #if CACHE && DTYPE == 2
         /* As float16, times a power of 2 that makes the largest query of the row 1 to 2. */
@@ -826,6 +864,7 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
         for (int i = 0; i < DP / 8; i++) words[i] = pack(low(words[i]) * less_, high(words[i]) * less_);
 #endif
         if (unit[e] == 0) unit[e] = 1e-37f; /* masked scores times 0 would be NaN */
+        if (writes)
 #pragma unroll
         for (int i = 0; i < DP / 8; i++) {
           if (Q_SHARED) *reinterpret_cast<u32*>(q_shared + place<64>(warp * 16 + lane / 4 + 8 * e, i) + lane % 4 * 2) = words[i];
@@ -838,30 +877,37 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
       }
     }
 #pragma unroll
-    for (int i = 0; i < DVP / 8; i++)
+    for (int i = 0; i < DVC / 8; i++)
 #pragma unroll
       for (int e = 0; e < 4; e++) acc[i][e] = 0;
-    if (Q_SHARED) see_writes(), warpgroup_sync(2 + role);
+    if (Q_SHARED) see_writes(), rows_sync(role);
 
     auto scores = [&](int n) { /* begins to multiply q and the keys of a tile */
-      const int stage = (done + n) % STAGES;
-      await(x_.full_k + stage, (done + n) / STAGES & 1);
+      const int place = (done + n) * each, stage = place % STAGES;
+      await(x_.full_k + stage, place / STAGES & 1);
       see_writes();
       products_begin();
       multiply_keys(x, q, q_shared, x_.k[stage]);
       products_commit();
     };
     auto weigh = [&](int n) { /* begins to add the values of a tile */
+#if COLUMNS == 1
       const int stage = (done + n) % STAGES;
       await(x_.full_v + stage, (done + n) / STAGES & 1);
+      const half_t* const v = x_.v[stage];
+#else
+      const int place = (done + n + 1) * each - 1, stage = place % STAGES;
+      await(x_.full_k + stage, place / STAGES & 1);
+      const half_t* const v = x_.k[stage] + column * DVC * N;
+#endif
       see_writes();
       products_begin();
-      add_values(acc, w, x_.v[stage]);
+      add_values(acc, w, v);
       products_commit();
     };
-    auto release = [&](u64* empty, int n) {
+    auto release = [&](u64* empty, int place) {
       __syncwarp();
-      if (lane == 0) arrive(empty + (done + n) % STAGES);
+      if (lane == 0) arrive(empty + place % STAGES);
     };
     auto soften = [&](int n) { /* scores to weights, in place */
       less[0] = less[1] = 1;
@@ -917,7 +963,7 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
       hold(acc);
       if (__any_sync(~0u, less[0] != 1.f || less[1] != 1.f))
 #pragma unroll
-        for (int i = 0; i < DVP / 8; i++) acc[i][0] *= less[0], acc[i][1] *= less[0], acc[i][2] *= less[1], acc[i][3] *= less[1];
+        for (int i = 0; i < DVC / 8; i++) acc[i][0] *= less[0], acc[i][1] *= less[0], acc[i][2] *= less[1], acc[i][3] *= less[1];
     };
     auto narrow = [&]() {
 #pragma unroll
@@ -926,6 +972,21 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
         w[j][2] = pack(x[2 * j + 1][0], x[2 * j + 1][1]), w[j][3] = pack(x[2 * j + 1][2], x[2 * j + 1][3]);
       }
     };
+#if COLUMNS > 1
+    for (int n = 0; n < tiles; n++) { /* one tile after the other: two at a time would leave none to the loader */
+      scores(n);
+      products_wait<0>();
+      if (each == 2) release(x_.empty_k, 2 * (done + n));
+      soften(n);
+      rescale();
+      narrow();
+      weigh(n);
+      products_wait<0>();
+      hold(acc);
+      release(x_.empty_k, (done + n + 1) * each - 1);
+    }
+    done += tiles;
+#else
     for (int n = 0; n < tiles; n++) { /* values of one tile are added while weights of the next are made */
       scores(n);
       if (n) {
@@ -934,10 +995,10 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
       } else {
         products_wait<0>();
       }
-      release(x_.empty_k, n);
+      release(x_.empty_k, done + n);
       soften(n);
       products_wait<0>();
-      if (n) release(x_.empty_v, n - 1);
+      if (n) release(x_.empty_v, done + n - 1);
       rescale();
       narrow();
     }
@@ -945,9 +1006,10 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
       weigh(tiles - 1);
       products_wait<0>();
       hold(acc);
-      release(x_.empty_v, tiles - 1);
+      release(x_.empty_v, done + tiles - 1);
       done += tiles;
     }
+#endif
 
     float factor_v = 1;
     const int h = t.h;
@@ -970,26 +1032,26 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
           total = total * factor + exp2_(y - up);
         }
         const float inverse = total == 0 ? 0 : factor / total * factor_v;
-        half_t* y = a.out + t.b * a.sizes.o_b + (t.first + query) * a.sizes.o_t + head * a.sizes.o_h + lane % 4 * 2;
+        half_t* y = a.out + t.b * a.sizes.o_b + (t.first + query) * a.sizes.o_t + head * a.sizes.o_h + column * DVC + lane % 4 * 2;
 #pragma unroll
-        for (int i = 0; i < DVP / 8; i++)
+        for (int i = 0; i < DVC / 8; i++)
           if (DV == DVP || i < DV / 8)
             *reinterpret_cast<u32*>(y + i * 8) = pack_out(acc[i][2 * e] * inverse, acc[i][2 * e + 1] * inverse);
-        if (a.lse && lane % 4 == 0)
+        if (a.lse && lane % 4 == 0 && column == 0)
           a.lse[t.b * a.sizes.l_b + (t.first + query) * a.sizes.l_t + head * a.sizes.l_h] =
               total == 0 ? -INFINITY : (up + log2f(total)) / LOG2E;
       } else {
         const number place = t.slot + (number)t.part * rows_of(t) + row;
-        float* y = a.partial + place * DVP + lane % 4 * 2;
+        float* y = a.partial + place * DVP + column * DVC + lane % 4 * 2;
         if (tiles)
 #pragma unroll
-          for (int i = 0; i < DVP / 8; i++)
+          for (int i = 0; i < DVC / 8; i++)
             *reinterpret_cast<float2*>(y + i * 8) = make_float2(acc[i][2 * e] * factor_v, acc[i][2 * e + 1] * factor_v);
         if (lane % 4 == 0) *reinterpret_cast<float2*>(a.sums + place * 2) = make_float2(most, sum[e]);
       }
     }
     if (t.parts > 1 && all_ready(a, t, role)) {
-      if (rows_of(t) - role * 64 <= 4) merge<1>(a, t, role);
+      if (rows_of(t) - group * 64 <= 4) merge<1>(a, t, role);
       else merge<4>(a, t, role);
     }
   });

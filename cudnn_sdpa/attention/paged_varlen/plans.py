@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from cudnn_sdpa.attention.arguments import FP8_DTYPES
-from cudnn_sdpa.attention.paged.arguments import PagedArguments
+from cudnn_sdpa.attention.paged.arguments import LATENT_DIMS, PagedArguments
 from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
@@ -132,11 +132,18 @@ class Spec:
 
 
 def _refuse(call: OnPages, target: Target) -> None:
-    reasons = []
+    reasons, fp8 = [], call.k_pages.dtype in FP8_DTYPES
     if target.sm < FIRST_SM:
         reasons.append(f"it needs compute capability 8.0; {target} has {target.sm / 10}")
-    elif call.k_pages.dtype in FP8_DTYPES and target.sm < FIRST_FP8_SM:
+    elif fp8 and target.sm < FIRST_FP8_SM:
         reasons.append(f"pages in FP8 need compute capability 8.9; {target} has {target.sm / 10}")
+    if (call.q.shape[-1], call.v.shape[3]) == LATENT_DIMS:
+        needed, limit = Tiles.of(MANY, LATENT_DIMS, fp8=False, sm=target.sm).shared, _SHARED.get(target.sm, _MIN_SHARED)
+        if fp8:
+            reasons.append("head dims of 576 and 512 need pages in the dtype of the queries")
+        elif needed > limit:
+            need = f"{needed / 1024:.0f} KB of shared memory for a block"
+            reasons.append(f"head dims of 576 and 512 need {need}; {target} has {limit >> 10} KB")
     if reasons:
         raise UnsupportedError("sdpa_paged" if isinstance(call, PagedArguments) else "sdpa_paged_varlen", reasons)
 
@@ -170,12 +177,14 @@ class Tiles:
     Attributes:
         keys: N, the keys of a tile.
         raw: Tiles of FP8 pages in shared memory.
+        columns: Warpgroups that compute the same rows, and divide the columns of the values.
         blocks: Blocks that share a multiprocessor.
         registers: Those of a thread that computes, and of one that loads.
         shared: Bytes of shared memory.
     """
 
     groups: int
+    columns: int
     keys: int
     stages: int
     raw: int
@@ -185,19 +194,20 @@ class Tiles:
 
     @property
     def rows(self) -> int:
-        return 64 * self.groups
+        return 64 * self.groups // self.columns
 
     @classmethod
     def of(cls, form: str, dims: tuple[int, int], *, fp8: bool, sm: int) -> Tiles:
         """The tiles for queries and values of these dims.
 
-        Hopper's were measured on an H100; other GPUs have those that fit.
+        Hopper's were measured on an H100, but for `LATENT_DIMS`; other GPUs have those that fit.
         """
+        columns = 2 if dims == LATENT_DIMS else 1  # keys and values then have the same tiles, as wide as keys
         dim, dim_v = (-(-x // 64) * 64 for x in dims)
         of_raw = sum(-(-x // 128) * 128 for x in dims) if fp8 else 0
-        of_key = 2 * (dim + dim_v)
+        of_key = 2 * (dim + dim_v if columns == 1 else dim)
         is_hopper = sm == HOPPER
-        groups = 2 if is_hopper and form == MANY and not (fp8 and dim > 192) else 1
+        groups = 2 if columns == 2 or (is_hopper and form == MANY and not (fp8 and dim > 192)) else 1
         blocks = 2 if is_hopper and form == FEW and not fp8 and of_key <= 512 else 1
         keys = 64
         if is_hopper and of_key <= 512 and (form == MANY) != fp8:
@@ -205,7 +215,7 @@ class Tiles:
         elif not is_hopper and of_key > 512:
             keys = 32
         limit = _SHARED.get(sm, _MIN_SHARED)
-        fixed = _FIXED_BYTES + _BYTES_OF_ROW * keys + (groups * 128 * dim if dim > 192 else 16)
+        fixed = _FIXED_BYTES + _BYTES_OF_ROW * keys + (groups // columns * 128 * dim if dim > 192 else 16)
         room = (limit // blocks - (blocks - 1) * _RESERVED - fixed) // keys
         stages = max(1, min(2 if fp8 or not is_hopper else 3 if blocks == 2 else 6, (room - of_raw) // of_key))
         raw = max(1, min(6, (room - stages * of_key) // of_raw)) if fp8 else 1
@@ -216,7 +226,7 @@ class Tiles:
         of_thread = min(248, _REGISTERS // (threads * blocks) // 8 * 8)
         loading = (of_thread * threads - computing * 128 * groups) // (threads - 128 * groups) // 8 * 8
         shared = fixed + keys * (stages * of_key + raw * of_raw)
-        return cls(groups, keys, stages, raw, blocks, (computing, max(24, min(loading, 232))), shared)
+        return cls(groups, columns, keys, stages, raw, blocks, (computing, max(24, min(loading, 232))), shared)
 
 
 @functools.cache
@@ -241,6 +251,7 @@ def paged_varlen_forward(key: PlanKey) -> KernelProgram:
         G=group,
         PS=page_size,
         GROUPS=tiles.groups,
+        COLUMNS=tiles.columns,
         N=tiles.keys,
         STAGES=tiles.stages,
         RAW=tiles.raw,
@@ -260,7 +271,7 @@ def paged_varlen_forward(key: PlanKey) -> KernelProgram:
         calls=[KernelCall(kernel, blocks, 128 * (tiles.groups + (3 if fp8 else 1)))],
         fields=fields,
         slots={name: ARGUMENT.indices(_FIELDS.get(name, name))[0] for name in names},
-        scratch={"partial": (rows, -(-dim_v // 64) * 64), "sums": (rows, 2), "ready": (rows, 2)},
+        scratch={"partial": (rows, -(-dim_v // 64) * 64), "sums": (rows, 2), "ready": (rows, 2 * tiles.columns)},
         knobs={"rows": tiles.rows, "keys": tiles.keys, "stages": tiles.stages},
     )
 

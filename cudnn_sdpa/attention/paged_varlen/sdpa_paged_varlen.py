@@ -115,8 +115,10 @@ def sdpa_paged_varlen(
     at multiples of 16 bytes, keys and values apart, side by side or interleaved. A tile of it holds the new tokens of a
     sequence and the query heads that share a key head, so a few tokens read the keys once; the keys of long sequences
     are divided among blocks. It needs compute capability 8.0, and 8.9 for pages in FP8. Results are the same from run
-    to run. No slot that belongs to no sequence is used, nor one left of the windows of all new tokens of its sequence:
-    they may hold NaN, and page ids there may be -1.
+    to run. In multi-head latent attention, with head dims of 576 and 512, `v_pages` may be `k_pages[..., :512]`: each
+    key is then read once. That needs a GPU with 110 KB of shared memory for a block, those of data centers. No slot
+    that belongs to no sequence is used, nor one left of the windows of all new tokens of its sequence: they may hold
+    NaN, and page ids there may be -1.
 
     On the GPU, lengths beyond the table and offsets beyond the tokens are clamped, and pages beyond the cache count as
     zeros: wrong values give wrong results, but no GPU error and no out-of-bounds read. They are checked on the CPU, and
@@ -124,11 +126,11 @@ def sdpa_paged_varlen(
 
     Args:
         q: Queries (T, Hq, D) of the new tokens, one sequence after the other, float16 or bfloat16. D is a multiple of
-            8, at most 256. Under `torch.autocast` they are cast if autocast's dtype is that of the pages, or these are
-            in FP8.
+            8, at most 256, or 576 with Dv of 512. Under `torch.autocast` they are cast if autocast's dtype is that of
+            the pages, or these are in FP8.
         k_pages: Keys, in the order of `page_layout`, in q's dtype, float8_e4m3fn or float8_e5m2. Those of the new
             tokens are there, too.
-        v_pages: Values, likewise, in the dtype of the keys, with Dv.
+        v_pages: Values, likewise, in the dtype of the keys, with Dv. They may be a part of `k_pages`.
         page_table: Page ids of each sequence, (B, max_pages) int32, in order. Entries past a sequence's last page are
             ignored. Rows may have any stride.
         seq_lens_kv: Number of keys of each sequence, those of its new tokens included, (B,) int32. May be 0.

@@ -150,6 +150,64 @@ def test_300_sequences(chunk):
     assert_right(drawn((new, lengths), dims=(64, 64)))
 
 
+# Multi-head latent attention.
+
+needs_shared = pytest.mark.skipif(
+    torch.cuda.is_available() and torch.cuda.get_device_properties(0).shared_memory_per_block_optin < 163 << 10,
+    reason="this GPU has too little shared memory",
+)
+
+
+def latent(batch, **settings):
+    """A call on values that are the first numbers of their keys."""
+    given = drawn(batch, **{"heads": 16, "heads_kv": 1, "dims": (576, 512)} | settings)
+    return {**given, "v_pages": given["k_pages"][..., :512]}
+
+
+@needs_shared
+@pytest.mark.parametrize("batch", [DECODES, MIXED, ([1, 3], [20011, 8000])], ids=["decodes", "mixed", "long"])
+@pytest.mark.parametrize("heads", [1, 16, 20, 64, 128])
+def test_latent_attention(batch, heads):
+    number = [1, 16, 20, 64, 128].index(heads)
+    settings = {"page": PAGES[number], "dtype": (BF16, HALF)[number % 2], "layout": ("NHD", "HND")[number % 2]}
+    given = latent(batch, heads=heads, **settings)
+    assert_right({**given, "sinks": random_sinks(given)} if number % 2 else given)
+
+
+@needs_shared
+@pytest.mark.parametrize("batch", [DECODES, MIXED, ([1, 3], [20011, 8000])], ids=["decodes", "mixed", "long"])
+def test_latent_attention_with_values_elsewhere(batch):
+    """Apart, by a table of their own, in the last numbers of keys, of two key heads."""
+    for has_table in (False, True):
+        assert_right(drawn(batch, heads=16, heads_kv=1, dims=(576, 512), has_table_v=has_table))
+    given = latent(batch)
+    assert_right({**given, "v_pages": given["k_pages"][..., 64:]})
+    assert_right(latent(batch, heads=32, heads_kv=2))
+
+
+@needs_shared
+@pytest.mark.parametrize("batch", [DECODES, MIXED], ids=["decodes", "mixed"])
+def test_options_of_latent_attention(batch):
+    for mask in MASKS.values():
+        assert_right(latent(batch, page=5, **mask))
+    given = latent(batch, before=0, behind=0)
+    assert_right({**given, "scale": -0.06, "softcap": 2.5})
+    assert_right({**given, "batch_invariant": True})
+    tree = torch.rand(given["q"].shape[0], given["max_seqlen_q"], device="cuda") < 0.6
+    assert_right({**given, "tree_mask": tree})
+
+
+@needs_shared
+def test_known_calls_of_latent_attention_on_other_values():
+    """Where values lie is no part of a known call: the kernel sees it in each launch."""
+    given = latent(([1, 2, 4], [700, 64, 3000]))
+    other = torch.randn_like(given["k_pages"])[..., :512]
+    assert other.stride() == given["v_pages"].stride()
+    for _ in range(3):
+        assert_right(given)
+        assert_right({**given, "v_pages": other})
+
+
 # GPUs before Hopper, and after it.
 
 
@@ -191,6 +249,16 @@ def test_the_portable_form_on_pages_in_fp8(capability, dims, cache):  # noqa: AR
     settings = {"heads": 2 * GROUPS[place % 5], "page": PAGES[place], "dtype": (HALF, BF16)[place % 2]}
     for batch in (DECODES, MIXED, ([1, 16], [9001, 3000])):
         assert_right({**drawn(batch, dims=dims, cache=cache, **settings), **scales(place % 3)})
+
+
+@needs_shared
+@pytest.mark.parametrize("capability", [80], indirect=True)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_the_portable_form_of_latent_attention(capability, heads):  # noqa: ARG001
+    for batch in (DECODES, MIXED, ([1, 16], [9001, 3000])):
+        given = latent(batch, heads=heads)
+        assert_right({**given, "sinks": random_sinks(given)})
+        assert_right({**given, "v_pages": torch.randn_like(given["k_pages"])[..., :512]})
 
 
 def test_masks_trees_and_soft_caps_of_the_portable_form(capability):  # noqa: ARG001

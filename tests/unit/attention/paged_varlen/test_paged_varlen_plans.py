@@ -142,6 +142,46 @@ def test_explain_without_a_gpu(monkeypatch):
     assert "inference only" in str(refused)
 
 
+def latent(**given):
+    made = batch_on_pages(
+        NEW, LENGTHS, **{"dtype": torch.bfloat16, "heads": 16, "heads_kv": 1, "dims": (576, 512)} | given
+    )
+    return {**made, "v_pages": made["k_pages"][..., :512]}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_latent_attention():
+    """Values that are a part of their keys, and others by the same plans."""
+    given = latent()
+    for _ in range(4):
+        assert_right(given, BF16)
+        assert_right({**given, "v_pages": given["v_pages"].clone()}, BF16)
+        given["q"] = torch.randn_like(given["q"])
+    assert plan_cache.info().builds <= 3  # dense values are another layout; few rows and many
+
+
+def test_latent_attention_on_gpus_with_too_little_shared_memory():
+    given = latent()
+    with cudnn_sdpa.cpu_checks("a100"):
+        assert sdpa_paged_varlen(**given).isfinite().all()
+    with (
+        cudnn_sdpa.cpu_checks("l40s"),
+        pytest.raises(
+            UnsupportedError, match=r"head dims of 576 and 512 need 110 KB of shared memory for a block; .* has 99 KB"
+        ),
+    ):
+        sdpa_paged_varlen(**given)
+
+
+def test_latent_attention_on_pages_in_fp8():
+    given = latent(cache=E4M3)
+    with (
+        cudnn_sdpa.cpu_checks("h200"),
+        pytest.raises(UnsupportedError, match="head dims of 576 and 512 need pages in the dtype of the queries"),
+    ):
+        sdpa_paged_varlen(**given)
+
+
 def test_the_cpu_refuses_what_a_gpu_does():
     given = batch_on_pages(NEW, LENGTHS, dtype=torch.bfloat16, cache=E4M3, dims=(16, 16))
     with cudnn_sdpa.cpu_checks("a100"):
