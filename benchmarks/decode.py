@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 from rich.progress import track
@@ -19,17 +20,20 @@ from benchmarks.tools.flash_attention import V3
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import Call, device_times, host_times
 from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.mask import BOTTOM_RIGHT
 from cudnn_sdpa.attention.paged.append import append_paged_kv
 from cudnn_sdpa.attention.paged.arguments import NHD
 from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged.tables import trusted_pages
-from cudnn_sdpa.attention.paged_varlen import reference
+from cudnn_sdpa.attention.paged_varlen import preferences, reference
 from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
 from cudnn_sdpa.plans.cache import plan_cache
 
-VARLEN, PAGED, CONTIGUOUS, COPY = "sdpa_paged_varlen", "sdpa_paged", "pytorch flash, contiguous", "a copy"
+VARLEN, PAGED, COPY = "sdpa_paged_varlen", "sdpa_paged", "a copy"
+DENSE, CONTIGUOUS = "sdpa, contiguous", "pytorch flash, contiguous"
+ON_CUDNN = f"{PAGED} on cuDNN"
 V3_PACKED = f"{V3}, cu_seqlens_q"
 FP8 = torch.float8_e4m3fn
 
@@ -41,6 +45,8 @@ class Step(NamedTuple):
         new: The number of new tokens of each sequence.
         keys: The number of keys of each sequence, those of its new tokens included.
         heads: Heads of queries, and of keys and values.
+        dims: Head dims of keys and of values. With one head of keys and narrower values, the values are the first
+            numbers of their keys: multi-head latent attention.
         pages: The dtype of the pages; queries are bfloat16.
     """
 
@@ -48,7 +54,7 @@ class Step(NamedTuple):
     keys: int
     page_size: int = 64
     heads: tuple[int, int] = (32, 8)
-    dim: int = 128
+    dims: tuple[int, int] = (128, 128)
     pages: torch.dtype = torch.bfloat16
 
     @property
@@ -60,8 +66,9 @@ class Step(NamedTuple):
             others.append(f"pages of {self.page_size}")
         if self.pages != usual.pages:
             others.append("FP8 pages")
-        if (self.heads, self.dim) != (usual.heads, usual.dim):
-            others.append(f"{self.heads[0]}/{self.heads[1]} heads of {self.dim}")
+        if (self.heads, self.dims) != (usual.heads, usual.dims):
+            dims = "/".join(map(str, dict.fromkeys(self.dims)))
+            others.append(f"{self.heads[0]}/{self.heads[1]} heads of {dims}")
         return ", ".join([f"{tokens} on {self.keys:,}", *others])
 
     @property
@@ -71,7 +78,12 @@ class Step(NamedTuple):
     @property
     def bytes(self) -> int:
         """Those of all keys and values, which a step reads at least once."""
-        return 2 * len(self.new) * self.keys * self.heads[1] * self.dim * self.pages.itemsize
+        numbers = self.dims[0] if self.is_latent else sum(self.dims)
+        return len(self.new) * self.keys * self.heads[1] * numbers * self.pages.itemsize
+
+    @property
+    def is_latent(self) -> bool:
+        return self.heads[1] == 1 and self.dims[1] < self.dims[0]
 
 
 STEPS = (
@@ -84,7 +96,18 @@ STEPS = (
     *(Step((1,), keys) for keys in (4096, 32768, 131072)),
     Step((1,) * 32, 4096, page_size=16),
     Step((1,) * 32, 4096, pages=FP8),
-    Step((1,) * 32, 4096, heads=(64, 8), dim=64),
+    *(Step((new,) * 32, 4096, heads=(64, 8), dims=(64, 64)) for new in (1, 4)),
+    Step((1,), 32768, heads=(64, 8), dims=(64, 64)),
+    Step((512,) * 4, 4096, heads=(64, 8), dims=(64, 64)),
+    Step((2048,), 8192, heads=(64, 8), dims=(64, 64)),
+    Step((512,) * 8, 512),
+    Step((512,), 32768),
+    Step((1,) * 32, 4096, dims=(192, 128)),
+    Step((512,) * 4, 4096, dims=(192, 128)),
+    *(Step((new,) * 32, 4096, heads=(16, 4), dims=(256, 256)) for new in (1, 4)),
+    Step((512,) * 4, 4096, heads=(16, 4), dims=(256, 256)),
+    *(Step((1,) * 32, 4096, heads=(heads, 1), dims=(576, 512)) for heads in (16, 32, 64, 128)),
+    Step((1,), 32768, heads=(16, 1), dims=(576, 512)),
 )
 
 
@@ -104,9 +127,10 @@ class Inputs:
         (heads_q, heads_kv), batch = step.heads, len(step.new)
         columns = -(-step.keys // step.page_size)
         count = batch * columns
-        self.q = cases.normal(sum(step.new), heads_q, step.dim)
-        shape, dtype = (count, step.page_size, heads_kv, step.dim), FP8 if step.pages == FP8 else self.q.dtype
-        self.pages = cases.normal(*shape).to(dtype), cases.normal(*shape).to(dtype)
+        self.q = cases.normal(sum(step.new), heads_q, step.dims[0])
+        shape, dtype = (count, step.page_size, heads_kv), FP8 if step.pages == FP8 else self.q.dtype
+        k_pages, v_pages = (cases.normal(*shape, dim).to(dtype) for dim in step.dims)
+        self.pages = k_pages, k_pages[..., : step.dims[1]] if step.is_latent else v_pages
         self.scales: tuple[Tensor | None, Tensor | None] = (None, None)
         if step.pages == FP8:
             k_scale, v_scale = 0.5 + torch.rand(2, heads_kv, device=cases.DEVICE)
@@ -145,14 +169,15 @@ def int32(numbers: Sequence[int]) -> Tensor:
 def candidates(step: Step) -> Timed:
     """What computes a step; all read the same pages, but PyTorch, which gets contiguous keys and values."""
     given, longest, timed = Inputs(step), max(step.new), Timed()
-    expected, group = given.in_float64(step), step.heads[0] // step.heads[1]
+    group = step.heads[0] // step.heads[1]
+    expected, out_shape = given.in_float64(step), (*given.q.shape[:2], step.dims[1])
     on_pages = (*given.pages, given.table, given.lengths)
 
     def add(name: str, call: Callable[[], Tensor]) -> None:
         timed.add(name, lambda: (call(),), sampled, [expected])
 
     def sampled(results: Sequence[Tensor]) -> list[Tensor]:
-        return [x.reshape(given.q.shape)[:, :group] for x in results]
+        return [x.reshape(out_shape)[:, :group] for x in results]
 
     k_scale, v_scale = given.scales
     scaled = partial(sdpa_paged_varlen, k_scale=k_scale, v_scale=v_scale, page_layout=NHD)
@@ -166,12 +191,15 @@ def candidates(step: Step) -> Timed:
         add(V3_PACKED, lambda: function(given.q, *given.pages, **of_v3, **packed))
     if not step.is_uniform:
         return timed
-    q = given.q.view(len(step.new), longest, step.heads[0], step.dim)
+    q = given.q.view(len(step.new), longest, *given.q.shape[1:])
     padded = q.transpose(1, 2)
     if flash_attention.is_installed(V3):
         add(V3, lambda: function(q, *given.pages, **of_v3))
     add(PAGED, lambda: sdpa_paged(padded, *on_pages, page_layout=NHD).transpose(1, 2))
     k, v = (x[given.table.long()].flatten(1, 2)[:, : step.keys].transpose(1, 2) for x in given.pages)
+
+    def dense() -> Tensor:
+        return sdpa(padded, k, v, is_causal=longest > 1, causal_alignment=BOTTOM_RIGHT).transpose(1, 2)
 
     def contiguous() -> Tensor:
         with peers.only("pytorch flash"):
@@ -179,22 +207,27 @@ def candidates(step: Step) -> Timed:
                 return peers.pytorch(padded, k, v, is_causal=False)().transpose(1, 2)
             return peers.pytorch_of_last_queries(padded, k, v)().transpose(1, 2)
 
+    add(DENSE, dense)
     add(CONTIGUOUS, contiguous)
     return timed
 
 
 def steps() -> list[Row]:
-    """Device time of steps, with no data in the GPU's cache."""
+    """Device time of steps, with no data in the GPU's cache; `sdpa_paged` takes cuDNN's kernels wherever they run."""
     rows: list[Row] = []
     theirs = (V3, V3_PACKED) if flash_attention.is_installed(V3) else ()
     copy_large = cases.large_copy()
     for step in track(STEPS, "steps", transient=True):
         torch.cuda.empty_cache()
-        timed = candidates(step)
-        timed.calls[COPY] = copy_large
-        times = timed.measure(cold=True)
+        with mock.patch.object(preferences, "preferences", tuple):
+            timed = candidates(step)
+            timed.calls[COPY] = copy_large
+            times = timed.measure(cold=True)
         row: Row = {"sequences × new tokens on keys": step.label}
-        row |= {f"{name} µs": times.get(name, NOTHING) for name in (VARLEN, *theirs, PAGED, CONTIGUOUS)}
+        if PAGED in times:
+            times[ON_CUDNN] = times[PAGED]
+        names = VARLEN, *theirs, ON_CUDNN, DENSE, CONTIGUOUS
+        row |= {f"{name} µs": times.get(name, NOTHING) for name in names}
         if VARLEN in times:
             best = min((times[name] for name in theirs if name in times), default=None)
             if theirs:

@@ -8,15 +8,16 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks import decode
-from benchmarks.decode import CONTIGUOUS, COPIES, FP8, PAGED, V3_PACKED, VARLEN, Step
+from benchmarks.decode import CONTIGUOUS, COPIES, DENSE, FP8, ON_CUDNN, V3_PACKED, VARLEN, Step
 from benchmarks.tools import candidates, cases
 from benchmarks.tools.flash_attention import V3
 
-SMALL = {"page_size": 16, "heads": (4, 2), "dim": 16}
+SMALL = {"page_size": 16, "heads": (4, 2), "dims": (16, 16)}
 STEPS = (
     Step((1, 1), 40, **SMALL),
     Step((3, 3), 33, **SMALL),
     Step((1, 1, 9), 33, **SMALL),
+    Step((1, 1), 40, page_size=16, heads=(4, 1), dims=(32, 16)),
     Step((1, 1), 40, pages=FP8, **SMALL),
 )
 LABEL = "sequences × new tokens on keys"
@@ -40,33 +41,34 @@ def version_3(monkeypatch, cached_attention):
 
 
 def test_without_flash_attention_it_has_no_column():
-    single, draft, mixed, fp8 = decode.steps()
-    assert all(V3 not in column for row in (single, draft, mixed, fp8) for column in row)
-    for row in (single, draft):
-        assert [row[f"{name} µs"] for name in (VARLEN, PAGED, CONTIGUOUS)] == [1, 2, 3]
+    single, draft, mixed, latent, fp8 = decode.steps()
+    assert all(V3 not in column for row in (single, draft, mixed, latent, fp8) for column in row)
+    for row in (single, draft, latent):
+        assert [row[f"{name} µs"] for name in (VARLEN, ON_CUDNN, DENSE, CONTIGUOUS)] == [1, 2, 3, 4]
     for row in (mixed, fp8):  # of which only one call has all
-        assert [row[f"{name} µs"] for name in (VARLEN, PAGED, CONTIGUOUS)] == [1, "–", "–"]
-    assert {row["why not"] for row in (single, draft, mixed, fp8)} == {"–"}
+        assert [row[f"{name} µs"] for name in (VARLEN, ON_CUDNN, DENSE, CONTIGUOUS)] == [1, "–", "–", "–"]
+    assert {row["why not"] for row in (single, draft, mixed, latent, fp8)} == {"–"}
 
 
 @pytest.mark.usefixtures("version_3")
 def test_flash_attention_reads_the_same_pages():
-    single, draft, mixed, fp8 = decode.steps()
-    for row in (single, draft):
-        assert [row[f"{name} µs"] for name in (VARLEN, V3_PACKED, V3, PAGED, CONTIGUOUS)] == [1, 2, 3, 4, 5]
+    single, draft, mixed, latent, fp8 = decode.steps()
+    for row in (single, draft, latent):
+        assert [row[f"{name} µs"] for name in (VARLEN, V3_PACKED, V3, ON_CUDNN, DENSE)] == [1, 2, 3, 4, 5]
         assert row[f"{V3} / {VARLEN}"] == 2, "the better of its two calls"
     assert [mixed[f"{name} µs"] for name in (V3_PACKED, V3)] == [2, "–"]
     assert [fp8[f"{name} µs"] for name in (V3_PACKED, V3)] == ["–", "–"]
     assert fp8[f"{V3} / {VARLEN}"] == "–"
-    assert {row["why not"] for row in (single, draft, mixed, fp8)} == {"–"}
+    assert {row["why not"] for row in (single, draft, mixed, latent, fp8)} == {"–"}
 
 
 def test_bytes_count_keys_and_values():
-    single, *_, fp8 = decode.steps()
+    single, *_, latent, fp8 = decode.steps()
     read = 2 * 40 * 2 * 16 * 2  # sequences, keys, heads, head dim, keys and values
     assert single["TB/s"] == pytest.approx(2 * read / 1e6)
+    assert latent["TB/s"] == pytest.approx(2 * 40 * 32 * 2 / 1e6), "values are numbers of their keys"
     assert fp8["TB/s"] == pytest.approx(read / 1e6)
-    assert single["of a copy's"] == pytest.approx(2 * read / (2000 / 4))  # the fourth on the clock
+    assert single["of a copy's"] == pytest.approx(2 * read / (2000 / 5))  # the fifth on the clock
 
 
 @pytest.mark.parametrize("name", [VARLEN, V3_PACKED])
@@ -79,7 +81,7 @@ def test_wrong_results_are_not_timed(name, version_3, monkeypatch):
         monkeypatch.setattr(decode, "sdpa_paged_varlen", wrong(decode.sdpa_paged_varlen))
     else:
         version_3.flash_attn_with_kvcache = wrong(version_3.flash_attn_with_kvcache)
-    *_, mixed, _ = decode.steps()
+    *_, mixed, _, _ = decode.steps()
     assert mixed[f"{name} µs"] == "–"
     assert f"{name} differs from float64" in mixed["why not"]
 
@@ -94,7 +96,8 @@ def test_pages_are_in_random_order():
 def test_labels_name_what_differs():
     labels = [step.label for step in decode.STEPS]
     assert labels[2] == "2 × 1 and 1 × 9 on 33, pages of 16, 4/2 heads of 16"
-    assert labels[3] == "2 × 1 on 40, pages of 16, FP8 pages, 4/2 heads of 16"
+    assert labels[3] == "2 × 1 on 40, pages of 16, 4/1 heads of 32/16"
+    assert labels[4] == "2 × 1 on 40, pages of 16, FP8 pages, 4/2 heads of 16"
     assert [row[LABEL] for row in decode.steps()] == labels
 
 
