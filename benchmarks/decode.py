@@ -106,7 +106,8 @@ STEPS = (
     Step((512,) * 4, 4096, dims=(192, 128)),
     *(Step((new,) * 32, 4096, heads=(16, 4), dims=(256, 256)) for new in (1, 4)),
     Step((512,) * 4, 4096, heads=(16, 4), dims=(256, 256)),
-    *(Step((1,) * 32, 4096, heads=(heads, 1), dims=(576, 512)) for heads in (16, 32, 64, 128)),
+    *(Step((1,) * 64, 8192, heads=(heads, 1), dims=(576, 512)) for heads in (16, 32, 64, 128)),
+    *(Step((1,) * 32, 4096, heads=(heads, 1), dims=(576, 512)) for heads in (16, 128)),
     Step((1,), 32768, heads=(16, 1), dims=(576, 512)),
 )
 

@@ -8,6 +8,9 @@ typedef long long number;
 struct float2 {
   float x, y;
 };
+struct float4 {
+  float x, y, z, w;
+};
 struct uint2 {
   unsigned x, y;
 };
@@ -19,6 +22,9 @@ static float __int_as_float(int x) { return float_of_bits(x); }
 static float __uint_as_float(unsigned x) { return float_of_bits(x); }
 static int __float_as_int(float x) { return int(bits_of_float(x)); }
 static float2 __ldcg(const float2* x) { return *x; }
+static float4 __ldcg(const float4* x) { return *x; }
+static float __fdividef(float x, float y) { return x / y; }
+#define __log2f(x) std::log2(x)
 template <class T>
 static T min(T a, T b) {
   return a < b ? a : b;

@@ -459,17 +459,19 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
   tiles = 0, load = 0;
   for (int w = 0; w < 4; w++) tiles += x.loads[0][w], load += x.loads[1][w];
   tiles *= heads, load *= heads;
-  const number blocks = gridDim.x;
+  const int blocks = gridDim.x;
   number part = a.sizes.fixed / N;
   if (part > 0 && tiles > a.sizes.tokens * heads) part = 0x7fffffff; /* sequences overlap: there is no room for their parts */
   if (part <= 0) { /* row tiles that are split have at most 2 * blocks parts in all: the scratch memory has room for them */
-    if (2 * tiles <= blocks) part = (load + blocks - tiles - 1) / (blocks - tiles);
-    else part = (load * 23 / 20 + blocks - 1) / blocks;
+    /* In floating point: a division of 64-bit integers is a hundred instructions. */
+    if (2 * tiles <= blocks) part = (number)ceilf((float)load / (float)(blocks - (int)tiles));
+    else part = (number)ceilf((float)load * 1.15f / (float)blocks);
     if (part < LEAST) part = LEAST;
 #if COLUMNS > 1 /* one block merges all parts of a row tile: 128 of their rows take it about as long as a tile of keys */
     if (tiles) part = max(part, (number)sqrtf((float)load / tiles * min_(G, M) / 128));
 #endif
   }
+  const u32 tiles_of_part = (u32)min(part, 0x7fffffffll);
   int group = 0, first = 0, slot0 = 0, parts = 1;
   struct {
     int items, slots;
@@ -482,7 +484,7 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
       if (i < batch) mine = sequence_of(a, batch - 1 - i);
     }
     const int span = span_of(a, mine), row_tiles = mine.tiles * heads;
-    parts = span > part && (a.sizes.fixed <= 0 || mine.tiles == 1) ? (int)((span + part - 1) / part) : 1;
+    parts = span > part && (a.sizes.fixed <= 0 || mine.tiles == 1) ? (int)((span + tiles_of_part - 1) / tiles_of_part) : 1;
     const int own[2] = {row_tiles * parts, parts > 1 ? mine.count * G * heads * parts : 0};
     int sum[2];
 #pragma unroll
@@ -556,7 +558,8 @@ __device__ __forceinline__ void load_items(const Paged& a, Shared& x) {
     const int diagonal = diagonal_of(a, length, count), oldest = r * M / G, newest = min_((r * M + M - 1) / G, count - 1);
     const int least = least_of(a, diagonal, oldest), limit = TREE ? length : limit_of(a, length, diagonal, newest);
     const int from = least / N, span = max_(0, (limit + N - 1) / N - from);
-    const int tile = from + (int)((number)span * p / own_parts), tiles = from + (int)((number)span * (p + 1) / own_parts) - tile;
+    const int each = span / own_parts, longer = span % own_parts; /* the first parts have a tile more */
+    const int tile = from + p * each + min_(p, longer), tiles = each + (p < longer);
     const int slot = x.found[3] + (h * count * G + r * M) * own_parts;
     give(Item{h, r, own_parts, slot, p, tile, tiles, b, x.found[4], count, length});
     const bool is_one_table = a.table_v == a.table_k && a.sizes.table_v_b == a.sizes.table_k_b;
@@ -721,13 +724,15 @@ __device__ __forceinline__ int rows_of(const volatile Item& t) { return min_(M, 
 __device__ __forceinline__ bool all_ready(const Paged& a, const volatile Item& t, int role) {
   const int row = role / COLUMNS * 64, of_part = rows_of(t) * COLUMNS;
   if (rows_of(t) <= row) return false;
-  asm volatile("fence.acq_rel.gpu;\n" ::: "memory");
   warpgroup_sync(2 + role);
   int ready = 1;
   if (threadIdx.x % 128 < 32) {
     volatile u64* const first = a.ready + (t.slot + row) * COLUMNS + role % COLUMNS;
     const int lane = threadIdx.x % 32;
-    if (lane == 0) first[t.part * of_part] = (u64)a.token;
+    if (lane == 0) {
+      asm volatile("fence.acq_rel.gpu;\n" ::: "memory"); /* what all threads wrote before the barrier */
+      first[t.part * of_part] = (u64)a.token;
+    }
     __syncwarp();
     asm volatile("fence.sc.gpu;\n" ::: "memory"); /* of two that write, then read, one sees the other's */
     for (int c = lane; c < t.parts; c += 32) ready &= first[c * of_part] == (u64)a.token;
@@ -739,76 +744,117 @@ __device__ __forceinline__ bool all_ready(const Paged& a, const volatile Item& t
       : "=r"(all)
       : "r"(ready), "r"(2 + role)
       : "memory");
-  if (all) asm volatile("fence.acq_rel.gpu;\n" ::: "memory");
   return all;
 }
 
-/* Merges this warpgroup's rows in the order of the parts: a warp takes every fourth row, AT_ONCE of them at a time. */
+/* Merges this warpgroup's rows in the order of the parts: a warp takes every fourth row, AT_ONCE of them at a time. A launch
+ * runs this once, and waits for each line of instructions: the loops are short. */
 template <int AT_ONCE>
-__device__ __noinline__ void merge( /* apart, as most launches never need it, and cold instructions take time */
-    const Paged& a, const volatile Item& t, int role) {
-  constexpr int WORDS = DVC / 64; /* pairs of values of a lane */
-  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, parts = t.parts, h = t.h;
+__device__ __noinline__ void merge(const Paged& a, const volatile Item& t, int role) {
+  constexpr int WIDTH = DVC % 128 ? 2 : 4, WORDS = DVC / 32 / WIDTH, OWN = WORDS * WIDTH; /* values of a lane */
+  constexpr int STEP = WORDS * AT_ONCE > 8 ? 1 : 16 / (WORDS * AT_ONCE); /* parts whose values are on their way */
+  const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, parts = t.parts, h = t.h, first_query = t.first;
   const int first = role / COLUMNS * 64, column = role % COLUMNS, of_part = rows_of(t), rows = min_(64, of_part - first);
-  const number slot = t.slot + first;
-  for (int c = threadIdx.x % 128; c < parts; c += 128) a.ready[(slot + c * of_part) * COLUMNS + column] = 0; /* for replays */
+  const int slot = t.slot + first, first_index = t.r * M + first + warp;
   const float2* const sums = reinterpret_cast<const float2*>(a.sums) + slot + warp;
-  const float2* const partial = reinterpret_cast<const float2*>(a.partial) + (slot + warp) * (DVP / 2) + column * (DVC / 2) + lane;
+  const float* const partial = a.partial + (number)(slot + warp) * DVP + column * DVC + lane * WIDTH;
+  const float* const sinks = a.sinks;
+  const number o_t = a.sizes.o_t, o_h = a.sizes.o_h, l_t = a.sizes.l_t, l_h = a.sizes.l_h;
+  half_t* const out = a.out + t.b * a.sizes.o_b + column * DVC + lane * WIDTH;
+  float* const lse = a.lse ? a.lse + t.b * a.sizes.l_b : nullptr;
+#pragma unroll 1
+  for (int c = threadIdx.x % 128; c < parts; c += 128) a.ready[(number)(slot + c * of_part) * COLUMNS + column] = 0; /* for replays */
+#pragma unroll 1
   for (int row0 = 0; row0 + warp < rows; row0 += 4 * AT_ONCE) {
-    float top[AT_ONCE], total[AT_ONCE], safe[AT_ONCE];
-    float2 acc[AT_ONCE][WORDS], known[AT_ONCE]; /* `known`: the sums of a part of this lane */
-    auto look = [&](int i, int c) {
-      const int row = row0 + 4 * i;
-      return c < parts && row + warp < rows ? __ldcg(sums + (number)c * of_part + row) : make_float2(-INFINITY, 0);
-    };
+    float top[AT_ONCE], total[AT_ONCE], acc[AT_ONCE][OWN];
+    float2 known[AT_ONCE]; /* the sums of a part of this lane */
+    int row[AT_ONCE];
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) known[i] = look(i, lane);
+    for (int i = 0; i < AT_ONCE; i++) row[i] = min_(row0 + 4 * i, rows - 1 - warp);
+    auto look = [&](int i, int c) { return c < parts ? __ldcg(sums + c * of_part + row[i]) : make_float2(-INFINITY, 0); };
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
+      known[i] = look(i, lane);
       top[i] = known[i].x, total[i] = 0;
-      for (int c = lane + 32; c < parts; c += 32) top[i] = fmaxf(top[i], look(i, c).x);
-      for (int o = 16; o; o /= 2) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], o));
-      if (a.sinks) top[i] = fmaxf(top[i], a.sinks[h * G + (t.r * M + first + row0 + 4 * i + warp) % G] * LOG2E);
-      safe[i] = top[i] == -INFINITY ? 0.f : top[i];
 #pragma unroll
-      for (int e = 0; e < WORDS; e++) acc[i][e] = make_float2(0, 0);
+      for (int e = 0; e < OWN; e++) acc[i][e] = 0;
     }
+#pragma unroll 1
+    for (int c = lane + 32; c < parts; c += 32)
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) top[i] = fmaxf(top[i], look(i, c).x);
+#pragma unroll 1
+    for (int o = 16; o; o /= 2)
+#pragma unroll
+      for (int i = 0; i < AT_ONCE; i++) top[i] = fmaxf(top[i], __shfl_xor_sync(~0u, top[i], o));
+#pragma unroll 1
     for (int c0 = 0; c0 < parts; c0 += 32) {
       float weight[AT_ONCE];
 #pragma unroll
       for (int i = 0; i < AT_ONCE; i++) {
-        const float2 z = c0 ? look(i, c0 + lane) : known[i];
-        weight[i] = z.y == 0 ? 0 : exp2_(z.x - safe[i]); /* parts without keys have no sums */
-        total[i] += weight[i] * z.y;
+        if (c0) known[i] = look(i, c0 + lane);
+        weight[i] = known[i].y == 0 ? 0 : exp2_(known[i].x - top[i]); /* parts without keys have no sums */
+        total[i] += weight[i] * known[i].y;
       }
-#pragma unroll(WORDS > 2 ? 8 / AT_ONCE : 16 / AT_ONCE)
-      for (int c = c0; c < min_(c0 + 32, parts); c++)
+#pragma unroll 1
+      for (int c1 = c0; c1 < min_(c0 + 32, parts); c1 += STEP) {
+        float y[STEP][AT_ONCE][OWN];
 #pragma unroll
-        for (int i = 0; i < AT_ONCE; i++) {
-          const float w = __shfl_sync(~0u, weight[i], c - c0);
-          const int row = min_(row0 + 4 * i, rows - 1 - warp);
+        for (int u = 0; u < STEP; u++)
 #pragma unroll
-          for (int e = 0; e < WORDS; e++) {
-            const float2 y = __ldcg(partial + ((number)c * of_part + row) * (DVP / 2) + e * 32);
-            acc[i][e].x += w == 0 ? 0 : w * y.x, acc[i][e].y += w == 0 ? 0 : w * y.y; /* y may be no number then */
+          for (int i = 0; i < AT_ONCE; i++) {
+            const float* const from = partial + (number)(min_(c1 + u, parts - 1) * of_part + row[i]) * DVP;
+#pragma unroll
+            for (int e = 0; e < WORDS; e++) {
+              float(&z)[OWN] = y[u][i];
+              if (WIDTH == 4) {
+                const float4 four = __ldcg(reinterpret_cast<const float4*>(from) + e * 32);
+                z[e * WIDTH] = four.x, z[e * WIDTH + 1] = four.y, z[e * WIDTH + WIDTH - 2] = four.z, z[e * WIDTH + WIDTH - 1] = four.w;
+              } else {
+                const float2 two = __ldcg(reinterpret_cast<const float2*>(from) + e * 32);
+                z[e * WIDTH] = two.x, z[e * WIDTH + 1] = two.y;
+              }
+            }
           }
-        }
+#pragma unroll
+        for (int u = 0; u < STEP; u++)
+#pragma unroll
+          for (int i = 0; i < AT_ONCE; i++) {
+            const float w = __shfl_sync(~0u, weight[i], c1 + u - c0); /* 0 beyond the last part */
+            if (w != 0) /* the sums of a part without keys may be no numbers */
+#pragma unroll
+              for (int e = 0; e < OWN; e++) acc[i][e] += w * y[u][i][e];
+          }
+      }
     }
+#pragma unroll 1
+    for (int o = 16; o; o /= 2)
 #pragma unroll
-    for (int i = 0; i < AT_ONCE; i++) {
-      for (int o = 16; o; o /= 2) total[i] += __shfl_xor_sync(~0u, total[i], o);
-      if (row0 + 4 * i + warp >= rows) continue;
-      const int index = t.r * M + first + row0 + 4 * i + warp, head = h * G + index % G;
-      if (a.sinks) total[i] += exp2_(a.sinks[head] * LOG2E - safe[i]);
-      const float inverse = total[i] == 0 ? 0 : 1 / total[i];
-      const number query = t.first + index / G;
-      u32* to = reinterpret_cast<u32*>(a.out + t.b * a.sizes.o_b + query * a.sizes.o_t + head * a.sizes.o_h) + column * (DVC / 2) + lane;
+      for (int i = 0; i < AT_ONCE; i++) total[i] += __shfl_xor_sync(~0u, total[i], o);
+#pragma unroll 1
+    for (int i = 0; i < AT_ONCE && row0 + 4 * i + warp < rows; i++) { /* the row is the first of the registers */
+      const int index = first_index + row0 + 4 * i, head = h * G + index % G;
+      const number query = first_query + index / G;
+      float sum = total[0], up = top[0], factor = 1;
+      if (sinks) {
+        const float y = sinks[head] * LOG2E;
+        up = fmaxf(fmaxf(up, y), -3e38f); /* both may be minus infinity */
+        factor = exp2_(top[0] - up);
+        sum = sum * factor + exp2_(y - up);
+      }
+      const float inverse = sum == 0 ? 0 : __fdividef(factor, sum);
+      u32* const to = reinterpret_cast<u32*>(out + query * o_t + head * o_h);
 #pragma unroll
-      for (int e = 0; e < WORDS; e++)
-        if (DV == DVP || e * 32 + lane < DV / 2) to[e * 32] = pack_out(acc[i][e].x * inverse, acc[i][e].y * inverse);
-      if (a.lse && lane == 0 && column == 0)
-        a.lse[t.b * a.sizes.l_b + query * a.sizes.l_t + head * a.sizes.l_h] =
-            total[i] == 0 ? -INFINITY : (safe[i] + log2f(total[i])) / LOG2E;
+      for (int e = 0; e < OWN; e += 2)
+        if (DV == DVP || (e / WIDTH * 32 + lane) * WIDTH < DV)
+          to[e / WIDTH * 16 * WIDTH + e % WIDTH / 2] = pack_out(acc[0][e] * inverse, acc[0][e + 1] * inverse);
+      if (lse && lane == 0 && column == 0) lse[query * l_t + head * l_h] = sum == 0 ? -INFINITY : (up + __log2f(sum)) * (1 / LOG2E);
+#pragma unroll
+      for (int k = 1; k < AT_ONCE; k++) {
+        top[k - 1] = top[k], total[k - 1] = total[k];
+#pragma unroll
+        for (int e = 0; e < OWN; e++) acc[k - 1][e] = acc[k][e];
+      }
     }
   }
 }
