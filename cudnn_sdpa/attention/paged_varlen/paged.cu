@@ -875,7 +875,8 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
     float top[2], sum[2], less[2], unit[2]; /* `unit`: from scores to exponents of 2 */
     int limit[2], least[2];
     const int tiles = t.tiles, first_tile = t.tile;
-    const bool any_live = t.r * M + group * 64 + warp * 16 < t.count * G;
+    const int live_rows = t.count * G - t.r * M - group * 64 - warp * 16; /* of this warp's 16 */
+    const bool any_live = live_rows > 0, both_live = !CACHE || GROUPS > 1 || live_rows > 8;
     if (Q_SHARED) rows_sync(role); /* the item before has read its queries */
     {
       const int h = t.h, r = t.r, count = t.count, length = t.length, diagonal = diagonal_of(a, length, count);
@@ -983,9 +984,11 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
 #pragma unroll
       for (int j = 0; j < N / 8; j++)
 #pragma unroll
-        for (int e = 0; e < 4; e++) most[e / 2] = fmaxf(most[e / 2], x[j][e]);
+        for (int e = 0; e < 4; e++)
+          if (e < 2 || both_live) most[e / 2] = fmaxf(most[e / 2], x[j][e]);
 #pragma unroll
       for (int e = 0; e < 2; e++) {
+        if (e && !both_live) continue; /* FP8 to float16 is on the unit of exponentials, too */
         most[e] = fmaxf(most[e], __shfl_xor_sync(~0u, most[e], 1));
         most[e] = fmaxf(most[e], __shfl_xor_sync(~0u, most[e], 2));
         to_exponent[e] = SOFTCAP ? LOG2E : unit[e];
@@ -1000,6 +1003,7 @@ __device__ __forceinline__ void attend(const Paged& a, Shared& x_, int role) {
       for (int j = 0; j < N / 8; j++)
 #pragma unroll
         for (int e = 0; e < 4; e++) {
+          if (e > 1 && !both_live) continue;
           x[j][e] = exp2_(fmaf(x[j][e], to_exponent[e / 2], -safe[e / 2]));
           sum[e / 2] += x[j][e];
         }
