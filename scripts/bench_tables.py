@@ -56,7 +56,7 @@ def table(rows: list[dict[str, Any]], versions: dict[str, str], columns: list[st
 
 def note(reasons: str, notes: dict[str, int]) -> str:
     """The numbers of reasons, without the kind of error and its place in a source file."""
-    found = [] if reasons == "–" else re.split(r"; (?=[\w +-]+: )", reasons)
+    found = [] if reasons == "–" else re.split(r"; (?=[\w ,+-]+: )", reasons)
     texts = [re.sub(r"\b\w+Error: (?:\w+, \S+:\d+, )?", "", reason) for reason in found]
     return ", ".join(str(notes.setdefault(text, 1 + len(notes))) for text in texts) or "–"
 

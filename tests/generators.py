@@ -1130,6 +1130,9 @@ class PagedVarlen(Attention):
         kv, dims = r.choice([1, 1, 2, 3]), r.choice(ODD) if unlimited else head_dims(r, device)
         if cache != dtype and not unlimited:
             dims = r.choice([(16, 16), (32, 48), *([(64, 64), (128, 128)] if device != "cpu" else [])])
+        latent = later("latent attention", seed)
+        is_latent = cache == dtype and not unlimited and latent.random() < 0.1
+        dims = (576, 512) if is_latent else dims
         heads, count = kv * r.choice([1, 2, 5, 8]), r.choice([0, 1, 1, 2, 3, 7])
         large = [[1, 64, 130], [16, 300]] if device != "cpu" else [[1, 20], [33]]
         sizes = r.choice([[1], [1], [0, 1], [1, 4], [2, 3, 5, 8], [0, 1, 17], *large])
@@ -1143,6 +1146,8 @@ class PagedVarlen(Attention):
         facts |= {"columns": columns, "before": r.choice([0, 0, 0, 2]), "behind": r.choice([0, 0, 0, 3])}
         facts |= {"of_v": r.random() < 0.2, "wide": r.random() < 0.15, "longest": r.choice([0, 0, 1, 13])}
         facts |= {"lead": r.choice([0, 0, 0, 1])}
+        if is_latent and latent.random() < 0.7:
+            facts |= {"of_v": False, "is_in_keys": True}
         tokens = facts["before"] + sum(new) + facts["behind"]
 
         def of(dim: int) -> Spec:
@@ -1222,7 +1227,10 @@ class PagedVarlen(Attention):
         if facts["of_v"]:
             more["page_table_v"] = made["page_table_v"]
         names = "page_table", "seq_lens_kv", "cu_seqlens_q"
-        return [*(tensors[name] for name in "qkv"), *(made[name] for name in names)], {**more, **options}
+        q, k, v = (tensors[name] for name in "qkv")
+        if facts.get("is_in_keys"):  # as in multi-head latent attention
+            v = k[..., : v.shape[-1]]
+        return [q, k, v, *(made[name] for name in names)], {**more, **options}
 
     def call(self, tensors, options, facts):
         given, more = self._arguments(tensors, options, facts)

@@ -358,6 +358,13 @@ def packed_on_pages() -> dict[str, Tensor]:
     }
 
 
+def packed_on_latent_pages() -> dict[str, Tensor]:
+    """Values are the first numbers of their keys, as in multi-head latent attention."""
+    pages = torch.randn(11, 6, 1, 576).to(HALF)
+    latent = {"q": torch.randn(15, 4, 576).to(HALF), "k_pages": pages, "v_pages": pages[..., :512]}
+    return {**packed_on_pages(), **latent}
+
+
 def packed_on_own_pages() -> dict[str, Tensor]:
     """Values on pages of their own, keys and values in the heads' order, and sinks."""
     found = packed_on_pages()
@@ -869,6 +876,14 @@ OPERATIONS: dict[str, Example] = {
         differentiable=(),
         casts=("q",),
         options={"page_layout": "NHD", "max_seqlen_q": 8},
+    ),
+    "sdpa_paged_varlen, latent": Example(
+        sdpa_paged_varlen,
+        packed_on_latent_pages,
+        exact_packed_on_pages,
+        differentiable=(),
+        casts=("q",),
+        options={"page_layout": "NHD", "max_seqlen_q": 8, "scale": 0.07},
     ),
     "sdpa_paged_varlen, sinks, window": Example(
         sdpa_paged_varlen,

@@ -96,6 +96,11 @@ def test_tables_match_the_benchmark_files():
     assert result.returncode == 0, result.stdout
 
 
+def test_preferences_have_the_times_of_the_benchmark_file():
+    result = run("scripts/preference_times.py", "--check")
+    assert result.returncode == 0, result.stdout
+
+
 def test_charts_match_the_benchmark_files():
     result = run("scripts/charts.py", "--check")
     assert result.returncode == 0, result.stdout

@@ -37,30 +37,34 @@ def describe_paged(**given: Any) -> Description:
     def verify(_: bool) -> dict[str, float]:
         return errors_paged(call)
 
-    def by_own_kernel(why: str) -> Description:
+    def by_own_kernel(note: str) -> Description:
         return Description(
             operation=paged_varlen_forward,
             key=partial(own_kernel.key_of, call),
             device=explain.device_of(call.q),
             is_empty=call.is_empty,
-            extra_kernels=[*before, f"our own kernel for pages runs: {why}"],
+            extra_kernels=[*before, note],
             verify=verify,
         )
 
     if call.is_beyond_cudnn:
         what = "in FP8" if call.k_pages.dtype in FP8_DTYPES else "of no power of two tokens"
-        return by_own_kernel(f"cuDNN has none for pages {what}")
+        return by_own_kernel(f"our own kernel for pages runs: cuDNN has none for pages {what}")
     launched, device = as_launched(call), explain.device_of(call.q)
     described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
         described = describe_prefill(launched, device)
     notes = [*before, *explain.notes_on_scale(call), *described.extra_kernels]
 
+    described = replace(described, extra_kernels=notes, verify=verify)
+
     def on_target(target: Target) -> Description | None:
         row = preference_of(call, target)
-        return None if row is None or row.kernel != OWN else by_own_kernel(str(row))
+        if row is None or row.kernel == OWN:
+            return row and by_own_kernel(str(row))
+        return replace(described, extra_kernels=[*notes, str(row)])
 
-    return replace(described, extra_kernels=notes, verify=verify, on_target=on_target)
+    return replace(described, on_target=on_target)
 
 
 def describe_decode(call: PagedArguments, device: int | None) -> Description:

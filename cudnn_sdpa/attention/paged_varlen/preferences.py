@@ -1,9 +1,9 @@
 """Measured preferences: where `sdpa_paged` takes the library's own kernel for pages, and where cuDNN's engines.
 
 `preferences.json` has a row for each kind of call that was measured: the compute capability, the head dims, and ranges,
-whose ends are included, of new tokens, of sequences and of the keys that a row of the page table has room for. The
-times, in microseconds, are those of the call that `of` describes. Without a row, cuDNN serves the call if it has a
-kernel for the pages.
+whose ends are included, of new tokens, of sequences, of the keys that a row of the page table has room for, and of
+query heads. The times, in microseconds, are those of the step `of` of `benchmarks decode`, which
+`scripts/preference_times.py` copies. Without a row, cuDNN serves the call if it has a kernel for the pages.
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ class Preference(NamedTuple):
     own_us: float
     cudnn_us: float
     of: str
+    heads: tuple[int, int | None] = (1, None)
 
     def __str__(self) -> str:
-        return f"measured {self.own_us} µs, cuDNN's engines {self.cudnn_us} µs, for {self.of} (preferences.json)"
+        ours, theirs = ("our own kernel for pages", self.own_us), ("cuDNN's engines", self.cudnn_us)
+        (taken, time), (other, other_time) = (ours, theirs) if self.kernel == OWN else (theirs, ours)
+        return f"chosen by measurement: {taken}, {time} µs; {other}, {other_time} µs ({self.of}; preferences.json)"
 
 
 @functools.cache
@@ -50,12 +53,12 @@ def _hashable(x: Any) -> Any:
 
 def preference_of(call: PagedArguments, target: Target) -> Preference | None:
     """The row of a call on a GPU; None if nothing like it was measured."""
-    batch, _, tokens, dim = call.q.shape
+    batch, heads, tokens, dim = call.q.shape
     dims = dim, call.v.shape[3]
     for row in preferences():
         if row.sm == target.sm and row.head_dims == dims:
-            ranges = (tokens, row.new_tokens), (batch, row.sequences), (call.max_kv_len, row.keys)
-            if all(_is_in(number, bounds) for number, bounds in ranges):
+            sizes = tokens, batch, call.max_kv_len, heads
+            if all(map(_is_in, sizes, (row.new_tokens, row.sequences, row.keys, row.heads))):
                 return row
     return None
 
