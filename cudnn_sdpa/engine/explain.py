@@ -41,6 +41,7 @@ class Description:
         device: Index of the GPU that the tensors are on; None for tensors elsewhere.
         is_empty: Whether there is nothing to compute, hence no plan.
         extra_kernels: Kernels that run in addition to the plan, as text; none if there is nothing to compute.
+        choice: Why this kernel, where there are several.
         backward: Its gradient, if an input requires grad.
         bucket: Returns the key of its bucket's plan, None if it fits none; see `shape_policy`.
         verify: Runs the call and the reference, and returns the relative error of each result, and of the gradients if
@@ -53,6 +54,7 @@ class Description:
     device: int | None
     is_empty: bool = False
     extra_kernels: list[str] = field(default_factory=list)
+    choice: str = ""
     backward: Description | None = None
     bucket: Callable[[Target, int | None], PlanKey | None] | None = None
     verify: Callable[[bool], dict[str, float]] | None = None
@@ -159,6 +161,7 @@ class Explanation:
         bucket: Unless the shape policy is "exact", the key of the bucket's plan that serves the call until it has an
             exact-shape plan.
         extra_kernels: Kernels that run in addition to the plan.
+        choice: Why this kernel serves the call, where there are several.
         known_issues: Bugs of this cuDNN that the plan works around.
         on_gpu: Why a plan built on the GPU would be better than this one, which was made without it; usually empty.
         native: On this machine's GPU, whether calls go through the native module, and why not.
@@ -183,6 +186,7 @@ class Explanation:
     cached: bool = False
     bucket: str = ""
     extra_kernels: list[str] = field(default_factory=list)
+    choice: str = ""
     known_issues: list[str] = field(default_factory=list)
     on_gpu: str = ""
     native: str = ""
@@ -228,6 +232,7 @@ class Explanation:
         if self.bucket:
             in_full = f": {self.bucket}" if with_keys else ""
             lines.append(f'  until then the generic plan of its bucket, unless shape_policy("exact") is set{in_full}')
+        lines += [f"  choice     {self.choice}"] if self.choice else []
         lines += [f"  also runs  {note}" for note in self.extra_kernels]
         lines += [f"  avoids     {issue}" for issue in self.known_issues]
         lines += [f"  but        {self.on_gpu}"] if self.on_gpu else []
@@ -329,6 +334,7 @@ def _explain(name: str, description: Description, target: str | None) -> Explana
         target=str(gpu),
         offline=device is None,
         extra_kernels=description.extra_kernels,
+        choice=description.choice,
         versions=versions,
     )
     if not description.is_empty:

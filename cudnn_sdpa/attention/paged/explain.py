@@ -37,19 +37,20 @@ def describe_paged(**given: Any) -> Description:
     def verify(_: bool) -> dict[str, float]:
         return errors_paged(call)
 
-    def by_own_kernel(note: str) -> Description:
+    def by_own_kernel(choice: str) -> Description:
         return Description(
             operation=paged_varlen_forward,
             key=partial(own_kernel.key_of, call),
             device=explain.device_of(call.q),
             is_empty=call.is_empty,
-            extra_kernels=[*before, note],
+            extra_kernels=before,
+            choice=choice,
             verify=verify,
         )
 
     if call.is_beyond_cudnn:
         what = "in FP8" if call.k_pages.dtype in FP8_DTYPES else "of no power of two tokens"
-        return by_own_kernel(f"our own kernel for pages runs: cuDNN has none for pages {what}")
+        return by_own_kernel(f"our own kernel for pages: cuDNN has none for pages {what}")
     launched, device = as_launched(call), explain.device_of(call.q)
     described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
     if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
@@ -62,7 +63,7 @@ def describe_paged(**given: Any) -> Description:
         row = preference_of(call, target)
         if row is None or row.kernel == OWN:
             return row and by_own_kernel(str(row))
-        return replace(described, extra_kernels=[*notes, str(row)])
+        return replace(described, choice=str(row))
 
     return replace(described, on_target=on_target)
 

@@ -38,7 +38,7 @@ class Preference(NamedTuple):
     def __str__(self) -> str:
         ours, theirs = ("our own kernel for pages", self.own_us), ("cuDNN's engines", self.cudnn_us)
         (taken, time), (other, other_time) = (ours, theirs) if self.kernel == OWN else (theirs, ours)
-        return f"chosen by measurement: {taken}, {time} µs; {other}, {other_time} µs ({self.of}; preferences.json)"
+        return f"{taken}: measured {time} µs; {other}, {other_time} µs ({self.of}; preferences.json)"
 
 
 @functools.cache

@@ -90,13 +90,14 @@ KEYS = 4096
 
 def of_single_queries(where):
     """A call with 32 single queries on thousands of keys each, and the float64 result of one of them."""
-    q, k, v = (torch.randn(32, heads, n, 128, device="cuda", dtype=torch.bfloat16) for heads, n in SINGLE)
+    dim = 64 if "paged" in where else 128  # cuDNN's kernels serve single queries of 64 on pages
+    q, k, v = (torch.randn(32, heads, n, dim, device="cuda", dtype=torch.bfloat16) for heads, n in SINGLE)
     lengths = torch.randint(KEYS // 2, KEYS, (32,), device="cuda", dtype=torch.int32)
     sinks = torch.randn(32, device="cuda")
     number = 17
     length = KEYS if where == "dense" else int(lengths[number])
     keys, values = (x[number, :, :length].double().repeat_interleave(4, 0) for x in (k, v))
-    scores = (q[number].double() @ keys.mT) * 128**-0.5
+    scores = (q[number].double() @ keys.mT) * dim**-0.5
     if where == "sinks":
         scores = torch.cat([scores, sinks.double().view(-1, 1, 1)], 2)
         values = torch.cat([values, torch.zeros_like(values[:, :1])], 1)
@@ -105,7 +106,7 @@ def of_single_queries(where):
     if where in options:
         return lambda **more: cudnn_sdpa.sdpa(q, k, v, **options[where], **more), number, expected
     page = 64
-    k_pages, v_pages = (x.transpose(1, 2).reshape(32 * KEYS // page, page, 8, 128) for x in (k, v))
+    k_pages, v_pages = (x.transpose(1, 2).reshape(32 * KEYS // page, page, 8, dim) for x in (k, v))
     table = torch.arange(len(k_pages), device="cuda", dtype=torch.int32).view(32, -1)
     if where == "paged, in place":
         cudnn_sdpa.trusted_pages(table, lengths, pages=len(k_pages), page_size=page)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 
 import pytest
 import torch
@@ -85,6 +86,7 @@ def test_device_memory_does_not_grow():
     for _ in range(10):
         cudnn_sdpa.sdpa(q, k, v)
     torch.cuda.synchronize()
+    gc.collect()  # tensors of other tests
     allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     for _ in range(20):  # other processes may allocate meanwhile; a leak grows in every round
         free = torch.cuda.mem_get_info()[0]
