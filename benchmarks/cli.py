@@ -22,7 +22,7 @@ from benchmarks.tools.parts import (
     LlamaPart,
     NormPart,
     PeersPart,
-    ProviderPart,
+    ReplacementsPart,
     ShapesPart,
     SiluPart,
 )
@@ -270,23 +270,23 @@ def bench_peers(
     _measure("peers", {chosen.value: measures[chosen] for chosen in part or list(PeersPart)}, output)
 
 
-@app.command("provider")
-def bench_provider(
+@app.command("replacements")
+def bench_replacements(
     part: Annotated[
-        list[ProviderPart] | None, typer.Option(help="Only these parts; may be given several times.")
+        list[ReplacementsPart] | None, typer.Option(help="Only these parts; may be given several times.")
     ] = None,
     output: cli.Output = None,
 ) -> None:
-    """Time PyTorch's own attention functions on this library, on the frontend's provider, and on PyTorch."""
+    """Time PyTorch's own attention functions on this library, on the frontend's module, and on PyTorch."""
     require_gpu()
-    from benchmarks import provider
+    from benchmarks import replacements
 
-    measures: dict[ProviderPart, tuple[str, Measure]] = {
-        ProviderPart.HOST: (f"CPU time of one warm call: {provider.SMALL.label}", provider.host),
-        ProviderPart.KERNELS: ("Device time, median", provider.kernels),
-        ProviderPart.SHAPES: ("From cold: many lengths, causal", provider.new_shapes),
+    measures: dict[ReplacementsPart, tuple[str, Measure]] = {
+        ReplacementsPart.HOST: (f"CPU time of one warm call: {replacements.SMALL.label}", replacements.host),
+        ReplacementsPart.KERNELS: ("Device time, median", replacements.kernels),
+        ReplacementsPart.SHAPES: ("From cold: many lengths, causal", replacements.new_shapes),
     }
-    _measure("provider", {chosen.value: measures[chosen] for chosen in part or list(ProviderPart)}, output)
+    _measure("replacements", {chosen.value: measures[chosen] for chosen in part or list(ReplacementsPart)}, output)
 
 
 @app.command("kernels")

@@ -1,4 +1,4 @@
-"""A process of `benchmarks provider`: calls of many new lengths with one provider; it prints one line of JSON.
+"""A process of `benchmarks replacements`: calls of many new lengths with one replacement; it prints one line of JSON.
 
 python -m benchmarks.programs.new_shapes pytorch ""     # or cudnn-frontend "", cudnn_sdpa exact
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks.programs import many_lengths
 from benchmarks.tools import cases, peers
-from benchmarks.tools.providers import provided_by
+from benchmarks.tools.replacements import replaced_by
 from cudnn_sdpa.plans.shape_policy import Policy, shape_policy
 
 
@@ -25,7 +25,7 @@ def measure(name: str, policy: Policy | Literal[""]) -> dict[str, object]:
     lengths = many_lengths.lengths(many_lengths.COUNT, seed=1)
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(provided_by(name))
+            stack.enter_context(replaced_by(name))
         except ImportError as error:
             return {"why": str(error)}
         stack.enter_context(peers.only(peers.CUDNN))

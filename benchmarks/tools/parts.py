@@ -103,8 +103,8 @@ class PeersPart(str, Enum):
     TRAINING = "training"
 
 
-class ProviderPart(str, Enum):
-    """Parts of `benchmarks provider`."""
+class ReplacementsPart(str, Enum):
+    """Parts of `benchmarks replacements`."""
 
     HOST = "host"
     KERNELS = "kernels"

@@ -24,7 +24,7 @@ from benchmarks.tools.parts import (
     LlamaPart,
     NormPart,
     PeersPart,
-    ProviderPart,
+    ReplacementsPart,
     SiluPart,
 )
 
@@ -95,14 +95,14 @@ def test_a_server_builds_few_plans():
     assert first["plans built"] <= last["plans built"] <= 3, (first, last)
 
 
-@pytest.mark.parametrize("part", [ProviderPart.HOST, ProviderPart.KERNELS])
-def test_provider(tmp_path, part, monkeypatch):
-    from benchmarks import provider
+@pytest.mark.parametrize("part", [ReplacementsPart.HOST, ReplacementsPart.KERNELS])
+def test_replacements(tmp_path, part, monkeypatch):
+    from benchmarks import replacements
 
-    monkeypatch.setattr(provider, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
-    monkeypatch.setattr(provider, "device_times", lambda calls, **how: timing.device_times(calls, repeats=2, **how))
-    monkeypatch.setattr(provider, "SHAPES", (cases.Shape(1, 8, 8, 512, 64, True),))
-    assert_measured(tmp_path, "provider", part)
+    monkeypatch.setattr(replacements, "host_times", lambda calls, **_: timing.host_times(calls, per_round=2, rounds=1))
+    monkeypatch.setattr(replacements, "device_times", lambda calls, **how: timing.device_times(calls, repeats=2, **how))
+    monkeypatch.setattr(replacements, "SHAPES", (cases.Shape(1, 8, 8, 512, 64, True),))
+    assert_measured(tmp_path, "replacements", part)
 
 
 @pytest.mark.parametrize("part", list(PeersPart))

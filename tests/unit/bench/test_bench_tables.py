@@ -25,7 +25,7 @@ from benchmarks.tools.parts import (
     LlamaPart,
     NormPart,
     PeersPart,
-    ProviderPart,
+    ReplacementsPart,
     ShapesPart,
     SiluPart,
 )
@@ -171,14 +171,14 @@ def test_the_pages_name_existing_parts(tables):
         "llama": LlamaPart,
         "kernels": KernelsPart,
         "peers": PeersPart,
-        "provider": ProviderPart,
+        "replacements": ReplacementsPart,
         "distributed": DistributedPart,
     }
     parts = {file: {part.value for part in enum} for file, enum in enums.items()}
     parts["views"] = {SiluPart.VIEWS.value}  # measured on another day than the other parts of silu
     parts["silu"] -= parts["views"]
-    parts["provider-shapes"] = {ProviderPart.SHAPES.value}  # as these
-    parts["provider"] -= parts["provider-shapes"]
+    parts["replacements-shapes"] = {ReplacementsPart.SHAPES.value}  # as these
+    parts["replacements"] -= parts["replacements-shapes"]
     parts["distributed-models"] = {DistributedPart.MODEL.value}  # by another command than the other parts
     parts["distributed"] -= parts["distributed-models"]
     parts["distributed-tensor"] = {DistributedPart.TENSOR.value}  # later, with two all-reduces a pass, also compiled

@@ -1,4 +1,4 @@
-"""What implements PyTorch's attention operators while they are measured."""
+"""What replaces PyTorch's attention operators while they are measured."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import contextmanager
 from cudnn_sdpa.integrations.pytorch import register, unregister
 
 OURS, FRONTENDS, PYTORCH = "cudnn_sdpa", "cudnn-frontend", "pytorch"
-PROVIDERS = (OURS, FRONTENDS, PYTORCH)
+REPLACEMENTS = (OURS, FRONTENDS, PYTORCH)
 
-#: The frontend's provider: its own module, which no other part of this library uses.
+#: The frontend's module, which no other part of this library uses.
 _MODULE = "cudnn.torch.sdpa_provider"
 
 
 @contextmanager
-def provided_by(name: str) -> Iterator[None]:
-    """PyTorch's operators are implemented by one of `PROVIDERS`.
+def replaced_by(name: str) -> Iterator[None]:
+    """PyTorch's operators are implemented by one of `REPLACEMENTS`.
 
     Raises:
-        ImportError: The installed frontend has no provider.
+        ImportError: The installed frontend has no such module.
     """
     if name == OURS:
         register()

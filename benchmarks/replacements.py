@@ -1,4 +1,4 @@
-"""`benchmarks provider`: PyTorch's own attention operators on this library, the frontend's provider, and PyTorch."""
+"""`benchmarks replacements`: PyTorch's own attention operators on this library, the frontend's module, and PyTorch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from rich.progress import track
 from torch import Tensor
 
 from benchmarks.programs.many_lengths import COUNT, MAX_LENGTH
-from benchmarks.tools import cases, peers, providers
+from benchmarks.tools import cases, peers
+from benchmarks.tools import replacements as installed
 from benchmarks.tools.cases import Shape
 from benchmarks.tools.output import Row
 from benchmarks.tools.processes import run_module
-from benchmarks.tools.providers import OURS, PROVIDERS, PYTORCH
+from benchmarks.tools.replacements import OURS, PYTORCH, REPLACEMENTS
 from benchmarks.tools.timing import Call, device_times, host_times
 from benchmarks.tools.ways import wait_for_native_calls
 from cudnn_sdpa.graph.layouts import JsonObject
@@ -34,11 +35,11 @@ SHAPES = (
 )
 
 _CALLS_PER_ROUND = 200
-_ROUNDS = 3  #: of all providers in turn, because one is not part of a call
+_ROUNDS = 3  #: of all in turn, because one is not part of a call
 
 
 class Case(NamedTuple):
-    """Something that is measured with each provider.
+    """Something that is measured with each replacement.
 
     Attributes:
         name: Its name in tables.
@@ -50,7 +51,7 @@ class Case(NamedTuple):
 
 
 def host() -> list[Row]:
-    """CPU time of one warm call of PyTorch's functions, with each provider."""
+    """CPU time of one warm call of PyTorch's functions, with each replacement."""
     wait_for_native_calls()
 
     def measure(call: Call) -> float:
@@ -73,15 +74,15 @@ def kernels() -> list[Row]:
 
 
 def new_shapes(repeats: int = 1) -> list[Row]:
-    """Calls of many lengths that a process has not seen, without stored plans; each provider in its own processes."""
+    """Calls of many lengths that a process has not seen, without stored plans; each has its own processes."""
     rows: list[Row] = []
-    for name in PROVIDERS:
+    for name in REPLACEMENTS:
         for policy in ("exact", "bucketed") if name == OURS else ("",):
             results = [run_module("benchmarks.programs.new_shapes", name, policy, store=OFF) for _ in range(repeats)]
             is_there = all(result.get("why") is None for result in results)
             rows.append(
                 {
-                    "provider": f"{name}, {policy}" if policy else name,
+                    "replacements": f"{name}, {policy}" if policy else name,
                     f"{COUNT} lengths up to {MAX_LENGTH}, s": _median(results, "seconds") if is_there else "–",
                     "first call, ms": _median(results, "first_ms") if is_there else "–",
                     "longest wait, ms": _median(results, "longest_wait_ms") if is_there else "–",
@@ -131,29 +132,29 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, shape: Shape) -> Tensor:
 
 
 def _row(label: str, case: Case, measure: Callable[[Call], float]) -> Row:
-    """The times of a case with each provider: the best of some rounds, in which they take turns."""
+    """The times of a case with each replacement: the best of some rounds, in which they take turns."""
     times: dict[str, float] = {}
     reasons: dict[str, str] = {}
     expected: Sequence[Tensor] | None = None
     for _ in range(_ROUNDS):
-        for name in (PYTORCH, *(x for x in PROVIDERS if x != PYTORCH)):
+        for name in (PYTORCH, *(x for x in REPLACEMENTS if x != PYTORCH)):
             if name in reasons:
                 continue
             with contextlib.ExitStack() as stack:
                 try:
-                    stack.enter_context(providers.provided_by(name))
+                    stack.enter_context(installed.replaced_by(name))
                     found = case.call()
                 except torch.OutOfMemoryError:
                     raise
-                except (ImportError, RuntimeError, ValueError) as error:  # what a provider declines
+                except (ImportError, RuntimeError, ValueError) as error:  # what a replacement declines
                     reasons[name] = str(error).splitlines()[0]
                     continue
                 if expected is None:
                     expected = [x.detach().clone() for x in found]
-                cases.check_agreement([case.name] * len(found), found, expected, "that of the first provider")
+                cases.check_agreement([case.name] * len(found), found, expected, "that of the first")
                 times[name] = min(times.get(name, float("inf")), measure(case.call))
     row: Row = {label: case.name}
-    row |= {f"{name} µs": times.get(name, "–") for name in PROVIDERS}
+    row |= {f"{name} µs": times.get(name, "–") for name in REPLACEMENTS}
     ours, pytorchs = times.get(OURS), times.get(PYTORCH)
     row[f"{OURS} / {PYTORCH}"] = ours / pytorchs if ours is not None and pytorchs is not None else "–"
     row["why not"] = "; ".join(f"{name}: {why}" for name, why in reasons.items()) or "–"
