@@ -81,6 +81,7 @@ if _typing.TYPE_CHECKING:
     from cudnn_sdpa.plans.cache import plan_cache as plan_cache
     from cudnn_sdpa.plans.default_store import use_plan_store as use_plan_store
     from cudnn_sdpa.plans.manifest import PlanManifest as PlanManifest
+    from cudnn_sdpa.plans.providers import providers as providers
     from cudnn_sdpa.plans.shape_policy import shape_policy as shape_policy
     from cudnn_sdpa.plans.store import PlanStore as PlanStore
     from cudnn_sdpa.plans.store import PlanStoreInfo as PlanStoreInfo
@@ -122,6 +123,7 @@ _NAMES = {
     "plans.cache": "PlanCache PlanCacheInfo no_plan_builds plan_cache",
     "plans.default_store": "use_plan_store",
     "plans.manifest": "PlanManifest",
+    "plans.providers": "providers",
     "plans.shape_policy": "shape_policy",
     "plans.store": "PlanStore PlanStoreInfo",
 }

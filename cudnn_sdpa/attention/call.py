@@ -33,6 +33,7 @@ from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.target import Target, live_target
+from cudnn_sdpa.plans import providers
 
 #: Dtypes that only the reference takes, and the dtype that replaces them in the checks.
 _REFERENCE_DTYPES = (torch.float32, torch.float64)
@@ -188,7 +189,7 @@ def _check_for_gpu(
         return
     lifted = fallback.is_in_force()
     plans = (of_gradient, None if backward is None else (type(backward), backward.needs))
-    signature = (type(call), plans, target, lifted, *map(_signature, call))
+    signature = (type(call), plans, target, lifted, providers.active(), *map(_signature, call))
     if signature in _passed:
         return
     meta = _without_data(call)

@@ -27,7 +27,7 @@ from cudnn_sdpa.graph import backend
 from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.graph.target import check_name
 from cudnn_sdpa.offline import interpreter, planner
-from cudnn_sdpa.plans import default_store, private_folders, shape_policy
+from cudnn_sdpa.plans import default_store, private_folders, providers, shape_policy
 from cudnn_sdpa.plans.cache import capacity_from_environment
 from cudnn_sdpa.plans.private_folders import UnsafeFolderError
 
@@ -48,6 +48,7 @@ _READ: dict[str, Callable[[], object]] = {
     planner.TIMEOUT_VARIABLE: planner.timeout_seconds,
     loader.VARIABLE: loader.mode,
     shape_policy.VARIABLE: shape_policy.of_environment,
+    providers.VARIABLE: providers.of_environment,
     explain.TARGET_VARIABLE: lambda: check_name(
         os.environ.get(explain.TARGET_VARIABLE) or "h200", explain.TARGET_VARIABLE
     ),

@@ -24,6 +24,7 @@ from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.graph.target import Target, live_target, load_properties
 from cudnn_sdpa.offline.planner import OfflinePlan, plan_offline
 from cudnn_sdpa.plans import shape_policy
+from cudnn_sdpa.plans.providers import CUDNN
 from cudnn_sdpa.plans.cache import build_plan, plan_cache
 from cudnn_sdpa.plans.kernel_plan import ENGINE, KernelOp, KernelProgram
 from cudnn_sdpa.plans.plan import Plan
@@ -152,6 +153,7 @@ class Explanation:
         reasons: Every known reason why there is no plan.
         suggestion: The nearest thing that works.
         key: The plan's key, as text.
+        provider: Who wrote the plan's kernels: "cudnn", or "own" for the library's own.
         engine: cuDNN's engine.
         knobs: The engine's settings.
         workspace: Bytes that a launch allocates in addition to its outputs.
@@ -178,6 +180,7 @@ class Explanation:
     reasons: list[str] = field(default_factory=list)
     suggestion: str = ""
     key: str = ""
+    provider: str = ""
     engine: str = ""
     knobs: dict[str, int] = field(default_factory=dict)
     workspace: int = 0
@@ -222,6 +225,7 @@ class Explanation:
             how = "loaded from the plan store" if self.loaded else "built"
             built = f"in the cache, {how} in" if self.cached else f"{how} now in"
             lines += [
+                f"  provider   {self.provider}",
                 f"  engine     {self.engine} {knobs}".rstrip(),
                 f"  workspace  {self.workspace} bytes",
                 f"  plan       {built} {self.build_seconds * 1e3:.0f} ms",
@@ -367,7 +371,7 @@ def _plan(
 
 def _key(result: Explanation, description: Description, target: Target, device: int | None) -> PlanKey:
     key = description.key(target, device)
-    result.key = str(key)
+    result.key, result.provider = str(key), key.provider or CUDNN
     result.known_issues = [str(issue) for issue in known_issues.concerning(key)]
     if description.bucket is not None and shape_policy.active() != shape_policy.EXACT:
         of_bucket = description.bucket(target, device)

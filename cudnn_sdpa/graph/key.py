@@ -65,6 +65,7 @@ class PlanKey:
         device: Index of the GPU in this process; None for a plan compiled for later.
         deterministic: Whether engines that cuDNN marks as nondeterministic are skipped. Attention, which knows more
             about its kernels than cuDNN reports, has an option of this name instead.
+        provider: Who wrote its kernels; None is cuDNN.
     """
 
     operation: str
@@ -75,6 +76,7 @@ class PlanKey:
     target: Target
     device: int | None
     deterministic: bool = False
+    provider: str | None = None
 
     @staticmethod
     def typed(options: Mapping[str, object]) -> tuple[TypedOption, ...]:
@@ -96,6 +98,7 @@ class PlanKey:
             "outputs": [_operand_to_json(operand) for operand in self.outputs],
             "options": self.option_values,
             **({"deterministic": True} if self.deterministic else {}),
+            **({"provider": self.provider} if self.provider is not None else {}),
         }
 
     @property
@@ -136,6 +139,7 @@ class PlanKey:
             target=target,
             device=None,
             deterministic=data.get("deterministic", False),
+            provider=data.get("provider"),
         )
 
     def __str__(self) -> str:
@@ -151,9 +155,10 @@ class PlanKey:
 
 
 class KeyedOperation:
-    """An operation that has plans: a name, and a digest of what a plan depends on besides its key."""
+    """An operation that has plans: a name, a provider, and a digest of what a plan depends on besides its key."""
 
     name: str
+    provider: str | None = None
 
     @property
     def digest(self) -> str:
@@ -178,6 +183,7 @@ class KeyedOperation:
             target=target,
             device=device,
             deterministic=deterministic,
+            provider=self.provider,
         )
 
 

@@ -37,7 +37,7 @@ MAX_OFFSET = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class KnownIssue:
-    """A bug of cuDNN, described by `bug`.
+    """A bug of a provider's kernels, described by `bug`.
 
     Attributes:
         source: The report, or the version and the GPU of this library's tests that showed it.
@@ -47,6 +47,7 @@ class KnownIssue:
         first: First version with the bug, as a number.
         fixed: First version without it.
         in_capture: Whether only launches into a CUDA graph are affected; these are refused.
+        provider: Whose kernels have it; None is cuDNN.
     """
 
     bug: str
@@ -57,6 +58,7 @@ class KnownIssue:
     first: int = 0
     fixed: int = NEVER_FIXED
     in_capture: bool = False
+    provider: str | None = None
 
     def __str__(self) -> str:
         return f"{self.bug} ({self.source}); {self.treatment}"
@@ -459,6 +461,7 @@ ATTENTION_ISSUES = (
 def concerning(key: PlanKey) -> list[KnownIssue]:
     version = key.target.cudnn
     rows = ATTENTION_ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
+    rows = [issue for issue in rows if issue.provider == key.provider]
     return [issue for issue in rows if issue.first <= version < issue.fixed and issue.concerns(key)]
 
 

@@ -271,10 +271,15 @@ class PlanCache:
             for plan in self._plans.values():
                 plan.held = False
                 self._note_use(plan)
-            for table in self._tables:
-                table._drop(None)
+            self.forget_calls()
             self._plans.clear()
             self._reset_counters()
+
+    def forget_calls(self) -> None:
+        """Has all calls find their plans again."""
+        with self._lock:
+            for table in self._tables:
+                table._drop(None)
 
     def resize(self, capacity: int) -> None:
         """Sets the maximum number of plans, evicting the least recently used beyond it.

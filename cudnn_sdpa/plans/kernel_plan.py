@@ -74,6 +74,8 @@ class KernelOp(GraphDefinition):
     `program` makes the program of a key, and depends on nothing else. The sources in `folder` are part of the digest.
     """
 
+    provider = "own"
+
     def __init__(self, program: Callable[[PlanKey], KernelProgram], folder: Path) -> None:
         self.__doc__ = program.__doc__
         self.program = program

@@ -8,7 +8,7 @@ from typing import Any
 
 from cudnn_sdpa.attention import reference as dense_reference
 from cudnn_sdpa.attention import sharding, sink_scores
-from cudnn_sdpa.attention.arguments import FP8_DTYPES, as_launched
+from cudnn_sdpa.attention.arguments import as_launched
 from cudnn_sdpa.attention.dense import explain, graphs
 from cudnn_sdpa.attention.paged import reference, specs
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
@@ -17,13 +17,14 @@ from cudnn_sdpa.attention.paged.sdpa_paged import PAGED, call_of, sdpa_paged
 from cudnn_sdpa.attention.paged.specs import MAX_DECODED, DecodeSpec, is_decode
 from cudnn_sdpa.attention.paged_varlen import plans as own_kernel
 from cudnn_sdpa.attention.paged_varlen.plans import paged_varlen_forward
-from cudnn_sdpa.attention.paged_varlen.preferences import OWN, preference_of
+from cudnn_sdpa.attention.paged_varlen.preferences import provider_of
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.verify import Results, compare, empty_like, exact_inputs
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.target import Target, live_target
+from cudnn_sdpa.plans.providers import OWN
 
 
 @describes(sdpa_paged, sharding.paged)
@@ -37,35 +38,31 @@ def describe_paged(**given: Any) -> Description:
     def verify(_: bool) -> dict[str, float]:
         return errors_paged(call)
 
-    def by_own_kernel(choice: str) -> Description:
-        return Description(
-            operation=paged_varlen_forward,
-            key=partial(own_kernel.key_of, call),
-            device=explain.device_of(call.q),
-            is_empty=call.is_empty,
-            extra_kernels=before,
-            choice=choice,
-            verify=verify,
-        )
+    device, launched = explain.device_of(call.q), as_launched(call)
+    by_own_kernel = Description(
+        operation=paged_varlen_forward,
+        key=partial(own_kernel.key_of, call),
+        device=device,
+        is_empty=call.is_empty,
+        extra_kernels=before,
+        verify=verify,
+    )
 
-    if call.is_beyond_cudnn:
-        what = "in FP8" if call.k_pages.dtype in FP8_DTYPES else "of no power of two tokens"
-        return by_own_kernel(f"our own kernel for pages: cuDNN has none for pages {what}")
-    launched, device = as_launched(call), explain.device_of(call.q)
-    described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
-    if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
-        described = describe_prefill(launched, device)
-    notes = [*before, *explain.notes_on_scale(call), *described.extra_kernels]
+    def by_cudnn() -> Description:
+        described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
+        if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
+            described = describe_prefill(launched, device)
+        notes = [*before, *explain.notes_on_scale(call), *described.extra_kernels]
+        return replace(described, extra_kernels=notes, verify=verify)
 
-    described = replace(described, extra_kernels=notes, verify=verify)
+    def on_target(target: Target) -> Description:
+        try:
+            provider, why = provider_of(call, target)
+        except UnsupportedError as error:
+            return Description.refused(graphs.paged_decode, error, device)
+        return replace(by_own_kernel if provider == OWN else by_cudnn(), choice=why)
 
-    def on_target(target: Target) -> Description | None:
-        row = preference_of(call, target)
-        if row is None or row.kernel == OWN:
-            return row and by_own_kernel(str(row))
-        return replace(described, choice=str(row))
-
-    return replace(described, on_target=on_target)
+    return replace(by_own_kernel if call.is_beyond_cudnn else by_cudnn(), on_target=on_target)
 
 
 def describe_decode(call: PagedArguments, device: int | None) -> Description:

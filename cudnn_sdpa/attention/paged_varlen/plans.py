@@ -131,7 +131,8 @@ class Spec:
         return paged_varlen_forward.key(inputs, outputs, options, target, device=device)
 
 
-def _refuse(call: OnPages, target: Target) -> None:
+def reasons_against(call: OnPages, target: Target) -> list[str]:
+    """Why the kernel cannot serve a call on a target; empty if it can."""
     reasons, fp8 = [], call.k_pages.dtype in FP8_DTYPES
     if target.sm < FIRST_SM:
         reasons.append(f"it needs compute capability 8.0; {target} has {target.sm / 10}")
@@ -144,7 +145,11 @@ def _refuse(call: OnPages, target: Target) -> None:
         elif needed > limit:
             need = f"{needed / 1024:.0f} KB of shared memory for a block"
             reasons.append(f"head dims of 576 and 512 need {need}; {target} has {limit >> 10} KB")
-    if reasons:
+    return reasons
+
+
+def _refuse(call: OnPages, target: Target) -> None:
+    if reasons := reasons_against(call, target):
         raise UnsupportedError("sdpa_paged" if isinstance(call, PagedArguments) else "sdpa_paged_varlen", reasons)
 
 

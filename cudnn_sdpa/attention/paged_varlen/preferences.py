@@ -1,4 +1,4 @@
-"""Measured preferences: where `sdpa_paged` takes the library's own kernel for pages, and where cuDNN's engines.
+"""The provider of calls of `sdpa_paged`: cuDNN, or the library's own kernel for pages, by `providers` and measurements.
 
 `preferences.json` has a row for each kind of call that was measured: the compute capability, the head dims, and ranges,
 whose ends are included, of new tokens, of sequences, of the keys that a row of the page table has room for, and of
@@ -13,10 +13,15 @@ import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cudnn_sdpa.attention.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
+from cudnn_sdpa.attention.paged_varlen.plans import reasons_against
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans import providers
+from cudnn_sdpa.plans.providers import CUDNN, FASTEST, OWN
 
-OWN = "own"
+_KERNELS = {OWN: "our own kernel for pages", CUDNN: "cuDNN's engines"}
 
 _FILE = Path(__file__).with_name("preferences.json")
 
@@ -36,9 +41,10 @@ class Preference(NamedTuple):
     heads: tuple[int, int | None] = (1, None)
 
     def __str__(self) -> str:
-        ours, theirs = ("our own kernel for pages", self.own_us), ("cuDNN's engines", self.cudnn_us)
-        (taken, time), (other, other_time) = (ours, theirs) if self.kernel == OWN else (theirs, ours)
-        return f"{taken}: measured {time} µs; {other}, {other_time} µs ({self.of}; preferences.json)"
+        times = {OWN: self.own_us, CUDNN: self.cudnn_us}
+        (other,) = times.keys() - {self.kernel}
+        of_other = f"{_KERNELS[other]}, {times[other]} µs ({self.of}; preferences.json)"
+        return f"{_KERNELS[self.kernel]}: measured {times[self.kernel]} µs; {of_other}"
 
 
 @functools.cache
@@ -63,12 +69,33 @@ def preference_of(call: PagedArguments, target: Target) -> Preference | None:
     return None
 
 
+def provider_of(call: PagedArguments, target: Target) -> tuple[str, str]:
+    """The provider that serves a call on a target, and why if another could.
+
+    Raises:
+        UnsupportedError: None of the providers in force has a kernel.
+    """
+    names, reasons = providers.active(), []
+    only_own = f"cuDNN has none for pages {_beyond_cudnn(call)}" if call.is_beyond_cudnn else ""
+    for name in names:
+        if name == FASTEST:
+            if only_own:
+                return OWN, f"{_KERNELS[OWN]}: {only_own}"
+            row = preference_of(call, target)
+            return (CUDNN, "") if row is None else (row.kernel, str(row))
+        against = [only_own] * bool(only_own) if name == CUDNN else reasons_against(call, target)
+        if not against:
+            return name, f"{_KERNELS[name]}, by providers({', '.join(map(repr, names))})"
+        reasons += [f"{_KERNELS[name]}: {reason}" for reason in against]
+    raise UnsupportedError("sdpa_paged", reasons, f"providers({CUDNN!r}, {OWN!r})")
+
+
 def runs_own_kernel(call: PagedArguments, target: Target) -> bool:
-    """Whether the own kernel serves a call: it is faster, or cuDNN has none."""
-    if call.is_beyond_cudnn:
-        return True
-    row = preference_of(call, target)
-    return row is not None and row.kernel == OWN
+    return provider_of(call, target)[0] == OWN
+
+
+def _beyond_cudnn(call: PagedArguments) -> str:
+    return "in FP8" if call.k_pages.dtype in FP8_DTYPES else "of no power of two tokens"
 
 
 def _is_in(number: int, bounds: tuple[int, int | None]) -> bool:

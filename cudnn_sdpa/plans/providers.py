@@ -1,0 +1,118 @@
+"""Providers: whose kernels serve a call for which there are several."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Final, Literal
+
+from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.settings import Override, Overrides, renewed_in_children
+
+Provider = Literal["cudnn", "own", "fastest"]
+CUDNN: Final = "cudnn"
+OWN: Final = "own"
+FASTEST: Final = "fastest"
+PROVIDERS = (CUDNN, OWN, FASTEST)
+
+#: Environment variable that names providers, with commas between them.
+VARIABLE = "CUDNN_SDPA_PROVIDERS"
+
+_lock = renewed_in_children(threading.RLock())
+
+
+class ProvidersUse(Override[tuple[str, ...]]):
+    """The result of `providers`: ignore it, or use it in a `with` statement to restore the previous providers."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        super().__init__(_overrides, names)
+
+    def __enter__(self) -> tuple[str, ...]:
+        self._enter()
+        return self.names
+
+
+class _Setting:
+    names: tuple[str, ...] = ()
+
+
+def active() -> tuple[str, ...]:
+    """The providers in force, in order."""
+    names = _Setting.names
+    if not names:
+        named = of_environment()
+        with _lock:
+            names = _Setting.names = _Setting.names or named
+    return names
+
+
+def of_environment() -> tuple[str, ...]:
+    """The providers that the environment variable names.
+
+    Raises:
+        OptionError: One of them does not exist.
+    """
+    return _checked(tuple(x.strip() for x in os.environ.get(VARIABLE, FASTEST).split(",")) or (FASTEST,), VARIABLE)
+
+
+def _checked(names: tuple[str, ...], argument: str) -> tuple[str, ...]:
+    for name in names:
+        if name not in PROVIDERS:
+            raise OptionError(argument, repr(name), f"one of {', '.join(map(repr, PROVIDERS))}")
+    if not names:
+        raise OptionError(argument, "no name", f"one or more of {', '.join(map(repr, PROVIDERS))}")
+    return names
+
+
+def providers(*names: Provider) -> ProvidersUse:
+    """Sets whose kernels serve a call for which there are several: the first of these that can.
+
+    - "fastest", the default: where a table of measurements has a row for calls like this one, the provider that took
+      less time; elsewhere cuDNN, and own kernels where it has none.
+    - "cudnn": cuDNN's kernels.
+    - "own": CUDA kernels of this library.
+
+    `sdpa_paged` has both; calls of other functions have kernels of one provider, and are not concerned. Providers
+    change no meaning of a call, and its results by rounding alone. `explain` says who serves a call, and why. A call
+    for which none of the named providers has a kernel raises `UnsupportedError`.
+
+    The setting is process-wide, and ends with the `with` statement if it is used in one. Calls find their plans again
+    when it changes; those that other threads make meanwhile may take either. Without a call, the environment variable
+    `CUDNN_SDPA_PROVIDERS` names the providers, as in `cudnn,own`.
+
+    Args:
+        *names: "fastest", "cudnn" or "own", in order of preference.
+
+    Returns:
+        A context manager whose value are the names.
+
+    Raises:
+        OptionError: There is no name, or no such provider.
+
+    Examples:
+        >>> import cudnn_sdpa
+        >>> with cudnn_sdpa.providers("cudnn", "own") as names:
+        ...     names
+        ('cudnn', 'own')
+    """
+    return ProvidersUse(_checked(names, "names"))
+
+
+def _set(names: tuple[str, ...]) -> None:
+    with _lock:
+        changed, _Setting.names = _Setting.names != names, names
+    if changed:
+        plan_cache.forget_calls()
+
+
+def _value() -> tuple[str, ...]:
+    """The providers in force; none while the environment names an unknown one, which the next call raises."""
+    try:
+        return active()
+    except OptionError:
+        return ()
+
+
+_overrides = Overrides(_value, _set)
