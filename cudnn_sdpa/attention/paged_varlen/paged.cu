@@ -752,7 +752,8 @@ __device__ __forceinline__ bool all_ready(const Paged& a, const volatile Item& t
 template <int AT_ONCE>
 __device__ __noinline__ void merge(const Paged& a, const volatile Item& t, int role) {
   constexpr int WIDTH = DVC % 128 ? 2 : 4, WORDS = DVC / 32 / WIDTH, OWN = WORDS * WIDTH; /* values of a lane */
-  constexpr int STEP = WORDS * AT_ONCE > 8 ? 1 : 16 / (WORDS * AT_ONCE); /* parts whose values are on their way */
+  constexpr int STEP = WORDS * AT_ONCE > 8 ? 1 : WORDS == 3 ? 4 : 16 / (WORDS * AT_ONCE); /* parts whose values are on their way */
+  static_assert(32 % STEP == 0, "lanes have the weights of 32 parts");
   const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, parts = t.parts, h = t.h, first_query = t.first;
   const int first = role / COLUMNS * 64, column = role % COLUMNS, of_part = rows_of(t), rows = min_(64, of_part - first);
   const int slot = t.slot + first, first_index = t.r * M + first + warp;
