@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
-from unittest import mock
 
 import torch
 from rich.progress import track
@@ -26,10 +25,11 @@ from cudnn_sdpa.attention.paged.arguments import NHD
 from cudnn_sdpa.attention.paged.kv_cache import PagedKVCache
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged.tables import trusted_pages
-from cudnn_sdpa.attention.paged_varlen import preferences, reference
+from cudnn_sdpa.attention.paged_varlen import reference
 from cudnn_sdpa.attention.paged_varlen.arguments import PagedVarlenArguments
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
 from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.providers import providers
 
 VARLEN, PAGED, COPY = "sdpa_paged_varlen", "sdpa_paged", "a copy"
 DENSE, CONTIGUOUS = "sdpa, contiguous", "pytorch flash, contiguous"
@@ -108,7 +108,8 @@ STEPS = (
     Step((512,) * 4, 4096, heads=(16, 4), dims=(256, 256)),
     *(Step((1,) * 64, 8192, heads=(heads, 1), dims=(576, 512)) for heads in (16, 32, 64, 128)),
     *(Step((1,) * 32, 4096, heads=(heads, 1), dims=(576, 512)) for heads in (16, 128)),
-    Step((1,), 32768, heads=(16, 1), dims=(576, 512)),
+    Step((4,) * 32, 4096, heads=(16, 1), dims=(576, 512)),
+    *(Step((1,), 32768, heads=(heads, 1), dims=(576, 512)) for heads in (16, 128)),
 )
 
 
@@ -214,13 +215,13 @@ def candidates(step: Step) -> Timed:
 
 
 def steps() -> list[Row]:
-    """Device time of steps, with no data in the GPU's cache; `sdpa_paged` takes cuDNN's kernels wherever they run."""
+    """Device time of steps, with no data in the GPU's cache; `sdpa_paged` takes cuDNN's kernels."""
     rows: list[Row] = []
     theirs = (V3, V3_PACKED) if flash_attention.is_installed(V3) else ()
     copy_large = cases.large_copy()
     for step in track(STEPS, "steps", transient=True):
         torch.cuda.empty_cache()
-        with mock.patch.object(preferences, "preferences", tuple):
+        with providers("cudnn"):
             timed = candidates(step)
             timed.calls[COPY] = copy_large
             times = timed.measure(cold=True)

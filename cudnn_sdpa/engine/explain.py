@@ -24,10 +24,10 @@ from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.graph.target import Target, live_target, load_properties
 from cudnn_sdpa.offline.planner import OfflinePlan, plan_offline
 from cudnn_sdpa.plans import shape_policy
-from cudnn_sdpa.plans.providers import CUDNN
 from cudnn_sdpa.plans.cache import build_plan, plan_cache
 from cudnn_sdpa.plans.kernel_plan import ENGINE, KernelOp, KernelProgram
 from cudnn_sdpa.plans.plan import Plan
+from cudnn_sdpa.plans.providers import CUDNN
 
 #: The environment variable that names the GPU of calls without one.
 TARGET_VARIABLE = "CUDNN_SDPA_TARGET"

@@ -461,8 +461,8 @@ ATTENTION_ISSUES = (
 def concerning(key: PlanKey) -> list[KnownIssue]:
     version = key.target.cudnn
     rows = ATTENTION_ISSUES if key.operation.startswith(ATTENTION) else FUSED_ISSUES
-    rows = [issue for issue in rows if issue.provider == key.provider]
-    return [issue for issue in rows if issue.first <= version < issue.fixed and issue.concerns(key)]
+    of_provider = [issue for issue in rows if issue.provider == key.provider]
+    return [issue for issue in of_provider if issue.first <= version < issue.fixed and issue.concerns(key)]
 
 
 def check(key: PlanKey) -> None:

@@ -3,7 +3,8 @@
 `preferences.json` has a row for each kind of call that was measured: the compute capability, the head dims, and ranges,
 whose ends are included, of new tokens, of sequences, of the keys that a row of the page table has room for, and of
 query heads. The times, in microseconds, are those of the step `of` of `benchmarks decode`, which
-`scripts/preference_times.py` copies. Without a row, cuDNN serves the call if it has a kernel for the pages.
+`scripts/preference_times.py` copies. The own kernel is preferred up to `SLOWER` times cuDNN's: it takes less CPU time,
+and no kernel checks the tables before it. Without a row, cuDNN serves the call if it has a kernel for the pages.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cudnn_sdpa.attention.arguments import FP8_DTYPES
+from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged_varlen.plans import reasons_against
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
 from cudnn_sdpa.plans.providers import CUDNN, FASTEST, OWN
+
+#: How much longer than cuDNN's engines the own kernel may take where it is preferred.
+SLOWER = 1.02
 
 _KERNELS = {OWN: "our own kernel for pages", CUDNN: "cuDNN's engines"}
 
@@ -61,7 +66,10 @@ def preference_of(call: PagedArguments, target: Target) -> Preference | None:
     """The row of a call on a GPU; None if nothing like it was measured."""
     batch, heads, tokens, dim = call.q.shape
     dims = dim, call.v.shape[3]
+    is_plain = not call.softmax.is_capped and call.softmax.window_left == UNBOUNDED
     for row in preferences():
+        if row.kernel == CUDNN and not is_plain:  # another of its kernels may run than was measured
+            continue
         if row.sm == target.sm and row.head_dims == dims:
             sizes = tokens, batch, call.max_kv_len, heads
             if all(map(_is_in, sizes, (row.new_tokens, row.sequences, row.keys, row.heads))):

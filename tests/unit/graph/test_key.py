@@ -72,6 +72,7 @@ CHANGES = [
     {"device": 0},
     {"device": None},
     {"deterministic": True},
+    {"provider": "own"},
 ]
 
 

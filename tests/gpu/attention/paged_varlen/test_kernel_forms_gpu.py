@@ -119,8 +119,16 @@ def test_two_tables_at_one_address():
 @pytest.mark.parametrize("new", [1, 4, 16, 100])
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"dims": (64, 64), "heads": 16}, {"dims": (256, 256)}, pytest.param({"cache": E4M3}, marks=needs_fp8)],
-    ids=["D=128", "D=64", "D=256", "FP8"],
+    [
+        {},
+        {"dims": (64, 64), "heads": 16},
+        {"dims": (256, 256)},
+        {"dims": (192, 144)},
+        {"dims": (160, 192)},
+        {"dims": (24, 72), "heads": 4},
+        pytest.param({"cache": E4M3}, marks=needs_fp8),
+    ],
+    ids=["D=128", "D=64", "D=256", "Dv=144", "Dv=192", "Dv=72", "FP8"],
 )
 def test_a_long_sequence(new, settings):
     given = drawn(([new], [20011]), **settings)

@@ -125,7 +125,7 @@ def test_the_explained_plan_is_that_of_the_call():
         (call(9, dtype=BF16, page=12), "pages of no power of two tokens"),
     ):
         sdpa_paged(**given)
-        described = describer_of(sdpa_paged)(**given)
+        described = describer_of(sdpa_paged)(**given).for_target(TARGET)
         assert described.key(TARGET, 0) == FakePlan.launched[-1]
         assert described.choice == f"our own kernel for pages: cuDNN has none for {why}"
         assert described.extra_kernels == []
