@@ -172,6 +172,7 @@ def handles_of_a_gpu(store, monkeypatch):
     monkeypatch.setattr(handles, "_streams", {})
     monkeypatch.setattr(handles.thread, "slots", handles._ThreadSlots())
     monkeypatch.setattr(handles, "_created", [])
+    monkeypatch.setattr(handles, "_free", {})
     monkeypatch.setattr(backend, "create_handle", lambda: SimpleNamespace(backend_handle=len(bound)))
     monkeypatch.setattr(backend, "set_stream", lambda _, stream: bound.append(stream))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

@@ -31,7 +31,9 @@ from cudnn_sdpa.graph.handles import FILLED_BYTES, SCRATCH_BYTES, thread
 from cudnn_sdpa.plans import plan as plans
 
 #: Examples that launch a plan of cuDNN's; the others are kernels of the library's own.
-WITH_PLANS = [name for name in OPERATIONS if not name.startswith(("kernels", "a kernel", "append"))]
+WITH_PLANS = [
+    name for name in OPERATIONS if not name.startswith(("kernels", "a kernel", "append", "sdpa_paged_varlen"))
+]
 
 #: Examples with kernels of the library's own before the plan.
 WITH_KERNELS = (
