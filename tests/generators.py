@@ -84,7 +84,7 @@ class Case:
         mode: "eager", "aot_eager", "inductor", "autocast" or "checkpoint".
         third: The grad mode of the third run.
         policy: The shape policy.
-        settings: Other settings: "cpu_checks", "fallback" or "deterministic" (PyTorch's setting).
+        settings: Other settings: "cpu_checks", "fallback", "providers" or "deterministic" (PyTorch's setting).
         refusable: Why an `ArgumentError` would also be right.
     """
 
@@ -3040,6 +3040,10 @@ def draw(name: str, seed: int, device: str = "cpu") -> Case:
     return replace(case, mode=mode, third=third, varied=varied, policy=policy, grad=grad, settings=settings)
 
 
+#: Operations for which there are kernels of several providers.
+BY_PROVIDERS = ("sdpa", "scaled_dot_product_attention", "sdpa_paged")
+
+
 def settings_of(r: random.Random, case: Case, device: str) -> dict[str, Any]:
     """Settings besides the shape policy, mostly none."""
     how = r.random()
@@ -3049,6 +3053,9 @@ def settings_of(r: random.Random, case: Case, device: str) -> dict[str, Any]:
         0.1 <= how < 0.14 and not {"dropout_p", "dropout"} & case.options.keys()
     ):  # PyTorch's dropout draws other random numbers
         return {"fallback": "torch"}
+    other = later("providers", case.seed)
+    if case.operation in BY_PROVIDERS and other.random() < 0.08:
+        return {"providers": other.choice([("own", "cudnn"), ("cudnn", "own"), ("own", "fastest")])}
     is_attention = isinstance(OPERATIONS[case.operation], Attention)
     return {"deterministic": True} if how > 0.96 and (is_attention or device == "cpu") else {}
 
@@ -3061,6 +3068,8 @@ def in_force(settings: dict[str, Any]) -> Iterator[None]:
             stack.enter_context(cudnn_sdpa.cpu_checks(settings["cpu_checks"]))
         if "fallback" in settings:
             stack.enter_context(cudnn_sdpa.fallback(settings["fallback"]))
+        if "providers" in settings:
+            stack.enter_context(cudnn_sdpa.providers(*settings["providers"]))
         yield
 
 

@@ -307,26 +307,32 @@ def explained(
         name = repr(function) if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
         raise OptionError("function", name, "one of " + ", ".join(described_functions()))
     description = describer(*args, **kwargs)
-    result = _explain(called.__name__, description, target)
+    where = _target_of(description.device, target)
+    description = description.for_target(where[0])
+    result = _explain(called.__name__, description, *where)
     libraries = {"torch": str(Path(torch.__file__).parent), "cudnn": str(Path(str(backend.cudnn().__file__)).parent)}
     result.libraries = libraries | result.libraries
     if description.backward is not None:
-        result.backward = _explain(f"gradient of {called.__name__}", description.backward, target)
+        result.backward = _explain(f"gradient of {called.__name__}", description.backward, *where)
         result.backward.versions, result.backward.libraries = {}, {}
     if verify and description.verify is not None and result.supported:
         result.errors = description.verify(result.backward is not None and result.backward.supported)
     return result
 
 
-def _explain(name: str, description: Description, target: str | None) -> Explanation:
-    device, properties = description.device, None
+def _target_of(device: int | None, name: str | None) -> tuple[Target, backend.DeviceProperties | None]:
+    """The GPU that an answer is for, and its properties if that GPU is not in this machine."""
     if device is not None:
-        gpu = live_target(device)
-    else:
-        of_environment = (os.environ.get(TARGET_VARIABLE) or "h200", TARGET_VARIABLE)
-        properties = load_properties(*(of_environment if target is None else (target,)))
-        gpu = Target.from_properties(properties)
-    description = description.for_target(gpu)
+        return live_target(device), None
+    of_environment = (os.environ.get(TARGET_VARIABLE) or "h200", TARGET_VARIABLE)
+    properties = load_properties(*(of_environment if name is None else (name,)))
+    return Target.from_properties(properties), properties
+
+
+def _explain(
+    name: str, description: Description, gpu: Target, properties: backend.DeviceProperties | None
+) -> Explanation:
+    device = description.device
     versions = {
         "cudnn_sdpa": __version__,
         "cuDNN": backend.version_string(gpu.cudnn),

@@ -21,30 +21,26 @@ MAX_SAID = 1000
 T = TypeVar("T")
 
 TORCH: Final = "torch"
-KERNELS: Final = "kernels"
-_PROVIDERS = {TORCH: "PyTorch", KERNELS: "the library's own kernels"}
 
 
-def fallback(to: Literal["torch", "kernels"] | None) -> AbstractContextManager[None]:
-    """While active, in this thread, calls that cuDNN declines run on PyTorch or on own kernels instead of raising.
+def fallback(to: Literal["torch"] | None) -> AbstractContextManager[None]:
+    """While active, in this thread, calls that cuDNN declines run on PyTorch instead of raising.
 
-    With "torch", a call that would raise `UnsupportedError`, or is refused only because cuDNN's attention takes float16
+    A call that would raise `UnsupportedError`, or is refused only because cuDNN's attention takes float16
     and bfloat16 with head dims that are multiples of 8, runs on `torch.nn.functional.scaled_dot_product_attention` if
     that has all its options and is as deterministic as asked, otherwise on this library's reference in plain PyTorch,
     whose memory grows with Sq × Skv. Gradients follow the setting of their forward pass. It is logged once per kind of
     call, regardless of sizes, as a warning of the logger "cudnn_sdpa". None disables an outer fallback.
 
-    With "torch" it lifts the restrictions of `cpu_checks` on CPU tensors.
-
-    With "kernels", such a call of `sdpa` or of the drop-in runs on `kernels.attention`, if that has all its options: it
-    is deterministic, keeps no scores for head dims up to 128, and takes float32 without TF32. Other calls raise.
+    It lifts the restrictions of `cpu_checks` on CPU tensors. With `providers("cudnn", "own")`, own kernels of the
+    library take precedence for the calls of `sdpa` that they can serve.
 
     These still raise: wrong arguments, strides and addresses that cuDNN cannot read, unsupported differentiation
     (forward-mode, through `out` or the log-sum-exp, double backward), and calls declined in compiled code
     (`torch.compile`).
 
     Args:
-        to: "torch", "kernels" or None.
+        to: "torch" or None.
 
     Raises:
         OptionError: `to` is none of these.
@@ -55,8 +51,8 @@ def fallback(to: Literal["torch", "kernels"] | None) -> AbstractContextManager[N
         >>> with cudnn_sdpa.fallback("torch"):
         ...     out = cudnn_sdpa.sdpa(q, k, v)
     """
-    if to not in (TORCH, KERNELS, None):
-        raise OptionError("to", repr(to), "'torch', 'kernels', or None for no fallback")
+    if to not in (TORCH, None):
+        raise OptionError("to", repr(to), "'torch', or None for no fallback")
     return _with_fallback(to)
 
 
@@ -75,27 +71,24 @@ def is_in_force() -> bool:
     return not is_compiling() and chosen.get() == TORCH
 
 
-def or_else(run: Callable[[], T], instead: Callable[[], T | None], kind: Callable[[], Hashable], to: str = TORCH) -> T:
+def or_else(run: Callable[[], T], instead: Callable[[], T], kind: Callable[[], Hashable]) -> T:
     """`run()` or, if cuDNN declines it, `instead()`; for calls for which a fallback is in force.
 
     Args:
         run: The call.
-        instead: The alternative; None if that lacks an option.
+        instead: The alternative.
         kind: Returns the log key of the call: each reason is logged once for each.
-        to: The fallback.
     """
     try:
         return run()
     except UnsupportedError as error:
         found = instead()
-        if found is None:
-            raise
-        said = (kind(), str(error), to)
+        said = (kind(), str(error))
         if said not in _said:
             if len(_said) >= MAX_SAID:
                 _said.clear()
             _said.add(said)
-            _log.warning("running on %s instead: %s", _PROVIDERS[to], error)
+            _log.warning("running on PyTorch instead: %s", error)
         return found
 
 

@@ -74,9 +74,12 @@ def providers(*names: Provider) -> ProvidersUse:
     - "cudnn": cuDNN's kernels.
     - "own": CUDA kernels of this library.
 
-    `sdpa_paged` has both; calls of other functions have kernels of one provider, and are not concerned. Providers
-    change no meaning of a call, and its results by rounding alone. `explain` says who serves a call, and why. A call
-    for which none of the named providers has a kernel raises `UnsupportedError`.
+    `sdpa_paged` has both. `sdpa` and the drop-in have both if "own" is named: those of `kernels.attention`, which take
+    float32 without TF32, and any head dim (above 128 with memory for all scores), and are deterministic; they have
+    masks and gradients, but no other option. Calls of other functions have kernels of one provider, and are not
+    concerned. Nor are those in code that `torch.compile` compiles, where cuDNN serves `sdpa`. Providers change no
+    meaning of a call, and its results by rounding alone. `explain` says who serves a call, and why. A call for which
+    none of the named providers has a kernel raises `UnsupportedError`.
 
     The setting is process-wide, and ends with the `with` statement if it is used in one. Calls find their plans again
     when it changes; those that other threads make meanwhile may take either. Without a call, the environment variable

@@ -27,7 +27,8 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
     check_strides = arguments.check_strides
     check_strides_for_gpu = check_strides_of_dense
     check_gradient_keys = parts.check_gradient
-    alternative = in_pytorch.alternative
+    by_own_kernels = in_pytorch.by_own_kernels
+    by_pytorch = in_pytorch.by_pytorch
     bind = forward.prepare
     keys = parts.keys
     flops = in_pytorch.flops

@@ -6,6 +6,7 @@ Checked calls take their real path with meta tensors; only `verify` computes any
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,13 +38,15 @@ from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec, query_fa
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.dispatch_state import cast_tensor
-from cudnn_sdpa.engine.explain import Description, describes
+from cudnn_sdpa.engine.explain import Description, describer_of, describes, named
 from cudnn_sdpa.engine.operation import Operation
 from cudnn_sdpa.engine.operation.call import CallT
 from cudnn_sdpa.engine.tensor_checks import without_data
 from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans import providers
+from cudnn_sdpa.plans.providers import OWN
 
 #: The arguments of one call of any kind of attention: a NamedTuple with `q`.
 Call = TypeVar("Call", bound=NamedTuple)
@@ -55,6 +58,42 @@ TO_CAST = ("q", "k", "v", "attn_mask")
 @describes(sdpa, sharding.dense)
 def describe_sdpa(**given: Any) -> Description:
     """The launches of an `sdpa` call on a GPU; its tensors may be on the CPU."""
+    names = providers.active()
+    own = _describe_own_kernels(given) if OWN in names else None
+    if own is None:
+        return _describe_plans(given)
+    by = f"by providers({', '.join(map(repr, names))})"
+    own = replace(own, choice=f"own kernels, {by}")
+    if names[0] == OWN:
+        return own
+    try:
+        described = _describe_plans(given)
+    except ArgumentError:  # a limit of cuDNN's, as own kernels take the arguments
+        return own
+
+    def on_target(target: Target) -> Description:
+        plans = [described, *([described.backward] if described.backward else [])]
+        is_refused = any(UnsupportedError.of(each.key, target, each.device) for each in plans)
+        return own if is_refused else replace(described, choice=f"cuDNN's engines, {by}")
+
+    return replace(described, on_target=on_target)
+
+
+def _describe_own_kernels(given: dict[str, Any]) -> Description | None:
+    """The call on own kernels; None if they lack one of its options."""
+    call = call_of(**given)
+    mode, attention = in_pytorch.mode_of_own_kernels(call), named("attention")
+    describe = attention and describer_of(attention)
+    if mode is None or describe is None:
+        return None
+    softmax = call.softmax
+    return describe(
+        q=call.q, k=call.k, v=call.v, mode=mode, mask=call.attn_mask, is_causal=softmax.is_causal, scale=softmax.scale
+    )
+
+
+def _describe_plans(given: dict[str, Any]) -> Description:
+    """The call on cuDNN's plans."""
     checked = SDPA.checked(call_of(**given), as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     device = device_of(original.q)

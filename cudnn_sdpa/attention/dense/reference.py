@@ -9,7 +9,6 @@ from cudnn_sdpa.attention import reference
 from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, Needs, results
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.mask import TOP_LEFT, as_kernels_see
-from cudnn_sdpa.engine import fallback
 from cudnn_sdpa.engine.dispatch_state import needs_gradient, views_of_leaves
 from cudnn_sdpa.engine.launch import Result, new_tensor
 
@@ -39,11 +38,6 @@ def gradients(of: GradientCall) -> list[Tensor]:
     return found
 
 
-def alternative(call: ForwardArguments, to: str) -> Tensor | None:
-    """The output of PyTorch's own attention, or of our own kernels; None if that lacks an option or a result."""
-    return _by_own_kernels(call) if to == fallback.KERNELS else _by_pytorch(call)
-
-
 #: The arguments of `sdpa` that `kernels.attention` has. It is always deterministic.
 _OF_KERNELS = frozenset(("q", "k", "v", "attn_mask", "is_causal", "causal_alignment", "scale", "deterministic"))
 
@@ -51,16 +45,24 @@ _OF_KERNELS = frozenset(("q", "k", "v", "attn_mask", "is_causal", "causal_alignm
 _MAX_FUSED_DIM = 128
 
 
-def _by_own_kernels(call: ForwardArguments) -> Tensor | None:
-    """The output of the operator of `kernels.attention`.
+def mode_of_own_kernels(call: ForwardArguments) -> str | None:
+    """The form of `kernels.attention` that has all options of a call; None if it lacks one.
 
     Head dims above those of the fused form take the tiled one, whose memory grows with Sq × Skv.
     """
-    q, k, v, mask, softmax = call.q, call.k, call.v, call.attn_mask, call.softmax
+    q, k, v, softmax = call.q, call.k, call.v, call.softmax
     aligned = not softmax.is_causal or softmax.causal_alignment == TOP_LEFT or q.shape[2] == k.shape[2]
     if not call.has_only(_OF_KERNELS) or not aligned or v.shape[3] != q.shape[3]:
         return None
-    mode = "fused" if q.shape[3] <= _MAX_FUSED_DIM else "tiled"
+    return "fused" if q.shape[3] <= _MAX_FUSED_DIM else "tiled"
+
+
+def by_own_kernels(call: ForwardArguments) -> Tensor | None:
+    """The output of the operator of `kernels.attention`."""
+    mode = mode_of_own_kernels(call)
+    if mode is None:
+        return None
+    q, k, v, mask, softmax = call.q, call.k, call.v, call.attn_mask, call.softmax
     operators = torch.ops.cudnn_sdpa
     if not needs_gradient(q, k, v, mask):
         out: Tensor = operators.kernels_attention_forward(q, k, v, mask, mode, softmax.is_causal, softmax.scale)
@@ -70,7 +72,8 @@ def _by_own_kernels(call: ForwardArguments) -> Tensor | None:
     return out
 
 
-def _by_pytorch(call: ForwardArguments) -> Tensor | None:
+def by_pytorch(call: ForwardArguments) -> Tensor | None:
+    """The output of PyTorch's own attention; None if that lacks an option."""
     if not _pytorch_supports(call):
         return None
     softmax = call.softmax

@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.bias import without_causal_bias
 from cudnn_sdpa.attention.dense.call import ReferenceSdpaCall, SdpaBackwardCall, SdpaCall
 from cudnn_sdpa.attention.mask import Alignment
 from cudnn_sdpa.attention.sink_scores import as_sinks
-from cudnn_sdpa.engine import autograd_checks, fallback, value_checks
+from cudnn_sdpa.engine import autograd_checks, value_checks
 from cudnn_sdpa.engine.native.calls import MISSED, NativeCalls
 from cudnn_sdpa.engine.operation import NativeKey, Operation
 from cudnn_sdpa.graph.scalars import as_bool, is_compiling
@@ -217,7 +217,7 @@ SDPA = Operation(
     reference_call=ReferenceSdpaCall,
     backward=SdpaBackwardCall,
     differentiable=("q", "k", "v", "attn_mask", "sinks"),
-    fallbacks=(fallback.TORCH, fallback.KERNELS),
+    has_own_kernels=True,
 )
 
 

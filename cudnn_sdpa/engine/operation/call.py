@@ -91,12 +91,12 @@ class Call(_Tuple):
     def reference(self) -> tuple[Tensor, ...]:
         raise NotImplementedError
 
-    def alternative(self, to: str) -> Tensor | None:
-        """The first result by an operator of PyTorch's or of our own kernels, for `fallback(to)`.
+    def by_own_kernels(self) -> Tensor | None:
+        """The result by an operator of own kernels; None if that lacks an option, or another result is wanted."""
+        return None
 
-        None if that lacks an option, or another result is wanted.
-        """
-        del to
+    def by_pytorch(self) -> Tensor | None:
+        """The first result by PyTorch's own function, for `fallback`; None if that lacks an option."""
         return None
 
     def bind(self) -> Prepared:

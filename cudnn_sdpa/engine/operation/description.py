@@ -10,7 +10,6 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.fallback import TORCH
 from cudnn_sdpa.engine.launch import Prepared, Result, layout_signature
 from cudnn_sdpa.engine.operation.call import GIVEN, BackwardCall, Call, CallT
 from cudnn_sdpa.plans import shape_policy
@@ -47,7 +46,7 @@ class OperationDescription(Generic[CallT]):
         names: What messages call the inputs, if not by the names of their fields.
         loops: Whether `torch.vmap` may run it once for each entry of a batch.
         forward_mode: What can be differentiated in forward mode instead.
-        fallbacks: The settings of `fallback` that its calls follow, if there is a `reference_call`.
+        has_own_kernels: Whether own kernels of the library may serve its calls, too; see `providers`.
     """
 
     name: str
@@ -62,7 +61,7 @@ class OperationDescription(Generic[CallT]):
     names: Mapping[str, str] = field(default_factory=dict)
     loops: bool = True
     forward_mode: str = "torch.nn.functional.scaled_dot_product_attention"
-    fallbacks: tuple[str, ...] = (TORCH,)
+    has_own_kernels: bool = False
 
     def __post_init__(self) -> None:
         #: The calls that are bound to their plans.

@@ -51,6 +51,7 @@ from cudnn_sdpa.engine.tensor_checks import LOWEST, check_present
 from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.scalars import check_known, is_compiling
+from cudnn_sdpa.plans import providers
 
 #: Maximum number of signatures remembered as differentiable.
 MAX_REMEMBERED = 8192
@@ -104,6 +105,8 @@ class Pipeline(OperationDescription[CallT]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._known_to_be_differentiable: set[Hashable] = set()
+        #: Of calls that cuDNN declined while own kernels could serve them.
+        self._declined: set[Hashable] = set()
 
     def __call__(self, call: CallT, asked: NativeKey | None = None) -> Any:
         """The results of a call whose arguments have not been checked yet: alone if it is one.
@@ -154,18 +157,45 @@ class Pipeline(OperationDescription[CallT]):
         forward = forward_of(call)
         if any(isinstance(x, Tensor) and x.is_neg() for x in forward[self.tensors_at]):
             call = _with_forward(call, autograd_checks.resolved(forward))
-        to = fallback.chosen.get()
-        is_declined = to == fallback.KERNELS and isinstance(call, BackwardCall)  # kernels have no such function
-        if self.reference_call is None or to not in self.fallbacks or is_declined:
+        falls_back = self.reference_call is not None and fallback.chosen.get() == fallback.TORCH
+        by_own = self.has_own_kernels and providers.OWN in providers.active() and not isinstance(call, BackwardCall)
+        if self.reference_call is None or not (falls_back or by_own):
             call.check()
             return self._run(call)
-        without_limits = _with_forward(call, self.reference_call._make(forward_of(call)))
+        without_limits = _with_forward(call, self.reference_call._make(forward))
 
         def run() -> Any:
             fallback.check_or_decline(self._function_of(call), call.check, without_limits.check)
             return self._run(call)
 
-        return fallback.or_else(run, lambda: self._alternative(without_limits, str(to)), forward.log_key, str(to))
+        def run_on_kernels() -> Any:
+            return self._by_providers(call, without_limits, run) if by_own else run()
+
+        if not falls_back:
+            return run_on_kernels()
+        return fallback.or_else(run_on_kernels, lambda: self._alternative(without_limits), forward.log_key)
+
+    def _by_providers(self, call: Any, without_limits: Any, run: Callable[[], Any]) -> Any:
+        """The results of a call that own kernels may serve, by the first provider in force that can."""
+        names, refused = providers.active(), None
+        signature = self.signature(call), needs_gradient(*call[self.tensors_at])
+        is_declined = signature in self._declined
+        for name in names:
+            if name == providers.OWN:
+                if refused is None and not is_declined:
+                    without_limits.check()
+                found = without_limits.by_own_kernels()
+                if found is not None:
+                    if refused is not None and len(self._declined) < MAX_REMEMBERED:
+                        self._declined.add(signature)
+                    return found
+            elif not is_declined:
+                try:
+                    return run()
+                except UnsupportedError as error:
+                    refused = error
+        lacking = f"own kernels lack an option, and providers({', '.join(map(repr, names))}) leaves out cuDNN"
+        raise refused or UnsupportedError(self.function, [lacking], "providers('own', 'cudnn')")
 
     def _run(self, call: CallT | BackwardCall[CallT]) -> Any:
         tensors = tuple(self._named_tensors(call).values())
@@ -191,20 +221,15 @@ class Pipeline(OperationDescription[CallT]):
         found, given = as_tuple(self._through_dispatcher(self.complete(call))), len(self.outputs)
         return self.select_outputs(call, (*found[:given], *(x.detach() for x in found[given:])))
 
-    def _alternative(self, call: CallT | BackwardCall[CallT], to: str) -> Any:
-        """The results of a call that cuDNN declines, by the first alternative that has its options.
-
-        They are an operator of PyTorch's or of our own kernels, and for PyTorch the reference; None if there is none.
-        """
+    def _alternative(self, call: CallT | BackwardCall[CallT]) -> Any:
+        """The results by PyTorch's own function if that has the options, otherwise by the reference."""
         if isinstance(call, BackwardCall):
             return call.reference()
-        if to == fallback.KERNELS:
-            return call.alternative(to)
         complete = self.complete(call)
         if self.out_of(call) is not None:
             call.check_memory()
             complete = complete._replace(out=None)
-        result = call.alternative(to)
+        result = call.by_pytorch()
         if result is not None:
             return self.into_out(call, (result,))[0]
         tracked = Tracked(self, complete, None, returns_all=True, by_reference=True)

@@ -308,7 +308,7 @@ def test_strict_dtypes_hold_in_both_passes_and_in_compiled_code():
         with pytest.raises((DtypeError, RuntimeError), match="float16 or bfloat16 on h200"):
             compiled(q, k, v)
         assert compiled(*(x.bfloat16() for x in (q, k, v))).dtype == torch.bfloat16
-        with cudnn_sdpa.fallback("kernels"):
+        with cudnn_sdpa.providers("cudnn", "own"):
             torch.testing.assert_close(sdpa(q, k, v), out)
 
 

@@ -61,8 +61,8 @@ def by_each_function(tensors, mask):
     """The output, and the gradients of all tensors, of a call with a float mask, by each function that takes one."""
     options = {"attn_mask": mask, "scale": 0.3}
 
-    def in_place_of_cudnn(to):
-        with cudnn_sdpa.cpu_checks("h200"), cudnn_sdpa.fallback(to):  # cuDNN has no float32
+    def in_place_of_cudnn(setting):
+        with cudnn_sdpa.cpu_checks("h200"), setting:  # cuDNN has no float32
             return cudnn_sdpa.sdpa(**tensors, **options)
 
     q, k, v = (tensors[name] for name in "qkv")
@@ -71,11 +71,11 @@ def by_each_function(tensors, mask):
         "drop-in": lambda: cudnn_sdpa.scaled_dot_product_attention(q, k, v, **options),
         "kernels": lambda: kernels.attention(q, k, v, mask=mask, scale=0.3),
         "reference": lambda: kernels.reference_attention(q, k, v, mask, scale=0.3),
-        "fallback to PyTorch": lambda: in_place_of_cudnn("torch"),
-        "fallback to PyTorch's functions": lambda: dense_reference._by_pytorch(
+        "fallback to PyTorch": lambda: in_place_of_cudnn(cudnn_sdpa.fallback("torch")),
+        "fallback to PyTorch's functions": lambda: dense_reference.by_pytorch(
             from_fields(ForwardArguments, q, k, v, attn_mask=mask, scale=0.3)
         ),
-        "fallback to kernels": lambda: in_place_of_cudnn("kernels"),
+        "own kernels": lambda: in_place_of_cudnn(cudnn_sdpa.providers("cudnn", "own")),
     }
 
 

@@ -1,25 +1,17 @@
-"""`fallback("kernels")`: what runs on the library's own kernels in place of cuDNN, and what still raises."""
+"""`providers("cudnn", "own")` of `sdpa`: what runs on the library's own kernels, and what still raises."""
 
 from __future__ import annotations
-
-import logging
 
 import pytest
 import torch
 from fake_gpu import FakePlan, gpu_on_the_cpu
 
-from cudnn_sdpa import DtypeError, UnsupportedError, fallback, kernels, scaled_dot_product_attention, sdpa
+from cudnn_sdpa import DtypeError, UnsupportedError, explain, kernels, providers, scaled_dot_product_attention, sdpa
 from cudnn_sdpa.attention.arguments import Softmax, from_fields
 from cudnn_sdpa.attention.dense import reference
 from cudnn_sdpa.attention.dense.call import SdpaCall
-from cudnn_sdpa.engine import fallback as module
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.kernels.arguments import MAX_FUSED_DIM
-
-
-@pytest.fixture(autouse=True)
-def nothing_said():
-    module._said.clear()
 
 
 def qkv(dim=17, dtype=torch.bfloat16):
@@ -28,10 +20,10 @@ def qkv(dim=17, dtype=torch.bfloat16):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("function", [sdpa, scaled_dot_product_attention])
-def test_odd_head_dims_run_on_kernels_with_gradients(function, caplog):
+def test_odd_head_dims_run_on_kernels_with_gradients(function):
     q, k, v = qkv()
     mask = torch.randn(9, 9).to(q.dtype).requires_grad_()
-    with gpu_on_the_cpu(), fallback("kernels"), caplog.at_level(logging.WARNING, "cudnn_sdpa"):
+    with gpu_on_the_cpu(), providers("cudnn", "own"):
         for _ in range(2):
             out = function(q, k, v, attn_mask=mask)
             found = torch.autograd.grad(out.sum(), (q, k, v, mask))
@@ -41,7 +33,6 @@ def test_odd_head_dims_run_on_kernels_with_gradients(function, caplog):
     torch.testing.assert_close(out.double(), right, rtol=2e-2, atol=2e-2)
     for x, y in zip(found, torch.autograd.grad(right.sum(), exact), strict=True):
         torch.testing.assert_close(x.double(), y, rtol=5e-2, atol=5e-2)
-    assert [record.message.startswith("running on the library's own kernels") for record in caplog.records] == [True]
 
 
 @pytest.mark.slow
@@ -52,7 +43,7 @@ def test_float32_runs_on_kernels_with_gradients(function):
     mask = torch.randn(9, 9, requires_grad=True)
     exact = [x.detach().double().requires_grad_() for x in (q, k, v, mask)]
     wanted = torch.autograd.grad(kernels.reference_attention(*exact, is_causal=False).sum(), exact)
-    with gpu_on_the_cpu(), fallback("kernels"):
+    with gpu_on_the_cpu(), providers("cudnn", "own"):
         found = torch.autograd.grad(function(q, k, v, attn_mask=mask).sum(), (q, k, v, mask))
         assert FakePlan.launched[-1].operation.startswith("cudnn_sdpa.kernels.")
         out = function(q, k, v, is_causal=True)
@@ -70,7 +61,7 @@ def test_gradients_of_masks_for_which_cudnn_has_no_kernel():
     with gpu_on_the_cpu(target=blackwell):
         with pytest.raises(UnsupportedError, match="no deterministic kernel for gradients of attn_mask"):
             sdpa(q, k, v, attn_mask=mask, deterministic=True)
-        with fallback("kernels"):
+        with providers("cudnn", "own"):
             out = sdpa(q, k, v, attn_mask=mask, deterministic=True)
             (found,) = torch.autograd.grad(out.sum(), mask)
             assert FakePlan.launched[-1].operation.startswith("cudnn_sdpa.kernels.")
@@ -80,7 +71,7 @@ def test_gradients_of_masks_for_which_cudnn_has_no_kernel():
 
 
 def test_calls_of_cudnn_stay_there():
-    with gpu_on_the_cpu(), fallback("kernels"):
+    with gpu_on_the_cpu(), providers("cudnn", "own"):
         sdpa(*(x.detach() for x in qkv(16)))
         assert FakePlan.launched[-1].name == "sdpa_forward"
 
@@ -89,7 +80,7 @@ def test_calls_of_cudnn_stay_there():
     "options", [{"window_size": (3, 0)}, {"return_lse": True}, {"softcap": 2.0}, {"dropout_p": 0.5}]
 )
 def test_what_kernels_lack_still_raises(options):
-    with gpu_on_the_cpu(), fallback("kernels"), pytest.raises(UnsupportedError, match="head dim 17"):
+    with gpu_on_the_cpu(), providers("cudnn", "own"), pytest.raises(UnsupportedError, match="head dim 17"):
         sdpa(*qkv(), **options)
 
 
@@ -97,9 +88,9 @@ def test_what_kernels_lack_still_raises(options):
 def test_every_option_that_kernels_lack_is_declined(name):
     """One added to `sdpa` later, too: what is not known here is not ignored."""
     q, k, v = (x.detach() for x in qkv())
-    assert SdpaCall(q, k, v).alternative("kernels") is not None
+    assert SdpaCall(q, k, v).by_own_kernels() is not None
     for value in (object(), torch.ones(2)):
-        assert from_fields(SdpaCall, q, k, v, **{name: value}).alternative("kernels") is None
+        assert from_fields(SdpaCall, q, k, v, **{name: value}).by_own_kernels() is None
 
 
 def test_the_fused_form_takes_the_head_dims_that_it_has():
@@ -108,13 +99,13 @@ def test_the_fused_form_takes_the_head_dims_that_it_has():
 
 def test_negated_tensors_run_on_kernels():
     q, k, v = (torch.randn(1, 2, 16, 12) for _ in range(3))
-    with fallback("kernels"):
+    with providers("cudnn", "own"):
         torch.testing.assert_close(sdpa(torch._neg_view(q), k, v), sdpa(-q, k, v))
 
 
-def test_wrong_calls_are_wrong_with_a_fallback():
+def test_wrong_calls_are_wrong():
     q, k, v = qkv()
-    with gpu_on_the_cpu(), fallback("kernels"), pytest.raises(DtypeError, match="k: got float32"):
+    with gpu_on_the_cpu(), providers("cudnn", "own"), pytest.raises(DtypeError, match="k: got float32"):
         sdpa(q, k.float(), v)
 
 
@@ -126,7 +117,70 @@ def test_the_error_on_float32_names_the_kernels():
 
 def test_causal_calls_aligned_otherwise_raise_and_large_head_dims_run():
     q, k, v = (x.detach() for x in qkv(131, torch.float32))
-    with fallback("kernels"):
+    with providers("cudnn", "own"):
         torch.testing.assert_close(sdpa(q, k, v), kernels.reference_attention(q, k, v))
         with pytest.raises(UnsupportedError):
             sdpa(q[:, :, :5], k, v, is_causal=True, causal_alignment="bottom_right")
+
+
+def test_providers_serve_in_order():
+    q, k, v = (x.detach() for x in qkv(16))
+    served = {}
+    with gpu_on_the_cpu():
+        for names in (("own", "cudnn"), ("cudnn", "own"), ("fastest", "own"), ("own",), ("cudnn",)):
+            with providers(*names):
+                for _ in range(2):
+                    sdpa(q, k, v)
+                served[names] = FakePlan.launched[-1].provider
+    assert list(served.values()) == ["own", None, None, "own", None]
+
+
+def test_own_kernels_alone_refuse_what_they_lack():
+    q, k, v = (x.detach() for x in qkv(16))
+    with gpu_on_the_cpu(), providers("own"):
+        with pytest.raises(UnsupportedError, match="own kernels lack an option") as refused:
+            sdpa(q, k, v, softcap=3.0)
+        assert "providers('own', 'cudnn')" in str(refused.value)
+        with providers("own", "cudnn"):
+            sdpa(q, k, v, softcap=3.0)
+        assert FakePlan.launched[-1].provider is None
+
+
+def test_cudnn_is_asked_once_for_calls_that_it_declines(monkeypatch):
+    q, k, v = (x.detach() for x in qkv(16, torch.float32))
+    asked = []
+    check = SdpaCall.check
+    monkeypatch.setattr(SdpaCall, "check", lambda call: asked.append(call) or check(call))
+    with gpu_on_the_cpu(), providers("cudnn", "own"):
+        for _ in range(3):
+            sdpa(q, k, v)
+        assert len([x for x in asked if type(x) is SdpaCall]) == 1
+        assert len(FakePlan.launched) >= 3
+        with pytest.raises(DtypeError, match="k: got bfloat16"):
+            sdpa(q, k.bfloat16(), v)
+
+
+def test_without_the_setting_float32_raises_again():
+    q, k, v = (x.detach() for x in qkv(16, torch.float32))
+    with gpu_on_the_cpu():
+        with providers("cudnn", "own"):
+            sdpa(q, k, v)
+        with pytest.raises(UnsupportedError, match="float32"):
+            sdpa(q, k, v)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("names", [("own", "cudnn"), ("cudnn", "own")])
+def test_explain_shows_the_provider(dtype, names):
+    q, k, v = qkv(16, dtype)
+    is_own = names[0] == "own" or dtype == torch.float32
+    with providers(*names):
+        report = explain(sdpa, q, k, v, is_causal=True)
+    assert report.supported
+    assert report.provider == ("own" if is_own else "cudnn")
+    assert report.backward.provider == report.provider
+    taken = "own kernels" if is_own else "cuDNN's engines"
+    assert report.choice == f"{taken}, by providers({', '.join(map(repr, names))})"
+    with providers(*names):
+        assert not explain(sdpa, q, k, v, window_size=(3, 0)).choice
+    assert not explain(sdpa, q.bfloat16(), k.bfloat16(), v.bfloat16()).choice
