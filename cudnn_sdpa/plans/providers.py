@@ -34,17 +34,17 @@ class ProvidersUse(Override[tuple[str, ...]]):
         return self.names
 
 
-class _Setting:
+class Setting:
     names: tuple[str, ...] = ()
 
 
 def active() -> tuple[str, ...]:
     """The providers in force, in order."""
-    names = _Setting.names
+    names = Setting.names
     if not names:
         named = of_environment()
         with _lock:
-            names = _Setting.names = _Setting.names or named
+            names = Setting.names = Setting.names or named
     return names
 
 
@@ -105,7 +105,7 @@ def providers(*names: Provider) -> ProvidersUse:
 
 def _set(names: tuple[str, ...]) -> None:
     with _lock:
-        changed, _Setting.names = _Setting.names != names, names
+        changed, Setting.names = Setting.names != names, names
     if changed:
         plan_cache.forget_calls()
 

@@ -83,7 +83,7 @@ def provider_of(call: PagedArguments, target: Target) -> tuple[str, str]:
     Raises:
         UnsupportedError: None of the providers in force has a kernel.
     """
-    names, reasons = providers.active(), []
+    names, reasons = providers.Setting.names or providers.active(), []
     only_own = f"cuDNN has none for pages {_beyond_cudnn(call)}" if call.is_beyond_cudnn else ""
     for name in names:
         if name == FASTEST:

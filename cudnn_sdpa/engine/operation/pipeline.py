@@ -158,7 +158,8 @@ class Pipeline(OperationDescription[CallT]):
         if any(isinstance(x, Tensor) and x.is_neg() for x in forward[self.tensors_at]):
             call = _with_forward(call, autograd_checks.resolved(forward))
         falls_back = self.reference_call is not None and fallback.chosen.get() == fallback.TORCH
-        by_own = self.has_own_kernels and providers.OWN in providers.active() and not isinstance(call, BackwardCall)
+        names = providers.Setting.names or providers.active()
+        by_own = self.has_own_kernels and providers.OWN in names and not isinstance(call, BackwardCall)
         if self.reference_call is None or not (falls_back or by_own):
             call.check()
             return self._run(call)

@@ -985,7 +985,7 @@ def keys_of(function, tensors, more=WHOLE):
 
     found = []
 
-    def keep(name, description, _target):
+    def keep(name, description, *_):
         found.append(str(description.key(Target.from_properties(load_properties("h200")), None)))
         return explain.Explanation(name, "h200", offline=True, supported=False)
 
