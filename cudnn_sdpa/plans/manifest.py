@@ -91,14 +91,15 @@ def _violation(data: object) -> tuple[str, str] | None:
 def _key_of(plan: JsonObject, target: Target) -> PlanKey:
     name = plan.get("operation") if isinstance(plan, dict) else plan
     try:
-        digest = find_operation(str(name), only_imported=True).digest
+        operation = find_operation(str(name), only_imported=True)
+        digest, provider = operation.digest, operation.provider
     except (ImportError, AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
         got = f"the operation {shortened(repr(name))} ({shortened(str(error))})"
         expected = "an operation of this installation; import the module that defines it first"
         raise OptionError("manifest", got, expected) from error
     try:
         _check_numbers(plan)
-        key = PlanKey.from_json({**plan, "digest": digest}, target)
+        key = PlanKey.from_json({**plan, "digest": digest, "provider": provider}, target)
         hash(key)  # a manifest that was not read from a file may have dictionaries among the options
     except (AttributeError, TypeError, KeyError, ValueError, RecursionError) as error:
         got = f"a plan of {shortened(repr(name))} ({shortened(str(error))})"

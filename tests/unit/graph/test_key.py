@@ -20,6 +20,7 @@ from cudnn_sdpa.graph.definition import InferringBuilder
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.kernels.plans import attention_forward
 
 TARGET = Target((("deviceVer", 900), ("multiProcessorCount", 132)), 92800, "1.32.0", "NVIDIA H200")
 LAYOUT = TensorLayout((2, 4, 16, 64), (4096, 1024, 64, 1), torch.float16)
@@ -313,3 +314,21 @@ def test_positive_and_negative_zero_are_different_cached_calls(of):
     assert of(0.0) == of(-0.0)
     assert launch.type_of(of(0.0)) != launch.type_of(of(-0.0))
     assert launch.type_of(of(0.0)) == launch.type_of(of(0.0))
+
+
+def test_a_manifest_without_providers_has_those_of_its_operations(tmp_path):
+    """As one that was written before this field existed."""
+    pair = Operand("q", LAYOUT), Operand("out", LAYOUT)
+    keys = [operation.key(pair[:1], pair[1:], {}, TARGET, None) for operation in (attention_forward, halve)]
+    manifest = PlanManifest.of(keys)
+    for plan in manifest.plans:
+        plan.pop("provider", None)
+    manifest.save(tmp_path / "manifest.json")
+    assert set(PlanManifest.load(tmp_path / "manifest.json").keys(TARGET, None)) == set(keys)
+    assert {key.provider for key in keys} == {"own", None}
+
+
+def test_the_provider_is_written_only_where_it_is_not_cudnn():
+    assert "provider" not in KEY.identity()  # plans stored before this field existed are still found
+    own = dataclasses.replace(KEY, provider="own", device=None)
+    assert PlanKey.from_json(json.loads(json.dumps(own.to_json())), TARGET) == own
