@@ -6,7 +6,7 @@ import os
 import threading
 from typing import Final, Literal
 
-from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.settings import Override, Overrides, renewed_in_children
 
@@ -54,7 +54,7 @@ def of_environment() -> tuple[str, ...]:
     Raises:
         OptionError: One of them does not exist.
     """
-    return _checked(tuple(x.strip() for x in os.environ.get(VARIABLE, FASTEST).split(",")) or (FASTEST,), VARIABLE)
+    return _checked(tuple(x.strip() for x in (os.environ.get(VARIABLE) or FASTEST).split(",")), VARIABLE)
 
 
 def _checked(names: tuple[str, ...], argument: str) -> tuple[str, ...]:
@@ -64,6 +64,12 @@ def _checked(names: tuple[str, ...], argument: str) -> tuple[str, ...]:
     if not names:
         raise OptionError(argument, "no name", f"one or more of {', '.join(map(repr, PROVIDERS))}")
     return names
+
+
+def refused_by_own(function: str) -> UnsupportedError:
+    """What a call raises that own kernels cannot serve, while no other provider is in force."""
+    reason = f"own kernels lack an option or the dtype, and providers({OWN!r}) leaves out cuDNN"
+    return UnsupportedError(function, [reason], f"providers({OWN!r}, {CUDNN!r})")
 
 
 def providers(*names: Provider) -> ProvidersUse:
@@ -76,8 +82,9 @@ def providers(*names: Provider) -> ProvidersUse:
 
     `sdpa_paged` has both. `sdpa` and the drop-in have both if "own" is named: those of `kernels.attention`, which take
     float32 without TF32, and any head dim (above 128 with memory for all scores), and are deterministic; they have
-    masks and gradients, but no other option. Calls of other functions have kernels of one provider, and are not
-    concerned. Nor are those in code that `torch.compile` compiles, where cuDNN serves `sdpa`. Providers change no
+    masks and gradients, but no other option. Where "own" is first, known calls of `sdpa` are checked again, too. Calls
+    of other functions have kernels of one provider, and are not concerned. Nor are calls of `sdpa` in code that
+    `torch.compile` compiles, which cuDNN serves; those of `sdpa_paged` there are. Providers change no
     meaning of a call, and its results by rounding alone. `explain` says who serves a call, and why. A call for which
     none of the named providers has a kernel raises `UnsupportedError`.
 

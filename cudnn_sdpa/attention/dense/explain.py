@@ -29,7 +29,7 @@ from cudnn_sdpa.attention.arguments import (
 from cudnn_sdpa.attention.backward_arguments import backward_call_of
 from cudnn_sdpa.attention.dense import graphs, parts
 from cudnn_sdpa.attention.dense import reference as in_pytorch
-from cudnn_sdpa.attention.dense.call import SdpaCall
+from cudnn_sdpa.attention.dense.call import ReferenceSdpaCall, SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import drop_in_tensors, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.forward import Bucket
 from cudnn_sdpa.attention.dense.launch import has_readable_layout
@@ -60,6 +60,9 @@ def describe_sdpa(**given: Any) -> Description:
     """The launches of an `sdpa` call on a GPU; its tensors may be on the CPU."""
     names = providers.active()
     own = _describe_own_kernels(given) if OWN in names else None
+    if own is None and set(names) == {OWN}:
+        error = providers.refused_by_own("sdpa")
+        return Description.refused(graphs.sdpa_forward, error, device_of(given["q"]))
     if own is None:
         return _describe_plans(given)
     by = f"by providers({', '.join(map(repr, names))})"
@@ -82,6 +85,10 @@ def describe_sdpa(**given: Any) -> Description:
 def _describe_own_kernels(given: dict[str, Any]) -> Description | None:
     """The call on own kernels; None if they lack one of its options."""
     call = call_of(**given)
+    call.check_types()
+    cast = ReferenceSdpaCall._make(as_cast(call))
+    cast.check_options()
+    cast.check()
     mode, attention = in_pytorch.mode_of_own_kernels(call), named("attention")
     describe = attention and describer_of(attention)
     if mode is None or describe is None:

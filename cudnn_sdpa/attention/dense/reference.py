@@ -9,6 +9,7 @@ from cudnn_sdpa.attention import reference
 from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, Needs, results
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.mask import TOP_LEFT, as_kernels_see
+from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.engine.dispatch_state import needs_gradient, views_of_leaves
 from cudnn_sdpa.engine.launch import Result, new_tensor
 
@@ -44,15 +45,19 @@ _OF_KERNELS = frozenset(("q", "k", "v", "attn_mask", "is_causal", "causal_alignm
 #: The largest head dim of its fused form.
 _MAX_FUSED_DIM = 128
 
+#: The dtypes that it takes on a GPU.
+_DTYPES_OF_KERNELS = (torch.float32, torch.float16, torch.bfloat16)
+
 
 def mode_of_own_kernels(call: ForwardArguments) -> str | None:
-    """The form of `kernels.attention` that has all options of a call; None if it lacks one.
+    """The form of `kernels.attention` that has all options of a call; None if it lacks one, or the dtype.
 
     Head dims above those of the fused form take the tiled one, whose memory grows with Sq × Skv.
     """
     q, k, v, softmax = call.q, call.k, call.v, call.softmax
     aligned = not softmax.is_causal or softmax.causal_alignment == TOP_LEFT or q.shape[2] == k.shape[2]
-    if not call.has_only(_OF_KERNELS) or not aligned or v.shape[3] != q.shape[3]:
+    takes_dtype = q.dtype in _DTYPES_OF_KERNELS or not (q.is_cuda or cpu_target.checks_dtypes())
+    if not (call.has_only(_OF_KERNELS) and aligned and takes_dtype) or v.shape[3] != q.shape[3]:
         return None
     return "fused" if q.shape[3] <= _MAX_FUSED_DIM else "tiled"
 

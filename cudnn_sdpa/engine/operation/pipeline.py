@@ -52,6 +52,7 @@ from cudnn_sdpa.engine.torch_ops import new_seed
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.scalars import check_known, is_compiling
 from cudnn_sdpa.plans import providers
+from cudnn_sdpa.plans.cache import plan_cache
 
 #: Maximum number of signatures remembered as differentiable.
 MAX_REMEMBERED = 8192
@@ -116,10 +117,13 @@ class Pipeline(OperationDescription[CallT]):
             asked: The arguments of a public function, of a call that the native module does not know.
         """
         if not is_compiling():
+            names = providers.Setting.names
             run = self._find(call)
             if run is not None:
                 if asked is not None and asked.calls.find is not None:
                     native_way.register(self, self.gradients, asked, call)
+                    if providers.Setting.names is not names:  # asked once others see it
+                        plan_cache.forget_calls()
                 return run(call)
         tensors = (*call[self.tensors_at], call[-1] if self.takes_out else None)
         if has_subclass(*tensors) and sharding.has_dtensor(*tensors):
@@ -158,8 +162,8 @@ class Pipeline(OperationDescription[CallT]):
         if any(isinstance(x, Tensor) and x.is_neg() for x in forward[self.tensors_at]):
             call = _with_forward(call, autograd_checks.resolved(forward))
         falls_back = self.reference_call is not None and fallback.chosen.get() == fallback.TORCH
-        names = providers.Setting.names or providers.active()
-        by_own = self.has_own_kernels and providers.OWN in names and not isinstance(call, BackwardCall)
+        names = providers.active() if self.has_own_kernels and not isinstance(call, BackwardCall) else ()
+        by_own = providers.OWN in names
         if self.reference_call is None or not (falls_back or by_own):
             call.check()
             return self._run(call)
@@ -170,16 +174,17 @@ class Pipeline(OperationDescription[CallT]):
             return self._run(call)
 
         def run_on_kernels() -> Any:
-            return self._by_providers(call, without_limits, run) if by_own else run()
+            return self._by_providers(call, without_limits, run, names) if by_own else run()
 
         if not falls_back:
             return run_on_kernels()
         return fallback.or_else(run_on_kernels, lambda: self._alternative(without_limits), forward.log_key)
 
-    def _by_providers(self, call: Any, without_limits: Any, run: Callable[[], Any]) -> Any:
-        """The results of a call that own kernels may serve, by the first provider in force that can."""
-        names, refused = providers.active(), None
-        signature = self.signature(call), needs_gradient(*call[self.tensors_at])
+    def _by_providers(self, call: Any, without_limits: Any, run: Callable[[], Any], names: Sequence[str]) -> Any:
+        """The results of a call that own kernels may serve, by the first provider that can."""
+        refused = None
+        trains = needs_gradient(*call[self.tensors_at])
+        signature = self.signature(call), self._which_require_grad(call) if trains else None
         is_declined = signature in self._declined
         for name in names:
             if name == providers.OWN:
@@ -187,7 +192,8 @@ class Pipeline(OperationDescription[CallT]):
                     without_limits.check()
                 found = without_limits.by_own_kernels()
                 if found is not None:
-                    if refused is not None and len(self._declined) < MAX_REMEMBERED:
+                    # Why a call on the CPU is declined, `cpu_checks` says, which may change.
+                    if refused is not None and self.first_of(call).is_cuda and len(self._declined) < MAX_REMEMBERED:
                         self._declined.add(signature)
                     return found
             elif not is_declined:
@@ -195,8 +201,7 @@ class Pipeline(OperationDescription[CallT]):
                     return run()
                 except UnsupportedError as error:
                     refused = error
-        lacking = f"own kernels lack an option, and providers({', '.join(map(repr, names))}) leaves out cuDNN"
-        raise refused or UnsupportedError(self.function, [lacking], "providers('own', 'cudnn')")
+        raise refused or providers.refused_by_own(self.function)
 
     def _run(self, call: CallT | BackwardCall[CallT]) -> Any:
         tensors = tuple(self._named_tensors(call).values())
@@ -331,7 +336,12 @@ class Pipeline(OperationDescription[CallT]):
             torch.autograd.graph.increment_version(out)
         name = self.signature(call)
         known = self.table.get(name)
-        result: Result = (known or self.add(name, call.bind())).run(call)
+        if known is None:
+            names = providers.Setting.names
+            known = self.add(name, call.bind())
+            if providers.Setting.names != (names or providers.Setting.names):  # asked once others see it
+                self.table.forget(lambda other: other is known)
+        result: Result = known.run(call)
         return result
 
     def on_cpu(self, call: CallT) -> Result:
@@ -461,6 +471,8 @@ class Pipeline(OperationDescription[CallT]):
         try:
             if value_checks.enabled or (self.flag and type(call[self.flag_at]) is not bool):
                 return None
+            if self.has_own_kernels and providers.active()[0] == providers.OWN:
+                return None  # the table has calls of cuDNN, also of compiled code and of calls that want the LSE
             dropout_p = call[self.group_at].dropout_p if self.can_draw else 0.0
             if type(dropout_p) is not float or dropout_p:
                 return None

@@ -6,12 +6,24 @@ import pytest
 import torch
 from fake_gpu import FakePlan, gpu_on_the_cpu
 
-from cudnn_sdpa import DtypeError, UnsupportedError, explain, kernels, providers, scaled_dot_product_attention, sdpa
+from cudnn_sdpa import (
+    CudnnSdpaError,
+    DtypeError,
+    UnsupportedError,
+    cpu_checks,
+    explain,
+    fallback,
+    kernels,
+    providers,
+    scaled_dot_product_attention,
+    sdpa,
+)
 from cudnn_sdpa.attention.arguments import Softmax, from_fields
 from cudnn_sdpa.attention.dense import reference
 from cudnn_sdpa.attention.dense.call import SdpaCall
+from cudnn_sdpa.attention.dense.sdpa import SDPA
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.kernels.arguments import MAX_FUSED_DIM
+from cudnn_sdpa.kernels.arguments import GPU_DTYPES, MAX_FUSED_DIM
 
 
 def qkv(dim=17, dtype=torch.bfloat16):
@@ -95,6 +107,7 @@ def test_every_option_that_kernels_lack_is_declined(name):
 
 def test_the_fused_form_takes_the_head_dims_that_it_has():
     assert reference._MAX_FUSED_DIM == MAX_FUSED_DIM
+    assert reference._DTYPES_OF_KERNELS == GPU_DTYPES
 
 
 def test_negated_tensors_run_on_kernels():
@@ -184,3 +197,93 @@ def test_explain_shows_the_provider(dtype, names):
     with providers(*names):
         assert not explain(sdpa, q, k, v, window_size=(3, 0)).choice
     assert not explain(sdpa, q.bfloat16(), k.bfloat16(), v.bfloat16()).choice
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_known_calls_of_cudnn_take_no_call_from_own_kernels(trains):
+    """With gradients a call has the signature of one that wants the LSE; compiled code runs operators of cuDNN's."""
+    q, k, v = (x.detach().requires_grad_(trains) for x in qkv(16))
+    with gpu_on_the_cpu(), providers("own", "cudnn"):
+        for _ in range(2):
+            sdpa(q, k, v, return_lse=True)
+            assert FakePlan.launched[-1].provider is None
+            torch.ops.cudnn_sdpa.sdpa_forward(*SDPA.inputs_of(SdpaCall(q, k, v)))
+            assert FakePlan.launched[-1].provider is None
+            sdpa(q, k, v)
+            assert FakePlan.launched[-1].provider == "own"
+
+
+def test_cudnn_is_asked_again_where_it_may_accept():
+    """A deterministic gradient of a mask is declined on SM 100; the same call without that gradient is not."""
+    q, k, v = qkv(64)
+    mask = torch.randn(9, 9).to(q.dtype).requires_grad_()
+    blackwell = Target((("deviceVer", 1000), ("multiProcessorCount", 148)), 91900, "1", "a B200")
+    with gpu_on_the_cpu(target=blackwell), providers("cudnn", "own"):
+        sdpa(q, k, v, attn_mask=mask, deterministic=True)
+        assert FakePlan.launched[-1].provider == "own"
+        sdpa(q, k, v, attn_mask=mask.detach(), deterministic=True)
+        assert FakePlan.launched[-1].provider is None
+
+
+def test_calls_on_the_cpu_are_asked_each_time(monkeypatch):
+    q, k, v = (x.detach() for x in qkv(17))
+    served = []
+    by_own_kernels = SdpaCall.by_own_kernels
+    monkeypatch.setattr(SdpaCall, "by_own_kernels", lambda call: served.append(call) or by_own_kernels(call))
+    with providers("cudnn", "own"):
+        for target, number in (("h200", 1), (None, 1), ("h200", 2)):
+            with cpu_checks(target):
+                sdpa(q, k, v)
+            assert len(served) == number
+
+
+def test_a_dtype_that_kernels_lack_falls_back_to_pytorch():
+    q, k, v = (x.detach() for x in qkv(16, torch.float64))
+    with gpu_on_the_cpu():
+        for names in (("cudnn", "own"), ("own", "cudnn"), ("own",)):
+            with providers(*names):
+                with fallback("torch"):
+                    torch.testing.assert_close(sdpa(q, k, v), kernels.reference_attention(q, k, v))
+                with pytest.raises(UnsupportedError, match="float64" if "cudnn" in names else "or the dtype"):
+                    sdpa(q, k, v)
+
+
+@pytest.mark.parametrize("names", [("own", "cudnn"), ("cudnn", "own"), ("own",)])
+@pytest.mark.parametrize("wrong", ["a list", "three dimensions", "two dtypes", "an alignment"])
+def test_explain_names_wrong_arguments_as_calls_do(names, wrong):
+    q, k, v = (x.detach() for x in qkv(16))
+    given = {"a list": ([1], k, v), "three dimensions": (q[0], k[0], v[0]), "two dtypes": (q, k.float(), v)}
+    options = {"causal_alignment": "center"} if wrong == "an alignment" else {}
+    messages = []
+    for function in (sdpa, lambda *args, **options: explain(sdpa, *args, **options)):
+        with gpu_on_the_cpu(), providers(*names), pytest.raises(CudnnSdpaError) as raised:
+            function(*given.get(wrong, (q, k, v)), **options)
+        messages.append((type(raised.value), str(raised.value)))
+    assert messages[0] == messages[1]
+
+
+def test_a_change_while_cudnn_is_asked_names_no_other_providers(monkeypatch):
+    """Of a call that is known to be declined, in a thread that has read the setting."""
+    q, k, v = (x.detach() for x in qkv(16, torch.float32))
+    with gpu_on_the_cpu(), providers("cudnn", "own"):
+        sdpa(q, k, v)
+        by_providers = type(SDPA)._by_providers
+
+        def changed(*args):
+            providers("cudnn")
+            return by_providers(*args)
+
+        monkeypatch.setattr(type(SDPA), "_by_providers", changed)
+        sdpa(q, k, v)
+        assert FakePlan.launched[-1].provider == "own"
+
+
+def test_explain_says_what_own_kernels_alone_refuse():
+    q, k, v = (x.detach() for x in qkv(16))
+    with providers("own"):
+        report = explain(sdpa, q, k, v, softcap=3.0)
+        with gpu_on_the_cpu(), pytest.raises(UnsupportedError) as refused:
+            sdpa(q, k, v, softcap=3.0)
+    assert not report.supported
+    assert report.reasons == refused.value.reasons
+    assert report.suggestion == refused.value.suggestion

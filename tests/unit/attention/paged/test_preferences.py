@@ -8,7 +8,9 @@ from fake_gpu import FakePlan, gpu_on_the_cpu
 from native_way import native_way
 
 from cudnn_sdpa import OptionError, UnsupportedError, explain, providers, sdpa_paged
+from cudnn_sdpa.attention.paged import launch
 from cudnn_sdpa.attention.paged_varlen.preferences import OWN, SLOWER, preferences
+from cudnn_sdpa.engine.native.calls import NativeCalls
 
 BF16 = torch.bfloat16
 
@@ -102,6 +104,44 @@ def test_named_providers_serve_calls_in_order():
 
 
 @pytest.mark.usefixtures("gpu")
+def test_calls_that_are_bound_while_the_setting_changes_are_bound_again(monkeypatch):
+    given, chooses = small(), launch.runs_own_kernel
+
+    def changed(*args):
+        found = chooses(*args)
+        providers("own")  # as another thread
+        return found
+
+    with providers("cudnn"):
+        monkeypatch.setattr(launch, "runs_own_kernel", changed)
+        sdpa_paged(**given)
+        assert FakePlan.launched[-1].provider is None
+        monkeypatch.setattr(launch, "runs_own_kernel", chooses)
+        for _ in range(3):
+            sdpa_paged(**given)
+            assert FakePlan.launched[-1].provider == "own"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_calls_that_the_native_module_gets_while_the_setting_changes_are_forgotten(monkeypatch):
+    given, register = small(), NativeCalls.register
+
+    def changed(*args):
+        providers("own")  # as another thread
+        return register(*args)
+
+    with providers("cudnn"):
+        sdpa_paged(**given)
+        monkeypatch.setattr(NativeCalls, "register", changed)
+        sdpa_paged(**given)
+        monkeypatch.setattr(NativeCalls, "register", register)
+        providers("own")
+        for _ in range(3):
+            sdpa_paged(**given)
+            assert FakePlan.launched[-1].provider == "own"
+
+
+@pytest.mark.usefixtures("gpu")
 def test_pages_that_cudnn_cannot_read_need_own_kernels():
     for given in (small(torch.float8_e4m3fn), small(page=12)):
         with providers("cudnn", "own"):
@@ -151,6 +191,8 @@ def test_the_environment_names_providers(monkeypatch):
 
     monkeypatch.setenv("CUDNN_SDPA_PROVIDERS", "own, cudnn")
     assert module.of_environment() == ("own", "cudnn")
+    monkeypatch.setenv("CUDNN_SDPA_PROVIDERS", "")
+    assert module.of_environment() == ("fastest",)
     monkeypatch.setenv("CUDNN_SDPA_PROVIDERS", "cudn")
     with pytest.raises(OptionError, match="CUDNN_SDPA_PROVIDERS: got 'cudn'; expected one of"):
         module.of_environment()
