@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 import cudnn_sdpa
-from cudnn_sdpa import OptionError, cpu_checks, fallback, shape_policy, use_plan_store
+from cudnn_sdpa import OptionError, cpu_checks, fallback, providers, shape_policy, use_plan_store
 from cudnn_sdpa.engine import cpu_target
 from cudnn_sdpa.plans import default_store
+from cudnn_sdpa.plans import providers as providers_module
 from cudnn_sdpa.plans import shape_policy as shape_policy_module
 from cudnn_sdpa.plans.store import PlanStore
 
@@ -22,6 +23,7 @@ POLICIES = ("exact", "bucketed", "tiered")
 #: Every setting of the process that a `with` statement ends: what sets it, the values to set, and what is in force.
 SETTINGS = {
     "shape_policy": (shape_policy, POLICIES, shape_policy_module.active),
+    "providers": (providers, ("own", "cudnn", "fastest"), lambda: providers_module.active()[0]),
     "use_plan_store": (use_plan_store, ("first", "second", "third"), default_store.active),
     "cpu_checks": (cpu_checks, ("a100", None, "b200"), cpu_target.active_name),
 }
@@ -50,7 +52,7 @@ def test_every_setting_is_tested():
             methods = {each.name for each in getattr(node, "body", ()) if isinstance(each, ast.FunctionDef)}
             if isinstance(node, ast.ClassDef) and methods & {"__enter__", "__exit__"}:
                 found.add(node.name)
-    assert found == {"Override", "ShapePolicyUse", "PlanStoreUse", "CpuChecksUse"}, "not in SETTINGS"
+    assert found == {"Override", "ShapePolicyUse", "ProvidersUse", "PlanStoreUse", "CpuChecksUse"}, "not in SETTINGS"
 
 
 def test_a_permanent_value_outlives_statements_that_follow(setting):
