@@ -190,7 +190,11 @@ class Pipeline(OperationDescription[CallT]):
             if name == providers.OWN:
                 if refused is None and not is_declined:
                     without_limits.check()
-                found = without_limits.by_own_kernels()
+                try:
+                    found = without_limits.by_own_kernels()
+                except RuntimeError:
+                    autograd_checks.refuse_inference_tensors(dict(zip(self.fields, call, strict=True)))
+                    raise
                 if found is not None:
                     # Why a call on the CPU is declined, `cpu_checks` says, which may change.
                     if refused is not None and self.first_of(call).is_cuda and len(self._declined) < MAX_REMEMBERED:

@@ -287,3 +287,12 @@ def test_explain_says_what_own_kernels_alone_refuse():
     assert not report.supported
     assert report.reasons == refused.value.reasons
     assert report.suggestion == refused.value.suggestion
+
+
+@pytest.mark.parametrize("names", [("own", "cudnn"), ("cudnn", "own"), ("cudnn",)])
+def test_inference_tensors_are_named(names):
+    q, *_ = qkv(16)
+    with torch.inference_mode():
+        k = torch.randn(2, 2, 9, 16).bfloat16()
+    with gpu_on_the_cpu(), providers(*names), pytest.raises(CudnnSdpaError, match=r"k.*inference"):
+        sdpa(q, k, k)
