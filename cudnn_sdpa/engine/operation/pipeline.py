@@ -162,7 +162,8 @@ class Pipeline(OperationDescription[CallT]):
         if any(isinstance(x, Tensor) and x.is_neg() for x in forward[self.tensors_at]):
             call = _with_forward(call, autograd_checks.resolved(forward))
         falls_back = self.reference_call is not None and fallback.chosen.get() == fallback.TORCH
-        names = providers.active() if self.has_own_kernels and not isinstance(call, BackwardCall) else ()
+        has_own = self.has_own_kernels and not isinstance(call, BackwardCall)
+        names = (providers.Setting.names or providers.active()) if has_own else ()
         by_own = providers.OWN in names
         if self.reference_call is None or not (falls_back or by_own):
             call.check()
@@ -475,7 +476,7 @@ class Pipeline(OperationDescription[CallT]):
         try:
             if value_checks.enabled or (self.flag and type(call[self.flag_at]) is not bool):
                 return None
-            if self.has_own_kernels and providers.active()[0] == providers.OWN:
+            if self.has_own_kernels and (providers.Setting.names or providers.active())[0] == providers.OWN:
                 return None  # the table has calls of cuDNN, also of compiled code and of calls that want the LSE
             dropout_p = call[self.group_at].dropout_p if self.can_draw else 0.0
             if type(dropout_p) is not float or dropout_p:
