@@ -31,9 +31,8 @@ from cudnn_sdpa.graph.handles import FILLED_BYTES, SCRATCH_BYTES, thread
 from cudnn_sdpa.plans import plan as plans
 
 #: Examples that launch a plan of cuDNN's; the others are kernels of the library's own.
-WITH_PLANS = [
-    name for name in OPERATIONS if not name.startswith(("kernels", "a kernel", "append", "sdpa_paged_varlen"))
-]
+OF_OWN_KERNELS = ("kernels", "a kernel", "append", "sdpa_paged_varlen", "sdpa_paged, FP8")
+WITH_PLANS = [name for name in OPERATIONS if not name.startswith(OF_OWN_KERNELS)]
 
 #: Examples with kernels of the library's own before the plan.
 WITH_KERNELS = (
