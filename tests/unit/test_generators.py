@@ -140,7 +140,7 @@ NO_OPERATIONS = {
     *("use_plan_store", "warmup", "nn.KVStep", "nn.parallel_plan"),
 }
 #: Settings that hold while calls run.
-SETTINGS = {"cpu_checks", "fallback", "shape_policy"}
+SETTINGS = {"cpu_checks", "fallback", "providers", "shape_policy"}
 #: Methods that are not calls.
 NO_CALLS = {"reset_parameters", "from_torch", "extra_repr", "update_all", "begin", "would_update", "scales", "recorder"}
 #: The operations that draw classes without their own operation.
@@ -331,6 +331,7 @@ def test_every_setting_is_drawn():
     cases = [generators.draw(name, seed) for name in ("sdpa", "rms_norm") for seed in range(400)]
     assert {case.policy for case in cases} == set(POLICIES)
     assert {case.settings.get("fallback") for case in cases} == {None, "torch"}
+    assert {(case.settings.get("providers") or ["fastest"])[0] for case in cases} == {"fastest", "cudnn", "own"}
     assert {str(case.settings.get("cpu_checks", "h200")).partition(",")[0] for case in cases} >= {
         "None",
         "h200",
