@@ -38,7 +38,7 @@ def describe_paged(**given: Any) -> Description:
     def verify(_: bool) -> dict[str, float]:
         return errors_paged(call)
 
-    device, launched = explain.device_of(call.q), as_launched(call)
+    device = explain.device_of(call.q)
     by_own_kernel = Description(
         operation=paged_varlen_forward,
         key=partial(own_kernel.key_of, call),
@@ -49,20 +49,23 @@ def describe_paged(**given: Any) -> Description:
     )
 
     def by_cudnn() -> Description:
+        launched = as_launched(call)
         described = describe_decode(launched, device) if is_decode(call) else describe_prefill(launched, device)
         if is_decode(call) and device is not None and UnsupportedError.of(described.key, live_target(device), device):
             described = describe_prefill(launched, device)
         notes = [*before, *explain.notes_on_scale(call), *described.extra_kernels]
         return replace(described, extra_kernels=notes, verify=verify)
 
+    described = by_own_kernel if call.is_beyond_cudnn else by_cudnn()
+
     def on_target(target: Target) -> Description:
         try:
             provider, why = provider_of(call, target)
         except UnsupportedError as error:
             return Description.refused(graphs.paged_decode, error, device)
-        return replace(by_own_kernel if provider == OWN else by_cudnn(), choice=why)
+        return replace(by_own_kernel if provider == OWN else described, choice=why)
 
-    return replace(by_own_kernel if call.is_beyond_cudnn else by_cudnn(), on_target=on_target)
+    return replace(described, on_target=on_target)
 
 
 def describe_decode(call: PagedArguments, device: int | None) -> Description:
