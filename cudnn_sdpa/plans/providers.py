@@ -67,7 +67,7 @@ def _checked(names: tuple[str, ...], argument: str) -> tuple[str, ...]:
 
 
 def refused_by_own(function: str) -> UnsupportedError:
-    """What a call raises that own kernels cannot serve, while no other provider is in force."""
+    """The error of a call that own kernels cannot serve, while no other provider is in force."""
     reason = f"own kernels lack an option or the dtype, and providers({OWN!r}) leaves out cuDNN"
     return UnsupportedError(function, [reason], f"providers({OWN!r}, {CUDNN!r})")
 

@@ -747,8 +747,8 @@ __device__ __forceinline__ bool all_ready(const Paged& a, const volatile Item& t
   return all;
 }
 
-/* Merges this warpgroup's rows in the order of the parts: a warp takes every fourth row, AT_ONCE of them at a time. A launch
- * runs this once, and waits for each line of instructions: the loops are short. */
+/* Merges this warpgroup's rows in the order of the parts: a warp takes every fourth row, AT_ONCE of them at a time. Most
+ * blocks run this once at most, and wait for each line of instructions: the loops are short. */
 template <int AT_ONCE>
 __device__ __noinline__ void merge(const Paged& a, const volatile Item& t, int role) {
   constexpr int WIDTH = DVC % 128 ? 2 : 4, WORDS = DVC / 32 / WIDTH, OWN = WORDS * WIDTH; /* values of a lane */

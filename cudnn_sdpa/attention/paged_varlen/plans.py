@@ -205,7 +205,7 @@ class Tiles:
     def of(cls, form: str, dims: tuple[int, int], *, fp8: bool, sm: int) -> Tiles:
         """The tiles for queries and values of these dims.
 
-        Hopper's were measured on an H100, but for `LATENT_DIMS`; other GPUs have those that fit.
+        Hopper's were measured on an H100; other GPUs have those that fit.
         """
         columns = 2 if dims == LATENT_DIMS else 1  # keys and values then have the same tiles, as wide as keys
         dim, dim_v = (-(-x // 64) * 64 for x in dims)
