@@ -35,11 +35,13 @@ class Precision:
         unit: Relative error of a value of the tensors' dtype.
         tiny: Absolute error of the smallest values of that dtype.
         inner: Relative error of intermediate values.
+        weight: Absolute error of the smallest weights of attention, where they have another dtype.
     """
 
     unit: float
     tiny: float
     inner: float
+    weight: float = 0.0
 
     @classmethod
     def of(cls, dtype: torch.dtype, *, tf32: bool = False) -> Precision:
@@ -308,7 +310,7 @@ def attention_bounds(
         off = off + 2 * precision.unit * made.slope * min(options["softcap"], 1.0)
     row = (weights * off).sum(-1, keepdim=True)
     of_weights = weights * (precision.unit + torch.expm1((off + row).clamp_max(80.0)))
-    of_weights = (of_weights.clamp_max(1.0) + precision.tiny).masked_fill(~made.seen, 0.0)
+    of_weights = (of_weights.clamp_max(1.0) + precision.tiny + precision.weight).masked_fill(~made.seen, 0.0)
     out = (of_weights * made.share) @ values + precision.unit * made.out.abs() + precision.tiny
     lse = row.squeeze(-1) + 2**-22 * made.lse.masked_fill(made.lse.isneginf(), 0.0).abs() + 2e-6
     bounds = {"out": out, "lse": lse}

@@ -46,7 +46,7 @@ def test_float32_with_gradients(function, dim):
             found, by = used(attend)
             assert by == {"own"}
             for one, other in zip(found, (right, *wanted), strict=True):
-                assert float((one.detach().double() - other.detach()).norm() / other.norm()) < 1e-5
+                assert float((one.detach().double() - other.detach()).norm() / other.detach().norm()) < 1e-5
     with pytest.raises(ArgumentError, match=r"float32|head dim 33"):
         attend()
 
