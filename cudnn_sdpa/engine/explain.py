@@ -18,14 +18,14 @@ from cudnn_sdpa.engine import autograd_checks, sharding
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.graph import backend, known_issues
-from cudnn_sdpa.graph.definition import GraphDefinition
+from cudnn_sdpa.graph.definition import GraphDefinition, find_operation
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import JsonObject
 from cudnn_sdpa.graph.target import Target, live_target, load_properties
 from cudnn_sdpa.offline.planner import OfflinePlan, plan_offline
 from cudnn_sdpa.plans import shape_policy
 from cudnn_sdpa.plans.cache import build_plan, plan_cache
-from cudnn_sdpa.plans.kernel_plan import ENGINE, KernelOp, KernelProgram
+from cudnn_sdpa.plans.kernel_plan import Program, ProgramOp
 from cudnn_sdpa.plans.plan import Plan
 from cudnn_sdpa.plans.providers import CUDNN
 
@@ -313,7 +313,8 @@ def explained(
     libraries = {"torch": str(Path(torch.__file__).parent), "cudnn": str(Path(str(backend.cudnn().__file__)).parent)}
     result.libraries = libraries | result.libraries
     if description.backward is not None:
-        result.backward = _explain(f"gradient of {called.__name__}", description.backward, *where)
+        backward = description.backward.for_target(where[0])
+        result.backward = _explain(f"gradient of {called.__name__}", backward, *where)
         result.backward.versions, result.backward.libraries = {}, {}
     if verify and description.verify is not None and result.supported:
         result.errors = description.verify(result.backward is not None and result.backward.supported)
@@ -349,7 +350,7 @@ def _explain(
     )
     if not description.is_empty:
         try:
-            _plan(result, description.operation, _key(result, description, gpu, device), properties)
+            _plan(result, _key(result, description, gpu, device), description.operation, properties)
         except UnsupportedError as error:
             result.decline(error)
     if device is not None:
@@ -358,21 +359,22 @@ def _explain(
 
 
 def _plan(
-    result: Explanation, operation: GraphDefinition, key: PlanKey, properties: backend.DeviceProperties | None
+    result: Explanation, key: PlanKey, operation: GraphDefinition, properties: backend.DeviceProperties | None
 ) -> None:
-    """Describes the plan of a key: on this machine's GPU, of own kernels elsewhere, or a helper's."""
-    plan: Plan | OfflinePlan | KernelProgram
+    """Describes the plan of a key: on this machine's GPU, of others' kernels than cuDNN's elsewhere, or a helper's."""
+    if key.operation != operation.name:  # another provider's
+        operation = find_operation(key.operation)
+    plan: Plan | OfflinePlan | Program
     if properties is None:
         result.cached = plan_cache.peek(key) is not None
         plan = plan_cache.get(key, partial(build_plan, operation), to_use=False)
         result.build_seconds, result.loaded, result.native = plan.build_seconds, plan.loaded, loader.status()
-    elif isinstance(operation, KernelOp):
+    elif isinstance(operation, ProgramOp):
         plan = operation.program(key)
     else:
         plan = plan_offline(key, properties)
         result.build_seconds, result.on_gpu, result.libraries = plan.build_seconds, plan.note, plan.libraries
-    engine = ENGINE if isinstance(plan, KernelProgram) else plan.engine
-    result.engine, result.knobs, result.workspace = engine, dict(plan.knobs), plan.workspace
+    result.engine, result.knobs, result.workspace = plan.engine, dict(plan.knobs), plan.workspace
 
 
 def _key(result: Explanation, description: Description, target: Target, device: int | None) -> PlanKey:

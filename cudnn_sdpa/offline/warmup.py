@@ -27,7 +27,7 @@ from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_offline
 from cudnn_sdpa.plans.cache import build_plan, load_plan, plan_cache, plan_of
 from cudnn_sdpa.plans.default_store import active, open_store
-from cudnn_sdpa.plans.kernel_plan import KernelOp
+from cudnn_sdpa.plans.kernel_plan import ProgramOp
 from cudnn_sdpa.plans.manifest import PlanManifest
 from cudnn_sdpa.plans.plan import Plan
 from cudnn_sdpa.plans.store import BadPlanFileError, PlanStore
@@ -247,7 +247,7 @@ def warmup(
 
 def _is_for_this_process(key: PlanKey) -> bool:
     """Helpers, which see no GPU, would make a slower plan or none."""
-    return key.is_gpu_specific or isinstance(find_operation(key.operation, only_imported=True), KernelOp)
+    return key.is_gpu_specific or isinstance(find_operation(key.operation, only_imported=True), ProgramOp)
 
 
 def _build(key: PlanKey) -> Plan:
@@ -290,7 +290,7 @@ def compile_plans(
     missing, held, built = list[PlanKey](), list[PlanKey](), list[PlanKey]()
     for key in _manifest(manifest).keys(Target.from_properties(properties), None):
         operation = find_operation(key.operation, only_imported=True)
-        if isinstance(operation, KernelOp):
+        if isinstance(operation, ProgramOp):
             (built if operation.compile_into(store, key) else held).append(key)
         elif store.load(key) is not None:
             held.append(key)
@@ -313,7 +313,7 @@ def compile_plans(
 
 def _is_in(store: PlanStore, key: PlanKey) -> bool:
     operation = find_operation(key.operation, only_imported=True)
-    return operation.is_in(store, key) if isinstance(operation, KernelOp) else store.has(key)
+    return operation.is_in(store, key) if isinstance(operation, ProgramOp) else store.has(key)
 
 
 def _not_kept(store: PlanStore) -> str:

@@ -27,7 +27,7 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.plans import autotune, default_store
 from cudnn_sdpa.plans.autotune import AutotuneCandidate, UntunedPlan
 from cudnn_sdpa.plans.device_memory import constants_of, relaxed_capture
-from cudnn_sdpa.plans.kernel_plan import KernelOp
+from cudnn_sdpa.plans.kernel_plan import ProgramOp
 from cudnn_sdpa.plans.plan import Plan, captured_plans, stored_form
 from cudnn_sdpa.plans.store import BadPlanFileError, PlanStore, StoredPlan
 
@@ -476,7 +476,7 @@ def _loaded(handle: Handle, key: PlanKey, stored: StoredPlan) -> backend.BuiltGr
 
 def build_plan(operation: GraphDefinition, key: PlanKey) -> Plan:
     """Plans and compiles `key` on its GPU, and saves the plan in the plan store, if there is one."""
-    if isinstance(operation, KernelOp):
+    if isinstance(operation, ProgramOp):
         _refuse_while_capturing(key)
         return operation.plan(key)
     plan = _compile(operation, key)

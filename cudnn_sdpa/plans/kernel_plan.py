@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -28,6 +29,19 @@ from cudnn_sdpa.plans.store import PlanStore
 
 #: The engine's name in `explain`.
 ENGINE = "own kernels"
+
+
+class Program(Protocol):
+    """What a plan launches, as `explain` shows it."""
+
+    @property
+    def engine(self) -> str: ...
+
+    @property
+    def knobs(self) -> Mapping[str, int]: ...
+
+    @property
+    def workspace(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,8 @@ class KernelProgram:
     scratch: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     knobs: Mapping[str, int] = field(default_factory=dict)
 
+    engine: ClassVar[str] = ENGINE
+
     @property
     def workspace(self) -> int:
         return self._side_by_side[1]
@@ -68,19 +84,47 @@ class KernelProgram:
         return side_by_side(4 * math.prod(shape) for shape in self.scratch.values())
 
 
-class KernelOp(GraphDefinition):
-    """An operation that the library's own kernels compute.
+class ProgramOp(GraphDefinition):
+    """An operation whose plans are programs of kernels that are not cuDNN's.
 
-    `program` makes the program of a key, and depends on nothing else. The sources in `folder` are part of the digest.
+    `program` makes the program of a key, and depends on nothing else.
     """
 
-    provider = "own"
-
-    def __init__(self, program: Callable[[PlanKey], KernelProgram], folder: Path) -> None:
+    def __init__(self, program: Callable[[PlanKey], Program]) -> None:
         self.__doc__ = program.__doc__
         self.program = program
         self.channels_last = False
         self.name = f"{program.__module__}:{program.__qualname__}"
+
+    def compile(self, key: PlanKey, g: GraphBuilder) -> BuiltGraph:
+        raise AssertionError("cuDNN compiles no kernels of others")
+
+    def plan(self, key: PlanKey) -> Plan:
+        """The plan of a key, compiled if need be."""
+        start = time.perf_counter()
+        plan = self.made(key)
+        plan.build_seconds = time.perf_counter() - start
+        return plan
+
+    def made(self, key: PlanKey) -> Plan:
+        raise NotImplementedError
+
+    def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
+        """Compiles what a key needs into a store, without its GPU; returns whether any of it was missing there."""
+        raise NotImplementedError
+
+    def is_in(self, store: PlanStore, key: PlanKey) -> bool:
+        raise NotImplementedError
+
+
+class KernelOp(ProgramOp):
+    """An operation that the library's own kernels compute. The sources in `folder` are part of its digest."""
+
+    provider = "own"
+    program: Callable[[PlanKey], KernelProgram]
+
+    def __init__(self, program: Callable[[PlanKey], KernelProgram], folder: Path) -> None:
+        super().__init__(program)
         self._folder = folder
 
     @functools.cached_property
@@ -91,17 +135,10 @@ class KernelOp(GraphDefinition):
                 digest.update(source.read_bytes())
         return digest.hexdigest()
 
-    def compile(self, key: PlanKey, g: GraphBuilder) -> BuiltGraph:
-        raise AssertionError("cuDNN compiles no kernels of the library's own")
-
-    def plan(self, key: PlanKey) -> Plan:
-        start = time.perf_counter()
-        plan = KernelPlan(key, self.program(key))
-        plan.build_seconds = time.perf_counter() - start
-        return plan
+    def made(self, key: PlanKey) -> Plan:
+        return KernelPlan(key, self.program(key))
 
     def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
-        """Compiles the kernels of a key into a store, without its GPU; returns whether any was missing there."""
         compiled = [call.kernel.compile_into(store, key.target.sm) for call in self.program(key).calls]
         return any(compiled)
 
@@ -126,7 +163,7 @@ class KernelPlan(Plan):
         if key.device is None:
             raise ValueError("launching a plan needs a device")
         self.key, self.device = key, key.device
-        self.engine, self.knobs, self.workspace = ENGINE, dict(program.knobs), program.workspace
+        self.engine, self.knobs, self.workspace = program.engine, dict(program.knobs), program.workspace
         self.constants = {}
         self.build_seconds, self.last_used, self.added_at = 0.0, 0, 0
         self.loaded = self.captured = self.held = self.tuned = False

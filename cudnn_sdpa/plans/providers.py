@@ -10,11 +10,13 @@ from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.settings import Override, Overrides, renewed_in_children
 
-Provider = Literal["cudnn", "own", "fastest"]
+Provider = Literal["default", "cudnn", "own", "fa4", "fastest"]
+DEFAULT: Final = "default"
 CUDNN: Final = "cudnn"
 OWN: Final = "own"
+FLASH4: Final = "fa4"
 FASTEST: Final = "fastest"
-PROVIDERS = (CUDNN, OWN, FASTEST)
+PROVIDERS = (DEFAULT, CUDNN, OWN, FLASH4, FASTEST)
 
 #: Environment variable that names providers, with commas between them.
 VARIABLE = "CUDNN_SDPA_PROVIDERS"
@@ -54,7 +56,7 @@ def of_environment() -> tuple[str, ...]:
     Raises:
         OptionError: One of them does not exist.
     """
-    return _checked(tuple(x.strip() for x in (os.environ.get(VARIABLE) or FASTEST).split(",")), VARIABLE)
+    return _checked(tuple(x.strip() for x in (os.environ.get(VARIABLE) or DEFAULT).split(",")), VARIABLE)
 
 
 def _checked(names: tuple[str, ...], argument: str) -> tuple[str, ...]:

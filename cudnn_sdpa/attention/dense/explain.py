@@ -33,6 +33,7 @@ from cudnn_sdpa.attention.dense.call import ReferenceSdpaCall, SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import drop_in_tensors, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.forward import Bucket
 from cudnn_sdpa.attention.dense.launch import has_readable_layout
+from cudnn_sdpa.attention.dense.providers import choice, key_of
 from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa, sdpa_backward
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec, query_factor_backward
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
@@ -77,7 +78,10 @@ def describe_sdpa(**given: Any) -> Description:
     def on_target(target: Target) -> Description:
         plans = [described, *([described.backward] if described.backward else [])]
         is_refused = any(UnsupportedError.of(each.key, target, each.device) for each in plans)
-        return own if is_refused else replace(described, choice=f"cuDNN's engines, {by}")
+        if is_refused:
+            return own
+        chosen = described.for_target(target)
+        return chosen if chosen.choice else replace(chosen, choice=f"cuDNN's engines, {by}")
 
     return replace(described, on_target=on_target)
 
@@ -116,9 +120,9 @@ def _describe_plans(given: dict[str, Any]) -> Description:
     notes = [*notes_on_casts(original, call), *sink_scores.notes_on_conversion(given)]
     notes += [note_on_parts("the call", 1 + len(others))] * bool(others)
     notes += [*notes_on_scale(call), *forward.extra_kernels()]
-    return Description(
+    described = Description(
         operation=graphs.sdpa_forward,
-        key=forward.key,
+        key=partial(key_of, forward),
         device=device,
         is_empty=forward.dense.is_empty or forward.dense.has_no_plan,
         extra_kernels=notes,
@@ -126,6 +130,11 @@ def _describe_plans(given: dict[str, Any]) -> Description:
         bucket=None if query_factor(call) is not None else partial(_key_of_bucket, forward),
         verify=lambda differentiate: errors_of(original, differentiate=differentiate),
     )
+    return described if described.is_empty else _with_choice(described, forward)
+
+
+def _with_choice(described: Description, spec: ForwardSpec | BackwardSpec) -> Description:
+    return replace(described, on_target=lambda target: replace(described, choice=choice(spec, target)))
 
 
 def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> PlanKey | None:
@@ -182,13 +191,14 @@ def describe_backward_call(of: GradientCall, device: int | None, notes: list[str
     backward = BackwardSpec.of(first)
     notes = [*notes, *([] if first is of else [note_on_parts("the gradient", len(calls))])]
     notes += [*_notes_on_factor(first), *backward.extra_kernels(), *sink_scores.notes_on_gradient(of)]
-    return Description(
+    described = Description(
         operation=graphs.sdpa_backward,
-        key=backward.key,
+        key=partial(key_of, backward),
         device=device,
         is_empty=not calls,
         extra_kernels=notes,
     )
+    return _with_choice(described, backward) if calls else described
 
 
 def _describe_backward(original: ForwardArguments, call: ForwardArguments, given: Mapping[str, Any]) -> Description:

@@ -24,6 +24,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import ForwardArguments, as_launched, query_factor, results, warn_of_order
 from cudnn_sdpa.attention.dense import graphs, parts, reference
 from cudnn_sdpa.attention.dense.launch import Run, bind_forward
+from cudnn_sdpa.attention.dense.providers import key_of, ready
 from cudnn_sdpa.attention.dense.specs import DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.mask import Mask
 from cudnn_sdpa.attention.reference import fill_without_keys
@@ -33,6 +34,7 @@ from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.engine.tensor_checks import multiplied
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, live_target
@@ -135,14 +137,21 @@ def prepare(call: ForwardArguments) -> Prepared:
     if max(call.q.shape[:2]) > known_issues.MAX_GRID and parts.split_forward(call):
         on_gpu = OPERATIONS["sdpa"].on_gpu  # which remembers the bindings of the parts
         return Prepared(partial(parts.run_forward, run=on_gpu), None)
-    key = forward.key(live_target(device), device)  # refused under every policy if there is no exact-shape plan
+    # Refused under every policy if there is no exact-shape plan.
+    key = ready(key_of(forward, live_target(device), device), forward.key)
     with torch.cuda.device(device):
         policy = shape_policy.Setting.policy or shape_policy.active()
         deterministic = call.softmax.deterministic or torch.are_deterministic_algorithms_enabled()
-        is_exact = factor is not None or policy == shape_policy.EXACT or deterministic or bool(autotune.in_force)
+        is_exact = (
+            factor is not None
+            or key.provider is not None
+            or policy == shape_policy.EXACT
+            or deterministic
+            or bool(autotune.in_force)
+        )
         prepared = None if is_exact else _with_bucket(forward, key, policy, scale)
         if prepared is None:
-            plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_forward))
+            plan = plan_cache.get(key, partial(build_plan, find_operation(key.operation)))
             prepared = Prepared(bind_forward(forward, plan, call, scale), plan)
     if factor is None:
         return prepared

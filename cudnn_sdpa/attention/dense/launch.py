@@ -12,7 +12,8 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments, sink_scores
 from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, GradientT, Needs, numbers_of
 from cudnn_sdpa.attention.bias import BiasKernel, mask_gradient
-from cudnn_sdpa.attention.dense import graphs, parts, reference, specs
+from cudnn_sdpa.attention.dense import parts, reference, specs
+from cudnn_sdpa.attention.dense.providers import key_of, ready
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.lengths import LENGTHS, LengthsKernel, RowLimitsKernel
 from cudnn_sdpa.attention.sink_scores import SinkUse
@@ -29,6 +30,7 @@ from cudnn_sdpa.engine.launch import (
 )
 from cudnn_sdpa.engine.operation.call import BackwardCall
 from cudnn_sdpa.engine.tensor_checks import multiplied
+from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, contiguous_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.cache import build_plan, plan_cache
@@ -167,8 +169,8 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     arguments.check(call)
     tensor_checks.check_strides(call.q, call.k, call.v)
     device, backward = call.q.get_device(), BackwardSpec.of(of)
-    key = backward.key(live_target(device), device)
-    plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_backward))
+    key = ready(key_of(backward, live_target(device), device), backward.key)
+    plan = plan_cache.get(key, partial(build_plan, find_operation(key.operation)))
     spec = backward.dense
     layouts = [*map(dense_like, (spec.q, spec.k, spec.v)), *([backward.grad_bias] if backward.bias_gradient else [])]
     results: list[Layout] = [(x.shape, x.stride, x.dtype) for x in layouts]

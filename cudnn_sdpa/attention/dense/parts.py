@@ -17,6 +17,7 @@ from cudnn_sdpa.attention.arguments import (
     results,
 )
 from cudnn_sdpa.attention.bias import new_gradient
+from cudnn_sdpa.attention.dense.providers import key_of
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.parts import GRADIENTS, Limits, Part, Whole
 from cudnn_sdpa.engine.launch import Result, new_tensor
@@ -69,7 +70,7 @@ def keys(call: ForwardArguments, target: Target, device: int | None) -> Iterator
     for part in forward_calls(call):
         forward = ForwardSpec.of(part)
         if not (forward.dense.is_empty or forward.dense.has_no_plan):
-            yield forward.key(target, device)
+            yield key_of(forward, target, device)
 
 
 # The backward pass.
@@ -98,7 +99,7 @@ def gradient_calls(of: GradientCall) -> list[GradientCall]:
 def gradient_keys(of: GradientCall, target: Target, device: int | None) -> Iterator[PlanKey]:
     """The keys of the plans of a backward call that kernels can read."""
     for part in gradient_calls(of):
-        yield BackwardSpec.of(part).key(target, device)
+        yield key_of(BackwardSpec.of(part), target, device)
 
 
 def check_gradient(call: ForwardArguments, target: Target, device: int | None = None) -> None:

@@ -21,7 +21,7 @@ from cudnn_sdpa.attention.paged_varlen.plans import reasons_against
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
-from cudnn_sdpa.plans.providers import CUDNN, FASTEST, OWN
+from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, OWN
 
 #: How much longer than cuDNN's engines the own kernel may take where it is preferred.
 SLOWER = 1.02
@@ -86,11 +86,14 @@ def provider_of(call: PagedArguments, target: Target) -> tuple[str, str]:
     names, reasons = providers.Setting.names or providers.active(), []
     only_own = f"cuDNN has none for pages {_beyond_cudnn(call)}" if call.is_beyond_cudnn else ""
     for name in names:
-        if name == FASTEST:
+        if name in (DEFAULT, FASTEST):
             if only_own:
                 return OWN, f"{_KERNELS[OWN]}: {only_own}"
             row = preference_of(call, target)
             return (CUDNN, "") if row is None else (row.kernel, str(row))
+        if name == FLASH4:
+            reasons.append("FlashAttention-4: it serves dense calls alone")
+            continue
         against = [only_own] * bool(only_own) if name == CUDNN else reasons_against(call, target)
         if not against:
             return name, f"{_KERNELS[name]}, by providers({', '.join(map(repr, names))})"

@@ -313,6 +313,8 @@ def _data_of(bound: BoundPlan) -> dict[str, object]:
             "scratch_places": plan.scratch_places,
             "workspace": ([plan.workspace // 4], [1], torch.float32),
         }
+    else:
+        data |= plan.native_form()
     return data
 
 

@@ -55,6 +55,24 @@ Program program_of(const py::dict& given) {
   return program;
 }
 
+Functions functions_of(const py::dict& given) {
+  Functions functions;
+  for (const auto& call : py::sequence(given["functions"])) {
+    const auto [address, first, count] = py::cast<std::tuple<uint64_t, size_t, int32_t>>(call);
+    functions.calls.push_back({reinterpret_cast<Functions::Function>(address), first, count});
+  }
+  functions.set_stream = reinterpret_cast<Functions::SetStream>(py::cast<uint64_t>(given["set_stream"]));
+  functions.device = py::cast<int32_t>(given["device"]);
+  functions.words = py::cast<std::vector<uint64_t>>(given["words"]);
+  functions.pointers = pointers_of(given["written"]);
+  functions.scratch = py::cast<decltype(functions.scratch)>(given["in_workspace"]);
+  functions.links = py::cast<decltype(functions.links)>(given["links"]);
+  functions.numbers = py::cast<decltype(functions.numbers)>(given["host_numbers"]);
+  functions.zeroed = py::cast<decltype(functions.zeroed)>(given["zeroed"]);
+  functions.refuse = given["refuse"];
+  return functions;
+}
+
 py::object get(const py::dict& given, const char* name) {
   return given.contains(name) ? py::reinterpret_borrow<py::object>(given[name]) : py::object();
 }
@@ -67,6 +85,7 @@ Plan plan_of(const py::dict& given) {
   if (!PyIter_Check(plan.uses.ptr())) throw std::invalid_argument("uses that are not counted");
   if (given.contains("workspace")) plan.workspace = layout_of(given["workspace"]);
   if (given.contains("program")) plan.program = program_of(given);
+  if (given.contains("functions")) plan.functions = functions_of(given);
   plan.execute = get(given, "execute");
   if (!plan.execute) return plan;
   plan.slots = given["slots"], plan.capturing = given["capturing"];

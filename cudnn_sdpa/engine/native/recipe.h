@@ -185,11 +185,62 @@ struct Program {
   }
 };
 
+// Functions with TVM FFI's C interface, called as `FunctionPlan.launch` does it in Python.
+struct Functions {
+  using Function = int (*)(void*, const void*, int32_t, void*);
+  using SetStream = int (*)(int32_t, int32_t, void*, void**);
+
+  struct Call {
+    Function function;
+    size_t first;  // the word of its first argument
+    int32_t count;
+  };
+
+  static constexpr int32_t cuda = 2;
+
+  std::vector<Call> calls;
+  SetStream set_stream;
+  int32_t device;
+  std::vector<uint64_t> words;
+  std::vector<Pointer> pointers;                       // `place` is a word, `slot` an operand
+  std::vector<std::pair<size_t, uint64_t>> scratch;    // words, and where tensors begin in the workspace
+  std::vector<std::pair<size_t, size_t>> links;        // words, and the words that they point to
+  std::vector<std::pair<size_t, size_t>> numbers;      // words, and operands in host memory
+  std::pair<int64_t, int64_t> zeroed;                  // the first byte of the workspace, and how many
+  py::object refuse;                                   // raises what a function has raised
+
+  void launch(const uint64_t* operands, const at::Tensor& workspace, const Stream& current) const {
+    c10::SmallVector<uint64_t, 256> filled(words.begin(), words.end());
+    for (const auto& pointer : pointers) filled[pointer.place] = operands[pointer.slot] + pointer.offset;
+    for (const auto& [word, target] : links) filled[word] = reinterpret_cast<uint64_t>(filled.data() + target);
+    for (const auto& [word, operand] : numbers) {
+      const double number = *reinterpret_cast<const float*>(operands[operand]);
+      std::memcpy(&filled[word], &number, sizeof number);
+    }
+    if (workspace.defined()) {
+      const uint64_t memory = address_of(workspace);
+      for (const auto& [word, offset] : scratch) filled[word] = memory + offset;
+      if (zeroed.second) workspace.narrow(0, zeroed.first, zeroed.second).zero_();
+    }
+    void* before = nullptr;
+    set_stream(cuda, device, reinterpret_cast<void*>(current.raw), &before);
+    int failed = 0;
+    for (const auto& call : calls) {
+      uint64_t result[2] = {0, 0};
+      failed = call.function(nullptr, filled.data() + call.first, call.count, result);
+      if (failed) break;
+    }
+    set_stream(cuda, device, before, nullptr);
+    if (failed) refuse();
+  }
+};
+
 // A plan, launched as `Plan.launch` does it in Python.
 struct Plan {
   py::object python;            // the same plan there
-  py::object launch_in_python;  // its `launch`, where neither of the following is set
+  py::object launch_in_python;  // its `launch`, where none of the following is set
   std::optional<Program> program;
+  std::optional<Functions> functions;
   py::object execute;           // the frontend's, with an array of raw pointers; needs the rest
   py::object slots;             // gives this thread's slot
   py::object capturing;         // whether a CUDA graph is being captured
@@ -207,6 +258,10 @@ struct Plan {
       at::Tensor memory;  // until all kernels are launched
       if (workspace.sizes[0]) memory = empty(workspace, on, allocate);
       program->launch(pointers, memory.defined() ? address_of(memory) : 0, current);
+      return;
+    }
+    if (functions) {
+      functions->launch(pointers, workspace.sizes[0] ? empty(workspace, on, allocate) : at::Tensor(), current);
       return;
     }
     if (!execute) {

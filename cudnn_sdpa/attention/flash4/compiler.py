@@ -1,0 +1,196 @@
+"""A helper process's program: compiles FlashAttention-4's functions of one kind, without a GPU.
+
+It reads a `Kind` as a JSON list, calls `flash_attn.cute` with tensors without memory, and keeps what that compiles and
+what it would call. It prints a JSON object: "functions" has libraries by name, "error" a reason instead.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cudnn_sdpa.attention.flash4.programs import CAUSAL, BackwardTiles, Kind, Window, program
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.plans.function_plan import Argument, NumberArgument, TensorArgument
+
+#: Set before `flash_attn.cute` is imported: it asks no GPU.
+ENVIRONMENT = {
+    "FLASH_ATTENTION_ARCH": "sm_90",
+    "CUTE_DSL_ARCH": "sm_90a",
+    "FLASH_ATTENTION_NUM_SMS": "132",
+    "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
+}
+
+#: The scale of the example, which no other number is.
+_SCALE = 0.34375
+
+
+class Compiled:
+    """The functions that were compiled, in the order of their calls, and each call's arguments."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, tuple[Any, ...]]] = []
+
+    def cache(self) -> dict[Any, Any]:
+        """A cache of compiled functions in which calls are kept, and not made."""
+        made = self
+
+        class Cache(dict[Any, Any]):
+            def __setitem__(self, key: Any, function: Any) -> None:
+                super().__setitem__(key, lambda *arguments: made.calls.append((function, arguments)))
+
+        return Cache()
+
+
+def compile_kind(kind: Kind) -> dict[str, bytes]:
+    """The functions of a kind, each as a shared library."""
+    from flash_attn.cute import interface
+
+    compiled, window = Compiled(), window_of(kind)
+    interface.is_fake_mode = lambda: False  # or nothing would be called
+    for function in (
+        interface._flash_attn_fwd,
+        interface._flash_attn_bwd,
+        interface._bwd_preprocess,
+        interface._bwd_postprocess_convert,
+    ):
+        function.compile_cache = compiled.cache()
+    with FakeTensorMode():
+        tensors = example(kind)
+        layouts = {name: TensorLayout.of(x) for name, x in tensors.items()}
+        if Kind.of(layouts, window) != kind:
+            raise ValueError(f"the example is {Kind.of(layouts, window)}")
+        _call(interface, tensors, kind, window)
+        expected = program(layouts, window).calls
+        found = [arguments for _, arguments in compiled.calls]
+        _compare([call.arguments for call in expected], found, tensors)
+    return {call.function: _library(function) for call, (function, _) in zip(expected, compiled.calls, strict=True)}
+
+
+def window_of(kind: Kind) -> Window:
+    return CAUSAL if kind.is_causal else (7 if kind.has_left else None, 5 if kind.has_right else None)
+
+
+def example(kind: Kind) -> dict[str, Tensor]:
+    """Operands (B, H, S, D) of a call of this kind, by name."""
+    tiles, dtype = BackwardTiles.of(kind.dim, window_of(kind)), getattr(torch, kind.dtype)
+    batch, heads_kv = 2, 3
+    heads, sq = heads_kv * kind.group, tiles.queries - 8 if kind.few_queries else 520
+    skv = tiles.keys - 8 if kind.few_keys else 400
+
+    def rows(heads: int, length: int, dim: int) -> Tensor:
+        return torch.empty(batch, length, heads, dim, dtype=dtype, device="cuda").transpose(1, 2)
+
+    made = {"q": rows(heads, sq, kind.dim), "k": rows(heads_kv, skv, kind.dim), "v": rows(heads_kv, skv, kind.dim_v)}
+    made["out"] = rows(heads, sq, kind.dim_v)
+    if kind.has_lse:
+        made["lse"] = torch.empty(batch, heads, sq, 1, device="cuda")
+    if kind.has_sinks:
+        made["sink"] = torch.empty(1, heads, 1, 1, device="cuda")
+    if kind.is_backward:
+        made["grad_out"] = rows(heads, sq, kind.dim_v)
+        made |= {f"grad_{name}": torch.empty_like(made[name]) for name in "qkv"}
+    return made
+
+
+def _call(interface: Any, tensors: Mapping[str, Tensor], kind: Kind, window: Window) -> None:
+    """Calls FlashAttention-4 as its own functions with gradients do."""
+    rows = {name: x.transpose(1, 2) for name, x in tensors.items() if name not in ("lse", "sink")}
+    lse = tensors["lse"].squeeze(3) if kind.has_lse else None
+    left, right = (None, None) if kind.is_causal else window
+    more = {"window_size_left": left, "window_size_right": right, "causal": kind.is_causal, "softmax_scale": _SCALE}
+    if kind.is_backward:
+        given = [rows[name] for name in ("q", "k", "v", "out", "grad_out")]
+        interface._flash_attn_bwd(*given, lse, dq=rows["grad_q"], dk=rows["grad_k"], dv=rows["grad_v"], **more)
+    else:
+        sinks = tensors["sink"].view(-1) if kind.has_sinks else None
+        given = [rows[name] for name in "qkv"]
+        interface._flash_attn_fwd(*given, out=rows["out"], lse=lse, learnable_sink=sinks, **more)
+
+
+def _compare(
+    expected: Sequence[Sequence[Argument]], found: Sequence[Sequence[Any]], tensors: Mapping[str, Tensor]
+) -> None:
+    """Raises ValueError unless both are the same calls: the version then passes other arguments."""
+    storages = {id(x.untyped_storage()): name for name, x in tensors.items()}
+    made: dict[int, int] = {}  # storages of the workspace, and their offsets
+    where = "a call"
+    if len(expected) != len(found):
+        raise ValueError(f"{len(found)} functions are called instead of {len(expected)}")
+
+    def same(one: Argument, other: Any) -> bool:
+        if isinstance(one, TensorArgument):
+            if not isinstance(other, Tensor):
+                return False
+            storage = id(other.untyped_storage())
+            owner = storages.get(storage, "")
+            is_same = owner == one.operand and (owner != "" or made.setdefault(storage, one.offset) == one.offset)
+            return is_same and (tuple(other.shape), other.stride(), other.dtype) == (one.shape, one.stride, one.dtype)
+        if isinstance(one, NumberArgument):
+            return isinstance(other, float) and other == _SCALE
+        if isinstance(one, tuple):
+            return isinstance(other, tuple) and len(one) == len(other) and all(map(same, one, other))
+        return type(one) is type(other) and one == other
+
+    for number, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+        if len(ours) != len(theirs):
+            raise ValueError(f"function {number} gets {len(theirs)} arguments instead of {len(ours)}")
+        for place, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+            where = f"argument {place} of function {number}"
+            if not same(one, other):
+                raise ValueError(f"{where} is {_described(other)} instead of {one}")
+
+
+def _described(argument: Any) -> str:
+    if isinstance(argument, Tensor):
+        return f"a tensor {tuple(argument.shape)} with strides {argument.stride()} in {argument.dtype}"
+    return repr(argument)
+
+
+def _library(function: Any) -> bytes:
+    """A compiled function as a shared library, whose one symbol for callers is `__tvm_ffi_func`."""
+    with tempfile.TemporaryDirectory() as folder:
+        compiled, linked = Path(folder, "function.o"), Path(folder, "function.so")
+        function.export_to_c(object_file_path=str(compiled), function_name="func")
+        command = [os.environ.get("CC") or "cc", "-shared", "-Wl,-z,noexecstack", "-o", str(linked), str(compiled)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise OSError(f"{' '.join(command)}: {done.stderr[-400:]}")
+        return linked.read_bytes()
+
+
+@contextmanager
+def _stdout_for_the_answer() -> Iterator[int]:
+    """A file descriptor for the answer; what else prints, prints to stderr."""
+    answer = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield answer
+    finally:
+        os.close(answer)
+
+
+def main() -> None:
+    with _stdout_for_the_answer() as file:
+        kind = Kind(*json.load(sys.stdin))
+        try:
+            made = {name: base64.b64encode(x).decode() for name, x in compile_kind(kind).items()}
+            answer: dict[str, object] = {"functions": made}
+        except Exception as error:  # noqa: BLE001 - whatever FlashAttention-4 raises is the answer
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        with os.fdopen(os.dup(file), "w") as output:
+            json.dump(answer, output)

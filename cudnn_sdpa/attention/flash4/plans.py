@@ -1,0 +1,264 @@
+"""Plans of FlashAttention-4's functions: their operations, and the compilation of a kind in a helper process.
+
+A kind is compiled once and kept in the plan store; a plan, of one shape, is made of its functions in microseconds.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import logging
+import os
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cudnn_sdpa._version import __version__
+from cudnn_sdpa.attention.flash4.installed import COMMAND, installed, interface
+from cudnn_sdpa.attention.flash4.programs import ENGINE, Kind, Window, program_of
+from cudnn_sdpa.errors import LibraryError
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.offline import interpreter
+from cudnn_sdpa.offline.planner import timeout_seconds
+from cudnn_sdpa.plans import default_store
+from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.device_memory import relaxed_capture
+from cudnn_sdpa.plans.function_plan import FunctionPlan, FunctionProgram, Library
+from cudnn_sdpa.plans.kernel_plan import ProgramOp
+from cudnn_sdpa.plans.plan import Plan
+from cudnn_sdpa.plans.store import PlanStore, StoredPlan
+from cudnn_sdpa.settings import renewed_in_children
+
+_log = logging.getLogger("cudnn_sdpa")
+
+#: The compute capability for which functions are called as the tests on a GPU have called them.
+TESTED_SM = 90
+
+DTYPES = (torch.float16, torch.bfloat16)
+
+#: Head dims are multiples of this, up to `MAX_DIM`.
+UNIT, MAX_DIM = 8, 256
+
+_PROGRAM = """
+import os
+from cudnn_sdpa.attention.flash4.compiler import ENVIRONMENT, main
+os.environ.update(ENVIRONMENT)
+main()
+"""
+
+
+@dataclass(frozen=True)
+class _Identity:
+    """What a stored function depends on."""
+
+    kind: Kind
+    function: str
+
+    def identity(self) -> dict[str, object]:
+        found = {"flash-attn-4": installed().identity, "package": __version__, "sm": TESTED_SM}
+        return {"function": self.function, "kind": list(self.kind), **found}
+
+
+def kind_of(key: PlanKey) -> Kind:
+    layouts = {operand.name: operand.layout for operand in (*key.inputs, *key.outputs)}
+    return Kind.of(layouts, key.option_values["window"])  # type: ignore[arg-type]
+
+
+def names_of(kind: Kind) -> tuple[str, ...]:
+    """The functions of a kind."""
+    if not kind.is_backward:
+        return ("forward",)
+    return ("before", "main", "grad_q", *(("grad_k", "grad_v") if kind.group > 1 else ()))
+
+
+class Functions:
+    """Compiled functions of this process, by kind.
+
+    Attributes:
+        failed: Kinds that could not be compiled, and why.
+    """
+
+    def __init__(self) -> None:
+        self.failed: dict[Kind, str] = {}
+        self._loaded: dict[Kind, dict[str, Library]] = {}
+        self._pending: set[Kind] = set()
+        self._lock = renewed_in_children(threading.RLock())
+        os.register_at_fork(after_in_child=self._pending.clear)  # their threads are the parent's
+
+    def of(self, kind: Kind) -> Mapping[str, Library]:
+        """The functions of a kind: loaded, stored, or compiled now, which takes seconds.
+
+        Raises:
+            LibraryError: They cannot be compiled.
+        """
+        with self._lock:
+            return self._find(kind) or self._load(kind, self._compiled(kind))
+
+    def are_ready(self, kind: Kind) -> bool:
+        with self._lock:
+            return self._find(kind) is not None
+
+    def compile_in_background(self, kind: Kind) -> None:
+        """Has a thread compile a kind; then all calls find their plans again."""
+        with self._lock:
+            if kind in self._pending or kind in self.failed or interpreter.why_no_helper():
+                return
+            self._pending.add(kind)
+        threading.Thread(target=self._work, args=(kind,), name="cudnn_sdpa functions", daemon=True).start()
+
+    def is_pending(self) -> bool:
+        return bool(self._pending)
+
+    def compile_into(self, store: PlanStore, kind: Kind) -> bool:
+        """Compiles a kind into a store; returns whether any function was missing there."""
+        if self.are_in(store, kind):
+            return False
+        for name, stored in self._compiled(kind).items():
+            store.save(_Identity(kind, name), stored)
+        return True
+
+    @staticmethod
+    def are_in(store: PlanStore, kind: Kind) -> bool:
+        return all(store.has(_Identity(kind, name)) for name in names_of(kind))
+
+    def _work(self, kind: Kind) -> None:
+        try:
+            compiled = self._compiled(kind)
+            with self._lock, relaxed_capture():
+                self._load(kind, compiled)
+        except Exception as error:  # noqa: BLE001 - the provider is then left out
+            _log.warning("FlashAttention-4 was not compiled in the background, and is not used: %s", error)
+            self.failed.setdefault(kind, str(error))
+        finally:
+            self._pending.discard(kind)
+            plan_cache.forget_calls()
+
+    def _find(self, kind: Kind) -> dict[str, Library] | None:
+        found, store = self._loaded.get(kind), default_store.active()
+        if found is not None or store is None:
+            return found
+        stored = {name: store.load(_Identity(kind, name)) for name in names_of(kind)}
+        whole = {name: each for name, each in stored.items() if each is not None}
+        return self._loaded_from(kind, whole) if len(whole) == len(stored) else None
+
+    def _load(self, kind: Kind, compiled: Mapping[str, StoredPlan]) -> dict[str, Library]:
+        store = default_store.active()
+        if store is not None:
+            for name, stored in compiled.items():
+                store.save(_Identity(kind, name), stored)
+        return self._loaded_from(kind, compiled)
+
+    def _loaded_from(self, kind: Kind, stored: Mapping[str, StoredPlan]) -> dict[str, Library]:
+        interface()  # whose symbols they need
+        made = {name: Library(each.data) for name, each in stored.items()}
+        return self._loaded.setdefault(kind, made)
+
+    def _compiled(self, kind: Kind) -> dict[str, StoredPlan]:
+        if kind in self.failed:
+            raise LibraryError(self.failed[kind])
+        interpreter.check()
+        start = time.perf_counter()
+        done = subprocess.run(
+            interpreter.command(_PROGRAM),
+            input=json.dumps(kind),
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=timeout_seconds(),
+            env={**os.environ, interpreter.IN_HELPER: "1"},
+        )
+        seconds = time.perf_counter() - start
+        try:
+            answer = json.loads(done.stdout)
+        except ValueError:
+            answer = {"error": f"its helper process {interpreter.exit_reason(done.returncode)}: {done.stderr[-600:]}"}
+        if "error" in answer:
+            self.failed[kind] = f"FlashAttention-4 {installed().version} cannot compile {kind}: {answer['error']}"
+            raise LibraryError(self.failed[kind])
+        functions: dict[str, str] = answer["functions"]
+        return {
+            name: StoredPlan(
+                _Identity(kind, name).identity(),
+                engine=ENGINE,
+                knobs={},
+                workspace=0,
+                build_seconds=seconds / len(functions),
+                data=base64.b64decode(function),
+            )
+            for name, function in functions.items()
+        }
+
+
+functions = Functions()
+
+
+class Flash4Op(ProgramOp):
+    """An operation that FlashAttention-4's functions compute."""
+
+    provider = "fa4"
+    program: Callable[[PlanKey], FunctionProgram]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        digest = hashlib.sha256(f"{__version__} {installed().identity}".encode())
+        digest.update(Path(__file__).with_name("programs.py").read_bytes())
+        return digest.hexdigest()
+
+    def made(self, key: PlanKey) -> Plan:
+        return FunctionPlan(key, self.program(key), functions.of(kind_of(key)), interface())
+
+    def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
+        return functions.compile_into(store, kind_of(key))
+
+    def is_in(self, store: PlanStore, key: PlanKey) -> bool:
+        return functions.are_in(store, kind_of(key))
+
+
+@Flash4Op
+def flash4_forward(key: PlanKey) -> FunctionProgram:
+    """The forward pass of dense attention."""
+    return program_of(key)
+
+
+@Flash4Op
+def flash4_backward(key: PlanKey) -> FunctionProgram:
+    """The backward pass of dense attention."""
+    return program_of(key)
+
+
+def reasons_against(layouts: Mapping[str, TensorLayout], window: Window, target: Target) -> list[str]:
+    """Why FlashAttention-4 cannot serve a call with these operands, each (B, H, S, D)."""
+    if missing := installed().missing:
+        return [missing]
+    reasons = []
+    if target.sm != TESTED_SM:
+        reasons.append(f"it was tested on compute capability 9.0 alone, and the GPU has {target.sm / 10:.1f}")
+    q, v = layouts["q"], layouts["v"]
+    dims = q.shape[3], v.shape[3]
+    if q.dtype not in DTYPES:
+        reasons.append(f"its dtypes are float16 and bfloat16, and q has {str(q.dtype).removeprefix('torch.')}")
+    if any(dim % UNIT or dim > MAX_DIM for dim in dims):
+        reasons.append(f"its head dims are multiples of {UNIT} up to {MAX_DIM}, and not {dims[0]} and {dims[1]}")
+    if any(bound is not None and bound < 0 for bound in window):
+        reasons.append(f"its masks end at the last query and the last key, and this one is the window {window} there")
+    for name, layout in layouts.items():
+        sizes = zip(layout.shape[:3], layout.stride[:3], strict=True)
+        if any(size > 1 and not stride for size, stride in sizes):
+            reasons.append(f"{name} is expanded: it would be copied")
+    if "grad_q" in layouts and dims[0] != dims[1] and q.shape[1] != layouts["k"].shape[1]:
+        reasons.append("its gradients of grouped heads need one head dim of q and v")
+    if not reasons and (failure := functions.failed.get(Kind.of(layouts, window))):
+        reasons.append(failure)
+    return reasons
+
+
+__all__ = ["COMMAND", "flash4_backward", "flash4_forward", "functions", "kind_of", "reasons_against"]

@@ -1,0 +1,172 @@
+"""What FlashAttention-4's functions are called with, by kind of call and layouts, on GPUs of compute capability 9.0.
+
+Functions and their arguments are those of `flash_attn/cute/interface.py` in the version that `installed.TESTED` names.
+`compiler.py` compares each kind with what that file itself passes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.plans.function_plan import Argument, FunctionCall, FunctionProgram, NumberArgument, TensorArgument
+from cudnn_sdpa.plans.plan import side_by_side
+
+#: Of a call's mask: the numbers of keys before and behind the diagonal that a query sees, which ends at the last query
+#: and the last key; None is unbounded.
+Window = tuple[int | None, int | None]
+
+CAUSAL: Window = (None, 0)
+
+SCALE = NumberArgument("scale")
+
+#: Arguments of the calls of `flash_attn.cute` that no call here has: packed sequences, pages, masks by block.
+_AUX: Argument = (None, None)
+
+
+class Kind(NamedTuple):
+    """What a function is compiled for: neither lengths nor batch nor the number of heads.
+
+    Attributes:
+        dtype: The name of the dtype.
+        group: Query heads of a key head.
+        few_queries, few_keys: Whether a backward pass has one tile of them.
+    """
+
+    is_backward: bool
+    dtype: str
+    dim: int
+    dim_v: int
+    group: int
+    is_causal: bool
+    has_left: bool
+    has_right: bool
+    has_lse: bool
+    has_sinks: bool
+    few_queries: bool
+    few_keys: bool
+
+    @classmethod
+    def of(cls, layouts: Mapping[str, TensorLayout], window: Window) -> Kind:
+        """The kind of a call with these operands, each (B, H, S, D)."""
+        q, k, v = (layouts[name] for name in "qkv")
+        is_causal, is_backward = window == CAUSAL, "grad_q" in layouts
+        tiles = BackwardTiles.of(q.shape[3], window)
+        return cls(
+            is_backward=is_backward,
+            dtype=str(q.dtype).removeprefix("torch."),
+            dim=q.shape[3],
+            dim_v=v.shape[3],
+            group=q.shape[1] // k.shape[1],
+            is_causal=is_causal,
+            has_left=window[0] is not None,
+            has_right=window[1] is not None and not is_causal,
+            has_lse="lse" in layouts,
+            has_sinks="sink" in layouts,
+            few_queries=is_backward and q.shape[2] <= tiles.queries,
+            few_keys=is_backward and k.shape[2] <= tiles.keys,
+        )
+
+
+class BackwardTiles(NamedTuple):
+    """The tiles of a backward pass: numbers of queries and keys, and what the head dim is rounded up to."""
+
+    queries: int
+    keys: int
+    multiple: int
+
+    @classmethod
+    def of(cls, dim: int, window: Window) -> BackwardTiles:
+        if dim <= 64:
+            return cls(128, 128, 32)
+        if dim <= 96:
+            return cls(64, 128, 32)
+        if dim <= 128:
+            return cls(80 if window == (None, None) else 64, 128, 32)
+        return cls(64, 96 if dim <= 192 else 48, 64)
+
+
+def program_of(key: PlanKey) -> FunctionProgram:
+    layouts = {operand.name: operand.layout for operand in (*key.inputs, *key.outputs)}
+    return program(layouts, key.option_values["window"])  # type: ignore[arg-type]
+
+
+def program(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionProgram:
+    """The program of a call with these operands."""
+    return (_backward if "grad_q" in layouts else _forward)(layouts, window)
+
+
+#: The engine's name in `explain`.
+ENGINE = "FlashAttention-4"
+
+
+def _forward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionProgram:
+    q, k, v, out = (_rows(name, layouts[name]) for name in ("q", "k", "v", "out"))
+    lse = _lse(layouts["lse"]) if "lse" in layouts else None
+    sink = TensorArgument("sink", layouts["sink"].shape[1:2], (1,), torch.float32) if "sink" in layouts else None
+    nothing = (None,) * 5
+    arguments = (q, k, v, out, lse, SCALE, *nothing, *_bounds(window), sink, None, _AUX, None, None)
+    return FunctionProgram(ENGINE, [FunctionCall("forward", arguments)])
+
+
+def _backward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionProgram:
+    names = ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")
+    q, k, v, out, grad_out, grad_q, grad_k, grad_v = (_rows(name, layouts[name]) for name in names)
+    batch, heads, sq, dim = layouts["q"].shape
+    _, heads_kv, skv, dim_v = layouts["v"].shape
+    tiles = BackwardTiles.of(dim, window)
+    rows, keys = _rounded(sq, tiles.queries), _rounded(skv, tiles.keys)
+    shapes = {
+        "grad_q": (batch, heads, rows * _rounded(dim, tiles.multiple)),
+        "delta": (batch, heads, rows),
+        "lse": (batch, heads, rows),
+    }
+    if heads > heads_kv:
+        shapes["grad_k"] = (batch, heads_kv, keys * _rounded(dim, tiles.multiple))
+        shapes["grad_v"] = (batch, heads_kv, keys * _rounded(dim_v, tiles.multiple))
+    offsets, workspace = side_by_side(4 * math.prod(shape) for shape in shapes.values())
+    made = {
+        name: TensorArgument("", shape, (shape[1] * shape[2], shape[2], 1), torch.float32, offset)
+        for (name, shape), offset in zip(shapes.items(), offsets, strict=True)
+    }
+    sums = made["grad_q"], made.get("grad_k", grad_k), made.get("grad_v", grad_v)
+    before = (out, grad_out, made["delta"], _lse(layouts["lse"]), made["lse"], sums[0])
+    main = (q, k, v, grad_out, made["lse"], made["delta"], *sums, SCALE, *(None,) * 4, *_bounds(window))
+    nothing = (None,) * 4
+    calls = [
+        FunctionCall("before", (*before, *(None,) * 5, 1.0, None, None)),
+        FunctionCall("main", (*main, *(None,) * 3, _AUX, None, None)),
+        FunctionCall("grad_q", (sums[0], grad_q, SCALE, *nothing)),
+    ]
+    if "grad_k" not in made:
+        return FunctionProgram(ENGINE, calls, workspace)
+    calls.append(FunctionCall("grad_k", (sums[1], grad_k, SCALE, *nothing)))
+    calls.append(FunctionCall("grad_v", (sums[2], grad_v, 1.0, *nothing)))
+    first = made["grad_k"].offset
+    return FunctionProgram(ENGINE, calls, workspace, zeroed=(first, workspace - first))
+
+
+def _bounds(window: Window) -> Window:
+    """The bounds as `flash_attn.cute` passes them on; a causal mask alone has a kernel of its own."""
+    return (None, None) if window == CAUSAL else window
+
+
+def _rows(name: str, layout: TensorLayout) -> TensorArgument:
+    """An operand (B, H, S, D) as (B, S, H, D)."""
+    batch, heads, rows, dim = layout.shape
+    of_batch, of_head, of_row, one = layout.stride
+    return TensorArgument(name, (batch, rows, heads, dim), (of_batch, of_row, of_head, one), layout.dtype)
+
+
+def _lse(layout: TensorLayout) -> TensorArgument:
+    batch, heads, rows, _ = layout.shape
+    return TensorArgument("lse", (batch, heads, rows), (heads * rows, rows, 1), torch.float32)
+
+
+def _rounded(count: int, tile: int) -> int:
+    return -(-count // tile) * tile

@@ -1,0 +1,127 @@
+"""Calls of dense attention that FlashAttention-4 serves, where `providers` names it: reasons against, and keys.
+
+FlashAttention-4 takes a mask as a window that ends at the last query and the last key. Options that it lacks, or takes
+in another way, are refused here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
+from cudnn_sdpa.attention.flash4.plans import flash4_backward, flash4_forward, functions, kind_of, reasons_against
+from cudnn_sdpa.attention.flash4.programs import Window
+from cudnn_sdpa.attention.spec import SCALE
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph.key import Operand, PlanKey
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans import providers
+from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, OWN
+
+Spec = ForwardSpec | BackwardSpec
+
+
+def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str]) -> PlanKey:
+    """The key of a call's plan, of the first of these providers that serves it."""
+    served = _serving(spec, target, names)
+    if served == FLASH4:
+        return _flash4_key(spec, target, device)
+    if served == CUDNN:
+        return spec.key(target, device)
+    what = "sdpa" if isinstance(spec, ForwardSpec) else "the gradient of sdpa"
+    reasons = [f"FlashAttention-4: {reason}" for reason in reasons_of(spec, target)]
+    raise UnsupportedError(what, reasons, f"providers({FLASH4!r}, {CUDNN!r})")
+
+
+def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> PlanKey:
+    """See `dense.providers.ready`."""
+    kind = kind_of(key)
+    if not {CUDNN, DEFAULT, FASTEST} & set(providers.active()) or functions.are_ready(kind):
+        return key
+    try:
+        other = of_cudnn(key.target, key.device)
+    except UnsupportedError:
+        return key
+    functions.compile_in_background(kind)
+    return other
+
+
+def choice(spec: Spec, target: Target, names: Sequence[str]) -> str:
+    """See `dense.providers.choice`."""
+    if not {FLASH4, FASTEST} & set(names):
+        return ""
+    against, by = reasons_of(spec, target), f"by providers({', '.join(map(repr, names))})"
+    if _serving(spec, target, names) == FLASH4:
+        return f"FlashAttention-4, {by}"
+    if against and FLASH4 in names:
+        return f"cuDNN's engines: FlashAttention-4 does not serve it, as {'; '.join(against)}"
+    return f"cuDNN's engines, {by}"
+
+
+def _serving(spec: Spec, target: Target, names: Sequence[str]) -> str | None:
+    """The provider of a call; None if none of those in force serves it."""
+    for name in names:
+        if name in (CUDNN, DEFAULT) or (name == OWN and len(names) == 1):
+            return CUDNN
+        if name == FLASH4 and not reasons_of(spec, target):
+            return FLASH4
+        if name == FASTEST:
+            return FLASH4 if _is_faster(spec, target) and not reasons_of(spec, target) else CUDNN
+    return None
+
+
+def _is_faster(spec: Spec, target: Target) -> bool:
+    return False
+
+
+def _flash4_key(spec: Spec, target: Target, device: int | None) -> PlanKey:
+    inputs, outputs = _operands(spec)
+    options: dict[str, object] = {"window": _window(spec.dense)}
+    operation = flash4_forward if isinstance(spec, ForwardSpec) else flash4_backward
+    return operation.key(inputs, outputs, options, target, device=device)
+
+
+def _operands(spec: Spec) -> tuple[list[Operand], list[Operand]]:
+    """The inputs and the outputs of a plan, as those of cuDNN's without what FlashAttention-4 lacks."""
+    dense = spec.dense
+    out = dense.visible(spec.out)
+    lse = Operand("lse", _lse_layout(out))
+    if isinstance(spec, ForwardSpec):
+        inputs = [*dense.qkv(), *dense.operands(full_lengths=False, is_forward=True)]
+        return inputs, [Operand("out", out), *([lse] if spec.plan_has_lse else [])]
+    grad_out = Operand("grad_out", dense.visible(spec.grad_out))
+    return [*dense.qkv(), Operand("out", out), grad_out, lse, SCALE], spec.outputs()
+
+
+def reasons_of(spec: Spec, target: Target) -> list[str]:
+    """Why FlashAttention-4 cannot serve a call; empty if it can."""
+    dense = spec.dense
+    lacking = {
+        "attn_mask": dense.bias is not None,
+        "sequence lengths": dense.has_lengths,
+        "dropout": dense.dropout_p > 0,
+        "ALiBi": dense.alibi,
+        "soft caps that are data": dense.is_capped,
+        "a promise of deterministic results": dense.deterministic or torch.are_deterministic_algorithms_enabled(),
+    }
+    if reasons := [f"it has no {name}" for name, is_wanted in lacking.items() if is_wanted]:
+        return reasons
+    inputs, outputs = _operands(spec)
+    layouts = {operand.name: operand.layout for operand in (*inputs, *outputs) if operand is not SCALE}
+    return reasons_against(layouts, _window(dense), target)
+
+
+def _window(dense: DenseSpec) -> Window:
+    """The mask as FlashAttention-4 takes it: relative to the diagonal that ends at the last query and the last key."""
+    if dense.mask.band is None:
+        return None, None
+    left, right, bottom_right = dense.mask.band
+    shift = 0 if bottom_right else dense.skv - dense.rows
+    return None if left is None else left + shift, None if right is None else right - shift
+
+
+def _lse_layout(out: TensorLayout) -> TensorLayout:
+    return TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)

@@ -1,0 +1,277 @@
+"""Plans of compiled functions with the C interface of TVM FFI, in which CuTe's kernels are exported.
+
+A launch calls a few functions in host code, each of which launches kernels on the current stream. What a call needs
+besides addresses is one block of 64-bit words, made once: descriptions of tensors (`DLTensor`), tuples of them, and
+arguments (`TVMFFIAny`). A launch copies the block and writes its addresses into the copy.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import struct
+import tempfile
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NoReturn, TypeAlias
+
+import torch
+
+from cudnn_sdpa.errors import ExecutionError
+from cudnn_sdpa.graph.key import Operand, PlanKey
+from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream
+
+# Of `tvm/ffi/c_api.h`: the kinds of a `TVMFFIAny`, and words of structures.
+_NONE, _INT, _FLOAT, _TENSOR, _ARRAY = 0, 1, 3, 7, 71
+_TENSOR_WORDS, _ANY_WORDS = 6, 2
+_OBJECT_WORDS, _SEQUENCE_WORDS = 3, 4
+
+#: Of `dlpack.h`: the code of CUDA's devices, and of kinds of numbers.
+_CUDA = 2
+_KINDS = {torch.float16: (2, 16), torch.bfloat16: (4, 16), torch.float32: (2, 32), torch.int32: (0, 32)}
+
+
+@dataclass(frozen=True)
+class TensorArgument:
+    """A tensor that a function reads or writes.
+
+    Attributes:
+        operand: The name of the operand in whose memory it lies; empty for the workspace.
+        offset: Where it begins there, in bytes.
+    """
+
+    operand: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+
+
+@dataclass(frozen=True)
+class NumberArgument:
+    """A float32 in host memory that each launch reads: the name of its operand."""
+
+    operand: str
+
+
+#: None, a tensor, a number of the launch's or a fixed one, or a tuple of arguments.
+Argument: TypeAlias = "TensorArgument | NumberArgument | int | float | tuple[Argument, ...] | None"
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A function, by its name among those of the plan, and its arguments."""
+
+    function: str
+    arguments: tuple[Argument, ...]
+
+
+@dataclass(frozen=True)
+class FunctionProgram:
+    """The functions that a launch calls, one after another.
+
+    Attributes:
+        zeroed: The first byte and the number of bytes of the workspace that are 0 before the first call.
+        knobs: What `explain` shows of it.
+    """
+
+    engine: str
+    calls: Sequence[FunctionCall]
+    workspace: int = 0
+    zeroed: tuple[int, int] = (0, 0)
+    knobs: Mapping[str, int] = field(default_factory=dict)
+
+
+class Interface:
+    """TVM FFI's library and the runtime of CuTe's DSL, loaded without Python's packages of these names."""
+
+    def __init__(self, tvm_ffi: str, runtime: str) -> None:
+        self._tvm_ffi = ctypes.CDLL(tvm_ffi, mode=ctypes.RTLD_GLOBAL)  # functions find their symbols
+        self._runtime = ctypes.CDLL(runtime, mode=ctypes.RTLD_GLOBAL)
+        self.set_stream = self._tvm_ffi.TVMFFIEnvSetStream
+        pointer, integer = ctypes.c_void_p, ctypes.c_int32
+        self.set_stream.argtypes = [integer, integer, pointer, pointer]
+        self.address_of_set_stream = ctypes.cast(self.set_stream, pointer).value
+        self._tvm_ffi.TVMFFIErrorMoveFromRaised.argtypes = [pointer]
+        self._tvm_ffi.TVMFFIErrorMoveFromRaised.restype = None
+        self._tvm_ffi.TVMFFIObjectDecRef.argtypes = [pointer]
+
+    def raised(self) -> str:
+        """The message of the error that a function has raised on this thread."""
+        error = ctypes.c_void_p()
+        self._tvm_ffi.TVMFFIErrorMoveFromRaised(ctypes.byref(error))
+        if error.value is None:
+            return "no reason is given"
+        words = (ctypes.c_uint64 * 4).from_address(error.value + 8 * _OBJECT_WORDS)
+        kind, message = (ctypes.string_at(words[i], words[i + 1]).decode(errors="replace") for i in (0, 2))
+        self._tvm_ffi.TVMFFIObjectDecRef(error)
+        return f"{kind}: {message}"
+
+
+class Library:
+    """A shared library with one function, loaded from memory. It is never unloaded: CUDA graphs have its kernels.
+
+    The loader takes a path that it knows for the library that it has loaded from there, so the path has a digest.
+    """
+
+    def __init__(self, contents: bytes) -> None:
+        file = os.memfd_create("cudnn_sdpa function")
+        with os.fdopen(file, "wb") as memory, tempfile.TemporaryDirectory() as folder:
+            memory.write(contents)
+            memory.flush()
+            path = Path(folder, hashlib.sha256(contents).hexdigest())
+            path.symlink_to(f"/proc/self/fd/{file}")
+            self._library = ctypes.CDLL(str(path))
+        self.function = self._library["__tvm_ffi_func"]
+        pointer = ctypes.c_void_p
+        self.function.argtypes = [pointer, pointer, ctypes.c_int32, pointer]
+
+    @functools.cached_property
+    def address(self) -> int:
+        found = ctypes.cast(self.function, ctypes.c_void_p).value
+        assert found is not None
+        return found
+
+
+class Block:
+    """The words of a launch, and where it writes what.
+
+    Attributes:
+        words: All words, with zeros where a launch writes.
+        pointers: For each tensor in an operand's memory the word of its address, the operand's place, and an offset.
+        scratch: For each tensor in the workspace the word of its address, and an offset.
+        links: For each word that is the address of another word both of them.
+        numbers: For each number of the launch's its word, and the operand's place.
+        calls: For each call the word of its first argument, and the number of its arguments.
+    """
+
+    def __init__(self, program: FunctionProgram, operands: Sequence[Operand], device: int) -> None:
+        self.words = array("Q")
+        self.pointers: list[tuple[int, int, int]] = []
+        self.scratch: list[tuple[int, int]] = []
+        self.links: list[tuple[int, int]] = []
+        self.numbers: list[tuple[int, int]] = []
+        self._places = {operand.name: place for place, operand in enumerate(operands)}
+        self._device = device
+        self.sizes: list[array[int]] = []  # shapes and strides, whose addresses are among the words
+        self.calls = [(self._arguments(call.arguments), len(call.arguments)) for call in program.calls]
+
+    def _arguments(self, arguments: Sequence[Argument]) -> int:
+        """Adds arguments side by side, behind all that they point to; returns the word of the first."""
+        pointed_to = [self._pointed_to(x) for x in arguments]
+        first = len(self.words)
+        for argument, target in zip(arguments, pointed_to, strict=True):
+            word = len(self.words) + 1
+            if target is not None:
+                self.links.append((word, target))
+                self.words.extend([_ARRAY if isinstance(argument, tuple) else _TENSOR, 0])
+            elif isinstance(argument, NumberArgument):
+                self.numbers.append((word, self._places[argument.operand]))
+                self.words.extend([_FLOAT, 0])
+            elif isinstance(argument, float):
+                self.words.extend([_FLOAT, *struct.unpack("<Q", struct.pack("<d", argument))])
+            elif isinstance(argument, int):
+                self.words.extend([_INT, argument & (2**64 - 1)])
+            else:
+                self.words.extend([_NONE, 0])
+        return first
+
+    def _pointed_to(self, argument: Argument) -> int | None:
+        if isinstance(argument, TensorArgument):
+            return self._tensor(argument)
+        if isinstance(argument, tuple):
+            return self._tuple(argument)
+        return None
+
+    def _tensor(self, tensor: TensorArgument) -> int:
+        word, (kind, bits) = len(self.words), _KINDS[tensor.dtype]
+        sizes = array("q", (*tensor.shape, *tensor.stride))
+        self.sizes.append(sizes)
+        shape, rank = sizes.buffer_info()[0], len(tensor.shape)
+        described = kind << 32 | bits << 40 | 1 << 48
+        self.words.extend([0, self._device << 32 | _CUDA, rank | described, shape, shape + 8 * rank, 0])
+        if tensor.operand:
+            self.pointers.append((word, self._places[tensor.operand], tensor.offset))
+        else:
+            self.scratch.append((word, tensor.offset))
+        return word
+
+    def _tuple(self, items: Sequence[Argument]) -> int:
+        """An array that its user only reads: nobody frees it, as its count of references stays above 0."""
+        elements = self._arguments(items)
+        word = len(self.words)
+        self.links.append((word + _OBJECT_WORDS, elements))
+        self.words.extend([1 << 32 | 1, _ARRAY, 0, 0, len(items), len(items), 0])
+        return word
+
+
+class FunctionPlan(Plan):
+    """A plan of functions. It has no slots, so that it can be watched as it is freed.
+
+    CUDA graphs need no such plan: nothing unloads its functions, and graphs have copies of their kernels' arguments.
+    """
+
+    def __init__(
+        self, key: PlanKey, program: FunctionProgram, libraries: Mapping[str, Library], interface: Interface
+    ) -> None:
+        if key.device is None:
+            raise ValueError("launching a plan needs a device")
+        self.key, self.device = key, key.device
+        self.engine, self.knobs, self.workspace = program.engine, dict(program.knobs), program.workspace
+        self.constants = {}
+        self.build_seconds, self.last_used, self.added_at = 0.0, 0, 0
+        self.loaded = self.captured = self.held = self.tuned = False
+        self.block = Block(program, (*key.inputs, *key.outputs), key.device)
+        self.zeroed, self.interface = program.zeroed, interface
+        self.libraries = [libraries[call.function] for call in program.calls]
+
+    def launch(self, pointers: Sequence[int]) -> None:
+        block, scratch = self.block, None
+        words = block.words[:]  # local to this call: many threads launch a plan at once
+        base = words.buffer_info()[0]
+        for word, place, offset in block.pointers:
+            words[word] = pointers[place] + offset
+        for word, target in block.links:
+            words[word] = base + 8 * target
+        for word, place in block.numbers:
+            number = ctypes.c_float.from_address(pointers[place]).value
+            words[word] = struct.unpack("<Q", struct.pack("<d", number))[0]
+        if self.workspace:
+            scratch = allocate((self.workspace,), (1,), torch.uint8)
+            for word, offset in block.scratch:
+                words[word] = scratch.data_ptr() + offset
+            first, count = self.zeroed
+            if count:
+                scratch[first : first + count].zero_()
+        stream, before = current_raw_stream(self.device), ctypes.c_void_p()
+        self.interface.set_stream(_CUDA, self.device, stream, ctypes.byref(before))
+        try:
+            for library, (first, count) in zip(self.libraries, block.calls, strict=True):
+                result = (ctypes.c_uint64 * _ANY_WORDS)()
+                if library.function(None, base + 8 * first, count, result):
+                    self.refuse_launch()
+        finally:
+            self.interface.set_stream(_CUDA, self.device, before, None)
+        del scratch  # not before: its memory must not go to other work of this launch
+
+    def native_form(self) -> dict[str, object]:
+        block = self.block
+        return {
+            "functions": [(library.address, *call) for library, call in zip(self.libraries, block.calls, strict=True)],
+            "set_stream": self.interface.address_of_set_stream,
+            "words": list(block.words),
+            "written": block.pointers,
+            "in_workspace": block.scratch,
+            "links": block.links,
+            "host_numbers": block.numbers,
+            "zeroed": self.zeroed,
+            "refuse": self.refuse_launch,
+            "workspace": ([self.workspace], [1], torch.uint8),
+        }
+
+    def refuse_launch(self) -> NoReturn:
+        raise ExecutionError(f"{self.key.name} could not be launched: {self.interface.raised()}. {self.key}")

@@ -1,0 +1,211 @@
+"""FlashAttention-4's kernels by `providers("fa4")`: values and gradients against float64, and what it declines.
+
+Each hazard of its interface is here: masks that it aligns to the last key, bounds that are −1 elsewhere, rows without
+a key, tensors that it would copy.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import pytest
+import torch
+from attention_checks import LAYOUTS, TOLERANCE, captured, check, error, poison
+from float64_reference import attend as exact
+
+from cudnn_sdpa import UnsupportedError, explain, plan_cache, providers, sdpa
+from cudnn_sdpa.attention.flash4.installed import installed
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(bool(installed().missing), reason=f"FlashAttention-4: {installed().missing}"),
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+        reason="FlashAttention-4 is tested on compute capability 9.0",
+    ),
+]
+
+#: (query heads, key heads, queries, keys, head dim, its of values)
+SHAPES = [(8, 2, 300, 300, 128, 128), (2, 2, 257, 130, 64, 64), (4, 2, 90, 333, 256, 256), (3, 3, 200, 200, 192, 128)]
+
+#: Options by their names in the tests' reports.
+MASKS = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "causal to the last key": {"is_causal": True, "causal_alignment": "bottom_right"},
+    "no bound to the left": {"window_size": (-1, 0), "causal_alignment": "bottom_right"},
+    "no bound to the right": {"window_size": (40, -1), "causal_alignment": "bottom_right"},
+    "window": {"window_size": (33, 5), "causal_alignment": "bottom_right"},
+    "causal window": {"is_causal": True, "window_size": (70, 0), "causal_alignment": "bottom_right"},
+}
+
+#: (shape, mask) of calls that FlashAttention-4 declines: top-left with more keys than queries.
+DECLINED = {(shape, "causal") for shape in SHAPES if shape[3] > shape[2]}
+
+CASES = [case for case in product(SHAPES, MASKS) if case not in DECLINED]
+
+
+@pytest.fixture(autouse=True)
+def by_flash4():
+    with providers("fa4"):
+        yield
+
+
+def problem(shape, dtype=torch.bfloat16, layout="bshd"):
+    heads, heads_kv, sq, skv, dim, dim_v = shape
+    sizes = (heads, sq, dim), (heads_kv, skv, dim), (heads_kv, skv, dim_v)
+    return [LAYOUTS[layout](2, h, s, d, dtype=dtype, device="cuda") for h, s, d in sizes]
+
+
+def served_by(call):
+    with plan_cache.watch_uses() as keys:
+        found = call()
+    return found, {key.provider for key in keys}
+
+
+@pytest.mark.parametrize(("shape", "mask"), CASES)
+def test_values(shape, mask):
+    q, k, v = problem(shape)
+    _, by = served_by(lambda: check(q, k, v, scale=0.21, **MASKS[mask]))
+    assert by == {"fa4"}
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "sbhd", "packed", "padded"])
+def test_layouts(layout):
+    q, k, v = problem(SHAPES[0], torch.float16, layout)
+    check(q, k, v, is_causal=True)
+    out = torch.full_like(q, math.nan)
+    assert sdpa(q, k, v, is_causal=True, out=out) is out
+    assert error(out, exact(q, k, v, is_causal=True)[0]) < TOLERANCE[q.dtype]
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1.7])
+def test_scales(scale):
+    q, k, v = problem(SHAPES[0])
+    check(q, k, v, scale=scale, is_causal=True)
+
+
+def test_rows_without_a_key():
+    """Of 300 queries on 60 keys, the first 240 see none, or, with a left bound, the last."""
+    q, k, v = problem((8, 2, 300, 60, 128, 128))
+    check(q, k, v, is_causal=True, causal_alignment="bottom_right")
+    check(q, k, v, window_size=(33, -1))
+
+
+@pytest.mark.parametrize("mask", ["causal", "causal window"])
+def test_sinks(mask):
+    q, k, v = problem((8, 2, 300, 300, 64, 64))
+    sinks = torch.randn(8, device="cuda") * 2 + 0.5
+    check(q, k, v, sinks=sinks, **MASKS[mask])
+
+
+@pytest.mark.parametrize(
+    ("shape", "mask"), [case for case in CASES if case[0][4] == case[0][5] or case[0][0] == case[0][1]]
+)
+def test_gradients(shape, mask):
+    tensors = [x.requires_grad_() for x in problem(shape)]
+    options = {"scale": 0.21, **MASKS[mask]}
+    out, by = served_by(lambda: sdpa(*tensors, **options))
+    assert by == {"fa4"}
+    grad_out = torch.randn_like(out)
+    poison(*(tuple(x.shape) for x in tensors), dtype=out.dtype)
+    poison((2, shape[0], shape[2] * shape[4]), (2, shape[0], shape[2]), dtype=torch.float32)
+    found, by = served_by(lambda: torch.autograd.grad(out, tensors, grad_out))
+    assert by == {"fa4"}
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    wanted = torch.autograd.grad(exact(*doubles, **options)[0], doubles, grad_out.double())
+    for name, one, other in zip("qkv", found, wanted, strict=True):
+        assert one.isfinite().all()
+        assert error(one, other) < 8e-3, name
+
+
+@pytest.mark.parametrize(("forward", "backward"), [("fa4", "cudnn"), ("cudnn", "fa4")])
+def test_passes_by_two_providers(forward, backward):
+    """The LSE of both is the same: with sinks too, which the backward pass does not read."""
+    tensors = [x.requires_grad_() for x in problem((8, 2, 300, 300, 64, 64))]
+    sinks = torch.randn(8, device="cuda").requires_grad_()
+    with providers(forward):
+        out = sdpa(*tensors, sinks=sinks, is_causal=True)
+    grad_out = torch.randn_like(out)
+    with providers(backward):
+        found, by = served_by(lambda: torch.autograd.grad(out, (*tensors, sinks), grad_out))
+    assert by == {None if backward == "cudnn" else backward}
+    doubles = [x.detach().double().requires_grad_() for x in (*tensors, sinks)]
+    right = exact(*doubles[:3], sinks=doubles[3], is_causal=True)[0]
+    for one, other in zip(found, torch.autograd.grad(right, doubles, grad_out.double()), strict=True):
+        assert error(one, other) < 8e-3
+
+
+def test_other_lengths_need_no_compilation():
+    """One kind serves all lengths, batches and heads."""
+    for batch, heads, length in ((1, 4, 65), (3, 8, 1000), (2, 12, 127)):
+        q = torch.randn(batch, length, heads, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+        k = torch.randn(batch, length, heads // 4, 128, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+        check(q, k, k, is_causal=True)
+
+
+def test_a_captured_call_reads_new_data():
+    q, k, v = problem(SHAPES[0])
+    sdpa(q, k, v, is_causal=True)
+    graph, out = captured(lambda: sdpa(q, k, v, is_causal=True))
+    for x in (q, k, v):
+        x.copy_(torch.randn_like(x))
+    out.fill_(math.nan)
+    graph.replay()
+    assert error(out, exact(q, k, v, is_causal=True)[0]) < TOLERANCE[q.dtype]
+
+
+def test_streams():
+    """A launch is on the current stream of PyTorch's."""
+    q, k, v = problem((8, 2, 3000, 3000, 128, 128))
+    sdpa(q, k, v, is_causal=True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(200_000_000)
+        k.copy_(torch.randn_like(k))
+        out = sdpa(q, k, v, is_causal=True)
+    side.synchronize()
+    expected = exact(q[:, :, -300:], k, v, is_causal=True, causal_alignment="bottom_right")[0]
+    assert error(out[:, :, -300:], expected) < TOLERANCE[q.dtype]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"softcap": 20.0}, "soft caps"),
+        ({"seq_lens_kv": [90, 300]}, "lengths"),
+        ({"attn_mask": True}, "attn_mask"),
+        ({"deterministic": True}, "deterministic"),
+        ({"dropout_p": 0.25}, "dropout"),
+        ({"alibi": True, "is_causal": True}, "ALiBi"),
+    ],
+)
+def test_what_it_lacks_is_refused_or_cudnns(options, reason):
+    q, k, v = problem(SHAPES[0])
+    options = dict(options)
+    if "attn_mask" in options:
+        options["attn_mask"] = torch.rand(300, 300, device="cuda") > 0.2
+    if "seq_lens_kv" in options:
+        options["seq_lens_kv"] = torch.tensor(options["seq_lens_kv"], dtype=torch.int32, device="cuda")
+    with pytest.raises(UnsupportedError, match=reason):
+        sdpa(q, k, v, **options)
+    with providers("fa4", "cudnn"):
+        _, by = served_by(lambda: sdpa(q, k, v, **options))
+        assert by == {None}
+        assert reason in explain(sdpa, q, k, v, **options).choice
+
+
+def test_expanded_keys_are_not_copied():
+    q, k, v = problem(SHAPES[0])
+    expanded = k[:, :1].expand(-1, 2, -1, -1)
+    with pytest.raises(UnsupportedError, match="expanded"):
+        sdpa(q, expanded, v)
+
+
+def test_explain_says_who_serves():
+    q, k, v = problem(SHAPES[0])
+    found = explain(sdpa, q, k, v, is_causal=True)
+    assert (found.provider, found.engine) == ("fa4", "FlashAttention-4")
+    assert "fa4" in found.choice
