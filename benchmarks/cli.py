@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -22,6 +23,7 @@ from benchmarks.tools.parts import (
     LlamaPart,
     NormPart,
     PeersPart,
+    ProvidersPart,
     ReplacementsPart,
     ShapesPart,
     SiluPart,
@@ -270,6 +272,29 @@ def bench_peers(
     _measure("peers", {chosen.value: measures[chosen] for chosen in part or list(PeersPart)}, output)
 
 
+@app.command("providers")
+def bench_providers(
+    part: Annotated[
+        list[ProvidersPart] | None, typer.Option(help="Only these parts; may be given several times.")
+    ] = None,
+    output: cli.Output = None,
+) -> None:
+    """Time calls of sdpa by cuDNN's kernels and by FlashAttention-4's; the plan store keeps what is compiled."""
+    require_gpu()
+    from benchmarks import providers
+
+    measures: dict[ProvidersPart, tuple[str, Measure]] = {
+        ProvidersPart.FORWARD: ("Forward pass, interleaved, median", providers.forward),
+        ProvidersPart.BACKWARD: ("Backward pass, interleaved, median", providers.backward),
+        ProvidersPart.TRAINING: ("Forward and backward pass, interleaved, median", providers.training),
+        ProvidersPart.LENGTHS: ("Forward pass by length", providers.lengths),
+        ProvidersPart.BACKWARD_LENGTHS: ("Backward pass by length", providers.backward_lengths),
+        ProvidersPart.HOST: (f"CPU time of one warm call: {providers.SMALL.label}", providers.host),
+    }
+    chosen = {chosen.value: measures[chosen] for chosen in part or list(ProvidersPart)}
+    _measure("providers", chosen, output, stores=True)
+
+
 @app.command("replacements")
 def bench_replacements(
     part: Annotated[
@@ -353,13 +378,16 @@ def require_gpu() -> None:
     cli.require_gpu("a benchmark")
 
 
-def _measure(name: str, parts: dict[str, tuple[str, Measure]], output: Path | None) -> None:
-    """Measures and prints parts, and writes the results after each of them: a later one may fail."""
+def _measure(name: str, parts: dict[str, tuple[str, Measure]], output: Path | None, *, stores: bool = False) -> None:
+    """Measures and prints parts, and writes the results after each of them: a later one may fail.
+
+    Plans are built, and the user's store is not filled, unless it `stores`.
+    """
     from benchmarks.tools import report
     from cudnn_sdpa.plans.default_store import OFF, use_plan_store
 
     results: dict[str, list[Row]] = {}
-    with use_plan_store(OFF):  # so that plans are built, and the user's store is not filled
+    with nullcontext() if stores else use_plan_store(OFF):
         for part, (title, run) in parts.items():
             rows = run()
             if not rows:  # the part has printed why

@@ -103,6 +103,17 @@ class PeersPart(str, Enum):
     TRAINING = "training"
 
 
+class ProvidersPart(str, Enum):
+    """Parts of `benchmarks providers`."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    TRAINING = "training"
+    LENGTHS = "lengths"
+    BACKWARD_LENGTHS = "backward_lengths"
+    HOST = "host"
+
+
 class ReplacementsPart(str, Enum):
     """Parts of `benchmarks replacements`."""
 

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,8 +34,8 @@ ENVIRONMENT = {
     "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0",
 }
 
-#: The scale of the example, which no other number is.
-_SCALE = 0.34375
+#: The numbers of the example, by operand.
+_NUMBERS = {"scale": 0.34375, "softcap": 21.25}
 
 
 class Compiled:
@@ -98,6 +98,8 @@ def example(kind: Kind) -> dict[str, Tensor]:
     made["out"] = rows(heads, sq, kind.dim_v)
     if kind.has_lse:
         made["lse"] = torch.empty(batch, heads, sq, 1, device="cuda")
+    if kind.is_capped:
+        made["softcap"] = torch.empty(1, 1, 1, 1)
     if kind.has_sinks:
         made["sink"] = torch.empty(1, heads, 1, 1, device="cuda")
     if kind.is_backward:
@@ -108,10 +110,17 @@ def example(kind: Kind) -> dict[str, Tensor]:
 
 def _call(interface: Any, tensors: Mapping[str, Tensor], kind: Kind, window: Window) -> None:
     """Calls FlashAttention-4 as its own functions with gradients do."""
-    rows = {name: x.transpose(1, 2) for name, x in tensors.items() if name not in ("lse", "sink")}
+    rows = {name: x.transpose(1, 2) for name, x in tensors.items()}
     lse = tensors["lse"].squeeze(3) if kind.has_lse else None
     left, right = (None, None) if kind.is_causal else window
-    more = {"window_size_left": left, "window_size_right": right, "causal": kind.is_causal, "softmax_scale": _SCALE}
+    more: dict[str, Any] = {"window_size_left": left, "window_size_right": right, "causal": kind.is_causal}
+    more["softmax_scale"] = _NUMBERS["scale"]
+    if kind.is_capped:
+        import cutlass
+
+        cap, slope = soft_cap()
+        more |= {"score_mod": cap, "aux_scalars": (cutlass.Float32(_NUMBERS["softcap"]),)}
+        more |= {"score_mod_bwd": slope} if kind.is_backward else {}
     if kind.is_backward:
         given = [rows[name] for name in ("q", "k", "v", "out", "grad_out")]
         interface._flash_attn_bwd(*given, lse, dq=rows["grad_q"], dk=rows["grad_k"], dv=rows["grad_v"], **more)
@@ -121,11 +130,35 @@ def _call(interface: Any, tensors: Mapping[str, Tensor], kind: Kind, window: Win
         interface._flash_attn_fwd(*given, out=rows["out"], lse=lse, learnable_sink=sinks, **more)
 
 
+def soft_cap() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Functions of scores: the soft cap, and its gradient. Those of FlashAttention-4 have the cap compiled in.
+
+    The hyperbolic tangent is computed from the exponential, as the approximate one of the GPU's instruction is off by
+    2^-11, which a cap multiplies.
+    """
+    from cutlass import cute
+
+    @cute.jit
+    def tanh(x: Any) -> Any:
+        return 1.0 - 2.0 / (1.0 + cute.math.exp(2.0 * x, fastmath=True))  # type: ignore[attr-defined]
+
+    @cute.jit
+    def cap(scores: Any, batch: Any, head: Any, *, aux_scalars: Any, **places: Any) -> Any:  # noqa: ARG001
+        return aux_scalars[0] * tanh(scores / aux_scalars[0])
+
+    @cute.jit
+    def slope(grad: Any, scores: Any, batch: Any, head: Any, *, aux_scalars: Any, **places: Any) -> Any:  # noqa: ARG001
+        capped = tanh(scores / aux_scalars[0])
+        return grad * (1.0 - capped * capped)
+
+    return cap, slope
+
+
 def _compare(
     expected: Sequence[Sequence[Argument]], found: Sequence[Sequence[Any]], tensors: Mapping[str, Tensor]
 ) -> None:
     """Raises ValueError unless both are the same calls: the version then passes other arguments."""
-    storages = {id(x.untyped_storage()): name for name, x in tensors.items()}
+    storages = {x.untyped_storage()._cdata: name for name, x in tensors.items()}
     made: dict[int, int] = {}  # storages of the workspace, and their offsets
     where = "a call"
     if len(expected) != len(found):
@@ -135,12 +168,13 @@ def _compare(
         if isinstance(one, TensorArgument):
             if not isinstance(other, Tensor):
                 return False
-            storage = id(other.untyped_storage())
+            storage = other.untyped_storage()._cdata
             owner = storages.get(storage, "")
             is_same = owner == one.operand and (owner != "" or made.setdefault(storage, one.offset) == one.offset)
             return is_same and (tuple(other.shape), other.stride(), other.dtype) == (one.shape, one.stride, one.dtype)
         if isinstance(one, NumberArgument):
-            return isinstance(other, float) and other == _SCALE
+            value = getattr(other, "value", other)  # a number of CuTe's, or of Python's
+            return isinstance(value, float) and value == _NUMBERS[one.operand]
         if isinstance(one, tuple):
             return isinstance(other, tuple) and len(one) == len(other) and all(map(same, one, other))
         return type(one) is type(other) and one == other

@@ -81,14 +81,12 @@ def names_of(kind: Kind) -> tuple[str, ...]:
 
 
 class Functions:
-    """Compiled functions of this process, by kind.
-
-    Attributes:
-        failed: Kinds that could not be compiled, and why.
-    """
+    """Compiled functions of this process, by kind."""
 
     def __init__(self) -> None:
-        self.failed: dict[Kind, str] = {}
+        self._failed: dict[Kind, str] = {}
+        self._broken = ""  # why none can be compiled, whose packages do not import
+        self._compiling = renewed_in_children(threading.Lock())
         self._loaded: dict[Kind, dict[str, Library]] = {}
         self._pending: set[Kind] = set()
         self._lock = renewed_in_children(threading.RLock())
@@ -107,16 +105,18 @@ class Functions:
         with self._lock:
             return self._find(kind) is not None
 
+    def failure(self, kind: Kind) -> str:
+        """Why a kind cannot be had; empty if it can, or may be compiled."""
+        failed = self._failed.get(kind, "")
+        return failed or (self._broken if self._broken and not self.are_ready(kind) else "")
+
     def compile_in_background(self, kind: Kind) -> None:
-        """Has a thread compile a kind; then all calls find their plans again."""
+        """Has a thread compile a kind, one after the other; then all calls find their plans again."""
         with self._lock:
-            if kind in self._pending or kind in self.failed or interpreter.why_no_helper():
+            if kind in self._pending or self.failure(kind) or interpreter.why_no_helper():
                 return
             self._pending.add(kind)
         threading.Thread(target=self._work, args=(kind,), name="cudnn_sdpa functions", daemon=True).start()
-
-    def is_pending(self) -> bool:
-        return bool(self._pending)
 
     def compile_into(self, store: PlanStore, kind: Kind) -> bool:
         """Compiles a kind into a store; returns whether any function was missing there."""
@@ -132,12 +132,15 @@ class Functions:
 
     def _work(self, kind: Kind) -> None:
         try:
-            compiled = self._compiled(kind)
+            with self._compiling:
+                compiled = self._compiled(kind)
             with self._lock, relaxed_capture():
                 self._load(kind, compiled)
         except Exception as error:  # noqa: BLE001 - the provider is then left out
-            _log.warning("FlashAttention-4 was not compiled in the background, and is not used: %s", error)
-            self.failed.setdefault(kind, str(error))
+            first = not self._broken
+            self._failed.setdefault(kind, str(error))
+            message = "FlashAttention-4 was not compiled in the background, and is not used: %s"
+            _log.log(logging.WARNING if first else logging.DEBUG, message, error)
         finally:
             self._pending.discard(kind)
             plan_cache.forget_calls()
@@ -163,8 +166,8 @@ class Functions:
         return self._loaded.setdefault(kind, made)
 
     def _compiled(self, kind: Kind) -> dict[str, StoredPlan]:
-        if kind in self.failed:
-            raise LibraryError(self.failed[kind])
+        if failure := self._failed.get(kind) or self._broken:
+            raise LibraryError(failure)
         interpreter.check()
         start = time.perf_counter()
         done = subprocess.run(
@@ -182,8 +185,10 @@ class Functions:
         except ValueError:
             answer = {"error": f"its helper process {interpreter.exit_reason(done.returncode)}: {done.stderr[-600:]}"}
         if "error" in answer:
-            self.failed[kind] = f"FlashAttention-4 {installed().version} cannot compile {kind}: {answer['error']}"
-            raise LibraryError(self.failed[kind])
+            self._failed[kind] = f"FlashAttention-4 {installed().version} cannot compile {kind}: {answer['error']}"
+            if answer["error"].startswith(("ImportError", "ModuleNotFoundError")):
+                self._broken = f"FlashAttention-4 {installed().version} cannot be imported: {answer['error']}"
+            raise LibraryError(self._failed[kind])
         functions: dict[str, str] = answer["functions"]
         return {
             name: StoredPlan(
@@ -256,7 +261,7 @@ def reasons_against(layouts: Mapping[str, TensorLayout], window: Window, target:
             reasons.append(f"{name} is expanded: it would be copied")
     if "grad_q" in layouts and dims[0] != dims[1] and q.shape[1] != layouts["k"].shape[1]:
         reasons.append("its gradients of grouped heads need one head dim of q and v")
-    if not reasons and (failure := functions.failed.get(Kind.of(layouts, window))):
+    if not reasons and (failure := functions.failure(Kind.of(layouts, window))):
         reasons.append(failure)
     return reasons
 

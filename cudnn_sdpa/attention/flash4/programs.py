@@ -25,9 +25,6 @@ CAUSAL: Window = (None, 0)
 
 SCALE = NumberArgument("scale")
 
-#: Arguments of the calls of `flash_attn.cute` that no call here has: packed sequences, pages, masks by block.
-_AUX: Argument = (None, None)
-
 
 class Kind(NamedTuple):
     """What a function is compiled for: neither lengths nor batch nor the number of heads.
@@ -48,6 +45,7 @@ class Kind(NamedTuple):
     has_right: bool
     has_lse: bool
     has_sinks: bool
+    is_capped: bool
     few_queries: bool
     few_keys: bool
 
@@ -68,6 +66,7 @@ class Kind(NamedTuple):
             has_right=window[1] is not None and not is_causal,
             has_lse="lse" in layouts,
             has_sinks="sink" in layouts,
+            is_capped="softcap" in layouts,
             few_queries=is_backward and q.shape[2] <= tiles.queries,
             few_keys=is_backward and k.shape[2] <= tiles.keys,
         )
@@ -110,7 +109,7 @@ def _forward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionPro
     lse = _lse(layouts["lse"]) if "lse" in layouts else None
     sink = TensorArgument("sink", layouts["sink"].shape[1:2], (1,), torch.float32) if "sink" in layouts else None
     nothing = (None,) * 5
-    arguments = (q, k, v, out, lse, SCALE, *nothing, *_bounds(window), sink, None, _AUX, None, None)
+    arguments = (q, k, v, out, lse, SCALE, *nothing, *_bounds(window), sink, None, _more(layouts), None, None)
     return FunctionProgram(ENGINE, [FunctionCall("forward", arguments)])
 
 
@@ -140,7 +139,7 @@ def _backward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionPr
     nothing = (None,) * 4
     calls = [
         FunctionCall("before", (*before, *(None,) * 5, 1.0, None, None)),
-        FunctionCall("main", (*main, *(None,) * 3, _AUX, None, None)),
+        FunctionCall("main", (*main, *(None,) * 3, _more(layouts), None, None)),
         FunctionCall("grad_q", (sums[0], grad_q, SCALE, *nothing)),
     ]
     if "grad_k" not in made:
@@ -149,6 +148,11 @@ def _backward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionPr
     calls.append(FunctionCall("grad_v", (sums[2], grad_v, 1.0, *nothing)))
     first = made["grad_k"].offset
     return FunctionProgram(ENGINE, calls, workspace, zeroed=(first, workspace - first))
+
+
+def _more(layouts: Mapping[str, TensorLayout]) -> Argument:
+    """What functions of scores read: no tensors, and the numbers of a soft cap."""
+    return None, (NumberArgument("softcap"),) if "softcap" in layouts else None
 
 
 def _bounds(window: Window) -> Window:

@@ -12,8 +12,9 @@ import torch
 
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.flash4.plans import flash4_backward, flash4_forward, functions, kind_of, reasons_against
+from cudnn_sdpa.attention.flash4.preferences import preference_of
 from cudnn_sdpa.attention.flash4.programs import Window
-from cudnn_sdpa.attention.spec import SCALE
+from cudnn_sdpa.attention.spec import SCALE, SOFTCAP
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
@@ -54,11 +55,13 @@ def choice(spec: Spec, target: Target, names: Sequence[str]) -> str:
     if not {FLASH4, FASTEST} & set(names):
         return ""
     against, by = reasons_of(spec, target), f"by providers({', '.join(map(repr, names))})"
+    row = preference_of(spec, target) if FASTEST in names else None
+    measured = "" if row is None else f": {row}"
     if _serving(spec, target, names) == FLASH4:
-        return f"FlashAttention-4, {by}"
-    if against and FLASH4 in names:
+        return f"FlashAttention-4, {by}{measured}"
+    if against and (FLASH4 in names or (row is not None and row.prefers_flash4)):
         return f"cuDNN's engines: FlashAttention-4 does not serve it, as {'; '.join(against)}"
-    return f"cuDNN's engines, {by}"
+    return f"cuDNN's engines, {by}: FlashAttention-4 {row}" if row else f"cuDNN's engines, {by}"
 
 
 def _serving(spec: Spec, target: Target, names: Sequence[str]) -> str | None:
@@ -69,12 +72,9 @@ def _serving(spec: Spec, target: Target, names: Sequence[str]) -> str | None:
         if name == FLASH4 and not reasons_of(spec, target):
             return FLASH4
         if name == FASTEST:
-            return FLASH4 if _is_faster(spec, target) and not reasons_of(spec, target) else CUDNN
+            row = preference_of(spec, target)
+            return FLASH4 if row and row.prefers_flash4 and not reasons_of(spec, target) else CUDNN
     return None
-
-
-def _is_faster(spec: Spec, target: Target) -> bool:
-    return False
 
 
 def _flash4_key(spec: Spec, target: Target, device: int | None) -> PlanKey:
@@ -93,24 +93,25 @@ def _operands(spec: Spec) -> tuple[list[Operand], list[Operand]]:
         inputs = [*dense.qkv(), *dense.operands(full_lengths=False, is_forward=True)]
         return inputs, [Operand("out", out), *([lse] if spec.plan_has_lse else [])]
     grad_out = Operand("grad_out", dense.visible(spec.grad_out))
-    return [*dense.qkv(), Operand("out", out), grad_out, lse, SCALE], spec.outputs()
+    numbers = [SCALE, *[SOFTCAP] * dense.is_capped]
+    return [*dense.qkv(), Operand("out", out), grad_out, lse, *numbers], spec.outputs()
 
 
 def reasons_of(spec: Spec, target: Target) -> list[str]:
     """Why FlashAttention-4 cannot serve a call; empty if it can."""
     dense = spec.dense
+    deterministic = dense.deterministic or torch.are_deterministic_algorithms_enabled()
     lacking = {
-        "attn_mask": dense.bias is not None,
-        "sequence lengths": dense.has_lengths,
-        "dropout": dense.dropout_p > 0,
-        "ALiBi": dense.alibi,
-        "soft caps that are data": dense.is_capped,
-        "a promise of deterministic results": dense.deterministic or torch.are_deterministic_algorithms_enabled(),
+        "it has no attn_mask": dense.bias is not None,
+        "it has no sequence lengths": dense.has_lengths,
+        "it has no dropout": dense.dropout_p > 0,
+        "it has no ALiBi": dense.alibi,
+        "it does not promise deterministic results": deterministic,
     }
-    if reasons := [f"it has no {name}" for name, is_wanted in lacking.items() if is_wanted]:
+    if reasons := [reason for reason, is_wanted in lacking.items() if is_wanted]:
         return reasons
     inputs, outputs = _operands(spec)
-    layouts = {operand.name: operand.layout for operand in (*inputs, *outputs) if operand is not SCALE}
+    layouts = {operand.name: operand.layout for operand in (*inputs, *outputs)}
     return reasons_against(layouts, _window(dense), target)
 
 

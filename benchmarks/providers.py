@@ -1,0 +1,150 @@
+"""`benchmarks providers`: the same calls of `sdpa` served by cuDNN and by FlashAttention-4.
+
+Device times are interleaved, after each provider's results were compared with float64. The kernels of FlashAttention-4
+are compiled at the first call of their kind, or read from the plan store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from rich.progress import track
+from torch import Tensor
+
+from benchmarks import peers
+from benchmarks.peers import Configuration, Inputs
+from benchmarks.tools.candidates import NOTHING, Timed, ratio
+from benchmarks.tools.cases import Shape
+from benchmarks.tools.output import Row
+from benchmarks.tools.timing import host_times
+from benchmarks.tools.ways import wait_for_native_calls
+from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.providers import CUDNN, FLASH4, Provider, providers
+
+PROVIDERS: tuple[Provider, ...] = (CUDNN, FLASH4)
+
+#: Calls of each length have this many tokens in all.
+TOKENS = 16384
+
+#: Query heads, key heads and head dims of the calls whose lengths vary.
+HEADS = ((32, 8, 64), (32, 8, 128), (16, 8, 256))
+
+LENGTHS = tuple(
+    Configuration(
+        f"{heads}/{heads_kv} heads, D={dim}, causal, {TOKENS // length} × {length:,}",
+        (heads, heads_kv),
+        (length,) * (TOKENS // length),
+        dim=dim,
+    )
+    for heads, heads_kv, dim in HEADS
+    for length in (512, 1024, 2048, 4096, 8192, 16384)
+)
+
+FORWARD = tuple(each for each in peers.FORWARD if not each.packed)
+TRAINING = tuple(each for each in peers.TRAINING if not each.packed)
+
+#: Where the host's time shows: a call whose kernel is short.
+SMALL = Shape(batch=1, heads_q=8, heads_kv=2, length=128, dim=128, causal=True)
+
+
+def forward() -> list[Row]:
+    """Device time of the forward pass without gradients."""
+    with torch.no_grad():
+        return _rows(FORWARD, "forward", requires_grad=False)
+
+
+def training() -> list[Row]:
+    """Device time of a forward and a backward pass together."""
+    return _rows(TRAINING, "training", requires_grad=True)
+
+
+def lengths() -> list[Row]:
+    """Device time of the forward pass by length."""
+    with torch.no_grad():
+        return _rows(LENGTHS, "lengths", requires_grad=False)
+
+
+def backward() -> list[Row]:
+    """Device time of the backward pass alone."""
+    return [_row_of_backward(asked) for asked in track(TRAINING, "backward", transient=True)]
+
+
+def backward_lengths() -> list[Row]:
+    """Device time of the backward pass by length."""
+    return [_row_of_backward(asked) for asked in track(LENGTHS, "lengths", transient=True)]
+
+
+def host() -> list[Row]:
+    """CPU time of one warm call by each provider; one setting is in force at a time."""
+    wait_for_native_calls()
+    q, k, v = SMALL.tensors(requires_grad=True)
+    detached, grad_out = tuple(x.detach() for x in (q, k, v)), torch.randn_like(q)
+    calls: dict[str, Callable[[], object]] = {
+        "forward": lambda: sdpa(*detached, is_causal=True),
+        "forward and backward": lambda: torch.autograd.grad(_attend(q, k, v), (q, k, v), grad_out),
+    }
+    best = {name: dict.fromkeys(PROVIDERS, float("inf")) for name in calls}
+    for _ in range(5):
+        for provider in PROVIDERS:
+            with providers(provider):
+                for name, call in calls.items():
+                    found = host_times({"": call}, per_round=200, rounds=5)[""]
+                    best[name][provider] = min(best[name][provider], found)
+    return [
+        {"call": name, **{f"{x} µs": times[x] for x in PROVIDERS}, f"{FLASH4} / {CUDNN}": times[FLASH4] / times[CUDNN]}
+        for name, times in best.items()
+    ]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = sdpa(q, k, v, is_causal=True)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def _rows(configurations: Sequence[Configuration], title: str, *, requires_grad: bool) -> list[Row]:
+    return [_row(asked, requires_grad=requires_grad) for asked in track(configurations, title, transient=True)]
+
+
+def _row(asked: Configuration, *, requires_grad: bool) -> Row:
+    torch.cuda.empty_cache()
+    plan_cache.clear()
+    given = Inputs(asked, requires_grad=requires_grad)
+    expected, timed = peers.in_float64(given, gradients=requires_grad), Timed()
+    attend = partial(peers.both_passes if requires_grad else peers.only_forward, peers.ours, given)
+    for provider in PROVIDERS:
+        timed.add(provider, partial(by, provider, attend), given.sampled, expected)
+    return _row_of(asked, timed)
+
+
+def _row_of_backward(asked: Configuration) -> Row:
+    torch.cuda.empty_cache()
+    plan_cache.clear()
+    given, timed = Inputs(asked, requires_grad=True), Timed()
+    _, *expected = peers.in_float64(given, gradients=True)
+    out = peers.ours(given)
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, given.differentiable, given.grad_out, retain_graph=True)
+
+    for provider in PROVIDERS:
+        timed.add(provider, partial(by, provider, gradients), given.sampled, expected)
+    return _row_of(asked, timed)
+
+
+def _row_of(asked: Configuration, timed: Timed) -> Row:
+    times = timed.measure()
+    row: Row = {"call": asked.name}
+    row |= {f"{name} µs": times.get(name, NOTHING) for name in PROVIDERS}
+    row[f"{FLASH4} / {CUDNN}"] = ratio(times, FLASH4, CUDNN)
+    row["why not"] = timed.why_not
+    return row
+
+
+def by(provider: Provider, call: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+    """A call that one provider serves, or that raises."""
+    with providers(provider):
+        return call()

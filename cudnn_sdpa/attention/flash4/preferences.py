@@ -1,0 +1,103 @@
+"""Calls that FlashAttention-4 serves faster than cuDNN: rows of measurements, for `providers("fastest")`.
+
+`preferences.json` has a row for each call of `benchmarks providers`, which `scripts/provider_rows.py` writes. A row is
+for calls of the same pass, head dims, kind of mask and options, whose lengths and number of tokens are within a factor
+of what was measured. Without a row, cuDNN serves a call.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
+from cudnn_sdpa.attention.sink_scores import SinkUse
+from cudnn_sdpa.graph.target import Target
+
+#: FlashAttention-4 serves calls that take it at most this share of cuDNN's time.
+AT_MOST = 0.98
+
+#: How far lengths, and numbers of tokens, may be from those of a row.
+LENGTH_FACTOR, TOKEN_FACTOR = 2**0.5, 4.0
+
+_FILE = Path(__file__).with_name("preferences.json")
+
+FULL, CAUSAL, WINDOW = "full", "causal", "window"
+
+
+class Call(NamedTuple):
+    """What a row is about: a call without data and numbers."""
+
+    sm: int
+    is_backward: bool
+    dims: tuple[int, int]
+    mask: str
+    is_capped: bool
+    has_sinks: bool
+    is_grouped: bool
+
+
+class Preference(NamedTuple):
+    """A row: times in microseconds, and the call of the benchmark that took them."""
+
+    call: Call
+    queries: int
+    keys: int
+    tokens: int
+    fa4_us: float
+    cudnn_us: float
+    of: str
+
+    def __str__(self) -> str:
+        return f"measured {self.fa4_us:.0f} µs, cuDNN's engines {self.cudnn_us:.0f} µs ({self.of}; preferences.json)"
+
+    @property
+    def prefers_flash4(self) -> bool:
+        return self.fa4_us <= AT_MOST * self.cudnn_us
+
+
+@functools.cache
+def preferences() -> dict[Call, list[Preference]]:
+    """All rows, by what they are about."""
+    rows: list[dict[str, Any]] = json.loads(_FILE.read_text())["rows"]
+    found: dict[Call, list[Preference]] = {}
+    for row in rows:
+        of_call = {name: row.pop(name) for name in Call._fields}
+        call = Call(**{**of_call, "dims": tuple(of_call["dims"])})
+        found.setdefault(call, []).append(Preference(call, **row))
+    return found
+
+
+def preference_of(spec: ForwardSpec | BackwardSpec, target: Target) -> Preference | None:
+    """The row of a call: of those within range the one whose lengths are nearest; None if there is none."""
+    dense = spec.dense
+    rows = preferences().get(_call_of(spec, target), [])
+    tokens = dense.q.shape[0] * dense.rows
+    near = [
+        row
+        for row in rows
+        if _is_within(LENGTH_FACTOR, dense.rows, row.queries)
+        and _is_within(LENGTH_FACTOR, dense.skv, row.keys)
+        and _is_within(TOKEN_FACTOR, tokens, row.tokens)
+    ]
+    return min(near, key=lambda row: abs(row.tokens - tokens), default=None)
+
+
+def _call_of(spec: ForwardSpec | BackwardSpec, target: Target) -> Call:
+    dense = spec.dense
+    left, right, _ = dense.mask.band or (None, None, False)
+    return Call(
+        sm=target.sm,
+        is_backward=isinstance(spec, BackwardSpec),
+        dims=(dense.q.shape[3], dense.v.shape[3]),
+        mask=WINDOW if left is not None else CAUSAL if right is not None else FULL,
+        is_capped=dense.is_capped,
+        has_sinks=isinstance(spec, ForwardSpec) and dense.sink_use is not SinkUse.ABSENT,
+        is_grouped=dense.q.shape[1] > dense.k.shape[1],
+    )
+
+
+def _is_within(factor: float, number: int, measured: int) -> bool:
+    return measured <= factor * number and number <= factor * measured

@@ -1,0 +1,239 @@
+"""Which calls FlashAttention-4 serves, with which masks, and what `explain` says of it; without a GPU or its code."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import random
+
+import flash4_stand_in as stand_in
+import pytest
+import torch
+from float64_reference import seen_keys
+
+from cudnn_sdpa import OptionError, UnsupportedError, explain, providers, sdpa
+from cudnn_sdpa.attention.dense.providers import key_of
+from cudnn_sdpa.attention.dense.sdpa import call_of
+from cudnn_sdpa.attention.dense.specs import ForwardSpec
+from cudnn_sdpa.attention.flash4 import preferences
+from cudnn_sdpa.attention.flash4.plans import functions, kind_of, names_of
+from cudnn_sdpa.attention.flash4.preferences import CAUSAL, Call, Preference
+from cudnn_sdpa.attention.flash4.programs import Kind, program
+from cudnn_sdpa.engine.explain import TARGET_VARIABLE
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.target import Target, load_properties
+from cudnn_sdpa.plans.function_plan import TensorArgument
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path, monkeypatch):
+    monkeypatch.setenv(TARGET_VARIABLE, "h100")
+    stand_in.write(tmp_path)
+    with stand_in.on_the_search_path(tmp_path):
+        yield
+
+
+def target(name="h100"):
+    return Target.from_properties(load_properties(name))
+
+
+def called(*args, **options):
+    given = inspect.signature(sdpa).bind(*args, **options)
+    given.apply_defaults()
+    return call_of(**given.arguments)
+
+
+def tensors(sq=300, skv=300, heads=(8, 2), dims=(128, 128), dtype=torch.bfloat16, **options):
+    sizes = (heads[0], sq, dims[0]), (heads[1], skv, dims[0]), (heads[1], skv, dims[1])
+    return [torch.empty(2, h, s, d, dtype=dtype, device="meta", **options) for h, s, d in sizes]
+
+
+def test_masks_are_those_of_the_call():
+    """A window that ends at the last query and the last key shows the same keys, or the call is declined."""
+    chance, served = random.Random(0), 0
+    for _ in range(400):
+        sq, skv = chance.choice([1, 5, 9, 12]), chance.choice([1, 5, 9, 12])
+        options = {
+            "is_causal": chance.random() < 0.4,
+            "causal_alignment": chance.choice(["top_left", "bottom_right"]),
+            "window_size": chance.choice([None, (chance.choice([-1, 0, 2, 7]), chance.choice([-1, 0, 1, 8]))]),
+        }
+        q, k, v = tensors(sq, skv)
+        with providers("fa4", "cudnn"):
+            spec = ForwardSpec.of(called(q, k, v, **options))
+            if spec.dense.mask.masked_rows == sq:
+                continue
+            try:
+                key = key_of(spec, target(), None)
+            except UnsupportedError:  # cuDNN's refusal of what was declined
+                continue
+        if key.provider is None:
+            continue
+        served += 1
+        left, right = key.option_values["window"]
+        hidden = spec.dense.mask.masked_rows
+        i, j = torch.arange(sq - hidden)[:, None] + skv - (sq - hidden), torch.arange(skv)
+        seen = torch.ones(sq - hidden, skv, dtype=torch.bool)
+        seen &= (j >= i - left) if left is not None else True
+        seen &= (j <= i + right) if right is not None else True
+        expected = seen_keys(1, sq, skv, options, torch.device("cpu"))[0, 0]
+        assert not expected[:hidden].any(), options
+        assert torch.equal(seen, expected[hidden:]), (sq, skv, options, left, right)
+        assert seen.any(1).all(), "its kernels meet no row without a key"
+    assert served > 150
+
+
+def test_an_unbounded_side_is_no_number():
+    """-1 means unbounded elsewhere; there it is a bound, and hides all keys."""
+    q, k, v = tensors()
+    for window, bounds in [((-1, 3), (None, 3)), ((4, -1), (4, None)), ((-1, 0), (None, None)), (None, (None, None))]:
+        with providers("fa4"):
+            key = key_of(ForwardSpec.of(called(q, k, v, window_size=window)), target(), None)
+        layouts = {operand.name: operand.layout for operand in (*key.inputs, *key.outputs)}
+        (call,) = program(layouts, key.option_values["window"]).calls
+        assert call.arguments[11:13] == bounds
+        assert kind_of(key).is_causal is (window == (-1, 0))
+
+
+def test_lengths_batches_and_heads_are_in_no_kind():
+    kinds = set()
+    for batch, heads, length in itertools.product((1, 3), (4, 8), (70, 4096)):
+        q = torch.empty(batch, heads, length, 64, dtype=torch.float16, device="meta")
+        k = torch.empty(batch, heads // 4, length, 64, dtype=torch.float16, device="meta")
+        with providers("fa4"):
+            kinds.add(kind_of(key_of(ForwardSpec.of(called(q, k, k, is_causal=True)), target(), None)))
+    assert len(kinds) == 1
+
+
+@pytest.mark.parametrize(
+    ("changed", "options", "reason"),
+    [
+        ({}, {"attn_mask": torch.empty(300, 300, dtype=torch.bool, device="meta")}, "no attn_mask"),
+        ({}, {"seq_lens_kv": torch.empty(2, dtype=torch.int32, device="meta")}, "no sequence lengths"),
+        ({}, {"deterministic": True}, "does not promise deterministic results"),
+        ({}, {"alibi": True, "is_causal": True}, "no ALiBi"),
+        ({"skv": 400}, {"is_causal": True}, "its masks end at the last query and the last key"),
+    ],
+)
+def test_what_it_lacks_is_cudnns_and_explained(changed, options, reason):
+    q, k, v = tensors(**changed)
+    with providers("fa4"):
+        refused = explain(sdpa, q, k, v, **options)
+    assert not refused.supported
+    assert any(reason in each for each in refused.reasons)
+    with providers("fa4", "cudnn"):
+        found = explain(sdpa, q, k, v, **options)
+    assert found.provider == "cudnn"
+    assert reason in found.choice
+
+
+def test_an_expanded_tensor_is_not_copied():
+    q, k, v = tensors()
+    with providers("fa4"):
+        found = explain(sdpa, q, k[:, :1].expand(-1, 2, -1, -1), v)
+    assert any("k is expanded" in reason for reason in found.reasons)
+
+
+def test_another_gpu_is_untested(monkeypatch):
+    monkeypatch.setenv(TARGET_VARIABLE, "b200")
+    with providers("fa4"):
+        found = explain(sdpa, *tensors())
+    assert any("compute capability 9.0 alone, and the GPU has 10.0" in reason for reason in found.reasons)
+
+
+def test_explain_describes_its_plans():
+    q, k, v = tensors(requires_grad=True)
+    with providers("fa4", "cudnn"):
+        found = explain(sdpa, q, k, v, is_causal=True)
+    assert (found.provider, found.engine) == ("fa4", "FlashAttention-4")
+    assert found.choice == "FlashAttention-4, by providers('fa4', 'cudnn')"
+    assert found.backward is not None
+    assert (found.backward.provider, found.backward.engine) == ("fa4", "FlashAttention-4")
+    assert found.backward.workspace > 4 * 2 * 8 * 300 * 128
+
+
+def test_gradients_of_grouped_heads_need_one_head_dim():
+    with providers("fa4", "cudnn"):
+        found = explain(sdpa, *tensors(dims=(192, 128), requires_grad=True), is_causal=True)
+    assert found.provider == "fa4"
+    assert found.backward is not None
+    assert found.backward.provider == "cudnn"
+    assert "one head dim of q and v" in found.backward.choice
+
+
+def test_by_default_it_serves_nothing():
+    with providers("default"):
+        found = explain(sdpa, *tensors(), is_causal=True)
+    assert (found.provider, found.choice) == ("cudnn", "")
+
+
+def test_the_fastest_is_what_was_measured(monkeypatch):
+    call = Call(90, False, (128, 128), CAUSAL, False, False, True)
+    rows = [
+        Preference(call, 4096, 4096, 16384, 80.0, 100.0, "4 × 4,096"),
+        Preference(call, 512, 512, 4096, 110.0, 100.0, "32 × 512"),
+    ]
+    monkeypatch.setattr(preferences, "preferences", lambda: {call: rows})
+    for length, provider in ((4096, "fa4"), (3000, "fa4"), (512, "cudnn"), (1500, "cudnn"), (20000, "cudnn")):
+        q, k, v = (torch.empty(4, h, length, 128, dtype=torch.bfloat16, device="meta") for h in (8, 2, 2))
+        with providers("fastest"):
+            found = explain(sdpa, q, k, v, is_causal=True)
+            assert found.provider == provider, length
+            assert ("measured" in found.choice) is (length in (4096, 3000, 512)), found.choice
+            assert explain(sdpa, q, k, v).provider == "cudnn"
+
+
+def test_rows_of_the_table_can_be_read():
+    for call, rows in preferences.preferences().items():
+        assert call.mask in (preferences.FULL, CAUSAL, preferences.WINDOW)
+        assert all(row.fa4_us > 0 and row.cudnn_us > 0 for row in rows)
+
+
+def test_without_its_package_cudnn_serves(tmp_path):
+    stand_in.write(tmp_path / "other", {"flash-attn-4": "1.0"})
+    with stand_in.on_the_search_path(tmp_path / "other"), providers("fa4", "cudnn"):
+        found = explain(sdpa, *tensors(), is_causal=True)
+        assert found.provider == "cudnn"
+        assert "pip install" in found.choice
+
+
+def test_a_kind_that_fails_to_compile_is_declined(monkeypatch):
+    q, k, v = tensors()
+    with providers("fa4", "cudnn"):
+        kind = kind_of(key_of(ForwardSpec.of(called(q, k, v)), target(), None))
+        monkeypatch.setitem(functions._failed, kind, "no compiler")
+        assert "no compiler" in explain(sdpa, q, k, v).choice
+        assert explain(sdpa, q, k, v, is_causal=True).provider == "fa4"
+
+
+def test_unknown_providers_are_named():
+    with pytest.raises(OptionError, match="'fa5'"):
+        providers("fa5")
+
+
+def test_a_backward_program_uses_its_workspace_apart():
+    """Tensors in the workspace do not overlap, and sums over groups of heads begin at zero."""
+    chance = random.Random(1)
+    for _ in range(60):
+        heads_kv, group, dim = chance.choice([1, 3]), chance.choice([1, 2, 8]), 8 * chance.randint(1, 32)
+        layouts = {}
+        for name, heads in (("q", heads_kv * group), ("k", heads_kv), ("v", heads_kv), ("out", heads_kv * group)):
+            rows = 190 if name in ("k", "v") else 77
+            layouts[name] = TensorLayout.contiguous((2, heads, rows, dim), torch.bfloat16)
+        layouts |= {f"grad_{name}": layouts[name] for name in ("out", "q", "k", "v")}
+        layouts["lse"] = TensorLayout.contiguous((2, heads_kv * group, 77, 1), torch.float32)
+        window = chance.choice([(None, None), (None, 0), (5, 3)])
+        found = program(layouts, window)
+        spans = {}
+        for call in found.calls:
+            for x in call.arguments:
+                if isinstance(x, TensorArgument) and not x.operand:
+                    spans[x.offset] = x.offset + 4 * x.shape[0] * x.stride[0]
+        ends = sorted(spans.items())
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+        assert ends[-1][1] <= found.workspace
+        first, count = found.zeroed
+        assert (count > 0) is (group > 1)
+        assert count == 0 or {x for x in spans if x >= first} == set(sorted(spans)[-2:])
+        kind = Kind.of(layouts, window)
+        assert tuple(call.function for call in found.calls) == names_of(kind)
