@@ -24,7 +24,7 @@ from pages import ROOT
 
 from benchmarks.tools.report import columns_of, upright
 
-NAMES = ("benchmarks", "context_parallel", "index", "kernels", "many_gpus", "pytorch_backend", "when_not")
+NAMES = ("benchmarks", "context_parallel", "index", "kernels", "many_gpus", "providers", "pytorch_backend", "when_not")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in NAMES))
 MARKS = re.compile(
     r"(<!-- bench:(?:(?P<file>[\w-]+)/)?(?P<part>\w+)(?P<columns>(?: \| [^|\n]+?)*) -->\n).*?<!-- /bench -->", re.DOTALL

@@ -9,6 +9,9 @@ decoding on a KV cache in TB/s, which memory bandwidth bounds. Higher is better 
 
 "scaling" is for the page "Context parallelism". A panel shows what each method reaches of linear scaling, by the number
 of GPUs: dense and packed, with as many tokens for each GPU or as many in all.
+
+"providers" is for the page "Providers". A panel shows one pass of one head dim: TFLOP/s of each provider by length, of
+calls with as many tokens. Higher is better.
 """
 
 from __future__ import annotations
@@ -58,6 +61,9 @@ THEMES = {
 
 METHODS = {"all_gather": "#0969da", "ulysses": "#76b900", "ring": "#bf5b00", "pytorch": "#8b949e"}
 
+#: Names and colors of providers.
+PROVIDERS = {"cudnn": ("cuDNN 9.19", "#76b900"), "fa4": ("FlashAttention-4", "#bf5b00")}
+
 #: What a chart shows: panels of named values.
 Panels = dict[str, dict[str, Any]]
 
@@ -89,6 +95,21 @@ def scaling() -> Panels:
                 if row["call"].startswith(kind) and method in lines and "of linear scaling" in row:
                     lines[method][str(row["GPUs"])] = row["of linear scaling"]
             found[f"{label}, {tokens}"] = {method: line for method, line in lines.items() if len(line) > 1}
+    return found
+
+
+def providers() -> Panels:
+    """The lines of each panel: TFLOP/s of each provider, by the length of the sequences."""
+    measured = read("providers", "h100")
+    found: Panels = {}
+    for part, label, products in (("lengths", "Forward", 2), ("backward_lengths", "Backward", 5)):
+        for row in measured[part]:
+            match = re.match(r"(\d+)/\d+ heads, D=(\d+), causal, (\d+) × ([\d,]+)", row["call"])
+            heads, dim, batch, length = (int(each.replace(",", "")) for each in match.groups())
+            operations = products * batch * heads * length * length * dim  # causal: half of twice as many
+            panel = found.setdefault(f"{label}, D={dim}", {name: {} for name in PROVIDERS})
+            for name in PROVIDERS:
+                panel[name][str(length)] = operations / row[f"{name} µs"] / 1e6
     return found
 
 
@@ -141,10 +162,29 @@ def draw_scaling(figure: Any, shown: Panels, theme: str) -> None:
     figure.axes[0].legend(loc="lower left", frameon=False, labelcolor=text, ncols=2)
 
 
+def draw_providers(figure: Any, shown: Panels, theme: str) -> None:
+    text = THEMES[theme]["text"]
+    figure.set_size_inches(9, 4.6)
+    for axis, (title, lines) in zip(figure.subplots(2, 3).flat, shown.items(), strict=True):
+        lengths = [int(length) for length in next(iter(lines.values()))]
+        for name, line in lines.items():
+            axis.plot(
+                range(len(lengths)), list(line.values()), color=PROVIDERS[name][1], marker="o", label=PROVIDERS[name][0]
+            )
+        axis.set_title(f"{title}, TFLOP/s", loc="left", fontsize=11, fontweight="bold", color=text)
+        axis.set_xticks(range(len(lengths)), [f"{n // 1024}k" if n >= 1024 else str(n) for n in lengths], color=text)
+        axis.set_ylim(0, 850)
+        axis.tick_params(length=0, colors=text)
+        axis.grid(axis="y", alpha=0.25)
+        axis.spines[:].set_visible(False)
+    figure.axes[0].legend(loc="lower right", frameon=False, labelcolor=text)
+
+
 Draw = Callable[[Any, Panels, str], None]
 CHARTS: dict[str, tuple[Callable[[], Panels], Draw]] = {
     "attention": (attention, draw_attention),
     "scaling": (scaling, draw_scaling),
+    "providers": (providers, draw_providers),
 }
 
 

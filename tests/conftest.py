@@ -103,7 +103,8 @@ class Notebooks:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Notebooks())
-    os.environ["CUDNN_SDPA_PLAN_DIR"] = "off"  # not the user's plans; a test that needs a store creates its own
+    # Not the user's plans: a test that needs a store creates its own. What takes long to compile may be given.
+    os.environ["CUDNN_SDPA_PLAN_DIR"] = os.environ.get("CUDNN_SDPA_TEST_PLANS", "off")
     # No compiler in the background; tests of the native module start it.
     os.environ["CUDNN_SDPA_NATIVE"] = os.environ.get("CUDNN_SDPA_TEST_NATIVE", "off")
     # Many compare with PyTorch in float32, here and in processes that they start.

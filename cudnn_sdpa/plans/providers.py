@@ -77,16 +77,19 @@ def refused_by_own(function: str) -> UnsupportedError:
 def providers(*names: Provider) -> ProvidersUse:
     """Sets whose kernels serve a call for which there are several: the first of these that can.
 
-    - "fastest", the default: where a table of measurements has a row for calls like this one, the provider that took
-      less time; elsewhere cuDNN, and own kernels where it has none.
+    - "default": cuDNN, and for pages own kernels where cuDNN has none or took longer in a table of measurements.
     - "cudnn": cuDNN's kernels.
     - "own": CUDA kernels of this library.
+    - "fa4": FlashAttention-4's, for `sdpa` and the drop-in on Hopper, if it is installed. A helper process compiles each
+      kind of call once; until then the next provider serves the call, or it waits if there is none.
+    - "fastest": as "default", and FlashAttention-4 for calls of `sdpa` for which it took less time in a table of
+      measurements.
 
-    `sdpa_paged` has both. `sdpa` and the drop-in have both if "own" is named: those of `kernels.attention`, which take
+    `sdpa_paged` has the first three. `sdpa` and the drop-in have own kernels: those of `kernels.attention`, which take
     float32 without TF32, and any head dim (above 128 with memory for all scores), and are deterministic; they have
     masks and gradients, but no other option. Where "own" is first, known calls of `sdpa` are checked again, too. Calls
-    of other functions have kernels of one provider, and are not concerned. Nor are calls of `sdpa` in code that
-    `torch.compile` compiles, which cuDNN serves; those of `sdpa_paged` there are. Providers change no
+    of other functions have kernels of one provider, and are not concerned. Nor has "own" a meaning for calls of `sdpa` in
+    code that `torch.compile` compiles. Providers change no
     meaning of a call, and its results by rounding alone. `explain` says who serves a call, and why. A call for which
     none of the named providers has a kernel raises `UnsupportedError`.
 
@@ -95,7 +98,7 @@ def providers(*names: Provider) -> ProvidersUse:
     `CUDNN_SDPA_PROVIDERS` names the providers, as in `cudnn,own`.
 
     Args:
-        *names: "fastest", "cudnn" or "own", in order of preference.
+        *names: "default", "cudnn", "own", "fa4" or "fastest", in order of preference.
 
     Returns:
         A context manager whose value are the names.
