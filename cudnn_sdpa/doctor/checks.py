@@ -131,6 +131,13 @@ def packages(facts: Facts) -> Iterator[Finding]:
         yield _error("cuDNN is installed for another CUDA, or twice", found, cure)
 
 
+def flash4(facts: Facts) -> Iterator[Finding]:
+    named = facts.environment.get("CUDNN_SDPA_PROVIDERS", "").split(",")
+    if facts.flash4_missing and "fa4" in map(str.strip, named):
+        found, _, cure = facts.flash4_missing.rpartition("; ")
+        yield _warning("CUDNN_SDPA_PROVIDERS names FlashAttention-4, which cannot be used", found, f"{cure}.")
+
+
 def cudnn(facts: Facts) -> Iterator[Finding]:
     if facts.cudnn_error:
         yield _error("cuDNN cannot be used", facts.cudnn_error, cure_of(facts.cudnn_error, ONE_CUDNN))
@@ -185,7 +192,7 @@ def native(facts: Facts) -> Iterator[Finding]:
 
 #: In the order of causes before effects.
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...]
-CHECKS = settings, broken_off, torch, gpus, packages, cudnn, call, store, native
+CHECKS = settings, broken_off, torch, gpus, packages, cudnn, call, store, native, flash4
 
 
 def examine(facts: Facts) -> list[Finding]:
@@ -231,6 +238,8 @@ def _summary(facts: Facts) -> Iterator[tuple[str, str]]:
         how = f"relative error {facts.difference}" if facts.difference else "planned for another machine"
         yield "a call", f"{facts.engine}, {how}"
     yield "calls", facts.native
+    if facts.flash4:
+        yield "flash-attn-4", facts.flash4_missing or facts.flash4
     yield "plan store", facts.plan_store or "none"
     for name, value in facts.environment.items():
         yield "environment", f"{name}={value}"

@@ -80,18 +80,20 @@ def providers(*names: Provider) -> ProvidersUse:
     - "default": cuDNN, and for pages own kernels where cuDNN has none or took longer in a table of measurements.
     - "cudnn": cuDNN's kernels.
     - "own": CUDA kernels of this library.
-    - "fa4": FlashAttention-4's, for `sdpa` and the drop-in on Hopper, if it is installed. A helper process compiles each
-      kind of call once; until then the next provider serves the call, or it waits if there is none.
+    - "fa4": FlashAttention-4's, for `sdpa` and the drop-in on Hopper, if it is installed. A helper process compiles
+      each kind of call once; until then the next provider serves the call, or it waits if there is none.
     - "fastest": as "default", and FlashAttention-4 for calls of `sdpa` for which it took less time in a table of
       measurements.
 
     `sdpa_paged` has the first three. `sdpa` and the drop-in have own kernels: those of `kernels.attention`, which take
     float32 without TF32, and any head dim (above 128 with memory for all scores), and are deterministic; they have
     masks and gradients, but no other option. Where "own" is first, known calls of `sdpa` are checked again, too. Calls
-    of other functions have kernels of one provider, and are not concerned. Nor has "own" a meaning for calls of `sdpa` in
-    code that `torch.compile` compiles. Providers change no
-    meaning of a call, and its results by rounding alone. `explain` says who serves a call, and why. A call for which
-    none of the named providers has a kernel raises `UnsupportedError`.
+    of other functions have kernels of one provider, and are not concerned. In code that `torch.compile` compiles, own
+    kernels serve no call of `sdpa`.
+
+    Providers change no meaning of a call, and its results by rounding alone. Each pass of a call chooses for itself.
+    `explain` says who serves a call, and why. A call for which none of the named providers has a kernel raises
+    `UnsupportedError`.
 
     The setting is process-wide, and ends with the `with` statement if it is used in one. Calls find their plans again
     when it changes; those that other threads make meanwhile may take either. Without a call, the environment variable

@@ -247,6 +247,16 @@ WARNINGS = {
         "CUDNN_SDPA_FOO",
         "unset it",
     ),
+    "a provider that is not installed": (
+        replace(
+            WELL,
+            environment={"CUDNN_SDPA_PROVIDERS": "fa4, cudnn"},
+            flash4_missing="flash-attn-4 is not installed; pip install 'flash-attn-4==4.0.0b36'",
+        ),
+        "flash4",
+        "flash-attn-4 is not installed",
+        "pip install 'flash-attn-4==4.0.0b36'",
+    ),
     "an old gpu among others": (replace(WELL, gpus=(H200, T4)), "gpus", "Tesla T4", "Ampere"),
     "no compiler, no driver": (
         replace(CPU, engine="", call_error="OfflineError: … needs a C compiler"),
@@ -294,6 +304,8 @@ def test_a_healthy_machine_has_no_findings():
     assert examine(CPU) == []
     assert examine(replace(WELL, plan_store=None)) == []
     assert examine(replace(WELL, native="Python: CUDNN_SDPA_NATIVE=off")) == []
+    assert examine(replace(WELL, flash4_missing="flash-attn-4 is not installed; pip install it")) == []
+    assert f"{'flash-attn-4':<14}4.0.0b36 4.8.1" in as_text(replace(WELL, flash4="4.0.0b36 4.8.1"), []).splitlines()
     assert examine(replace(WELL, native="C++, when c++ has compiled it in the background; before that Python")) == []
     assert "No problems found." in as_text(WELL, [])
     assert f"{'GPU':<14}none found; CPU tensors run the reference" in as_text(CPU, []).splitlines()
