@@ -24,6 +24,7 @@ from cudnn_sdpa.engine.dispatch_state import cast_tensor, needs_gradient
 from cudnn_sdpa.engine.tensor_checks import check_are_tensors, dtype_name, shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.graph.scalars import as_bool, as_int
+from cudnn_sdpa.plans import providers
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -418,4 +419,4 @@ def _summary(method: str, options: Options, inputs: Inputs) -> str:
         parts.append(f"{name}={what}" + (" with gradient" if x is not None and needs_gradient(x) else ""))
     parts += [f"{name}={value}" for name, value in options.softmax.keywords().items()]
     parts += [f"dropout_p={options.softmax.dropout_p}", f"max_seqlen={options.max_seqlen}"]
-    return "; ".join([*parts, f"grad={torch.is_grad_enabled()}"])
+    return "; ".join([*parts, f"providers={','.join(providers.active())}", f"grad={torch.is_grad_enabled()}"])

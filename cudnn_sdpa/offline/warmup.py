@@ -291,7 +291,10 @@ def compile_plans(
     for key in _manifest(manifest).keys(Target.from_properties(properties), None):
         operation = find_operation(key.operation, only_imported=True)
         if isinstance(operation, ProgramOp):
-            (built if operation.compile_into(store, key) else held).append(key)
+            try:
+                (built if operation.compile_into(store, key) else held).append(key)
+            except CudnnSdpaError as error:
+                report.failed[str(key)] = str(error)
         elif store.load(key) is not None:
             held.append(key)
         else:

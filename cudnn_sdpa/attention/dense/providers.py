@@ -34,9 +34,9 @@ def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> Pl
 
 
 def choice(spec: ForwardSpec | BackwardSpec, target: Target) -> str:
-    """Who serves a call and why, for `explain`; empty where only cuDNN may."""
+    """Who serves a call and why, or would under "fastest", for `explain`; empty where only cuDNN may."""
     names = providers.active()
-    if names[0] in (DEFAULT, CUDNN):
+    if names[0] == CUDNN:
         return ""
     from cudnn_sdpa.attention.flash4 import serving
 

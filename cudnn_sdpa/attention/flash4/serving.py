@@ -52,6 +52,10 @@ def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> Pl
 
 def choice(spec: Spec, target: Target, names: Sequence[str]) -> str:
     """See `dense.providers.choice`."""
+    if names[0] == DEFAULT:
+        row = preference_of(spec, target)
+        would = row is not None and row.prefers_flash4 and not reasons_of(spec, target)
+        return f"cuDNN's engines; providers({FASTEST!r}) would take FlashAttention-4: {row}" if would else ""
     if not {FLASH4, FASTEST} & set(names):
         return ""
     against, by = reasons_of(spec, target), f"by providers({', '.join(map(repr, names))})"

@@ -345,6 +345,13 @@ def disagreements() -> list[str]:
         assert time.monotonic() - begin < 10
         found.append(str(refused.value))
         still_works()
+    with (
+        cudnn_sdpa.providers("cudnn", *["own"] * rank),
+        pytest.raises(ArgumentError, match="otherwise than rank") as refused,
+    ):
+        context_parallel(q, k, v, softcap=6.0)
+    found.append(str(refused.value))
+    still_works()
     return found
 
 

@@ -32,7 +32,9 @@ def test_what_a_method_cannot_do_names_one_that_can(ranks):
 
 def test_ranks_that_disagree_all_say_so(ranks):
     first, second = ranks(hazards.disagreements)
-    for number, named in enumerate(("q=float32", "is_causal", "scale", "sinks", "method", "k=float", "gradient")):
+    for number, named in enumerate(
+        ("q=float32", "is_causal", "scale", "sinks", "method", "k=float", "gradient", "own")
+    ):
         assert named in first[number]
         assert named in second[number]
 

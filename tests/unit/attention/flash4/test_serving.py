@@ -161,10 +161,17 @@ def test_gradients_of_grouped_heads_need_one_head_dim():
     assert "one head dim of q and v" in found.backward.choice
 
 
-def test_by_default_it_serves_nothing():
+def test_by_default_it_serves_nothing(monkeypatch):
+    """`explain` says where it would be faster."""
+    call = Call(90, False, (128, 128), CAUSAL, False, False, True)
+    row = Preference(call, 300, 300, 600, 80.0, 100.0, "2 × 300")
+    monkeypatch.setattr(preferences, "preferences", lambda: {call: [row]})
     with providers("default"):
-        found = explain(sdpa, *tensors(), is_causal=True)
-    assert (found.provider, found.choice) == ("cudnn", "")
+        found, full = explain(sdpa, *tensors(), is_causal=True), explain(sdpa, *tensors())
+    assert (found.provider, full.provider, full.choice) == ("cudnn", "cudnn", "")
+    assert found.choice.startswith("cuDNN's engines; providers('fastest') would take FlashAttention-4: measured 80 µs")
+    with providers("cudnn"):
+        assert explain(sdpa, *tensors(), is_causal=True).choice == ""
 
 
 def test_the_fastest_is_what_was_measured(monkeypatch):
