@@ -3057,7 +3057,11 @@ def settings_of(r: random.Random, case: Case, device: str) -> dict[str, Any]:
         return {"fallback": "torch"}
     other = later("providers", case.seed)
     if case.operation in BY_PROVIDERS and other.random() < 0.08:
-        return {"providers": other.choice([("own", "cudnn"), ("cudnn", "own"), ("own", "fastest")])}
+        return {
+            "providers": other.choice(
+                [("own", "cudnn"), ("cudnn", "own"), ("own", "fastest"), ("fa4", "cudnn"), ("fastest",)]
+            )
+        }
     is_attention = isinstance(OPERATIONS[case.operation], Attention)
     return {"deterministic": True} if how > 0.96 and (is_attention or device == "cpu") else {}
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import threading
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.plans.cache import plan_cache
@@ -66,6 +67,11 @@ def _checked(names: tuple[str, ...], argument: str) -> tuple[str, ...]:
     if not names:
         raise OptionError(argument, "no name", f"one or more of {', '.join(map(repr, PROVIDERS))}")
     return names
+
+
+def others() -> Any:
+    """The module of what providers besides cuDNN serve of dense calls, which is imported where one of them is named."""
+    return importlib.import_module("cudnn_sdpa.attention.flash4.serving")
 
 
 def refused_by_own(function: str) -> UnsupportedError:

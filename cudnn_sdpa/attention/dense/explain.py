@@ -33,9 +33,9 @@ from cudnn_sdpa.attention.dense.call import ReferenceSdpaCall, SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import drop_in_tensors, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.forward import Bucket
 from cudnn_sdpa.attention.dense.launch import has_readable_layout
-from cudnn_sdpa.attention.dense.providers import choice, key_of
 from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa, sdpa_backward
-from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec, query_factor_backward
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec, key_of, query_factor_backward
+from cudnn_sdpa.attention.flash4.serving import choice
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.dispatch_state import cast_tensor
@@ -134,7 +134,9 @@ def _describe_plans(given: dict[str, Any]) -> Description:
 
 
 def _with_choice(described: Description, spec: ForwardSpec | BackwardSpec) -> Description:
-    return replace(described, on_target=lambda target: replace(described, choice=choice(spec, target)))
+    return replace(
+        described, on_target=lambda target: replace(described, choice=choice(spec, target, providers.active()))
+    )
 
 
 def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> PlanKey | None:

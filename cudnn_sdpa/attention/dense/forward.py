@@ -24,8 +24,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import ForwardArguments, as_launched, query_factor, results, warn_of_order
 from cudnn_sdpa.attention.dense import graphs, parts, reference
 from cudnn_sdpa.attention.dense.launch import Run, bind_forward
-from cudnn_sdpa.attention.dense.providers import key_of, ready
-from cudnn_sdpa.attention.dense.specs import DenseSpec, ForwardSpec
+from cudnn_sdpa.attention.dense.specs import DenseSpec, ForwardSpec, key_of, ready
 from cudnn_sdpa.attention.mask import Mask
 from cudnn_sdpa.attention.reference import fill_without_keys
 from cudnn_sdpa.attention.varlen.specs import VarlenSpec, length_bucket, sequence_bucket
@@ -137,8 +136,9 @@ def prepare(call: ForwardArguments) -> Prepared:
     if max(call.q.shape[:2]) > known_issues.MAX_GRID and parts.split_forward(call):
         on_gpu = OPERATIONS["sdpa"].on_gpu  # which remembers the bindings of the parts
         return Prepared(partial(parts.run_forward, run=on_gpu), None)
-    # Refused under every policy if there is no exact-shape plan.
-    key = ready(key_of(forward, live_target(device), device), forward.key)
+    key = key_of(forward, live_target(device), device)  # refused under every policy if there is no exact-shape plan
+    if key.provider is not None:
+        key = ready(key, forward.key)
     with torch.cuda.device(device):
         policy = shape_policy.Setting.policy or shape_policy.active()
         deterministic = call.softmax.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -151,7 +151,8 @@ def prepare(call: ForwardArguments) -> Prepared:
         )
         prepared = None if is_exact else _with_bucket(forward, key, policy, scale)
         if prepared is None:
-            plan = plan_cache.get(key, partial(build_plan, find_operation(key.operation)))
+            operation = graphs.sdpa_forward if key.provider is None else find_operation(key.operation)
+            plan = plan_cache.get(key, partial(build_plan, operation))
             prepared = Prepared(bind_forward(forward, plan, call, scale), plan)
     if factor is None:
         return prepared

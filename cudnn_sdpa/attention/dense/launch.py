@@ -12,9 +12,8 @@ from torch import Tensor
 from cudnn_sdpa.attention import arguments, sink_scores
 from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, GradientT, Needs, numbers_of
 from cudnn_sdpa.attention.bias import BiasKernel, mask_gradient
-from cudnn_sdpa.attention.dense import parts, reference, specs
-from cudnn_sdpa.attention.dense.providers import key_of, ready
-from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
+from cudnn_sdpa.attention.dense import graphs, parts, reference, specs
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec, key_of, ready
 from cudnn_sdpa.attention.lengths import LENGTHS, LengthsKernel, RowLimitsKernel
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.engine import tensor_checks
@@ -169,8 +168,11 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     arguments.check(call)
     tensor_checks.check_strides(call.q, call.k, call.v)
     device, backward = call.q.get_device(), BackwardSpec.of(of)
-    key = ready(key_of(backward, live_target(device), device), backward.key)
-    plan = plan_cache.get(key, partial(build_plan, find_operation(key.operation)))
+    key = key_of(backward, live_target(device), device)
+    if key.provider is not None:
+        key = ready(key, backward.key)
+    operation = graphs.sdpa_backward if key.provider is None else find_operation(key.operation)
+    plan = plan_cache.get(key, partial(build_plan, operation))
     spec = backward.dense
     layouts = [*map(dense_like, (spec.q, spec.k, spec.v)), *([backward.grad_bias] if backward.bias_gradient else [])]
     results: list[Layout] = [(x.shape, x.stride, x.dtype) for x in layouts]

@@ -17,8 +17,7 @@ from cudnn_sdpa.attention.arguments import (
     results,
 )
 from cudnn_sdpa.attention.bias import new_gradient
-from cudnn_sdpa.attention.dense.providers import key_of
-from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec, key_of
 from cudnn_sdpa.attention.parts import GRADIENTS, Limits, Part, Whole
 from cudnn_sdpa.engine.launch import Result, new_tensor
 from cudnn_sdpa.engine.tensor_checks import aligned, without_data, without_memory

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +31,7 @@ from cudnn_sdpa.graph.backend import has_only_repeatable
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like
 from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans import providers
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,6 +322,24 @@ class BackwardSpec:
         """The gradient of the mask before it is summed over the broadcast dimensions."""
         batch, heads, _, _ = self.dense.q.shape
         return TensorLayout.contiguous((batch, heads, self.dense.rows, self.dense.skv), self.dense.q.dtype)
+
+
+def key_of(spec: ForwardSpec | BackwardSpec, target: Target, device: int | None) -> PlanKey:
+    """The key of a call's plan, of the first provider in force that serves it."""
+    names = providers.Setting.names or providers.active()
+    if providers.FLASH4 not in names and providers.FASTEST not in names:
+        return spec.key(target, device)
+    found: PlanKey = providers.others().key_of(spec, target, device, names)
+    return found
+
+
+def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> PlanKey:
+    """A key of another provider's, or that of cuDNN's plan while a kind is still compiled and cuDNN may serve the call.
+
+    Once it is compiled, in a thread, calls find their plans again.
+    """
+    found: PlanKey = providers.others().ready(key, of_cudnn)
+    return found
 
 
 #: Of every backward pass; depends on the caller's gradient.

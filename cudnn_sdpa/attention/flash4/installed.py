@@ -17,7 +17,12 @@ from typing import NamedTuple
 from cudnn_sdpa.plans.function_plan import Interface
 
 #: Versions of packages with which the tests passed on a GPU. Private functions and their arguments differ in others.
-TESTED = {"flash-attn-4": "4.0.0b36", "nvidia-cutlass-dsl": "4.8.1", "apache-tvm-ffi": "0.1.15.post2"}
+TESTED = {
+    "flash-attn-4": "4.0.0b36",
+    "nvidia-cutlass-dsl": "4.8.1",
+    "apache-tvm-ffi": "0.1.15.post2",
+    "quack-kernels": "0.6.5",
+}
 
 #: Environment variable that admits other versions.
 UNTESTED = "CUDNN_SDPA_UNTESTED_PROVIDERS"
@@ -105,7 +110,10 @@ def _digest_of_files() -> str:
 
 def _folder_of(package: str) -> Path | None:
     """The folder of a package that is not imported."""
-    spec = importlib.util.find_spec(package)
+    try:
+        spec = importlib.util.find_spec(package)
+    except ValueError:  # a module without a specification, which a program has made
+        spec = None
     places = list((spec and spec.submodule_search_locations) or ())
     for place in map(Path, places):
         if package != "flash_attn" or (place / "cute").is_dir():

@@ -6,11 +6,14 @@ A kind is compiled once and kept in the plan store; a plan, of one shape, is mad
 from __future__ import annotations
 
 import base64
+import contextlib
 import functools
 import hashlib
 import json
 import logging
 import os
+import platform
+import re
 import subprocess
 import threading
 import time
@@ -22,8 +25,9 @@ import torch
 
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.attention.flash4.installed import COMMAND, installed, interface
-from cudnn_sdpa.attention.flash4.programs import ENGINE, Kind, Window, program_of
+from cudnn_sdpa.attention.flash4.programs import CAUSAL, ENGINE, Kind, Window, program_of
 from cudnn_sdpa.errors import LibraryError
+from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
@@ -64,8 +68,17 @@ class _Identity:
     function: str
 
     def identity(self) -> dict[str, object]:
-        found = {"flash-attn-4": installed().identity, "package": __version__, "sm": TESTED_SM}
-        return {"function": self.function, "kind": list(self.kind), **found}
+        found = {"flash-attn-4": installed().identity, "source": _source(), "sm": TESTED_SM}
+        return {"function": self.function, "kind": list(self.kind), "host": platform.machine(), **found}
+
+
+@functools.cache
+def _source() -> str:
+    """A digest of this library's part in what is compiled, and of how it is called."""
+    digest = hashlib.sha256(__version__.encode())
+    for name in ("compiler.py", "programs.py"):
+        digest.update(Path(__file__).with_name(name).read_bytes())
+    return digest.hexdigest()
 
 
 def kind_of(key: PlanKey) -> Kind:
@@ -86,24 +99,29 @@ class Functions:
     def __init__(self) -> None:
         self._failed: dict[Kind, str] = {}
         self._broken = ""  # why none can be compiled, whose packages do not import
-        self._compiling = renewed_in_children(threading.Lock())
         self._loaded: dict[Kind, dict[str, Library]] = {}
         self._pending: set[Kind] = set()
-        self._lock = renewed_in_children(threading.RLock())
+        self._lock = renewed_in_children(threading.RLock())  # never held while something is compiled
+        self._compiling = renewed_in_children(threading.RLock())
         os.register_at_fork(after_in_child=self._pending.clear)  # their threads are the parent's
 
     def of(self, kind: Kind) -> Mapping[str, Library]:
         """The functions of a kind: loaded, stored, or compiled now, which takes seconds.
 
         Raises:
-            LibraryError: They cannot be compiled.
+            LibraryError: They cannot be compiled or loaded.
         """
-        with self._lock:
-            return self._find(kind) or self._load(kind, self._compiled(kind))
+        found = self._loaded.get(kind)
+        if found is not None:
+            return found
+        with self._compiling:
+            return self._find(kind) or self._keep(kind, self._compiled(kind))
 
     def are_ready(self, kind: Kind) -> bool:
-        with self._lock:
-            return self._find(kind) is not None
+        try:
+            return kind in self._loaded or self._find(kind) is not None
+        except LibraryError:
+            return False
 
     def failure(self, kind: Kind) -> str:
         """Why a kind cannot be had; empty if it can, or may be compiled."""
@@ -132,75 +150,102 @@ class Functions:
 
     def _work(self, kind: Kind) -> None:
         try:
-            with self._compiling:
-                compiled = self._compiled(kind)
-            with self._lock, relaxed_capture():
-                self._load(kind, compiled)
+            with relaxed_capture():
+                self.of(kind)
         except Exception as error:  # noqa: BLE001 - the provider is then left out
-            first = not self._broken
+            level = logging.DEBUG if self._broken in str(error) and self._failed else logging.WARNING
+            _log.log(level, "FlashAttention-4 was not compiled in the background, and is not used: %s", error)
             self._failed.setdefault(kind, str(error))
-            message = "FlashAttention-4 was not compiled in the background, and is not used: %s"
-            _log.log(logging.WARNING if first else logging.DEBUG, message, error)
         finally:
             self._pending.discard(kind)
             plan_cache.forget_calls()
 
     def _find(self, kind: Kind) -> dict[str, Library] | None:
-        found, store = self._loaded.get(kind), default_store.active()
-        if found is not None or store is None:
-            return found
+        store = default_store.active()
+        if kind in self._loaded or store is None:
+            return self._loaded.get(kind)
         stored = {name: store.load(_Identity(kind, name)) for name in names_of(kind)}
-        whole = {name: each for name, each in stored.items() if each is not None}
-        return self._loaded_from(kind, whole) if len(whole) == len(stored) else None
+        usable = {name: each for name, each in stored.items() if each is not None and each.knobs.keys() <= _cpu()}
+        return self._load(kind, usable) if len(usable) == len(stored) else None
 
-    def _load(self, kind: Kind, compiled: Mapping[str, StoredPlan]) -> dict[str, Library]:
+    def _keep(self, kind: Kind, compiled: Mapping[str, StoredPlan]) -> dict[str, Library]:
         store = default_store.active()
         if store is not None:
             for name, stored in compiled.items():
                 store.save(_Identity(kind, name), stored)
-        return self._loaded_from(kind, compiled)
+        return self._load(kind, compiled)
 
-    def _loaded_from(self, kind: Kind, stored: Mapping[str, StoredPlan]) -> dict[str, Library]:
-        interface()  # whose symbols they need
-        made = {name: Library(each.data) for name, each in stored.items()}
-        return self._loaded.setdefault(kind, made)
+    def _load(self, kind: Kind, stored: Mapping[str, StoredPlan]) -> dict[str, Library]:
+        with self._lock:
+            if kind not in self._loaded:
+                try:
+                    interface()  # whose symbols they need
+                    self._loaded[kind] = {name: Library(each.data) for name, each in stored.items()}
+                except OSError as error:
+                    raise self._failing(kind, f"its functions cannot be loaded: {error}") from error
+            return self._loaded[kind]
+
+    def _failing(self, kind: Kind, why: str) -> LibraryError:
+        """The error of a kind that is not tried again."""
+        self._failed[kind] = f"FlashAttention-4 {installed().version} is not used for {kind}: {why}"
+        return LibraryError(self._failed[kind])
 
     def _compiled(self, kind: Kind) -> dict[str, StoredPlan]:
         if failure := self._failed.get(kind) or self._broken:
             raise LibraryError(failure)
         interpreter.check()
         start = time.perf_counter()
-        done = subprocess.run(
-            interpreter.command(_PROGRAM),
-            input=json.dumps(kind),
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout_seconds(),
-            env={**os.environ, interpreter.IN_HELPER: "1"},
-        )
+        others = {name: value for name, value in os.environ.items() if not name.startswith("FLASH_ATTENTION_")}
+        try:
+            done = subprocess.run(
+                interpreter.command(_PROGRAM),
+                input=json.dumps(kind),
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=timeout_seconds(),
+                env={**others, interpreter.IN_HELPER: "1"},
+            )
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise self._failing(kind, f"its helper process does not answer: {error}") from error
         seconds = time.perf_counter() - start
         try:
             answer = json.loads(done.stdout)
         except ValueError:
             answer = {"error": f"its helper process {interpreter.exit_reason(done.returncode)}: {done.stderr[-600:]}"}
         if "error" in answer:
-            self._failed[kind] = f"FlashAttention-4 {installed().version} cannot compile {kind}: {answer['error']}"
             if answer["error"].startswith(("ImportError", "ModuleNotFoundError")):
                 self._broken = f"FlashAttention-4 {installed().version} cannot be imported: {answer['error']}"
-            raise LibraryError(self._failed[kind])
+            raise self._failing(kind, answer["error"])
         functions: dict[str, str] = answer["functions"]
         return {
             name: StoredPlan(
                 _Identity(kind, name).identity(),
                 engine=ENGINE,
-                knobs={},
+                knobs=dict.fromkeys(sorted(_cpu()), 1),
                 workspace=0,
                 build_seconds=seconds / len(functions),
                 data=base64.b64decode(function),
             )
             for name, function in functions.items()
         }
+
+
+#: Extensions of instruction sets that a compiler may use for the processor that it runs on.
+_EXTENSIONS = re.compile(
+    r"(sse|ssse|avx|amx|bmi|fma|f16c|movbe|popcnt|abm|adx|asimd|sve|sme|fp|atomics|lrcpc|crc32)\w*"
+)
+
+
+@functools.cache
+def _cpu() -> frozenset[str]:
+    """What host code that was compiled here may need of a processor: its extensions, as the system names them."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            name, _, found = line.partition(":")
+            if name.strip() in ("flags", "Features"):
+                return frozenset(each for each in found.split() if _EXTENSIONS.fullmatch(each))
+    return frozenset()
 
 
 functions = Functions()
@@ -214,9 +259,7 @@ class Flash4Op(ProgramOp):
 
     @functools.cached_property
     def digest(self) -> str:
-        digest = hashlib.sha256(f"{__version__} {installed().identity}".encode())
-        digest.update(Path(__file__).with_name("programs.py").read_bytes())
-        return digest.hexdigest()
+        return hashlib.sha256(f"{_source()} {installed().identity}".encode()).hexdigest()
 
     def made(self, key: PlanKey) -> Plan:
         return FunctionPlan(key, self.program(key), functions.of(kind_of(key)), interface())
@@ -253,6 +296,8 @@ def reasons_against(layouts: Mapping[str, TensorLayout], window: Window, target:
         reasons.append(f"its dtypes are float16 and bfloat16, and q has {str(q.dtype).removeprefix('torch.')}")
     if any(dim % UNIT or dim > MAX_DIM for dim in dims):
         reasons.append(f"its head dims are multiples of {UNIT} up to {MAX_DIM}, and not {dims[0]} and {dims[1]}")
+    if "grad_q" not in layouts and window != CAUSAL and max(q.shape[:2]) > known_issues.MAX_GRID:
+        reasons.append(f"its grids have at most {known_issues.MAX_GRID:,} batch entries or heads")
     if any(bound is not None and bound < 0 for bound in window):
         reasons.append(f"its masks end at the last query and the last key, and this one is the window {window} there")
     for name, layout in layouts.items():

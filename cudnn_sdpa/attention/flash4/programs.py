@@ -130,7 +130,7 @@ def _backward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionPr
         shapes["grad_v"] = (batch, heads_kv, keys * _rounded(dim_v, tiles.multiple))
     offsets, workspace = side_by_side(4 * math.prod(shape) for shape in shapes.values())
     made = {
-        name: TensorArgument("", shape, (shape[1] * shape[2], shape[2], 1), torch.float32, offset)
+        name: TensorArgument("", shape, (shape[1] * shape[2], shape[2], 1), torch.float32, offset=offset)
         for (name, shape), offset in zip(shapes.items(), offsets, strict=True)
     }
     sums = made["grad_q"], made.get("grad_k", grad_k), made.get("grad_v", grad_v)

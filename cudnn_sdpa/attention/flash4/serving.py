@@ -19,7 +19,9 @@ from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.plans import providers
+from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, OWN
 
 Spec = ForwardSpec | BackwardSpec
@@ -27,31 +29,43 @@ Spec = ForwardSpec | BackwardSpec
 
 def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str]) -> PlanKey:
     """The key of a call's plan, of the first of these providers that serves it."""
-    served = _serving(spec, target, names)
-    if served == FLASH4:
-        return _flash4_key(spec, target, device)
+    served, refused = _serving(spec, target, names), None
     if served == CUDNN:
-        return spec.key(target, device)
+        try:
+            return spec.key(target, device)
+        except UnsupportedError as error:
+            refused = error
+    against = [] if served == FLASH4 else reasons_of(spec, target)
+    if served == FLASH4 or (FLASH4 in names and not against):
+        return _flash4_key(spec, target, device)
+    if refused is not None:
+        raise refused
     what = "sdpa" if isinstance(spec, ForwardSpec) else "the gradient of sdpa"
-    reasons = [f"FlashAttention-4: {reason}" for reason in reasons_of(spec, target)]
+    reasons = [f"FlashAttention-4: {reason}" for reason in against]
     raise UnsupportedError(what, reasons, f"providers({FLASH4!r}, {CUDNN!r})")
 
 
 def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> PlanKey:
-    """See `dense.providers.ready`."""
+    """See `dense.specs.ready`."""
     kind = kind_of(key)
-    if not {CUDNN, DEFAULT, FASTEST} & set(providers.active()) or functions.are_ready(kind):
+    has_other, is_ready = bool({CUDNN, DEFAULT, FASTEST} & set(providers.active())), functions.are_ready(kind)
+    may_build = not (plan_cache.builds_are_forbidden or torch.cuda.is_current_stream_capturing())
+    if not has_other or plan_cache.peek(key) is not None or (is_ready and may_build):
         return key
     try:
         other = of_cudnn(key.target, key.device)
     except UnsupportedError:
         return key
-    functions.compile_in_background(kind)
-    return other
+    if may_build:
+        functions.compile_in_background(kind)
+        return other
+    return other if plan_cache.find(other) is not None else key  # what was warmed up before a kind was compiled
 
 
 def choice(spec: Spec, target: Target, names: Sequence[str]) -> str:
-    """See `dense.providers.choice`."""
+    """Who serves a call and why, or would under "fastest", for `explain`; empty where only cuDNN may."""
+    if names[0] == CUDNN:
+        return ""
     if names[0] == DEFAULT:
         row = preference_of(spec, target)
         would = row is not None and row.prefers_flash4 and not reasons_of(spec, target)
@@ -61,11 +75,23 @@ def choice(spec: Spec, target: Target, names: Sequence[str]) -> str:
     against, by = reasons_of(spec, target), f"by providers({', '.join(map(repr, names))})"
     row = preference_of(spec, target) if FASTEST in names else None
     measured = "" if row is None else f": {row}"
-    if _serving(spec, target, names) == FLASH4:
-        return f"FlashAttention-4, {by}{measured}"
+    served = _serving(spec, target, names)
+    if served == FLASH4:
+        is_ready = functions.are_ready(kind_of(_flash4_key(spec, target, None)))
+        return f"FlashAttention-4, {by}{measured}" + ("" if is_ready else f"; {_until_compiled(names)}")
+    if served is None:
+        return ""
     if against and (FLASH4 in names or (row is not None and row.prefers_flash4)):
         return f"cuDNN's engines: FlashAttention-4 does not serve it, as {'; '.join(against)}"
     return f"cuDNN's engines, {by}: FlashAttention-4 {row}" if row else f"cuDNN's engines, {by}"
+
+
+def _until_compiled(names: Sequence[str]) -> str:
+    """What happens to a call whose kind has not been compiled yet."""
+    if not {CUDNN, DEFAULT, FASTEST} & set(names):
+        return "its first call waits until its kind is compiled"
+    why = interpreter.why_no_helper()
+    return f"cuDNN serves it: {why}" if why else "cuDNN serves it until its kind is compiled"
 
 
 def _serving(spec: Spec, target: Target, names: Sequence[str]) -> str | None:

@@ -24,9 +24,12 @@ from benchmarks.tools.parts import (
     LlamaPart,
     NormPart,
     PeersPart,
+    ProvidersPart,
     ReplacementsPart,
     SiluPart,
 )
+from cudnn_sdpa import UnsupportedError
+from cudnn_sdpa.attention.flash4.installed import installed
 
 
 @pytest.fixture(autouse=True)
@@ -124,6 +127,24 @@ def test_peers(tmp_path, part, monkeypatch):
             assert row["ours µs"] > 0, row
         elif not row["candidate"].startswith("FlashAttention"):
             assert row["µs"] > 0, row
+
+
+@pytest.mark.parametrize("part", list(ProvidersPart))
+def test_providers(tmp_path, part, monkeypatch):
+    """cuDNN has a time; FlashAttention-4 where it is installed and its kinds are compiled."""
+    from benchmarks import providers
+
+    small = tuple(replace(each, lengths=each.lengths[:2]) for each in providers.TRAINING[:2])
+    for name in ("FORWARD", "TRAINING", "LENGTHS"):
+        monkeypatch.setattr(providers, name, small)
+    path = tmp_path / "providers.json"
+    result = CliRunner().invoke(app, ["providers", "--part", part.value, "--output", str(path)])
+    if part is ProvidersPart.HOST and installed().missing:
+        assert isinstance(result.exception, UnsupportedError)
+        return
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    for row in json.loads(path.read_text())[part.value]:
+        assert row["cudnn µs"] > 0, row
 
 
 @pytest.mark.parametrize("part", list(LlamaPart))

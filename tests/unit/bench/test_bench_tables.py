@@ -25,6 +25,7 @@ from benchmarks.tools.parts import (
     LlamaPart,
     NormPart,
     PeersPart,
+    ProvidersPart,
     ReplacementsPart,
     ShapesPart,
     SiluPart,
@@ -171,6 +172,7 @@ def test_the_pages_name_existing_parts(tables):
         "llama": LlamaPart,
         "kernels": KernelsPart,
         "peers": PeersPart,
+        "providers": ProvidersPart,
         "replacements": ReplacementsPart,
         "distributed": DistributedPart,
     }

@@ -29,7 +29,13 @@ pytestmark = [
 ]
 
 #: (query heads, key heads, queries, keys, head dim, its of values)
-SHAPES = [(8, 2, 300, 300, 128, 128), (2, 2, 257, 130, 64, 64), (4, 2, 90, 333, 256, 256), (3, 3, 200, 200, 192, 128)]
+SHAPES = [
+    (8, 2, 300, 300, 128, 128),
+    (2, 2, 257, 130, 64, 64),
+    (4, 2, 90, 333, 256, 256),
+    (3, 3, 90, 333, 128, 128),
+    (3, 3, 200, 200, 192, 128),
+]
 
 #: Options by their names in the tests' reports.
 MASKS = {
@@ -154,6 +160,19 @@ def test_a_captured_call_reads_new_data():
     graph, out = captured(lambda: sdpa(q, k, v, is_causal=True))
     for x in (q, k, v):
         x.copy_(torch.randn_like(x))
+    out.fill_(math.nan)
+    graph.replay()
+    assert error(out, exact(q, k, v, is_causal=True)[0]) < TOLERANCE[q.dtype]
+
+
+def test_a_first_launch_may_be_captured():
+    """As after `warmup`: the plan was built, and its kernels are loaded by the launch."""
+    q, k, v = problem((8, 2, 301, 301, 128, 128))
+    found = explain(sdpa, q, k, v, is_causal=True)
+    assert found.supported
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = sdpa(q, k, v, is_causal=True)
     out.fill_(math.nan)
     graph.replay()
     assert error(out, exact(q, k, v, is_causal=True)[0]) < TOLERANCE[q.dtype]

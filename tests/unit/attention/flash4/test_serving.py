@@ -12,9 +12,8 @@ import torch
 from float64_reference import seen_keys
 
 from cudnn_sdpa import OptionError, UnsupportedError, explain, providers, sdpa
-from cudnn_sdpa.attention.dense.providers import key_of
 from cudnn_sdpa.attention.dense.sdpa import call_of
-from cudnn_sdpa.attention.dense.specs import ForwardSpec
+from cudnn_sdpa.attention.dense.specs import ForwardSpec, key_of
 from cudnn_sdpa.attention.flash4 import preferences
 from cudnn_sdpa.attention.flash4.plans import functions, kind_of, names_of
 from cudnn_sdpa.attention.flash4.preferences import CAUSAL, Call, Preference
@@ -146,7 +145,7 @@ def test_explain_describes_its_plans():
     with providers("fa4", "cudnn"):
         found = explain(sdpa, q, k, v, is_causal=True)
     assert (found.provider, found.engine) == ("fa4", "FlashAttention-4")
-    assert found.choice == "FlashAttention-4, by providers('fa4', 'cudnn')"
+    assert found.choice == "FlashAttention-4, by providers('fa4', 'cudnn'); cuDNN serves it until its kind is compiled"
     assert found.backward is not None
     assert (found.backward.provider, found.backward.engine) == ("fa4", "FlashAttention-4")
     assert found.backward.workspace > 4 * 2 * 8 * 300 * 128

@@ -1,0 +1,213 @@
+"""Compiled functions of FlashAttention-4 in a process: from a store, from a helper, in the background, and failures."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+import time
+
+import flash4_stand_in as stand_in
+import pytest
+import torch
+
+from cudnn_sdpa import no_plan_builds, plan_cache, providers, record_plans, sdpa
+from cudnn_sdpa.attention.flash4 import plans, serving
+from cudnn_sdpa.attention.flash4.plans import Functions, flash4_forward, functions, kind_of, reasons_against
+from cudnn_sdpa.attention.flash4.programs import Kind, Window
+from cudnn_sdpa.errors import LibraryError
+from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.target import Target, load_properties
+from cudnn_sdpa.offline.warmup import compile_plans
+from cudnn_sdpa.plans.default_store import open_store, use_plan_store
+from cudnn_sdpa.plans.store import StoredPlan
+
+KIND = Kind(False, "float16", 64, 64, 1, True, False, False, False, False, False, False, False)
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path):
+    stand_in.write(tmp_path / "packages")
+    with stand_in.on_the_search_path(tmp_path / "packages"):
+        yield
+
+
+@pytest.fixture
+def store(tmp_path):
+    folder = tmp_path / "plans"
+    folder.mkdir(mode=0o700)
+    with use_plan_store(folder):
+        yield open_store(folder, "folder")
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """Libraries are what they were made of."""
+    monkeypatch.setattr(plans, "interface", lambda: None)
+    monkeypatch.setattr(plans, "Library", bytes)
+
+
+def made(kind: Kind, data: bytes = b"code", features: tuple[str, ...] = ()) -> StoredPlan:
+    identity = plans._Identity(kind, "forward")
+    return StoredPlan(identity.identity(), "FlashAttention-4", dict.fromkeys(features, 1), 0, 1.0, data)
+
+
+def key_of(kind: Kind, length: int = 70) -> PlanKey:
+    rows = TensorLayout.contiguous((1, 2, length, kind.dim), torch.float16)
+    given = [Operand(name, rows) for name in "qkv"] + [Operand("scale", HOST_SCALAR, Role.SCALAR)]
+    target = Target.from_properties(load_properties("h100"))
+    return flash4_forward.key(given, [Operand("out", rows)], {"window": (None, 0)}, target, device=None)
+
+
+def test_what_is_stored_is_loaded_once(store, loaded):  # noqa: ARG001
+    found = Functions()
+    assert not found.are_ready(KIND)
+    store.save(plans._Identity(KIND, "forward"), made(KIND))
+    assert found.are_ready(KIND)
+    assert found.of(KIND) == {"forward": b"code"}
+    store.clear()
+    assert found.of(KIND) is found.of(KIND)
+
+
+def test_host_code_for_another_processor_is_compiled_again(store, loaded, monkeypatch):  # noqa: ARG001
+    store.save(plans._Identity(KIND, "forward"), made(KIND, features=("avx9000",)))
+    found = Functions()
+    assert not found.are_ready(KIND)
+    monkeypatch.setattr(found, "_compiled", lambda kind: {"forward": made(kind, b"new")})
+    assert found.of(KIND) == {"forward": b"new"}
+    monkeypatch.setattr("platform.machine", lambda: "another")
+    assert not Functions().are_ready(KIND)
+
+
+def test_what_cannot_be_loaded_is_an_error_of_the_library(store, monkeypatch):
+    store.save(plans._Identity(KIND, "forward"), made(KIND))
+
+    def cannot(_):
+        raise OSError("wrong ELF class")
+
+    monkeypatch.setattr(plans, "interface", lambda: None)
+    monkeypatch.setattr(plans, "Library", cannot)
+    found = Functions()
+    assert not found.are_ready(KIND)
+    assert "wrong ELF class" in found.failure(KIND)
+    with pytest.raises(LibraryError, match="wrong ELF class"):
+        found.of(KIND)
+
+
+@pytest.mark.parametrize("error", [subprocess.TimeoutExpired("python", 3), OSError("no process")])
+def test_a_helper_that_does_not_answer_is_asked_once(monkeypatch, error):
+    asked = []
+
+    def run(*_, **__):
+        asked.append(1)
+        raise error
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = Functions()
+    for _ in range(2):
+        with pytest.raises(LibraryError, match="does not answer"):
+            found.of(KIND)
+    assert len(asked) == 1
+
+
+def test_nobody_waits_for_another_kind(monkeypatch, loaded):  # noqa: ARG001
+    found, other = Functions(), KIND._replace(dim=128)
+    begun, goes_on = threading.Event(), threading.Event()
+
+    def compiled(kind):
+        begun.set()
+        assert goes_on.wait(20)
+        return {"forward": made(kind)}
+
+    monkeypatch.setattr(found, "_compiled", compiled)
+    found._loaded[KIND] = {"forward": b"code"}
+    thread = threading.Thread(target=found.of, args=(other,))
+    thread.start()
+    assert begun.wait(20)
+    start = time.monotonic()
+    assert found.are_ready(KIND)
+    assert not found.are_ready(other)
+    assert found.of(KIND) == {"forward": b"code"}
+    assert time.monotonic() - start < 5
+    goes_on.set()
+    thread.join(20)
+    assert found.are_ready(other)
+
+
+def wait_until_idle(found: Functions) -> None:
+    end = time.monotonic() + 30
+    while found._pending:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_the_background_compiles_each_kind_once(monkeypatch, loaded):  # noqa: ARG001
+    found, asked = Functions(), []
+
+    def compiled(kind):
+        asked.append(kind)
+        if kind.dim == 128:
+            raise LibraryError("no kernel")
+        return {"forward": made(kind)}
+
+    monkeypatch.setattr(found, "_compiled", compiled)
+    for _ in range(3):
+        found.compile_in_background(KIND)
+        found.compile_in_background(KIND._replace(dim=128))
+        wait_until_idle(found)
+    assert sorted(kind.dim for kind in asked) == [64, 128]
+    assert found.are_ready(KIND)
+    assert "no kernel" in found.failure(KIND._replace(dim=128))
+
+
+def test_a_package_that_cannot_be_imported_fails_every_kind(monkeypatch):
+    answers = subprocess.CompletedProcess("", 0, '{"error": "ModuleNotFoundError: No module named \'triton\'"}', "")
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: answers)
+    found = Functions()
+    with pytest.raises(LibraryError, match="triton"):
+        found.of(KIND)
+    assert "cannot be imported" in found.failure(KIND._replace(dim=128))
+
+
+def test_a_warm_call_stays_with_cudnn_where_nothing_may_be_built(monkeypatch):
+    """Its kind was compiled after the warm-up: the call has cuDNN's plan, and none of FlashAttention-4's."""
+    key, other = key_of(KIND), key_of(KIND, 71)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(functions, "are_ready", lambda _: True)
+    started = []
+    monkeypatch.setattr(functions, "compile_in_background", started.append)
+    with providers("fa4", "cudnn"):
+        assert serving.ready(key, lambda *_: other) is key
+        with no_plan_builds():
+            monkeypatch.setattr(plan_cache, "find", lambda found: found if found is other else None)
+            assert serving.ready(key, lambda *_: other) is other
+            monkeypatch.setattr(plan_cache, "find", lambda _: None)
+            assert serving.ready(key, lambda *_: other) is key  # which raises, as any missing plan
+            monkeypatch.setattr(functions, "are_ready", lambda _: False)
+            assert serving.ready(key, lambda *_: other) is key
+            assert not started
+        assert serving.ready(key, lambda *_: other) is other
+        assert started == [kind_of(key)]
+    with providers("fa4"):
+        assert serving.ready(key, lambda *_: other) is key
+
+
+@pytest.mark.parametrize(("window", "is_served"), [((None, None), False), ((4, 3), False), ((None, 0), True)])
+def test_more_batch_entries_than_a_grid_has(window: Window, is_served):
+    target = Target.from_properties(load_properties("h100"))
+    rows = TensorLayout.contiguous((70000, 1, 16, 64), torch.float16)
+    found = reasons_against({"q": rows, "k": rows, "v": rows, "out": rows}, window, target)
+    assert any("65,535" in reason for reason in found) is not is_served
+
+
+def test_compile_plans_reports_a_kind_that_fails(monkeypatch, tmp_path):
+    def fail(kind):
+        raise LibraryError(f"no compiler for {kind.dim}")
+
+    monkeypatch.setattr(functions, "_compiled", fail)
+    with providers("fa4"), record_plans(target="h100") as manifest:
+        q = torch.empty(1, 2, 70, 64, dtype=torch.float16, device="meta")
+        sdpa(q, q, q, is_causal=True)
+    report = compile_plans(manifest, "h100", tmp_path / "compiled")
+    assert report.built == report.held == 0
+    assert ["no compiler for 64" in why for why in report.failed.values()] == [True]

@@ -1,0 +1,88 @@
+"""`bench providers` on CPU tensors, with a fake clock, and the rows of measurements that are made of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+
+import pytest
+
+from benchmarks import peers, providers
+from benchmarks.peers import Configuration
+from benchmarks.tools import candidates, cases
+from benchmarks.tools.cases import Shape
+from cudnn_sdpa.attention.flash4 import preferences
+from cudnn_sdpa.plans import providers as in_force
+
+pytestmark = pytest.mark.usefixtures("reference_alone")
+
+CALLS = (
+    Configuration("plain", (4, 2), (40, 40), dim=16),
+    Configuration("narrow", (4, 2), (33,), dim=16, left=7, sinks=True),
+    Configuration("capped", (2, 2), (33,), dim=16, softcap=5.0, causal=False),
+)
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch, times_by_place):
+    monkeypatch.setattr(cases, "DEVICE", "cpu")
+    monkeypatch.setattr(candidates, "device_times", times_by_place)
+    monkeypatch.setattr(peers, "ROWS", 7)
+    for name in ("FORWARD", "TRAINING", "LENGTHS"):
+        monkeypatch.setattr(providers, name, CALLS)
+
+
+@pytest.mark.parametrize("part", ["forward", "training", "backward", "lengths", "backward_lengths"])
+def test_each_call_is_measured_by_both(part, monkeypatch):
+    named = []
+    real = providers.by
+    monkeypatch.setattr(providers, "by", lambda provider, call: named.append(provider) or real(provider, call))
+    rows = getattr(providers, part)()
+    assert [row["call"] for row in rows] == [call.name for call in CALLS]
+    for row in rows:
+        assert {row["cudnn µs"], row["fa4 µs"]} <= {1.0, 2.0}
+        assert row["why not"] == "–"
+    assert set(named) == {"cudnn", "fa4"}
+
+
+def test_a_provider_is_in_force_for_its_calls_alone():
+    seen = providers.by("fa4", lambda: (in_force.active(),))
+    assert seen == (("fa4",),)
+    assert in_force.active() == ("default",)
+
+
+def test_rows_of_measurements_are_made_of_it(tmp_path, monkeypatch, repository):
+    monkeypatch.syspath_prepend(repository / "scripts")
+    provider_rows = importlib.import_module("provider_rows")
+    monkeypatch.setattr(
+        provider_rows, "PARTS", {"forward": (False, CALLS), "backward": (True, CALLS), "lengths": (False, ())}
+    )
+    measured = {"forward": providers.forward(), "backward": providers.backward()}
+    measured["forward"][0] |= {"cudnn µs": 7.25, "fa4 µs": 3.125}
+    measured["backward"][1]["fa4 µs"] = "–"  # was not measured, or wrong
+    path, table = tmp_path / "measured.json", tmp_path / "preferences.json"
+    path.write_text(json.dumps(measured))
+    monkeypatch.setattr(provider_rows, "TARGET", table)
+    provider_rows.main(str(path), "90")
+    monkeypatch.setattr(preferences, "_FILE", table)
+    preferences.preferences.cache_clear()
+    try:
+        found = [row for rows in preferences.preferences().values() for row in rows]
+    finally:
+        preferences.preferences.cache_clear()
+    assert [row.of for row in found if row.call.is_backward] == ["plain", "capped"]
+    (plain, narrow, capped) = (row for row in found if not row.call.is_backward)
+    assert plain == preferences.Preference(
+        preferences.Call(90, False, (16, 16), "causal", False, False, True), 40, 40, 80, 3.1, 7.2, "plain"
+    )
+    assert (narrow.call.mask, narrow.call.has_sinks) == ("window", True)
+    assert (capped.call.mask, capped.call.is_capped, capped.call.is_grouped) == ("full", True, False)
+
+
+def test_calls_whose_kernels_are_short_show_the_host(monkeypatch, times_by_place):
+    monkeypatch.setattr(providers, "host_times", times_by_place)
+    monkeypatch.setattr(providers, "wait_for_native_calls", lambda: True)
+    monkeypatch.setattr(providers, "SMALL", Shape(batch=1, heads_q=4, heads_kv=2, length=16, dim=8, causal=True))
+    rows = providers.host()
+    assert [row["call"] for row in rows] == ["forward", "forward and backward"]
+    assert all(row["fa4 / cudnn"] == 1 for row in rows)
