@@ -25,9 +25,11 @@ from cudnn_sdpa.engine import explain  # noqa: F401 - registers the functions th
 from cudnn_sdpa.engine.explain import Description, describer_of
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError, UnsupportedError, check_choice
 from cudnn_sdpa.graph import backend, known_issues
+from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline.planner import plan_offline
+from cudnn_sdpa.plans.kernel_plan import ProgramOp
 
 #: The functions of each operation, a separate backward function last.
 OPERATIONS: dict[str, tuple[Callable[..., object], ...]] = {
@@ -90,7 +92,8 @@ def support(
 ) -> Support:
     """Answers whether a call has kernels on a GPU, which need not be present, with every known reason if not.
 
-    It answers as `explain` would for such a call, given head dims and lengths instead of tensors. Without `target` it
+    It answers as `explain` would for such a call, given head dims and lengths instead of tensors, and speaks of the
+    `providers` in force. Without `target` it
     uses rules that are tested against cuDNN for SM 80, 89, 90, 100 and 120, and plans nothing. With a target, the
     installed cuDNN plans the call, which takes a second.
 
@@ -162,7 +165,7 @@ def support(
     if properties is not None and not refusals:
         try:
             for each in computations:
-                engine = plan_offline(_key(each, gpu), properties).engine
+                engine = _engine(_key(each, gpu), properties)
         except UnsupportedError as error:
             engine = ""
             refusals.append(error)
@@ -244,6 +247,12 @@ def _key(description: Description, gpu: Target) -> PlanKey:
     key = description.key(gpu, None)  # raises if a rule rejects it
     known_issues.check(key)
     return key
+
+
+def _engine(key: PlanKey, properties: backend.DeviceProperties) -> str:
+    operation = find_operation(key.operation)
+    planned = operation.program(key) if isinstance(operation, ProgramOp) else plan_offline(key, properties)
+    return planned.engine
 
 
 def _too_old(target: Target) -> UnsupportedError:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from float64_reference import seen_keys
 
-from cudnn_sdpa import OptionError, UnsupportedError, explain, providers, sdpa
+from cudnn_sdpa import OptionError, UnsupportedError, explain, providers, sdpa, support
 from cudnn_sdpa.attention.dense.sdpa import call_of
 from cudnn_sdpa.attention.dense.specs import ForwardSpec, key_of
 from cudnn_sdpa.attention.flash4 import preferences
@@ -210,6 +210,18 @@ def test_a_kind_that_fails_to_compile_is_declined(monkeypatch):
         monkeypatch.setitem(functions._failed, kind, "no compiler")
         assert "no compiler" in explain(sdpa, q, k, v).choice
         assert explain(sdpa, q, k, v, is_causal=True).provider == "fa4"
+
+
+@pytest.mark.parametrize("gpu", [{"sm": 90}, {"target": "h100"}])
+def test_support_speaks_of_the_providers_in_force(gpu):
+    with providers("fa4"):
+        found = support(head_dim=128, is_causal=True, direction="backward", **gpu)
+        assert found.supported
+        assert found.engine in ("", "FlashAttention-4")
+        assert bool(found.engine) is ("target" in gpu)
+        assert "FlashAttention-4: it has no ALiBi" in support(head_dim=128, is_causal=True, alibi=True, **gpu).reasons
+    with providers("fa4", "cudnn"):
+        assert support(head_dim=128, is_causal=True, alibi=True, sm=90).supported
 
 
 def test_unknown_providers_are_named():
