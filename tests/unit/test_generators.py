@@ -331,7 +331,8 @@ def test_every_setting_is_drawn():
     cases = [generators.draw(name, seed) for name in ("sdpa", "rms_norm") for seed in range(400)]
     assert {case.policy for case in cases} == set(POLICIES)
     assert {case.settings.get("fallback") for case in cases} == {None, "torch"}
-    assert {(case.settings.get("providers") or ["fastest"])[0] for case in cases} == {"fastest", "cudnn", "own"}
+    first = {(case.settings.get("providers") or ["default"])[0] for case in cases}
+    assert first == {"default", "fastest", "cudnn", "own", "fa4"}
     assert {str(case.settings.get("cpu_checks", "h200")).partition(",")[0] for case in cases} >= {
         "None",
         "h200",
