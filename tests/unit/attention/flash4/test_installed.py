@@ -8,7 +8,7 @@ import sys
 import flash4_stand_in as stand_in
 import pytest
 
-from cudnn_sdpa.attention.flash4.installed import TESTED, UNTESTED, installed
+from cudnn_sdpa.attention.flash4.installed import COMMAND, TESTED, UNTESTED, installed
 
 
 def test_a_tested_installation_can_be_used(tmp_path):
@@ -66,3 +66,7 @@ def test_a_missing_library_is_named(tmp_path):
 def test_without_it_the_command_that_installs_it_is_named():
     installed.cache_clear()
     assert installed().missing.startswith("flash-attn-4 is not installed; pip install")
+
+
+def test_the_documentation_has_the_command(repository):
+    assert f"```bash\n{COMMAND}\n```" in (repository / "docs" / "providers.md").read_text()
