@@ -140,8 +140,7 @@ class Functions:
         """Compiles a kind into a store; returns whether any function was missing there."""
         if self.are_in(store, kind):
             return False
-        for name, stored in self._compiled(kind).items():
-            store.save(_Identity(kind, name), stored)
+        _save(store, kind, self._compiled(kind))
         return True
 
     @staticmethod
@@ -171,8 +170,7 @@ class Functions:
     def _keep(self, kind: Kind, compiled: Mapping[str, StoredPlan]) -> dict[str, Library]:
         store = default_store.active()
         if store is not None:
-            for name, stored in compiled.items():
-                store.save(_Identity(kind, name), stored)
+            _save(store, kind, compiled)
         return self._load(kind, compiled)
 
     def _load(self, kind: Kind, stored: Mapping[str, StoredPlan]) -> dict[str, Library]:
@@ -217,18 +215,31 @@ class Functions:
             if answer["error"].startswith(("ImportError", "ModuleNotFoundError")):
                 self._broken = f"FlashAttention-4 {installed().version} cannot be imported: {answer['error']}"
             raise self._failing(kind, answer["error"])
-        functions: dict[str, str] = answer["functions"]
-        return {
-            name: StoredPlan(
-                _Identity(kind, name).identity(),
-                engine=ENGINE,
-                knobs=dict.fromkeys(sorted(_cpu()), 1),
-                workspace=0,
-                build_seconds=seconds / len(functions),
-                data=base64.b64decode(function),
-            )
-            for name, function in functions.items()
-        }
+        return _stored_form(kind, {name: base64.b64decode(x) for name, x in answer["functions"].items()}, seconds)
+
+
+def save(store: PlanStore, kind: Kind, functions: Mapping[str, bytes], seconds: float) -> None:
+    """Saves what `compiler.compile_kind` has compiled on this machine."""
+    _save(store, kind, _stored_form(kind, functions, seconds))
+
+
+def _save(store: PlanStore, kind: Kind, compiled: Mapping[str, StoredPlan]) -> None:
+    for name, stored in compiled.items():
+        store.save(_Identity(kind, name), stored)
+
+
+def _stored_form(kind: Kind, functions: Mapping[str, bytes], seconds: float) -> dict[str, StoredPlan]:
+    return {
+        name: StoredPlan(
+            _Identity(kind, name).identity(),
+            engine=ENGINE,
+            knobs=dict.fromkeys(sorted(_cpu()), 1),
+            workspace=0,
+            build_seconds=seconds / len(functions),
+            data=function,
+        )
+        for name, function in functions.items()
+    }
 
 
 #: Extensions of instruction sets that a compiler may use for the processor that it runs on.

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from itertools import product
 
 import generators
 import pytest
 import torch
 from attention_checks import LAYOUTS, TOLERANCE, captured, check, error, poison
+from flash4_cases import CASES, MASKS, RANDOM, SHAPES, WITH_SINKS
 from float64_reference import attend as exact
 
 from cudnn_sdpa import UnsupportedError, explain, plan_cache, providers, sdpa
@@ -27,31 +27,6 @@ pytestmark = [
         reason="FlashAttention-4 is tested on compute capability 9.0",
     ),
 ]
-
-#: (query heads, key heads, queries, keys, head dim, its of values)
-SHAPES = [
-    (8, 2, 300, 300, 128, 128),
-    (2, 2, 257, 130, 64, 64),
-    (4, 2, 90, 333, 256, 256),
-    (3, 3, 90, 333, 128, 128),
-    (3, 3, 200, 200, 192, 128),
-]
-
-#: Options by their names in the tests' reports.
-MASKS = {
-    "none": {},
-    "causal": {"is_causal": True},
-    "causal to the last key": {"is_causal": True, "causal_alignment": "bottom_right"},
-    "no bound to the left": {"window_size": (-1, 0), "causal_alignment": "bottom_right"},
-    "no bound to the right": {"window_size": (40, -1), "causal_alignment": "bottom_right"},
-    "window": {"window_size": (33, 5), "causal_alignment": "bottom_right"},
-    "causal window": {"is_causal": True, "window_size": (70, 0), "causal_alignment": "bottom_right"},
-}
-
-#: (shape, mask) of calls that FlashAttention-4 declines: top-left with more keys than queries.
-DECLINED = {(shape, "causal") for shape in SHAPES if shape[3] > shape[2]}
-
-CASES = [case for case in product(SHAPES, MASKS) if case not in DECLINED]
 
 
 @pytest.fixture(autouse=True)
@@ -104,7 +79,7 @@ def test_rows_without_a_key():
 
 @pytest.mark.parametrize("mask", ["causal", "causal window"])
 def test_sinks(mask):
-    q, k, v = problem((8, 2, 300, 300, 64, 64))
+    q, k, v = problem(WITH_SINKS)
     sinks = torch.randn(8, device="cuda") * 2 + 0.5
     check(q, k, v, sinks=sinks, **MASKS[mask])
 
@@ -132,7 +107,7 @@ def test_gradients(shape, mask):
 @pytest.mark.parametrize(("forward", "backward"), [("fa4", "cudnn"), ("cudnn", "fa4")])
 def test_passes_by_two_providers(forward, backward):
     """The LSE of both is the same: with sinks too, which the backward pass does not read."""
-    tensors = [x.requires_grad_() for x in problem((8, 2, 300, 300, 64, 64))]
+    tensors = [x.requires_grad_() for x in problem(WITH_SINKS)]
     sinks = torch.randn(8, device="cuda").requires_grad_()
     with providers(forward):
         out = sdpa(*tensors, sinks=sinks, is_causal=True)
@@ -230,10 +205,6 @@ def test_explain_says_who_serves():
     found = explain(sdpa, q, k, v, is_causal=True)
     assert (found.provider, found.engine) == ("fa4", "FlashAttention-4")
     assert "fa4" in found.choice
-
-
-#: Operations whose random calls FlashAttention-4 may serve, and how many calls of each are made.
-RANDOM = {"sdpa": 120, "scaled_dot_product_attention": 120}
 
 
 @pytest.mark.timeout(600)

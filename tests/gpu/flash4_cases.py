@@ -1,0 +1,149 @@
+"""Calls that the GPU tests of FlashAttention-4 make, and a program that compiles for them beforehand.
+
+    python tests/gpu/flash4_cases.py FOLDER --workers 8
+
+The functions of all kinds that the tests and `benchmarks providers` need are compiled into a plan store, without a GPU,
+for machines where FlashAttention-4 cannot be imported. `CUDNN_SDPA_TEST_PLANS` names it for tests,
+`CUDNN_SDPA_PLAN_DIR` for benchmarks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+#: (query heads, key heads, queries, keys, head dim, its of values)
+Shape = tuple[int, int, int, int, int, int]
+SHAPES: list[Shape] = [
+    (8, 2, 300, 300, 128, 128),
+    (2, 2, 257, 130, 64, 64),
+    (4, 2, 90, 333, 256, 256),
+    (3, 3, 90, 333, 128, 128),
+    (3, 3, 200, 200, 192, 128),
+]
+
+#: Options by their names in the tests' reports.
+MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "causal": {"is_causal": True},
+    "causal to the last key": {"is_causal": True, "causal_alignment": "bottom_right"},
+    "no bound to the left": {"window_size": (-1, 0), "causal_alignment": "bottom_right"},
+    "no bound to the right": {"window_size": (40, -1), "causal_alignment": "bottom_right"},
+    "window": {"window_size": (33, 5), "causal_alignment": "bottom_right"},
+    "causal window": {"is_causal": True, "window_size": (70, 0), "causal_alignment": "bottom_right"},
+}
+
+#: (shape, mask) of calls that FlashAttention-4 declines: top-left with more keys than queries.
+DECLINED = {(shape, "causal") for shape in SHAPES if shape[3] > shape[2]}
+
+CASES = [case for case in itertools.product(SHAPES, MASKS) if case not in DECLINED]
+
+#: Operations whose random calls FlashAttention-4 may serve, and how many calls of each are made.
+RANDOM = {"sdpa": 120, "scaled_dot_product_attention": 120}
+
+#: Shapes with sinks and with a soft cap.
+WITH_SINKS: Shape = (8, 2, 300, 300, 64, 64)
+CAPPED: list[Shape] = [(8, 2, 300, 300, 128, 128), (4, 2, 300, 300, 256, 256)]
+
+
+def calls() -> Iterator[tuple[Shape, torch.dtype, dict[str, Any]]]:
+    """Shapes, dtypes and options of the tests' and the benchmark's calls."""
+    for shape, mask in CASES:
+        yield shape, torch.bfloat16, MASKS[mask]
+    yield SHAPES[0], torch.float16, MASKS["causal"]
+    for mask in ("causal", "causal window"):
+        yield WITH_SINKS, torch.bfloat16, {"sinks": torch.empty(8, device="meta"), **MASKS[mask]}
+    for shape, mask in itertools.product(CAPPED, ("none", "causal", "window")):
+        yield shape, torch.bfloat16, {"softcap": 20.0, **MASKS[mask]}
+    from benchmarks import providers
+
+    for one in (*providers.FORWARD, *providers.TRAINING, *providers.LENGTHS):
+        heads, heads_kv = one.heads
+        dims = one.dim, one.dim_v or one.dim
+        options: dict[str, Any] = {"is_causal": one.causal, "softcap": one.softcap}
+        options["window_size"] = None if one.left is None else (one.left, 0)
+        options["causal_alignment"] = "top_left" if one.keys is None else "bottom_right"
+        options["sinks"] = torch.empty(heads, device="meta") if one.sinks else None
+        yield (heads, heads_kv, one.lengths[0], one.keys or one.lengths[0], *dims), torch.bfloat16, options
+    small = providers.SMALL
+    yield (small.heads_q, small.heads_kv, *[small.length] * 2, *[small.dim] * 2), torch.bfloat16, MASKS["causal"]
+
+
+def kinds() -> list[tuple[Any, ...]]:
+    """What is to be compiled, for those calls and the random ones, with and without gradients and LSE."""
+    import generators
+
+    import cudnn_sdpa
+    from cudnn_sdpa.attention.flash4 import serving
+    from cudnn_sdpa.engine import explain
+
+    found: dict[tuple[Any, ...], None] = {}
+    make_key = serving._flash4_key
+
+    def noted(*given: Any) -> Any:
+        key = make_key(*given)
+        kind = serving.kind_of(key)
+        found[tuple(kind)] = None
+        if not kind.is_backward:  # random calls run with gradients and without
+            found[tuple(kind._replace(has_lse=not kind.has_lse))] = None
+        return key
+
+    serving._flash4_key, explain._plan = noted, lambda *_: None  # type: ignore[assignment]
+    os.environ[explain.TARGET_VARIABLE] = "h100"
+    with cudnn_sdpa.providers("fa4", "cudnn"):
+        for (heads, heads_kv, sq, skv, dim, dim_v), dtype, options in calls():
+            sizes = (heads, sq, dim), (heads_kv, skv, dim), (heads_kv, skv, dim_v)
+            for trains, return_lse in itertools.product((False, True), repeat=2):
+                made = (torch.empty(2, *x, dtype=dtype, device="meta", requires_grad=trains) for x in sizes)
+                cudnn_sdpa.explain(cudnn_sdpa.sdpa, *made, return_lse=return_lse, **options)
+        for name, count in RANDOM.items():
+            for seed in range(count):
+                described = generators.OPERATIONS[name].explained(generators.draw(name, seed, "cuda"))
+                if described is not None:
+                    function, given, more = described
+                    with contextlib.suppress(cudnn_sdpa.CudnnSdpaError):
+                        cudnn_sdpa.explain(function, *given, **more)
+    return list(found)
+
+
+def compiled(kind: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, bytes], float]:
+    from cudnn_sdpa.attention.flash4 import compiler
+    from cudnn_sdpa.attention.flash4.programs import Kind
+
+    os.environ.update(compiler.ENVIRONMENT)
+    start = time.perf_counter()
+    return kind, compiler.compile_kind(Kind(*kind)), time.perf_counter() - start
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    given = parser.parse_args(arguments)
+    from cudnn_sdpa.attention.flash4.plans import functions, save
+    from cudnn_sdpa.attention.flash4.programs import Kind
+    from cudnn_sdpa.plans.default_store import open_store
+
+    given.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    store = open_store(given.folder, "folder")
+    missing = [kind for kind in kinds() if not functions.are_in(store, Kind(*kind))]
+    print(f"{len(missing)} kinds are missing in {given.folder}")
+    with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
+        for number, (kind, made, seconds) in enumerate(pool.imap_unordered(compiled, missing), start=1):
+            save(store, Kind(*kind), made, seconds)
+            print(f"{number} of {len(missing)}: {seconds:.1f} s, {Kind(*kind)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
+    main(sys.argv[1:])
