@@ -76,9 +76,6 @@ class FakePlan:
         filled = [operand for operand in key.inputs if operand.role is Role.FILL]
         self.constants = {x.name: torch.full(x.layout.shape, x.fill, dtype=x.layout.dtype) for x in filled}
 
-    def native_form(self):
-        return {}
-
     def launch(self, addresses: Sequence[int]) -> None:
         self.launched.append(self.key)
         operands = (*self.key.inputs, *self.key.outputs)

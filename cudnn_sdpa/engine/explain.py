@@ -25,8 +25,8 @@ from cudnn_sdpa.graph.target import Target, live_target, load_properties
 from cudnn_sdpa.offline.planner import OfflinePlan, plan_offline
 from cudnn_sdpa.plans import shape_policy
 from cudnn_sdpa.plans.cache import build_plan, plan_cache
-from cudnn_sdpa.plans.kernel_plan import Program, ProgramOp
 from cudnn_sdpa.plans.plan import Plan
+from cudnn_sdpa.plans.program_plan import Program, ProgramOp
 from cudnn_sdpa.plans.providers import CUDNN
 
 #: The environment variable that names the GPU of calls without one.
@@ -362,7 +362,7 @@ def _plan(
     result: Explanation, key: PlanKey, operation: GraphDefinition, properties: backend.DeviceProperties | None
 ) -> None:
     """Describes the plan of a key: on this machine's GPU, of others' kernels than cuDNN's elsewhere, or a helper's."""
-    if key.operation != operation.name:  # another provider's
+    if key.provider != operation.provider:
         operation = find_operation(key.operation)
     plan: Plan | OfflinePlan | Program
     if properties is None:

@@ -27,9 +27,9 @@ from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.offline.planner import Helper, OfflinePlan, plan_offline
 from cudnn_sdpa.plans.cache import build_plan, load_plan, plan_cache, plan_of
 from cudnn_sdpa.plans.default_store import active, open_store
-from cudnn_sdpa.plans.kernel_plan import ProgramOp
 from cudnn_sdpa.plans.manifest import PlanManifest
 from cudnn_sdpa.plans.plan import Plan
+from cudnn_sdpa.plans.program_plan import ProgramOp
 from cudnn_sdpa.plans.store import BadPlanFileError, PlanStore
 
 #: A plan made in this process, for instance one that is loaded on its GPU.

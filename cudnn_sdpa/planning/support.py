@@ -29,7 +29,7 @@ from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline.planner import plan_offline
-from cudnn_sdpa.plans.kernel_plan import ProgramOp
+from cudnn_sdpa.plans.program_plan import ProgramOp
 
 #: The functions of each operation, a separate backward function last.
 OPERATIONS: dict[str, tuple[Callable[..., object], ...]] = {

@@ -20,15 +20,15 @@ import torch
 from cudnn_sdpa.errors import ExecutionError, OptionError, PlanBuildError
 from cudnn_sdpa.graph import backend, handles
 from cudnn_sdpa.graph.backend import Handle
-from cudnn_sdpa.graph.definition import GraphDefinition
+from cudnn_sdpa.graph.definition import GraphDefinition, find_operation
 from cudnn_sdpa.graph.diagnostics import shortened
 from cudnn_sdpa.graph.heuristics import build_others
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.plans import autotune, default_store
 from cudnn_sdpa.plans.autotune import AutotuneCandidate, UntunedPlan
 from cudnn_sdpa.plans.device_memory import constants_of, relaxed_capture
-from cudnn_sdpa.plans.kernel_plan import ProgramOp
 from cudnn_sdpa.plans.plan import Plan, captured_plans, stored_form
+from cudnn_sdpa.plans.program_plan import ProgramOp
 from cudnn_sdpa.plans.store import BadPlanFileError, PlanStore, StoredPlan
 
 _log = logging.getLogger("cudnn_sdpa")
@@ -475,7 +475,12 @@ def _loaded(handle: Handle, key: PlanKey, stored: StoredPlan) -> backend.BuiltGr
 
 
 def build_plan(operation: GraphDefinition, key: PlanKey) -> Plan:
-    """Plans and compiles `key` on its GPU, and saves the plan in the plan store, if there is one."""
+    """Plans and compiles `key` on its GPU, and saves the plan in the plan store, if there is one.
+
+    The key of another provider's plan names its own operation.
+    """
+    if key.provider != operation.provider:
+        operation = find_operation(key.operation)
     if isinstance(operation, ProgramOp):
         _refuse_while_capturing(key)
         return operation.plan(key)

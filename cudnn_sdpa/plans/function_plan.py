@@ -22,7 +22,8 @@ import torch
 from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.plans.device_memory import relaxed_capture
-from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream
+from cudnn_sdpa.plans.plan import allocate, current_raw_stream
+from cudnn_sdpa.plans.program_plan import ProgramPlan
 
 # Of `tvm/ffi/c_api.h`: the kinds of a `TVMFFIAny`, and words of structures.
 _NONE, _INT, _FLOAT, _TENSOR, _ARRAY = 0, 1, 3, 7, 71
@@ -210,8 +211,8 @@ class Block:
         return word
 
 
-class FunctionPlan(Plan):
-    """A plan of functions. It has no slots, so that it can be watched as it is freed.
+class FunctionPlan(ProgramPlan):
+    """A plan of functions.
 
     CUDA graphs need no such plan: nothing unloads its functions, and graphs have copies of their kernels' arguments.
     """
@@ -219,14 +220,8 @@ class FunctionPlan(Plan):
     def __init__(
         self, key: PlanKey, program: FunctionProgram, libraries: Mapping[str, Library], interface: Interface
     ) -> None:
-        if key.device is None:
-            raise ValueError("launching a plan needs a device")
-        self.key, self.device = key, key.device
-        self.engine, self.knobs, self.workspace = program.engine, dict(program.knobs), program.workspace
-        self.constants = {}
-        self.build_seconds, self.last_used, self.added_at = 0.0, 0, 0
-        self.loaded = self.captured = self.held = self.tuned = False
-        self.block = Block(program, (*key.inputs, *key.outputs), key.device)
+        super().__init__(key, program)
+        self.block = Block(program, (*key.inputs, *key.outputs), self.device)
         self.zeroed, self.interface = program.zeroed, interface
         self.libraries = [libraries[call.function] for call in program.calls]
 

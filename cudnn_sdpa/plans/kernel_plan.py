@@ -9,39 +9,24 @@ import ctypes
 import functools
 import hashlib
 import math
-import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
 from cudnn_sdpa._version import __version__
-from cudnn_sdpa.graph.backend import BuiltGraph, GraphBuilder
-from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.nvrtc import Kernel
 from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream, side_by_side
+from cudnn_sdpa.plans.program_plan import ProgramOp, ProgramPlan
 from cudnn_sdpa.plans.store import PlanStore
 
 #: The engine's name in `explain`.
 ENGINE = "own kernels"
-
-
-class Program(Protocol):
-    """What a plan launches, as `explain` shows it."""
-
-    @property
-    def engine(self) -> str: ...
-
-    @property
-    def knobs(self) -> Mapping[str, int]: ...
-
-    @property
-    def workspace(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -84,39 +69,6 @@ class KernelProgram:
         return side_by_side(4 * math.prod(shape) for shape in self.scratch.values())
 
 
-class ProgramOp(GraphDefinition):
-    """An operation whose plans are programs of kernels that are not cuDNN's.
-
-    `program` makes the program of a key, and depends on nothing else.
-    """
-
-    def __init__(self, program: Callable[[PlanKey], Program]) -> None:
-        self.__doc__ = program.__doc__
-        self.program = program
-        self.channels_last = False
-        self.name = f"{program.__module__}:{program.__qualname__}"
-
-    def compile(self, key: PlanKey, g: GraphBuilder) -> BuiltGraph:
-        raise AssertionError("cuDNN compiles no kernels of others")
-
-    def plan(self, key: PlanKey) -> Plan:
-        """The plan of a key, compiled if need be."""
-        start = time.perf_counter()
-        plan = self.made(key)
-        plan.build_seconds = time.perf_counter() - start
-        return plan
-
-    def made(self, key: PlanKey) -> Plan:
-        raise NotImplementedError
-
-    def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
-        """Compiles what a key needs into a store, without its GPU; returns whether any of it was missing there."""
-        raise NotImplementedError
-
-    def is_in(self, store: PlanStore, key: PlanKey) -> bool:
-        raise NotImplementedError
-
-
 class KernelOp(ProgramOp):
     """An operation that the library's own kernels compute. The sources in `folder` are part of its digest."""
 
@@ -146,7 +98,7 @@ class KernelOp(ProgramOp):
         return all(store.has(call.kernel.identity(key.target.sm)) for call in self.program(key).calls)
 
 
-class KernelPlan(Plan):
+class KernelPlan(ProgramPlan):
     """A plan of own kernels. It has no slots, so that it can be watched as it is freed.
 
     CUDA graphs need no such plan: nothing unloads its kernels, and graphs have copies of their arguments.
@@ -160,15 +112,9 @@ class KernelPlan(Plan):
     """
 
     def __init__(self, key: PlanKey, program: KernelProgram) -> None:
-        if key.device is None:
-            raise ValueError("launching a plan needs a device")
-        self.key, self.device = key, key.device
-        self.engine, self.knobs, self.workspace = program.engine, dict(program.knobs), program.workspace
-        self.constants = {}
-        self.build_seconds, self.last_used, self.added_at = 0.0, 0, 0
-        self.loaded = self.captured = self.held = self.tuned = False
-        with torch.cuda.device(key.device), relaxed_capture():
-            self.kernels = [(x.kernel.on(key.device), x.blocks, x.threads) for x in program.calls]
+        super().__init__(key, program)
+        with torch.cuda.device(self.device), relaxed_capture():
+            self.kernels = [(x.kernel.on(self.device), x.blocks, x.threads) for x in program.calls]
         self.fields = array("q", program.fields)
         self.places = [(program.slots[x.name], _bytes_in_host_memory(x)) for x in (*key.inputs, *key.outputs)]
         self.scratch_places = program.scratch_places

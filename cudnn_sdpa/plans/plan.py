@@ -144,10 +144,6 @@ class Plan:
         slot.taken[0] = 1
         return slot
 
-    def native_form(self) -> dict[str, object]:
-        """What the native module needs of a plan of another class that it launches; empty if Python launches it."""
-        return {}
-
     def refuse(self, error: RuntimeError) -> NoReturn:
         raise backend.execution_error(error, str(self.key)) from error
 

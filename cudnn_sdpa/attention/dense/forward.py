@@ -33,7 +33,6 @@ from cudnn_sdpa.engine.operation import OPERATIONS
 from cudnn_sdpa.engine.tensor_checks import multiplied
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph import known_issues
-from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, live_target
@@ -151,8 +150,7 @@ def prepare(call: ForwardArguments) -> Prepared:
         )
         prepared = None if is_exact else _with_bucket(forward, key, policy, scale)
         if prepared is None:
-            operation = graphs.sdpa_forward if key.provider is None else find_operation(key.operation)
-            plan = plan_cache.get(key, partial(build_plan, operation))
+            plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_forward))
             prepared = Prepared(bind_forward(forward, plan, call, scale), plan)
     if factor is None:
         return prepared

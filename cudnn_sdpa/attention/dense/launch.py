@@ -29,7 +29,6 @@ from cudnn_sdpa.engine.launch import (
 )
 from cudnn_sdpa.engine.operation.call import BackwardCall
 from cudnn_sdpa.engine.tensor_checks import multiplied
-from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, contiguous_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.cache import build_plan, plan_cache
@@ -171,8 +170,7 @@ def prepare_gradients(of: GradientCall) -> Prepared:
     key = key_of(backward, live_target(device), device)
     if key.provider is not None:
         key = ready(key, backward.key)
-    operation = graphs.sdpa_backward if key.provider is None else find_operation(key.operation)
-    plan = plan_cache.get(key, partial(build_plan, operation))
+    plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_backward))
     spec = backward.dense
     layouts = [*map(dense_like, (spec.q, spec.k, spec.v)), *([backward.grad_bias] if backward.bias_gradient else [])]
     results: list[Layout] = [(x.shape, x.stride, x.dtype) for x in layouts]

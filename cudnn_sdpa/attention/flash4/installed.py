@@ -33,7 +33,7 @@ _PACKAGE = "flash_attn/cute/"
 
 
 class Installed(NamedTuple):
-    """What is installed.
+    """An installation of FlashAttention-4.
 
     Attributes:
         identity: The versions and a digest of the files, which are part of the keys of plans.
@@ -52,7 +52,7 @@ class Installed(NamedTuple):
 
 @functools.cache
 def installed() -> Installed:
-    """What is installed, found once a process."""
+    """The installation of this process, examined once."""
     try:
         found = {name: importlib.metadata.version(name) for name in TESTED}
         digest = _digest_of_files()

@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 
 from cudnn_sdpa._version import __version__
-from cudnn_sdpa.attention.flash4.installed import COMMAND, installed, interface
+from cudnn_sdpa.attention.flash4.installed import installed, interface
 from cudnn_sdpa.attention.flash4.programs import CAUSAL, ENGINE, Kind, Window, program_of
 from cudnn_sdpa.errors import LibraryError
 from cudnn_sdpa.graph import known_issues
@@ -37,8 +37,8 @@ from cudnn_sdpa.plans import default_store
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.function_plan import FunctionPlan, FunctionProgram, Library
-from cudnn_sdpa.plans.kernel_plan import ProgramOp
 from cudnn_sdpa.plans.plan import Plan
+from cudnn_sdpa.plans.program_plan import ProgramOp
 from cudnn_sdpa.plans.store import PlanStore, StoredPlan
 from cudnn_sdpa.settings import renewed_in_children
 
@@ -62,7 +62,7 @@ main()
 
 @dataclass(frozen=True)
 class _Identity:
-    """What a stored function depends on."""
+    """The identity of a stored function."""
 
     kind: Kind
     function: str
@@ -250,7 +250,7 @@ _EXTENSIONS = re.compile(
 
 @functools.cache
 def _cpu() -> frozenset[str]:
-    """What host code that was compiled here may need of a processor: its extensions, as the system names them."""
+    """The processor's extensions, which host code that was compiled here may need, as the system names them."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             name, _, found = line.partition(":")
@@ -320,6 +320,3 @@ def reasons_against(layouts: Mapping[str, TensorLayout], window: Window, target:
     if not reasons and (failure := functions.failure(Kind.of(layouts, window))):
         reasons.append(failure)
     return reasons
-
-
-__all__ = ["COMMAND", "flash4_backward", "flash4_forward", "functions", "kind_of", "reasons_against"]

@@ -27,8 +27,8 @@ _FILE = Path(__file__).with_name("preferences.json")
 FULL, CAUSAL, WINDOW = "full", "causal", "window"
 
 
-class Call(NamedTuple):
-    """What a row is about: a call without data and numbers."""
+class Configuration(NamedTuple):
+    """The configuration of the calls that a row is for: neither data nor lengths."""
 
     sm: int
     is_backward: bool
@@ -40,9 +40,9 @@ class Call(NamedTuple):
 
 
 class Preference(NamedTuple):
-    """A row: times in microseconds, and the call of the benchmark that took them."""
+    """A row: times in microseconds, and the benchmark's call that took them."""
 
-    call: Call
+    configuration: Configuration
     queries: int
     keys: int
     tokens: int
@@ -59,21 +59,21 @@ class Preference(NamedTuple):
 
 
 @functools.cache
-def preferences() -> dict[Call, list[Preference]]:
-    """All rows, by what they are about."""
+def preferences() -> dict[Configuration, list[Preference]]:
+    """All rows, by configuration."""
     rows: list[dict[str, Any]] = json.loads(_FILE.read_text())["rows"]
-    found: dict[Call, list[Preference]] = {}
+    found: dict[Configuration, list[Preference]] = {}
     for row in rows:
-        of_call = {name: row.pop(name) for name in Call._fields}
-        call = Call(**{**of_call, "dims": tuple(of_call["dims"])})
-        found.setdefault(call, []).append(Preference(call, **row))
+        fields = {name: row.pop(name) for name in Configuration._fields}
+        configuration = Configuration(**{**fields, "dims": tuple(fields["dims"])})
+        found.setdefault(configuration, []).append(Preference(configuration, **row))
     return found
 
 
 def preference_of(spec: ForwardSpec | BackwardSpec, target: Target) -> Preference | None:
     """The row of a call: of those within range the one whose lengths are nearest; None if there is none."""
     dense = spec.dense
-    rows = preferences().get(_call_of(spec, target), [])
+    rows = preferences().get(_configuration_of(spec, target), [])
     tokens = dense.q.shape[0] * dense.rows
     near = [
         row
@@ -85,10 +85,10 @@ def preference_of(spec: ForwardSpec | BackwardSpec, target: Target) -> Preferenc
     return min(near, key=lambda row: abs(row.tokens - tokens), default=None)
 
 
-def _call_of(spec: ForwardSpec | BackwardSpec, target: Target) -> Call:
+def _configuration_of(spec: ForwardSpec | BackwardSpec, target: Target) -> Configuration:
     dense = spec.dense
     left, right, _ = dense.mask.band or (None, None, False)
-    return Call(
+    return Configuration(
         sm=target.sm,
         is_backward=isinstance(spec, BackwardSpec),
         dims=(dense.q.shape[3], dense.v.shape[3]),

@@ -1,4 +1,4 @@
-"""What FlashAttention-4's functions are called with, by kind of call and layouts, on GPUs of compute capability 9.0.
+"""The arguments of FlashAttention-4's functions, by kind of call and layouts, on GPUs of compute capability 9.0.
 
 Functions and their arguments are those of `flash_attn/cute/interface.py` in the version that `installed.TESTED` names.
 `compiler.py` compares each kind with what that file itself passes on.
@@ -27,7 +27,7 @@ SCALE = NumberArgument("scale")
 
 
 class Kind(NamedTuple):
-    """What a function is compiled for: neither lengths nor batch nor the number of heads.
+    """The calls that a compiled function serves, whatever their lengths, batch and number of heads.
 
     Attributes:
         dtype: The name of the dtype.
@@ -151,7 +151,7 @@ def _backward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionPr
 
 
 def _more(layouts: Mapping[str, TensorLayout]) -> Argument:
-    """What functions of scores read: no tensors, and the numbers of a soft cap."""
+    """The arguments of functions of scores: no tensors, and the soft cap."""
     return None, (NumberArgument("softcap"),) if "softcap" in layouts else None
 
 

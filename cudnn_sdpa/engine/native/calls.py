@@ -27,6 +27,7 @@ from cudnn_sdpa.plans.cache import plan_cache, uses
 from cudnn_sdpa.plans.kernel_plan import KernelPlan
 from cudnn_sdpa.plans.nvrtc import LoadedKernel
 from cudnn_sdpa.plans.plan import Plan
+from cudnn_sdpa.plans.program_plan import ProgramPlan
 
 _log = logging.getLogger("cudnn_sdpa")
 
@@ -313,7 +314,7 @@ def _data_of(bound: BoundPlan) -> dict[str, object]:
             "scratch_places": plan.scratch_places,
             "workspace": ([plan.workspace // 4], [1], torch.float32),
         }
-    else:
+    elif isinstance(plan, ProgramPlan):
         data |= plan.native_form()
     return data
 

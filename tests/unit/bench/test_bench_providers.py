@@ -70,13 +70,17 @@ def test_rows_of_measurements_are_made_of_it(tmp_path, monkeypatch, repository):
         found = [row for rows in preferences.preferences().values() for row in rows]
     finally:
         preferences.preferences.cache_clear()
-    assert [row.of for row in found if row.call.is_backward] == ["plain", "capped"]
-    (plain, narrow, capped) = (row for row in found if not row.call.is_backward)
+    assert [row.of for row in found if row.configuration.is_backward] == ["plain", "capped"]
+    (plain, narrow, capped) = (row for row in found if not row.configuration.is_backward)
     assert plain == preferences.Preference(
-        preferences.Call(90, False, (16, 16), "causal", False, False, True), 40, 40, 80, 3.1, 7.2, "plain"
+        preferences.Configuration(90, False, (16, 16), "causal", False, False, True), 40, 40, 80, 3.1, 7.2, "plain"
     )
-    assert (narrow.call.mask, narrow.call.has_sinks) == ("window", True)
-    assert (capped.call.mask, capped.call.is_capped, capped.call.is_grouped) == ("full", True, False)
+    assert (narrow.configuration.mask, narrow.configuration.has_sinks) == ("window", True)
+    assert (capped.configuration.mask, capped.configuration.is_capped, capped.configuration.is_grouped) == (
+        "full",
+        True,
+        False,
+    )
 
 
 def test_calls_whose_kernels_are_short_show_the_host(monkeypatch, times_by_place):

@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.dense.sdpa import call_of
 from cudnn_sdpa.attention.dense.specs import ForwardSpec, key_of
 from cudnn_sdpa.attention.flash4 import preferences
 from cudnn_sdpa.attention.flash4.plans import functions, kind_of, names_of
-from cudnn_sdpa.attention.flash4.preferences import CAUSAL, Call, Preference
+from cudnn_sdpa.attention.flash4.preferences import CAUSAL, Configuration, Preference
 from cudnn_sdpa.attention.flash4.programs import Kind, program
 from cudnn_sdpa.engine.explain import TARGET_VARIABLE
 from cudnn_sdpa.graph.layouts import TensorLayout
@@ -162,7 +162,7 @@ def test_gradients_of_grouped_heads_need_one_head_dim():
 
 def test_by_default_it_serves_nothing(monkeypatch):
     """`explain` says where it would be faster."""
-    call = Call(90, False, (128, 128), CAUSAL, False, False, True)
+    call = Configuration(90, False, (128, 128), CAUSAL, False, False, True)
     row = Preference(call, 300, 300, 600, 80.0, 100.0, "2 × 300")
     monkeypatch.setattr(preferences, "preferences", lambda: {call: [row]})
     with providers("default"):
@@ -174,7 +174,7 @@ def test_by_default_it_serves_nothing(monkeypatch):
 
 
 def test_the_fastest_is_what_was_measured(monkeypatch):
-    call = Call(90, False, (128, 128), CAUSAL, False, False, True)
+    call = Configuration(90, False, (128, 128), CAUSAL, False, False, True)
     rows = [
         Preference(call, 4096, 4096, 16384, 80.0, 100.0, "4 × 4,096"),
         Preference(call, 512, 512, 4096, 110.0, 100.0, "32 × 512"),
