@@ -13,7 +13,7 @@ import generators
 import pytest
 import torch
 from attention_checks import LAYOUTS, TOLERANCE, captured, check, error, poison
-from flash4_cases import CASES, MASKS, RANDOM, SHAPES, WITH_SINKS
+from flash4_cases import CAPPED, CASES, MASKS, RANDOM, SHAPES, WITH_SINKS
 from float64_reference import attend as exact
 
 from cudnn_sdpa import UnsupportedError, explain, plan_cache, providers, sdpa
@@ -82,6 +82,35 @@ def test_sinks(mask):
     q, k, v = problem(WITH_SINKS)
     sinks = torch.randn(8, device="cuda") * 2 + 0.5
     check(q, k, v, sinks=sinks, **MASKS[mask])
+
+
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
+def test_a_soft_cap_is_data(mask):
+    """Calls that differ in the cap alone share a plan, which reads it: it is not compiled in."""
+    q, k, v = problem(CAPPED[0])
+    for softcap in (20.0, 3.0, 50.0):
+        check(q, k, v, softcap=softcap, scale=0.9, **MASKS[mask])
+    assert [plan.key.provider for plan in plan_cache.plans()] == ["fa4", "fa4"]  # with LSE and without
+
+
+def test_known_calls_read_their_own_soft_cap():
+    q, k, v = problem(CAPPED[0])
+    for softcap in (20.0, 3.0, 50.0, 3.0, 20.0):
+        out = sdpa(q, k, v, softcap=softcap, scale=0.9, is_causal=True)
+        assert error(out, exact(q, k, v, softcap=softcap, scale=0.9, is_causal=True)[0]) < TOLERANCE[q.dtype]
+
+
+def test_gradients_of_a_soft_cap():
+    tensors = [x.requires_grad_() for x in problem(CAPPED[1])]
+    for softcap in (20.0, 4.0):
+        options = {"softcap": softcap, "scale": 0.5, "is_causal": True}
+        out = sdpa(*tensors, **options)
+        grad_out = torch.randn_like(out)
+        found = torch.autograd.grad(out, tensors, grad_out)
+        doubles = [x.detach().double().requires_grad_() for x in tensors]
+        wanted = torch.autograd.grad(exact(*doubles, **options)[0], doubles, grad_out.double())
+        for one, other in zip(found, wanted, strict=True):
+            assert error(one, other) < 1e-2
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import torch
 from float64_reference import seen_keys
 
 from cudnn_sdpa import OptionError, UnsupportedError, explain, providers, sdpa, support
+from cudnn_sdpa.attention.arguments import GradientCall, Needs, output_layout, outputs_without_data
 from cudnn_sdpa.attention.dense.sdpa import call_of
-from cudnn_sdpa.attention.dense.specs import ForwardSpec, key_of
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec, key_of
 from cudnn_sdpa.attention.flash4 import preferences
 from cudnn_sdpa.attention.flash4.plans import functions, kind_of, names_of
 from cudnn_sdpa.attention.flash4.preferences import CAUSAL, Configuration, Preference
@@ -21,7 +22,7 @@ from cudnn_sdpa.attention.flash4.programs import Kind, program
 from cudnn_sdpa.engine.explain import TARGET_VARIABLE
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, load_properties
-from cudnn_sdpa.plans.function_plan import TensorArgument
+from cudnn_sdpa.plans.function_plan import NumberArgument, TensorArgument
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +103,23 @@ def test_lengths_batches_and_heads_are_in_no_kind():
         with providers("fa4"):
             kinds.add(kind_of(key_of(ForwardSpec.of(called(q, k, k, is_causal=True)), target(), None)))
     assert len(kinds) == 1
+
+
+def test_a_soft_cap_is_data_of_both_passes():
+    """Its value is in no key: a launch reads it from host memory, as it reads the scale."""
+    keys = set()
+    for softcap in (20.0, 3.5):
+        call = called(*tensors(), softcap=softcap, is_causal=True)
+        of = GradientCall(**outputs_without_data(output_layout(call)), call=call, needs=(True,) * len(Needs._fields))
+        with providers("fa4"):
+            keys |= {key_of(spec, target(), None) for spec in (ForwardSpec.of(call), BackwardSpec.of(of))}
+    assert len(keys) == 2
+    for key in keys:
+        assert kind_of(key).is_capped
+        layouts = {operand.name: operand.layout for operand in (*key.inputs, *key.outputs)}
+        found = [call for call in program(layouts, (None, 0)).calls if call.function in ("forward", "main")]
+        (tuples,) = ([x for x in call.arguments if isinstance(x, tuple)] for call in found)
+        assert tuples == [(None, (NumberArgument("softcap"),))]
 
 
 @pytest.mark.parametrize(
