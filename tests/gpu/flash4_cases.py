@@ -116,13 +116,16 @@ def kinds() -> list[tuple[Any, ...]]:
     return list(found)
 
 
-def compiled(kind: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, bytes], float]:
+def compiled(kind: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, bytes], str, float]:
     from cudnn_sdpa.attention.flash4 import compiler
     from cudnn_sdpa.attention.flash4.programs import Kind
 
     os.environ.update(compiler.ENVIRONMENT)
     start = time.perf_counter()
-    return kind, compiler.compile_kind(Kind(*kind)), time.perf_counter() - start
+    try:
+        return kind, compiler.compile_kind(Kind(*kind)), "", time.perf_counter() - start
+    except Exception as error:  # as text: the compiler's own exceptions cannot be sent to another process
+        return kind, {}, f"{type(error).__name__}: {error}", time.perf_counter() - start
 
 
 def main(arguments: list[str]) -> None:
@@ -139,9 +142,14 @@ def main(arguments: list[str]) -> None:
     missing = [kind for kind in kinds() if not functions.are_in(store, Kind(*kind))]
     print(f"{len(missing)} kinds are missing in {given.folder}")
     with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
-        for number, (kind, made, seconds) in enumerate(pool.imap_unordered(compiled, missing), start=1):
-            save(store, Kind(*kind), made, seconds)
-            print(f"{number} of {len(missing)}: {seconds:.1f} s, {Kind(*kind)}", flush=True)
+        failed = 0
+        for number, (kind, made, fault, seconds) in enumerate(pool.imap_unordered(compiled, missing), start=1):
+            if made:
+                save(store, Kind(*kind), made, seconds)
+            failed += not made
+            print(f"{number} of {len(missing)}: {seconds:.1f} s, {Kind(*kind)} {fault}", flush=True)
+    if failed:
+        sys.exit(f"{failed} kinds could not be compiled")
 
 
 if __name__ == "__main__":

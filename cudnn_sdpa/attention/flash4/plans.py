@@ -52,6 +52,10 @@ DTYPES = (torch.float16, torch.bfloat16)
 #: Head dims are multiples of this, up to `MAX_DIM`.
 UNIT, MAX_DIM = 8, 256
 
+#: The head dims of q and v, of those that differ, with which the tests passed on a GPU. With 48 and 80 the gradient of
+#: q was wrong (seen with 4.0.0b36); with 64 and 32 no gradient compiles.
+LATENT = (192, 128)
+
 _PROGRAM = """
 import os
 from cudnn_sdpa.attention.flash4.compiler import ENVIRONMENT, main
@@ -242,9 +246,11 @@ def _stored_form(kind: Kind, functions: Mapping[str, bytes], seconds: float) -> 
     }
 
 
-#: Extensions of instruction sets that a compiler may use for the processor that it runs on.
+#: Extensions of instruction sets that the compiler uses for the processor that it runs on, as the system names them.
+#: AMD's SSE4A is left out: no function of the tests' kinds has such an instruction, and Intel's processors have none.
 _EXTENSIONS = re.compile(
-    r"(sse|ssse|avx|amx|bmi|fma|f16c|movbe|popcnt|abm|adx|asimd|sve|sme|fp|atomics|lrcpc|crc32)\w*"
+    r"ssse3|sse4_[12]|avx\w*|amx\w*|bmi[12]|fma|f16c|movbe|popcnt|abm|adx|"
+    r"asimd\w*|sve\w*|sme\d*|fp|fphp|atomics|lrcpc|crc32"
 )
 
 
@@ -305,6 +311,9 @@ def reasons_against(layouts: Mapping[str, TensorLayout], window: Window, target:
     dims = q.shape[3], v.shape[3]
     if q.dtype not in DTYPES:
         reasons.append(f"its dtypes are float16 and bfloat16, and q has {str(q.dtype).removeprefix('torch.')}")
+    if dims[0] != dims[1] and dims != LATENT:
+        pairs = f"its head dims of q and v are one, or {LATENT[0]} and {LATENT[1]}"
+        reasons.append(f"{pairs}: with {dims[0]} and {dims[1]} its gradients may be wrong")
     if any(dim % UNIT or dim > MAX_DIM for dim in dims):
         reasons.append(f"its head dims are multiples of {UNIT} up to {MAX_DIM}, and not {dims[0]} and {dims[1]}")
     if "grad_q" not in layouts and window != CAUSAL and max(q.shape[:2]) > known_issues.MAX_GRID:

@@ -222,6 +222,12 @@ def test_what_it_lacks_is_refused_or_cudnns(options, reason):
         assert reason in explain(sdpa, q, k, v, **options).choice
 
 
+def test_head_dims_with_which_its_gradients_are_wrong_are_declined():
+    q, k, v = problem((2, 2, 256, 256, 48, 80))
+    with pytest.raises(UnsupportedError, match="192 and 128"):
+        sdpa(q, k, v, is_causal=True)
+
+
 def test_expanded_keys_are_not_copied():
     q, k, v = problem(SHAPES[0])
     expanded = k[:, :1].expand(-1, 2, -1, -1)
