@@ -124,7 +124,7 @@ def compiled(kind: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, bytes], 
     start = time.perf_counter()
     try:
         return kind, compiler.compile_kind(Kind(*kind)), "", time.perf_counter() - start
-    except Exception as error:  # as text: the compiler's own exceptions cannot be sent to another process
+    except Exception as error:  # noqa: BLE001 - as text: the compiler's own exceptions cannot be sent to another process
         return kind, {}, f"{type(error).__name__}: {error}", time.perf_counter() - start
 
 
