@@ -1,4 +1,4 @@
-"""`benchmarks providers`: the same calls of `sdpa` served by cuDNN and by FlashAttention-4.
+"""`benchmarks providers`: the same calls served by cuDNN, by FlashAttention-4, and by what "fastest" chooses.
 
 Device times are interleaved, after each provider's results were compared with float64. The kernels of FlashAttention-4
 are compiled at the first call of their kind, or read from the plan store.
@@ -6,7 +6,7 @@ are compiled at the first call of their kind, or read from the plan store.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -22,9 +22,9 @@ from benchmarks.tools.timing import host_times
 from benchmarks.tools.ways import wait_for_native_calls
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.plans.cache import plan_cache
-from cudnn_sdpa.plans.providers import CUDNN, FLASH4, Provider, providers
+from cudnn_sdpa.plans.providers import CUDNN, FASTEST, FLASH4, Provider, providers
 
-PROVIDERS: tuple[Provider, ...] = (CUDNN, FLASH4)
+PROVIDERS: tuple[Provider, ...] = (CUDNN, FLASH4, FASTEST)
 
 #: Calls of each length have this many tokens in all.
 TOKENS = 16384
@@ -43,8 +43,7 @@ LENGTHS = tuple(
     for length in (512, 1024, 2048, 4096, 8192, 16384)
 )
 
-FORWARD = tuple(each for each in peers.FORWARD if not each.packed)
-TRAINING = tuple(each for each in peers.TRAINING if not each.packed)
+FORWARD, TRAINING = peers.FORWARD, peers.TRAINING
 
 #: Where the host's time shows: a call whose kernel is short.
 SMALL = Shape(batch=1, heads_q=8, heads_kv=2, length=128, dim=128, causal=True)
@@ -94,8 +93,7 @@ def host() -> list[Row]:
                     found = host_times({"": call}, per_round=200, rounds=5)[""]
                     best[name][provider] = min(best[name][provider], found)
     return [
-        {"call": name, **{f"{x} µs": times[x] for x in PROVIDERS}, f"{FLASH4} / {CUDNN}": times[FLASH4] / times[CUDNN]}
-        for name, times in best.items()
+        {"call": name, **{f"{x} µs": times[x] for x in PROVIDERS}, **_ratios(times)} for name, times in best.items()
     ]
 
 
@@ -139,9 +137,17 @@ def _row_of(asked: Configuration, timed: Timed) -> Row:
     times = timed.measure()
     row: Row = {"call": asked.name}
     row |= {f"{name} µs": times.get(name, NOTHING) for name in PROVIDERS}
-    row[f"{FLASH4} / {CUDNN}"] = ratio(times, FLASH4, CUDNN)
+    row |= _ratios(times)
     row["why not"] = timed.why_not
     return row
+
+
+def _ratios(times: Mapping[str, float]) -> Row:
+    best = min((times[name] for name in (CUDNN, FLASH4) if name in times), default=float("nan"))
+    return {
+        f"{FLASH4} / {CUDNN}": ratio(times, FLASH4, CUDNN),
+        f"{FASTEST} / best": times[FASTEST] / best if FASTEST in times else NOTHING,
+    }
 
 
 def by(provider: Provider, call: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:

@@ -15,6 +15,8 @@ from pages import ROOT
 from benchmarks import providers
 from benchmarks.peers import Configuration
 from cudnn_sdpa.attention.flash4.preferences import CAUSAL, FULL, WINDOW
+from cudnn_sdpa.attention.varlen.specs import sequence_bucket
+from cudnn_sdpa.plans.providers import CUDNN, FLASH4
 
 TARGET = ROOT / "cudnn_sdpa" / "attention" / "flash4" / "preferences.json"
 
@@ -32,12 +34,13 @@ def rows(measured: dict[str, Any], sm: int) -> list[dict[str, Any]]:
     for part, (is_backward, configurations) in PARTS.items():
         calls = {each.name: each for each in configurations}
         for row in measured.get(part, []):
-            if all(isinstance(row[f"{name} µs"], float) for name in providers.PROVIDERS):
+            if all(isinstance(row[f"{name} µs"], float) for name in (CUDNN, FLASH4)):
                 found[is_backward, row["call"]] = _row(calls[row["call"]], row, is_backward=is_backward, sm=sm)
     return list(found.values())
 
 
 def _row(call: Configuration, row: dict[str, Any], *, is_backward: bool, sm: int) -> dict[str, Any]:
+    mean = sum(call.lengths) / sequence_bucket(len(call.lengths))  # of packed sequences, as a key has them
     return {
         "sm": sm,
         "is_backward": is_backward,
@@ -46,8 +49,9 @@ def _row(call: Configuration, row: dict[str, Any], *, is_backward: bool, sm: int
         "is_capped": call.softcap is not None,
         "has_sinks": call.sinks and not is_backward,
         "is_grouped": call.heads[0] > call.heads[1],
-        "queries": call.lengths[0],
-        "keys": call.keys or call.lengths[0],
+        "is_packed": call.packed,
+        "queries": round(mean) if call.packed else call.lengths[0],
+        "keys": round(mean) if call.packed else call.keys or call.lengths[0],
         "tokens": sum(call.lengths),
         "fa4_us": round(row["fa4 µs"], 1),
         "cudnn_us": round(row["cudnn µs"], 1),

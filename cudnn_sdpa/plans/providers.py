@@ -69,6 +69,12 @@ def _checked(names: tuple[str, ...], argument: str) -> tuple[str, ...]:
     return names
 
 
+def may_be_others() -> bool:
+    """Whether a provider is in force that serves calls of attention by kernels that are neither cuDNN's nor own."""
+    names = Setting.names or active()
+    return FLASH4 in names or FASTEST in names
+
+
 def others() -> Any:
     """The module of what providers besides cuDNN serve of dense calls, which is imported where one of them is named."""
     return importlib.import_module("cudnn_sdpa.attention.flash4.serving")
@@ -86,10 +92,11 @@ def providers(*names: Provider) -> ProvidersUse:
     - "default": cuDNN, and for pages own kernels where cuDNN has none or took longer in a table of measurements.
     - "cudnn": cuDNN's kernels.
     - "own": CUDA kernels of this library.
-    - "fa4": FlashAttention-4's, for `sdpa` and the drop-in on Hopper, if it is installed. A helper process compiles
-      each kind of call once; until then the next provider serves the call, or it waits if there is none.
-    - "fastest": as "default", and FlashAttention-4 for calls of `sdpa` for which it took less time in a table of
-      measurements.
+    - "fa4": FlashAttention-4's, for `sdpa`, the drop-in and `sdpa_varlen` on Hopper, if it is installed. A helper
+      process compiles each kind of call once; until then the next provider serves the call, or it waits if there is
+      none.
+    - "fastest": as "default", and FlashAttention-4 for calls of `sdpa` and `sdpa_varlen` for which it took less time in
+      a table of measurements.
 
     `sdpa_paged` has the first three. `sdpa` and the drop-in have own kernels: those of `kernels.attention`, which take
     float32 without TF32, and any head dim (above 128 with memory for all scores), and are deterministic; they have

@@ -49,11 +49,41 @@ DECLINED = {(shape, "causal") for shape in SHAPES if shape[3] > shape[2]}
 CASES = [case for case in itertools.product(SHAPES, MASKS) if case not in DECLINED]
 
 #: Operations whose random calls FlashAttention-4 may serve, and how many calls of each are made.
-RANDOM = {"sdpa": 120, "scaled_dot_product_attention": 120}
+RANDOM = {"sdpa": 120, "scaled_dot_product_attention": 120, "sdpa_varlen": 120}
 
 #: Shapes with sinks and with a soft cap.
 WITH_SINKS: Shape = (8, 2, 300, 300, 64, 64)
 CAPPED: list[Shape] = [(8, 2, 300, 300, 128, 128), (4, 2, 300, 300, 256, 256)]
+
+#: Packed sequences: some without queries or keys, some with more queries than keys, and ends of tiles.
+LENGTHS = ((70, 0, 5, 333, 128, 1), (90, 8, 0, 33, 128, 257))
+
+#: Changes of `packed_calls.plain`, by name.
+PACKED: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "full": {"is_causal": False},
+    "window": {"is_causal": False, "window_size": (33, 5)},
+    "causal window": {"window_size": (70, 0)},
+    "one head dim of 64": {"dims": (64, 64), "heads": (3, 3)},
+    "256": {"dims": (256, 256)},
+    "latent": {"dims": (192, 128), "heads": (3, 3)},
+    "sinks": {"dims": (64, 64), "sinks": True},
+    "soft cap": {"softcap": 20.0, "scale": 0.9},
+    "negative scale": {"scale": -0.3},
+    "packed views": {"views": "packed"},
+    "heads first": {"views": "heads first"},
+    "top-left": {
+        **dict.fromkeys(("lengths_q", "lengths_kv"), (300, 1, 64, 129, 0, 7)),
+        "same": True,
+        "causal_alignment": "top_left",
+    },
+    "float16": {"dtype": torch.float16, "is_causal": False},
+}
+
+
+def packed(name: str) -> dict[str, Any]:
+    """The changes of `packed_calls.plain` of a case."""
+    return {"lengths_q": LENGTHS[0], "lengths_kv": LENGTHS[1], "dims": (128, 128), **PACKED[name]}
 
 
 def calls() -> Iterator[tuple[Shape, torch.dtype, dict[str, Any]]]:
@@ -74,9 +104,41 @@ def calls() -> Iterator[tuple[Shape, torch.dtype, dict[str, Any]]]:
         options["window_size"] = None if one.left is None else (one.left, 0)
         options["causal_alignment"] = "top_left" if one.keys is None else "bottom_right"
         options["sinks"] = torch.empty(heads, device="meta") if one.sinks else None
+        if one.packed:
+            continue
         yield (heads, heads_kv, one.lengths[0], one.keys or one.lengths[0], *dims), torch.bfloat16, options
     small = providers.SMALL
     yield (small.heads_q, small.heads_kv, *[small.length] * 2, *[small.dim] * 2), torch.bfloat16, MASKS["causal"]
+
+
+def packed_calls_to_describe() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Arguments without data of the packed calls of the tests and of the benchmark, with gradients and without."""
+    import packed_calls
+
+    from benchmarks import providers
+
+    made = [packed_calls.plain(**packed(name)) for name in PACKED]
+    options = [{name: getattr(c, name) for name in _PACKED_OPTIONS} for c in made]
+    made += [
+        packed_calls.plain(lengths_q=x.lengths, lengths_kv=x.lengths, heads=x.heads, dims=(x.dim, x.dim), same=True)
+        for x in providers.FORWARD
+        if x.packed
+    ]
+    options += [{"is_causal": True}] * (len(made) - len(options))
+    for (c, more), trains, return_lse in itertools.product(
+        zip(made, options, strict=True), (False, True), (False, True)
+    ):
+        rows, columns = sum(c.lengths_q), sum(c.lengths_kv)
+        sizes = (rows, c.heads[0], c.dims[0]), (columns, c.heads[1], c.dims[0]), (columns, c.heads[1], c.dims[1])
+        q, k, v = (torch.empty(*size, dtype=c.dtype, device="meta", requires_grad=trains) for size in sizes)
+        ends = torch.empty(len(c.lengths_q) + 1, dtype=torch.int32, device="meta")
+        of_keys = ends if c.same else torch.empty_like(ends)
+        sinks = torch.empty(c.heads[0], device="meta") if c.sinks else None
+        given = (q, k, v, ends, of_keys, max(c.lengths_q), max(c.lengths_kv))
+        yield given, {**more, "sinks": sinks, "return_lse": return_lse}
+
+
+_PACKED_OPTIONS = ("is_causal", "causal_alignment", "window_size", "scale", "softcap")
 
 
 def kinds() -> list[tuple[Any, ...]]:
@@ -88,7 +150,7 @@ def kinds() -> list[tuple[Any, ...]]:
     from cudnn_sdpa.engine import explain
 
     found: dict[tuple[Any, ...], None] = {}
-    make_key = serving._flash4_key
+    make_key = serving.Call.key
 
     def noted(*given: Any) -> Any:
         key = make_key(*given)
@@ -98,7 +160,7 @@ def kinds() -> list[tuple[Any, ...]]:
             found[tuple(kind._replace(has_lse=not kind.has_lse))] = None
         return key
 
-    serving._flash4_key, explain._plan = noted, lambda *_: None  # type: ignore[assignment]
+    serving.Call.key, explain._plan = noted, lambda *_: None  # type: ignore[assignment]
     os.environ[explain.TARGET_VARIABLE] = "h100"
     with cudnn_sdpa.providers("fa4", "cudnn"):
         for (heads, heads_kv, sq, skv, dim, dim_v), dtype, options in calls():
@@ -106,6 +168,8 @@ def kinds() -> list[tuple[Any, ...]]:
             for trains, return_lse in itertools.product((False, True), repeat=2):
                 made = (torch.empty(2, *x, dtype=dtype, device="meta", requires_grad=trains) for x in sizes)
                 cudnn_sdpa.explain(cudnn_sdpa.sdpa, *made, return_lse=return_lse, **options)
+        for given, options in packed_calls_to_describe():
+            cudnn_sdpa.explain(cudnn_sdpa.sdpa_varlen, *given, **options)
         for name, count in RANDOM.items():
             for seed in range(count):
                 described = generators.OPERATIONS[name].explained(generators.draw(name, seed, "cuda"))

@@ -35,6 +35,7 @@ from cudnn_sdpa.attention.dense.forward import Bucket
 from cudnn_sdpa.attention.dense.launch import has_readable_layout
 from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa, sdpa_backward
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec, key_of, query_factor_backward
+from cudnn_sdpa.attention.flash4.preferences import Spec
 from cudnn_sdpa.attention.flash4.serving import choice
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
@@ -130,10 +131,11 @@ def _describe_plans(given: dict[str, Any]) -> Description:
         bucket=None if query_factor(call) is not None else partial(_key_of_bucket, forward),
         verify=lambda differentiate: errors_of(original, differentiate=differentiate),
     )
-    return described if described.is_empty else _with_choice(described, forward)
+    return described if described.is_empty else with_choice(described, forward)
 
 
-def _with_choice(described: Description, spec: ForwardSpec | BackwardSpec) -> Description:
+def with_choice(described: Description, spec: Spec) -> Description:
+    """A description that says who serves the call, dense or packed, and why."""
     return replace(
         described, on_target=lambda target: replace(described, choice=choice(spec, target, providers.active()))
     )
@@ -200,7 +202,7 @@ def describe_backward_call(of: GradientCall, device: int | None, notes: list[str
         is_empty=not calls,
         extra_kernels=notes,
     )
-    return _with_choice(described, backward) if calls else described
+    return with_choice(described, backward) if calls else described
 
 
 def _describe_backward(original: ForwardArguments, call: ForwardArguments, given: Mapping[str, Any]) -> Description:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -324,12 +325,15 @@ class BackwardSpec:
         return TensorLayout.contiguous((batch, heads, self.dense.rows, self.dense.skv), self.dense.q.dtype)
 
 
-def key_of(spec: ForwardSpec | BackwardSpec, target: Target, device: int | None) -> PlanKey:
-    """The key of a call's plan, of the first provider in force that serves it."""
-    names = providers.Setting.names or providers.active()
-    if providers.FLASH4 not in names and providers.FASTEST not in names:
+class _HasKey(Protocol):
+    def key(self, target: Target, device: int | None) -> PlanKey: ...
+
+
+def key_of(spec: _HasKey, target: Target, device: int | None) -> PlanKey:
+    """The key of a call's plan, dense or packed, of the first provider in force that serves it."""
+    if not providers.may_be_others():
         return spec.key(target, device)
-    found: PlanKey = providers.others().key_of(spec, target, device, names)
+    found: PlanKey = providers.others().key_of(spec, target, device, providers.active())
     return found
 
 

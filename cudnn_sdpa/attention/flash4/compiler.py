@@ -22,7 +22,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from cudnn_sdpa.attention.flash4.programs import CAUSAL, BackwardTiles, Kind, Window, program
+from cudnn_sdpa.attention.flash4.programs import (
+    BEGINS_KV,
+    BEGINS_Q,
+    CAUSAL,
+    BackwardTiles,
+    Kind,
+    Window,
+    program,
+)
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.plans.function_plan import Argument, NumberArgument, TensorArgument
 
@@ -85,19 +93,24 @@ def window_of(kind: Kind) -> Window:
 
 
 def example(kind: Kind) -> dict[str, Tensor]:
-    """Operands (B, H, S, D) of a call of this kind, by name."""
+    """Operands of a call of this kind, by name: (B, H, S, D), or (T, H, D) of packed sequences."""
     tiles, dtype = BackwardTiles.of(kind.dim, window_of(kind)), getattr(torch, kind.dtype)
     batch, heads_kv = 2, 3
     heads, sq = heads_kv * kind.group, tiles.queries - 8 if kind.few_queries else 520
     skv = tiles.keys - 8 if kind.few_keys else 400
 
     def rows(heads: int, length: int, dim: int) -> Tensor:
+        if kind.is_packed:
+            return torch.empty(length, heads, dim, dtype=dtype, device="cuda")
         return torch.empty(batch, length, heads, dim, dtype=dtype, device="cuda").transpose(1, 2)
 
     made = {"q": rows(heads, sq, kind.dim), "k": rows(heads_kv, skv, kind.dim), "v": rows(heads_kv, skv, kind.dim_v)}
     made["out"] = rows(heads, sq, kind.dim_v)
+    if kind.is_packed:
+        for name in (BEGINS_Q, BEGINS_KV):
+            made[name] = torch.empty(batch + 1, dtype=torch.int32, device="cuda")
     if kind.has_lse:
-        made["lse"] = torch.empty(batch, heads, sq, 1, device="cuda")
+        made["lse"] = torch.empty((heads, sq) if kind.is_packed else (batch, heads, sq, 1), device="cuda")
     if kind.is_capped:
         made["softcap"] = torch.empty(1, 1, 1, 1)
     if kind.has_sinks:
@@ -110,11 +123,13 @@ def example(kind: Kind) -> dict[str, Tensor]:
 
 def _call(interface: Any, tensors: Mapping[str, Tensor], kind: Kind, window: Window) -> None:
     """Calls FlashAttention-4 as its own functions with gradients do."""
-    rows = {name: x.transpose(1, 2) for name, x in tensors.items()}
-    lse = tensors["lse"].squeeze(3) if kind.has_lse else None
+    rows = {name: x.transpose(1, 2) if x.dim() == 4 else x for name, x in tensors.items()}
+    lse = (tensors["lse"] if kind.is_packed else tensors["lse"].squeeze(3)) if kind.has_lse else None
     left, right = (None, None) if kind.is_causal else window
     more: dict[str, Any] = {"window_size_left": left, "window_size_right": right, "causal": kind.is_causal}
     more["softmax_scale"] = _NUMBERS["scale"]
+    if kind.is_packed:
+        more |= {"cu_seqlens_q": tensors[BEGINS_Q], "cu_seqlens_k": tensors[BEGINS_KV]}
     if kind.is_capped:
         import cutlass
 

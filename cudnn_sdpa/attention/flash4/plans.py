@@ -301,14 +301,14 @@ def flash4_backward(key: PlanKey) -> FunctionProgram:
 
 
 def reasons_against(layouts: Mapping[str, TensorLayout], window: Window, target: Target) -> list[str]:
-    """Why FlashAttention-4 cannot serve a call with these operands, each (B, H, S, D)."""
+    """Why FlashAttention-4 cannot serve a call with these operands, each (B, H, S, D), or (T, H, D) if packed."""
     if missing := installed().missing:
         return [missing]
     reasons = []
     if target.sm != TESTED_SM:
         reasons.append(f"it was tested on compute capability 9.0 alone, and the GPU has {target.sm / 10:.1f}")
     q, v = layouts["q"], layouts["v"]
-    dims = q.shape[3], v.shape[3]
+    dims, is_packed = (q.shape[-1], v.shape[-1]), len(q.shape) == 3
     if q.dtype not in DTYPES:
         reasons.append(f"its dtypes are float16 and bfloat16, and q has {str(q.dtype).removeprefix('torch.')}")
     if dims[0] != dims[1] and dims != LATENT:
@@ -316,12 +316,13 @@ def reasons_against(layouts: Mapping[str, TensorLayout], window: Window, target:
         reasons.append(f"{pairs}: with {dims[0]} and {dims[1]} its gradients may be wrong")
     if any(dim % UNIT or dim > MAX_DIM for dim in dims):
         reasons.append(f"its head dims are multiples of {UNIT} up to {MAX_DIM}, and not {dims[0]} and {dims[1]}")
-    if "grad_q" not in layouts and window != CAUSAL and max(q.shape[:2]) > known_issues.MAX_GRID:
+    grid = q.shape[1:2] if is_packed else q.shape[:2]
+    if max(grid) > known_issues.MAX_GRID and (is_packed or ("grad_q" not in layouts and window != CAUSAL)):
         reasons.append(f"its grids have at most {known_issues.MAX_GRID:,} batch entries or heads")
     if any(bound is not None and bound < 0 for bound in window):
         reasons.append(f"its masks end at the last query and the last key, and this one is the window {window} there")
     for name, layout in layouts.items():
-        sizes = zip(layout.shape[:3], layout.stride[:3], strict=True)
+        sizes = zip(layout.shape[:-1], layout.stride[:-1], strict=True)
         if any(size > 1 and not stride for size, stride in sizes):
             reasons.append(f"{name} is expanded: it would be copied")
     if "grad_q" in layouts and dims[0] != dims[1] and q.shape[1] != layouts["k"].shape[1]:

@@ -1,8 +1,8 @@
 """Calls that FlashAttention-4 serves faster than cuDNN: rows of measurements, for `providers("fastest")`.
 
 `preferences.json` has a row for each call of `benchmarks providers`, which `scripts/provider_rows.py` writes. A row is
-for calls of the same pass, head dims, kind of mask and options, whose lengths and number of tokens are within a factor
-of what was measured. Without a row, cuDNN serves a call.
+for calls of the same pass, head dims, kind of mask and options, whose lengths (of packed sequences the mean) and number
+of tokens are within a factor of what was measured. Without a row, cuDNN serves a call.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
 from cudnn_sdpa.attention.sink_scores import SinkUse
+from cudnn_sdpa.attention.spec import AttentionSpec
+from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
 from cudnn_sdpa.graph.target import Target
 
 #: FlashAttention-4 serves calls that take it at most this share of cuDNN's time.
@@ -21,6 +23,8 @@ AT_MOST = 0.98
 
 #: How far lengths, and numbers of tokens, may be from those of a row.
 LENGTH_FACTOR, TOKEN_FACTOR = 2**0.5, 4.0
+
+Spec = ForwardSpec | BackwardSpec | PackedForward | PackedBackward
 
 _FILE = Path(__file__).with_name("preferences.json")
 
@@ -37,6 +41,7 @@ class Configuration(NamedTuple):
     is_capped: bool
     has_sinks: bool
     is_grouped: bool
+    is_packed: bool = False
 
 
 class Preference(NamedTuple):
@@ -64,40 +69,54 @@ def preferences() -> dict[Configuration, list[Preference]]:
     rows: list[dict[str, Any]] = json.loads(_FILE.read_text())["rows"]
     found: dict[Configuration, list[Preference]] = {}
     for row in rows:
-        fields = {name: row.pop(name) for name in Configuration._fields}
+        fields = {name: row.pop(name) for name in Configuration._fields if name in row}
         configuration = Configuration(**{**fields, "dims": tuple(fields["dims"])})
         found.setdefault(configuration, []).append(Preference(configuration, **row))
     return found
 
 
-def preference_of(spec: ForwardSpec | BackwardSpec, target: Target) -> Preference | None:
+def preference_of(spec: Spec, target: Target) -> Preference | None:
     """The row of a call: of those within range the one whose lengths are nearest; None if there is none."""
-    dense = spec.dense
     rows = preferences().get(_configuration_of(spec, target), [])
-    tokens = dense.q.shape[0] * dense.rows
+    if not rows:
+        return None
+    queries, keys, tokens = _sizes(spec)
     near = [
         row
         for row in rows
-        if _is_within(LENGTH_FACTOR, dense.rows, row.queries)
-        and _is_within(LENGTH_FACTOR, dense.skv, row.keys)
+        if _is_within(LENGTH_FACTOR, queries, row.queries)
+        and _is_within(LENGTH_FACTOR, keys, row.keys)
         and _is_within(TOKEN_FACTOR, tokens, row.tokens)
     ]
     return min(near, key=lambda row: abs(row.tokens - tokens), default=None)
 
 
-def _configuration_of(spec: ForwardSpec | BackwardSpec, target: Target) -> Configuration:
+def _sizes(spec: Spec) -> tuple[float, float, int]:
+    """Queries and keys of a sequence, of packed ones the mean; and the number of all queries."""
+    if isinstance(spec, (PackedForward, PackedBackward)):
+        packed = spec.packed
+        tokens, keys = packed.q.shape[0], packed.k.shape[0]
+        return tokens / packed.sequences, keys / packed.sequences, tokens
     dense = spec.dense
-    left, right, _ = dense.mask.band or (None, None, False)
+    return dense.rows, dense.skv, dense.q.shape[0] * dense.rows
+
+
+def _configuration_of(spec: Spec, target: Target) -> Configuration:
+    is_packed = isinstance(spec, (PackedForward, PackedBackward))
+    call: AttentionSpec = spec.packed if isinstance(spec, (PackedForward, PackedBackward)) else spec.dense
+    left, right, _ = call.mask.band or (None, None, False)
+    is_backward = isinstance(spec, (BackwardSpec, PackedBackward))
     return Configuration(
         sm=target.sm,
-        is_backward=isinstance(spec, BackwardSpec),
-        dims=(dense.q.shape[3], dense.v.shape[3]),
+        is_backward=is_backward,
+        dims=(call.q.shape[-1], call.v.shape[-1]),
         mask=WINDOW if left is not None else CAUSAL if right is not None else FULL,
-        is_capped=dense.is_capped,
-        has_sinks=isinstance(spec, ForwardSpec) and dense.sink_use is not SinkUse.ABSENT,
-        is_grouped=dense.q.shape[1] > dense.k.shape[1],
+        is_capped=call.is_capped,
+        has_sinks=not is_backward and call.sink_use is not SinkUse.ABSENT,
+        is_grouped=call.q.shape[1] > call.k.shape[1],
+        is_packed=is_packed,
     )
 
 
-def _is_within(factor: float, number: int, measured: int) -> bool:
+def _is_within(factor: float, number: float, measured: float) -> bool:
     return measured <= factor * number and number <= factor * measured

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from cudnn_sdpa.graph.key import PlanKey
-from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride
 from cudnn_sdpa.plans.function_plan import Argument, FunctionCall, FunctionProgram, NumberArgument, TensorArgument
 from cudnn_sdpa.plans.plan import side_by_side
 
@@ -25,6 +25,9 @@ CAUSAL: Window = (None, 0)
 
 SCALE = NumberArgument("scale")
 
+#: Operands of packed calls: where the sequences of queries and of keys begin, and the last one ends (B + 1,) int32.
+BEGINS_Q, BEGINS_KV = "begins_q", "begins_kv"
+
 
 class Kind(NamedTuple):
     """The calls that a compiled function serves, whatever their lengths, batch and number of heads.
@@ -33,6 +36,7 @@ class Kind(NamedTuple):
         dtype: The name of the dtype.
         group: Query heads of a key head.
         few_queries, few_keys: Whether a backward pass has one tile of them.
+        is_packed: Whether sequences are packed.
     """
 
     is_backward: bool
@@ -48,18 +52,19 @@ class Kind(NamedTuple):
     is_capped: bool
     few_queries: bool
     few_keys: bool
+    is_packed: bool
 
     @classmethod
     def of(cls, layouts: Mapping[str, TensorLayout], window: Window) -> Kind:
-        """The kind of a call with these operands, each (B, H, S, D)."""
+        """The kind of a call with these operands, each (B, H, S, D), or (T, H, D) of packed sequences."""
         q, k, v = (layouts[name] for name in "qkv")
-        is_causal, is_backward = window == CAUSAL, "grad_q" in layouts
-        tiles = BackwardTiles.of(q.shape[3], window)
+        is_causal, is_backward, is_packed = window == CAUSAL, "grad_q" in layouts, BEGINS_Q in layouts
+        tiles, rows = BackwardTiles.of(q.shape[-1], window), 0 if is_packed else 2
         return cls(
             is_backward=is_backward,
             dtype=str(q.dtype).removeprefix("torch."),
-            dim=q.shape[3],
-            dim_v=v.shape[3],
+            dim=q.shape[-1],
+            dim_v=v.shape[-1],
             group=q.shape[1] // k.shape[1],
             is_causal=is_causal,
             has_left=window[0] is not None,
@@ -67,8 +72,9 @@ class Kind(NamedTuple):
             has_lse="lse" in layouts,
             has_sinks="sink" in layouts,
             is_capped="softcap" in layouts,
-            few_queries=is_backward and q.shape[2] <= tiles.queries,
-            few_keys=is_backward and k.shape[2] <= tiles.keys,
+            few_queries=is_backward and q.shape[rows] <= tiles.queries,
+            few_keys=is_backward and k.shape[rows] <= tiles.keys,
+            is_packed=is_packed,
         )
 
 
@@ -108,44 +114,45 @@ def _forward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionPro
     q, k, v, out = (_rows(name, layouts[name]) for name in ("q", "k", "v", "out"))
     lse = _lse(layouts["lse"]) if "lse" in layouts else None
     sink = TensorArgument("sink", layouts["sink"].shape[1:2], (1,), torch.float32) if "sink" in layouts else None
-    nothing = (None,) * 5
-    arguments = (q, k, v, out, lse, SCALE, *nothing, *_bounds(window), sink, None, _more(layouts), None, None)
+    begins = (*_begins(layouts), None, None, None)
+    arguments = (q, k, v, out, lse, SCALE, *begins, *_bounds(window), sink, None, _more(layouts), None, None)
     return FunctionProgram(ENGINE, [FunctionCall("forward", arguments)])
 
 
 def _backward(layouts: Mapping[str, TensorLayout], window: Window) -> FunctionProgram:
     names = ("q", "k", "v", "out", "grad_out", "grad_q", "grad_k", "grad_v")
     q, k, v, out, grad_out, grad_q, grad_k, grad_v = (_rows(name, layouts[name]) for name in names)
-    batch, heads, sq, dim = layouts["q"].shape
-    _, heads_kv, skv, dim_v = layouts["v"].shape
-    tiles = BackwardTiles.of(dim, window)
-    rows, keys = _rounded(sq, tiles.queries), _rounded(skv, tiles.keys)
+    (*_, dim), (*_, dim_v) = layouts["q"].shape, layouts["v"].shape
+    heads, heads_kv = layouts["q"].shape[1], layouts["k"].shape[1]
+    begins, tiles = _begins(layouts), BackwardTiles.of(dim, window)
+    rows, keys = _padded(layouts["q"], begins, tiles.queries), _padded(layouts["k"], begins, tiles.keys)
+    batch = () if BEGINS_Q in layouts else layouts["q"].shape[:1]
     shapes = {
-        "grad_q": (batch, heads, rows * _rounded(dim, tiles.multiple)),
-        "delta": (batch, heads, rows),
-        "lse": (batch, heads, rows),
+        "grad_q": (*batch, heads, rows * _rounded(dim, tiles.multiple)),
+        "delta": (*batch, heads, rows),
+        "lse": (*batch, heads, rows),
     }
     if heads > heads_kv:
-        shapes["grad_k"] = (batch, heads_kv, keys * _rounded(dim, tiles.multiple))
-        shapes["grad_v"] = (batch, heads_kv, keys * _rounded(dim_v, tiles.multiple))
+        shapes["grad_k"] = (*batch, heads_kv, keys * _rounded(dim, tiles.multiple))
+        shapes["grad_v"] = (*batch, heads_kv, keys * _rounded(dim_v, tiles.multiple))
     offsets, workspace = side_by_side(4 * math.prod(shape) for shape in shapes.values())
     made = {
-        name: TensorArgument("", shape, (shape[1] * shape[2], shape[2], 1), torch.float32, offset=offset)
+        name: TensorArgument("", shape, contiguous_stride(shape), torch.float32, offset=offset)
         for (name, shape), offset in zip(shapes.items(), offsets, strict=True)
     }
     sums = made["grad_q"], made.get("grad_k", grad_k), made.get("grad_v", grad_v)
     before = (out, grad_out, made["delta"], _lse(layouts["lse"]), made["lse"], sums[0])
-    main = (q, k, v, grad_out, made["lse"], made["delta"], *sums, SCALE, *(None,) * 4, *_bounds(window))
-    nothing = (None,) * 4
+    main = (q, k, v, grad_out, made["lse"], made["delta"], *sums, SCALE, *begins, None, None, *_bounds(window))
+    of_queries, of_keys = (begins[0], None, None, None), (begins[1], None, None, None)
     calls = [
-        FunctionCall("before", (*before, *(None,) * 5, 1.0, None, None)),
+        FunctionCall("before", (*before, begins[0], *(None,) * 4, 1.0, None, None)),
         FunctionCall("main", (*main, *(None,) * 3, _more(layouts), None, None)),
-        FunctionCall("grad_q", (sums[0], grad_q, SCALE, *nothing)),
+        FunctionCall("grad_q", (sums[0], grad_q, SCALE, *of_queries)),
     ]
     if "grad_k" not in made:
         return FunctionProgram(ENGINE, calls, workspace)
-    calls.append(FunctionCall("grad_k", (sums[1], grad_k, SCALE, *nothing)))
-    calls.append(FunctionCall("grad_v", (sums[2], grad_v, 1.0, *nothing)))
+    calls.append(FunctionCall("grad_k", (sums[1], grad_k, SCALE, *of_keys)))
+    calls.append(FunctionCall("grad_v", (sums[2], grad_v, 1.0, *of_keys)))
     first = made["grad_k"].offset
     return FunctionProgram(ENGINE, calls, workspace, zeroed=(first, workspace - first))
 
@@ -161,15 +168,33 @@ def _bounds(window: Window) -> Window:
 
 
 def _rows(name: str, layout: TensorLayout) -> TensorArgument:
-    """An operand (B, H, S, D) as (B, S, H, D)."""
+    """An operand (B, H, S, D) as (B, S, H, D); (T, H, D) as it is."""
+    if len(layout.shape) == 3:
+        return TensorArgument(name, layout.shape, layout.stride, layout.dtype)
     batch, heads, rows, dim = layout.shape
     of_batch, of_head, of_row, one = layout.stride
     return TensorArgument(name, (batch, rows, heads, dim), (of_batch, of_row, of_head, one), layout.dtype)
 
 
 def _lse(layout: TensorLayout) -> TensorArgument:
-    batch, heads, rows, _ = layout.shape
-    return TensorArgument("lse", (batch, heads, rows), (heads * rows, rows, 1), torch.float32)
+    """The LSE (B, H, S, 1) as (B, H, S); (H, T) as it is."""
+    shape = layout.shape if len(layout.shape) == 2 else layout.shape[:3]
+    return TensorArgument("lse", shape, contiguous_stride(shape), torch.float32)
+
+
+def _begins(layouts: Mapping[str, TensorLayout]) -> tuple[TensorArgument | None, TensorArgument | None]:
+    if BEGINS_Q not in layouts:
+        return None, None
+    shape = layouts[BEGINS_Q].shape
+    first, second = (TensorArgument(name, shape, (1,), torch.int32) for name in (BEGINS_Q, BEGINS_KV))
+    return first, second
+
+
+def _padded(layout: TensorLayout, begins: tuple[TensorArgument | None, ...], tile: int) -> int:
+    """The rows of a sum in the workspace: in whole tiles, those of each packed sequence behind a tile's gap."""
+    if begins[0] is None:
+        return _rounded(layout.shape[2], tile)
+    return (layout.shape[0] + begins[0].shape[0] * tile - 1) // tile * tile
 
 
 def _rounded(count: int, tile: int) -> int:

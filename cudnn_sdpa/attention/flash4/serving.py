@@ -1,4 +1,4 @@
-"""Calls of dense attention that FlashAttention-4 serves, where `providers` names it: reasons against, and keys.
+"""Calls of dense and packed attention that FlashAttention-4 serves, where `providers` names it: reasons, and keys.
 
 FlashAttention-4 takes a mask as a window that ends at the last query and the last key. Options that it lacks, or takes
 in another way, are refused here.
@@ -7,24 +7,100 @@ in another way, are refused here.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
+from cudnn_sdpa.attention import sink_scores
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.flash4.plans import flash4_backward, flash4_forward, functions, kind_of, reasons_against
-from cudnn_sdpa.attention.flash4.preferences import preference_of
-from cudnn_sdpa.attention.flash4.programs import Window
-from cudnn_sdpa.attention.spec import SCALE, SOFTCAP
+from cudnn_sdpa.attention.flash4.preferences import Spec, preference_of
+from cudnn_sdpa.attention.flash4.programs import BEGINS_KV, BEGINS_Q, Window
+from cudnn_sdpa.attention.sink_scores import SinkUse
+from cudnn_sdpa.attention.spec import SCALE, SOFTCAP, AttentionSpec
+from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import Operand, PlanKey
-from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.plans import providers
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, OWN
 
-Spec = ForwardSpec | BackwardSpec
+#: The largest number of packed sequences: of more, other functions would be called, too.
+MAX_SEQUENCES = 256
+
+
+class Call(NamedTuple):
+    """A call as FlashAttention-4 would take it.
+
+    Attributes:
+        function: Its name in messages.
+        inputs, outputs: The operands of its plan: those of cuDNN's without what FlashAttention-4 lacks.
+        lacking: Why it cannot be taken, by its options alone.
+    """
+
+    function: str
+    inputs: list[Operand]
+    outputs: list[Operand]
+    window: Window
+    lacking: list[str]
+
+    @property
+    def layouts(self) -> dict[str, TensorLayout]:
+        return {operand.name: operand.layout for operand in (*self.inputs, *self.outputs)}
+
+    @classmethod
+    def of(cls, spec: Spec) -> Call:
+        if isinstance(spec, (ForwardSpec, BackwardSpec)):
+            return cls._of_dense(spec)
+        return cls._of_packed(spec)
+
+    @classmethod
+    def _of_dense(cls, spec: ForwardSpec | BackwardSpec) -> Call:
+        dense = spec.dense
+        out = dense.visible(spec.out)
+        lse = Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32))
+        lacking = _lacking(dense, attn_mask=dense.bias is not None, lengths=dense.has_lengths)
+        if isinstance(spec, ForwardSpec):
+            inputs = [*dense.qkv(), *dense.operands(full_lengths=False, is_forward=True)]
+            outputs = [Operand("out", out), *([lse] if spec.plan_has_lse else [])]
+            return cls("sdpa", inputs, outputs, _window(dense), lacking)
+        grad_out = Operand("grad_out", dense.visible(spec.grad_out))
+        inputs = [*dense.qkv(), Operand("out", out), grad_out, lse, SCALE, *[SOFTCAP] * dense.is_capped]
+        return cls("the gradient of sdpa", inputs, spec.outputs(), _window(dense), lacking)
+
+    @classmethod
+    def _of_packed(cls, spec: PackedForward | PackedBackward) -> Call:
+        packed = spec.packed
+        qkv = [Operand(name, layout) for name, layout in (("q", packed.q), ("k", packed.k), ("v", packed.v))]
+        begins = TensorLayout.contiguous((packed.sequences + 1,), torch.int32)
+        inputs = [*qkv, Operand(BEGINS_Q, begins), Operand(BEGINS_KV, begins), SCALE, *[SOFTCAP] * packed.is_capped]
+        out = Operand("out", spec.out)
+        lse = Operand("lse", TensorLayout.contiguous((packed.q.shape[1], packed.q.shape[0]), torch.float32))
+        left, right, bottom_right = packed.mask.band or (None, None, True)
+        lacking = _lacking(packed)
+        if not (bottom_right or packed.shared_cu_seqlens):
+            lacking.append("its masks end at the last key of each sequence, and this one begins at the first")
+        if packed.sequences > MAX_SEQUENCES:
+            lacking.append(f"its launches are for up to {MAX_SEQUENCES} sequences")
+        if isinstance(spec, PackedForward):
+            in_plan, after = (packed.sink_use is use for use in (SinkUse.IN_PLAN, SinkUse.AFTER_PLAN))
+            inputs += [sink_scores.operand(packed.q.shape[1])] * in_plan
+            outputs = [out, *[lse] * (spec.with_lse or after)]
+            return cls("sdpa_varlen", inputs, outputs, (left, right), lacking)
+        gradients = [Operand(f"grad_{each.name}", dense_like(each.layout)) for each in qkv]
+        inputs += [out, Operand("grad_out", spec.grad_out), lse]
+        return cls("the gradient of sdpa_varlen", inputs, gradients, (left, right), lacking)
+
+    def reasons_against(self, target: Target) -> list[str]:
+        """Why FlashAttention-4 cannot serve it; empty if it can."""
+        return self.lacking or reasons_against(self.layouts, self.window, target)
+
+    def key(self, target: Target, device: int | None) -> PlanKey:
+        operation = flash4_backward if "grad_q" in self.layouts else flash4_forward
+        return operation.key(self.inputs, self.outputs, {"window": self.window}, target, device=device)
 
 
 def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str]) -> PlanKey:
@@ -35,14 +111,14 @@ def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str])
             return spec.key(target, device)
         except UnsupportedError as error:
             refused = error
-    against = [] if served == FLASH4 else reasons_of(spec, target)
+    call = Call.of(spec)
+    against = [] if served == FLASH4 else call.reasons_against(target)
     if served == FLASH4 or (FLASH4 in names and not against):
-        return _flash4_key(spec, target, device)
+        return call.key(target, device)
     if refused is not None:
         raise refused
-    what = "sdpa" if isinstance(spec, ForwardSpec) else "the gradient of sdpa"
     reasons = [f"FlashAttention-4: {reason}" for reason in against]
-    raise UnsupportedError(what, reasons, f"providers({FLASH4!r}, {CUDNN!r})")
+    raise UnsupportedError(call.function, reasons, f"providers({FLASH4!r}, {CUDNN!r})")
 
 
 def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> PlanKey:
@@ -68,16 +144,17 @@ def choice(spec: Spec, target: Target, names: Sequence[str]) -> str:
         return ""
     if names[0] == DEFAULT:
         row = preference_of(spec, target)
-        would = row is not None and row.prefers_flash4 and not reasons_of(spec, target)
+        would = row is not None and row.prefers_flash4 and not Call.of(spec).reasons_against(target)
         return f"cuDNN's engines; providers({FASTEST!r}) would take FlashAttention-4: {row}" if would else ""
     if not {FLASH4, FASTEST} & set(names):
         return ""
-    against, by = reasons_of(spec, target), f"by providers({', '.join(map(repr, names))})"
+    call = Call.of(spec)
+    against, by = call.reasons_against(target), f"by providers({', '.join(map(repr, names))})"
     row = preference_of(spec, target) if FASTEST in names else None
     measured = "" if row is None else f": {row}"
     served = _serving(spec, target, names)
     if served == FLASH4:
-        is_ready = functions.are_ready(kind_of(_flash4_key(spec, target, None)))
+        is_ready = functions.are_ready(kind_of(call.key(target, None)))
         return f"FlashAttention-4, {by}{measured}" + ("" if is_ready else f"; {_until_compiled(names)}")
     if served is None:
         return ""
@@ -99,50 +176,27 @@ def _serving(spec: Spec, target: Target, names: Sequence[str]) -> str | None:
     for name in names:
         if name in (CUDNN, DEFAULT) or (name == OWN and len(names) == 1):
             return CUDNN
-        if name == FLASH4 and not reasons_of(spec, target):
+        if name == FLASH4 and not Call.of(spec).reasons_against(target):
             return FLASH4
         if name == FASTEST:
             row = preference_of(spec, target)
-            return FLASH4 if row and row.prefers_flash4 and not reasons_of(spec, target) else CUDNN
+            takes = row is not None and row.prefers_flash4 and not Call.of(spec).reasons_against(target)
+            return FLASH4 if takes else CUDNN
     return None
 
 
-def _flash4_key(spec: Spec, target: Target, device: int | None) -> PlanKey:
-    inputs, outputs = _operands(spec)
-    options: dict[str, object] = {"window": _window(spec.dense)}
-    operation = flash4_forward if isinstance(spec, ForwardSpec) else flash4_backward
-    return operation.key(inputs, outputs, options, target, device=device)
-
-
-def _operands(spec: Spec) -> tuple[list[Operand], list[Operand]]:
-    """The inputs and the outputs of a plan, as those of cuDNN's without what FlashAttention-4 lacks."""
-    dense = spec.dense
-    out = dense.visible(spec.out)
-    lse = Operand("lse", _lse_layout(out))
-    if isinstance(spec, ForwardSpec):
-        inputs = [*dense.qkv(), *dense.operands(full_lengths=False, is_forward=True)]
-        return inputs, [Operand("out", out), *([lse] if spec.plan_has_lse else [])]
-    grad_out = Operand("grad_out", dense.visible(spec.grad_out))
-    numbers = [SCALE, *[SOFTCAP] * dense.is_capped]
-    return [*dense.qkv(), Operand("out", out), grad_out, lse, *numbers], spec.outputs()
-
-
-def reasons_of(spec: Spec, target: Target) -> list[str]:
-    """Why FlashAttention-4 cannot serve a call; empty if it can."""
-    dense = spec.dense
-    deterministic = dense.deterministic or torch.are_deterministic_algorithms_enabled()
+def _lacking(spec: AttentionSpec, *, attn_mask: bool = False, lengths: bool = False) -> list[str]:
+    """Why FlashAttention-4 cannot take a call, by its options."""
     lacking = {
-        "it has no attn_mask": dense.bias is not None,
-        "it has no sequence lengths": dense.has_lengths,
-        "it has no dropout": dense.dropout_p > 0,
-        "it has no ALiBi": dense.alibi,
-        "it does not promise deterministic results": deterministic,
+        "it has no attn_mask": attn_mask,
+        "it has no sequence lengths": lengths,
+        "it has no dropout": spec.dropout_p > 0,
+        "it has no ALiBi": spec.alibi,
+        "it does not promise deterministic results": (
+            spec.deterministic or torch.are_deterministic_algorithms_enabled()
+        ),
     }
-    if reasons := [reason for reason, is_wanted in lacking.items() if is_wanted]:
-        return reasons
-    inputs, outputs = _operands(spec)
-    layouts = {operand.name: operand.layout for operand in (*inputs, *outputs)}
-    return reasons_against(layouts, _window(dense), target)
+    return [reason for reason, is_wanted in lacking.items() if is_wanted]
 
 
 def _window(dense: DenseSpec) -> Window:
@@ -152,7 +206,3 @@ def _window(dense: DenseSpec) -> Window:
     left, right, bottom_right = dense.mask.band
     shift = 0 if bottom_right else dense.skv - dense.rows
     return None if left is None else left + shift, None if right is None else right - shift
-
-
-def _lse_layout(out: TensorLayout) -> TensorLayout:
-    return TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)

@@ -16,11 +16,13 @@ from cudnn_sdpa.attention.arguments import (
     outputs_without_data,
 )
 from cudnn_sdpa.attention.dense import explain, graphs
+from cudnn_sdpa.attention.dense.specs import key_of
 from cudnn_sdpa.attention.varlen import reference as in_pytorch
 from cudnn_sdpa.attention.varlen import specs
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.call import VarlenCall
 from cudnn_sdpa.attention.varlen.sdpa_varlen import VARLEN, call_of, sdpa_varlen, sdpa_varlen_backward
+from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
 from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.engine.tensor_checks import without_data
@@ -35,25 +37,26 @@ def describe_varlen(**given: Any) -> Description:
     if refused is not None:
         return Description.refused(graphs.sdpa_forward, refused, device)
     original = original._replace(with_lse=original.with_lse or trains)
-    packed, layout = specs.spec_of(as_launched(call)), output_layout(call)
+    forward, layout = PackedForward.of(call._replace(with_lse=original.with_lse)), output_layout(call)
     notes = [
         *explain.notes_on_casts(original, call),
         *sink_scores.notes_on_conversion(given),
         *explain.notes_on_scale(call),
     ]
-    notes += packed.extra_kernels(with_lse=original.with_lse)
+    notes += forward.packed.extra_kernels(with_lse=original.with_lse)
     needs = explain.needs_of_described(original)
     of = VarlenGradientCall(**outputs_without_data(layout), call=without_data(call), needs=needs)
     back = [*explain.notes_on_casts(original, call, back=True), *sink_scores.notes_on_converted_gradient(given, of)]
-    return Description(
+    described = Description(
         operation=graphs.sdpa_forward,
-        key=partial(packed.forward_key, layout, original.with_lse),
+        key=partial(key_of, forward),
         device=device,
         is_empty=call.is_empty,
         extra_kernels=notes,
         backward=describe_backward_call(of, device, back) if trains else None,
         verify=lambda differentiate: errors_varlen(original, differentiate=differentiate),
     )
+    return described if described.is_empty else explain.with_choice(described, forward)
 
 
 @describes(sdpa_varlen_backward)
@@ -70,21 +73,22 @@ def describe_backward_call(of: VarlenGradientCall, device: int | None, notes: li
     except UnsupportedError as error:
         return Description.refused(graphs.sdpa_backward, error, device)
     first = specs.part_of(of, parts[0]) if parts else of
-    packed = specs.spec_of(as_launched(first.call))
+    backward = PackedBackward.of(first._replace(call=specs.dense_queries(first.call)))
     notes = [
         *notes,
         *([explain.note_on_parts("the gradient", len(parts))] if parts else []),
         *(f"{note}, and so are the gradients of q and k" for note in explain.notes_on_scale(first.call)),
-        *packed.backward_kernels(),
+        *specs.spec_of(as_launched(first.call)).backward_kernels(),
         *sink_scores.notes_on_gradient(of),
     ]
-    return Description(
+    described = Description(
         operation=graphs.sdpa_backward,
-        key=partial(specs.backward_key, first._replace(call=specs.dense_queries(first.call))),
+        key=partial(key_of, backward),
         device=device,
         is_empty=is_empty,
         extra_kernels=notes,
     )
+    return described if is_empty else explain.with_choice(described, backward)
 
 
 def errors_varlen(call: VarlenCall, *, differentiate: bool) -> dict[str, float]:

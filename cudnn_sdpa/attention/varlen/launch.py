@@ -20,6 +20,7 @@ from cudnn_sdpa.attention.arguments import (
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense import launch as dense_backward
 from cudnn_sdpa.attention.dense.launch import EXTRAS_OF_OPTIONS, zero_gradients
+from cudnn_sdpa.attention.dense.specs import key_of, ready
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.parts import Whole, packed_gradient_limits
 from cudnn_sdpa.attention.reference import fill_without_keys
@@ -27,7 +28,7 @@ from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.varlen import specs
 from cudnn_sdpa.attention.varlen.arguments import PACKED_AXES, VarlenArguments, VarlenGradientCall
 from cudnn_sdpa.attention.varlen.packing import MADE, PackingKernel, is_of_keys
-from cudnn_sdpa.attention.varlen.specs import VarlenSpec
+from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward, VarlenSpec
 from cudnn_sdpa.engine.launch import (
     Address,
     BoundPlan,
@@ -53,13 +54,18 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     if call.is_empty:
         return Prepared(lambda call: fill_without_keys(call, results(call)), None)
     device, factor = call.q.get_device(), query_factor(call)
-    launched = as_launched(call)
-    spec = specs.spec_of(launched) if spec is None else spec
-    key = spec.forward_key(output_layout(call), call.with_lse, live_target(device), device)
+    launched, target = as_launched(call), live_target(device)
+    if spec is None:
+        forward = PackedForward.of(call)
+        spec, key = forward.packed, key_of(forward, target, device)
+        key = key if key.provider is None else ready(key, forward.key)
+    else:
+        key = spec.forward_key(output_layout(call), call.with_lse, target, device)
     bound = _bind(operation=graphs.sdpa_forward, key=key, call=launched, spec=spec, operands=("q", "k", "v"))
     sink_use = spec.sink_use
     is_completed = sink_use is SinkUse.AFTER_PLAN or (sink_use is SinkUse.IN_PLAN and call.with_lse)
-    if factor is None and not is_completed:
+    is_head_major = key.provider is not None  # its LSE
+    if factor is None and not is_completed and not (is_head_major and call.with_lse):
         return Prepared(SingleLaunch(bound), bound.plan)
     others_of = items_by_name(bound.operands[1:])
 
@@ -68,8 +74,9 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
         out, *lse = bound((q, *others_of(call)), call.out)
         if not lse:
             return out
-        sink_scores.complete(call, out, lse[0], sink_use)
-        return (out, lse[0]) if call.with_lse else out
+        of_rows = lse[0].t().contiguous() if is_head_major else lse[0]
+        sink_scores.complete(call, out, of_rows, sink_use)
+        return (out, of_rows) if call.with_lse else out
 
     return Prepared(run, bound.plan)
 
@@ -94,9 +101,9 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
     if specs.split_gradient(of):
         return Prepared(_gradients_in_parts, None)
     device, factor = call.q.get_device(), query_factor(call)
-    launched = as_launched(call)
-    spec = specs.spec_of(launched)
-    key = specs.backward_key(of, live_target(device), device)
+    launched, backward = as_launched(call), PackedBackward.of(of)
+    spec, key = backward.packed, key_of(backward, live_target(device), device)
+    key = key if key.provider is None else ready(key, backward.key)
     bound = _bind(
         operation=graphs.sdpa_backward,
         key=key,
@@ -104,10 +111,12 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
         spec=spec,
         operands=dense_backward.OPERANDS,
     )
+    is_head_major = key.provider is not None  # its LSE
     wanted = [dense_like(layout) for layout in (spec.q, spec.k, spec.v)]
     in_order = [layout.stride == found[1] for layout, found in zip(wanted, _results(key, call), strict=True)]
 
-    if factor is None and all(in_order) and not spec.is_capped and not sink_scores.is_needed(of):
+    is_plain = factor is None and all(in_order) and not (spec.is_capped or is_head_major)
+    if is_plain and not sink_scores.is_needed(of):
         fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
         return Prepared(SingleLaunch(bound, [place for place in range(3) if of.needs[place]], of=fields), bound.plan)
     others_of = items_by_name(bound.operands[len(dense_backward.OPERANDS) :])
@@ -116,6 +125,8 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
         call, lse = of.call, of.lse
         if spec.is_capped:  # a row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
+        if is_head_major:
+            lse = lse.t().contiguous()
         q = call.q if factor is None else multiplied(call.q, factor)
         found = bound((q, call.k, call.v, of.out, of.grad_out, lse, *others_of(call)))
         for place, layout in enumerate(wanted):
@@ -166,7 +177,7 @@ def _bind(
             kernels=(packing,),
             addresses={name: Address(MADE, offset) for name, offset in packing.offsets.items() if name in names},
         )
-        if spec.is_capped:
+        if "lowest" in names:
             lengths = [Address(MADE, packing.offsets[name]) for name in ("seq_len_q", "seq_len_kv")]
             more += RowLimitsKernel(
                 batch=spec.sequences,
@@ -187,6 +198,8 @@ def _results(key: PlanKey, call: VarlenArguments) -> list[Layout]:
 
 
 def _unpacked(output: Operand, rows: int) -> Layout:
+    if not output.ragged:
+        return output.layout.shape, output.layout.stride, output.layout.dtype
     _, heads, _, dim = output.layout.shape
     _, head, row, _ = output.layout.stride
     if output.name == "lse":

@@ -1,4 +1,4 @@
-/* Where packed sequences begin and end, as cuDNN reads it, and zeros for the rows that it does not write.
+/* Where packed sequences begin and end, as plans read it, and zeros for the rows that they do not write.
  *
  * Any number of blocks of 256 threads. All fields have 64 bits, so that a call is an array of numbers on the host.
  */
@@ -27,6 +27,8 @@ struct Packing {
   int* lengths_kv;
   number* begins;    /* (tables, made + 1) */
   number tables;
+  int* begins_q;     /* (made + 1,), rows where sequences of queries begin, which never decrease; null if not wanted */
+  int* begins_kv;
   number outputs;
   number everything; /* whether all rows get a value, and not only those of sequences without a counterpart */
   number stride[10]; /* of each table: elements from one row to the next */
@@ -37,6 +39,16 @@ struct Packing {
 __device__ number end(const int* ends, number which, number given, number rows) {
   number found = ends[which < given ? which : given];
   return found < 0 ? 0 : found > rows ? rows : found;
+}
+
+/* The last row where a sequence up to this one begins. */
+__device__ number last_begin(const int* ends, number which, number given, number rows) {
+  number found = 0;
+  for (number i = 0; i <= which && i <= given; ++i) {
+    number begin = end(ends, i, given, rows);
+    found = begin > found ? begin : found;
+  }
+  return found;
 }
 
 __device__ void fill(const Packing& packing, number of_keys, number from, number to) {
@@ -67,6 +79,10 @@ extern "C" __global__ void fill_packing(const Packing packing) {
     number begin_kv = end(packing.ends_kv, i, given, packing.rows_kv);
     for (int table = 0; table < packing.tables; ++table) {
       packing.begins[table * (made + 1) + i] = packing.stride[table] * (packing.is_of_keys[table] ? begin_kv : begin_q);
+    }
+    if (packing.begins_q) {
+      packing.begins_q[i] = (int)last_begin(packing.ends_q, i, given, packing.rows_q);
+      packing.begins_kv[i] = (int)last_begin(packing.ends_kv, i, given, packing.rows_kv);
     }
     if (i < made) { /* offsets that decrease make no length below 0 */
       number length_q = end(packing.ends_q, i + 1, given, packing.rows_q) - begin_q;

@@ -22,6 +22,9 @@ kernel, _argument = Kernel(_SOURCE, "fill_packing"), Struct(_SOURCE, "Packing")
 
 MADE = "packing"  #: what addresses call the memory that the kernel fills
 
+#: Operands of plans that read rows where sequences begin, and not offsets in each tensor.
+BEGINS = ("begins_q", "begins_kv")
+
 _THREADS = 256
 _MAX_TABLES = 10
 
@@ -44,6 +47,11 @@ class PackingKernel(OwnKernel):
         lengths = len(tables) * (sequences + 1)
         self.offsets = {f"offsets_{x.name}": 8 * (sequences + 1) * tables.index(_table(x)) for x in ragged}
         self.offsets |= {"seq_len_q": 8 * lengths, "seq_len_kv": 8 * lengths + 4 * sequences}
+        size = lengths + sequences
+        has_begins = any(operand.name == BEGINS[0] for operand in plan.key.inputs)
+        if has_begins:
+            self.offsets |= {name: 8 * size + 4 * (sequences + 1) * place for place, name in enumerate(BEGINS)}
+            size += sequences + 1
         rows = call.q.shape[0], call.k.shape[0]
         unused = [0] * (_MAX_TABLES - len(tables))
         values = {
@@ -65,12 +73,14 @@ class PackingKernel(OwnKernel):
             "lengths_kv": Address(MADE, self.offsets["seq_len_kv"]),
             "begins": Address(MADE),
         }
+        if has_begins:
+            addresses |= {name: Address(MADE, self.offsets[name]) for name in BEGINS}
         addresses |= {f"output.{number}.base": Address(output.name) for number, output in enumerate(outputs)}
         processors = torch.cuda.get_device_properties(plan.device).multi_processor_count
         super().__init__(
             kernel,
             name=MADE,
-            buffer_layout=((lengths + sequences,), (1,), torch.int64),
+            buffer_layout=((size,), (1,), torch.int64),
             blocks=max(1, min(4 * processors, max(rows))),
             threads=_THREADS,
             argument=_argument,
@@ -100,8 +110,13 @@ def _table(operand: Operand) -> tuple[int, bool]:
 
 def _rows(output: Operand) -> dict[str, int]:
     """The rows of an output, as the kernel fills them."""
-    _, heads, _, dim = output.layout.shape
-    _, head, row, _ = output.layout.stride
+    *_, dim = output.layout.shape
+    if len(output.layout.shape) == 2:  # an LSE (H, T)
+        (heads, _), (head, row), dim = output.layout.shape, output.layout.stride, 1
+    elif output.ragged:
+        (_, heads, _, _), (_, head, row, _) = output.layout.shape, output.layout.stride
+    else:
+        (_, heads, _), (row, head, _) = output.layout.shape, output.layout.stride
     size, value = output.layout.dtype.itemsize, _MINUS_INFINITY if output.name == "lse" else _ZERO
     words = {"words": dim * size // 4, "value": value, "of_keys": is_of_keys(output)}
     return {"row": row * size, "head": head * size, "heads": heads, **words}

@@ -17,7 +17,7 @@ from cudnn_sdpa.attention import parts, sink_scores
 from cudnn_sdpa.attention.arguments import as_launched, output_layout, outputs_without_data, spec_options
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense.parts import split_or_refuse
-from cudnn_sdpa.attention.dense.specs import GRAD_OUT_COPY
+from cudnn_sdpa.attention.dense.specs import GRAD_OUT_COPY, key_of
 from cudnn_sdpa.attention.mask import TOP_LEFT, normalize_mask
 from cudnn_sdpa.attention.parts import Part
 from cudnn_sdpa.attention.sink_scores import SinkUse
@@ -31,6 +31,7 @@ from cudnn_sdpa.graph.backend import has_only_repeatable
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans import providers
 
 
 def sequence_bucket(sequences: int) -> int:
@@ -211,6 +212,38 @@ class VarlenSpec(AttentionSpec):
         return result
 
 
+@dataclass(frozen=True, slots=True)
+class PackedForward:
+    """The spec of a forward call, whose `key` is that of cuDNN's plan."""
+
+    packed: VarlenSpec
+    out: TensorLayout
+    with_lse: bool
+
+    @classmethod
+    def of(cls, call: VarlenArguments) -> PackedForward:
+        return cls(spec_of(as_launched(call)), output_layout(call), call.with_lse)
+
+    def key(self, target: Target, device: int | None) -> PlanKey:
+        return self.packed.forward_key(self.out, self.with_lse, target, device)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBackward:
+    """The spec of a backward call, whose `key` is that of cuDNN's plan."""
+
+    packed: VarlenSpec
+    out: TensorLayout
+    grad_out: TensorLayout
+
+    @classmethod
+    def of(cls, of: VarlenGradientCall) -> PackedBackward:
+        return cls(spec_of(as_launched(of.call)), TensorLayout.of(of.out), TensorLayout.of(of.grad_out))
+
+    def key(self, target: Target, device: int | None) -> PlanKey:
+        return self.packed.backward_key(self.out, self.grad_out, target, device)
+
+
 def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> VarlenSpec:
     """The spec of a call, its numbers rounded up; the rows of queries and of keys to `rows`, if these are given."""
     softmax = call.softmax
@@ -240,13 +273,12 @@ def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varle
 
 def forward_key(call: VarlenArguments, target: Target, device: int | None) -> PlanKey:
     """The key of a forward call that is not empty."""
-    return spec_of(as_launched(call)).forward_key(output_layout(call), call.with_lse, target, device)
+    return key_of(PackedForward.of(call), target, device)
 
 
 def backward_key(of: VarlenGradientCall, target: Target, device: int | None) -> PlanKey:
     """The key of a backward call that is not empty, with tensors that kernels can read."""
-    layouts = TensorLayout.of(of.out), TensorLayout.of(of.grad_out)
-    return spec_of(as_launched(of.call)).backward_key(*layouts, target, device)
+    return key_of(PackedBackward.of(of), target, device)
 
 
 def keys(call: VarlenArguments, target: Target, device: int | None) -> Iterator[PlanKey]:
@@ -285,7 +317,8 @@ def check_gradient(call: VarlenArguments, target: Target, device: int | None = N
     deterministic, sequences = call.softmax.deterministic, call.cu_seqlens_q.shape[0] - 1
     layout, limits = output_layout(call), parts.packed_gradient_limits(deterministic=deterministic)
     is_large = bool(limits.exceeded(*call.qkv, layout)) or (deterministic and sequences > known_issues.MAX_GRID)
-    if not is_large:  # nothing but the rules: packed training asks for each new number of tokens
+    if not is_large and not providers.may_be_others():
+        # Nothing but the rules: packed training asks for each new number of tokens.
         spec_of(as_launched(call)).refuse_gradient(target)
         return
     of = VarlenGradientCall(**outputs_without_data(layout), call=call, needs=(True, True, True, False))

@@ -10,13 +10,14 @@ import math
 from collections import Counter
 
 import generators
+import packed_calls
 import pytest
 import torch
 from attention_checks import LAYOUTS, TOLERANCE, captured, check, error, poison
-from flash4_cases import CAPPED, CASES, MASKS, RANDOM, SHAPES, WITH_SINKS
+from flash4_cases import CAPPED, CASES, MASKS, PACKED, RANDOM, SHAPES, WITH_SINKS, packed
 from float64_reference import attend as exact
 
-from cudnn_sdpa import UnsupportedError, explain, plan_cache, providers, sdpa
+from cudnn_sdpa import UnsupportedError, explain, plan_cache, providers, sdpa, sdpa_varlen
 from cudnn_sdpa.attention.flash4.installed import installed
 
 pytestmark = [
@@ -240,6 +241,86 @@ def test_explain_says_who_serves():
     found = explain(sdpa, q, k, v, is_causal=True)
     assert (found.provider, found.engine) == ("fa4", "FlashAttention-4")
     assert "fa4" in found.choice
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_packed_sequences(name):
+    """Both passes, with sequences without queries or keys, and queries that see no key."""
+    faults, by = served_by(lambda: packed_calls.check(packed_calls.plain(**packed(name))))
+    assert not faults, faults
+    assert by == {"fa4"}
+
+
+def test_packed_sequences_without_lse():
+    c = packed_calls.plain(**packed("causal"))
+    t = packed_calls.tensors(c)
+    given = [t[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")]
+    options = {"is_causal": True, "scale": c.scale}
+    expected = packed_calls.expected(c, t)[0]
+    out = torch.full_like(t["q"], math.nan)
+    _, by = served_by(lambda: sdpa_varlen(*given, 333, 257, out=out, **options))
+    assert by == {"fa4"}
+    assert error(out, expected) < TOLERANCE[out.dtype]
+    graph, captured_out = captured(lambda: sdpa_varlen(*given, 333, 257, **options))
+    t["v"].mul_(-1)
+    captured_out.fill_(math.nan)
+    graph.replay()
+    assert error(captured_out, -expected) < TOLERANCE[out.dtype]
+
+
+@pytest.mark.parametrize(
+    "ends", [(0, 70, 50, 300, 400, 9000), (-5, 70, 75, 300, 400, 537), (0, 70, 75, 300, 400, 2**31 - 1)]
+)
+def test_offsets_that_lie_access_no_memory_but_the_tensors(ends):
+    """As with every provider: results are those of what the offsets leave, and no others' memory changes."""
+    q, k, v = (torch.randn(537, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2))
+    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
+    guard = torch.zeros(1 << 20, device="cuda")
+    out, by = served_by(lambda: sdpa_varlen(q, k, v, offsets, offsets, 537, 537, is_causal=True))
+    torch.cuda.synchronize()
+    assert by == {"fa4"}
+    assert out.shape == (537, 8, 128)
+    assert not guard.any()
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"causal_alignment": "top_left"}, "last key of each sequence"),
+        ({"deterministic": True}, "deterministic"),
+        ({"dropout_p": 0.25}, "dropout"),
+    ],
+)
+def test_packed_calls_that_it_lacks_are_refused_or_cudnns(options, reason):
+    c = packed_calls.plain(**packed("causal"))
+    t = packed_calls.tensors(c)
+    given = [t[name] for name in ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_kv")]
+    with pytest.raises(UnsupportedError, match=reason):
+        sdpa_varlen(*given, 333, 257, is_causal=True, **options)
+    with providers("fa4", "cudnn"):
+        _, by = served_by(lambda: sdpa_varlen(*given, 333, 257, is_causal=True, **options))
+        assert by == {None}
+
+
+@pytest.mark.parametrize(("forward", "backward"), [("fa4", "cudnn"), ("cudnn", "fa4")])
+def test_packed_passes_by_two_providers(forward, backward):
+    """The LSE of both is (T, H) to callers."""
+    c = packed_calls.plain(**packed("causal"))
+    t = packed_calls.tensors(c)
+    inputs = [t[name].requires_grad_() for name in ("q", "k", "v")]
+    with providers(forward):
+        out, lse = sdpa_varlen(
+            *inputs, t["cu_seqlens_q"], t["cu_seqlens_kv"], 333, 257, is_causal=True, scale=c.scale, return_lse=True
+        )
+    assert lse.shape == (out.shape[0], 4)
+    assert lse.is_contiguous()
+    with providers(backward):
+        found, by = served_by(lambda: torch.autograd.grad(out, inputs, t["grad_out"]))
+    assert by == {None if backward == "cudnn" else backward}
+    plain = {name: None if x is None else x.detach() for name, x in t.items()}
+    right = packed_calls.expected(c, plain)[2]
+    for name, one in zip("qkv", found, strict=True):
+        assert error(one, right[name]) < 8e-3
 
 
 @pytest.mark.timeout(600)

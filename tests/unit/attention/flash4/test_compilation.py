@@ -37,6 +37,7 @@ PLAIN = Kind(
     is_capped=False,
     few_queries=False,
     few_keys=False,
+    is_packed=False,
 )
 WINDOW = PLAIN._replace(dim=64, dim_v=64, group=1, is_causal=False, has_left=True, has_right=True, has_lse=False)
 KINDS = {
@@ -45,6 +46,8 @@ KINDS = {
     "backward": PLAIN._replace(is_backward=True),
     "few, capped": PLAIN._replace(is_backward=True, dim=256, dim_v=256, group=1, is_capped=True, few_queries=True),
     "full, 80 queries a tile": PLAIN._replace(is_backward=True, is_causal=False, group=1),
+    "packed": PLAIN._replace(is_packed=True),
+    "packed, backward": PLAIN._replace(is_packed=True, is_backward=True),
 }
 
 

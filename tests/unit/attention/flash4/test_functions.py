@@ -22,7 +22,7 @@ from cudnn_sdpa.offline.warmup import compile_plans
 from cudnn_sdpa.plans.default_store import open_store, use_plan_store
 from cudnn_sdpa.plans.store import StoredPlan
 
-KIND = Kind(False, "float16", 64, 64, 1, True, False, False, False, False, False, False, False)
+KIND = Kind(False, "float16", 64, 64, 1, True, False, False, False, False, False, False, False, False)
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from float64_reference import seen_keys
 
-from cudnn_sdpa import OptionError, UnsupportedError, explain, providers, sdpa, support
+from cudnn_sdpa import OptionError, UnsupportedError, explain, providers, sdpa, sdpa_varlen, support
 from cudnn_sdpa.attention.arguments import GradientCall, Needs, output_layout, outputs_without_data
 from cudnn_sdpa.attention.dense.sdpa import call_of
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec, key_of
@@ -19,6 +19,8 @@ from cudnn_sdpa.attention.flash4 import preferences
 from cudnn_sdpa.attention.flash4.plans import functions, kind_of, names_of
 from cudnn_sdpa.attention.flash4.preferences import CAUSAL, Configuration, Preference
 from cudnn_sdpa.attention.flash4.programs import Kind, program
+from cudnn_sdpa.attention.varlen.sdpa_varlen import call_of as packed_call_of
+from cudnn_sdpa.attention.varlen.specs import PackedForward
 from cudnn_sdpa.engine.explain import TARGET_VARIABLE
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, load_properties
@@ -93,6 +95,61 @@ def test_an_unbounded_side_is_no_number():
         (call,) = program(layouts, key.option_values["window"]).calls
         assert call.arguments[11:13] == bounds
         assert kind_of(key).is_causal is (window == (-1, 0))
+
+
+def packed(lengths=(300, 0, 45), of_keys=None, heads=(8, 2), dim=128, dtype=torch.bfloat16, **options):
+    """Arguments of a packed call without data; the offsets of keys are those of queries unless they are given."""
+    tokens = [sum(lengths), *[sum(of_keys or lengths)] * 2]
+    q, k, v = (
+        torch.empty(n, h, dim, dtype=dtype, device="meta", **options)
+        for n, h in zip(tokens, (*heads, heads[1]), strict=True)
+    )
+    ends = torch.empty(len(lengths) + 1, dtype=torch.int32, device="meta")
+    return q, k, v, ends, ends if of_keys is None else torch.empty_like(ends), max(lengths), max(of_keys or lengths)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window_size": (33, 5)}, {"softcap": 9.0}])
+def test_packed_calls_are_served_in_both_passes(options):
+    with providers("fa4", "cudnn"):
+        found = explain(sdpa_varlen, *packed(requires_grad=True), **options)
+    assert (found.provider, found.backward.provider) == ("fa4", "fa4")
+    assert found.choice.startswith("FlashAttention-4, by providers('fa4', 'cudnn')")
+    assert found.backward.choice.startswith("FlashAttention-4, by providers('fa4', 'cudnn')")
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "reason"),
+    [
+        ({"of_keys": (40, 7, 300)}, {"is_causal": True, "causal_alignment": "top_left"}, "last key of each sequence"),
+        ({"lengths": (2,) * 257}, {}, "up to 256 sequences"),
+        ({}, {"dropout_p": 0.1}, "dropout"),
+        ({}, {"deterministic": True}, "deterministic"),
+    ],
+)
+def test_packed_calls_that_are_declined(given, options, reason):
+    with providers("fa4", "cudnn"):
+        found = explain(sdpa_varlen, *packed(**given), **options)
+        assert found.provider == "cudnn"
+        assert reason in found.choice
+    with providers("fa4"):
+        assert reason in str(explain(sdpa_varlen, *packed(**given), **options))
+
+
+def test_a_causal_mask_of_equal_lengths_is_both_alignments():
+    with providers("fa4"):
+        found = explain(sdpa_varlen, *packed(), is_causal=True, causal_alignment="top_left")
+    assert found.provider == "fa4"
+
+
+def test_numbers_of_tokens_and_sequences_are_in_no_packed_kind():
+    kinds = set()
+    for lengths in ((300, 0, 45), (2000,), (7,) * 90):
+        with providers("fa4"):
+            given = inspect.signature(sdpa_varlen).bind(*packed(lengths), is_causal=True)
+            given.apply_defaults()
+            spec = PackedForward.of(packed_call_of(**given.arguments))
+            kinds.add(kind_of(key_of(spec, target(), None)))
+    assert len(kinds) == 1
 
 
 def test_lengths_batches_and_heads_are_in_no_kind():
