@@ -429,7 +429,8 @@ class Machine:
 
     def times(self, launches):
         self.timed.append(len(launches))
-        return [launch.func.__self__.built.microseconds for launch in launches]
+        owners = (launch.func.__self__ for launch in launches)
+        return [getattr(owner, "plan", owner).built.microseconds for owner in owners]
 
     def proposes(self, first, *others):
         self.patch(GraphDefinition, "compile", lambda *_: first)

@@ -38,6 +38,9 @@ ROUNDS = 11
 HEAD_START = 1_000_000  #: Cycles that the GPU waits in each round, so that timings include no CPU overhead.
 _CHUNK_ELEMENTS = 1 << 22
 
+#: Functions of other providers, which give their plans to be compared with that of a key of cuDNN's.
+alternatives: list[Callable[[PlanKey], Sequence[Alternative]]] = []
+
 #: Candidates timed concurrently would disturb each other.
 _measuring = renewed_in_children(threading.RLock())
 
@@ -130,6 +133,10 @@ def autotune(*, candidates: int = DEFAULT_CANDIDATES) -> AbstractContextManager[
     others. The fastest one, if it is at least 2 % faster, replaces the first in the plan cache and the plan store. That
     launch waits for the GPU, and takes tens of milliseconds and several times the memory of its results.
 
+    Under `providers("fastest")`, FlashAttention-4's kernels are candidates, too, where they can serve a call of `sdpa`.
+    They are compiled then, and compared with float64 on fixed cases of their kind, once. Who was faster is in the plan
+    store, and counts more than the table of measurements.
+
     Plans in the plan cache are not tuned: call `plan_cache.clear()` first. A plan in the plan store is loaded only if
     it was saved tuned. Not tuned, with a reason in the report: deterministic plans; plans with integer operands such as
     sequence lengths, offsets of packed sequences or page ids, because one launch does not show which candidate is
@@ -179,20 +186,37 @@ def _is_decisive(layout: TensorLayout) -> bool:
     return layout.dtype is torch.int32 or (layout.dtype is torch.int64 and math.prod(layout.shape) > 1)
 
 
+class Alternative:
+    """Another provider's plan among the candidates for a key of cuDNN's, whose operands it takes.
+
+    Attributes:
+        settled: Is called with whether it is the fastest, once that is known.
+    """
+
+    def __init__(self, key: PlanKey, plan: Plan, settled: Callable[[bool], None]) -> None:
+        names = [operand.name for operand in (*key.inputs, *key.outputs)]
+        self._places = [names.index(operand.name) for operand in (*plan.key.inputs, *plan.key.outputs)]
+        self.plan, self.settled = plan, settled
+        self.engine, self.knobs = plan.engine, plan.knobs
+
+    def launch(self, pointers: Sequence[int]) -> None:
+        self.plan.launch([pointers[place] for place in self._places])
+
+
 class UntunedPlan(Plan):
     """cuDNN's first choice for a key, until its first launch under `autotune` has selected the fastest candidate.
 
-    The fastest candidate replaces this plan in the cache. A call bound to this plan keeps it, and launches the fastest
-    through it.
+    The fastest of cuDNN's replaces this plan in the cache. A call bound to this plan keeps it, and launches the fastest
+    through it. If that is another provider's, its key is the one that calls find from then on.
     """
 
-    __slots__ = ("_candidates", "fastest", "on_tuned")
+    __slots__ = ("_alternatives", "_candidates", "fastest", "on_tuned")
 
-    def __init__(self, candidates: list[Plan]) -> None:
+    def __init__(self, candidates: list[Plan], alternatives: Sequence[Alternative] = ()) -> None:
         first = candidates[0]
         super().__init__(first.key, first.built, first.constants)
-        self._candidates = candidates
-        self.fastest: Plan | None = None
+        self._candidates, self._alternatives = candidates, alternatives
+        self.fastest: Plan | Alternative | None = None
         self.on_tuned: Callable[[UntunedPlan, Plan], None] = lambda *_: None
 
     def launch(self, pointers: Sequence[int]) -> None:
@@ -206,15 +230,17 @@ class UntunedPlan(Plan):
             self.fastest.launch(pointers)
 
     def _settle(self, pointers: Sequence[int]) -> None:
-        plan = self._select_fastest(pointers) if in_force else self._candidates[0]
+        fastest = self._select_fastest(pointers) if in_force else self._candidates[0]
+        plan = fastest if isinstance(fastest, Plan) else self._candidates[0]
         plan.build_seconds = self.build_seconds
         if plan.tuned and (store := default_store.active()) is not None:
             store.save(self.key, stored_form(plan))
         self.on_tuned(self, plan)
-        self.fastest, self._candidates = plan, []
+        self.fastest, self._candidates, self._alternatives = fastest, [], ()
 
-    def _select_fastest(self, pointers: Sequence[int]) -> Plan:
-        plans, why_not = self._candidates, ""
+    def _select_fastest(self, pointers: Sequence[int]) -> Plan | Alternative:
+        plans: list[Plan | Alternative] = [*self._candidates, *self._alternatives]
+        why_not = ""
         results: list[tuple[float | None, str]] = [(None, "")] * len(plans)
         addresses, device = pointers[len(self.key.inputs) :], torch.device("cuda", self.device)
         try:
@@ -225,8 +251,12 @@ class UntunedPlan(Plan):
         candidates = [AutotuneCandidate(x.engine, x.knobs, *result) for x, result in zip(plans, results, strict=True)]
         winner = fastest(candidates)
         note(self.key, candidates, winner, why_not)
-        plans[winner].tuned = not why_not
-        return plans[winner]
+        best = plans[winner]
+        if isinstance(best, Plan):
+            best.tuned = not why_not
+        for each in () if why_not else self._alternatives:
+            each.settled(each is best)
+        return best
 
 
 def tensor_at(address: int, layout: TensorLayout, device: torch.device) -> Tensor:

@@ -508,7 +508,8 @@ def _with_candidates(plan: Plan, operation: GraphDefinition, handle: Handle) -> 
         return plan
     max_count = autotune.max_candidates() - 1
     others = build_others(operation, plan.key, (plan.engine, plan.knobs), max_count, handle=handle)
-    return UntunedPlan([plan, *(Plan(plan.key, built, plan.constants) for built in others)])
+    candidates = [plan, *(Plan(plan.key, built, plan.constants) for built in others)]
+    return UntunedPlan(candidates, [each for of in autotune.alternatives for each in of(plan.key)])
 
 
 def _handle_for(key: PlanKey) -> Handle:

@@ -187,6 +187,12 @@ class Functions:
                     raise self._failing(kind, f"its functions cannot be loaded: {error}") from error
             return self._loaded[kind]
 
+    def refuse(self, kind: Kind, why: str) -> None:
+        """Leaves a kind out from now on."""
+        self._failing(kind, why)
+        plan_cache.forget_calls()
+        _log.warning("%s", self._failed[kind])
+
     def _failing(self, kind: Kind, why: str) -> LibraryError:
         """The error of a kind that is not tried again."""
         self._failed[kind] = f"FlashAttention-4 {installed().version} is not used for {kind}: {why}"

@@ -13,6 +13,7 @@ import torch
 
 from cudnn_sdpa.attention import sink_scores
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
+from cudnn_sdpa.attention.flash4.choices import choices
 from cudnn_sdpa.attention.flash4.plans import flash4_backward, flash4_forward, functions, kind_of, reasons_against
 from cudnn_sdpa.attention.flash4.preferences import Spec, preference_of
 from cudnn_sdpa.attention.flash4.programs import BEGINS_KV, BEGINS_Q, Window
@@ -24,7 +25,7 @@ from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline import interpreter
-from cudnn_sdpa.plans import providers
+from cudnn_sdpa.plans import autotune, providers
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, OWN
 
@@ -108,9 +109,13 @@ def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str])
     served, refused = _serving(spec, target, names), None
     if served == CUDNN:
         try:
-            return spec.key(target, device)
+            of_cudnn = spec.key(target, device)
         except UnsupportedError as error:
             refused = error
+        else:
+            if autotune.in_force and FASTEST in names and not (call := Call.of(spec)).reasons_against(target):
+                choices.offer(of_cudnn, call.key(target, device))
+            return of_cudnn
     call = Call.of(spec)
     against = [] if served == FLASH4 else call.reasons_against(target)
     if served == FLASH4 or (FLASH4 in names and not against):
@@ -151,7 +156,8 @@ def choice(spec: Spec, target: Target, names: Sequence[str]) -> str:
     call = Call.of(spec)
     against, by = call.reasons_against(target), f"by providers({', '.join(map(repr, names))})"
     row = preference_of(spec, target) if FASTEST in names else None
-    measured = "" if row is None else f": {row}"
+    tuned = choices.of(call.key(target, None)) if FASTEST in names and not against else None
+    measured = ", as autotune measured" if tuned else "" if row is None else f": {row}"
     served = _serving(spec, target, names)
     if served == FLASH4:
         is_ready = functions.are_ready(kind_of(call.key(target, None)))
@@ -160,7 +166,7 @@ def choice(spec: Spec, target: Target, names: Sequence[str]) -> str:
         return ""
     if against and (FLASH4 in names or (row is not None and row.prefers_flash4)):
         return f"cuDNN's engines: FlashAttention-4 does not serve it, as {'; '.join(against)}"
-    return f"cuDNN's engines, {by}: FlashAttention-4 {row}" if row else f"cuDNN's engines, {by}"
+    return f"cuDNN's engines, {by}{measured}" if tuned or not row else f"cuDNN's engines, {by}: FlashAttention-4 {row}"
 
 
 def _until_compiled(names: Sequence[str]) -> str:
@@ -179,10 +185,22 @@ def _serving(spec: Spec, target: Target, names: Sequence[str]) -> str | None:
         if name == FLASH4 and not Call.of(spec).reasons_against(target):
             return FLASH4
         if name == FASTEST:
-            row = preference_of(spec, target)
-            takes = row is not None and row.prefers_flash4 and not Call.of(spec).reasons_against(target)
-            return FLASH4 if takes else CUDNN
+            return _fastest(spec, target)
     return None
+
+
+def _fastest(spec: Spec, target: Target) -> str:
+    """By what `autotune` has measured of this call, or by the table; while `autotune` is in force, cuDNN until then."""
+    row = preference_of(spec, target)
+    prefers = row is not None and row.prefers_flash4
+    call = Call.of(spec)
+    if call.reasons_against(target):
+        return CUDNN
+    chosen = choices.of(call.key(target, None))
+    if chosen is not None:
+        return chosen
+    is_compared = autotune.in_force and not isinstance(spec, (PackedForward, PackedBackward))
+    return FLASH4 if prefers and not is_compared else CUDNN
 
 
 def _lacking(spec: AttentionSpec, *, attn_mask: bool = False, lengths: bool = False) -> list[str]:

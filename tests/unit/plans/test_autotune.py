@@ -15,7 +15,7 @@ from cudnn_sdpa.attention.dense.specs import ForwardSpec
 from cudnn_sdpa.graph.key import Operand, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.plans import autotune as autotune_module
-from cudnn_sdpa.plans.autotune import AutotuneCandidate, AutotuneEntry, AutotuneReport, UntunedPlan
+from cudnn_sdpa.plans.autotune import Alternative, AutotuneCandidate, AutotuneEntry, AutotuneReport, UntunedPlan
 from cudnn_sdpa.plans.cache import build_plan
 from cudnn_sdpa.plans.plan import Plan
 
@@ -184,6 +184,47 @@ def test_the_fastest_takes_over(machine):
         launch(made, x, out)
         assert [engine.launches for engine in engines] == [before[0], before[1] + 1, before[2]]
         assert len(report.entries) == 1
+
+
+@pytest.mark.parametrize(("microseconds", "wins"), [(5, True), (9.9, False), (20, False)])
+def test_another_providers_plan_takes_over_if_it_is_faster(machine, monkeypatch, microseconds, wins):
+    """It takes its operands by name; cuDNN's fastest stays in the cache, for calls that must be cuDNN's."""
+    settled, other = [], Engine("eng9", microseconds)
+    machine.proposes(Engine("eng1", 10), Engine("eng2", 30))
+
+    def alternatives(of):
+        turned = dataclasses.replace(of, outputs=of.outputs[::-1], provider="other")
+        return [Alternative(of, Plan(turned, other, {}), settled.append)]
+
+    monkeypatch.setattr(autotune_module, "alternatives", [alternatives])
+    with autotune() as report:
+        made, replaced = build_plan(halve, key()), []
+        made.on_tuned = lambda _, plan: replaced.append(plan)
+        x, out = operands()
+        launch(made, x, out)
+    assert torch.equal(out, x * 0.5)
+    assert settled == [wins]
+    assert [plan.engine for plan in replaced] == ["eng1"]
+    assert (type(made.fastest) is Alternative) is wins
+    assert [each.engine for each in report.entries[0].candidates] == ["eng1", "eng2", "eng9"]
+    assert replaced[0].tuned is not wins
+    before = other.launches
+    launch(made, x, out)
+    assert other.launches == before + wins
+
+
+def test_a_wrong_plan_of_another_provider_is_dropped(machine, monkeypatch):
+    settled = []
+    machine.proposes(Engine("eng1", 30))
+
+    def alternatives(of):
+        wrong = Engine("eng9", 1, lacks_a_row)
+        return [Alternative(of, Plan(dataclasses.replace(of, provider="other"), wrong, {}), settled.append)]
+
+    monkeypatch.setattr(autotune_module, "alternatives", [alternatives])
+    made, entry, right = tuned(key(outputs=2))
+    assert (made.engine, entry.winner, right, settled) == ("eng1", 0, True, [False])
+    assert "differ from the first choice's" in entry.candidates[1].reason
 
 
 def test_a_single_proposal_is_tuned(machine):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from functools import partial
 
 import generators
 import packed_calls
@@ -17,8 +18,10 @@ from attention_checks import LAYOUTS, TOLERANCE, captured, check, error, poison
 from flash4_cases import CAPPED, CASES, MASKS, PACKED, RANDOM, SHAPES, WITH_SINKS, packed
 from float64_reference import attend as exact
 
-from cudnn_sdpa import UnsupportedError, explain, plan_cache, providers, sdpa, sdpa_varlen
+from cudnn_sdpa import UnsupportedError, autotune, explain, plan_cache, providers, sdpa, sdpa_varlen
+from cudnn_sdpa.attention.flash4 import checks
 from cudnn_sdpa.attention.flash4.installed import installed
+from cudnn_sdpa.attention.flash4.plans import kind_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -321,6 +324,58 @@ def test_packed_passes_by_two_providers(forward, backward):
     right = packed_calls.expected(c, plain)[2]
     for name, one in zip("qkv", found, strict=True):
         assert error(one, right[name]) < 8e-3
+
+
+def test_autotune_compares_providers():
+    """Both passes; who was faster serves the call from then on, and in other processes by the plan store."""
+    q, k, v = (x.requires_grad_() for x in problem(SHAPES[0]))
+    options = {"is_causal": True, "scale": 0.21}
+    plan_cache.clear()
+    with providers("fastest"):
+        with autotune() as report:
+            for _ in range(3):
+                out = sdpa(q, k, v, **options)
+                found = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        compared = [{x.engine for x in entry.candidates if x.microseconds} for entry in report.entries]
+        assert sum("FlashAttention-4" in engines and len(engines) > 1 for engines in compared) == 2, str(report)
+        described = explain(sdpa, q, k, v, **options)
+        assert "autotune measured" in described.choice
+        assert "autotune measured" in described.backward.choice
+        fastest = [entry.candidates[entry.winner].engine for entry in report.entries]
+        assert [x == "FlashAttention-4" for x in fastest] == [
+            x.provider == "fa4" for x in (described, described.backward)
+        ]
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    right = exact(*doubles, **options)[0]
+    assert error(out, right) < TOLERANCE[out.dtype]
+    for one, other in zip(found, torch.autograd.grad(right, doubles, torch.ones_like(right)), strict=True):
+        assert error(one, other) < 8e-3
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_fixed_cases_of_a_kind_find_a_fault(monkeypatch, is_backward):
+    q, k, v = (x.requires_grad_(is_backward) for x in problem(SHAPES[0]))
+    found = explain(sdpa, q, k, v, is_causal=True)
+    with plan_cache.watch_uses() as keys:
+        out = sdpa(q, k, v, is_causal=True)
+        if is_backward:
+            torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert found.provider == "fa4"
+    (kind,) = (kind_of(key) for key in keys if kind_of(key).is_backward is is_backward)
+    assert checks.fault(kind, 0) == ""
+    monkeypatch.setattr(checks, "_passed", set())
+    monkeypatch.setattr(checks.default_store, "active", lambda: None)
+    monkeypatch.setitem(checks._NUMBERS, "scale", 0.22)
+    monkeypatch.setattr(checks, "_launch", partial(_with_scale, checks._launch, 0.21))
+    assert "differ from float64" in checks.fault(kind, 0)
+
+
+def _with_scale(launch, scale, *given):
+    before, checks._NUMBERS["scale"] = checks._NUMBERS["scale"], scale
+    try:
+        launch(*given)
+    finally:
+        checks._NUMBERS["scale"] = before
 
 
 @pytest.mark.timeout(600)
