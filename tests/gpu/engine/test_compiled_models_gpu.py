@@ -12,6 +12,7 @@ from pathlib import Path
 import attention_checks
 import pytest
 import torch
+from aot_inductor import ahead_of_time
 from attention_checks import error
 from torch.nn.parallel import parallel_apply
 
@@ -136,16 +137,6 @@ def test_out_is_written_by_compiled_code():
     expected, _ = attention_checks.exact(q, k, v)
     assert error(out, expected) < attention_checks.TOLERANCE[BF16]
     assert error(result - 1, expected) < 2e-2
-
-
-def ahead_of_time(which, folder):
-    here = Path(__file__).parent.parent
-    search_path = os.pathsep.join(
-        [str(here), str(here.parent), str(here.parent.parent), os.environ.get("PYTHONPATH", "")]
-    )
-    command = [sys.executable, "-W", "ignore", str(here / "aot_inductor.py"), str(folder), which]
-    variables = os.environ | {"PYTHONPATH": search_path}
-    return subprocess.run(command, env=variables, capture_output=True, text=True, timeout=280, check=False)
 
 
 def test_ahead_of_time_compilation(tmp_path):

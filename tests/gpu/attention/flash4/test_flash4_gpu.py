@@ -14,6 +14,7 @@ import generators
 import packed_calls
 import pytest
 import torch
+from aot_inductor import ahead_of_time
 from attention_checks import LAYOUTS, TOLERANCE, captured, check, error, poison
 from flash4_cases import CAPPED, CASES, MASKS, PACKED, RANDOM, SHAPES, WITH_SINKS, packed
 from float64_reference import attend as exact
@@ -350,6 +351,29 @@ def test_autotune_compares_providers():
     assert error(out, right) < TOLERANCE[out.dtype]
     for one, other in zip(found, torch.autograd.grad(right, doubles, torch.ones_like(right)), strict=True):
         assert error(one, other) < 8e-3
+
+
+def test_exported_programs_are_served(tmp_path):
+    """Run as they are, and as AOTInductor has compiled them."""
+    done = ahead_of_time("attention", tmp_path, CUDNN_SDPA_PROVIDERS="fa4")
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("served by {'fa4'}") == 4
+
+
+def test_compiled_functions_are_served():
+    q, k, v = (x.requires_grad_() for x in problem(SHAPES[0]))
+
+    def attend(q, k, v):
+        return sdpa(q * 2, k, v, is_causal=True, scale=0.1) * 3
+
+    found, by = served_by(lambda: torch.compile(attend, fullgraph=True)(q, k, v))
+    gradients, by_backward = served_by(lambda: torch.autograd.grad(found, (q, k, v), torch.ones_like(found)))
+    assert by == by_backward == {"fa4"}
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    right = exact(doubles[0] * 2, *doubles[1:], is_causal=True, scale=0.1)[0] * 3
+    assert error(found, right) < 1e-2
+    for one, other in zip(gradients, torch.autograd.grad(right, doubles, torch.ones_like(right)), strict=True):
+        assert error(one, other) < 1e-2
 
 
 @pytest.mark.parametrize("is_backward", [False, True])
