@@ -81,6 +81,13 @@ class StoredPlan:
     data: bytes
     tuned: bool = False
 
+    @classmethod
+    def of_text(cls, key: Identified, engine: str, text: str) -> StoredPlan:
+        """A text about an engine, kept as plans are."""
+        return cls(
+            key.identity(), engine=engine, knobs={}, workspace=0, build_seconds=0.0, data=text.encode(), tuned=True
+        )
+
     def encode(self) -> bytes:
         facts = {name: getattr(self, name) for name in (*_FACTS, "tuned")}
         line = canonical({"key": self.identity, "size": len(self.data), **facts})

@@ -96,8 +96,8 @@ def test_tables_match_the_benchmark_files():
     assert result.returncode == 0, result.stdout
 
 
-def test_preferences_have_the_times_of_the_benchmark_file():
-    result = run("scripts/preference_times.py", "--check")
+def test_preferences_have_the_times_of_the_benchmark_files():
+    result = run("scripts/preferences.py", "--check")
     assert result.returncode == 0, result.stdout
 
 

@@ -60,7 +60,7 @@ class Choices:
         self._remember(key, provider)
         store, choice = default_store.active(), _Choice(key)
         if store is not None:
-            store.save(choice, StoredPlan(choice.identity(), ENGINE, {}, 0, 0.0, provider.encode(), tuned=True))
+            store.save(choice, StoredPlan.of_text(choice, ENGINE, provider))
         plan_cache.forget_calls()
 
     def _remember(self, key: PlanKey, provider: str | None) -> None:

@@ -1,6 +1,6 @@
 """Calls that FlashAttention-4 serves faster than cuDNN: rows of measurements, for `providers("fastest")`.
 
-`preferences.json` has a row for each call of `benchmarks providers`, which `scripts/provider_rows.py` writes. A row is
+The table has a row for each call of `benchmarks providers`. A row is
 for calls of the same pass, head dims, kind of mask and options, whose lengths (of packed sequences the mean) and number
 of tokens are within a factor of what was measured. Without a row, cuDNN serves a call.
 """
@@ -8,11 +8,10 @@ of tokens are within a factor of what was measured. Without a row, cuDNN serves 
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
+from cudnn_sdpa.attention.preferences import rows_of
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.spec import AttentionSpec
 from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
@@ -25,8 +24,6 @@ AT_MOST = 0.98
 LENGTH_FACTOR, TOKEN_FACTOR = 2**0.5, 4.0
 
 Spec = ForwardSpec | BackwardSpec | PackedForward | PackedBackward
-
-_FILE = Path(__file__).with_name("preferences.json")
 
 FULL, CAUSAL, WINDOW = "full", "causal", "window"
 
@@ -41,7 +38,7 @@ class Configuration(NamedTuple):
     is_capped: bool
     has_sinks: bool
     is_grouped: bool
-    is_packed: bool = False
+    is_packed: bool
 
 
 class Preference(NamedTuple):
@@ -66,11 +63,9 @@ class Preference(NamedTuple):
 @functools.cache
 def preferences() -> dict[Configuration, list[Preference]]:
     """All rows, by configuration."""
-    rows: list[dict[str, Any]] = json.loads(_FILE.read_text())["rows"]
     found: dict[Configuration, list[Preference]] = {}
-    for row in rows:
-        fields = {name: row.pop(name) for name in Configuration._fields if name in row}
-        configuration = Configuration(**{**fields, "dims": tuple(fields["dims"])})
+    for row in rows_of("sdpa"):
+        configuration = Configuration(**{name: row.pop(name) for name in Configuration._fields})
         found.setdefault(configuration, []).append(Preference(configuration, **row))
     return found
 

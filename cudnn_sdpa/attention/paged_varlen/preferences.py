@@ -1,23 +1,22 @@
 """The provider of calls of `sdpa_paged`: cuDNN, or the library's own kernel for pages, by `providers` and measurements.
 
-`preferences.json` has a row for each kind of call that was measured: the compute capability, the head dims, and ranges,
-whose ends are included, of new tokens, of sequences, of the keys that a row of the page table has room for, and of
-query heads. The times, in microseconds, are those of the step `of` of `benchmarks decode`, which
-`scripts/preference_times.py` copies. The own kernel is preferred up to `SLOWER` times cuDNN's: it takes less CPU time,
-and no kernel checks the tables before it. Without a row, cuDNN serves the call if it has a kernel for the pages.
+The table has a row for each kind of call that was measured: the compute capability, the head dims, and ranges, whose
+ends are included, of new tokens, of sequences, of the keys that a row of the page table has room for, and of query
+heads. The times, in microseconds, are those of the step `of` of `benchmarks decode`.
+The own kernel is preferred up to `SLOWER` times cuDNN's: it takes less CPU time, and no kernel checks the tables before
+it. Without a row, cuDNN serves the call if it has a kernel for the pages.
 """
 
 from __future__ import annotations
 
 import functools
-import json
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from cudnn_sdpa.attention.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged_varlen.plans import reasons_against
+from cudnn_sdpa.attention.preferences import rows_of
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
@@ -27,8 +26,6 @@ from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, OWN
 SLOWER = 1.02
 
 _KERNELS = {OWN: "our own kernel for pages", CUDNN: "cuDNN's engines"}
-
-_FILE = Path(__file__).with_name("preferences.json")
 
 
 class Preference(NamedTuple):
@@ -54,12 +51,7 @@ class Preference(NamedTuple):
 
 @functools.cache
 def preferences() -> tuple[Preference, ...]:
-    rows: list[dict[str, Any]] = json.loads(_FILE.read_text())["rows"]
-    return tuple(Preference(**{name: _hashable(x) for name, x in row.items()}) for row in rows)
-
-
-def _hashable(x: Any) -> Any:
-    return tuple(x) if isinstance(x, list) else x
+    return tuple(Preference(**row) for row in rows_of("sdpa_paged"))
 
 
 def preference_of(call: PagedArguments, target: Target) -> Preference | None:
@@ -92,7 +84,7 @@ def provider_of(call: PagedArguments, target: Target) -> tuple[str, str]:
             row = preference_of(call, target)
             return (CUDNN, "") if row is None else (row.kernel, str(row))
         if name == FLASH4:
-            reasons.append("FlashAttention-4: it serves dense calls alone")
+            reasons.append("FlashAttention-4: it serves no pages here")
             continue
         against = [only_own] * bool(only_own) if name == CUDNN else reasons_against(call, target)
         if not against:

@@ -20,6 +20,7 @@ CALLS = (
     Configuration("plain", (4, 2), (40, 40), dim=16),
     Configuration("narrow", (4, 2), (33,), dim=16, left=7, sinks=True),
     Configuration("capped", (2, 2), (33,), dim=16, softcap=5.0, causal=False),
+    Configuration("packed", (4, 2), (20, 12), dim=16, packed=True),
 )
 
 
@@ -33,16 +34,17 @@ def on_cpu(monkeypatch, times_by_place):
 
 
 @pytest.mark.parametrize("part", ["forward", "training", "backward", "lengths", "backward_lengths"])
-def test_each_call_is_measured_by_both(part, monkeypatch):
+def test_each_call_is_measured_by_each(part, monkeypatch):
     named = []
     real = providers.by
     monkeypatch.setattr(providers, "by", lambda provider, call: named.append(provider) or real(provider, call))
     rows = getattr(providers, part)()
     assert [row["call"] for row in rows] == [call.name for call in CALLS]
     for row in rows:
-        assert {row["cudnn µs"], row["fa4 µs"]} <= {1.0, 2.0}
+        assert {row["cudnn µs"], row["fa4 µs"], row["fastest µs"]} <= {1.0, 2.0, 3.0}
+        assert row["fastest / best"] == row["fastest µs"] / min(row["cudnn µs"], row["fa4 µs"])
         assert row["why not"] == "–"
-    assert set(named) == {"cudnn", "fa4"}
+    assert set(named) == {"cudnn", "fa4", "fastest"}
 
 
 def test_a_provider_is_in_force_for_its_calls_alone():
@@ -51,29 +53,30 @@ def test_a_provider_is_in_force_for_its_calls_alone():
     assert in_force.active() == ("default",)
 
 
-def test_rows_of_measurements_are_made_of_it(tmp_path, monkeypatch, repository):
+def test_rows_of_measurements_are_made_of_it(monkeypatch, repository):
     monkeypatch.syspath_prepend(repository / "scripts")
-    provider_rows = importlib.import_module("provider_rows")
-    monkeypatch.setattr(
-        provider_rows, "PARTS", {"forward": (False, CALLS), "backward": (True, CALLS), "lengths": (False, ())}
-    )
+    script = importlib.import_module("preferences")
+    monkeypatch.setattr(script, "PARTS", {"forward": (False, CALLS), "backward": (True, CALLS), "lengths": (False, ())})
     measured = {"forward": providers.forward(), "backward": providers.backward()}
     measured["forward"][0] |= {"cudnn µs": 7.25, "fa4 µs": 3.125}
     measured["backward"][1]["fa4 µs"] = "–"  # was not measured, or wrong
-    path, table = tmp_path / "measured.json", tmp_path / "preferences.json"
-    path.write_text(json.dumps(measured))
-    monkeypatch.setattr(provider_rows, "TARGET", table)
-    provider_rows.main(str(path), "90")
-    monkeypatch.setattr(preferences, "_FILE", table)
+    table = json.loads(json.dumps(script.rows(measured)))
+    monkeypatch.setattr(preferences, "rows_of", lambda _: [{**row, "dims": tuple(row["dims"])} for row in table])
     preferences.preferences.cache_clear()
     try:
         found = [row for rows in preferences.preferences().values() for row in rows]
     finally:
         preferences.preferences.cache_clear()
-    assert [row.of for row in found if row.configuration.is_backward] == ["plain", "capped"]
-    (plain, narrow, capped) = (row for row in found if not row.configuration.is_backward)
+    assert [row.of for row in found if row.configuration.is_backward] == ["plain", "capped", "packed"]
+    plain, narrow, capped, packed = (row for row in found if not row.configuration.is_backward)
     assert plain == preferences.Preference(
-        preferences.Configuration(90, False, (16, 16), "causal", False, False, True), 40, 40, 80, 3.1, 7.2, "plain"
+        preferences.Configuration(90, False, (16, 16), "causal", False, False, True, False),
+        40,
+        40,
+        80,
+        3.1,
+        7.2,
+        "plain",
     )
     assert (narrow.configuration.mask, narrow.configuration.has_sinks) == ("window", True)
     assert (capped.configuration.mask, capped.configuration.is_capped, capped.configuration.is_grouped) == (
@@ -81,6 +84,7 @@ def test_rows_of_measurements_are_made_of_it(tmp_path, monkeypatch, repository):
         True,
         False,
     )
+    assert (packed.configuration.is_packed, packed.queries, packed.tokens) == (True, 16, 32)
 
 
 def test_calls_whose_kernels_are_short_show_the_host(monkeypatch, times_by_place):

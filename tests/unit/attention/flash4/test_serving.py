@@ -247,7 +247,7 @@ def test_head_dims_differ_only_as_the_tests_on_a_gpu_have_them():
 
 def test_by_default_it_serves_nothing(monkeypatch):
     """`explain` says where it would be faster."""
-    call = Configuration(90, False, (128, 128), CAUSAL, False, False, True)
+    call = Configuration(90, False, (128, 128), CAUSAL, False, False, True, False)
     row = Preference(call, 300, 300, 600, 80.0, 100.0, "2 × 300")
     monkeypatch.setattr(preferences, "preferences", lambda: {call: [row]})
     with providers("default"):
@@ -259,7 +259,7 @@ def test_by_default_it_serves_nothing(monkeypatch):
 
 
 def test_the_fastest_is_what_was_measured(monkeypatch):
-    call = Configuration(90, False, (128, 128), CAUSAL, False, False, True)
+    call = Configuration(90, False, (128, 128), CAUSAL, False, False, True, False)
     rows = [
         Preference(call, 4096, 4096, 16384, 80.0, 100.0, "4 × 4,096"),
         Preference(call, 512, 512, 4096, 110.0, 100.0, "32 × 512"),

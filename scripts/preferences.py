@@ -1,0 +1,100 @@
+"""Writes the table of measured preferences out of the JSON of the benchmarks.
+
+Rows for `sdpa_paged` have ranges, which people choose, and the times of a step of `benchmarks decode`. Those for `sdpa`
+are the calls of `benchmarks providers`.
+
+python scripts/preferences.py            # write it
+python scripts/preferences.py --check    # exit with 1 if the table is another
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pages
+from bench_tables import measured
+from pages import ROOT
+
+from benchmarks import providers
+from benchmarks.peers import Configuration
+from cudnn_sdpa.attention.flash4.preferences import CAUSAL, FULL, WINDOW
+from cudnn_sdpa.attention.varlen.specs import sequence_bucket
+from cudnn_sdpa.plans.providers import CUDNN, FLASH4
+
+TABLE = ROOT / "cudnn_sdpa" / "attention" / "preferences.json"
+
+DECODE, PROVIDERS = "decode-h100", "providers-h100"
+SM = 90  # of the GPU of both
+
+LABEL, OWN_US, CUDNN_US = "sequences × new tokens on keys", "sdpa_paged_varlen µs", "sdpa_paged on cuDNN µs"
+
+#: Parts of `benchmarks providers` that measure one pass, and their calls.
+PARTS = {
+    "forward": (False, providers.FORWARD),
+    "lengths": (False, providers.LENGTHS),
+    "backward": (True, providers.TRAINING),
+    "backward_lengths": (True, providers.LENGTHS),
+}
+
+Row = dict[str, Any]
+
+
+def render(text: str) -> str:
+    """The table, whose ranges are those of `text`."""
+    decode, of_providers = measured(DECODE), measured(PROVIDERS)
+    paged = rows_for_pages(json.loads(text)["sdpa_paged"]["rows"], decode)
+    sections = [
+        _section("sdpa_paged", DECODE, decode, paged),
+        _section("sdpa", PROVIDERS, of_providers, rows(of_providers)),
+    ]
+    return "{\n" + ",\n".join(sections) + "\n}\n"
+
+
+def _section(function: str, name: str, data: Row, found: list[Row]) -> str:
+    versions, source = data["environment"], f"docs/benchmarks/{name}.json"
+    how = f"{versions['gpu']}, cuDNN {versions['cudnn']}, PyTorch {versions['torch']}, {versions['date']}"
+    facts = "".join(f'    "{fact}": {json.dumps(value)},\n' for fact, value in (("source", source), ("measured", how)))
+    lines = ",\n".join("      " + json.dumps(row, ensure_ascii=False) for row in found)
+    return f'  "{function}": {{\n{facts}    "rows": [\n{lines}\n    ]\n  }}'
+
+
+def rows_for_pages(ranges: list[Row], data: Row) -> list[Row]:
+    steps = {row[LABEL]: row for row in data["steps"]}
+    times = {"own_us": OWN_US, "cudnn_us": CUDNN_US}
+    return [row | {name: round(steps[row["of"]][column], 1) for name, column in times.items()} for row in ranges]
+
+
+def rows(data: Row) -> list[Row]:
+    found: dict[tuple[bool, str], Row] = {}
+    for part, (is_backward, configurations) in PARTS.items():
+        calls = {each.name: each for each in configurations}
+        for row in data.get(part, []):
+            if all(isinstance(row[f"{name} µs"], float) for name in (CUDNN, FLASH4)):
+                found[is_backward, row["call"]] = _row(calls[row["call"]], row, is_backward=is_backward)
+    return list(found.values())
+
+
+def _row(call: Configuration, row: Row, *, is_backward: bool) -> Row:
+    mean = sum(call.lengths) / sequence_bucket(len(call.lengths))  # of packed sequences, as a key has them
+    return {
+        "sm": SM,
+        "is_backward": is_backward,
+        "dims": [call.dim, call.dim_v or call.dim],
+        "mask": WINDOW if call.left is not None else CAUSAL if call.causal else FULL,
+        "is_capped": call.softcap is not None,
+        "has_sinks": call.sinks and not is_backward,
+        "is_grouped": call.heads[0] > call.heads[1],
+        "is_packed": call.packed,
+        "queries": round(mean) if call.packed else call.lengths[0],
+        "keys": round(mean) if call.packed else call.keys or call.lengths[0],
+        "tokens": sum(call.lengths),
+        "fa4_us": round(row["fa4 µs"], 1),
+        "cudnn_us": round(row["cudnn µs"], 1),
+        "of": call.name,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(pages.main(__file__, render, TABLE))
