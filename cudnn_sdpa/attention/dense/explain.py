@@ -192,9 +192,7 @@ def describe_backward_call(of: GradientCall, device: int | None, notes: list[str
     first = calls[0] if calls else of
     backward = BackwardSpec.of(first)
     notes = [*notes, *([] if first is of else [note_on_parts("the gradient", len(calls))])]
-    notes += [*_notes_on_factor(first), *backward.extra_kernels()]
-    if not (backward.dense.has_no_plan or backward.dense.is_one_by_one):  # which plain PyTorch computes
-        notes += sink_scores.notes_on_gradient(of)
+    notes += [*_notes_on_factor(first), *backward.extra_kernels(), *sink_scores.notes_on_gradient(of)]
     described = Description(
         operation=graphs.sdpa_backward,
         key=partial(key_of, backward),
