@@ -5,7 +5,7 @@
 Every form, dtype and kind of mask, with and without a causal one, read 16 bytes at a time and by element, forward and
 backward; on few odd numbers of queries and keys, and on more than a tile. Head dims and numbers of heads are drawn.
 Tensors are made on the CPU, so that nearly all kernels that run are the library's own. The part "wrong" reads beyond
-a tensor, which a tool must notice.
+a tensor, which a tool must notice. The first part computes gradients of sinks, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from cudnn_sdpa import kernels
+from cudnn_sdpa.attention import sink_scores
 from cudnn_sdpa.kernels.arguments import KernelArguments
 from cudnn_sdpa.kernels.launch import bind
 from cudnn_sdpa.kernels.plans import Spec
@@ -66,6 +67,17 @@ def run(call: Call, chance: random.Random, device: str) -> None:
             assert result.detach().cpu().isfinite().all(), call
 
 
+def sum_sinks(device: str) -> None:
+    """Gradients of sinks: rows read 16 bytes at a time and by element, heads before rows and behind them, packed."""
+    for dtype, dim, heads, is_packed in itertools.product(DTYPES, (40, 64, 33, 256), (3, 8), (False, True)):
+        shape = (131, heads, dim) if is_packed else (2, heads, 67, dim)
+        grad_out, out = torch.randn(2, *shape).to(device, dtype)
+        lse, sinks = (3 + torch.rand(shape[:-1])).to(device), torch.randn(heads).to(device)
+        tokens = torch.tensor(100, dtype=torch.int32).to(device) if is_packed else None
+        found = sink_scores.gradient(grad_out, out, lse, sinks, tokens)
+        assert found.cpu().isfinite().all(), (dtype, dim, heads, is_packed)
+
+
 def read_beyond_a_tensor() -> None:
     """Gives a kernel less memory than it reads."""
     q, k, v = (torch.zeros(1, 1, 64, 64, device="cuda") for _ in range(3))
@@ -83,5 +95,7 @@ if __name__ == "__main__":
         for number, one in enumerate(calls()):
             if number % parts == part:
                 run(one, random.Random(number), "cuda")
+        if part == 0:
+            sum_sinks("cuda")
         time.sleep(1)  # an autograd thread that still frees what it holds as the interpreter ends may abort the process
         print("all calls were made")

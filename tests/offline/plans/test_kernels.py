@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cudnn_sdpa import LibraryError
-from cudnn_sdpa.attention import bias, lengths, merge_states
+from cudnn_sdpa.attention import bias, lengths, merge_states, sink_scores
 from cudnn_sdpa.attention.fp8 import quantize
 from cudnn_sdpa.attention.paged import paging
 from cudnn_sdpa.attention.varlen import packing
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.usefixtures("nvrtc")
 KERNELS = [
     *(packing.kernel, paging.decode_kernel, paging.gather_kernel, paging.append_kernel, paging.csr_kernel),
     *merge_states.kernels.values(),
+    *(*sink_scores.chunk_kernels.values(), sink_scores.head_kernel),
     *(lengths.correct_kernel, lengths.limit_kernel, bias.kernel),
 ]
 #: Kernels that need instructions of compute capability 8.9.

@@ -160,6 +160,13 @@ def test_the_explained_key_without_gradients_is_that_of_the_call(key_of, name, r
     assert key(described) == key_of(SDPA.on_gpu, dense_call(*tensors, **options)._replace(with_lse=return_lse))
 
 
+def test_kernels_of_the_gradient_of_sinks_are_named():
+    note = "the gradient of the sinks is computed from the output and its gradient by kernels of this library"
+    q, k, v = qkv()
+    for sinks, count in ((T(8, dtype=torch.float32, grad=True), 1), (T(8, dtype=torch.float32), 0)):
+        assert describe(sdpa, q, k, v, sinks=sinks).backward.extra_kernels.count(note) == count
+
+
 def test_bugs_that_a_plan_avoids_are_named():
     """As on a GPU with a cuDNN that has them: they explain what the plan has beyond the call."""
     q, k, v = (torch.randn(2, heads, n, 64).half().requires_grad_() for heads, n in ((4, 100), (2, 120), (2, 120)))

@@ -1,4 +1,4 @@
-"""What PyTorch computes of the sinks of packed sequences on a GPU: their gradient, and the LSE without keys."""
+"""The sinks of packed sequences on a GPU, outside of plans: their gradient, and the LSE without keys."""
 
 from __future__ import annotations
 
