@@ -131,11 +131,15 @@ def packages(facts: Facts) -> Iterator[Finding]:
         yield _error("cuDNN is installed for another CUDA, or twice", found, cure)
 
 
-def flash4(facts: Facts) -> Iterator[Finding]:
-    named = facts.environment.get("CUDNN_SDPA_PROVIDERS", "").split(",")
-    if facts.flash4_missing and "fa4" in map(str.strip, named):
-        found, _, cure = facts.flash4_missing.rpartition("; ")
-        yield _warning("CUDNN_SDPA_PROVIDERS names FlashAttention-4, which cannot be used", found, f"{cure}.")
+def other_providers(facts: Facts) -> Iterator[Finding]:
+    named = {name.strip() for name in facts.environment.get("CUDNN_SDPA_PROVIDERS", "").split(",")}
+    for provider, what, missing in (
+        ("fa4", "FlashAttention-4, which", facts.flash4_missing),
+        ("frontend", "cuDNN's frontend, whose own kernels", facts.frontend_missing),
+    ):
+        if missing and provider in named:
+            found, _, cure = missing.rpartition("; ")
+            yield _warning(f"CUDNN_SDPA_PROVIDERS names {what} cannot be used", found, f"{cure}.")
 
 
 def cudnn(facts: Facts) -> Iterator[Finding]:
@@ -192,7 +196,7 @@ def native(facts: Facts) -> Iterator[Finding]:
 
 #: In the order of causes before effects.
 CHECKS: tuple[Callable[[Facts], Iterator[Finding]], ...]
-CHECKS = settings, broken_off, torch, gpus, packages, cudnn, call, store, native, flash4
+CHECKS = settings, broken_off, torch, gpus, packages, cudnn, call, store, native, other_providers
 
 
 def examine(facts: Facts) -> list[Finding]:

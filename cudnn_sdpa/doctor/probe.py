@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from cudnn_sdpa.attention.flash4.installed import installed
+from cudnn_sdpa.attention.frontend import installed as frontend
 from cudnn_sdpa.engine import cpu_target, explain
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.errors import OfflineError, OptionError
@@ -87,6 +88,7 @@ class Facts:
     hip: str | None
     flash4: str = ""  # versions of FlashAttention-4 and of what it needs
     flash4_missing: str = ""  # why it cannot be used
+    frontend_missing: str = ""  # why the frontend's own kernels cannot be used
     plan_store: str | None = None  # None if it is off, or the user has no cache folder
     plan_store_problem: str = ""  # why plans cannot be saved
     plan_store_is_readable: bool = False  # although they cannot be saved
@@ -123,6 +125,7 @@ def gather(timeout: float = TIMEOUT_SECONDS) -> Facts:
         native=loader.forecast(),
         flash4=installed().identity,
         flash4_missing=installed().missing,
+        frontend_missing=frontend.installed().missing,
         torch=torch.__version__,
         cuda=torch.version.cuda,
         hip=torch.version.hip,

@@ -11,13 +11,20 @@ from cudnn_sdpa.errors import OptionError, UnsupportedError
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.settings import Override, Overrides, renewed_in_children
 
-Provider = Literal["default", "cudnn", "own", "fa4", "fastest"]
+Provider = Literal["default", "cudnn", "own", "fa4", "frontend", "fastest"]
 DEFAULT: Final = "default"
 CUDNN: Final = "cudnn"
 OWN: Final = "own"
 FLASH4: Final = "fa4"
+FRONTEND: Final = "frontend"
 FASTEST: Final = "fastest"
-PROVIDERS = (DEFAULT, CUDNN, OWN, FLASH4, FASTEST)
+PROVIDERS = (DEFAULT, CUDNN, OWN, FLASH4, FRONTEND, FASTEST)
+
+#: The modules of what providers besides cuDNN serve of calls of attention.
+_SERVING = {
+    FLASH4: "cudnn_sdpa.attention.flash4.serving",
+    FRONTEND: "cudnn_sdpa.attention.frontend.serving",
+}
 
 #: Environment variable that names providers, with commas between them.
 VARIABLE = "CUDNN_SDPA_PROVIDERS"
@@ -72,12 +79,12 @@ def _checked(names: tuple[str, ...], argument: str) -> tuple[str, ...]:
 def may_be_others() -> bool:
     """Whether a provider is in force that serves calls of attention by kernels that are neither cuDNN's nor own."""
     names = Setting.names or active()
-    return FLASH4 in names or FASTEST in names
+    return FLASH4 in names or FRONTEND in names or FASTEST in names
 
 
-def others() -> Any:
-    """The module of what providers besides cuDNN serve of dense calls, which is imported where one of them is named."""
-    return importlib.import_module("cudnn_sdpa.attention.flash4.serving")
+def others(provider: str) -> Any:
+    """The module of what a provider besides cuDNN serves of calls of attention, imported where one is named."""
+    return importlib.import_module(_SERVING[provider])
 
 
 def refused_by_own(function: str) -> UnsupportedError:
@@ -95,6 +102,9 @@ def providers(*names: Provider) -> ProvidersUse:
     - "fa4": FlashAttention-4's, for `sdpa`, the drop-in and `sdpa_varlen` on Hopper, if it is installed. A helper
       process compiles each kind of call once; until then the next provider serves the call, or it waits if there is
       none.
+    - "frontend": those of cuDNN's frontend, for calls of `sdpa` and the drop-in without gradients on Hopper, with head
+      dims above 256. A helper process compiles each shape once; until then the next provider serves the call, or it
+      waits if there is none.
     - "fastest": as "default", and FlashAttention-4 for calls of `sdpa` and `sdpa_varlen` for which it took less time in
       a table of measurements.
 
@@ -113,7 +123,7 @@ def providers(*names: Provider) -> ProvidersUse:
     `CUDNN_SDPA_PROVIDERS` names the providers, as in `cudnn,own`.
 
     Args:
-        *names: "default", "cudnn", "own", "fa4" or "fastest", in order of preference.
+        *names: "default", "cudnn", "own", "fa4", "frontend" or "fastest", in order of preference.
 
     Returns:
         A context manager whose value are the names.

@@ -35,8 +35,9 @@ from cudnn_sdpa.attention.dense.forward import Bucket
 from cudnn_sdpa.attention.dense.launch import has_readable_layout
 from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa, sdpa_backward
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec, key_of, query_factor_backward
+from cudnn_sdpa.attention.flash4 import serving as flash4
 from cudnn_sdpa.attention.flash4.preferences import Spec
-from cudnn_sdpa.attention.flash4.serving import choice
+from cudnn_sdpa.attention.frontend import serving as frontend
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.dispatch_state import cast_tensor
@@ -48,7 +49,7 @@ from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
-from cudnn_sdpa.plans.providers import OWN
+from cudnn_sdpa.plans.providers import FRONTEND, OWN
 
 #: The arguments of one call of any kind of attention: a NamedTuple with `q`.
 Call = TypeVar("Call", bound=NamedTuple)
@@ -136,9 +137,13 @@ def _describe_plans(given: dict[str, Any]) -> Description:
 
 def with_choice(described: Description, spec: Spec) -> Description:
     """A description that says who serves the call, dense or packed, and why."""
-    return replace(
-        described, on_target=lambda target: replace(described, choice=choice(spec, target, providers.active()))
-    )
+
+    def on_target(target: Target) -> Description:
+        names = providers.active()
+        choice = frontend.choice if FRONTEND in names else flash4.choice
+        return replace(described, choice=choice(spec, target, names))
+
+    return replace(described, on_target=on_target)
 
 
 def _key_of_bucket(forward: ForwardSpec, target: Target, device: int | None) -> PlanKey | None:

@@ -333,7 +333,9 @@ def key_of(spec: _HasKey, target: Target, device: int | None) -> PlanKey:
     """The key of a call's plan, dense or packed, of the first provider in force that serves it."""
     if not providers.may_be_others():
         return spec.key(target, device)
-    found: PlanKey = providers.others().key_of(spec, target, device, providers.active())
+    names = providers.active()
+    first = providers.FRONTEND if providers.FRONTEND in names else providers.FLASH4
+    found: PlanKey = providers.others(first).key_of(spec, target, device, names)
     return found
 
 
@@ -342,7 +344,8 @@ def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> Pl
 
     Once it is compiled, in a thread, calls find their plans again.
     """
-    found: PlanKey = providers.others().ready(key, of_cudnn)
+    assert key.provider is not None
+    found: PlanKey = providers.others(key.provider).ready(key, of_cudnn)
     return found
 
 

@@ -1,21 +1,11 @@
 """A helper process's program: compiles FlashAttention-4's functions of one kind, without a GPU.
 
-It reads a `Kind` as a JSON list, calls `flash_attn.cute` with tensors without memory, and keeps what that compiles and
-what it would call. It prints a JSON object: "functions" has libraries by name, "error" a reason instead.
+It calls `flash_attn.cute` with tensors without memory, and keeps what that compiles and what it would call.
 """
 
 from __future__ import annotations
 
-import base64
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +22,7 @@ from cudnn_sdpa.attention.flash4.programs import (
     program,
 )
 from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.offline.function_compiler import answer, library_of
 from cudnn_sdpa.plans.function_plan import Argument, NumberArgument, TensorArgument
 
 #: Set before `flash_attn.cute` is imported: it asks no GPU.
@@ -85,7 +76,7 @@ def compile_kind(kind: Kind) -> dict[str, bytes]:
         expected = program(layouts, window).calls
         found = [arguments for _, arguments in compiled.calls]
         _compare([call.arguments for call in expected], found, tensors)
-    return {call.function: _library(function) for call, (function, _) in zip(expected, compiled.calls, strict=True)}
+    return {call.function: library_of(function) for call, (function, _) in zip(expected, compiled.calls, strict=True)}
 
 
 def window_of(kind: Kind) -> Window:
@@ -209,37 +200,5 @@ def _described(argument: Any) -> str:
     return repr(argument)
 
 
-def _library(function: Any) -> bytes:
-    """A compiled function as a shared library, whose one symbol for callers is `__tvm_ffi_func`."""
-    with tempfile.TemporaryDirectory() as folder:
-        compiled, linked = Path(folder, "function.o"), Path(folder, "function.so")
-        function.export_to_c(object_file_path=str(compiled), function_name="func")
-        command = [os.environ.get("CC") or "cc", "-shared", "-Wl,-z,noexecstack", "-o", str(linked), str(compiled)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise OSError(f"{' '.join(command)}: {done.stderr[-400:]}")
-        return linked.read_bytes()
-
-
-@contextmanager
-def _stdout_for_the_answer() -> Iterator[int]:
-    """A file descriptor for the answer; what else prints, prints to stderr."""
-    answer = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield answer
-    finally:
-        os.close(answer)
-
-
 def main() -> None:
-    with _stdout_for_the_answer() as file:
-        kind = Kind(*json.load(sys.stdin))
-        try:
-            made = {name: base64.b64encode(x).decode() for name, x in compile_kind(kind).items()}
-            answer: dict[str, object] = {"functions": made}
-        except Exception as error:  # noqa: BLE001 - whatever FlashAttention-4 raises is the answer
-            traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        with os.fdopen(os.dup(file), "w") as output:
-            json.dump(answer, output)
+    answer(lambda kind: compile_kind(Kind(*kind)))

@@ -25,8 +25,7 @@ from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline import interpreter
-from cudnn_sdpa.plans import autotune, providers
-from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans import autotune
 from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, OWN
 
 #: The largest number of packed sequences: of more, other functions would be called, too.
@@ -128,19 +127,7 @@ def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str])
 
 def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> PlanKey:
     """See `dense.specs.ready`."""
-    kind = kind_of(key)
-    has_other, is_ready = bool({CUDNN, DEFAULT, FASTEST} & set(providers.active())), functions.are_ready(kind)
-    may_build = not (plan_cache.builds_are_forbidden or torch.cuda.is_current_stream_capturing())
-    if not has_other or plan_cache.peek(key) is not None or (is_ready and may_build):
-        return key
-    try:
-        other = of_cudnn(key.target, key.device)
-    except UnsupportedError:
-        return key
-    if may_build:
-        functions.compile_in_background(kind)
-        return other
-    return other if plan_cache.find(other) is not None else key  # what was warmed up before a kind was compiled
+    return functions.ready(key, kind_of(key), of_cudnn)
 
 
 def choice(spec: Spec, target: Target, names: Sequence[str]) -> str:

@@ -20,12 +20,13 @@ from cudnn_sdpa.attention.preferences import rows_of
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
-from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, OWN
+from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, FRONTEND, OWN
 
 #: How much longer than cuDNN's engines the own kernel may take where it is preferred.
 SLOWER = 1.02
 
 _KERNELS = {OWN: "our own kernel for pages", CUDNN: "cuDNN's engines"}
+_NOT_PAGED = {FLASH4: "FlashAttention-4", FRONTEND: "cuDNN's frontend"}
 
 
 class Preference(NamedTuple):
@@ -83,8 +84,8 @@ def provider_of(call: PagedArguments, target: Target) -> tuple[str, str]:
                 return OWN, f"{_KERNELS[OWN]}: {only_own}"
             row = preference_of(call, target)
             return (CUDNN, "") if row is None else (row.kernel, str(row))
-        if name == FLASH4:
-            reasons.append("FlashAttention-4: it serves no pages here")
+        if name in _NOT_PAGED:
+            reasons.append(f"{_NOT_PAGED[name]}: it serves no pages here")
             continue
         against = [only_own] * bool(only_own) if name == CUDNN else reasons_against(call, target)
         if not against:

@@ -253,9 +253,20 @@ WARNINGS = {
             environment={"CUDNN_SDPA_PROVIDERS": "fa4, cudnn"},
             flash4_missing="flash-attn-4 is not installed; pip install 'flash-attn-4==4.0.0b36'",
         ),
-        "flash4",
+        "other_providers",
         "flash-attn-4 is not installed",
         "pip install 'flash-attn-4==4.0.0b36'",
+    ),
+    "a provider whose compiler is not installed": (
+        replace(
+            WELL,
+            environment={"CUDNN_SDPA_PROVIDERS": "cudnn,frontend"},
+            flash4_missing="flash-attn-4 is not installed; pip install 'flash-attn-4==4.0.0b36'",
+            frontend_missing="nvidia-cutlass-dsl is not installed; pip install 'nvidia-cutlass-dsl==4.8.1'",
+        ),
+        "other_providers",
+        "nvidia-cutlass-dsl is not installed",
+        "pip install 'nvidia-cutlass-dsl==4.8.1'",
     ),
     "an old gpu among others": (replace(WELL, gpus=(H200, T4)), "gpus", "Tesla T4", "Ampere"),
     "no compiler, no driver": (
@@ -305,6 +316,7 @@ def test_a_healthy_machine_has_no_findings():
     assert examine(replace(WELL, plan_store=None)) == []
     assert examine(replace(WELL, native="Python: CUDNN_SDPA_NATIVE=off")) == []
     assert examine(replace(WELL, flash4_missing="flash-attn-4 is not installed; pip install it")) == []
+    assert examine(replace(WELL, frontend_missing="nvidia-cutlass-dsl is not installed; pip install it")) == []
     assert f"{'flash-attn-4':<14}4.0.0b36 4.8.1" in as_text(replace(WELL, flash4="4.0.0b36 4.8.1"), []).splitlines()
     assert examine(replace(WELL, native="C++, when c++ has compiled it in the background; before that Python")) == []
     assert "No problems found." in as_text(WELL, [])

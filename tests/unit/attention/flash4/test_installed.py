@@ -8,7 +8,8 @@ import sys
 import flash4_stand_in as stand_in
 import pytest
 
-from cudnn_sdpa.attention.flash4.installed import COMMAND, TESTED, UNTESTED, installed
+from cudnn_sdpa.attention.flash4.installed import COMMAND, TESTED, installed
+from cudnn_sdpa.offline.installation import UNTESTED
 
 
 def test_a_tested_installation_can_be_used(tmp_path):
