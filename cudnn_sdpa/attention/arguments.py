@@ -521,7 +521,8 @@ def check_values(call: ForwardArguments) -> None:
 
 
 def check_strides(call: ForwardArguments) -> None:
-    tensor_checks.check_strides(*call.qkv)
+    if call.is_for_cudnn:
+        tensor_checks.check_strides(*call.qkv)
 
 
 class AttentionCall(Fields, Protocol):
@@ -535,8 +536,9 @@ class AttentionCall(Fields, Protocol):
 
 
 def check_memory(call: AttentionCall) -> None:
-    """Addresses, and that `out` overlaps no other tensor. A mask may be misaligned."""
-    tensor_checks.check_addresses(q=call.q, k=call.k, v=call.v)
+    """Addresses, and that `out` overlaps no other tensor. A mask may be misaligned; for own kernels all may be."""
+    check = tensor_checks.check_addresses if getattr(call, "is_for_cudnn", True) else tensor_checks.check_elements
+    check(q=call.q, k=call.k, v=call.v)
     mask, out = getattr(call, "attn_mask", None), getattr(call, "out", None)
     if mask is not None and (not mask.is_cuda or mask.data_ptr() < tensor_checks.LOWEST):
         tensor_checks.check_present("attn_mask", mask)

@@ -7,7 +7,7 @@ import os
 import threading
 from typing import Any, Final, Literal
 
-from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.settings import Override, Overrides, renewed_in_children
 
@@ -74,10 +74,14 @@ def others() -> Any:
     return importlib.import_module("cudnn_sdpa.attention.flash4.serving")
 
 
-def refused_by_own(function: str) -> UnsupportedError:
-    """The error of a call that own kernels cannot serve, while no other provider is in force."""
-    reason = f"own kernels lack an option or the dtype, and providers({OWN!r}) leaves out cuDNN"
-    return UnsupportedError(function, [reason], f"providers({OWN!r}, {CUDNN!r})")
+def own() -> Any:
+    """The module of what own kernels serve of dense calls, of a layer above theirs."""
+    return importlib.import_module("cudnn_sdpa.kernels.serving")
+
+
+def is_own_named() -> bool:
+    """Whether own kernels may serve dense calls, so that cuDNN's limits of dtypes, head dims and strides come later."""
+    return OWN in (Setting.names or active())
 
 
 def providers(*names: Provider) -> ProvidersUse:

@@ -42,11 +42,13 @@ class DenseSpec(AttentionSpec):
         lengths_q: Whether actual sequence lengths of the queries are passed.
         lengths_kv: Whether actual sequence lengths of the keys are passed.
         bias: `attn_mask` as cuDNN reads it, without fully masked rows. None without one.
+        attn_mask: The same as the caller gave it.
     """
 
     lengths_q: bool = False
     lengths_kv: bool = False
     bias: TensorLayout | None = None
+    attn_mask: TensorLayout | None = None
 
     @classmethod
     def of(cls, call: ForwardArguments) -> DenseSpec:
@@ -72,6 +74,7 @@ class DenseSpec(AttentionSpec):
             lengths_q=lengths_q,
             lengths_kv=lengths_kv,
             bias=bias,
+            attn_mask=None if call.attn_mask is None else TensorLayout.of(call.attn_mask),
             **spec_options(call, sinks_in_plan=q.shape[2] - mask.masked_rows != 1),
         )
 
@@ -312,7 +315,7 @@ class BackwardSpec:
             notes.append("the log-sum-exp of the other queries is copied")
         notes += _notes_on_operands(dense, is_decode=False)
         if dense.bias is not None or dense.is_capped:
-            notes.append("the log-sum-exp of fully masked rows is replaced to avoid NaN")
+            notes.append(REPLACED_LSE)
         if self.bias_gradient:
             notes.append("the gradient of attn_mask is summed over its broadcast dimensions")
         return notes
@@ -327,17 +330,19 @@ class BackwardSpec:
 def key_of(spec: ForwardSpec | BackwardSpec, target: Target, device: int | None) -> PlanKey:
     """The key of a call's plan, of the first provider in force that serves it."""
     names = providers.Setting.names or providers.active()
-    if providers.FLASH4 not in names and providers.FASTEST not in names:
+    if set(names) <= {providers.CUDNN, providers.DEFAULT}:
         return spec.key(target, device)
     found: PlanKey = providers.others().key_of(spec, target, device, names)
     return found
 
 
 def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> PlanKey:
-    """A key of another provider's, or that of cuDNN's plan while a kind is still compiled and cuDNN may serve the call.
+    """A key, or that of cuDNN's plan while a kind of FlashAttention-4's is compiled and cuDNN may serve the call.
 
     Once it is compiled, in a thread, calls find their plans again.
     """
+    if key.provider != providers.FLASH4:
+        return key
     found: PlanKey = providers.others().ready(key, of_cudnn)
     return found
 
@@ -345,6 +350,8 @@ def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> Pl
 #: Of every backward pass; depends on the caller's gradient.
 GRAD_OUT_COPY = "a copy of grad_out, if cuDNN cannot read its layout (always for out.sum().backward())"
 
+CONVERTED_MASK = "attn_mask is converted to a bias if cuDNN cannot read its layout, a boolean mask always (one kernel)"
+REPLACED_LSE = "the log-sum-exp of fully masked rows is replaced to avoid NaN"
 MASK_OF_ONE_KEY = "attn_mask over a single key: all is computed in plain PyTorch, as cuDNN misreads such a mask"
 
 
@@ -362,8 +369,7 @@ def _notes_on_operands(dense: DenseSpec, *, is_decode: bool) -> list[str]:
             corrected += "; those of queries become 0 where a sequence has no keys, as cuDNN leaves its rows unwritten"
         notes.append(f"{corrected} (one kernel)")
     if dense.bias is not None:
-        converted = "attn_mask is converted to a bias if cuDNN cannot read its layout"
-        notes.append(f"{converted}, a boolean mask always (one kernel)")
+        notes.append(CONVERTED_MASK)
     return notes
 
 

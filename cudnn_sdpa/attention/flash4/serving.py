@@ -1,4 +1,4 @@
-"""Calls of dense attention that FlashAttention-4 serves, where `providers` names it: reasons against, and keys.
+"""Calls of dense attention that others than cuDNN serve, where `providers` names them: reasons against, and keys.
 
 FlashAttention-4 takes a mask as a window that ends at the last query and the last key. Options that it lacks, or takes
 in another way, are refused here.
@@ -10,14 +10,16 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from cudnn_sdpa.attention.arguments import CUDA_DTYPES
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.flash4.plans import flash4_backward, flash4_forward, functions, kind_of, reasons_against
 from cudnn_sdpa.attention.flash4.preferences import preference_of
 from cudnn_sdpa.attention.flash4.programs import Window
 from cudnn_sdpa.attention.spec import SCALE, SOFTCAP
+from cudnn_sdpa.engine.tensor_checks import dtype_name
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import Operand, PlanKey
-from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.plans import providers
@@ -29,20 +31,66 @@ Spec = ForwardSpec | BackwardSpec
 
 def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str]) -> PlanKey:
     """The key of a call's plan, of the first of these providers that serves it."""
-    served, refused = _serving(spec, target, names), None
-    if served == CUDNN:
-        try:
-            return spec.key(target, device)
-        except UnsupportedError as error:
-            refused = error
-    against = [] if served == FLASH4 else reasons_of(spec, target)
-    if served == FLASH4 or (FLASH4 in names and not against):
-        return _flash4_key(spec, target, device)
-    if refused is not None:
-        raise refused
-    what = "sdpa" if isinstance(spec, ForwardSpec) else "the gradient of sdpa"
-    reasons = [f"FlashAttention-4: {reason}" for reason in against]
-    raise UnsupportedError(what, reasons, f"providers({FLASH4!r}, {CUDNN!r})")
+    refused: UnsupportedError | None = None
+    reasons: list[str] = []
+    for name in names:
+        served = _first_choice(name, spec, target)
+        if served == CUDNN:
+            try:
+                return _cudnn_key(spec, target, device)
+            except UnsupportedError as error:
+                refused = refused or error
+        elif against := against_other(served, spec, target):
+            reasons += [f"{WORDS[served]}: {reason}" for reason in against]
+        else:
+            found: PlanKey = (_flash4_key if served == FLASH4 else providers.own().key_of)(spec, target, device)
+            return found
+    named = ", ".join(map(repr, [*names, CUDNN]))
+    raise refused or UnsupportedError(_what(spec), reasons, f"providers({named})")
+
+
+def _first_choice(name: str, spec: Spec, target: Target) -> str:
+    """Whose kernels a name stands for."""
+    if name == FASTEST:
+        row = preference_of(spec, target)
+        return FLASH4 if row and row.prefers_flash4 and not reasons_of(spec, target) else CUDNN
+    return CUDNN if name == DEFAULT else name
+
+
+def against_other(name: str, spec: Spec, target: Target) -> list[str]:
+    """Why a provider besides cuDNN cannot serve a call; empty if it can."""
+    found: list[str] = (reasons_of if name == FLASH4 else providers.own().reasons_of)(spec, target)
+    return found
+
+
+def _cudnn_key(spec: Spec, target: Target, device: int | None) -> PlanKey:
+    if reasons := _beyond_limits(spec):
+        raise UnsupportedError(_what(spec), reasons)
+    return spec.key(target, device)
+
+
+def _beyond_limits(spec: Spec) -> list[str]:
+    """The limits of dtypes, head dims and strides that a call is beyond, if none was refused for them before."""
+    if not providers.is_own_named():
+        return []
+    q, k, v = spec.dense.q, spec.dense.k, spec.dense.v
+    if q.dtype not in CUDA_DTYPES:
+        return [f"q: got {dtype_name(q.dtype)}; expected float16 or bfloat16"]
+    layouts = {"q": q, "k": k, "v": v, "out": spec.out}
+    reasons = [
+        f"{name}: got head dim {x.shape[3]}; expected a multiple of 8" for name, x in layouts.items() if x.shape[3] % 8
+    ]
+    for name, x in layouts.items():
+        sizes = zip(x.shape[:3], x.stride[:3], strict=True)
+        if x.stride[3] != 1 or any(size != 1 and 2 * stride % ALIGNMENT for size, stride in sizes):
+            reasons.append(
+                f"{name}: got strides {x.stride}; expected dense head vectors, {ALIGNMENT} bytes or more apart"
+            )
+    return reasons
+
+
+def _what(spec: Spec) -> str:
+    return "sdpa" if isinstance(spec, ForwardSpec) else "the gradient of sdpa"
 
 
 def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> PlanKey:
@@ -62,28 +110,35 @@ def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> Pl
     return other if plan_cache.find(other) is not None else key  # what was warmed up before a kind was compiled
 
 
-def choice(spec: Spec, target: Target, names: Sequence[str]) -> str:
-    """Who serves a call and why, or would under "fastest", for `explain`; empty where only cuDNN may."""
-    if names[0] == CUDNN:
-        return ""
-    if names[0] == DEFAULT:
+def choice(spec: Spec, key: PlanKey, names: Sequence[str]) -> str:
+    """Why its provider serves a call, and who would under "fastest", for `explain`; empty where only one may."""
+    target = key.target
+    if names[0] == DEFAULT and key.provider is None:
         row = preference_of(spec, target)
         would = row is not None and row.prefers_flash4 and not reasons_of(spec, target)
         return f"cuDNN's engines; providers({FASTEST!r}) would take FlashAttention-4: {row}" if would else ""
-    if not {FLASH4, FASTEST} & set(names):
+    others = {OWN, FLASH4, FASTEST} & set(names)
+    if not others or (names[0] == CUDNN and OWN not in others and key.provider is None):
         return ""
-    against, by = reasons_of(spec, target), f"by providers({', '.join(map(repr, names))})"
+    by = f"by providers({', '.join(map(repr, names))})"
     row = preference_of(spec, target) if FASTEST in names else None
-    measured = "" if row is None else f": {row}"
-    served = _serving(spec, target, names)
-    if served == FLASH4:
-        is_ready = functions.are_ready(kind_of(_flash4_key(spec, target, None)))
+    if key.provider == FLASH4:
+        measured = "" if row is None else f": {row}"
+        is_ready = functions.are_ready(kind_of(key))
         return f"FlashAttention-4, {by}{measured}" + ("" if is_ready else f"; {_until_compiled(names)}")
-    if served is None:
-        return ""
-    if against and (FLASH4 in names or (row is not None and row.prefers_flash4)):
-        return f"cuDNN's engines: FlashAttention-4 does not serve it, as {'; '.join(against)}"
-    return f"cuDNN's engines, {by}: FlashAttention-4 {row}" if row else f"cuDNN's engines, {by}"
+    served = WORDS[key.provider or CUDNN]
+    before = [name for name in names[: names.index(OWN)] if name == FLASH4] if key.provider == OWN else [*others]
+    if row is not None and row.prefers_flash4:
+        before.append(FLASH4)
+    for name in (FLASH4, OWN):
+        if name in before and (against := against_other(name, spec, target)):
+            return f"{served}: {WORDS[name]} {_DO_NOT[name]} serve it, as {'; '.join(against)}"
+    return f"{served}, {by}: FlashAttention-4 {row}" if row else f"{served}, {by}"
+
+
+#: The providers of plans, as `explain` names them.
+WORDS = {CUDNN: "cuDNN's engines", OWN: "own kernels", FLASH4: "FlashAttention-4"}
+_DO_NOT = {OWN: "do not", FLASH4: "does not"}
 
 
 def _until_compiled(names: Sequence[str]) -> str:
@@ -92,19 +147,6 @@ def _until_compiled(names: Sequence[str]) -> str:
         return "its first call waits until its kind is compiled"
     why = interpreter.why_no_helper()
     return f"cuDNN serves it: {why}" if why else "cuDNN serves it until its kind is compiled"
-
-
-def _serving(spec: Spec, target: Target, names: Sequence[str]) -> str | None:
-    """The provider of a call; None if none of those in force serves it."""
-    for name in names:
-        if name in (CUDNN, DEFAULT) or (name == OWN and len(names) == 1):
-            return CUDNN
-        if name == FLASH4 and not reasons_of(spec, target):
-            return FLASH4
-        if name == FASTEST:
-            row = preference_of(spec, target)
-            return FLASH4 if row and row.prefers_flash4 and not reasons_of(spec, target) else CUDNN
-    return None
 
 
 def _flash4_key(spec: Spec, target: Target, device: int | None) -> PlanKey:
@@ -138,7 +180,7 @@ def reasons_of(spec: Spec, target: Target) -> list[str]:
         "it has no ALiBi": dense.alibi,
         "it does not promise deterministic results": deterministic,
     }
-    if reasons := [reason for reason, is_wanted in lacking.items() if is_wanted]:
+    if reasons := [reason for reason, is_wanted in lacking.items() if is_wanted] + _beyond_limits(spec):
         return reasons
     inputs, outputs = _operands(spec)
     layouts = {operand.name: operand.layout for operand in (*inputs, *outputs)}
