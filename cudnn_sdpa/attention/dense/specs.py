@@ -27,9 +27,10 @@ from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.spec import DROPOUT, SCALE, SOFTCAP, AttentionSpec
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refuse
 from cudnn_sdpa.engine.tensor_checks import like_in_memory
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.backend import has_only_repeatable
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
-from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, canonical_stride, dense_like
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
 
@@ -117,6 +118,22 @@ class DenseSpec(AttentionSpec):
         """Whether cuDNN needs lengths, even full ones, for the mask: a left bound with more queries than keys."""
         left_bound = self.mask.band is not None and self.mask.band[0] is not None
         return left_bound and not self.is_capped and self.rows > self.skv
+
+    def refuse(self, configuration: Configuration, what: str, out: TensorLayout) -> None:
+        """Refuses what cuDNN lacks, and strides that it cannot read."""
+        refuse(configuration, what)
+        if reasons := self.unreadable(out):
+            raise UnsupportedError(what, reasons, "contiguous tensors")
+
+    def unreadable(self, out: TensorLayout) -> list[str]:
+        """The tensors whose strides only own kernels read, and why; nothing has refused them where those may serve."""
+        reasons = []
+        for name, x in {"q": self.q, "k": self.k, "v": self.v, "out": out}.items():
+            *sizes, (dim, last) = zip(x.shape, x.stride, strict=True)
+            elements = ALIGNMENT // x.dtype.itemsize
+            if (last != 1 and dim != 1) or any(size != 1 and stride % elements for size, stride in sizes):
+                reasons.append(f"{name} has strides {x.stride}: head vectors must be dense, at multiples of 16 bytes")
+        return reasons
 
     def configuration(self, operation: str, target: Target, **more: bool) -> Configuration:
         facts = {"sq": self.rows, "skv": self.skv, "lengths": self.has_lengths, "bias": self.bias is not None}
@@ -213,7 +230,7 @@ class ForwardSpec:
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan."""
         dense = self.dense
-        refuse(dense.configuration(FORWARD, target), "sdpa")
+        dense.refuse(dense.configuration(FORWARD, target), "sdpa", self.out)
         inputs = [
             *dense.qkv(),
             *dense.operands(decode=self.is_decode, is_forward=True, full_lengths=dense.needs_lengths),
@@ -267,7 +284,7 @@ class BackwardSpec:
         """The key of this call's plan."""
         dense = self.dense
         more = {"bias_gradient": self.bias_gradient, "deterministic": dense.deterministic}
-        refuse(dense.configuration(BACKWARD, target, **more), "the gradient of sdpa")
+        dense.refuse(dense.configuration(BACKWARD, target, **more), "the gradient of sdpa", self.out)
         out = dense.visible(self.out)
         lse = TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)
         inputs = [

@@ -6,20 +6,19 @@ in another way, are refused here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
 
-from cudnn_sdpa.attention.arguments import CUDA_DTYPES
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.flash4.plans import flash4_backward, flash4_forward, functions, kind_of, reasons_against
 from cudnn_sdpa.attention.flash4.preferences import preference_of
 from cudnn_sdpa.attention.flash4.programs import Window
 from cudnn_sdpa.attention.spec import SCALE, SOFTCAP
-from cudnn_sdpa.engine.tensor_checks import dtype_name
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import Operand, PlanKey
-from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
+from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.plans import providers
@@ -37,7 +36,7 @@ def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str])
         served = _first_choice(name, spec, target)
         if served == CUDNN:
             try:
-                return _cudnn_key(spec, target, device)
+                return spec.key(target, device)
             except UnsupportedError as error:
                 refused = refused or error
         elif against := against_other(served, spec, target):
@@ -45,8 +44,8 @@ def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str])
         else:
             found: PlanKey = (_flash4_key if served == FLASH4 else providers.own().key_of)(spec, target, device)
             return found
-    named = ", ".join(map(repr, [*names, CUDNN]))
-    raise refused or UnsupportedError(_what(spec), reasons, f"providers({named})")
+    what = "sdpa" if isinstance(spec, ForwardSpec) else "the gradient of sdpa"
+    raise refused or UnsupportedError(what, reasons, f"providers({', '.join(map(repr, [*names, CUDNN]))})")
 
 
 def _first_choice(name: str, spec: Spec, target: Target) -> str:
@@ -61,36 +60,6 @@ def against_other(name: str, spec: Spec, target: Target) -> list[str]:
     """Why a provider besides cuDNN cannot serve a call; empty if it can."""
     found: list[str] = (reasons_of if name == FLASH4 else providers.own().reasons_of)(spec, target)
     return found
-
-
-def _cudnn_key(spec: Spec, target: Target, device: int | None) -> PlanKey:
-    if reasons := _beyond_limits(spec):
-        raise UnsupportedError(_what(spec), reasons)
-    return spec.key(target, device)
-
-
-def _beyond_limits(spec: Spec) -> list[str]:
-    """The limits of dtypes, head dims and strides that a call is beyond, if none was refused for them before."""
-    if not providers.is_own_named():
-        return []
-    q, k, v = spec.dense.q, spec.dense.k, spec.dense.v
-    if q.dtype not in CUDA_DTYPES:
-        return [f"q: got {dtype_name(q.dtype)}; expected float16 or bfloat16"]
-    layouts = {"q": q, "k": k, "v": v, "out": spec.out}
-    reasons = [
-        f"{name}: got head dim {x.shape[3]}; expected a multiple of 8" for name, x in layouts.items() if x.shape[3] % 8
-    ]
-    for name, x in layouts.items():
-        sizes = zip(x.shape[:3], x.stride[:3], strict=True)
-        if x.stride[3] != 1 or any(size != 1 and 2 * stride % ALIGNMENT for size, stride in sizes):
-            reasons.append(
-                f"{name}: got strides {x.stride}; expected dense head vectors, {ALIGNMENT} bytes or more apart"
-            )
-    return reasons
-
-
-def _what(spec: Spec) -> str:
-    return "sdpa" if isinstance(spec, ForwardSpec) else "the gradient of sdpa"
 
 
 def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> PlanKey:
@@ -117,8 +86,7 @@ def choice(spec: Spec, key: PlanKey, names: Sequence[str]) -> str:
         row = preference_of(spec, target)
         would = row is not None and row.prefers_flash4 and not reasons_of(spec, target)
         return f"cuDNN's engines; providers({FASTEST!r}) would take FlashAttention-4: {row}" if would else ""
-    others = {OWN, FLASH4, FASTEST} & set(names)
-    if not others or (names[0] == CUDNN and OWN not in others and key.provider is None):
+    if not {OWN, FLASH4, FASTEST} & set(names):
         return ""
     by = f"by providers({', '.join(map(repr, names))})"
     row = preference_of(spec, target) if FASTEST in names else None
@@ -126,10 +94,9 @@ def choice(spec: Spec, key: PlanKey, names: Sequence[str]) -> str:
         measured = "" if row is None else f": {row}"
         is_ready = functions.are_ready(kind_of(key))
         return f"FlashAttention-4, {by}{measured}" + ("" if is_ready else f"; {_until_compiled(names)}")
-    served = WORDS[key.provider or CUDNN]
-    before = [name for name in names[: names.index(OWN)] if name == FLASH4] if key.provider == OWN else [*others]
-    if row is not None and row.prefers_flash4:
-        before.append(FLASH4)
+    served, is_served = WORDS[key.provider or CUDNN], (OWN,) if key.provider == OWN else (CUDNN, DEFAULT, FASTEST)
+    before = [*itertools.takewhile(lambda name: name not in is_served, names)]
+    before += [FLASH4] * (row is not None and row.prefers_flash4)
     for name in (FLASH4, OWN):
         if name in before and (against := against_other(name, spec, target)):
             return f"{served}: {WORDS[name]} {_DO_NOT[name]} serve it, as {'; '.join(against)}"
@@ -180,7 +147,7 @@ def reasons_of(spec: Spec, target: Target) -> list[str]:
         "it has no ALiBi": dense.alibi,
         "it does not promise deterministic results": deterministic,
     }
-    if reasons := [reason for reason, is_wanted in lacking.items() if is_wanted] + _beyond_limits(spec):
+    if reasons := [reason for reason, is_wanted in lacking.items() if is_wanted] + spec.dense.unreadable(spec.out):
         return reasons
     inputs, outputs = _operands(spec)
     layouts = {operand.name: operand.layout for operand in (*inputs, *outputs)}
