@@ -79,11 +79,6 @@ def own() -> Any:
     return importlib.import_module("cudnn_sdpa.kernels.serving")
 
 
-def is_own_named() -> bool:
-    """Whether own kernels may serve dense calls, so that cuDNN's limits of dtypes, head dims and strides come later."""
-    return OWN in (Setting.names or active())
-
-
 def providers(*names: Provider) -> ProvidersUse:
     """Sets whose kernels serve a call for which there are several: the first of these that can.
 
@@ -96,10 +91,9 @@ def providers(*names: Provider) -> ProvidersUse:
       measurements.
 
     `sdpa_paged` has the first three. `sdpa` and the drop-in have own kernels: those of `kernels.attention`, which take
-    float32 without TF32, and any head dim (above 128 with memory for all scores), and are deterministic; they have
-    masks and gradients, but no other option. Where "own" is first, known calls of `sdpa` are checked again, too. Calls
-    of other functions have kernels of one provider, and are not concerned. In code that `torch.compile` compiles, own
-    kernels serve no call of `sdpa`.
+    float32 without TF32, any head dim (above 128 with memory for all scores) and any strides, and are deterministic;
+    they have masks, the log-sum-exp and gradients, but no other option. Calls of other functions have kernels of one
+    provider, and are not concerned.
 
     Providers change no meaning of a call, and its results by rounding alone. Each pass of a call chooses for itself.
     `explain` says who serves a call, and why. A call for which none of the named providers has a kernel raises

@@ -14,7 +14,6 @@ from cudnn_sdpa.attention.dense import forward, launch, parts
 from cudnn_sdpa.attention.dense import reference as in_pytorch
 from cudnn_sdpa.engine.dispatch_state import cast_fields
 from cudnn_sdpa.engine.sharding import ShardingStrategy
-from cudnn_sdpa.plans import providers
 
 
 class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTuple's `_replace`
@@ -22,15 +21,12 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
 
     __slots__ = ()
 
-    @property
-    def is_for_cudnn(self) -> bool:
-        """Where own kernels may serve it, who makes its key knows cuDNN's limits of dtypes, head dims and strides."""
-        return not providers.is_own_named()
-
+    is_for_cudnn = property(arguments.is_for_cudnn)
     check_types = arguments.check_types
     check = arguments.check
     check_values = arguments.check_values
-    check_strides = arguments.check_strides
+    check_strides = arguments.check_dense_strides
+    check_memory = arguments.check_dense_memory
     check_strides_for_gpu = check_strides_of_dense
     check_gradient_keys = parts.check_gradient
     by_pytorch = in_pytorch.by_pytorch

@@ -136,7 +136,8 @@ def prepare(call: ForwardArguments) -> Prepared:
         on_gpu = OPERATIONS["sdpa"].on_gpu  # which remembers the bindings of the parts
         return Prepared(partial(parts.run_forward, run=on_gpu), None)
     key = key_of(forward, live_target(device), device)  # refused under every policy if there is no exact-shape plan
-    key = ready(key, forward.key)
+    if key.provider is not None:
+        key = ready(key, forward.key)
     with torch.cuda.device(device):
         policy = shape_policy.Setting.policy or shape_policy.active()
         deterministic = call.softmax.deterministic or torch.are_deterministic_algorithms_enabled()

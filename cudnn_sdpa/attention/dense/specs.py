@@ -119,9 +119,7 @@ class DenseSpec(AttentionSpec):
         left_bound = self.mask.band is not None and self.mask.band[0] is not None
         return left_bound and not self.is_capped and self.rows > self.skv
 
-    def refuse(self, configuration: Configuration, what: str, out: TensorLayout) -> None:
-        """Refuses what cuDNN lacks, and strides that it cannot read."""
-        refuse(configuration, what)
+    def refuse_unreadable(self, what: str, out: TensorLayout) -> None:
         if reasons := self.unreadable(out):
             raise UnsupportedError(what, reasons, "contiguous tensors")
 
@@ -230,7 +228,8 @@ class ForwardSpec:
     def key(self, target: Target, device: int | None) -> PlanKey:
         """The key of this call's plan."""
         dense = self.dense
-        dense.refuse(dense.configuration(FORWARD, target), "sdpa", self.out)
+        refuse(dense.configuration(FORWARD, target), "sdpa")
+        dense.refuse_unreadable("sdpa", self.out)
         inputs = [
             *dense.qkv(),
             *dense.operands(decode=self.is_decode, is_forward=True, full_lengths=dense.needs_lengths),
@@ -284,7 +283,8 @@ class BackwardSpec:
         """The key of this call's plan."""
         dense = self.dense
         more = {"bias_gradient": self.bias_gradient, "deterministic": dense.deterministic}
-        dense.refuse(dense.configuration(BACKWARD, target, **more), "the gradient of sdpa", self.out)
+        refuse(dense.configuration(BACKWARD, target, **more), "the gradient of sdpa")
+        dense.refuse_unreadable("the gradient of sdpa", self.out)
         out = dense.visible(self.out)
         lse = TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)
         inputs = [
