@@ -321,7 +321,7 @@ def multiplied(q: Tensor, factor: float) -> Tensor:
 
     What `q * factor` makes of an expanded tensor may have a last dimension that is not dense.
     """
-    check_address("q", q)  # PyTorch's kernel would read a null pointer
+    check_present("q", q)  # PyTorch's kernel would read a null pointer
     return torch.mul(q.detach(), factor, out=like_in_memory(q))
 
 

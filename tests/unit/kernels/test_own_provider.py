@@ -16,7 +16,9 @@ from cudnn_sdpa import (
     explain,
     fallback,
     kernels,
+    no_plan_builds,
     providers,
+    record_plans,
     scaled_dot_product_attention,
     sdpa,
 )
@@ -193,6 +195,87 @@ def test_calls_are_known_after_the_first(monkeypatch):
         assert [key.provider for key in FakePlan.launched[-3:]] == ["own"] * 3
         with pytest.raises(DtypeError, match="k: got bfloat16"):
             sdpa(q, k.bfloat16(), v)
+
+
+def exact_attention(q, k, v, mask, scale):
+    """The output and the log-sum-exp in float64, where every query sees a key."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * scale + mask
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("dim", [33, 64, 160])
+def test_values_of_both_passes_with_each_layout(dim):
+    """The log-sum-exp, too, which either pass may have from another provider; odd strides and addresses are read."""
+    scale = -0.3
+    packed = torch.randn(2 * 4 * 9 * dim + 1)[1:].view(2, 9, 4, dim)
+    tensors = [packed.transpose(1, 2), torch.randn(1, 1, 11, dim).expand(2, 2, 11, dim), torch.randn(2, 2, 11, dim)]
+    mask = torch.randn(2, 1, 9, 11)
+    given = [x.detach().requires_grad_() for x in (*tensors, mask)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    with gpu_on_the_cpu(), providers("own"):
+        out, lse = sdpa(*given[:3], attn_mask=given[3], scale=scale, return_lse=True)
+        grad_out = torch.randn_like(out)
+        found = torch.autograd.grad(out, given, grad_out)
+        assert [key.provider for key in FakePlan.launched[-2:]] == ["own", "own"]
+    right, right_lse = exact_attention(*exact, scale)
+    wanted = torch.autograd.grad(right, exact, grad_out.double())
+    for one, other in zip((out, lse, *found), (right, right_lse, *wanted), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [16, 160])
+def test_gradients_of_rows_whose_sum_the_log_sum_exp_has_lost(dim):
+    """Beside -1e9 it is a multiple of 64; the row's weights are those of equal scores, and its gradients, too."""
+    q, k, v = (torch.randn(1, 1, 6, dim) for _ in range(3))
+    v.requires_grad_()
+    mask = torch.zeros(6, 6)
+    mask[2], mask[3], mask[4] = -1e9, 500.0, -torch.inf
+    with gpu_on_the_cpu(), providers("own"):
+        out = sdpa(q, k, v, attn_mask=mask)
+        grad_out = torch.randn_like(out)
+        (found,) = torch.autograd.grad(out, v, grad_out)
+    weights = (q @ k.mT * dim**-0.5 + mask).softmax(-1).nan_to_num()
+    torch.testing.assert_close(found, weights.mT @ grad_out, rtol=1e-3, atol=2e-4)
+
+
+def test_each_provider_takes_what_the_other_saved():
+    q, k, v = (x.detach().requires_grad_() for x in qkv(16))
+    found = []
+    with gpu_on_the_cpu():
+        for forward, backward in (("own", "cudnn"), ("cudnn", "own")):
+            with providers(forward):
+                out = sdpa(q, k, v, is_causal=True)
+            with providers(backward):
+                found.append(torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
+            assert [key.provider or "cudnn" for key in FakePlan.launched[-2:]] == [forward, backward]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_compiled_code_takes_own_kernels():
+    q, k, v = (x.detach().requires_grad_() for x in qkv(17, torch.float32))
+    compiled = torch.compile(lambda q, k, v: sdpa(q, k, v, is_causal=True), backend="aot_eager", fullgraph=True)
+    with cpu_checks("h200"), providers("cudnn", "own"):
+        out = compiled(q, k, v)
+        found = torch.autograd.grad(out.sum(), q)
+        with providers("cudnn"), pytest.raises((CudnnSdpaError, RuntimeError), match="float32"):
+            sdpa(q, k, v)
+    right = kernels.reference_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, right)
+    torch.testing.assert_close(found, torch.autograd.grad(right.sum(), q))
+
+
+def test_plans_are_recorded_and_found_where_none_may_be_built():
+    q, k, v = (x.detach() for x in qkv(16, torch.float32))
+    with gpu_on_the_cpu(), providers("own"):
+        with record_plans() as plans:
+            sdpa(q, k, v)
+        (key,) = plans.keys(TARGET, 0)
+        assert key.provider == "own"
+        with no_plan_builds():
+            sdpa(q, k, v)
+        assert FakePlan.launched[-1] == key
 
 
 def test_without_the_setting_float32_raises_again():
