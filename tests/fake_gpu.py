@@ -303,6 +303,8 @@ def gpu_on_the_cpu(
 
     def built(operation: GraphDefinition, key: PlanKey) -> Any:
         cache._handle_for(key)  # which refuses to build while a CUDA graph is captured
+        if key.provider != operation.provider:
+            operation = find_operation(key.operation)
         if isinstance(operation, KernelOp):
             return operation.plan(key)
         return plan_of(key, compute or partial(evaluate, operation))

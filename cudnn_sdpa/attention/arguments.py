@@ -29,6 +29,7 @@ from cudnn_sdpa.engine.tensor_checks import (
 from cudnn_sdpa.errors import DtypeError, LayoutError, LayoutWarning, OptionError, ShapeError
 from cudnn_sdpa.graph.layouts import TensorLayout, contiguous_stride, dense_stride_like
 from cudnn_sdpa.graph.scalars import LARGEST, as_bool, as_float, as_int, is_compiling, is_integer, is_true
+from cudnn_sdpa.plans import providers
 
 
 class SoftmaxOptions(TypedDict, total=False):
@@ -524,6 +525,23 @@ def check_strides(call: ForwardArguments) -> None:
     tensor_checks.check_strides(*call.qkv)
 
 
+# Of calls of `sdpa`, which own kernels may serve.
+
+
+def is_for_cudnn(_call: ForwardArguments) -> bool:
+    """Where own kernels may serve it, cuDNN's limits of dtypes, head dims and strides come later, with its key."""
+    return providers.OWN not in (providers.Setting.names or providers.active())
+
+
+def check_dense_strides(call: ForwardArguments) -> None:
+    if call.is_for_cudnn:
+        check_strides(call)
+
+
+def check_dense_memory(call: ForwardArguments) -> None:
+    _check_memory(call, tensor_checks.check_addresses if call.is_for_cudnn else tensor_checks.check_elements)
+
+
 class AttentionCall(Fields, Protocol):
     @property
     def q(self) -> Tensor: ...
@@ -536,7 +554,11 @@ class AttentionCall(Fields, Protocol):
 
 def check_memory(call: AttentionCall) -> None:
     """Addresses, and that `out` overlaps no other tensor. A mask may be misaligned."""
-    tensor_checks.check_addresses(q=call.q, k=call.k, v=call.v)
+    _check_memory(call, tensor_checks.check_addresses)
+
+
+def _check_memory(call: AttentionCall, check: Callable[..., None]) -> None:
+    check(q=call.q, k=call.k, v=call.v)
     mask, out = getattr(call, "attn_mask", None), getattr(call, "out", None)
     if mask is not None and (not mask.is_cuda or mask.data_ptr() < tensor_checks.LOWEST):
         tensor_checks.check_present("attn_mask", mask)

@@ -189,7 +189,8 @@ def _check_for_gpu(
         return
     lifted = fallback.is_in_force()
     plans = (of_gradient, None if backward is None else (type(backward), backward.needs))
-    signature = (type(call), plans, target, lifted, providers.active(), *map(_signature, call))
+    setting = target, cpu_target.checks_dtypes(), lifted, providers.active()
+    signature = (type(call), plans, *setting, *map(_signature, call))
     if signature in _passed:
         return
     meta = _without_data(call)
@@ -220,7 +221,8 @@ def _signature(field: object) -> Hashable:
 
 def _without_data(call: AttentionCallT) -> AttentionCallT:
     """The call with meta tensors of the same layouts, in dtypes that GPUs take."""
-    dtypes = {call.q.dtype: _GPU_DTYPE} if call.q.dtype in _REFERENCE_DTYPES else {}
+    is_free = call.q.dtype in _REFERENCE_DTYPES and not cpu_target.checks_dtypes()
+    dtypes = {call.q.dtype: _GPU_DTYPE} if is_free else {}
     changes: dict[str, object] = {}
     for name, field in call._asdict().items():
         if isinstance(field, Tensor):

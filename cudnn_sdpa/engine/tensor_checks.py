@@ -239,6 +239,18 @@ def check_addresses(hint: str = "", **tensors: object) -> None:
             check_present(name, tensor)
 
 
+def check_elements(**tensors: Tensor | None) -> None:
+    """Refuses tensors without memory, and on CUDA addresses within an element; kernels read others one by one."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not tensor.is_cuda or tensor.data_ptr() < LOWEST:
+            check_present(name, tensor)
+        if tensor.is_cuda and tensor.data_ptr() % tensor.element_size():
+            got = f"an address {tensor.data_ptr() % tensor.element_size()} bytes past an element's"
+            raise LayoutError(name, got, "an address that is a multiple of the element size", f"Use {name}.clone().")
+
+
 def check_lengths_present(lengths_q: Tensor | None, lengths_kv: Tensor | None) -> None:
     """Lengths on a GPU have memory, in a warm call: PyTorch's own kernels would read a null pointer."""
     if lengths_q is not None and lengths_q.data_ptr() < LOWEST:
@@ -309,7 +321,7 @@ def multiplied(q: Tensor, factor: float) -> Tensor:
 
     What `q * factor` makes of an expanded tensor may have a last dimension that is not dense.
     """
-    check_address("q", q)  # PyTorch's kernel would read a null pointer
+    check_present("q", q)  # PyTorch's kernel would read a null pointer
     return torch.mul(q.detach(), factor, out=like_in_memory(q))
 
 

@@ -190,6 +190,9 @@ def dense_stride_like(shape: Sequence[int], model: Sequence[int], model_stride: 
 
 
 def dense_like(layout: TensorLayout) -> TensorLayout:
+    """The layout of a gradient, as `like_in_memory` has it."""
+    if layout.stride[-1] == 0 and layout.shape[-1] != 1:
+        return TensorLayout.contiguous(layout.shape, layout.dtype)
     stride = dense_stride_like(layout.shape, layout.shape, layout.stride)
     return replace(layout, stride=stride)
 

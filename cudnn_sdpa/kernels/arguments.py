@@ -11,8 +11,8 @@ from cudnn_sdpa.attention.arguments import check_flag, check_mask, check_qkv, ch
 from cudnn_sdpa.attention.bias import alignment_of_causal_bias, refuse_two_masks
 from cudnn_sdpa.attention.mask import TOP_LEFT
 from cudnn_sdpa.engine import cpu_target
-from cudnn_sdpa.engine.tensor_checks import LOWEST, check_are_tensors, check_present, is_causal_bias
-from cudnn_sdpa.errors import ArgumentError, LayoutError, ShapeError, check_choice
+from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_elements, is_causal_bias
+from cudnn_sdpa.errors import ArgumentError, ShapeError, check_choice
 from cudnn_sdpa.graph.scalars import is_true
 
 Mode = Literal["fused", "tiled", "naive"]
@@ -119,12 +119,4 @@ def check_operands(call: KernelArguments) -> None:
 
 def check_memory(call: KernelArguments) -> None:
     """Addresses: tensors must have memory, and elements must be whole."""
-    for name in ("q", "k", "v", "mask"):
-        tensor = getattr(call, name)
-        if tensor is None:
-            continue
-        if not tensor.is_cuda or tensor.data_ptr() < LOWEST:
-            check_present(name, tensor)
-        if tensor.is_cuda and tensor.data_ptr() % tensor.element_size():
-            got = f"an address {tensor.data_ptr() % tensor.element_size()} bytes past an element's"
-            raise LayoutError(name, got, "an address that is a multiple of the element size", f"Use {name}.clone().")
+    check_elements(q=call.q, k=call.k, v=call.v, mask=call.mask)

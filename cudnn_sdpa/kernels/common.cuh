@@ -23,6 +23,7 @@ struct Attention {
   float* scores;       /* (B, Hq, Sq, Skv), then the weights; naive and tiled */
   float* delta;        /* (B, Hq, Sq): the sum of grad_out times out */
   float* grad_scores;  /* (B, Hq, Sq, Skv), before the scale; null unless the mask's gradient is needed */
+  float* lse;          /* (B, Hq, Sq): the log-sum-exp of the scores, minus infinity if all is masked; of `sdpa` */
   number batch, heads, heads_kv, sq, skv, dim;
   number scale;        /* the bits of a float */
 };
@@ -178,7 +179,8 @@ __device__ __forceinline__ number row_number(const Attention& a, number batch, n
 }
 
 __device__ __forceinline__ void save_statistics(const Attention& a, number row, float highest, float inverse) {
-  if (a.statistics == nullptr) return; /* there will be no backward pass */
+  if (a.lse != nullptr) store(a.lse + row, highest == -infinity ? highest : (highest - log2f(inverse)) / log2_e);
+  if (a.statistics == nullptr) return; /* there will be no backward pass, or one that has the log-sum-exp */
   store(a.statistics + 2 * row, highest == -infinity ? 0.0f : highest);
   store(a.statistics + 2 * row + 1, inverse);
 }

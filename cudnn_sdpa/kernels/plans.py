@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from cudnn_sdpa.engine.launch import Layout
 from cudnn_sdpa.errors import UnsupportedError
@@ -40,7 +40,7 @@ _MASKS = {torch.bool: 1, torch.float32: 2, torch.float16: 3, torch.bfloat16: 4}
 
 #: The tensors of the struct `Attention` of common.cuh: an address and four strides each.
 _STRIDED = ("q", "k", "v", "mask", "out", "grad_out", "grad_q", "grad_k", "grad_v")
-_FLAT = ("statistics", "scores", "delta", "grad_scores")
+_FLAT = ("statistics", "scores", "delta", "grad_scores", "lse")
 _SIZES = ("batch", "heads", "heads_kv", "sq", "skv", "dim", "scale")
 _NAMES = (*(f"{name}.{part}" for name in _STRIDED for part in range(5)), *_FLAT, *_SIZES)
 _PLACES = {name: _NAMES.index(name if name in _NAMES else f"{name}.0") for name in (*_STRIDED, *_FLAT, "scale")}
@@ -54,6 +54,7 @@ class Spec:
         mask: The mask as it is broadcast to all scores, with strides of 0; None without one.
         grad_out: None in a forward call, and so is `needs`.
         vectors: Whether memory is read 16 bytes at a time.
+        keeps_lse: Whether the log-sum-exp of each row is kept, as by `sdpa`, and not its statistics.
     """
 
     q: TensorLayout
@@ -67,10 +68,11 @@ class Spec:
     grad_out: TensorLayout | None = None
     needs: Needs | None = None
     vectors: bool = False
+    keeps_lse: bool = False
 
     @classmethod
     def of(cls, call: KernelArguments) -> Spec:
-        mask = None if call.mask is None else _expanded(call.mask, call.q, call.k)
+        mask = None if call.mask is None else expanded(TensorLayout.of(call.mask), call.q.shape, call.k.shape[2])
         found = cls(
             q=TensorLayout.of(call.q),
             k=TensorLayout.of(call.k),
@@ -110,25 +112,26 @@ class Spec:
         found += [] if self.mask is None else [Operand("mask", self.mask)]
         if self.grad_out is not None:
             found += [Operand("out", self.out), Operand("grad_out", self.grad_out)]
-            found.append(Operand("statistics", self.statistics))
+            found.append(self.statistics)
         return [*found, Operand("scale", HOST_SCALAR, Role.SCALAR)]
 
     def outputs(self) -> list[Operand]:
         if self.needs is None:
-            return [Operand("out", self.out), *([Operand("statistics", self.statistics)] * self.with_statistics)]
+            return [Operand("out", self.out), *([self.statistics] * self.with_statistics)]
         found = []
         if self.needs.q or self.needs.mask:
-            found.append(Operand("grad_q", _gradient_of(self.q)))
+            found.append(Operand("grad_q", dense_like(self.q)))
         if self.needs.k or self.needs.v:
-            found += [Operand("grad_k", _gradient_of(self.k)), Operand("grad_v", _gradient_of(self.v))]
+            found += [Operand("grad_k", dense_like(self.k)), Operand("grad_v", dense_like(self.v))]
         if self.needs.mask:
             scores = (*self.q.shape[:3], self.k.shape[2])
             found.append(Operand("grad_scores", TensorLayout.contiguous(scores, torch.float32)))
         return found
 
     @property
-    def statistics(self) -> TensorLayout:
-        return TensorLayout.contiguous((*self.q.shape[:3], 2), torch.float32)
+    def statistics(self) -> Operand:
+        name, numbers = ("lse", 1) if self.keeps_lse else ("statistics", 2)
+        return Operand(name, TensorLayout.contiguous((*self.q.shape[:3], numbers), torch.float32))
 
     def key(self, target: Target, device: int | None) -> PlanKey:
         if self.q.dtype not in _DTYPES:
@@ -162,19 +165,12 @@ def results(call: KernelArguments) -> tuple[Layout, Layout]:
     )
 
 
-def _gradient_of(x: TensorLayout) -> TensorLayout:
-    """The layout of a gradient, as `like_in_memory` has it, which says so to `torch.compile`."""
-    if x.stride[-1] == 0 and x.shape[-1] != 1:
-        return TensorLayout.contiguous(x.shape, x.dtype)
-    return dense_like(x)
-
-
-def _expanded(mask: Tensor, q: Tensor, k: Tensor) -> TensorLayout:
-    shape = (*q.shape[:3], k.shape[2])
-    missing = 4 - mask.dim()
-    sizes, strides = (1,) * missing + tuple(mask.shape), (0,) * missing + mask.stride()
+def expanded(mask: TensorLayout, shape_q: Sequence[int], skv: int) -> TensorLayout:
+    """The layout of a mask for all scores, with strides of 0 where it is broadcast."""
+    missing = 4 - len(mask.shape)
+    sizes, strides = (1,) * missing + mask.shape, (0,) * missing + mask.stride
     stride = tuple(0 if size == 1 else stride for size, stride in zip(sizes, strides, strict=True))
-    return TensorLayout(shape, stride, mask.dtype)
+    return TensorLayout((*shape_q[:3], skv), stride, mask.dtype)
 
 
 def has_vectors(layout: TensorLayout) -> bool:
@@ -320,9 +316,17 @@ class _Sizes(NamedTuple):
         """A kernel whose 256 threads do a piece of work each."""
         return self.call(file, name, -(-work // 256), **defines)
 
-    def delta(self) -> KernelCall:
-        batch, heads, sq, _ = self.layouts["q"].shape
-        return self.simple("delta.cu", "grad_delta", 32 * batch * heads * sq, MASK=0, CAUSAL=0, VECTORS=0)
+    def of_rows(self) -> tuple[list[KernelCall], dict[str, tuple[int, ...]]]:
+        """The kernels of a backward pass that compute what it needs of each row, and where they keep it."""
+        rows = self.layouts["q"].shape[:3]
+        work = 32 * math.prod(rows)
+        delta = self.simple("delta.cu", "grad_delta", work, MASK=0, CAUSAL=0, VECTORS=0)
+        if "lse" not in self.layouts:
+            return [delta], {"delta": rows}
+        return [self.simple("of_lse.cu", "statistics_of_lse", work, VECTORS=0), delta], {
+            "delta": rows,
+            "statistics": (*rows, 2),
+        }
 
     def call(
         self, file: str, name: str, blocks: int, *, threads: int = 256, shared: int = 0, **defines: int
@@ -376,14 +380,14 @@ def attention_backward(key: PlanKey) -> KernelProgram:
     sizes = _Sizes.of(key)
     if sizes.layouts["q"].shape[3] > MAX_FUSED_DIM:
         return _tiled_backward(sizes)
-    (batch, heads, sq, _), (_, heads_kv, skv, _) = sizes.layouts["q"].shape, sizes.layouts["k"].shape
+    (_, heads, sq, _), (_, heads_kv, skv, _) = sizes.layouts["q"].shape, sizes.layouts["k"].shape
     file = "fused_backward.cu"
-    calls = [sizes.delta()]
+    calls, scratch = sizes.of_rows()
     if "grad_k" in sizes.layouts:
         calls.append(sizes.fused(file, "fused_grad_kv", _GRAD_KV, rows=skv, heads=heads_kv, OF_KEYS=1))
     if "grad_q" in sizes.layouts:
         calls.append(sizes.fused(file, "fused_grad_q", _GRAD_Q, rows=sq, heads=heads, OF_KEYS=0))
-    return sizes.program(calls, sizes.tiles(_GRAD_KV), delta=(batch, heads, sq))
+    return sizes.program(calls, sizes.tiles(_GRAD_KV), **scratch)
 
 
 def _tiled_backward(sizes: _Sizes) -> KernelProgram:
@@ -394,7 +398,7 @@ def _tiled_backward(sizes: _Sizes) -> KernelProgram:
     def call(name: str, blocks: int) -> KernelCall:
         return sizes.call("tiled_backward.cu", name, batch * blocks, shared=_TILED.shared)
 
-    calls = [sizes.delta()]
+    calls, scratch = sizes.of_rows()
     calls.append(call("tiled_grad_scores", heads * of_queries * of_keys))
     if "grad_k" in sizes.layouts:
         calls.append(call("tiled_grad_k", heads_kv * of_keys * of_columns))
@@ -402,4 +406,4 @@ def _tiled_backward(sizes: _Sizes) -> KernelProgram:
     if "grad_q" in sizes.layouts:
         calls.append(call("tiled_grad_q", heads * of_queries * of_columns))
     kept = [name for name in ("scores", "grad_scores") if name not in sizes.layouts]
-    return sizes.program(calls, _TILED, delta=(batch, heads, sq), **dict.fromkeys(kept, (batch, heads, sq, skv)))
+    return sizes.program(calls, _TILED, **scratch, **dict.fromkeys(kept, (batch, heads, sq, skv)))

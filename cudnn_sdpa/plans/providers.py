@@ -7,7 +7,7 @@ import os
 import threading
 from typing import Any, Final, Literal
 
-from cudnn_sdpa.errors import OptionError, UnsupportedError
+from cudnn_sdpa.errors import OptionError
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.settings import Override, Overrides, renewed_in_children
 
@@ -20,8 +20,9 @@ FRONTEND: Final = "frontend"
 FASTEST: Final = "fastest"
 PROVIDERS = (DEFAULT, CUDNN, OWN, FLASH4, FRONTEND, FASTEST)
 
-#: The modules of what providers besides cuDNN serve of calls of attention.
+#: The modules of what providers besides cuDNN serve of calls of attention, of layers above this one.
 _SERVING = {
+    OWN: "cudnn_sdpa.kernels.serving",
     FLASH4: "cudnn_sdpa.attention.flash4.serving",
     FRONTEND: "cudnn_sdpa.attention.frontend.serving",
 }
@@ -77,20 +78,19 @@ def _checked(names: tuple[str, ...], argument: str) -> tuple[str, ...]:
 
 
 def may_be_others() -> bool:
-    """Whether a provider is in force that serves calls of attention by kernels that are neither cuDNN's nor own."""
+    """Whether a provider is in force that may serve packed calls in place of cuDNN."""
     names = Setting.names or active()
-    return FLASH4 in names or FRONTEND in names or FASTEST in names
+    return FLASH4 in names or FASTEST in names
 
 
-def others(provider: str) -> Any:
-    """The module of what a provider besides cuDNN serves of calls of attention, imported where one is named."""
+def chooser() -> Any:
+    """The module that chooses between providers of calls of attention, imported where one besides cuDNN is named."""
+    return importlib.import_module("cudnn_sdpa.attention.providers.choosing")
+
+
+def other(provider: str) -> Any:
+    """The module of what a provider besides cuDNN serves of calls of attention."""
     return importlib.import_module(_SERVING[provider])
-
-
-def refused_by_own(function: str) -> UnsupportedError:
-    """The error of a call that own kernels cannot serve, while no other provider is in force."""
-    reason = f"own kernels lack an option or the dtype, and providers({OWN!r}) leaves out cuDNN"
-    return UnsupportedError(function, [reason], f"providers({OWN!r}, {CUDNN!r})")
 
 
 def providers(*names: Provider) -> ProvidersUse:
@@ -109,10 +109,9 @@ def providers(*names: Provider) -> ProvidersUse:
       a table of measurements.
 
     `sdpa_paged` has the first three. `sdpa` and the drop-in have own kernels: those of `kernels.attention`, which take
-    float32 without TF32, and any head dim (above 128 with memory for all scores), and are deterministic; they have
-    masks and gradients, but no other option. Where "own" is first, known calls of `sdpa` are checked again, too. Calls
-    of other functions have kernels of one provider, and are not concerned. In code that `torch.compile` compiles, own
-    kernels serve no call of `sdpa`.
+    float32 without TF32, any head dim (above 128 with memory for all scores) and any strides, and are deterministic;
+    they have masks, the log-sum-exp and gradients, but no other option. Calls of other functions have kernels of one
+    provider, and are not concerned.
 
     Providers change no meaning of a call, and its results by rounding alone. Each pass of a call chooses for itself.
     `explain` says who serves a call, and why. A call for which none of the named providers has a kernel raises

@@ -98,14 +98,14 @@ def kinds() -> list[tuple[Any, ...]]:
     found: dict[tuple[Any, ...], None] = {}
     explain._plan = lambda *_: None  # type: ignore[assignment]
     os.environ[explain.TARGET_VARIABLE] = "h100"
-    make_key = serving._frontend_key
+    make_key = serving.key_of
 
     def noted(*given: Any) -> Any:
         key = make_key(*given)
         found[tuple(serving.kind_of(key))] = None
         return key
 
-    serving._frontend_key = noted
+    serving.key_of = noted
     with cudnn_sdpa.providers("frontend"):
         for (shape, dtype, layout, batch, options), return_lse in itertools.product(calls(), (False, True)):
             made = problem(shape, dtype, layout, batch, "meta")

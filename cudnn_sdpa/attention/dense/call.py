@@ -21,13 +21,14 @@ class SdpaCall(ForwardArguments, CudnnCall):  # type: ignore[misc]  # a NamedTup
 
     __slots__ = ()
 
+    is_for_cudnn = property(arguments.is_for_cudnn)
     check_types = arguments.check_types
     check = arguments.check
     check_values = arguments.check_values
-    check_strides = arguments.check_strides
+    check_strides = arguments.check_dense_strides
+    check_memory = arguments.check_dense_memory
     check_strides_for_gpu = check_strides_of_dense
     check_gradient_keys = parts.check_gradient
-    by_own_kernels = in_pytorch.by_own_kernels
     by_pytorch = in_pytorch.by_pytorch
     bind = forward.prepare
     keys = parts.keys

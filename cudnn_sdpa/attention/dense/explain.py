@@ -29,19 +29,25 @@ from cudnn_sdpa.attention.arguments import (
 from cudnn_sdpa.attention.backward_arguments import backward_call_of
 from cudnn_sdpa.attention.dense import graphs, parts
 from cudnn_sdpa.attention.dense import reference as in_pytorch
-from cudnn_sdpa.attention.dense.call import ReferenceSdpaCall, SdpaCall
+from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import drop_in_tensors, lifted, scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.forward import Bucket
-from cudnn_sdpa.attention.dense.launch import has_readable_layout
+from cudnn_sdpa.attention.dense.launch import has_readable_layout, is_as_copied
 from cudnn_sdpa.attention.dense.sdpa import SDPA, call_of, sdpa, sdpa_backward
-from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec, key_of, query_factor_backward
-from cudnn_sdpa.attention.flash4 import serving as flash4
+from cudnn_sdpa.attention.dense.specs import (
+    CONVERTED_MASK,
+    REPLACED_LSE,
+    BackwardSpec,
+    ForwardSpec,
+    key_of,
+    query_factor_backward,
+)
 from cudnn_sdpa.attention.flash4.preferences import Spec
-from cudnn_sdpa.attention.frontend import serving as frontend
+from cudnn_sdpa.attention.providers.choosing import choice
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
 from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.dispatch_state import cast_tensor
-from cudnn_sdpa.engine.explain import Description, describer_of, describes, named
+from cudnn_sdpa.engine.explain import Description, describes
 from cudnn_sdpa.engine.operation import Operation
 from cudnn_sdpa.engine.operation.call import CallT
 from cudnn_sdpa.engine.tensor_checks import without_data
@@ -49,7 +55,7 @@ from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
-from cudnn_sdpa.plans.providers import FRONTEND, OWN
+from cudnn_sdpa.plans.providers import OWN
 
 #: The arguments of one call of any kind of attention: a NamedTuple with `q`.
 Call = TypeVar("Call", bound=NamedTuple)
@@ -61,52 +67,6 @@ TO_CAST = ("q", "k", "v", "attn_mask")
 @describes(sdpa, sharding.dense)
 def describe_sdpa(**given: Any) -> Description:
     """The launches of an `sdpa` call on a GPU; its tensors may be on the CPU."""
-    names = providers.active()
-    own = _describe_own_kernels(given) if OWN in names else None
-    if own is None and set(names) == {OWN}:
-        error = providers.refused_by_own("sdpa")
-        return Description.refused(graphs.sdpa_forward, error, device_of(given["q"]))
-    if own is None:
-        return _describe_plans(given)
-    by = f"by providers({', '.join(map(repr, names))})"
-    own = replace(own, choice=f"own kernels, {by}")
-    if names[0] == OWN:
-        return own
-    try:
-        described = _describe_plans(given)
-    except ArgumentError:  # a limit of cuDNN's, as own kernels take the arguments
-        return own
-
-    def on_target(target: Target) -> Description:
-        plans = [described, *([described.backward] if described.backward else [])]
-        is_refused = any(UnsupportedError.of(each.key, target, each.device) for each in plans)
-        if is_refused:
-            return own
-        chosen = described.for_target(target)
-        return chosen if chosen.choice else replace(chosen, choice=f"cuDNN's engines, {by}")
-
-    return replace(described, on_target=on_target)
-
-
-def _describe_own_kernels(given: dict[str, Any]) -> Description | None:
-    """The call on own kernels; None if they lack one of its options."""
-    call = call_of(**given)
-    call.check_types()
-    cast = ReferenceSdpaCall._make(as_cast(call))
-    cast.check_options()
-    cast.check()
-    mode, attention = in_pytorch.mode_of_own_kernels(call), named("attention")
-    describe = attention and describer_of(attention)
-    if mode is None or describe is None:
-        return None
-    softmax = call.softmax
-    return describe(
-        q=call.q, k=call.k, v=call.v, mode=mode, mask=call.attn_mask, is_causal=softmax.is_causal, scale=softmax.scale
-    )
-
-
-def _describe_plans(given: dict[str, Any]) -> Description:
-    """The call on cuDNN's plans."""
     checked = SDPA.checked(call_of(**given), as_cast)
     original, call, refused, trains = checked.call, checked.cast, checked.refused, checked.trains
     device = device_of(original.q)
@@ -139,9 +99,15 @@ def with_choice(described: Description, spec: Spec) -> Description:
     """A description that says who serves the call, dense or packed, and why."""
 
     def on_target(target: Target) -> Description:
-        names = providers.active()
-        choice = frontend.choice if FRONTEND in names else flash4.choice
-        return replace(described, choice=choice(spec, target, names))
+        try:
+            key = described.key(target, described.device)
+        except UnsupportedError:
+            return described
+        notes = described.extra_kernels
+        if key.provider == OWN:
+            kept = [note for note in notes if note not in (CONVERTED_MASK, REPLACED_LSE)]
+            notes = kept + providers.other(OWN).notes_on(spec)
+        return replace(described, choice=choice(spec, key, providers.active()), extra_kernels=notes)
 
     return replace(described, on_target=on_target)
 
@@ -177,15 +143,19 @@ def checked_backward(
 
 def as_read(of: GradientT) -> GradientT:
     """A backward call without data, with the layouts that kernels read: those of copies where there are any."""
-    out = of.out if has_readable_layout(of.out) else torch.empty_like(of.out, memory_format=torch.contiguous_format)
-    grad_out = of.grad_out if has_readable_layout(of.grad_out) else out
+    out = of.out if _is_read(of.out, of.out) else torch.empty_like(of.out, memory_format=torch.contiguous_format)
+    grad_out = of.grad_out if _is_read(of.grad_out, out) else out
     lse = torch.empty(of.lse.shape, dtype=of.lse.dtype, device="meta")
     return of._replace(grad_out=_like(grad_out, "meta"), out=_like(out, "meta"), lse=lse, call=without_data(of.call))
 
 
+def _is_read(tensor: Tensor, out: Tensor) -> bool:
+    return has_readable_layout(tensor) or is_as_copied(tensor, out)
+
+
 def notes_on_copies(of: AttentionGradientCall) -> list[str]:
     """The copies of what a caller gave to a backward function and cuDNN cannot read."""
-    copied = [name for name in ("grad_out", "out") if not has_readable_layout(getattr(of, name))]
+    copied = [name for name in ("grad_out", "out") if not _is_read(getattr(of, name), of.out)]
     copied += [] if of.lse.is_contiguous() else ["lse"]
     return [f"{name} is copied, as cuDNN cannot read its layout" for name in copied]
 

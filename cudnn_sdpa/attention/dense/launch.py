@@ -29,10 +29,12 @@ from cudnn_sdpa.engine.launch import (
 )
 from cudnn_sdpa.engine.operation.call import BackwardCall
 from cudnn_sdpa.engine.tensor_checks import multiplied
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, contiguous_stride, dense_like, dense_stride_like
 from cudnn_sdpa.graph.target import live_target
 from cudnn_sdpa.plans.cache import build_plan, plan_cache
 from cudnn_sdpa.plans.plan import Plan
+from cudnn_sdpa.plans.providers import OWN
 
 Run = Callable[[ForwardArguments], Result]
 
@@ -97,6 +99,8 @@ def bind_plan(
             )
         more += made.extras(given)
     bound_plan = partial(BoundPlan, plan, operands, results=results, numbers=numbers)
+    if plan.key.provider == OWN:
+        return bound_plan(extras=more + _extras_of_own(plan.key))
     if call.attn_mask is None:
         return bound_plan(extras=more)
     bias = BiasKernel(call.attn_mask, call.q, spec.skv, rows)
@@ -104,6 +108,15 @@ def bind_plan(
     if bias.reads_mask_at is not None:
         bound = bound_plan(extras=more + bias.extras(reads_mask=True), unaligned_plan=bound)
     return bound
+
+
+def _extras_of_own(key: PlanKey) -> LaunchExtras:
+    """Own kernels read masks as they are, and tensors at any address where they read element by element."""
+    mask = ("attn_mask",) if any(operand.name == "mask" for operand in key.inputs) else ()
+    addresses = {"mask": Address("attn_mask")} if mask else {}
+    if key.option_values["vectors"]:
+        return LaunchExtras(operands=mask, unaligned_ok=mask, addresses=addresses, copy_if_unaligned=OPERANDS)
+    return LaunchExtras(operands=mask, unaligned_ok=(*mask, *OPERANDS), addresses=addresses)
 
 
 #: Launch extras of options, by the first operand of a plan that they have.
@@ -165,14 +178,13 @@ def prepare_gradients(of: GradientCall) -> Prepared:
         return Prepared(lambda of: tuple(parts.run_gradients(of, gradients)), None)
     call.softmax.check()
     arguments.check(call)
-    tensor_checks.check_strides(call.q, call.k, call.v)
     device, backward = call.q.get_device(), BackwardSpec.of(of)
     key = key_of(backward, live_target(device), device)
     if key.provider is not None:
         key = ready(key, backward.key)
     plan = plan_cache.get(key, partial(build_plan, graphs.sdpa_backward))
     spec = backward.dense
-    layouts = [*map(dense_like, (spec.q, spec.k, spec.v)), *([backward.grad_bias] if backward.bias_gradient else [])]
+    layouts = [*map(dense_like, (spec.q, spec.k, spec.v)), *(x.layout for x in key.outputs[3:])]
     results: list[Layout] = [(x.shape, x.stride, x.dtype) for x in layouts]
     queries = {"q": spec.q, "out": backward.out, "grad_out": backward.grad_out, "grad_q": dense_like(spec.q)}
     with torch.cuda.device(device):
@@ -186,13 +198,14 @@ def prepare_gradients(of: GradientCall) -> Prepared:
             queries=queries,
         )
     factor, needs = specs.query_factor_backward(of), Needs(*of.needs)
+    masks_lse = key.provider != OWN and (spec.bias is not None or spec.is_capped)
     is_plain = factor is None and not (
-        spec.mask.masked_rows or spec.bias or spec.is_capped or sink_scores.is_needed(of)
+        spec.mask.masked_rows or masks_lse or backward.bias_gradient or sink_scores.is_needed(of)
     )
     if is_plain:
         fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
         return Prepared(SingleLaunch(bound, [place for place, need in enumerate(needs[:3]) if need], of=fields), plan)
-    return Prepared(_Gradients(backward, bound, factor), plan)
+    return Prepared(_Gradients(backward, bound, factor, masks_lse=masks_lse), plan)
 
 
 def gradients(of: GradientCall) -> list[Tensor]:
@@ -204,12 +217,12 @@ def gradients(of: GradientCall) -> list[Tensor]:
 class _Gradients:
     __slots__ = ("_backward", "_bound", "_factor", "_masks_lse", "_others_of")
 
-    def __init__(self, backward: BackwardSpec, bound: BoundPlan, factor: float | None) -> None:
+    def __init__(self, backward: BackwardSpec, bound: BoundPlan, factor: float | None, *, masks_lse: bool) -> None:
         self._backward = backward
         self._bound = bound
         self._factor = factor
         self._others_of = items_by_name(bound.operands[len(OPERANDS) :])
-        self._masks_lse = backward.dense.bias is not None or backward.dense.is_capped
+        self._masks_lse = masks_lse
 
     def __call__(self, of: GradientCall) -> tuple[Tensor, ...]:
         call, lse, factor = of.call, of.lse, self._factor
@@ -244,8 +257,12 @@ def is_readable(grad_out: Tensor) -> bool:
 
     It cannot if the negative bit is set, so that memory has the other sign, or for a ZeroTensor, which has no memory.
     """
-    address = grad_out.data_ptr()
-    return address != 0 and address % ALIGNMENT == 0 and not grad_out.is_neg() and has_readable_layout(grad_out)
+    return has_readable_memory(grad_out) and has_readable_layout(grad_out)
+
+
+def has_readable_memory(tensor: Tensor) -> bool:
+    address = tensor.data_ptr()
+    return address != 0 and address % ALIGNMENT == 0 and not tensor.is_neg()
 
 
 def has_readable_layout(tensor: Tensor) -> bool:
@@ -258,9 +275,19 @@ def has_readable_layout(tensor: Tensor) -> bool:
     )
 
 
+def is_as_copied(tensor: Tensor, out: Tensor) -> bool:
+    """Whether a copy of an output or its gradient would have the same strides."""
+    return tensor.stride() == dense_stride_like(out.shape, out.shape, out.stride())
+
+
 def readable_gradient(grad_out: Tensor, out: Tensor) -> Tensor:
-    """`grad_out` itself if cuDNN can read it, otherwise a copy in the memory order of `out`."""
+    """`grad_out` itself if kernels can read it, otherwise a copy in the memory order of `out`.
+
+    cuDNN cannot read such a copy either if head vectors are no multiple of 16 bytes; own kernels can.
+    """
     if is_readable(grad_out):
+        return grad_out
+    if has_readable_memory(grad_out) and is_as_copied(grad_out, out) and grad_out.dtype == out.dtype:
         return grad_out
     stride = dense_stride_like(out.shape, out.shape, out.stride())
     return torch.empty_strided(out.shape, stride, dtype=out.dtype, device=out.device).copy_(grad_out)

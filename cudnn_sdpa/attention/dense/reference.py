@@ -9,8 +9,7 @@ from cudnn_sdpa.attention import reference
 from cudnn_sdpa.attention.arguments import ForwardArguments, GradientCall, Needs, results
 from cudnn_sdpa.attention.bias import new_gradient
 from cudnn_sdpa.attention.mask import TOP_LEFT, as_kernels_see
-from cudnn_sdpa.engine import cpu_target
-from cudnn_sdpa.engine.dispatch_state import needs_gradient, views_of_leaves
+from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.launch import Result, new_tensor
 
 
@@ -37,44 +36,6 @@ def gradients(of: GradientCall) -> list[Tensor]:
             shape = (1,) * (gradient.dim() - tensor.dim()) + tuple(tensor.shape)  # only a mask's gradient is larger
             found.append(new_gradient(name, tensor).copy_(gradient.sum_to_size(shape).reshape(tensor.shape)))
     return found
-
-
-#: The arguments of `sdpa` that `kernels.attention` has. It is always deterministic.
-_OF_KERNELS = frozenset(("q", "k", "v", "attn_mask", "is_causal", "causal_alignment", "scale", "deterministic"))
-
-#: The largest head dim of its fused form.
-_MAX_FUSED_DIM = 128
-
-#: The dtypes that it takes on a GPU.
-_DTYPES_OF_KERNELS = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def mode_of_own_kernels(call: ForwardArguments) -> str | None:
-    """The form of `kernels.attention` that has all options of a call; None if it lacks one, or the dtype.
-
-    Head dims above those of the fused form take the tiled one, whose memory grows with Sq × Skv.
-    """
-    q, k, v, softmax = call.q, call.k, call.v, call.softmax
-    aligned = not softmax.is_causal or softmax.causal_alignment == TOP_LEFT or q.shape[2] == k.shape[2]
-    takes_dtype = q.dtype in _DTYPES_OF_KERNELS or not (q.is_cuda or cpu_target.checks_dtypes())
-    if not (call.has_only(_OF_KERNELS) and aligned and takes_dtype) or v.shape[3] != q.shape[3]:
-        return None
-    return "fused" if q.shape[3] <= _MAX_FUSED_DIM else "tiled"
-
-
-def by_own_kernels(call: ForwardArguments) -> Tensor | None:
-    """The output of the operator of `kernels.attention`."""
-    mode = mode_of_own_kernels(call)
-    if mode is None:
-        return None
-    q, k, v, mask, softmax = call.q, call.k, call.v, call.attn_mask, call.softmax
-    operators = torch.ops.cudnn_sdpa
-    if not needs_gradient(q, k, v, mask):
-        out: Tensor = operators.kernels_attention_forward(q, k, v, mask, mode, softmax.is_causal, softmax.scale)
-        return out
-    _views = views_of_leaves(q, k, v, mask)  # while the operator applies a function of autograd's
-    out, _ = operators.kernels_attention_forward_statistics(q, k, v, mask, mode, softmax.is_causal, softmax.scale)
-    return out
 
 
 def by_pytorch(call: ForwardArguments) -> Tensor | None:

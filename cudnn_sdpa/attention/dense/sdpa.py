@@ -217,7 +217,6 @@ SDPA = Operation(
     reference_call=ReferenceSdpaCall,
     backward=SdpaBackwardCall,
     differentiable=("q", "k", "v", "attn_mask", "sinks"),
-    has_own_kernels=True,
 )
 
 

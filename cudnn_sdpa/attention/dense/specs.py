@@ -28,9 +28,10 @@ from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.spec import DROPOUT, SCALE, SOFTCAP, AttentionSpec
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration, refuse
 from cudnn_sdpa.engine.tensor_checks import like_in_memory
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.backend import has_only_repeatable
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
-from cudnn_sdpa.graph.layouts import TensorLayout, canonical_stride, dense_like
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, canonical_stride, dense_like
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
 
@@ -43,11 +44,13 @@ class DenseSpec(AttentionSpec):
         lengths_q: Whether actual sequence lengths of the queries are passed.
         lengths_kv: Whether actual sequence lengths of the keys are passed.
         bias: `attn_mask` as cuDNN reads it, without fully masked rows. None without one.
+        attn_mask: The same as the caller gave it.
     """
 
     lengths_q: bool = False
     lengths_kv: bool = False
     bias: TensorLayout | None = None
+    attn_mask: TensorLayout | None = None
 
     @classmethod
     def of(cls, call: ForwardArguments) -> DenseSpec:
@@ -73,6 +76,7 @@ class DenseSpec(AttentionSpec):
             lengths_q=lengths_q,
             lengths_kv=lengths_kv,
             bias=bias,
+            attn_mask=None if call.attn_mask is None else TensorLayout.of(call.attn_mask),
             **spec_options(call, sinks_in_plan=q.shape[2] - mask.masked_rows != 1),
         )
 
@@ -115,6 +119,20 @@ class DenseSpec(AttentionSpec):
         """Whether cuDNN needs lengths, even full ones, for the mask: a left bound with more queries than keys."""
         left_bound = self.mask.band is not None and self.mask.band[0] is not None
         return left_bound and not self.is_capped and self.rows > self.skv
+
+    def refuse_unreadable(self, what: str, out: TensorLayout) -> None:
+        if reasons := self.unreadable(out):
+            raise UnsupportedError(what, reasons, "contiguous tensors")
+
+    def unreadable(self, out: TensorLayout) -> list[str]:
+        """The tensors whose strides only own kernels read, and why; nothing has refused them where those may serve."""
+        reasons = []
+        for name, x in {"q": self.q, "k": self.k, "v": self.v, "out": out}.items():
+            *sizes, (dim, last) = zip(x.shape, x.stride, strict=True)
+            elements = ALIGNMENT // x.dtype.itemsize
+            if (last != 1 and dim != 1) or any(size != 1 and stride % elements for size, stride in sizes):
+                reasons.append(f"{name} has strides {x.stride}: head vectors must be dense, at multiples of 16 bytes")
+        return reasons
 
     def configuration(self, operation: str, target: Target, **more: bool) -> Configuration:
         facts = {"sq": self.rows, "skv": self.skv, "lengths": self.has_lengths, "bias": self.bias is not None}
@@ -212,6 +230,7 @@ class ForwardSpec:
         """The key of this call's plan."""
         dense = self.dense
         refuse(dense.configuration(FORWARD, target), "sdpa")
+        dense.refuse_unreadable("sdpa", self.out)
         inputs = [
             *dense.qkv(),
             *dense.operands(decode=self.is_decode, is_forward=True, full_lengths=dense.needs_lengths),
@@ -266,6 +285,7 @@ class BackwardSpec:
         dense = self.dense
         more = {"bias_gradient": self.bias_gradient, "deterministic": dense.deterministic}
         refuse(dense.configuration(BACKWARD, target, **more), "the gradient of sdpa")
+        dense.refuse_unreadable("the gradient of sdpa", self.out)
         out = dense.visible(self.out)
         lse = TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)
         inputs = [
@@ -313,7 +333,7 @@ class BackwardSpec:
             notes.append("the log-sum-exp of the other queries is copied")
         notes += _notes_on_operands(dense, is_decode=False)
         if dense.bias is not None or dense.is_capped:
-            notes.append("the log-sum-exp of fully masked rows is replaced to avoid NaN")
+            notes.append(REPLACED_LSE)
         if self.bias_gradient:
             notes.append("the gradient of attn_mask is summed over its broadcast dimensions")
         return notes
@@ -331,11 +351,10 @@ class _HasKey(Protocol):
 
 def key_of(spec: _HasKey, target: Target, device: int | None) -> PlanKey:
     """The key of a call's plan, dense or packed, of the first provider in force that serves it."""
-    if not providers.may_be_others():
+    names = providers.Setting.names or providers.active()
+    if set(names) <= {providers.CUDNN, providers.DEFAULT}:
         return spec.key(target, device)
-    names = providers.active()
-    first = providers.FRONTEND if providers.FRONTEND in names else providers.FLASH4
-    found: PlanKey = providers.others(first).key_of(spec, target, device, names)
+    found: PlanKey = providers.chooser().key_of(spec, target, device, names)
     return found
 
 
@@ -345,13 +364,17 @@ def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> Pl
     Once it is compiled, in a thread, calls find their plans again.
     """
     assert key.provider is not None
-    found: PlanKey = providers.others(key.provider).ready(key, of_cudnn)
+    if key.provider == providers.OWN:
+        return key
+    found: PlanKey = providers.other(key.provider).ready(key, of_cudnn)
     return found
 
 
 #: Of every backward pass; depends on the caller's gradient.
 GRAD_OUT_COPY = "a copy of grad_out, if cuDNN cannot read its layout (always for out.sum().backward())"
 
+CONVERTED_MASK = "attn_mask is converted to a bias if cuDNN cannot read its layout, a boolean mask always (one kernel)"
+REPLACED_LSE = "the log-sum-exp of fully masked rows is replaced to avoid NaN"
 MASK_OF_ONE_KEY = "attn_mask over a single key: all is computed in plain PyTorch, as cuDNN misreads such a mask"
 
 
@@ -369,8 +392,7 @@ def _notes_on_operands(dense: DenseSpec, *, is_decode: bool) -> list[str]:
             corrected += "; those of queries become 0 where a sequence has no keys, as cuDNN leaves its rows unwritten"
         notes.append(f"{corrected} (one kernel)")
     if dense.bias is not None:
-        converted = "attn_mask is converted to a bias if cuDNN cannot read its layout"
-        notes.append(f"{converted}, a boolean mask always (one kernel)")
+        notes.append(CONVERTED_MASK)
     return notes
 
 

@@ -11,7 +11,7 @@ import functools
 from typing import NamedTuple
 
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
-from cudnn_sdpa.attention.preferences import rows_of
+from cudnn_sdpa.attention.providers.preferences import rows_of
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.spec import AttentionSpec
 from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward

@@ -6,7 +6,7 @@ in another way, are refused here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -20,13 +20,11 @@ from cudnn_sdpa.attention.flash4.programs import BEGINS_KV, BEGINS_Q, Window
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.spec import SCALE, SOFTCAP, AttentionSpec
 from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
-from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.key import Operand, PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.offline import interpreter
 from cudnn_sdpa.plans import autotune
-from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, OWN
+from cudnn_sdpa.plans.providers import FLASH4
 
 #: The largest number of packed sequences: of more, other functions would be called, too.
 MAX_SEQUENCES = 256
@@ -36,12 +34,10 @@ class Call(NamedTuple):
     """A call as FlashAttention-4 would take it.
 
     Attributes:
-        function: Its name in messages.
         inputs, outputs: The operands of its plan: those of cuDNN's without what FlashAttention-4 lacks.
         lacking: Why it cannot be taken, by its options alone.
     """
 
-    function: str
     inputs: list[Operand]
     outputs: list[Operand]
     window: Window
@@ -63,13 +59,14 @@ class Call(NamedTuple):
         out = dense.visible(spec.out)
         lse = Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32))
         lacking = _lacking(dense, attn_mask=dense.bias is not None, lengths=dense.has_lengths)
+        lacking += dense.unreadable(spec.out)
         if isinstance(spec, ForwardSpec):
             inputs = [*dense.qkv(), *dense.operands(full_lengths=False, is_forward=True)]
             outputs = [Operand("out", out), *([lse] if spec.plan_has_lse else [])]
-            return cls("sdpa", inputs, outputs, _window(dense), lacking)
+            return cls(inputs, outputs, _window(dense), lacking)
         grad_out = Operand("grad_out", dense.visible(spec.grad_out))
         inputs = [*dense.qkv(), Operand("out", out), grad_out, lse, SCALE, *[SOFTCAP] * dense.is_capped]
-        return cls("the gradient of sdpa", inputs, spec.outputs(), _window(dense), lacking)
+        return cls(inputs, spec.outputs(), _window(dense), lacking)
 
     @classmethod
     def _of_packed(cls, spec: PackedForward | PackedBackward) -> Call:
@@ -89,10 +86,10 @@ class Call(NamedTuple):
             in_plan, after = (packed.sink_use is use for use in (SinkUse.IN_PLAN, SinkUse.AFTER_PLAN))
             inputs += [sink_scores.operand(packed.q.shape[1])] * in_plan
             outputs = [out, *[lse] * (spec.with_lse or after)]
-            return cls("sdpa_varlen", inputs, outputs, (left, right), lacking)
+            return cls(inputs, outputs, (left, right), lacking)
         gradients = [Operand(f"grad_{each.name}", dense_like(each.layout)) for each in qkv]
         inputs += [out, Operand("grad_out", spec.grad_out), lse]
-        return cls("the gradient of sdpa_varlen", inputs, gradients, (left, right), lacking)
+        return cls(inputs, gradients, (left, right), lacking)
 
     def reasons_against(self, target: Target) -> list[str]:
         """Why FlashAttention-4 cannot serve it; empty if it can."""
@@ -103,26 +100,13 @@ class Call(NamedTuple):
         return operation.key(self.inputs, self.outputs, {"window": self.window}, target, device=device)
 
 
-def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str]) -> PlanKey:
-    """The key of a call's plan, of the first of these providers that serves it."""
-    served, refused = _serving(spec, target, names), None
-    if served == CUDNN:
-        try:
-            of_cudnn = spec.key(target, device)
-        except UnsupportedError as error:
-            refused = error
-        else:
-            if autotune.in_force and FASTEST in names and not (call := Call.of(spec)).reasons_against(target):
-                choices.offer(of_cudnn, call.key(target, device))
-            return of_cudnn
-    call = Call.of(spec)
-    against = [] if served == FLASH4 else call.reasons_against(target)
-    if served == FLASH4 or (FLASH4 in names and not against):
-        return call.key(target, device)
-    if refused is not None:
-        raise refused
-    reasons = [f"FlashAttention-4: {reason}" for reason in against]
-    raise UnsupportedError(call.function, reasons, f"providers({FLASH4!r}, {CUDNN!r})")
+def reasons_of(spec: Spec, target: Target) -> list[str]:
+    """Why FlashAttention-4 cannot serve a call; empty if it can."""
+    return Call.of(spec).reasons_against(target)
+
+
+def key_of(spec: Spec, target: Target, device: int | None) -> PlanKey:
+    return Call.of(spec).key(target, device)
 
 
 def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> PlanKey:
@@ -130,64 +114,33 @@ def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> Pl
     return functions.ready(key, kind_of(key), of_cudnn)
 
 
-def choice(spec: Spec, target: Target, names: Sequence[str]) -> str:
-    """Who serves a call and why, or would under "fastest", for `explain`; empty where only cuDNN may."""
-    if names[0] == CUDNN:
-        return ""
-    if names[0] == DEFAULT:
-        row = preference_of(spec, target)
-        would = row is not None and row.prefers_flash4 and not Call.of(spec).reasons_against(target)
-        return f"cuDNN's engines; providers({FASTEST!r}) would take FlashAttention-4: {row}" if would else ""
-    if not {FLASH4, FASTEST} & set(names):
-        return ""
-    call = Call.of(spec)
-    against, by = call.reasons_against(target), f"by providers({', '.join(map(repr, names))})"
-    row = preference_of(spec, target) if FASTEST in names else None
-    tuned = choices.of(call.key(target, None)) if FASTEST in names and not against else None
-    measured = ", as autotune measured" if tuned else "" if row is None else f": {row}"
-    served = _serving(spec, target, names)
-    if served == FLASH4:
-        is_ready = functions.are_ready(kind_of(call.key(target, None)))
-        return f"FlashAttention-4, {by}{measured}" + ("" if is_ready else f"; {_until_compiled(names)}")
-    if served is None:
-        return ""
-    if against and (FLASH4 in names or (row is not None and row.prefers_flash4)):
-        return f"cuDNN's engines: FlashAttention-4 does not serve it, as {'; '.join(against)}"
-    return f"cuDNN's engines, {by}{measured}" if tuned or not row else f"cuDNN's engines, {by}: FlashAttention-4 {row}"
+def is_ready(key: PlanKey) -> bool:
+    return functions.are_ready(kind_of(key))
 
 
-def _until_compiled(names: Sequence[str]) -> str:
-    """What happens to a call whose kind has not been compiled yet."""
-    if not {CUDNN, DEFAULT, FASTEST} & set(names):
-        return "its first call waits until its kind is compiled"
-    why = interpreter.why_no_helper()
-    return f"cuDNN serves it: {why}" if why else "cuDNN serves it until its kind is compiled"
-
-
-def _serving(spec: Spec, target: Target, names: Sequence[str]) -> str | None:
-    """The provider of a call; None if none of those in force serves it."""
-    for name in names:
-        if name in (CUDNN, DEFAULT) or (name == OWN and len(names) == 1):
-            return CUDNN
-        if name == FLASH4 and not Call.of(spec).reasons_against(target):
-            return FLASH4
-        if name == FASTEST:
-            return _fastest(spec, target)
-    return None
-
-
-def _fastest(spec: Spec, target: Target) -> str:
+def is_fastest(spec: Spec, target: Target) -> bool:
     """By what `autotune` has measured of this call, or by the table; while `autotune` is in force, cuDNN until then."""
-    row = preference_of(spec, target)
-    prefers = row is not None and row.prefers_flash4
     call = Call.of(spec)
     if call.reasons_against(target):
-        return CUDNN
+        return False
     chosen = choices.of(call.key(target, None))
     if chosen is not None:
-        return chosen
-    is_compared = autotune.in_force and not isinstance(spec, (PackedForward, PackedBackward))
-    return FLASH4 if prefers and not is_compared else CUDNN
+        return chosen == FLASH4
+    row = preference_of(spec, target)
+    is_compared = autotune.in_force and isinstance(spec, (ForwardSpec, BackwardSpec))
+    return row is not None and row.prefers_flash4 and not is_compared
+
+
+def tuned(spec: Spec, target: Target) -> str | None:
+    """The provider that `autotune` has found to be faster at a call; None if it was not asked."""
+    call = Call.of(spec)
+    return None if call.reasons_against(target) else choices.of(call.key(target, None))
+
+
+def offer(spec: Spec, of_cudnn: PlanKey) -> None:
+    """Has `autotune`, if it is in force, compare FlashAttention-4's plan with cuDNN's when that is built."""
+    if autotune.in_force and not (call := Call.of(spec)).reasons_against(of_cudnn.target):
+        choices.offer(of_cudnn, call.key(of_cudnn.target, of_cudnn.device))
 
 
 def _lacking(spec: AttentionSpec, *, attn_mask: bool = False, lengths: bool = False) -> list[str]:

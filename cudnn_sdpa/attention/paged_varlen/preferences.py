@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged_varlen.plans import reasons_against
-from cudnn_sdpa.attention.preferences import rows_of
+from cudnn_sdpa.attention.providers.preferences import rows_of
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers

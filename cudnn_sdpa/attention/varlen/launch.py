@@ -20,7 +20,7 @@ from cudnn_sdpa.attention.arguments import (
 from cudnn_sdpa.attention.dense import graphs
 from cudnn_sdpa.attention.dense import launch as dense_backward
 from cudnn_sdpa.attention.dense.launch import EXTRAS_OF_OPTIONS, zero_gradients
-from cudnn_sdpa.attention.dense.specs import key_of, ready
+from cudnn_sdpa.attention.dense.specs import ready
 from cudnn_sdpa.attention.lengths import RowLimitsKernel
 from cudnn_sdpa.attention.parts import Whole, packed_gradient_limits
 from cudnn_sdpa.attention.reference import fill_without_keys
@@ -56,8 +56,8 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     device, factor = call.q.get_device(), query_factor(call)
     launched, target = as_launched(call), live_target(device)
     if spec is None:
-        forward = PackedForward.of(call)
-        spec, key = forward.packed, key_of(forward, target, device)
+        forward = PackedForward(specs.spec_of(launched), output_layout(call), call.with_lse)
+        spec, key = forward.packed, specs.chosen_key(forward, target, device)
         key = key if key.provider is None else ready(key, forward.key)
     else:
         key = spec.forward_key(output_layout(call), call.with_lse, target, device)
@@ -102,7 +102,7 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
         return Prepared(_gradients_in_parts, None)
     device, factor = call.q.get_device(), query_factor(call)
     launched, backward = as_launched(call), PackedBackward.of(of)
-    spec, key = backward.packed, key_of(backward, live_target(device), device)
+    spec, key = backward.packed, specs.chosen_key(backward, live_target(device), device)
     key = key if key.provider is None else ready(key, backward.key)
     bound = _bind(
         operation=graphs.sdpa_backward,

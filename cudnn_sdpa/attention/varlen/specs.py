@@ -271,14 +271,23 @@ def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varle
     )
 
 
+def chosen_key(spec: PackedForward | PackedBackward, target: Target, device: int | None) -> PlanKey:
+    """See `dense.specs.key_of`, which a cold call of cuDNN's does not enter."""
+    return key_of(spec, target, device) if providers.Setting.names not in _OF_CUDNN else spec.key(target, device)
+
+
+#: Settings of `providers` under which cuDNN serves all packed calls.
+_OF_CUDNN = ((providers.DEFAULT,), (providers.CUDNN,))
+
+
 def forward_key(call: VarlenArguments, target: Target, device: int | None) -> PlanKey:
     """The key of a forward call that is not empty."""
-    return key_of(PackedForward.of(call), target, device)
+    return chosen_key(PackedForward.of(call), target, device)
 
 
 def backward_key(of: VarlenGradientCall, target: Target, device: int | None) -> PlanKey:
     """The key of a backward call that is not empty, with tensors that kernels can read."""
-    return key_of(PackedBackward.of(of), target, device)
+    return chosen_key(PackedBackward.of(of), target, device)
 
 
 def keys(call: VarlenArguments, target: Target, device: int | None) -> Iterator[PlanKey]:

@@ -91,10 +91,6 @@ class Call(_Tuple):
     def reference(self) -> tuple[Tensor, ...]:
         raise NotImplementedError
 
-    def by_own_kernels(self) -> Tensor | None:
-        """The result by an operator of own kernels; None if that lacks an option, or another result is wanted."""
-        return None
-
     def by_pytorch(self) -> Tensor | None:
         """The first result by PyTorch's own function, for `fallback`; None if that lacks an option."""
         return None

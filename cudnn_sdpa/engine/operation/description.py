@@ -46,7 +46,6 @@ class OperationDescription(Generic[CallT]):
         names: What messages call the inputs, if not by the names of their fields.
         loops: Whether `torch.vmap` may run it once for each entry of a batch.
         forward_mode: What can be differentiated in forward mode instead.
-        has_own_kernels: Whether own kernels of the library may serve its calls, too; see `providers`.
     """
 
     name: str
@@ -61,7 +60,6 @@ class OperationDescription(Generic[CallT]):
     names: Mapping[str, str] = field(default_factory=dict)
     loops: bool = True
     forward_mode: str = "torch.nn.functional.scaled_dot_product_attention"
-    has_own_kernels: bool = False
 
     def __post_init__(self) -> None:
         #: The calls that are bound to their plans.

@@ -106,8 +106,6 @@ class Pipeline(OperationDescription[CallT]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._known_to_be_differentiable: set[Hashable] = set()
-        #: Of calls that cuDNN declined while own kernels could serve them.
-        self._declined: set[Hashable] = set()
 
     def __call__(self, call: CallT, asked: NativeKey | None = None) -> Any:
         """The results of a call whose arguments have not been checked yet: alone if it is one.
@@ -162,10 +160,7 @@ class Pipeline(OperationDescription[CallT]):
         if any(isinstance(x, Tensor) and x.is_neg() for x in forward[self.tensors_at]):
             call = _with_forward(call, autograd_checks.resolved(forward))
         falls_back = self.reference_call is not None and fallback.chosen.get() == fallback.TORCH
-        has_own = self.has_own_kernels and not isinstance(call, BackwardCall)
-        names = (providers.Setting.names or providers.active()) if has_own else ()
-        by_own = providers.OWN in names
-        if self.reference_call is None or not (falls_back or by_own):
+        if self.reference_call is None or not falls_back:
             call.check()
             return self._run(call)
         without_limits = _with_forward(call, self.reference_call._make(forward))
@@ -174,39 +169,7 @@ class Pipeline(OperationDescription[CallT]):
             fallback.check_or_decline(self._function_of(call), call.check, without_limits.check)
             return self._run(call)
 
-        def run_on_kernels() -> Any:
-            return self._by_providers(call, without_limits, run, names) if by_own else run()
-
-        if not falls_back:
-            return run_on_kernels()
-        return fallback.or_else(run_on_kernels, lambda: self._alternative(without_limits), forward.log_key)
-
-    def _by_providers(self, call: Any, without_limits: Any, run: Callable[[], Any], names: Sequence[str]) -> Any:
-        """The results of a call that own kernels may serve, by the first provider that can."""
-        refused = None
-        trains = needs_gradient(*call[self.tensors_at])
-        signature = self.signature(call), self._which_require_grad(call) if trains else None
-        is_declined = signature in self._declined
-        for name in names:
-            if name == providers.OWN:
-                if refused is None and not is_declined:
-                    without_limits.check()
-                try:
-                    found = without_limits.by_own_kernels()
-                except RuntimeError:
-                    autograd_checks.refuse_inference_tensors(dict(zip(self.fields, call, strict=True)))
-                    raise
-                if found is not None:
-                    # Why a call on the CPU is declined, `cpu_checks` says, which may change.
-                    if refused is not None and self.first_of(call).is_cuda and len(self._declined) < MAX_REMEMBERED:
-                        self._declined.add(signature)
-                    return found
-            elif not is_declined:
-                try:
-                    return run()
-                except UnsupportedError as error:
-                    refused = error
-        raise refused or providers.refused_by_own(self.function)
+        return fallback.or_else(run, lambda: self._alternative(without_limits), forward.log_key)
 
     def _run(self, call: CallT | BackwardCall[CallT]) -> Any:
         tensors = tuple(self._named_tensors(call).values())
@@ -476,8 +439,6 @@ class Pipeline(OperationDescription[CallT]):
         try:
             if value_checks.enabled or (self.flag and type(call[self.flag_at]) is not bool):
                 return None
-            if self.has_own_kernels and (providers.Setting.names or providers.active())[0] == providers.OWN:
-                return None  # the table has calls of cuDNN, also of compiled code and of calls that want the LSE
             dropout_p = call[self.group_at].dropout_p if self.can_draw else 0.0
             if type(dropout_p) is not float or dropout_p:
                 return None

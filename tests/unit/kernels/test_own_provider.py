@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
-from fake_gpu import FakePlan, gpu_on_the_cpu
+from fake_gpu import TARGET, FakePlan, gpu_on_the_cpu
 
 from cudnn_sdpa import (
     CudnnSdpaError,
@@ -14,16 +16,18 @@ from cudnn_sdpa import (
     explain,
     fallback,
     kernels,
+    no_plan_builds,
     providers,
+    record_plans,
     scaled_dot_product_attention,
     sdpa,
 )
-from cudnn_sdpa.attention.arguments import Softmax, from_fields
-from cudnn_sdpa.attention.dense import reference
+from cudnn_sdpa.attention.arguments import from_fields
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.sdpa import SDPA
+from cudnn_sdpa.attention.dense.specs import DenseSpec, ForwardSpec
 from cudnn_sdpa.graph.target import Target
-from cudnn_sdpa.kernels.arguments import GPU_DTYPES, MAX_FUSED_DIM
+from cudnn_sdpa.kernels import serving
 
 
 def qkv(dim=17, dtype=torch.bfloat16):
@@ -89,25 +93,44 @@ def test_calls_of_cudnn_stay_there():
 
 
 @pytest.mark.parametrize(
-    "options", [{"window_size": (3, 0)}, {"return_lse": True}, {"softcap": 2.0}, {"dropout_p": 0.5}]
+    "options", [{"window_size": (3, 0)}, {"sinks": torch.zeros(2)}, {"softcap": 2.0}, {"dropout_p": 0.5}]
 )
 def test_what_kernels_lack_still_raises(options):
-    with gpu_on_the_cpu(), providers("cudnn", "own"), pytest.raises(UnsupportedError, match="head dim 17"):
+    with (
+        gpu_on_the_cpu(),
+        providers("cudnn", "own"),
+        pytest.raises(UnsupportedError, match="not 17 and 17"),
+    ):
         sdpa(*qkv(), **options)
 
 
-@pytest.mark.parametrize("name", sorted({*SdpaCall._fields, *Softmax._fields} - reference._OF_KERNELS - {"softmax"}))
+def reasons(q, **options):
+    return serving.reasons_of(ForwardSpec.of(from_fields(SdpaCall, q, q, q, **options)), TARGET)
+
+
+@pytest.mark.parametrize("name", sorted({x.name for x in fields(DenseSpec)} - {"q", "k", "v", "mask", "deterministic"}))
 def test_every_option_that_kernels_lack_is_declined(name):
     """One added to `sdpa` later, too: what is not known here is not ignored."""
-    q, k, v = (x.detach() for x in qkv())
-    assert SdpaCall(q, k, v).by_own_kernels() is not None
-    for value in (object(), torch.ones(2)):
-        assert from_fields(SdpaCall, q, k, v, **{name: value}).by_own_kernels() is None
+    q = qkv()[0].detach()
+    spec = ForwardSpec.of(SdpaCall(q, q, q))
+    assert not serving.reasons_of(spec, TARGET)
+    changed = replace(spec, dense=replace(spec.dense, **{name: object()}))
+    assert bool(serving.reasons_of(changed, TARGET)) is (name not in ("bias", "attn_mask"))
 
 
-def test_the_fused_form_takes_the_head_dims_that_it_has():
-    assert reference._MAX_FUSED_DIM == MAX_FUSED_DIM
-    assert reference._DTYPES_OF_KERNELS == GPU_DTYPES
+def test_masks_that_kernels_have():
+    q = torch.empty(1, 2, 9, 17)
+    longer = torch.empty(1, 2, 12, 17)
+    assert not reasons(q, is_causal=True)
+    assert not reasons(q, is_causal=True, causal_alignment="bottom_right")  # the same for as many keys
+    assert not reasons(q, window_left=20, window_right=0)  # the left bound hides nothing
+    assert reasons(q, window_left=3, window_right=0)
+    assert reasons(q, window_left=3)
+    assert reasons(q, window_right=1)
+    for queries, keys in ((q, longer), (longer, q)):
+        for alignment in ("top_left", "bottom_right"):
+            call = from_fields(SdpaCall, queries, keys, keys, is_causal=True, causal_alignment=alignment)
+            assert bool(serving.reasons_of(ForwardSpec.of(call), TARGET)) is (alignment != "top_left")
 
 
 def test_negated_tensors_run_on_kernels():
@@ -151,7 +174,7 @@ def test_providers_serve_in_order():
 def test_own_kernels_alone_refuse_what_they_lack():
     q, k, v = (x.detach() for x in qkv(16))
     with gpu_on_the_cpu(), providers("own"):
-        with pytest.raises(UnsupportedError, match="own kernels lack an option") as refused:
+        with pytest.raises(UnsupportedError, match=r"own kernels: they have no lengths, sinks, soft cap") as refused:
             sdpa(q, k, v, softcap=3.0)
         assert "providers('own', 'cudnn')" in str(refused.value)
         with providers("own", "cudnn"):
@@ -159,18 +182,100 @@ def test_own_kernels_alone_refuse_what_they_lack():
         assert FakePlan.launched[-1].provider is None
 
 
-def test_cudnn_is_asked_once_for_calls_that_it_declines(monkeypatch):
+def test_calls_are_known_after_the_first(monkeypatch):
+    """Whoever serves them, they are neither checked nor bound again."""
     q, k, v = (x.detach() for x in qkv(16, torch.float32))
-    asked = []
-    check = SdpaCall.check
-    monkeypatch.setattr(SdpaCall, "check", lambda call: asked.append(call) or check(call))
+    bound = []
+    bind = SdpaCall.bind
+    monkeypatch.setattr(SdpaCall, "bind", lambda call: bound.append(call) or bind(call))
     with gpu_on_the_cpu(), providers("cudnn", "own"):
         for _ in range(3):
             sdpa(q, k, v)
-        assert len([x for x in asked if type(x) is SdpaCall]) == 1
-        assert len(FakePlan.launched) >= 3
+        assert len(bound) == 1
+        assert [key.provider for key in FakePlan.launched[-3:]] == ["own"] * 3
         with pytest.raises(DtypeError, match="k: got bfloat16"):
             sdpa(q, k.bfloat16(), v)
+
+
+def exact_attention(q, k, v, mask, scale):
+    """The output and the log-sum-exp in float64, where every query sees a key."""
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT * scale + mask
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("dim", [33, 64, 160])
+def test_values_of_both_passes_with_each_layout(dim):
+    """The log-sum-exp, too, which either pass may have from another provider; odd strides and addresses are read."""
+    scale = -0.3
+    packed = torch.randn(2 * 4 * 9 * dim + 1)[1:].view(2, 9, 4, dim)
+    tensors = [packed.transpose(1, 2), torch.randn(1, 1, 11, dim).expand(2, 2, 11, dim), torch.randn(2, 2, 11, dim)]
+    mask = torch.randn(2, 1, 9, 11)
+    given = [x.detach().requires_grad_() for x in (*tensors, mask)]
+    exact = [x.detach().double().requires_grad_() for x in given]
+    with gpu_on_the_cpu(), providers("own"):
+        out, lse = sdpa(*given[:3], attn_mask=given[3], scale=scale, return_lse=True)
+        grad_out = torch.randn_like(out)
+        found = torch.autograd.grad(out, given, grad_out)
+        assert [key.provider for key in FakePlan.launched[-2:]] == ["own", "own"]
+    right, right_lse = exact_attention(*exact, scale)
+    wanted = torch.autograd.grad(right, exact, grad_out.double())
+    for one, other in zip((out, lse, *found), (right, right_lse, *wanted), strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dim", [16, 160])
+def test_gradients_of_rows_whose_sum_the_log_sum_exp_has_lost(dim):
+    """Beside -1e9 it is a multiple of 64; the row's weights are those of equal scores, and its gradients, too."""
+    q, k, v = (torch.randn(1, 1, 6, dim) for _ in range(3))
+    v.requires_grad_()
+    mask = torch.zeros(6, 6)
+    mask[2], mask[3], mask[4] = -1e9, 500.0, -torch.inf
+    with gpu_on_the_cpu(), providers("own"):
+        out = sdpa(q, k, v, attn_mask=mask)
+        grad_out = torch.randn_like(out)
+        (found,) = torch.autograd.grad(out, v, grad_out)
+    weights = (q @ k.mT * dim**-0.5 + mask).softmax(-1).nan_to_num()
+    torch.testing.assert_close(found, weights.mT @ grad_out, rtol=1e-3, atol=2e-4)
+
+
+def test_each_provider_takes_what_the_other_saved():
+    q, k, v = (x.detach().requires_grad_() for x in qkv(16))
+    found = []
+    with gpu_on_the_cpu():
+        for forward, backward in (("own", "cudnn"), ("cudnn", "own")):
+            with providers(forward):
+                out = sdpa(q, k, v, is_causal=True)
+            with providers(backward):
+                found.append(torch.autograd.grad(out, (q, k, v), torch.ones_like(out)))
+            assert [key.provider or "cudnn" for key in FakePlan.launched[-2:]] == [forward, backward]
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-2)
+
+
+def test_compiled_code_takes_own_kernels():
+    q, k, v = (x.detach().requires_grad_() for x in qkv(17, torch.float32))
+    compiled = torch.compile(lambda q, k, v: sdpa(q, k, v, is_causal=True), backend="aot_eager", fullgraph=True)
+    with cpu_checks("h200"), providers("cudnn", "own"):
+        out = compiled(q, k, v)
+        found = torch.autograd.grad(out.sum(), q)
+        with providers("cudnn"), pytest.raises((CudnnSdpaError, RuntimeError), match="float32"):
+            sdpa(q, k, v)
+    right = kernels.reference_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, right)
+    torch.testing.assert_close(found, torch.autograd.grad(right.sum(), q))
+
+
+def test_plans_are_recorded_and_found_where_none_may_be_built():
+    q, k, v = (x.detach() for x in qkv(16, torch.float32))
+    with gpu_on_the_cpu(), providers("own"):
+        with record_plans() as plans:
+            sdpa(q, k, v)
+        (key,) = plans.keys(TARGET, 0)
+        assert key.provider == "own"
+        with no_plan_builds():
+            sdpa(q, k, v)
+        assert FakePlan.launched[-1] == key
 
 
 def test_without_the_setting_float32_raises_again():
@@ -195,46 +300,62 @@ def test_explain_shows_the_provider(dtype, names):
     taken = "own kernels" if is_own else "cuDNN's engines"
     assert report.choice == f"{taken}, by providers({', '.join(map(repr, names))})"
     with providers(*names):
-        assert not explain(sdpa, q, k, v, window_size=(3, 0)).choice
+        report = explain(sdpa, q, k, v, window_size=(3, 0))
+    if dtype == torch.float32:
+        assert not report.supported
+    elif names[0] == "own":
+        assert report.choice.startswith("cuDNN's engines: own kernels do not serve it, as their causal masks")
     assert not explain(sdpa, q.bfloat16(), k.bfloat16(), v.bfloat16()).choice
 
 
+def test_explain_describes_masks_as_own_kernels_read_them():
+    q, k, v = qkv(16, torch.bfloat16)
+    mask = torch.ones(9, 9, dtype=torch.bool)
+    for names, is_converted in ((("own",), False), (("cudnn",), True)):
+        with providers(*names):
+            report = explain(sdpa, q, k, v, attn_mask=mask)
+        for each in (report, report.backward):
+            assert any("attn_mask is converted" in note for note in each.extra_kernels) is is_converted
+
+
 @pytest.mark.parametrize("trains", [False, True])
-def test_known_calls_of_cudnn_take_no_call_from_own_kernels(trains):
-    """With gradients a call has the signature of one that wants the LSE; compiled code runs operators of cuDNN's."""
+def test_each_way_of_a_call_is_served_by_own_kernels(trains):
+    """Also with its LSE, and as an operator, which compiled code runs."""
     q, k, v = (x.detach().requires_grad_(trains) for x in qkv(16))
     with gpu_on_the_cpu(), providers("own", "cudnn"):
         for _ in range(2):
             sdpa(q, k, v, return_lse=True)
-            assert FakePlan.launched[-1].provider is None
+            assert FakePlan.launched[-1].provider == "own"
             torch.ops.cudnn_sdpa.sdpa_forward(*SDPA.inputs_of(SdpaCall(q, k, v)))
-            assert FakePlan.launched[-1].provider is None
+            assert FakePlan.launched[-1].provider == "own"
             sdpa(q, k, v)
             assert FakePlan.launched[-1].provider == "own"
 
 
-def test_cudnn_is_asked_again_where_it_may_accept():
+def test_each_pass_chooses_for_itself():
     """A deterministic gradient of a mask is declined on SM 100; the same call without that gradient is not."""
     q, k, v = qkv(64)
     mask = torch.randn(9, 9).to(q.dtype).requires_grad_()
     blackwell = Target((("deviceVer", 1000), ("multiProcessorCount", 148)), 91900, "1", "a B200")
     with gpu_on_the_cpu(target=blackwell), providers("cudnn", "own"):
-        sdpa(q, k, v, attn_mask=mask, deterministic=True)
-        assert FakePlan.launched[-1].provider == "own"
-        sdpa(q, k, v, attn_mask=mask.detach(), deterministic=True)
-        assert FakePlan.launched[-1].provider is None
+        for given, provider in ((mask, "own"), (mask.detach(), None)):
+            out = sdpa(q, k, v, attn_mask=given, deterministic=True)
+            assert FakePlan.launched[-1].provider is None
+            out.sum().backward()
+            assert FakePlan.launched[-1].provider == provider
 
 
-def test_calls_on_the_cpu_are_asked_each_time(monkeypatch):
+def test_calls_on_the_cpu_are_checked_for_own_kernels():
     q, k, v = (x.detach() for x in qkv(17))
-    served = []
-    by_own_kernels = SdpaCall.by_own_kernels
-    monkeypatch.setattr(SdpaCall, "by_own_kernels", lambda call: served.append(call) or by_own_kernels(call))
-    with providers("cudnn", "own"):
-        for target, number in (("h200", 1), (None, 1), ("h200", 2)):
-            with cpu_checks(target):
-                sdpa(q, k, v)
-            assert len(served) == number
+    for target in ("h200", None, "h200"):
+        with cpu_checks(target), providers("cudnn", "own"):
+            sdpa(q, k, v)
+            sdpa(q.float(), k.float(), v.float())
+            if target is not None:
+                with pytest.raises(UnsupportedError, match="float64"):
+                    sdpa(q.double(), k.double(), v.double())
+    with cpu_checks("h200,any-dtype"), providers("cudnn", "own"):
+        sdpa(q.double(), k.double(), v.double())
 
 
 def test_a_dtype_that_kernels_lack_falls_back_to_pytorch():
@@ -244,7 +365,7 @@ def test_a_dtype_that_kernels_lack_falls_back_to_pytorch():
             with providers(*names):
                 with fallback("torch"):
                     torch.testing.assert_close(sdpa(q, k, v), kernels.reference_attention(q, k, v))
-                with pytest.raises(UnsupportedError, match="float64" if "cudnn" in names else "or the dtype"):
+                with pytest.raises(UnsupportedError, match="float64"):
                     sdpa(q, k, v)
 
 
@@ -260,22 +381,6 @@ def test_explain_names_wrong_arguments_as_calls_do(names, wrong):
             function(*given.get(wrong, (q, k, v)), **options)
         messages.append((type(raised.value), str(raised.value)))
     assert messages[0] == messages[1]
-
-
-def test_a_change_while_cudnn_is_asked_names_no_other_providers(monkeypatch):
-    """Of a call that is known to be declined, in a thread that has read the setting."""
-    q, k, v = (x.detach() for x in qkv(16, torch.float32))
-    with gpu_on_the_cpu(), providers("cudnn", "own"):
-        sdpa(q, k, v)
-        by_providers = type(SDPA)._by_providers
-
-        def changed(*args):
-            providers("cudnn")
-            return by_providers(*args)
-
-        monkeypatch.setattr(type(SDPA), "_by_providers", changed)
-        sdpa(q, k, v)
-        assert FakePlan.launched[-1].provider == "own"
 
 
 def test_explain_says_what_own_kernels_alone_refuse():

@@ -1,0 +1,109 @@
+"""Whose kernels serve a call of attention, where `providers` names others than cuDNN: keys, and what `explain` says.
+
+A provider besides cuDNN has a module with `reasons_of` a call against it, and `key_of` a call.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
+from cudnn_sdpa.attention.flash4 import serving as flash4
+from cudnn_sdpa.attention.flash4.preferences import Spec, preference_of
+from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.offline import interpreter
+from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, FRONTEND, OWN, other
+
+_FUNCTIONS = {
+    ForwardSpec: "sdpa",
+    BackwardSpec: "the gradient of sdpa",
+    PackedForward: "sdpa_varlen",
+    PackedBackward: "the gradient of sdpa_varlen",
+}
+
+#: The providers of plans, as messages name them, and as they end "… serve it".
+_WORDS = {CUDNN: "cuDNN's engines", OWN: "own kernels", FLASH4: "FlashAttention-4", FRONTEND: "cuDNN's frontend"}
+_DO_NOT = {OWN: "do not", FLASH4: "does not", FRONTEND: "does not"}
+
+#: Names for which cuDNN's engines may serve a call.
+_OF_CUDNN = (CUDNN, DEFAULT, FASTEST)
+
+
+def key_of(spec: Spec, target: Target, device: int | None, names: Sequence[str]) -> PlanKey:
+    """The key of a call's plan, of the first of these providers that serves it."""
+    refused: UnsupportedError | None = None
+    reasons: list[str] = []
+    for name in _concerned(spec, names):
+        served = FLASH4 if name == FASTEST and flash4.is_fastest(spec, target) else name
+        if served in _OF_CUDNN:
+            try:
+                found = spec.key(target, device)
+            except UnsupportedError as error:
+                refused = refused or error
+                continue
+            if name == FASTEST:
+                flash4.offer(spec, found)
+            return found
+        if not (against := _against(served, spec, target)):
+            of_other: PlanKey = other(served).key_of(spec, target, device)
+            return of_other
+        reasons += [f"{_WORDS[served]}: {reason}" for reason in against]
+    if refused is not None and not reasons:
+        raise refused
+    if refused is not None:
+        raise UnsupportedError(refused.what, [*refused.reasons, *reasons], refused.suggestion)
+    names = ", ".join(map(repr, [*names, CUDNN]))
+    raise UnsupportedError(_FUNCTIONS[type(spec)], reasons, f"providers({names})")
+
+
+def choice(spec: Spec, key: PlanKey, names: Sequence[str]) -> str:
+    """Why its provider serves a call, and who would under "fastest", for `explain`; empty where only one may."""
+    target, by = key.target, f"by providers({', '.join(map(repr, names))})"
+    names = _concerned(spec, names)
+    row = preference_of(spec, target)
+    prefers = row is not None and row.prefers_flash4
+    if set(names) <= {CUDNN, DEFAULT}:
+        would = names[0] == DEFAULT and prefers and not _against(FLASH4, spec, target)
+        return f"cuDNN's engines; providers({FASTEST!r}) would take FlashAttention-4: {row}" if would else ""
+    is_tuned = FASTEST in names and flash4.tuned(spec, target) is not None
+    row = row if FASTEST in names else None
+    served = _WORDS[key.provider or CUDNN]
+    if key.provider in (FLASH4, FRONTEND):
+        is_measured = key.provider == FLASH4 and (is_tuned or row is not None)
+        measured = "" if not is_measured else ", as autotune measured" if is_tuned else f": {row}"
+        is_ready = other(key.provider).is_ready(key)
+        return f"{served}, {by}{measured}" + ("" if is_ready else f"; {_until_compiled(names)}")
+    by_it = (OWN,) if key.provider == OWN else _OF_CUDNN
+    before = [*itertools.takewhile(lambda name: name not in by_it, names)]
+    before += [FLASH4] * (row is not None and prefers)
+    for name in (FLASH4, FRONTEND, OWN):
+        if name in before and (against := _against(name, spec, target)):
+            return f"{served}: {_WORDS[name]} {_DO_NOT[name]} serve it, as {'; '.join(against)}"
+    if is_tuned:
+        return f"{served}, {by}, as autotune measured"
+    return f"{served}, {by}: FlashAttention-4 {row}" if row else f"{served}, {by}"
+
+
+def _concerned(spec: Spec, names: Sequence[str]) -> Sequence[str]:
+    """The providers that have kernels for calls of a function; cuDNN if none of them has."""
+    if isinstance(spec, (ForwardSpec, BackwardSpec)):
+        return names
+    return [name for name in names if name not in (OWN, FRONTEND)] or [CUDNN]
+
+
+def _against(name: str, spec: Spec, target: Target) -> list[str]:
+    """Why a provider besides cuDNN cannot serve a call; empty if it can."""
+    found: list[str] = other(name).reasons_of(spec, target)
+    return found
+
+
+def _until_compiled(names: Sequence[str]) -> str:
+    """What happens to a call whose kind has not been compiled yet."""
+    if not {CUDNN, DEFAULT, FASTEST} & set(names):
+        return "its first call waits until its kind is compiled"
+    why = interpreter.why_no_helper()
+    return f"cuDNN serves it: {why}" if why else "cuDNN serves it until its kind is compiled"
