@@ -85,7 +85,7 @@ def host() -> list[Row]:
         "forward": lambda: sdpa(*detached, is_causal=True),
         "forward and backward": lambda: torch.autograd.grad(_attend(q, k, v), (q, k, v), grad_out),
     }
-    best = {name: dict.fromkeys(PROVIDERS, float("inf")) for name in calls}
+    best: dict[str, dict[str, float]] = {name: {x: float("inf") for x in PROVIDERS} for name in calls}
     for _ in range(5):
         for provider in PROVIDERS:
             with providers(provider):

@@ -157,6 +157,24 @@ def test_passes_by_two_providers(forward, backward):
         assert error(one, other) < 8e-3
 
 
+@pytest.mark.parametrize(("forward", "backward"), [("fa4", "own"), ("own", "fa4")])
+def test_passes_by_it_and_by_own_kernels(forward, backward):
+    tensors = [x.requires_grad_() for x in problem(SHAPES[0])]
+    options = {"is_causal": True, "scale": 0.21}
+    with providers(forward):
+        out, by = served_by(lambda: sdpa(*tensors, **options))
+    assert by == {forward}
+    grad_out = torch.randn_like(out)
+    with providers(backward):
+        found, by = served_by(lambda: torch.autograd.grad(out, tensors, grad_out))
+    assert by == {backward}
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    right = exact(*doubles, **options)[0]
+    assert error(out.detach(), right.detach()) < TOLERANCE[out.dtype]
+    for one, other in zip(found, torch.autograd.grad(right, doubles, grad_out.double()), strict=True):
+        assert error(one, other) < 8e-3
+
+
 def test_other_lengths_need_no_compilation():
     """One kind serves all lengths, batches and heads."""
     for batch, heads, length in ((1, 4, 65), (3, 8, 1000), (2, 12, 127)):
