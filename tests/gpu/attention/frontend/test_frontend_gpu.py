@@ -176,3 +176,18 @@ def test_explain_says_who_serves():
     assert found.provider == "frontend"
     assert "sdpa_fwd_prefill_sm90" in found.engine
     assert "providers('frontend')" in found.choice
+
+
+def test_gradients_are_those_of_own_kernels():
+    """They read the log-sum-exp that this kernel has written."""
+    tensors = [x.requires_grad_() for x in problem(SHAPES[0])]
+    with providers("frontend", "own"):
+        out, by = served_by(lambda: sdpa(*tensors, is_causal=True, scale=0.11))
+        assert by == {"frontend"}
+        grad_out = torch.randn_like(out)
+        found, by = served_by(lambda: torch.autograd.grad(out, tensors, grad_out))
+        assert by == {"own"}
+    doubles = [x.detach().double().requires_grad_() for x in tensors]
+    right = exact(*doubles, is_causal=True, scale=0.11)[0]
+    for one, other in zip(found, torch.autograd.grad(right, doubles, grad_out.double()), strict=True):
+        assert error(one, other) < 8e-3
