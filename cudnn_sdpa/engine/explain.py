@@ -381,7 +381,7 @@ def _key(result: Explanation, description: Description, target: Target, device: 
     key = description.key(target, device)
     result.key, result.provider = str(key), key.provider or CUDNN
     result.known_issues = [str(issue) for issue in known_issues.concerning(key)]
-    if description.bucket is not None and shape_policy.active() != shape_policy.EXACT:
+    if description.bucket is not None and key.provider is None and shape_policy.active() != shape_policy.EXACT:
         of_bucket = description.bucket(target, device)
         result.bucket = "" if of_bucket is None else str(of_bucket)
     return key

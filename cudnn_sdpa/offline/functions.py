@@ -48,18 +48,21 @@ class CompiledFunctions(Generic[KindT]):
         engine: What is stored as the engine of its functions.
         helper: The program of a helper process, which calls `function_compiler.answer`.
         variables: How the environment variables begin that a helper process does not get.
+        limit: The number of kinds that are kept in a process, where programs may need any number.
     """
 
     library: ClassVar[str]
     engine: ClassVar[str]
     helper: ClassVar[str]
     variables: ClassVar[str]
+    limit: ClassVar[int | None] = None
 
     def __init__(self) -> None:
         self._failed: dict[KindT, str] = {}
         self._broken = ""  # why none can be compiled, whose packages do not import
         self._loaded: dict[KindT, dict[str, Library]] = {}
-        self._pending: set[KindT] = set()
+        self._pending: dict[KindT, None] = {}  # in order; a thread compiles the first
+        self._was_warned = False
         self._lock = renewed_in_children(threading.RLock())  # never held while something is compiled
         self._compiling = renewed_in_children(threading.RLock())
         os.register_at_fork(after_in_child=self._pending.clear)  # their threads are the parent's
@@ -101,9 +104,19 @@ class CompiledFunctions(Generic[KindT]):
     def failure(self, kind: KindT) -> str:
         """Why a kind cannot be had; empty if it can, or may be compiled."""
         failed = self._failed.get(kind, "")
+        if not failed and self.limit is not None and kind not in self._loaded and kind not in self._pending:
+            number = len(self._loaded) + len(self._pending)
+            failed = f"{self.limit} of its kinds are kept, and not more" if number >= self.limit else ""
         return failed or (self._broken if self._broken and not self.are_ready(kind) else "")
 
-    def ready(self, key: PlanKey, kind: KindT, of_cudnn: Callable[[Target, int | None], PlanKey]) -> PlanKey:
+    def ready(
+        self,
+        key: PlanKey,
+        kind: KindT,
+        *,
+        of_cudnn: Callable[[Target, int | None], PlanKey],
+        has_plan: Callable[[PlanKey], bool],
+    ) -> PlanKey:
         """A key of this kind, or that of cuDNN's plan: see `dense.specs.ready`."""
         has_other, is_ready = bool({CUDNN, DEFAULT, FASTEST} & set(providers.active())), self.are_ready(kind)
         may_build = not (plan_cache.builds_are_forbidden or torch.cuda.is_current_stream_capturing())
@@ -116,15 +129,17 @@ class CompiledFunctions(Generic[KindT]):
         if may_build:
             self.compile_in_background(kind)
             return other
-        return other if plan_cache.find(other) is not None else key  # what was warmed up before a kind was compiled
+        return other if has_plan(other) else key  # what was warmed up before a kind was compiled
 
     def compile_in_background(self, kind: KindT) -> None:
-        """Has a thread compile a kind, one after the other; then all calls find their plans again."""
+        """Has a thread compile kinds, one after the other; after each, all calls find their plans again."""
         with self._lock:
             if kind in self._pending or self.failure(kind) or interpreter.why_no_helper():
                 return
-            self._pending.add(kind)
-        threading.Thread(target=self._work, args=(kind,), name="cudnn_sdpa functions", daemon=True).start()
+            self._pending[kind] = None
+            if len(self._pending) > 1:
+                return  # the thread that compiles the first will compile this one
+        threading.Thread(target=self._work, name="cudnn_sdpa functions", daemon=True).start()
 
     def compile_into(self, store: PlanStore, kind: KindT) -> bool:
         """Compiles a kind into a store; returns whether any function was missing there."""
@@ -140,16 +155,20 @@ class CompiledFunctions(Generic[KindT]):
         """Saves what was compiled on this machine."""
         self._save(store, kind, self._stored_form(kind, functions, seconds))
 
-    def _work(self, kind: KindT) -> None:
-        try:
-            with relaxed_capture():
-                self.of(kind)
-        except Exception as error:  # noqa: BLE001 - the provider is then left out
-            level = logging.DEBUG if self._broken in str(error) and self._failed else logging.WARNING
-            _log.log(level, "%s was not compiled in the background, and is not used: %s", self.library, error)
-            self._failed.setdefault(kind, str(error))
-        finally:
-            self._pending.discard(kind)
+    def _work(self) -> None:
+        kind = next(iter(self._pending), None)
+        while kind is not None:
+            try:
+                with relaxed_capture():
+                    self.of(kind)
+            except Exception as error:  # noqa: BLE001 - the provider is then left out
+                level = logging.DEBUG if self._broken and self._was_warned else logging.WARNING
+                self._was_warned = True
+                _log.log(level, "%s was not compiled in the background, and is not used: %s", self.library, error)
+                self._failed.setdefault(kind, str(error))
+            with self._lock:
+                self._pending.pop(kind, None)
+                kind = next(iter(self._pending), None)
             plan_cache.forget_calls()
 
     def _find(self, kind: KindT) -> dict[str, Library] | None:

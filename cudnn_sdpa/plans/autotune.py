@@ -41,6 +41,12 @@ _CHUNK_ELEMENTS = 1 << 22
 #: Functions of other providers, which give their plans to be compared with that of a key of cuDNN's.
 alternatives: list[Callable[[PlanKey], Sequence[Alternative]]] = []
 
+#: Keys of cuDNN's whose plans are to be compared with those of other keys when they are built.
+offered: dict[PlanKey, PlanKey] = {}
+
+#: Is called when a context ends: calls that were cuDNN's until a comparison find their plans again.
+on_leaving: list[Callable[[], None]] = []
+
 #: Candidates timed concurrently would disturb each other.
 _measuring = renewed_in_children(threading.RLock())
 
@@ -172,6 +178,8 @@ def _tuning(candidates: int) -> Iterator[AutotuneReport]:
         yield context[1]
     finally:
         in_force.remove(context)
+        for leave in on_leaving:
+            leave()
 
 
 def not_tunable(key: PlanKey) -> str:

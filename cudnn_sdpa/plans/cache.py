@@ -106,6 +106,7 @@ class PlanCache:
         self._capacity = capacity
         self._plans: dict[PlanKey, Plan] = {}
         self._tables: weakref.WeakSet[Table] = weakref.WeakSet()
+        self.generation = 0  # how often all calls were forgotten
         self._forbidden = 0
         self._is_ending = False
         self._start_afresh()
@@ -278,6 +279,7 @@ class PlanCache:
     def forget_calls(self) -> None:
         """Has all calls find their plans again."""
         with self._lock:
+            self.generation += 1
             for table in self._tables:
                 table._drop(None)
 
@@ -419,6 +421,8 @@ def load_plan(key: PlanKey) -> Plan | None:
     if store is None:
         return None
     only_tuned = bool(autotune.in_force) and not autotune.not_tunable(key)
+    if only_tuned and key in autotune.offered:
+        return None  # it is built with all candidates
     for stored_key in (key, key.without_device()) if key.is_gpu_specific else (key,):
         stored = store.load(stored_key, only_tuned=only_tuned)
         if stored is not None:

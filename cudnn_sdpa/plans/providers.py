@@ -100,11 +100,10 @@ def providers(*names: Provider) -> ProvidersUse:
     - "cudnn": cuDNN's kernels.
     - "own": CUDA kernels of this library.
     - "fa4": FlashAttention-4's, for `sdpa`, the drop-in and `sdpa_varlen` on Hopper, if it is installed. A helper
-      process compiles each kind of call once; until then the next provider serves the call, or it waits if there is
-      none.
+      process compiles each kind of call once; until then cuDNN serves the call if it is named, too, or the call waits.
     - "frontend": those of cuDNN's frontend, for calls of `sdpa` and the drop-in without gradients on Hopper, with head
-      dims above 256. A helper process compiles each shape once; until then the next provider serves the call, or it
-      waits if there is none.
+      dims above 256. A helper process compiles each shape once, up to 64; until then cuDNN serves the call if it is
+      named, too, or the call waits.
     - "fastest": as "default", and FlashAttention-4 for calls of `sdpa` and `sdpa_varlen` for which it took less time in
       a table of measurements.
 

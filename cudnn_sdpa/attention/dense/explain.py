@@ -45,6 +45,7 @@ from cudnn_sdpa.attention.dense.specs import (
 from cudnn_sdpa.attention.flash4.preferences import Spec
 from cudnn_sdpa.attention.providers.choosing import choice
 from cudnn_sdpa.attention.varlen.arguments import VarlenArguments
+from cudnn_sdpa.attention.varlen.specs import TOKEN_MAJOR
 from cudnn_sdpa.attention.verify import Results, compare, exact_inputs, run_detached
 from cudnn_sdpa.engine.dispatch_state import cast_tensor
 from cudnn_sdpa.engine.explain import Description, describes
@@ -55,7 +56,7 @@ from cudnn_sdpa.errors import ArgumentError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
-from cudnn_sdpa.plans.providers import OWN
+from cudnn_sdpa.plans.providers import FLASH4, OWN
 
 #: The arguments of one call of any kind of attention: a NamedTuple with `q`.
 Call = TypeVar("Call", bound=NamedTuple)
@@ -107,6 +108,8 @@ def with_choice(described: Description, spec: Spec) -> Description:
         if key.provider == OWN:
             kept = [note for note in notes if note not in (CONVERTED_MASK, REPLACED_LSE)]
             notes = kept + providers.other(OWN).notes_on(spec)
+        elif key.provider == FLASH4:
+            notes = [note for note in notes if not note.endswith(TOKEN_MAJOR)] + providers.other(FLASH4).notes_on(spec)
         return replace(described, choice=choice(spec, key, providers.active()), extra_kernels=notes)
 
     return replace(described, on_target=on_target)

@@ -137,7 +137,7 @@ def prepare(call: ForwardArguments) -> Prepared:
         return Prepared(partial(parts.run_forward, run=on_gpu), None)
     key = key_of(forward, live_target(device), device)  # refused under every policy if there is no exact-shape plan
     if key.provider is not None:
-        key = ready(key, forward.key)
+        key = ready(key, forward.key, partial(_has_plan, forward))
     with torch.cuda.device(device):
         policy = shape_policy.Setting.policy or shape_policy.active()
         deterministic = call.softmax.deterministic or torch.are_deterministic_algorithms_enabled()
@@ -160,6 +160,16 @@ def prepare(call: ForwardArguments) -> Prepared:
         return run(call._replace(q=multiplied(call.q, factor)))
 
     return prepared._replace(run=run_multiplied)
+
+
+def _has_plan(forward: ForwardSpec, key: PlanKey) -> bool:
+    """Whether there is a plan of cuDNN's for a call: of its shape, or of its bucket."""
+    if plan_cache.find(key) is not None:
+        return True
+    is_exact = (shape_policy.Setting.policy or shape_policy.active()) == shape_policy.EXACT
+    bucket = None if is_exact else Bucket.of(forward)
+    bucket_key = None if bucket is None else bucket.key(key.target, key.device)
+    return bucket_key is not None and plan_cache.find(bucket_key) is not None
 
 
 def _with_bucket(forward: ForwardSpec, key: PlanKey, policy: str, scale: float) -> Prepared | None:

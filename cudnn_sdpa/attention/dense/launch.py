@@ -115,8 +115,14 @@ def _extras_of_own(key: PlanKey) -> LaunchExtras:
     mask = ("attn_mask",) if any(operand.name == "mask" for operand in key.inputs) else ()
     addresses = {"mask": Address("attn_mask")} if mask else {}
     if key.option_values["vectors"]:
-        return LaunchExtras(operands=mask, unaligned_ok=mask, addresses=addresses, copy_if_unaligned=OPERANDS)
+        layouts = {operand.name: operand.layout for operand in key.inputs}
+        copied = tuple(name for name in OPERANDS if name not in layouts or not _is_expanded(layouts[name]))
+        return LaunchExtras(operands=mask, unaligned_ok=mask, addresses=addresses, copy_if_unaligned=copied)
     return LaunchExtras(operands=mask, unaligned_ok=(*mask, *OPERANDS), addresses=addresses)
+
+
+def _is_expanded(layout: TensorLayout) -> bool:
+    return any(size > 1 and not stride for size, stride in zip(layout.shape, layout.stride, strict=True))
 
 
 #: Launch extras of options, by the first operand of a plan that they have.

@@ -34,6 +34,7 @@ from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, canonical_stride, dense_like
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
+from cudnn_sdpa.plans.cache import plan_cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,15 +359,20 @@ def key_of(spec: _HasKey, target: Target, device: int | None) -> PlanKey:
     return found
 
 
-def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> PlanKey:
+def ready(
+    key: PlanKey,
+    of_cudnn: Callable[[Target, int | None], PlanKey],
+    has_plan: Callable[[PlanKey], bool] = lambda key: plan_cache.find(key) is not None,
+) -> PlanKey:
     """A key of another provider's, or that of cuDNN's plan while a kind is still compiled and cuDNN may serve the call.
 
-    Once it is compiled, in a thread, calls find their plans again.
+    Once it is compiled, in a thread, calls find their plans again. `has_plan` says whether cuDNN can serve the call of
+    a key without building a plan.
     """
     assert key.provider is not None
     if key.provider == providers.OWN:
         return key
-    found: PlanKey = providers.other(key.provider).ready(key, of_cudnn)
+    found: PlanKey = providers.other(key.provider).ready(key, of_cudnn, has_plan)
     return found
 
 

@@ -19,7 +19,7 @@ from cudnn_sdpa.attention.flash4.compiler import window_of
 from cudnn_sdpa.attention.flash4.plans import flash4_backward, flash4_forward, functions
 from cudnn_sdpa.attention.flash4.programs import ENGINE, BackwardTiles, Kind
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, UNBOUNDED
-from cudnn_sdpa.errors import LibraryError
+from cudnn_sdpa.errors import ExecutionError, LibraryError
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import live_target
@@ -59,13 +59,14 @@ def fault(kind: Kind, device: int) -> str:
 
 
 def _lengths(kind: Kind) -> list[tuple[int, int]]:
-    """Numbers of queries and keys, at least as many: otherwise queries may see no key, which no launch has."""
+    """Numbers of queries and keys: under a mask not fewer, or queries might see no key, which no launch has."""
     if not kind.is_backward:
         return [(300, 300), (90, 333), (1, 70)]
     tiles = BackwardTiles.of(kind.dim, window_of(kind))
     queries = tiles.queries - 7 if kind.few_queries else tiles.queries + 9
     keys = tiles.keys - 3 if kind.few_keys else tiles.keys + queries + 5
-    return [(queries, keys)] if queries <= keys else []
+    has_mask = kind.is_causal or kind.has_left or kind.has_right
+    return [(queries, keys)] if queries <= keys or not has_mask else []
 
 
 def _wrong_results(kind: Kind, queries: int, keys: int, device: int) -> list[str]:
@@ -131,10 +132,17 @@ def _launch(kind: Kind, given: dict[str, Tensor], made: dict[str, Tensor], devic
 
 
 def is_right(kind: Kind, device: int) -> bool:
-    """Whether a kind passes its fixed cases; one that does not serves no call of this process any more."""
+    """Whether a kind passes its fixed cases, of which there must be one.
+
+    One that does not, or cannot be launched, serves no call of this process any more.
+    """
+    if not _lengths(kind):
+        return False
     try:
         if why := fault(kind, device):
             functions.refuse(kind, f"of its fixed cases, {why}")
     except LibraryError:  # it cannot be compiled
         return False
+    except ExecutionError as error:
+        functions.refuse(kind, str(error))
     return not functions.failure(kind)

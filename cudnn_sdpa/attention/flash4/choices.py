@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import partial
 
@@ -13,7 +14,9 @@ from cudnn_sdpa.plans import autotune, default_store
 from cudnn_sdpa.plans.autotune import Alternative
 from cudnn_sdpa.plans.cache import build_plan, plan_cache
 from cudnn_sdpa.plans.providers import CUDNN, FLASH4
-from cudnn_sdpa.plans.store import StoredPlan
+from cudnn_sdpa.plans.store import PlanStore, StoredPlan
+
+_log = logging.getLogger("cudnn_sdpa")
 
 _MAX_REMEMBERED = 4096
 
@@ -33,26 +36,35 @@ class Choices:
 
     def __init__(self) -> None:
         self._made: dict[PlanKey, str | None] = {}
-        self._offered: dict[PlanKey, PlanKey] = {}
+        self._read_from: PlanStore | None = None
 
     def of(self, key: PlanKey) -> str | None:
-        if key not in self._made:
-            store = default_store.active()
-            stored = None if store is None else store.load(_Choice(key))
-            self._remember(key, None if stored is None else stored.data.decode())
-        return self._made[key]
+        store = default_store.active()
+        if store is not self._read_from:
+            self._made.clear()
+            self._read_from = store
+        if key in self._made:
+            return self._made.get(key)
+        stored = None if store is None else store.load(_Choice(key))
+        found = None if stored is None else stored.data.decode()
+        self._remember(key, found)
+        return found
 
     def offer(self, of_cudnn: PlanKey, key: PlanKey) -> None:
         """Has the plan of `key` compared with cuDNN's, when that is built."""
-        if len(self._offered) >= _MAX_REMEMBERED:
-            self._offered.clear()
-        self._offered[of_cudnn] = key
+        if len(autotune.offered) >= _MAX_REMEMBERED:
+            autotune.offered.clear()
+        autotune.offered[of_cudnn] = key
 
     def alternatives_of(self, of_cudnn: PlanKey) -> list[Alternative]:
-        key = self._offered.pop(of_cudnn, None)
-        if key is None or key.device is None or not is_right(kind_of(key), key.device):
+        key = autotune.offered.pop(of_cudnn, None)
+        try:
+            if key is None or key.device is None or not is_right(kind_of(key), key.device):
+                return []
+            plan = plan_cache.get(key, partial(build_plan, flash4_forward), to_use=False)
+        except Exception as error:  # noqa: BLE001 - such as a lack of memory: the call is cuDNN's
+            _log.warning("FlashAttention-4 was not compared with cuDNN: %s", error)
             return []
-        plan = plan_cache.get(key, partial(build_plan, flash4_forward), to_use=False)
         return [Alternative(of_cudnn, plan, partial(self._settled, key.without_device()))]
 
     def _settled(self, key: PlanKey, is_fastest: bool) -> None:
@@ -71,3 +83,4 @@ class Choices:
 
 choices = Choices()
 autotune.alternatives.append(choices.alternatives_of)
+autotune.on_leaving.append(plan_cache.forget_calls)

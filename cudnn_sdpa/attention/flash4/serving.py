@@ -109,9 +109,11 @@ def key_of(spec: Spec, target: Target, device: int | None) -> PlanKey:
     return Call.of(spec).key(target, device)
 
 
-def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> PlanKey:
+def ready(
+    key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey], has_plan: Callable[[PlanKey], bool]
+) -> PlanKey:
     """See `dense.specs.ready`."""
-    return functions.ready(key, kind_of(key), of_cudnn)
+    return functions.ready(key, kind_of(key), of_cudnn=of_cudnn, has_plan=has_plan)
 
 
 def is_ready(key: PlanKey) -> bool:
@@ -120,27 +122,37 @@ def is_ready(key: PlanKey) -> bool:
 
 def is_fastest(spec: Spec, target: Target) -> bool:
     """By what `autotune` has measured of this call, or by the table; while `autotune` is in force, cuDNN until then."""
-    call = Call.of(spec)
-    if call.reasons_against(target):
+    if reasons_of(spec, target):
         return False
-    chosen = choices.of(call.key(target, None))
+    chosen = tuned(spec, target)
     if chosen is not None:
         return chosen == FLASH4
     row = preference_of(spec, target)
-    is_compared = autotune.in_force and isinstance(spec, (ForwardSpec, BackwardSpec))
-    return row is not None and row.prefers_flash4 and not is_compared
+    return row is not None and row.prefers_flash4 and not is_to_be_compared(spec)
+
+
+def is_to_be_compared(spec: Spec) -> bool:
+    """Whether `autotune` is in force, and compares dense calls; work on packed ones depends on data."""
+    return bool(autotune.in_force) and isinstance(spec, (ForwardSpec, BackwardSpec))
 
 
 def tuned(spec: Spec, target: Target) -> str | None:
     """The provider that `autotune` has found to be faster at a call; None if it was not asked."""
-    call = Call.of(spec)
-    return None if call.reasons_against(target) else choices.of(call.key(target, None))
+    if isinstance(spec, (PackedForward, PackedBackward)) or reasons_of(spec, target):
+        return None
+    return choices.of(key_of(spec, target, None))
 
 
 def offer(spec: Spec, of_cudnn: PlanKey) -> None:
     """Has `autotune`, if it is in force, compare FlashAttention-4's plan with cuDNN's when that is built."""
-    if autotune.in_force and not (call := Call.of(spec)).reasons_against(of_cudnn.target):
-        choices.offer(of_cudnn, call.key(of_cudnn.target, of_cudnn.device))
+    if is_to_be_compared(spec) and not reasons_of(spec, of_cudnn.target):
+        choices.offer(of_cudnn, key_of(spec, of_cudnn.target, of_cudnn.device))
+
+
+def notes_on(spec: Spec) -> list[str]:
+    """The copies of a call, for `explain`."""
+    is_packed = isinstance(spec, PackedBackward) or (isinstance(spec, PackedForward) and spec.with_lse)
+    return ["the log-sum-exp is transposed, which is (heads, tokens) in its kernels"] * is_packed
 
 
 def _lacking(spec: AttentionSpec, *, attn_mask: bool = False, lengths: bool = False) -> list[str]:

@@ -74,6 +74,7 @@ class Functions(CompiledFunctions[Kind]):
     """The frontend's compiled functions of this process, by kind."""
 
     library, engine, helper, variables = "cuDNN's frontend", ENGINE, _PROGRAM, "CUDNN_FRONTEND_"
+    limit = 64  # each shape is a kind
 
     def version(self) -> str:
         return installed().version

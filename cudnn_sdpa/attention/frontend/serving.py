@@ -40,9 +40,11 @@ def key_of(spec: ForwardSpec, target: Target, device: int | None) -> PlanKey:
     return frontend_forward.key(call.inputs, call.outputs, {"band": spec.dense.mask.band}, target, device=device)
 
 
-def ready(key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey]) -> PlanKey:
+def ready(
+    key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey], has_plan: Callable[[PlanKey], bool]
+) -> PlanKey:
     """See `dense.specs.ready`."""
-    return functions.ready(key, kind_of(key), of_cudnn)
+    return functions.ready(key, kind_of(key), of_cudnn=of_cudnn, has_plan=has_plan)
 
 
 def is_ready(key: PlanKey) -> bool:

@@ -69,7 +69,7 @@ def choice(spec: Spec, key: PlanKey, names: Sequence[str]) -> str:
     if set(names) <= {CUDNN, DEFAULT}:
         would = names[0] == DEFAULT and prefers and not _against(FLASH4, spec, target)
         return f"cuDNN's engines; providers({FASTEST!r}) would take FlashAttention-4: {row}" if would else ""
-    is_tuned = FASTEST in names and flash4.tuned(spec, target) is not None
+    is_tuned = FASTEST in names and flash4.tuned(spec, target) == (key.provider or CUDNN)
     row = row if FASTEST in names else None
     served = _WORDS[key.provider or CUDNN]
     if key.provider in (FLASH4, FRONTEND):
@@ -77,6 +77,8 @@ def choice(spec: Spec, key: PlanKey, names: Sequence[str]) -> str:
         measured = "" if not is_measured else ", as autotune measured" if is_tuned else f": {row}"
         is_ready = other(key.provider).is_ready(key)
         return f"{served}, {by}{measured}" + ("" if is_ready else f"; {_until_compiled(names)}")
+    if row is not None and prefers and flash4.is_to_be_compared(spec) and not _against(FLASH4, spec, target):
+        return f"{served}, {by}, until autotune has compared FlashAttention-4"
     by_it = (OWN,) if key.provider == OWN else _OF_CUDNN
     before = [*itertools.takewhile(lambda name: name not in by_it, names)]
     before += [FLASH4] * (row is not None and prefers)

@@ -33,6 +33,9 @@ from cudnn_sdpa.graph.layouts import TensorLayout, dense_like
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
 
+#: The end of a note on gradients of keys that are copied.
+TOKEN_MAJOR = "(cuDNN sums groups only token-major)"
+
 
 def sequence_bucket(sequences: int) -> int:
     """Number of sequences of a plan: powers of two, 1.5 times them, and the maximum number of a launch."""
@@ -156,7 +159,7 @@ class VarlenSpec(AttentionSpec):
             notes.append("the log-sum-exp of fully masked rows is replaced to avoid NaN")
         wanted = (("q", self.q), ("k", self.k), ("v", self.v))
         notes += [
-            f"the gradient of {name} is copied into the memory order of {name} (cuDNN sums groups only token-major)"
+            f"the gradient of {name} is copied into the memory order of {name} {TOKEN_MAJOR}"
             for (name, layout), written in zip(wanted, self.gradients(), strict=True)
             if dense_like(layout) != written
         ]

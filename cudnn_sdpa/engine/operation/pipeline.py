@@ -269,10 +269,10 @@ class Pipeline(OperationDescription[CallT]):
         call.check_gradient()
         if len(self._known_to_be_differentiable) >= MAX_REMEMBERED:
             self._known_to_be_differentiable.clear()
-        self._known_to_be_differentiable.add((name, self._which_require_grad(call)))
+        self._known_to_be_differentiable.add((name, self._which_require_grad(call), providers.Setting.names))
 
     def _is_known_to_be_differentiable(self, name: Hashable, call: CallT) -> bool:
-        return (name, self._which_require_grad(call)) in self._known_to_be_differentiable
+        return (name, self._which_require_grad(call), providers.Setting.names) in self._known_to_be_differentiable
 
     def _which_require_grad(self, call: CallT) -> tuple[bool, ...]:
         return tuple([x is not None and x.requires_grad for x in call[self.differentiable_at]])
@@ -305,12 +305,17 @@ class Pipeline(OperationDescription[CallT]):
         name = self.signature(call)
         known = self.table.get(name)
         if known is None:
-            names = providers.Setting.names
-            known = self.add(name, call.bind())
-            if providers.Setting.names != (names or providers.Setting.names):  # asked once others see it
-                self.table.forget(lambda other: other is known)
+            known = self._bound(name, call)
         result: Result = known.run(call)
         return result
+
+    def _bound(self, name: Hashable, call: CallT | BackwardCall[CallT]) -> Prepared:
+        """A call bound to its plan; not remembered if all calls were forgotten meanwhile, as others might serve it."""
+        generation = plan_cache.generation
+        known: Prepared = self.add(name, call.bind())
+        if plan_cache.generation != generation:  # asked once others see it
+            self.table.forget(lambda other: other is known)
+        return known
 
     def on_cpu(self, call: CallT) -> Result:
         """The results of a checked forward call by the reference, if a GPU would run it."""
@@ -354,7 +359,7 @@ class Pipeline(OperationDescription[CallT]):
             names = (*self.fields[self.tensors_at], *self.given_names)
             tensors = (*backward.call[self.tensors_at], *backward[GIVEN])
             check_one_device(names, tensors)  # a saved-tensor hook may have moved them
-            known = self.add(name, readable.bind())
+            known = self._bound(name, readable)
         return list(as_tuple(known.run(readable)))
 
     # PyTorch's operators.
