@@ -104,7 +104,8 @@ class Notebooks:
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Notebooks())
     # Not the user's plans: a test that needs a store creates its own. What takes long to compile may be given.
-    os.environ["CUDNN_SDPA_PLAN_DIR"] = os.environ.get("CUDNN_SDPA_TEST_PLANS", "off")
+    given = os.environ.get("CUDNN_SDPA_TEST_PLANS", "off")
+    os.environ["CUDNN_SDPA_PLAN_DIR"] = given if "CUDNN_SDPA_PROVIDERS" in os.environ else "off"
     # No compiler in the background; tests of the native module start it.
     os.environ["CUDNN_SDPA_NATIVE"] = os.environ.get("CUDNN_SDPA_TEST_NATIVE", "off")
     # Many compare with PyTorch in float32, here and in processes that they start.

@@ -64,7 +64,7 @@ EXTRAS = LaunchExtras(operands=("sinks",), copy_if_unaligned=("sinks",), address
 # After a plan.
 
 
-def complete(call: WithSinks, out: Tensor, lse: Tensor, use: SinkUse) -> None:
+def complete(call: WithSinks, out: Tensor, lse: Tensor, use: SinkUse, *, overflows: bool = False) -> None:
     """Changes the results of a plan in place: its LSE where a query sees no key, or all if it read no sinks.
 
     Args:
@@ -72,9 +72,13 @@ def complete(call: WithSinks, out: Tensor, lse: Tensor, use: SinkUse) -> None:
         out: The output (B, H, S, D), or (T, H, D) of packed sequences.
         lse: The LSE (B, H, S) or (T, H).
         use: Whether the plan read the sinks.
+        overflows: Whether its LSE is infinite where a sink is far above all scores, as in kernels whose running maximum
+            is of scores alone. The sink is then the LSE to all digits, and the output is right: 0.
     """
     if call.sinks is None:
         return
+    if overflows:
+        lse.masked_fill_(lse == torch.inf, -torch.inf)
     if use is not SinkUse.AFTER_PLAN:
         raise_lse(call, lse)
         return

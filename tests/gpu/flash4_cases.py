@@ -3,8 +3,8 @@
     python tests/gpu/flash4_cases.py FOLDER --workers 8
 
 The functions of all kinds that the tests and `benchmarks providers` need are compiled into a plan store, without a GPU,
-for machines where FlashAttention-4 cannot be imported. `CUDNN_SDPA_TEST_PLANS` names it for tests,
-`CUDNN_SDPA_PLAN_DIR` for benchmarks.
+for machines where FlashAttention-4 cannot be imported. `CUDNN_SDPA_TEST_PLANS` names it for tests: for those of its
+provider, and for all if `CUDNN_SDPA_PROVIDERS` is set. `CUDNN_SDPA_PLAN_DIR` names it for benchmarks.
 """
 
 from __future__ import annotations
@@ -109,6 +109,14 @@ def calls() -> Iterator[tuple[Shape, torch.dtype, dict[str, Any]]]:
         yield (heads, heads_kv, one.lengths[0], one.keys or one.lengths[0], *dims), torch.bfloat16, options
     small = providers.SMALL
     yield (small.heads_q, small.heads_kv, *[small.length] * 2, *[small.dim] * 2), torch.bfloat16, MASKS["causal"]
+
+
+def compiled_functions() -> contextlib.AbstractContextManager[object]:
+    """The plan store that `CUDNN_SDPA_TEST_PLANS` names, if it does."""
+    from cudnn_sdpa.plans.default_store import use_plan_store
+
+    folder = os.environ.get("CUDNN_SDPA_TEST_PLANS")
+    return use_plan_store(folder) if folder else contextlib.nullcontext()
 
 
 def packed_calls_to_describe() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:

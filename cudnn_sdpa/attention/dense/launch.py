@@ -58,7 +58,8 @@ def bind_forward(forward: ForwardSpec, plan: Plan, call: ForwardArguments, scale
         decode=forward.is_decode and not spec.is_capped,
     )
     has_sinks_after = spec.sink_use is SinkUse.AFTER_PLAN
-    raises_lse = spec.sink_use is SinkUse.IN_PLAN and has_lse and spec.can_have_masked_rows
+    overflows = plan.key.provider is not None
+    raises_lse = spec.sink_use is SinkUse.IN_PLAN and has_lse and (spec.can_have_masked_rows or overflows)
     if spec.mask.masked_rows or has_sinks_after or raises_lse:
         return _Completed(forward, bound)
     return SingleLaunch(bound)
@@ -139,11 +140,12 @@ EXTRAS_OF_OPTIONS = {
 class _Completed:
     """Runs calls whose results the plan does not write in full: fully masked rows, and what `sink_scores` completes."""
 
-    __slots__ = ("_bound", "_forward", "_tensors_of")
+    __slots__ = ("_bound", "_forward", "_overflows", "_tensors_of")
 
     def __init__(self, forward: ForwardSpec, bound: BoundPlan) -> None:
         self._forward = forward
         self._bound = bound
+        self._overflows = bound.plan.key.provider is not None
         self._tensors_of = items_by_name(bound.operands)
 
     def __call__(self, call: ForwardArguments) -> Result:
@@ -157,7 +159,7 @@ class _Completed:
         (lse,) = others
         if masked_rows:
             lse = torch.nn.functional.pad(lse, (masked_rows, 0), value=-torch.inf)
-        sink_scores.complete(call, out, lse, spec.sink_use)
+        sink_scores.complete(call, out, lse, spec.sink_use, overflows=self._overflows)
         return (out, lse) if forward.with_lse else out
 
 

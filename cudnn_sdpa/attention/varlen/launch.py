@@ -75,7 +75,7 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
         if not lse:
             return out
         of_rows = lse[0].t().contiguous() if is_head_major else lse[0]
-        sink_scores.complete(call, out, of_rows, sink_use)
+        sink_scores.complete(call, out, of_rows, sink_use, overflows=is_head_major)
         return (out, of_rows) if call.with_lse else out
 
     return Prepared(run, bound.plan)

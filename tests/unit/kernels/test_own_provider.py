@@ -17,6 +17,7 @@ from cudnn_sdpa import (
     fallback,
     kernels,
     no_plan_builds,
+    plan_cache,
     providers,
     record_plans,
     scaled_dot_product_attention,
@@ -401,3 +402,45 @@ def test_inference_tensors_are_named(names):
         k = torch.randn(2, 2, 9, 16).bfloat16()
     with gpu_on_the_cpu(), providers(*names), pytest.raises(CudnnSdpaError, match=r"k.*inference"):
         sdpa(q, k, k)
+
+
+@pytest.mark.parametrize("trains", [False, True])
+def test_a_binding_is_not_remembered_if_providers_change_meanwhile(monkeypatch, trains):
+    """As when a kind is compiled in the background while a plan is built."""
+    q, k, v = (x.requires_grad_(trains) for x in qkv(64))
+
+    def call():
+        with torch.set_grad_enabled(trains):
+            out = sdpa(q, k, v)
+        return torch.autograd.grad(out.sum(), (q, k, v)) if trains else out
+
+    with gpu_on_the_cpu():
+        call()
+        held = len(SDPA.table)
+        plan_cache.forget_calls()
+        assert held == 1 + trains
+        assert len(SDPA.table) == 0
+        bind = SdpaCall.bind
+
+        def bind_while_all_is_forgotten(of):
+            found = bind(of)
+            plan_cache.forget_calls()
+            return found
+
+        monkeypatch.setattr(SdpaCall, "bind", bind_while_all_is_forgotten)
+        with torch.set_grad_enabled(trains):
+            out = sdpa(q, k, v)
+        assert len(SDPA.table) == 0
+        monkeypatch.undo()
+        assert out.shape == q.shape
+        call()
+        assert len(SDPA.table) == held
+
+
+def test_differentiability_is_of_the_providers_in_force():
+    q, k, v = (torch.randn(1, 2, 9, 512, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    with gpu_on_the_cpu():
+        with providers("own"):
+            torch.autograd.grad(sdpa(q, k, v).sum(), (q, k, v))
+        with providers("cudnn"), pytest.raises(UnsupportedError, match="gradient"):
+            sdpa(q, k, v)

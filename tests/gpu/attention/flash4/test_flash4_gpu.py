@@ -7,6 +7,7 @@ a key, tensors that it would copy.
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,7 +18,7 @@ import pytest
 import torch
 from aot_inductor import Attention, ahead_of_time, heads_of
 from attention_checks import LAYOUTS, TOLERANCE, captured, check, error, poison
-from flash4_cases import CAPPED, CASES, MASKS, PACKED, RANDOM, SHAPES, WITH_SINKS, packed
+from flash4_cases import CAPPED, CASES, MASKS, PACKED, RANDOM, SHAPES, WITH_SINKS, compiled_functions, packed
 from float64_reference import attend as exact
 from torch.export import Dim, export
 
@@ -38,7 +39,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def by_flash4():
-    with providers("fa4"):
+    with compiled_functions(), providers("fa4"):
         yield
 
 
@@ -247,10 +248,29 @@ def test_what_it_lacks_is_refused_or_cudnns(options, reason):
         assert reason in explain(sdpa, q, k, v, **options).choice
 
 
-def test_head_dims_with_which_its_gradients_are_wrong_are_declined():
-    q, k, v = problem((2, 2, 256, 256, 48, 80))
+@pytest.mark.parametrize("dims", [(48, 80), (8, 8)])
+def test_head_dims_with_which_its_gradients_are_wrong_are_declined(dims):
+    q, k, v = problem((2, 2, 256, 256, *dims))
     with pytest.raises(UnsupportedError, match="192 and 128"):
         sdpa(q, k, v, is_causal=True)
+
+
+@pytest.mark.parametrize("mask", ["causal", "causal window"])
+def test_sinks_far_above_all_scores(mask):
+    """Its running maximum is of scores alone, so its sum overflows, and the LSE would be infinite."""
+    q, k, v = (x.requires_grad_() for x in problem(WITH_SINKS))
+    sinks = torch.full((8,), 300.0, device="cuda").requires_grad_()
+    sinks.data[::2] = -300.0
+    out, lse = sdpa(q, k, v, sinks=sinks, return_lse=True, **MASKS[mask])
+    grad_out = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v, sinks), grad_out)
+    doubles = [x.detach().double().requires_grad_() for x in (q, k, v, sinks)]
+    right, right_lse = exact(*doubles[:3], sinks=doubles[3], **MASKS[mask])
+    assert error(out.detach(), right.detach()) < TOLERANCE[out.dtype]
+    assert error(lse, right_lse.detach()) < 1e-5
+    for one, other in zip(found, torch.autograd.grad(right, doubles, grad_out.double()), strict=True):
+        assert one.isfinite().all()
+        assert error(one, other) < 8e-3
 
 
 def test_expanded_keys_are_not_copied():
@@ -385,7 +405,8 @@ def test_exported_programs_are_served():
 
 def test_programs_that_aot_inductor_has_compiled_are_served(tmp_path):
     with ThreadPoolExecutor() as pool:
-        variables = {"CUDNN_SDPA_PROVIDERS": "fa4"}
+        plans = os.environ.get("CUDNN_SDPA_TEST_PLANS", "off")
+        variables = {"CUDNN_SDPA_PROVIDERS": "fa4", "CUDNN_SDPA_PLAN_DIR": plans}
         done, relu = pool.map(lambda which: ahead_of_time(which, tmp_path, **variables), ("attention", "relu"))
     if done.returncode < 0 and relu.returncode < 0:
         pytest.skip("this PyTorch crashes when it loads what AOTInductor has made of a ReLU")

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from attention_checks import TOLERANCE, captured, check, error
+from flash4_cases import compiled_functions
 from float64_reference import attend as exact
 from frontend_cases import (
     CAPTURED_FIRST,
@@ -36,7 +37,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def by_frontend():
-    with providers("frontend"):
+    with compiled_functions(), providers("frontend"):
         yield
 
 

@@ -10,7 +10,7 @@ import flash4_stand_in as stand_in
 import pytest
 import torch
 
-from cudnn_sdpa import no_plan_builds, plan_cache, providers, record_plans, sdpa
+from cudnn_sdpa import no_plan_builds, providers, record_plans, sdpa
 from cudnn_sdpa.attention.flash4 import plans, serving
 from cudnn_sdpa.attention.flash4.plans import Functions, flash4_forward, functions, kind_of, reasons_against
 from cudnn_sdpa.attention.flash4.programs import Kind, Window
@@ -160,6 +160,50 @@ def test_the_background_compiles_each_kind_once(monkeypatch, loaded):  # noqa: A
     assert "no kernel" in found.failure(KIND._replace(dim=128))
 
 
+def test_one_thread_compiles_all_kinds_in_order(monkeypatch, loaded):  # noqa: ARG001
+    found, threads, go = Functions(), [], threading.Event()
+
+    def compiled(kind):
+        assert go.wait(60)
+        threads.append((kind.dim, threading.get_ident()))
+        return {"forward": made(kind)}
+
+    monkeypatch.setattr(found, "_compiled", compiled)
+    for dim in (64, 128, 256):
+        found.compile_in_background(KIND._replace(dim=dim))
+    go.set()
+    wait_until_idle(found)
+    assert [dim for dim, _ in threads] == [64, 128, 256]
+    assert len({thread for _, thread in threads}) == 1
+
+
+def test_no_more_kinds_are_kept_than_the_limit(monkeypatch, loaded):  # noqa: ARG001
+    found = Functions()
+    monkeypatch.setattr(Functions, "limit", 2)
+    monkeypatch.setattr(found, "_compiled", lambda kind: {"forward": made(kind)})
+    for dim in (64, 128):
+        assert found.failure(KIND._replace(dim=dim)) == ""
+        found.of(KIND._replace(dim=dim))
+    assert found.failure(KIND) == ""
+    assert "2 of its kinds are kept" in found.failure(KIND._replace(dim=256))
+
+
+def test_a_failure_in_the_background_is_a_warning_once_for_a_missing_package(monkeypatch, caplog):
+    answer = '{"error": "no kernel"}'
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: subprocess.CompletedProcess("", 0, answer, ""))
+    found = Functions()
+    with caplog.at_level("INFO", "cudnn_sdpa"):
+        for dim in (64, 128):
+            found.compile_in_background(KIND._replace(dim=dim))
+        wait_until_idle(found)
+        assert len(caplog.records) == 2
+        answer = '{"error": "ModuleNotFoundError: triton"}'
+        for dim in (192, 256):
+            found.compile_in_background(KIND._replace(dim=dim))
+            wait_until_idle(found)
+    assert "no kernel" in caplog.text
+
+
 def test_a_package_that_cannot_be_imported_fails_every_kind(monkeypatch):
     answers = subprocess.CompletedProcess("", 0, '{"error": "ModuleNotFoundError: No module named \'triton\'"}', "")
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: answers)
@@ -176,20 +220,22 @@ def test_a_warm_call_stays_with_cudnn_where_nothing_may_be_built(monkeypatch):
     monkeypatch.setattr(functions, "are_ready", lambda _: True)
     started = []
     monkeypatch.setattr(functions, "compile_in_background", started.append)
+
+    def ready(has_plan=False):
+        return serving.ready(key, lambda *_: other, lambda of: has_plan and of is other)
+
     with providers("fa4", "cudnn"):
-        assert serving.ready(key, lambda *_: other) is key
+        assert ready() is key
         with no_plan_builds():
-            monkeypatch.setattr(plan_cache, "find", lambda found: found if found is other else None)
-            assert serving.ready(key, lambda *_: other) is other
-            monkeypatch.setattr(plan_cache, "find", lambda _: None)
-            assert serving.ready(key, lambda *_: other) is key  # which raises, as any missing plan
+            assert ready(has_plan=True) is other
+            assert ready() is key  # which raises, as any missing plan
             monkeypatch.setattr(functions, "are_ready", lambda _: False)
-            assert serving.ready(key, lambda *_: other) is key
+            assert ready() is key
             assert not started
-        assert serving.ready(key, lambda *_: other) is other
+        assert ready() is other
         assert started == [kind_of(key)]
     with providers("fa4"):
-        assert serving.ready(key, lambda *_: other) is key
+        assert ready() is key
 
 
 @pytest.mark.parametrize(("window", "is_served"), [((None, None), False), ((4, 3), False), ((None, 0), True)])
