@@ -305,17 +305,16 @@ class Pipeline(OperationDescription[CallT]):
         name = self.signature(call)
         known = self.table.get(name)
         if known is None:
-            known = self._bound(name, call)
+            generation = plan_cache.generation
+            known = self.add(name, call.bind())
+            if plan_cache.generation != generation:  # asked once others see it
+                self._forget(known)
         result: Result = known.run(call)
         return result
 
-    def _bound(self, name: Hashable, call: CallT | BackwardCall[CallT]) -> Prepared:
-        """A call bound to its plan; not remembered if all calls were forgotten meanwhile, as others might serve it."""
-        generation = plan_cache.generation
-        known: Prepared = self.add(name, call.bind())
-        if plan_cache.generation != generation:  # asked once others see it
-            self.table.forget(lambda other: other is known)
-        return known
+    def _forget(self, known: Prepared) -> None:
+        """Forgets a binding that was made while all calls were forgotten: others might serve it now."""
+        self.table.forget(lambda other: other is known)
 
     def on_cpu(self, call: CallT) -> Result:
         """The results of a checked forward call by the reference, if a GPU would run it."""
@@ -359,7 +358,10 @@ class Pipeline(OperationDescription[CallT]):
             names = (*self.fields[self.tensors_at], *self.given_names)
             tensors = (*backward.call[self.tensors_at], *backward[GIVEN])
             check_one_device(names, tensors)  # a saved-tensor hook may have moved them
-            known = self._bound(name, readable)
+            generation = plan_cache.generation
+            known = self.add(name, readable.bind())
+            if plan_cache.generation != generation:
+                self._forget(known)
         return list(as_tuple(known.run(readable)))
 
     # PyTorch's operators.
