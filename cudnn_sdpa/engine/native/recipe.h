@@ -210,7 +210,7 @@ struct Functions {
   py::object refuse;                                   // raises what a function has raised
 
   void launch(const uint64_t* operands, const at::Tensor& workspace, const Stream& current) const {
-    c10::SmallVector<uint64_t, 256> filled(words.begin(), words.end());
+    std::vector<uint64_t> filled = words;
     for (const auto& pointer : pointers) filled[pointer.place] = operands[pointer.slot] + pointer.offset;
     for (const auto& [word, target] : links) filled[word] = reinterpret_cast<uint64_t>(filled.data() + target);
     for (const auto& [word, operand] : numbers) {
