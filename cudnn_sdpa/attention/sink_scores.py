@@ -146,7 +146,7 @@ _argument = Struct(_SOURCE, "SinkGradient")
 
 
 class _Rows(NamedTuple):
-    """What the gradient of the sinks is a sum of: the arguments of `gradient`."""
+    """The arguments of `gradient`."""
 
     grad_out: Tensor
     out: Tensor
@@ -219,7 +219,7 @@ def _places() -> list[int]:
 
 
 class _Launch(NamedTuple):
-    """What calls that look alike launch.
+    """The launch of calls that look alike.
 
     Attributes:
         fields: The kernels' argument, without addresses.

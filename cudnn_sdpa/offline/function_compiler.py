@@ -1,4 +1,4 @@
-"""What the helper processes that compile functions have in common: shared libraries of them, and the answer."""
+"""Helper processes that compile functions: the shared library of a function, and the answer of a process."""
 
 from __future__ import annotations
 

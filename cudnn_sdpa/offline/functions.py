@@ -8,30 +8,37 @@ from __future__ import annotations
 import base64
 import contextlib
 import functools
+import hashlib
 import json
 import logging
 import os
+import platform
 import re
 import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from cudnn_sdpa._version import __version__
 from cudnn_sdpa.errors import LibraryError, UnsupportedError
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline import interpreter
+from cudnn_sdpa.offline.installation import Installed, interface_of
 from cudnn_sdpa.offline.planner import timeout_seconds
 from cudnn_sdpa.plans import default_store, providers
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.plans.device_memory import relaxed_capture
-from cudnn_sdpa.plans.function_plan import Library
+from cudnn_sdpa.plans.function_plan import FunctionPlan, FunctionProgram, Interface, Library
+from cudnn_sdpa.plans.plan import Plan
+from cudnn_sdpa.plans.program_plan import ProgramOp
 from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST
-from cudnn_sdpa.plans.store import Identified, PlanStore, StoredPlan
+from cudnn_sdpa.plans.store import PlanStore, StoredPlan
 from cudnn_sdpa.settings import renewed_in_children
 
 _log = logging.getLogger("cudnn_sdpa")
@@ -40,10 +47,24 @@ _log = logging.getLogger("cudnn_sdpa")
 KindT = TypeVar("KindT", bound=tuple[Any, ...])
 
 
+@dataclass(frozen=True)
+class FunctionIdentity:
+    """The identity of a stored function: its kind, and what compiled it."""
+
+    kind: tuple[Any, ...]
+    function: str
+    compiler: str
+
+    def identity(self) -> dict[str, object]:
+        found = {"function": self.function, "kind": list(self.kind), "host": platform.machine()}
+        return {**found, "compiler": self.compiler}
+
+
 class CompiledFunctions(Generic[KindT]):
     """A library's compiled functions in this process, by kind.
 
     Attributes:
+        sources: The files of this project on which the functions and their arguments depend.
         library: The library's name in messages.
         engine: What is stored as the engine of its functions.
         helper: The program of a helper process, which calls `function_compiler.answer`.
@@ -51,6 +72,7 @@ class CompiledFunctions(Generic[KindT]):
         limit: The number of kinds that are kept in a process, where programs may need any number.
     """
 
+    sources: ClassVar[tuple[Path, ...]]
     library: ClassVar[str]
     engine: ClassVar[str]
     helper: ClassVar[str]
@@ -67,21 +89,41 @@ class CompiledFunctions(Generic[KindT]):
         self._compiling = renewed_in_children(threading.RLock())
         os.register_at_fork(after_in_child=self._pending.clear)  # their threads are the parent's
 
-    def version(self) -> str:
-        """The version that is installed."""
+    def installed(self) -> Installed:
+        """The library's installation."""
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _source(self) -> str:
+        digest = hashlib.sha256(__version__.encode())
+        for path in self.sources:
+            digest.update(path.read_bytes())
+        return digest.hexdigest()
+
+    @property
+    def compiler(self) -> str:
+        """The library's versions and files, and this project's part in what is compiled."""
+        return f"{self.installed().identity} {self._source}"
+
+    def interface(self) -> Interface:
+        """The C interface of the functions."""
+        return interface_of(self.installed().tvm_ffi, self.installed().runtime)
+
+    def kind_of(self, key: PlanKey) -> KindT:
+        """The kind of a plan's functions, by its key."""
         raise NotImplementedError
 
     def names_of(self, kind: KindT) -> tuple[str, ...]:
         """The functions of a kind."""
         raise NotImplementedError
 
-    def identity_of(self, kind: KindT, function: str) -> Identified:
-        """The identity of a stored function."""
-        raise NotImplementedError
+    def identity_of(self, kind: KindT, function: str) -> FunctionIdentity:
+        return FunctionIdentity(kind, function, self.compiler)
 
     def library_of(self, data: bytes) -> Library:
         """A function, loaded."""
-        raise NotImplementedError
+        self.interface()  # whose symbols it needs
+        return Library(data)
 
     def of(self, kind: KindT) -> Mapping[str, Library]:
         """The functions of a kind: loaded, stored, or compiled now, which takes seconds.
@@ -112,12 +154,12 @@ class CompiledFunctions(Generic[KindT]):
     def ready(
         self,
         key: PlanKey,
-        kind: KindT,
         *,
         of_cudnn: Callable[[Target, int | None], PlanKey],
         has_plan: Callable[[PlanKey], bool],
     ) -> PlanKey:
-        """A key of this kind, or that of cuDNN's plan: see `dense.specs.ready`."""
+        """This key, or that of cuDNN's plan: see `dense.specs.ready`."""
+        kind = self.kind_of(key)
         has_other, is_ready = bool({CUDNN, DEFAULT, FASTEST} & set(providers.active())), self.are_ready(kind)
         may_build = not (plan_cache.builds_are_forbidden or torch.cuda.is_current_stream_capturing())
         if not has_other or plan_cache.peek(key) is not None or (is_ready and may_build):
@@ -202,7 +244,7 @@ class CompiledFunctions(Generic[KindT]):
 
     def _failing(self, kind: KindT, why: str) -> LibraryError:
         """The error of a kind that is not tried again."""
-        self._failed[kind] = f"{self.library} {self.version()} is not used for {kind}: {why}"
+        self._failed[kind] = f"{self.library} {self.installed().version} is not used for {kind}: {why}"
         return LibraryError(self._failed[kind])
 
     def _compiled(self, kind: KindT) -> dict[str, StoredPlan]:
@@ -230,7 +272,7 @@ class CompiledFunctions(Generic[KindT]):
             answer = {"error": f"its helper process {interpreter.exit_reason(done.returncode)}: {done.stderr[-600:]}"}
         if "error" in answer:
             if answer["error"].startswith(("ImportError", "ModuleNotFoundError")):
-                self._broken = f"{self.library} {self.version()} cannot be imported: {answer['error']}"
+                self._broken = f"{self.library} {self.installed().version} cannot be imported: {answer['error']}"
             raise self._failing(kind, answer["error"])
         return self._stored_form(kind, {name: base64.b64decode(x) for name, x in answer["functions"].items()}, seconds)
 
@@ -250,6 +292,32 @@ class CompiledFunctions(Generic[KindT]):
             )
             for name, function in functions.items()
         }
+
+
+class CompiledOp(ProgramOp):
+    """An operation of a library's compiled functions."""
+
+    functions: ClassVar[CompiledFunctions[Any]]
+    program: Callable[[PlanKey], FunctionProgram]
+
+    @functools.cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.functions.compiler.encode()).hexdigest()
+
+    def made(self, key: PlanKey) -> Plan:
+        libraries = self.functions.of(self.functions.kind_of(key))
+        return FunctionPlan(key, self.program(key), libraries, self.functions.interface())
+
+    def ready(
+        self, key: PlanKey, *, of_cudnn: Callable[[Target, int | None], PlanKey], has_plan: Callable[[PlanKey], bool]
+    ) -> PlanKey:
+        return self.functions.ready(key, of_cudnn=of_cudnn, has_plan=has_plan)
+
+    def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
+        return self.functions.compile_into(store, self.functions.kind_of(key))
+
+    def is_in(self, store: PlanStore, key: PlanKey) -> bool:
+        return self.functions.are_in(store, self.functions.kind_of(key))
 
 
 #: Extensions of instruction sets that the compiler uses for the processor that it runs on, as the system names them.

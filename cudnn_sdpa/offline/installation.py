@@ -87,7 +87,7 @@ def examined(tested: Mapping[str, str], sources: Sources) -> Installed:
 
 @functools.cache
 def interface_of(tvm_ffi: str, runtime: str) -> Interface:
-    """What launches functions: loaded once, whichever libraries' functions they are."""
+    """The C interface of functions, loaded once, whichever library they are of."""
     return Interface(tvm_ffi, runtime)
 
 

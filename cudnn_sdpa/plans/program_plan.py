@@ -9,6 +9,7 @@ from typing import Protocol
 from cudnn_sdpa.graph.backend import BuiltGraph, GraphBuilder
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.plan import Plan
 from cudnn_sdpa.plans.store import PlanStore
 
@@ -54,6 +55,12 @@ class ProgramOp(GraphDefinition):
     def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
         """Compiles what a key needs into a store, without its GPU; returns whether any of it was missing there."""
         raise NotImplementedError
+
+    def ready(
+        self, key: PlanKey, *, of_cudnn: Callable[[Target, int | None], PlanKey], has_plan: Callable[[PlanKey], bool]
+    ) -> PlanKey:
+        """This key; or that of cuDNN's plan, while what this one needs is still compiled: see `dense.specs.ready`."""
+        return key
 
     def is_in(self, store: PlanStore, key: PlanKey) -> bool:
         raise NotImplementedError

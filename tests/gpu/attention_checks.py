@@ -29,6 +29,13 @@ LAYOUTS = {
 }
 
 
+def served_by(call: Callable[[], T]) -> tuple[T, set[str | None]]:
+    """The result of a call, and the providers of the plans that it used; None is cuDNN."""
+    with cudnn_sdpa.plan_cache.watch_uses() as keys:
+        found = call()
+    return found, {key.provider for key in keys}
+
+
 def make(layout: str, b: int, h: int, s: int, d: int, dtype: torch.dtype, device: str = "cuda") -> Tensor:
     return LAYOUTS[layout](b, h, s, d, dtype=dtype, device=device)
 

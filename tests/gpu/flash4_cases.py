@@ -9,13 +9,10 @@ provider, and for all if `CUDNN_SDPA_PROVIDERS` is set. `CUDNN_SDPA_PLAN_DIR` na
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
-import multiprocessing
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,14 +108,6 @@ def calls() -> Iterator[tuple[Shape, torch.dtype, dict[str, Any]]]:
     yield (small.heads_q, small.heads_kv, *[small.length] * 2, *[small.dim] * 2), torch.bfloat16, MASKS["causal"]
 
 
-def compiled_functions() -> contextlib.AbstractContextManager[object]:
-    """The plan store that `CUDNN_SDPA_TEST_PLANS` names, if it does."""
-    from cudnn_sdpa.plans.default_store import use_plan_store
-
-    folder = os.environ.get("CUDNN_SDPA_TEST_PLANS")
-    return use_plan_store(folder) if folder else contextlib.nullcontext()
-
-
 def packed_calls_to_describe() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Arguments without data of the packed calls of the tests and of the benchmark, with gradients and without."""
     import packed_calls
@@ -155,6 +144,7 @@ def kinds() -> list[tuple[Any, ...]]:
 
     import cudnn_sdpa
     from cudnn_sdpa.attention.flash4 import serving
+    from cudnn_sdpa.attention.flash4.plans import functions
     from cudnn_sdpa.engine import explain
 
     found: dict[tuple[Any, ...], None] = {}
@@ -162,7 +152,7 @@ def kinds() -> list[tuple[Any, ...]]:
 
     def noted(*given: Any) -> Any:
         key = make_key(*given)
-        kind = serving.kind_of(key)
+        kind = functions.kind_of(key)
         found[tuple(kind)] = None
         if not kind.is_backward:  # random calls run with gradients and without
             found[tuple(kind._replace(has_lse=not kind.has_lse))] = None
@@ -188,42 +178,8 @@ def kinds() -> list[tuple[Any, ...]]:
     return list(found)
 
 
-def compiled(kind: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, bytes], str, float]:
-    from cudnn_sdpa.attention.flash4 import compiler
-    from cudnn_sdpa.attention.flash4.programs import Kind
-
-    os.environ.update(compiler.ENVIRONMENT)
-    start = time.perf_counter()
-    try:
-        return kind, compiler.compile_kind(Kind(*kind)), "", time.perf_counter() - start
-    except Exception as error:  # noqa: BLE001 - as text: the compiler's own exceptions cannot be sent to another process
-        return kind, {}, f"{type(error).__name__}: {error}", time.perf_counter() - start
-
-
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    given = parser.parse_args(arguments)
-    from cudnn_sdpa.attention.flash4.plans import functions, save
-    from cudnn_sdpa.attention.flash4.programs import Kind
-    from cudnn_sdpa.plans.default_store import open_store
-
-    given.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    store = open_store(given.folder, "folder")
-    missing = [kind for kind in kinds() if not functions.are_in(store, Kind(*kind))]
-    print(f"{len(missing)} kinds are missing in {given.folder}")
-    with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
-        failed = 0
-        for number, (kind, made, fault, seconds) in enumerate(pool.imap_unordered(compiled, missing), start=1):
-            if made:
-                save(store, Kind(*kind), made, seconds)
-            failed += not made
-            print(f"{number} of {len(missing)}: {seconds:.1f} s, {Kind(*kind)} {fault}", flush=True)
-    if failed:
-        sys.exit(f"{failed} kinds could not be compiled")
-
-
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
-    main(sys.argv[1:])
+    from compiled_functions import compile_all
+
+    compile_all("cudnn_sdpa.attention.flash4", kinds, __doc__.splitlines()[0])

@@ -8,12 +8,9 @@ cannot be done. `CUDNN_SDPA_TEST_PLANS` names it for tests.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import multiprocessing
 import os
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,6 +90,7 @@ def kinds() -> list[tuple[Any, ...]]:
     """What is to be compiled for those calls, with LSE and without."""
     import cudnn_sdpa
     from cudnn_sdpa.attention.frontend import serving
+    from cudnn_sdpa.attention.frontend.plans import functions
     from cudnn_sdpa.engine import explain
 
     found: dict[tuple[Any, ...], None] = {}
@@ -102,7 +100,7 @@ def kinds() -> list[tuple[Any, ...]]:
 
     def noted(*given: Any) -> Any:
         key = make_key(*given)
-        found[tuple(serving.kind_of(key))] = None
+        found[tuple(functions.kind_of(key))] = None
         return key
 
     serving.key_of = noted
@@ -115,42 +113,8 @@ def kinds() -> list[tuple[Any, ...]]:
     return list(found)
 
 
-def compiled(kind: tuple[Any, ...]) -> tuple[tuple[Any, ...], dict[str, bytes], str, float]:
-    from cudnn_sdpa.attention.frontend import compiler
-    from cudnn_sdpa.attention.frontend.programs import Kind
-
-    os.environ.update(compiler.ENVIRONMENT)
-    start = time.perf_counter()
-    try:
-        return kind, compiler.compile_kind(Kind(*kind)), "", time.perf_counter() - start
-    except Exception as error:  # noqa: BLE001 - as text: the compiler's own exceptions cannot be sent to another process
-        return kind, {}, f"{type(error).__name__}: {error}", time.perf_counter() - start
-
-
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--workers", type=int, default=os.cpu_count())
-    given = parser.parse_args(arguments)
-    from cudnn_sdpa.attention.frontend.plans import functions
-    from cudnn_sdpa.attention.frontend.programs import Kind
-    from cudnn_sdpa.plans.default_store import open_store
-
-    given.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    store = open_store(given.folder, "folder")
-    missing = [kind for kind in kinds() if not functions.are_in(store, Kind(*kind))]
-    print(f"{len(missing)} kinds are missing in {given.folder}", flush=True)
-    with multiprocessing.get_context("spawn").Pool(given.workers) as pool:
-        failed = 0
-        for number, (kind, made, fault, seconds) in enumerate(pool.imap_unordered(compiled, missing), start=1):
-            if made:
-                functions.save(store, Kind(*kind), made, seconds)
-            failed += not made
-            print(f"{number} of {len(missing)}: {seconds:.1f} s, {Kind(*kind)} {fault}", flush=True)
-    if failed:
-        sys.exit(f"{failed} kinds could not be compiled")
-
-
 if __name__ == "__main__":
     sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[1])]
-    main(sys.argv[1:])
+    from compiled_functions import compile_all
+
+    compile_all("cudnn_sdpa.attention.frontend", kinds, __doc__.splitlines()[0])

@@ -30,11 +30,13 @@ from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, Configuration,
 from cudnn_sdpa.engine.tensor_checks import like_in_memory
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.backend import has_only_repeatable
+from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout, canonical_stride, dense_like
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
 from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.program_plan import ProgramOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,14 +238,22 @@ class ForwardSpec:
             *dense.qkv(),
             *dense.operands(decode=self.is_decode, is_forward=True, full_lengths=dense.needs_lengths),
         ]
-        out = dense.visible(self.out)
-        outputs = [Operand("out", out)]
-        if self.plan_has_lse:
-            outputs.append(Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32)))
         options = {**dense.options(), "with_lse": self.plan_has_lse}
         if dense.deterministic and not has_only_repeatable(target.sm, dense.rows):
             options["deterministic"] = True
-        return graphs.sdpa_forward.key(inputs=inputs, outputs=outputs, options=options, target=target, device=device)
+        return graphs.sdpa_forward.key(
+            inputs=inputs, outputs=self.outputs(), options=options, target=target, device=device
+        )
+
+    def plain_inputs(self) -> list[Operand]:
+        """The inputs of a plan for a call without lengths and `attn_mask`."""
+        return [*self.dense.qkv(), *self.dense.operands(full_lengths=False, is_forward=True)]
+
+    def outputs(self) -> list[Operand]:
+        out = self.dense.visible(self.out)
+        if not self.plan_has_lse:
+            return [Operand("out", out)]
+        return [Operand("out", out), Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32))]
 
     def extra_kernels(self) -> list[str]:
         """The extra kernels of a call, for `explain`."""
@@ -369,11 +379,10 @@ def ready(
     Once it is compiled, in a thread, calls find their plans again. `has_plan` says whether cuDNN can serve the call of
     a key without building a plan.
     """
-    assert key.provider is not None
-    if key.provider == providers.OWN:
-        return key
-    found: PlanKey = providers.other(key.provider).ready(key, of_cudnn, has_plan)
-    return found
+    operation = find_operation(key.operation)
+    if isinstance(operation, ProgramOp):
+        return operation.ready(key, of_cudnn=of_cudnn, has_plan=has_plan)
+    return key
 
 
 #: Of every backward pass; depends on the caller's gradient.

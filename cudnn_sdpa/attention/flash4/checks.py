@@ -45,7 +45,7 @@ _passed: set[Kind] = set()
 
 
 def fault(kind: Kind, device: int) -> str:
-    """What a kind computes wrong of the fixed cases; empty if nothing. Cases that have passed are in the plan store."""
+    """The results of the fixed cases that are wrong, in words; empty if none is. Kinds that pass are in the store."""
     store = default_store.active()
     if kind in _passed or (store is not None and store.load(_Passed(kind)) is not None):
         return ""

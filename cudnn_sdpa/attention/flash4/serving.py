@@ -6,7 +6,6 @@ in another way, are refused here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ import torch
 from cudnn_sdpa.attention import sink_scores
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, DenseSpec, ForwardSpec
 from cudnn_sdpa.attention.flash4.choices import choices
-from cudnn_sdpa.attention.flash4.plans import flash4_backward, flash4_forward, functions, kind_of, reasons_against
+from cudnn_sdpa.attention.flash4.plans import flash4_backward, flash4_forward, reasons_against
 from cudnn_sdpa.attention.flash4.preferences import Spec, preference_of
 from cudnn_sdpa.attention.flash4.programs import BEGINS_KV, BEGINS_Q, Window
 from cudnn_sdpa.attention.sink_scores import SinkUse
@@ -56,14 +55,12 @@ class Call(NamedTuple):
     @classmethod
     def _of_dense(cls, spec: ForwardSpec | BackwardSpec) -> Call:
         dense = spec.dense
-        out = dense.visible(spec.out)
-        lse = Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32))
         lacking = _lacking(dense, attn_mask=dense.bias is not None, lengths=dense.has_lengths)
         lacking += dense.unreadable(spec.out)
         if isinstance(spec, ForwardSpec):
-            inputs = [*dense.qkv(), *dense.operands(full_lengths=False, is_forward=True)]
-            outputs = [Operand("out", out), *([lse] if spec.plan_has_lse else [])]
-            return cls(inputs, outputs, _window(dense), lacking)
+            return cls(spec.plain_inputs(), spec.outputs(), _window(dense), lacking)
+        out = dense.visible(spec.out)
+        lse = Operand("lse", TensorLayout.contiguous((*out.shape[:3], 1), torch.float32))
         grad_out = Operand("grad_out", dense.visible(spec.grad_out))
         inputs = [*dense.qkv(), Operand("out", out), grad_out, lse, SCALE, *[SOFTCAP] * dense.is_capped]
         return cls(inputs, spec.outputs(), _window(dense), lacking)
@@ -107,17 +104,6 @@ def reasons_of(spec: Spec, target: Target) -> list[str]:
 
 def key_of(spec: Spec, target: Target, device: int | None) -> PlanKey:
     return Call.of(spec).key(target, device)
-
-
-def ready(
-    key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey], has_plan: Callable[[PlanKey], bool]
-) -> PlanKey:
-    """See `dense.specs.ready`."""
-    return functions.ready(key, kind_of(key), of_cudnn=of_cudnn, has_plan=has_plan)
-
-
-def is_ready(key: PlanKey) -> bool:
-    return functions.are_ready(kind_of(key))
 
 
 def is_fastest(spec: Spec, target: Target) -> bool:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import functools
 
-from cudnn_sdpa.offline.installation import Installed, Sources, examined, install_command, interface_of
-from cudnn_sdpa.plans.function_plan import Interface
+from cudnn_sdpa.offline.installation import Installed, Sources, examined, install_command
 
 #: Versions of packages that are tested. What a kernel is made of is private, and may differ in others.
 TESTED = {
@@ -32,7 +31,3 @@ _SOURCES = Sources(
 def installed() -> Installed:
     """The installation of this process, examined once."""
     return examined(TESTED, _SOURCES)
-
-
-def interface() -> Interface:
-    return interface_of(installed().tvm_ffi, installed().runtime)

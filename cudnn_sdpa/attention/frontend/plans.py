@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import platform
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from cudnn_sdpa._version import __version__
-from cudnn_sdpa.attention.frontend.installed import installed, interface
+from cudnn_sdpa.attention.frontend.installed import installed
 from cudnn_sdpa.attention.frontend.programs import ENGINE, FORWARD, ROWS, Kind, program_of, strides_of
 from cudnn_sdpa.attention.mask import Band
 from cudnn_sdpa.graph import known_issues
@@ -20,11 +15,9 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline import function_compiler
-from cudnn_sdpa.offline.functions import CompiledFunctions
-from cudnn_sdpa.plans.function_plan import FunctionPlan, FunctionProgram, Library
-from cudnn_sdpa.plans.plan import Plan
-from cudnn_sdpa.plans.program_plan import ProgramOp
-from cudnn_sdpa.plans.store import PlanStore
+from cudnn_sdpa.offline.functions import CompiledFunctions, CompiledOp
+from cudnn_sdpa.offline.installation import Installed
+from cudnn_sdpa.plans.function_plan import FunctionProgram
 
 #: The compute capability of the kernel. The frontend's kernels for later ones were run on no GPU by these tests.
 TESTED_SM = 90
@@ -43,74 +36,43 @@ main()
 """
 
 
-@dataclass(frozen=True)
-class _Identity:
-    """The identity of a stored function."""
-
-    kind: Kind
-    function: str
-
-    def identity(self) -> dict[str, object]:
-        found = {"frontend": installed().identity, "source": _source(), "sm": TESTED_SM}
-        return {"function": self.function, "kind": list(self.kind), "host": platform.machine(), **found}
-
-
-@functools.cache
-def _source() -> str:
-    """A digest of this library's part in what is compiled, and of how it is called."""
-    digest = hashlib.sha256(__version__.encode())
-    here = Path(__file__)
-    for path in (here.with_name("compiler.py"), here.with_name("programs.py"), Path(function_compiler.__file__)):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
 def kind_of(key: PlanKey) -> Kind:
     layouts = {operand.name: operand.layout for operand in (*key.inputs, *key.outputs)}
     return Kind.of(layouts, key.option_values["band"])  # type: ignore[arg-type]
 
 
+_SOURCES = (
+    Path(__file__).with_name("compiler.py"),
+    Path(__file__).with_name("programs.py"),
+    Path(function_compiler.__file__),
+)
+
+
 class Functions(CompiledFunctions[Kind]):
     """The frontend's compiled functions of this process, by kind."""
 
+    sources = _SOURCES
     library, engine, helper, variables = "cuDNN's frontend", ENGINE, _PROGRAM, "CUDNN_FRONTEND_"
     limit = 64  # each shape is a kind
 
-    def version(self) -> str:
-        return installed().version
+    def installed(self) -> Installed:
+        return installed()
+
+    def kind_of(self, key: PlanKey) -> Kind:
+        return kind_of(key)
 
     def names_of(self, kind: Kind) -> tuple[str, ...]:
         return (FORWARD,)
-
-    def identity_of(self, kind: Kind, function: str) -> _Identity:
-        return _Identity(kind, function)
-
-    def library_of(self, data: bytes) -> Library:
-        interface()  # whose symbols it needs
-        return Library(data)
 
 
 functions = Functions()
 
 
-class FrontendOp(ProgramOp):
+class FrontendOp(CompiledOp):
     """An operation that a kernel of the frontend's computes."""
 
     provider = "frontend"
-    program: Callable[[PlanKey], FunctionProgram]
-
-    @functools.cached_property
-    def digest(self) -> str:
-        return hashlib.sha256(f"{_source()} {installed().identity}".encode()).hexdigest()
-
-    def made(self, key: PlanKey) -> Plan:
-        return FunctionPlan(key, self.program(key), functions.of(kind_of(key)), interface())
-
-    def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
-        return functions.compile_into(store, kind_of(key))
-
-    def is_in(self, store: PlanStore, key: PlanKey) -> bool:
-        return functions.are_in(store, kind_of(key))
+    functions = functions
 
 
 @FrontendOp

@@ -5,13 +5,10 @@ It has no gradients here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
-from cudnn_sdpa.attention.flash4 import serving as flash4
-from cudnn_sdpa.attention.frontend.plans import frontend_forward, functions, kind_of, reasons_against
+from cudnn_sdpa.attention.frontend.plans import frontend_forward, reasons_against
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 
@@ -32,20 +29,10 @@ def reasons_of(spec: ForwardSpec | BackwardSpec, target: Target) -> list[str]:
     }
     if reasons := [reason for reason, is_wanted in lacking.items() if is_wanted] + dense.unreadable(spec.out):
         return reasons
-    return reasons_against(flash4.Call.of(spec).layouts, dense.mask.band, target)
+    layouts = {operand.name: operand.layout for operand in (*spec.plain_inputs(), *spec.outputs())}
+    return reasons_against(layouts, dense.mask.band, target)
 
 
 def key_of(spec: ForwardSpec, target: Target, device: int | None) -> PlanKey:
-    call = flash4.Call.of(spec)  # which has the same operands
-    return frontend_forward.key(call.inputs, call.outputs, {"band": spec.dense.mask.band}, target, device=device)
-
-
-def ready(
-    key: PlanKey, of_cudnn: Callable[[Target, int | None], PlanKey], has_plan: Callable[[PlanKey], bool]
-) -> PlanKey:
-    """See `dense.specs.ready`."""
-    return functions.ready(key, kind_of(key), of_cudnn=of_cudnn, has_plan=has_plan)
-
-
-def is_ready(key: PlanKey) -> bool:
-    return functions.are_ready(kind_of(key))
+    options = {"band": spec.dense.mask.band}
+    return frontend_forward.key(spec.plain_inputs(), spec.outputs(), options, target, device=device)

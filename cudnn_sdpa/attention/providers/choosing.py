@@ -13,9 +13,11 @@ from cudnn_sdpa.attention.flash4 import serving as flash4
 from cudnn_sdpa.attention.flash4.preferences import Spec, preference_of
 from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.graph.definition import find_operation
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.offline import interpreter
+from cudnn_sdpa.offline.functions import CompiledOp
 from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, FRONTEND, OWN, other
 
 _FUNCTIONS = {
@@ -75,7 +77,9 @@ def choice(spec: Spec, key: PlanKey, names: Sequence[str]) -> str:
     if key.provider in (FLASH4, FRONTEND):
         is_measured = key.provider == FLASH4 and (is_tuned or row is not None)
         measured = "" if not is_measured else ", as autotune measured" if is_tuned else f": {row}"
-        is_ready = other(key.provider).is_ready(key)
+        operation = find_operation(key.operation)
+        assert isinstance(operation, CompiledOp)
+        is_ready = operation.functions.are_ready(operation.functions.kind_of(key))
         return f"{served}, {by}{measured}" + ("" if is_ready else f"; {_until_compiled(names)}")
     if row is not None and prefers and flash4.is_to_be_compared(spec) and not _against(FLASH4, spec, target):
         return f"{served}, {by}, until autotune has compared FlashAttention-4"
@@ -104,7 +108,7 @@ def _against(name: str, spec: Spec, target: Target) -> list[str]:
 
 
 def _until_compiled(names: Sequence[str]) -> str:
-    """What happens to a call whose kind has not been compiled yet."""
+    """The provider of a call until its kind is compiled."""
     if not {CUDNN, DEFAULT, FASTEST} & set(names):
         return "its first call waits until its kind is compiled"
     why = interpreter.why_no_helper()

@@ -276,11 +276,11 @@ def spec_of(call: VarlenArguments, rows: tuple[int, int] | None = None) -> Varle
 
 def chosen_key(spec: PackedForward | PackedBackward, target: Target, device: int | None) -> PlanKey:
     """See `dense.specs.key_of`, which a cold call of cuDNN's does not enter."""
-    return key_of(spec, target, device) if providers.Setting.names not in _OF_CUDNN else spec.key(target, device)
+    return key_of(spec, target, device) if providers.Setting.names not in _CUDNN_ALONE else spec.key(target, device)
 
 
 #: Settings of `providers` under which cuDNN serves all packed calls.
-_OF_CUDNN = ((providers.DEFAULT,), (providers.CUDNN,))
+_CUDNN_ALONE = ((providers.DEFAULT,), (providers.CUDNN,))
 
 
 def forward_key(call: VarlenArguments, target: Target, device: int | None) -> PlanKey:

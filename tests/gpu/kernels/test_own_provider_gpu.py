@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_checks import served_by
 
 from cudnn_sdpa import (
     ArgumentError,
     cpu_checks,
     kernels,
-    plan_cache,
     providers,
     scaled_dot_product_attention,
     sdpa,
@@ -17,13 +17,6 @@ from cudnn_sdpa import (
 )
 
 pytestmark = pytest.mark.gpu
-
-
-def used(call):
-    """The result of a call, and the providers of the plans that it used."""
-    with plan_cache.watch_uses() as keys:
-        found = call()
-    return found, {key.provider for key in keys}
 
 
 @pytest.mark.parametrize("function", [sdpa, scaled_dot_product_attention])
@@ -43,7 +36,7 @@ def test_float32_with_gradients(function, dim):
 
     with providers("cudnn", "own"):
         for _ in range(3):
-            found, by = used(attend)
+            found, by = served_by(attend)
             assert by == {"own"}
             for one, other in zip(found, (right, *wanted), strict=True):
                 assert float((one.detach().double() - other.detach()).norm() / other.detach().norm()) < 1e-5
@@ -58,7 +51,7 @@ def test_the_first_provider_serves():
     for names, by in ((("own", "cudnn"), {"own"}), (("cudnn", "own"), {None}), (("fastest",), {None})):
         with providers(*names):
             for _ in range(3):
-                found, served = used(lambda: sdpa(q, k, v, is_causal=True))
+                found, served = served_by(lambda: sdpa(q, k, v, is_causal=True))
                 assert served == by, names
                 assert float((found.double().cpu() - exact).norm() / exact.norm()) < 5e-3
 
@@ -80,10 +73,10 @@ def test_each_provider_takes_what_the_other_saved(dtype, native):
     for forward, backward in passes:
         for _ in range(native):
             with providers(forward):
-                out, by = used(lambda: sdpa(q, k, v, attn_mask=mask))
+                out, by = served_by(lambda: sdpa(q, k, v, attn_mask=mask))
             assert by == {None if forward == "cudnn" else "own"}
             with providers(backward):
-                found, by = used(lambda out=out: torch.autograd.grad(out, (q, k, v), grad_out))
+                found, by = served_by(lambda out=out: torch.autograd.grad(out, (q, k, v), grad_out))
             assert by == {None if backward == "cudnn" else "own"}
         assert float((out.detach().double() - right.detach()).norm() / right.detach().norm()) < 1e-2
         assert all(bool(x.isfinite().all()) for x in found)
@@ -96,7 +89,7 @@ def test_cuda_graphs_and_layouts():
     right = kernels.reference_attention(q.double(), k.double(), v.double(), is_causal=True)
     with providers("cudnn", "own"):
         for _ in range(3):
-            out, by = used(lambda: sdpa(q, k, v, is_causal=True))
+            out, by = served_by(lambda: sdpa(q, k, v, is_causal=True))
         assert by == {"own"}
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -135,6 +128,6 @@ def test_pages():
     for names, by in ((("own",), {"own"}), (("cudnn",), {None}), (("own", "cudnn"), {"own"}), (("fastest",), None)):
         with providers(*names):
             for _ in range(3):
-                found, served = used(lambda: attend(q, pages, pages, table, lengths))
+                found, served = served_by(lambda: attend(q, pages, pages, table, lengths))
                 assert by is None or served == by, names
                 assert float((found.double().cpu() - exact).norm() / exact.norm()) < 5e-3

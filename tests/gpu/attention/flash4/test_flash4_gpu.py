@@ -17,8 +17,9 @@ import packed_calls
 import pytest
 import torch
 from aot_inductor import Attention, ahead_of_time, heads_of
-from attention_checks import LAYOUTS, TOLERANCE, captured, check, error, poison
-from flash4_cases import CAPPED, CASES, MASKS, PACKED, RANDOM, SHAPES, WITH_SINKS, compiled_functions, packed
+from attention_checks import LAYOUTS, TOLERANCE, captured, check, error, poison, served_by
+from compiled_functions import given_functions
+from flash4_cases import CAPPED, CASES, MASKS, PACKED, RANDOM, SHAPES, WITH_SINKS, packed
 from float64_reference import attend as exact
 from torch.export import Dim, export
 
@@ -39,7 +40,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def by_flash4():
-    with compiled_functions(), providers("fa4"):
+    with given_functions(), providers("fa4"):
         yield
 
 
@@ -47,12 +48,6 @@ def problem(shape, dtype=torch.bfloat16, layout="bshd"):
     heads, heads_kv, sq, skv, dim, dim_v = shape
     sizes = (heads, sq, dim), (heads_kv, skv, dim), (heads_kv, skv, dim_v)
     return [LAYOUTS[layout](2, h, s, d, dtype=dtype, device="cuda") for h, s, d in sizes]
-
-
-def served_by(call):
-    with plan_cache.watch_uses() as keys:
-        found = call()
-    return found, {key.provider for key in keys}
 
 
 @pytest.mark.parametrize(("shape", "mask"), CASES)

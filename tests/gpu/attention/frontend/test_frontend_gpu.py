@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from attention_checks import TOLERANCE, captured, check, error
-from flash4_cases import compiled_functions
+from attention_checks import TOLERANCE, captured, check, error, served_by
+from compiled_functions import given_functions
 from float64_reference import attend as exact
 from frontend_cases import (
     CAPTURED_FIRST,
@@ -22,7 +22,7 @@ from frontend_cases import (
     problem,
 )
 
-from cudnn_sdpa import UnsupportedError, explain, plan_cache, providers, sdpa
+from cudnn_sdpa import UnsupportedError, explain, providers, sdpa
 from cudnn_sdpa.attention.frontend.installed import installed
 
 pytestmark = [
@@ -37,14 +37,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def by_frontend():
-    with compiled_functions(), providers("frontend"):
+    with given_functions(), providers("frontend"):
         yield
-
-
-def served_by(call):
-    with plan_cache.watch_uses() as keys:
-        found = call()
-    return found, {key.provider for key in keys}
 
 
 @pytest.mark.parametrize(("shape", "mask"), CASES)

@@ -10,7 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cudnn_sdpa.attention.flash4 import compiler
-from cudnn_sdpa.attention.flash4.installed import installed, interface
+from cudnn_sdpa.attention.flash4.installed import installed
 from cudnn_sdpa.attention.flash4.plans import Functions, names_of
 from cudnn_sdpa.attention.flash4.programs import CAUSAL, Kind, program
 from cudnn_sdpa.errors import ExecutionError, LibraryError
@@ -75,7 +75,7 @@ def test_functions_take_the_arguments_of_launches(name, tmp_path, monkeypatch):
     addresses = [numbers.buffer_info()[0] if x.role is Role.SCALAR else 1 << 33 for x in given]
     whole = program(layouts, compiler.window_of(kind))
     for call in whole.calls:
-        plan = FunctionPlan(key, FunctionProgram("", [call], whole.workspace), libraries, interface())
+        plan = FunctionPlan(key, FunctionProgram("", [call], whole.workspace), libraries, functions.interface())
         if torch.cuda.is_available():
             break  # which would be given wild addresses
         with pytest.raises(ExecutionError, match=r"Cuda Runtime Error|CUDA"):
@@ -83,7 +83,7 @@ def test_functions_take_the_arguments_of_launches(name, tmp_path, monkeypatch):
         tensors = [x for x in call.arguments if isinstance(x, TensorArgument)]
         wrong = FunctionCall(call.function, (None, *call.arguments[1:]))
         assert tensors[0] == call.arguments[0]
-        plan = FunctionPlan(key, FunctionProgram("", [wrong], whole.workspace), libraries, interface())
+        plan = FunctionPlan(key, FunctionProgram("", [wrong], whole.workspace), libraries, functions.interface())
         with pytest.raises(ExecutionError, match="Mismatched type on argument #0"):
             plan.launch(addresses)
 

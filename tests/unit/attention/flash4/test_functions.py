@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cudnn_sdpa import no_plan_builds, providers, record_plans, sdpa
-from cudnn_sdpa.attention.flash4 import plans, serving
+from cudnn_sdpa.attention.dense import specs
 from cudnn_sdpa.attention.flash4.plans import Functions, flash4_forward, functions, kind_of, reasons_against
 from cudnn_sdpa.attention.flash4.programs import Kind, Window
 from cudnn_sdpa.errors import LibraryError
@@ -43,12 +43,11 @@ def store(tmp_path):
 @pytest.fixture
 def loaded(monkeypatch):
     """Libraries are what they were made of."""
-    monkeypatch.setattr(plans, "interface", lambda: None)
-    monkeypatch.setattr(plans, "Library", bytes)
+    monkeypatch.setattr(Functions, "library_of", lambda _, data: data)
 
 
 def made(kind: Kind, data: bytes = b"code", features: tuple[str, ...] = ()) -> StoredPlan:
-    identity = plans._Identity(kind, "forward")
+    identity = functions.identity_of(kind, "forward")
     return StoredPlan(identity.identity(), "FlashAttention-4", dict.fromkeys(features, 1), 0, 1.0, data)
 
 
@@ -62,7 +61,7 @@ def key_of(kind: Kind, length: int = 70) -> PlanKey:
 def test_what_is_stored_is_loaded_once(store, loaded):  # noqa: ARG001
     found = Functions()
     assert not found.are_ready(KIND)
-    store.save(plans._Identity(KIND, "forward"), made(KIND))
+    store.save(functions.identity_of(KIND, "forward"), made(KIND))
     assert found.are_ready(KIND)
     assert found.of(KIND) == {"forward": b"code"}
     store.clear()
@@ -70,7 +69,7 @@ def test_what_is_stored_is_loaded_once(store, loaded):  # noqa: ARG001
 
 
 def test_host_code_for_another_processor_is_compiled_again(store, loaded, monkeypatch):  # noqa: ARG001
-    store.save(plans._Identity(KIND, "forward"), made(KIND, features=("avx9000",)))
+    store.save(functions.identity_of(KIND, "forward"), made(KIND, features=("avx9000",)))
     found = Functions()
     assert not found.are_ready(KIND)
     monkeypatch.setattr(found, "_compiled", lambda kind: {"forward": made(kind, b"new")})
@@ -80,13 +79,12 @@ def test_host_code_for_another_processor_is_compiled_again(store, loaded, monkey
 
 
 def test_what_cannot_be_loaded_is_an_error_of_the_library(store, monkeypatch):
-    store.save(plans._Identity(KIND, "forward"), made(KIND))
+    store.save(functions.identity_of(KIND, "forward"), made(KIND))
 
-    def cannot(_):
+    def cannot(*_):
         raise OSError("wrong ELF class")
 
-    monkeypatch.setattr(plans, "interface", lambda: None)
-    monkeypatch.setattr(plans, "Library", cannot)
+    monkeypatch.setattr(Functions, "library_of", cannot)
     found = Functions()
     assert not found.are_ready(KIND)
     assert "wrong ELF class" in found.failure(KIND)
@@ -222,7 +220,7 @@ def test_a_warm_call_stays_with_cudnn_where_nothing_may_be_built(monkeypatch):
     monkeypatch.setattr(functions, "compile_in_background", started.append)
 
     def ready(has_plan=False):
-        return serving.ready(key, lambda *_: other, lambda of: has_plan and of is other)
+        return specs.ready(key, lambda *_: other, lambda of: has_plan and of is other)
 
     with providers("fa4", "cudnn"):
         assert ready() is key

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cudnn_sdpa.attention.frontend import compiler
-from cudnn_sdpa.attention.frontend.installed import COMMAND, installed, interface
+from cudnn_sdpa.attention.frontend.installed import COMMAND, installed
 from cudnn_sdpa.attention.frontend.plans import Functions
 from cudnn_sdpa.attention.frontend.programs import Kind, program
 from cudnn_sdpa.errors import ExecutionError, LibraryError
@@ -86,7 +86,7 @@ def test_functions_take_the_arguments_of_launches(name, tmp_path, monkeypatch):
 
     def launch(*arguments):
         changed = FunctionProgram("", [FunctionCall(call.function, arguments)])
-        FunctionPlan(key, changed, libraries, interface()).launch(addresses)
+        FunctionPlan(key, changed, libraries, functions.interface()).launch(addresses)
 
     with pytest.raises(ExecutionError, match=r"Cuda Runtime Error|CUDA"):
         launch(*call.arguments)
