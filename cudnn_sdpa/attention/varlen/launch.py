@@ -64,8 +64,8 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
     bound = _bind(operation=graphs.sdpa_forward, key=key, call=launched, spec=spec, operands=("q", "k", "v"))
     sink_use = spec.sink_use
     is_completed = sink_use is SinkUse.AFTER_PLAN or (sink_use is SinkUse.IN_PLAN and call.with_lse)
-    is_head_major = key.provider is not None  # its LSE
-    if factor is None and not is_completed and not (is_head_major and call.with_lse):
+    lse_is_head_major = key.provider is not None
+    if factor is None and not is_completed and not (lse_is_head_major and call.with_lse):
         return Prepared(SingleLaunch(bound), bound.plan)
     others_of = items_by_name(bound.operands[1:])
 
@@ -74,8 +74,8 @@ def prepare(call: VarlenArguments, spec: VarlenSpec | None = None) -> Prepared:
         out, *lse = bound((q, *others_of(call)), call.out)
         if not lse:
             return out
-        of_rows = lse[0].t().contiguous() if is_head_major else lse[0]
-        sink_scores.complete(call, out, of_rows, sink_use, overflows=is_head_major)
+        of_rows = lse[0].t().contiguous() if lse_is_head_major else lse[0]
+        sink_scores.complete(call, out, of_rows, sink_use, overflows=lse_is_head_major)
         return (out, of_rows) if call.with_lse else out
 
     return Prepared(run, bound.plan)
@@ -111,11 +111,11 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
         spec=spec,
         operands=dense_backward.OPERANDS,
     )
-    is_head_major = key.provider is not None  # its LSE
+    lse_is_head_major = key.provider is not None
     wanted = [dense_like(layout) for layout in (spec.q, spec.k, spec.v)]
     in_order = [layout.stride == found[1] for layout, found in zip(wanted, _results(key, call), strict=True)]
 
-    is_plain = factor is None and all(in_order) and not (spec.is_capped or is_head_major)
+    is_plain = factor is None and all(in_order) and not (spec.is_capped or lse_is_head_major)
     if is_plain and not sink_scores.is_needed(of):
         fields = {name: name if name in of._fields else f"call.{name}" for name in bound.operands}
         return Prepared(SingleLaunch(bound, [place for place in range(3) if of.needs[place]], of=fields), bound.plan)
@@ -125,7 +125,7 @@ def prepare_gradients(of: VarlenGradientCall) -> Prepared:
         call, lse = of.call, of.lse
         if spec.is_capped:  # a row that sees nothing: exp(-inf - inf) is 0 where exp(-inf + inf) would be NaN
             lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-        if is_head_major:
+        if lse_is_head_major:
             lse = lse.t().contiguous()
         q = call.q if factor is None else multiplied(call.q, factor)
         found = bound((q, call.k, call.v, of.out, of.grad_out, lse, *others_of(call)))

@@ -308,18 +308,23 @@ def test_packed_sequences_without_lse():
 
 
 @pytest.mark.parametrize(
-    "ends", [(0, 70, 50, 300, 400, 9000), (-5, 70, 75, 300, 400, 537), (0, 70, 75, 300, 400, 2**31 - 1)]
+    ("ends", "meant"),
+    [
+        ((0, 70, 50, 300, 400, 9000), (0, 70, 70, 300, 400, 537)),
+        ((-5, 70, 75, 300, 400, 537), (0, 70, 75, 300, 400, 537)),
+        ((0, 70, 75, 300, 400, 2**31 - 1), (0, 70, 75, 300, 400, 537)),
+    ],
 )
-def test_offsets_that_lie_access_no_memory_but_the_tensors(ends):
-    """As with every provider: results are those of what the offsets leave, and no others' memory changes."""
+def test_offsets_that_lie_are_those_of_the_tensors(ends, meant):
+    """They are clamped to the tensors and never decrease, so no launch reads or writes beyond them."""
     q, k, v = (torch.randn(537, heads, 128, dtype=torch.bfloat16, device="cuda") for heads in (8, 2, 2))
-    offsets = torch.tensor(ends, dtype=torch.int32, device="cuda")
-    guard = torch.zeros(1 << 20, device="cuda")
-    out, by = served_by(lambda: sdpa_varlen(q, k, v, offsets, offsets, 537, 537, is_causal=True))
-    torch.cuda.synchronize()
+    wrong, right = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (ends, meant))
+    out, by = served_by(lambda: sdpa_varlen(q, k, v, wrong, wrong, 537, 537, is_causal=True))
     assert by == {"fa4"}
-    assert out.shape == (537, 8, 128)
-    assert not guard.any()
+    assert torch.equal(out, sdpa_varlen(q, k, v, right, right, 537, 537, is_causal=True))
+    last = slice(400, 537)
+    one = (x[last].transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+    assert error(out[last].transpose(0, 1).unsqueeze(0), exact(*one, is_causal=True)[0]) < TOLERANCE[q.dtype]
 
 
 @pytest.mark.parametrize(
