@@ -279,7 +279,7 @@ def bench_providers(
     ] = None,
     output: cli.Output = None,
 ) -> None:
-    """Time calls of sdpa by cuDNN's kernels and by FlashAttention-4's; the plan store keeps what is compiled."""
+    """Time calls of sdpa by the kernels of several providers; the plan store keeps what is compiled."""
     require_gpu()
     from benchmarks import providers
 
@@ -289,6 +289,7 @@ def bench_providers(
         ProvidersPart.TRAINING: ("Forward and backward pass, interleaved, median", providers.training),
         ProvidersPart.LENGTHS: ("Forward pass by length", providers.lengths),
         ProvidersPart.BACKWARD_LENGTHS: ("Backward pass by length", providers.backward_lengths),
+        ProvidersPart.LARGE: ("Forward pass with large head dims", providers.large),
         ProvidersPart.HOST: (f"CPU time of one warm call: {providers.SMALL.label}", providers.host),
     }
     chosen = {chosen.value: measures[chosen] for chosen in part or list(ProvidersPart)}

@@ -1,7 +1,8 @@
 """`benchmarks providers`: the same calls served by cuDNN, by FlashAttention-4, and by what "fastest" chooses.
 
-Device times are interleaved, after each provider's results were compared with float64. The kernels of FlashAttention-4
-are compiled at the first call of their kind, or read from the plan store.
+Calls with large head dims are served by cuDNN and by the kernel of its frontend. Device times are interleaved, after
+each provider's results were compared with float64. Others' kernels than cuDNN's are compiled at the first call of their
+kind, or read from the plan store.
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from benchmarks.tools.timing import host_times
 from benchmarks.tools.ways import wait_for_native_calls
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.plans.cache import plan_cache
-from cudnn_sdpa.plans.providers import CUDNN, FASTEST, FLASH4, Provider, providers
+from cudnn_sdpa.plans.providers import CUDNN, FASTEST, FLASH4, FRONTEND, Provider, providers
 
 PROVIDERS: tuple[Provider, ...] = (CUDNN, FLASH4, FASTEST)
+
+#: Those of calls with large head dims.
+OF_LARGE: tuple[Provider, ...] = (CUDNN, FRONTEND)
 
 #: Calls of each length have this many tokens in all.
 TOKENS = 16384
@@ -44,6 +48,18 @@ LENGTHS = tuple(
 )
 
 FORWARD, TRAINING = peers.FORWARD, peers.TRAINING
+
+LARGE = (
+    *(
+        Configuration(f"16/2 heads, D=512, causal, 1 × {length:,}", (16, 2), (length,), dim=512)
+        for length in (256, 512, 1024, 2048, 4096, 8192, 16384)
+    ),
+    Configuration("16/2 heads, D=512, causal, 8 × 1,024", (16, 2), (1024,) * 8, dim=512),
+    Configuration("16/2 heads, D=512, full, 1 × 4,096", (16, 2), (4096,), dim=512, causal=False),
+    Configuration("16/2 heads, D=512, window 1,024, 1 × 8,192", (16, 2), (8192,), dim=512, left=1023),
+    Configuration("16/2 heads, D=512, causal, 2,048 queries on 8,192 keys", (16, 2), (2048,), keys=8192, dim=512),
+    Configuration("32/8 heads, D=320, causal, 1 × 4,096", (32, 8), (4096,), dim=320),
+)
 
 #: Where the host's time shows: a call whose kernel is short.
 SMALL = Shape(batch=1, heads_q=8, heads_kv=2, length=128, dim=128, causal=True)
@@ -76,6 +92,12 @@ def backward_lengths() -> list[Row]:
     return [_row_of_backward(asked) for asked in track(LENGTHS, "lengths", transient=True)]
 
 
+def large() -> list[Row]:
+    """Device time of the forward pass with large head dims."""
+    with torch.no_grad():
+        return _rows(LARGE, "large", requires_grad=False, by=OF_LARGE)
+
+
 def host() -> list[Row]:
     """CPU time of one warm call by each provider; one setting is in force at a time."""
     wait_for_native_calls()
@@ -103,19 +125,21 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
-def _rows(configurations: Sequence[Configuration], title: str, *, requires_grad: bool) -> list[Row]:
-    return [_row(asked, requires_grad=requires_grad) for asked in track(configurations, title, transient=True)]
+def _rows(
+    configurations: Sequence[Configuration], title: str, *, requires_grad: bool, by: Sequence[Provider] = PROVIDERS
+) -> list[Row]:
+    return [_row(asked, requires_grad=requires_grad, by=by) for asked in track(configurations, title, transient=True)]
 
 
-def _row(asked: Configuration, *, requires_grad: bool) -> Row:
+def _row(asked: Configuration, *, requires_grad: bool, by: Sequence[Provider]) -> Row:
     torch.cuda.empty_cache()
     plan_cache.clear()
     given = Inputs(asked, requires_grad=requires_grad)
     expected, timed = peers.in_float64(given, gradients=requires_grad), Timed()
     attend = partial(peers.both_passes if requires_grad else peers.only_forward, peers.ours, given)
-    for provider in PROVIDERS:
-        timed.add(provider, partial(by, provider, attend), given.sampled, expected)
-    return _row_of(asked, timed)
+    for provider in by:
+        timed.add(provider, partial(served_by, provider, attend), given.sampled, expected)
+    return _row_of(asked, timed, by)
 
 
 def _row_of_backward(asked: Configuration) -> Row:
@@ -129,28 +153,29 @@ def _row_of_backward(asked: Configuration) -> Row:
         return torch.autograd.grad(out, given.differentiable, given.grad_out, retain_graph=True)
 
     for provider in PROVIDERS:
-        timed.add(provider, partial(by, provider, gradients), given.sampled, expected)
-    return _row_of(asked, timed)
+        timed.add(provider, partial(served_by, provider, gradients), given.sampled, expected)
+    return _row_of(asked, timed, PROVIDERS)
 
 
-def _row_of(asked: Configuration, timed: Timed) -> Row:
+def _row_of(asked: Configuration, timed: Timed, by: Sequence[Provider]) -> Row:
     times = timed.measure()
     row: Row = {"call": asked.name}
-    row |= {f"{name} µs": times.get(name, NOTHING) for name in PROVIDERS}
-    row |= _ratios(times)
+    row |= {f"{name} µs": times.get(name, NOTHING) for name in by}
+    row |= _ratios(times, by)
     row["why not"] = timed.why_not
     return row
 
 
-def _ratios(times: Mapping[str, float]) -> Row:
-    best = min((times[name] for name in (CUDNN, FLASH4) if name in times), default=float("nan"))
+def _ratios(times: Mapping[str, float], by: Sequence[Provider] = PROVIDERS) -> Row:
+    first, second, *chosen = by
+    best = min((times[name] for name in (first, second) if name in times), default=float("nan"))
     return {
-        f"{FLASH4} / {CUDNN}": ratio(times, FLASH4, CUDNN),
-        f"{FASTEST} / best": times[FASTEST] / best if FASTEST in times else NOTHING,
+        f"{second} / {first}": ratio(times, second, first),
+        **{f"{name} / best": times[name] / best if name in times else NOTHING for name in chosen},
     }
 
 
-def by(provider: Provider, call: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
+def served_by(provider: Provider, call: Callable[[], Sequence[Tensor]]) -> Sequence[Tensor]:
     """A call that one provider serves, or that raises."""
     with providers(provider):
         return call()

@@ -111,6 +111,7 @@ class ProvidersPart(str, Enum):
     TRAINING = "training"
     LENGTHS = "lengths"
     BACKWARD_LENGTHS = "backward_lengths"
+    LARGE = "large"
     HOST = "host"
 
 

@@ -2,8 +2,9 @@
 
     python tests/gpu/frontend_cases.py FOLDER --workers 8
 
-The kernels of all kinds that the tests need are compiled into a plan store, without a GPU, for machines where that
-cannot be done. `CUDNN_SDPA_TEST_PLANS` names it for tests.
+The kernels of all kinds that the tests and `benchmarks providers` need are compiled into a plan store, without a GPU,
+for machines where that cannot be done. `CUDNN_SDPA_TEST_PLANS` names it for tests,
+`CUDNN_SDPA_PLAN_DIR` for the benchmark.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ Call = tuple[Shape, torch.dtype, str, int, dict[str, Any]]
 
 
 def calls() -> Iterator[Call]:
-    """All calls of the tests."""
+    """All calls of the tests and of the benchmark."""
     for shape, mask in CASES:
         yield shape, torch.bfloat16, "bshd", 2, MASKS[mask]
     for layout in MEMORY:
@@ -69,6 +70,14 @@ def calls() -> Iterator[Call]:
     yield WITHOUT_KEYS, torch.bfloat16, "bshd", 2, MASKS["causal to the last key"]
     for shape in (CAPTURED_FIRST, LONG):
         yield shape, torch.bfloat16, "bshd", 2, MASKS["causal"]
+    from benchmarks.providers import LARGE
+
+    for one in LARGE:
+        shape = *one.heads, one.lengths[0], one.keys or one.lengths[0], one.dim, one.dim
+        options: dict[str, Any] = {"is_causal": one.causal}
+        options["window_size"] = None if one.left is None else (one.left, 0)
+        options["causal_alignment"] = "top_left" if one.keys is None else "bottom_right"
+        yield shape, torch.bfloat16, "bshd", len(one.lengths), options
 
 
 def problem(

@@ -36,8 +36,8 @@ def on_cpu(monkeypatch, times_by_place):
 @pytest.mark.parametrize("part", ["forward", "training", "backward", "lengths", "backward_lengths"])
 def test_each_call_is_measured_by_each(part, monkeypatch):
     named = []
-    real = providers.by
-    monkeypatch.setattr(providers, "by", lambda provider, call: named.append(provider) or real(provider, call))
+    real = providers.served_by
+    monkeypatch.setattr(providers, "served_by", lambda provider, call: named.append(provider) or real(provider, call))
     rows = getattr(providers, part)()
     assert [row["call"] for row in rows] == [call.name for call in CALLS]
     for row in rows:
@@ -47,8 +47,16 @@ def test_each_call_is_measured_by_each(part, monkeypatch):
     assert set(named) == {"cudnn", "fa4", "fastest"}
 
 
+def test_large_head_dims_are_measured_by_the_frontend(monkeypatch):
+    monkeypatch.setattr(providers, "LARGE", CALLS[:1])
+    (row,) = providers.large()
+    assert set(row) == {"call", "cudnn µs", "frontend µs", "frontend / cudnn", "why not"}
+    assert row["frontend / cudnn"] == row["frontend µs"] / row["cudnn µs"]
+    assert row["why not"] == "–"
+
+
 def test_a_provider_is_in_force_for_its_calls_alone():
-    seen = providers.by("fa4", lambda: (in_force.active(),))
+    seen = providers.served_by("fa4", lambda: (in_force.active(),))
     assert seen == (("fa4",),)
     assert in_force.active() == ("default",)
 
