@@ -161,14 +161,14 @@ class CompiledFunctions(Generic[KindT]):
         """This key, or that of cuDNN's plan: see `dense.specs.ready`."""
         kind = self.kind_of(key)
         has_other, is_ready = bool({CUDNN, DEFAULT, FASTEST} & set(providers.active())), self.are_ready(kind)
-        may_build = not (plan_cache.builds_are_forbidden or torch.cuda.is_current_stream_capturing())
-        if not has_other or plan_cache.peek(key) is not None or (is_ready and may_build):
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if not has_other or plan_cache.peek(key) is not None or (is_ready and not is_captured):
             return key
         try:
             other = of_cudnn(key.target, key.device)
         except UnsupportedError:
             return key
-        if may_build:
+        if not (is_captured or plan_cache.builds_are_forbidden):
             self.compile_in_background(kind)
             return other
         return other if has_plan(other) else key  # what was warmed up before a kind was compiled
@@ -312,6 +312,9 @@ class CompiledOp(ProgramOp):
         self, key: PlanKey, *, of_cudnn: Callable[[Target, int | None], PlanKey], has_plan: Callable[[PlanKey], bool]
     ) -> PlanKey:
         return self.functions.ready(key, of_cudnn=of_cudnn, has_plan=has_plan)
+
+    def is_compiled(self, key: PlanKey) -> bool:
+        return self.functions.are_ready(self.functions.kind_of(key))
 
     def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
         return self.functions.compile_into(store, self.functions.kind_of(key))

@@ -52,6 +52,10 @@ class ProgramOp(GraphDefinition):
     def made(self, key: PlanKey) -> Plan:
         raise NotImplementedError
 
+    def is_compiled(self, key: PlanKey) -> bool:
+        """Whether a plan takes no compilation, and so less than a millisecond."""
+        return False
+
     def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
         """Compiles what a key needs into a store, without its GPU; returns whether any of it was missing there."""
         raise NotImplementedError

@@ -81,6 +81,13 @@ def _slow_ones_first(items: Sequence[pytest.Item], workers: int) -> list[pytest.
     return [*dealt, *rest]
 
 
+@pytest.fixture
+def default_providers():
+    """For tests of cuDNN's plans: the variable CUDNN_SDPA_PROVIDERS has all others served by those that it names."""
+    with cudnn_sdpa.providers("default"):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fresh_cache():
     """Each test starts without plans, with its own seed and one plan for each shape, and restores all settings.

@@ -5,6 +5,7 @@ A failure prints the command that repeats it. More: `python tests/generators.py 
 
 from __future__ import annotations
 
+import os
 import re
 
 import generators
@@ -19,6 +20,7 @@ from cudnn_sdpa.attention.dense.specs import DenseSpec
 from cudnn_sdpa.attention.support import rules
 from cudnn_sdpa.attention.support.rules import BACKWARD, FORWARD, refusal
 from cudnn_sdpa.graph.target import live_target
+from cudnn_sdpa.plans.providers import VARIABLE
 
 SIZE = 15
 
@@ -93,7 +95,7 @@ def test_calls_are_right_or_declined(name, first):
     assert not faults, "\n".join([f"{len(faults)} faults", *faults])
     assert not unexplained, "\n".join(unexplained)
     assert len(by_cudnn) <= 1, "\n".join(by_cudnn)
-    assert ran >= COUNTS[name][1]
+    assert ran >= COUNTS[name][1] or VARIABLE in os.environ  # those that are named may have no kernels for pages
 
 
 def ruled_out(case: generators.Case) -> UnsupportedError | None:

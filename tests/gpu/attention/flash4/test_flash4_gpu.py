@@ -262,7 +262,7 @@ def test_sinks_far_above_all_scores(mask):
     doubles = [x.detach().double().requires_grad_() for x in (q, k, v, sinks)]
     right, right_lse = exact(*doubles[:3], sinks=doubles[3], **MASKS[mask])
     assert error(out.detach(), right.detach()) < TOLERANCE[out.dtype]
-    assert error(lse, right_lse.detach()) < 1e-5
+    assert error(lse.detach(), right_lse.detach()) < 1e-5
     for one, other in zip(found, torch.autograd.grad(right, doubles, grad_out.double()), strict=True):
         assert one.isfinite().all()
         assert error(one, other) < 8e-3

@@ -12,6 +12,8 @@ from cudnn_sdpa.attention.varlen import packing
 from cudnn_sdpa.attention.varlen.packing import PackingKernel
 from tests.threads import in_threads
 
+pytestmark = pytest.mark.usefixtures("default_providers")
+
 HEADS_Q, HEADS_KV, DIM = 4, 2, 64
 MARK = 7.0
 

@@ -55,6 +55,7 @@ def packings(count, budget=32_768):
         taken.append(length)
 
 
+@pytest.mark.usefixtures("default_providers")
 def test_the_packings_of_a_training_run_share_a_handful_of_plans():
     batches = list(packings(1000))
     assert len({sum(batch) for batch in batches}) > 500
@@ -78,6 +79,7 @@ def test_the_packings_of_a_training_run_share_a_handful_of_plans():
     assert plan_cache.info().builds <= 20
 
 
+@pytest.mark.usefixtures("default_providers")
 def test_token_and_sequence_counts_of_one_bucket_share_a_plan():
     first = [60, 0, 100, 40, 50]
     ends = offsets(*first)
@@ -170,6 +172,7 @@ def views(kind, tokens=300):
     return joined.split([HEADS[0], HEADS[1], HEADS[1]], dim=1)
 
 
+@pytest.mark.usefixtures("default_providers")
 @pytest.mark.parametrize("kind", ["kv", "qkv", "grouped qkv"])
 def test_packed_views_are_not_copied(kind, monkeypatch):
     q, k, v = (x.detach().requires_grad_() for x in views(kind))

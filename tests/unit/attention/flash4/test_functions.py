@@ -9,12 +9,13 @@ import time
 import flash4_stand_in as stand_in
 import pytest
 import torch
+from fake_gpu import FakePlan
 
-from cudnn_sdpa import no_plan_builds, providers, record_plans, sdpa
+from cudnn_sdpa import no_plan_builds, plan_cache, providers, record_plans, sdpa
 from cudnn_sdpa.attention.dense import specs
 from cudnn_sdpa.attention.flash4.plans import Functions, flash4_forward, functions, kind_of, reasons_against
 from cudnn_sdpa.attention.flash4.programs import Kind, Window
-from cudnn_sdpa.errors import LibraryError
+from cudnn_sdpa.errors import LibraryError, PlanBuildError
 from cudnn_sdpa.graph.key import HOST_SCALAR, Operand, PlanKey, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
 from cudnn_sdpa.graph.target import Target, load_properties
@@ -211,8 +212,7 @@ def test_a_package_that_cannot_be_imported_fails_every_kind(monkeypatch):
     assert "cannot be imported" in found.failure(KIND._replace(dim=128))
 
 
-def test_a_warm_call_stays_with_cudnn_where_nothing_may_be_built(monkeypatch):
-    """Its kind was compiled after the warm-up: the call has cuDNN's plan, and none of FlashAttention-4's."""
+def test_a_warm_call_stays_with_cudnn_where_nothing_may_be_compiled(monkeypatch):
     key, other = key_of(KIND), key_of(KIND, 71)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(functions, "are_ready", lambda _: True)
@@ -225,15 +225,27 @@ def test_a_warm_call_stays_with_cudnn_where_nothing_may_be_built(monkeypatch):
     with providers("fa4", "cudnn"):
         assert ready() is key
         with no_plan_builds():
+            assert ready(has_plan=True) is key  # a new shape of a compiled kind takes no time
+            monkeypatch.setattr(functions, "are_ready", lambda _: False)
             assert ready(has_plan=True) is other
             assert ready() is key  # which raises, as any missing plan
-            monkeypatch.setattr(functions, "are_ready", lambda _: False)
-            assert ready() is key
             assert not started
         assert ready() is other
         assert started == [kind_of(key)]
     with providers("fa4"):
         assert ready() is key
+
+
+def test_a_new_shape_of_a_compiled_kind_is_no_missing_plan(monkeypatch):
+    compiled = key_of(KIND)
+    monkeypatch.setattr(functions, "are_ready", lambda kind: kind == kind_of(compiled))
+    with no_plan_builds():
+        for length in (71, 73):
+            key = key_of(KIND, length)
+            assert plan_cache.get(key, FakePlan, to_use=False).key == key
+        with pytest.raises(PlanBuildError, match="no_plan_builds"):
+            plan_cache.get(key_of(KIND._replace(dim=128, dim_v=128)), FakePlan, to_use=False)
+    plan_cache.clear()
 
 
 @pytest.mark.parametrize(("window", "is_served"), [((None, None), False), ((4, 3), False), ((None, 0), True)])
