@@ -77,8 +77,12 @@ class PagedWrapper(Wrapper):
         seq_lens: Tensor | None = None,
         max_seqlen: int | None = None,
         host_indptr: Tensor | None = None,
+        offsets: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """The page table and the lengths, of lists of pages end to end with their names, or as they are given."""
+        """The page table and the lengths, of lists of pages end to end with their names, or as they are given.
+
+        Beside `offsets` of new tokens, if they have any.
+        """
         if not is_integer(page_size) or page_size < 1:
             raise OptionError("page_size", repr(page_size), "an int of at least 1")
         begins = self._staged(*indptr, non_blocking=non_blocking)
@@ -86,6 +90,8 @@ class PagedWrapper(Wrapper):
         batch = last.shape[0]
         if begins.shape[0] != batch + 1:
             raise ShapeError(indptr[0], f"{begins.shape[0]} entries", f"{batch + 1}: one more than {last_page_len[0]}")
+        if offsets is not None and offsets.shape[0] != batch + 1:
+            raise ShapeError("qo_indptr", f"{offsets.shape[0]} entries", f"{batch + 1}, as {indptr[0]}")
         if self._lengths is None or not self.is_cuda_graph_enabled:
             self._lengths = torch.empty(batch, dtype=torch.int32, device=self.device)
         if block_tables is not None:

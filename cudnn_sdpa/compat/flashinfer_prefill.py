@@ -200,6 +200,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             block_tables=block_tables,
             seq_lens=seq_lens,
             max_seqlen=max_sequence_kv,
+            offsets=offsets,
         )
         dim_v = head_dim_qk if head_dim_vo is None else head_dim_vo
         self._plan = PagesPlan(
@@ -396,6 +397,7 @@ class BatchAttention(PagedWrapper):
             ("kv_len_arr", kv_len_arr),  # beyond a page: lengths are given
             page_size=page_size,
             seq_lens=kv_len_arr,
+            offsets=offsets,
         )
         dtype_q, dtype_kv = dtype_of("q_data_type", q_data_type), dtype_of("kv_data_type", kv_data_type)
         self._plan = PagesPlan(
