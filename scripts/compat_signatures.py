@@ -1,4 +1,4 @@
-"""Writes tests/unit/compat/signatures.json: parameters of the functions of other libraries that `cudnn_sdpa.compat` has.
+"""Writes tests/unit/compat/signatures.json: parameters of other libraries' functions that `cudnn_sdpa.compat` has.
 
     python scripts/compat_signatures.py FOLDER ...            # of the packages in these folders: unpacked wheels
     python scripts/compat_signatures.py --check FOLDER ...    # exit with 1 if the file has others
