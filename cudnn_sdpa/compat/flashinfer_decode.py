@@ -39,7 +39,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         float_workspace_buffer: Any tensor on the device; its memory is not used.
         kv_layout: "NHD" for pages (pages, page size, heads, head dim), or "HND".
         use_cuda_graph: Copy plans into the buffers, so that a captured `run` reads the next plans, too. The page table
-            is then made once, (B, entries of `paged_kv_indices_buffer`); pass `block_tables` for a smaller one.
+            is then made once. In it each sequence has room for all entries of `paged_kv_indices_buffer`, up to 256 MB
+            of them, or else for its share of them at least; pass `block_tables` to have another.
         use_tensor_cores: A hint, not needed.
         paged_kv_indptr_buffer: int32 on the device, (B + 1,).
         paged_kv_indices_buffer: int32, with room for the pages of all sequences.
@@ -123,7 +124,9 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             UnsupportedError: No kernel does it, with the reasons.
         """
         if len(deprecated_positional_args) > len(_BY_POSITION):
-            raise OptionError("plan", f"{len(deprecated_positional_args)} options by position", len(_BY_POSITION))
+            raise OptionError(
+                "plan", f"{len(deprecated_positional_args)} options by position", f"at most {len(_BY_POSITION)}"
+            )
         by_position: dict[str, Any] = dict(zip(_BY_POSITION, deprecated_positional_args, strict=False))
         self._plan_impl(
             indptr=indptr,

@@ -25,6 +25,9 @@ from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import is_integer
 
+#: Entries of a page table for captured runs, 256 MB, unless each sequence needs more for its share of the pages.
+MAX_ENTRIES = 1 << 26
+
 
 class Heads(NamedTuple):
     """The queries and pages that a plan is for: pairs are of queries and keys, or of keys and values."""
@@ -38,11 +41,11 @@ class Heads(NamedTuple):
         check_is_tensor("q", q)
         (heads, heads_kv), (dtype_q, dtype_kv) = self.counts, self.dtypes
         meaning, rows = "as planned", (tokens, heads, self.dims[0])
-        check_tensor("q", q, q, dtype=dtype_q, shape=rows, meaning=meaning, hint="Plan with its q_data_type.")
+        hint = "Plan with the sizes and dtypes of the call."
+        check_tensor("q", q, q, dtype=dtype_q, shape=rows, meaning=meaning, hint=hint)
         sizes = (self.page_size, heads_kv) if kv_layout == NHD else (heads_kv, self.page_size)
         for name, x, dim in zip(("k_pages", "v_pages"), pages, self.dims, strict=True):
-            shape, hint = ("pages", *sizes, dim), "Plan with its kv_data_type."
-            check_tensor(name, x, q, dtype=dtype_kv, shape=shape, meaning=meaning, hint=hint)
+            check_tensor(name, x, q, dtype=dtype_kv, shape=("pages", *sizes, dim), meaning=meaning, hint=hint)
 
 
 class PagesPlan(NamedTuple):
@@ -106,8 +109,7 @@ class PagedWrapper(Wrapper):
             pages = self._staged(*indices, non_blocking=non_blocking, is_exact=False)
             host = (indptr[1] if host_indptr is None else host_indptr).cpu()
             widest = int(host.diff().max()) if batch else 0
-            room = pages.shape[0] if max_seqlen is None else -(-max_seqlen // page_size)
-            self._table = self._table_for(batch, widest, room)
+            self._table = self._table_for(batch, widest, pages.shape[0], -(-(max_seqlen or 0) // page_size))
             page_table_of_csr(
                 begins, pages, last, page_size=page_size, out_table=self._table, out_lengths=self._lengths
             )
@@ -116,15 +118,18 @@ class PagedWrapper(Wrapper):
             self._lengths.copy_(seq_lens.reshape(batch))
         return self._table, self._lengths
 
-    def _table_for(self, batch: int, widest: int, room: int) -> Tensor:
+    def _table_for(self, batch: int, widest: int, entries: int, room: int) -> Tensor:
         """A table with room for the widest row, or in the mode of CUDA graphs for the rows of all plans."""
         if self._buffers is None:
             return torch.empty(batch, widest, dtype=torch.int32, device=self.device)
         table = self._table
         if table is None:
-            table = torch.zeros(batch, room, dtype=torch.int32, device=self.device)
+            columns = room or min(entries, max(-(-entries // batch), MAX_ENTRIES // batch))
+            table = torch.zeros(batch, columns, dtype=torch.int32, device=self.device)
         if widest > table.shape[1]:
-            hint = "Captured runs read the table of the first plan: give that its max_sequence_kv, or longer buffers."
+            hint = (
+                "Captured runs read the table of the first plan: give that a larger max_sequence_kv, or block_tables."
+            )
             raise ShapeError("indptr", f"{widest} pages of a sequence", f"at most {table.shape[1]}", hint)
         return table
 

@@ -32,8 +32,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         float_workspace_buffer: Any tensor on the device; its memory is not used.
         kv_layout: "NHD" for pages (pages, page size, heads, head dim), or "HND".
         use_cuda_graph: Copy plans into the buffers, so that a captured `run` reads the next plans, too: those with as
-            many sequences, and no more tokens than the first. The page table is then made once, with a column for each
-            entry of `paged_kv_indices_buf`, or for the `max_sequence_kv` of the first plan.
+            many sequences, and no more tokens than the first. The page table is then made once, with room for the
+            `max_sequence_kv` of the first plan; without it, as for decodes.
         qo_indptr_buf: int32 on the device, (B + 1,).
         paged_kv_indptr_buf: int32, (B + 1,).
         paged_kv_indices_buf: int32, with room for the pages of all sequences.

@@ -8,7 +8,7 @@ import pytest
 import torch
 from csr_batches import attention_of, attention_on, csr_batch, offsets
 
-from cudnn_sdpa.compat import flashinfer
+from cudnn_sdpa.compat import flashinfer, flashinfer_paged
 from cudnn_sdpa.errors import ArgumentError, CudnnSdpaError, OptionError, ShapeError, UnsupportedError
 
 LENGTHS = [1, 37, 16, 64, 5]
@@ -385,6 +385,17 @@ def test_decodes_with_buffers():
             wrapper.plan(*csr_batch(lengths, 5).lists, 4, 2, 16, 5, q_data_type=torch.float64)
     with pytest.raises(OptionError, match="q_len_per_req: got 2; expected 1"):
         wrapper.plan(*batch.lists, 4, 2, 16, 5, q_len_per_req=2)
+
+
+def test_tables_for_captured_decodes_are_not_much_larger_than_needed(monkeypatch):
+    monkeypatch.setattr(flashinfer_paged, "MAX_ENTRIES", 24)
+    for room, columns in ((40, 14), (20, 8), (6, 6)):  # each one's share; the most that it may be; all pages
+        wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers(3, room))
+        wrapper.plan(*csr_batch([1, 1, 1], 5).lists, 4, 2, 16, 5)
+        assert wrapper._plan.table.shape == (3, columns)
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers(3, 20))
+    with pytest.raises(ShapeError, match="9 pages of a sequence; expected at most 8"):
+        wrapper.plan(*csr_batch([41, 1, 1], 5).lists, 4, 2, 16, 5)
 
 
 def test_chunks_with_buffers():
