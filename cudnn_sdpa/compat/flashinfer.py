@@ -16,6 +16,10 @@ Examples:
     (torch.Size([8, 64]), torch.Size([8]))
 """
 
+from collections.abc import Callable
+from functools import partial
+from typing import NoReturn
+
 from cudnn_sdpa.compat.flashinfer_decode import (
     BatchDecodeWithPagedKVCacheWrapper,
     CUDAGraphBatchDecodeWithPagedKVCacheWrapper,
@@ -30,6 +34,7 @@ from cudnn_sdpa.compat.flashinfer_single import (
     single_prefill_with_kv_cache,
     single_prefill_with_kv_cache_return_lse,
 )
+from cudnn_sdpa.errors import UnsupportedError
 
 __all__ = [
     "BatchAttention",
@@ -48,3 +53,22 @@ __all__ = [
     "single_prefill_with_kv_cache",
     "single_prefill_with_kv_cache_return_lse",
 ]
+
+_CASCADE = "a wrapper for each level, and merge_state of what they return"
+#: Wrappers that can be imported and not be made, and what works in their place.
+_REFUSED = {
+    "BatchDecodeWithSharedPrefixPagedKVCacheWrapper": _CASCADE,
+    "BatchMLAPagedAttentionWrapper": "`cudnn_sdpa.sdpa_paged_varlen` with head dims of 576 and 512",
+    "BatchPrefillWithSharedPrefixPagedKVCacheWrapper": _CASCADE,
+    "MultiLevelCascadeAttentionWrapper": _CASCADE,
+}
+
+
+def _refuse(name: str, *_: object, **__: object) -> NoReturn:
+    raise UnsupportedError(name, ["there is no such wrapper"], _REFUSED[name])
+
+
+def __getattr__(name: str) -> Callable[..., NoReturn]:
+    if name not in _REFUSED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return partial(_refuse, name)

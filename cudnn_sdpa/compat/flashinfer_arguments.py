@@ -12,7 +12,7 @@ from torch import Tensor
 from cudnn_sdpa.attention.arguments import SoftmaxOptions
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.engine.tensor_checks import check_is_tensor, check_tensor
-from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError, check_choice, raise_if_unsupported
+from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError, check_choice
 
 #: A cache: keys and values apart, or one tensor of both, (pages, 2, …).
 PagedCache = Tensor | tuple[Tensor, Tensor]
@@ -49,8 +49,9 @@ _REFUSED = {
 
 def refuse_given(function: str, **given: object) -> None:
     """Raises for each argument that is neither None, empty, zero nor False."""
-    reasons = {f"{name}: {_REFUSED[name]}": isinstance(x, Tensor) or bool(x) for name, x in given.items()}
-    raise_if_unsupported(function, reasons)
+    reasons = [f"{name}: {_REFUSED[name]}" for name, x in given.items() if isinstance(x, Tensor) or x]
+    if reasons:
+        raise UnsupportedError(function, reasons)
 
 
 def refuse_encoding(function: str, mode: str) -> None:
@@ -109,7 +110,9 @@ def with_scales(options: SoftmaxOptions, dim: int, **scales: float | Tensor | No
 def check_lse(lse: Tensor | None, q: Tensor, base: str = "log2", layout: str = "NH") -> None:
     check_choice("lse_base", base, ("log2", "ln"))
     check_choice("lse_layout", layout, ("NH", "HN"))
-    check_is_tensor("lse", lse, optional=True)
+    if lse is None:
+        return
+    check_is_tensor("lse", lse)
     shape = q.shape[:-1] if layout == "NH" else q.shape[1::-1]
     check_tensor("lse", lse, q, dtype=torch.float32, shape=tuple(shape))
 

@@ -40,12 +40,15 @@ class Heads(NamedTuple):
     def check(self, q: Tensor, pages: tuple[Tensor, Tensor], kv_layout: str, tokens: int) -> None:
         check_is_tensor("q", q)
         (heads, heads_kv), (dtype_q, dtype_kv) = self.counts, self.dtypes
-        meaning, rows = "as planned", (tokens, heads, self.dims[0])
-        hint = "Plan with the sizes and dtypes of the call."
-        check_tensor("q", q, q, dtype=dtype_q, shape=rows, meaning=meaning, hint=hint)
+        rows, meaning, hint = (tokens, heads, self.dims[0]), "as planned", "Plan with the sizes and dtypes of the call."
         sizes = (self.page_size, heads_kv) if kv_layout == NHD else (heads_kv, self.page_size)
-        for name, x, dim in zip(("k_pages", "v_pages"), pages, self.dims, strict=True):
-            check_tensor(name, x, q, dtype=dtype_kv, shape=("pages", *sizes, dim), meaning=meaning, hint=hint)
+        k, v = ((*sizes, dim) for dim in self.dims)
+        shapes = q.shape, pages[0].shape[1:], pages[1].shape[1:]
+        if shapes == (rows, k, v) and (q.dtype, pages[0].dtype, pages[1].dtype) == (dtype_q, dtype_kv, dtype_kv):
+            return  # what follows says what is wrong
+        check_tensor("q", q, q, dtype=dtype_q, shape=rows, meaning=meaning, hint=hint)
+        for name, x, of_page in zip(("k_pages", "v_pages"), pages, (k, v), strict=True):
+            check_tensor(name, x, x, dtype=dtype_kv, shape=("pages", *of_page), meaning=meaning, hint=hint)
 
 
 class PagesPlan(NamedTuple):

@@ -7,25 +7,24 @@ from torch import Tensor
 
 from cudnn_sdpa.attention.paged.append import append_paged_kv
 from cudnn_sdpa.compat.flashinfer_arguments import INDICES, NHD, PagedCache, check_layout
-from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_is_tensor, check_tensor, shape_of
+from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_tensor, shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError
 from cudnn_sdpa.graph.scalars import is_integer
 
 
 def pages_of(paged_kv_cache: PagedCache, kv_layout: str) -> tuple[Tensor, Tensor]:
     """The pages of keys and of values; caches without a dimension for the page size have pages of one token."""
-    name = "paged_kv_cache"
-    pair = paged_kv_cache
+    name, pair = "paged_kv_cache", paged_kv_cache
     if isinstance(pair, Tensor):
         if pair.dim() not in (4, 5) or pair.shape[1] != 2:
             raise ShapeError(name, shape_of(pair), "(pages, 2, …) of rank 5, or 4 for pages of one token")
         pair = pair.unbind(1)  # type: ignore[assignment]
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+    if not isinstance(pair, (tuple, list)) or [isinstance(x, Tensor) for x in pair] != [True, True]:
         raise OptionError(name, repr(type(pair)), "a tensor (pages, 2, …), or one of keys and one of values")
-    for x in pair:
-        check_is_tensor(name, x)
-    one = 1 if kv_layout == NHD else 2
-    k, v = (x.unsqueeze(one) if x.dim() == 3 else x for x in pair)
+    k, v = pair
+    if k.dim() == v.dim() == 3:
+        one = 1 if kv_layout == NHD else 2
+        return k.unsqueeze(one), v.unsqueeze(one)
     return k, v
 
 

@@ -66,6 +66,17 @@ def test_drafts_are_causal(options):
         wrapper.run(q, batch.cache, q_len_per_req=2)
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("is_one", [True, False])
+def test_pages_of_one_token_may_lack_their_dimension(layout, is_one):
+    batch = csr_batch(LENGTHS, 1, layout=layout, is_one=is_one)
+    dim = 1 if layout == "NHD" else 2
+    cache = batch.cache.squeeze(dim + 1) if is_one else [x.squeeze(dim) for x in batch.cache]
+    q = torch.randn(len(LENGTHS), 4, 16, dtype=torch.float64)
+    found = decoder(batch, page=1, layout=layout).run_return_lse(q, cache)
+    assert_same(found, attention_on(batch, q, [1] * 5))
+
+
 def test_sequences_without_pages_get_zeros():
     batch = csr_batch([0, 20], 16)
     q = torch.randn(2, 4, 16, dtype=torch.float64)
@@ -474,6 +485,8 @@ def build(name, **options):
         (build("BatchDecodeWithPagedKVCacheWrapper", jit_args=["name"]), "jit_args"),
         (build("BatchPrefillWithPagedKVCacheWrapper", variant_owns_mask=True), "variant_owns_mask"),
         (build("BatchPrefillWithRaggedKVCacheWrapper", jit_kwargs={"a": 1}), "jit_kwargs"),
+        (build("MultiLevelCascadeAttentionWrapper"), "merge_state"),
+        (build("BatchMLAPagedAttentionWrapper"), "576 and 512"),
         (lambda: flashinfer.single_prefill_with_kv_cache(Q, Q, Q, torch.ones(4)), "scale_q"),
         (lambda: flashinfer.single_prefill_with_kv_cache(Q, Q, Q, packed_custom_mask=MASK), "custom_mask"),
         (lambda: flashinfer.single_decode_with_kv_cache(Q[0], Q, Q, pos_encoding_mode="ALIBI"), "bias"),
