@@ -131,6 +131,11 @@ def finished(
     return out, found if lse is None else lse.copy_(found)
 
 
+def check_indices(name: str, values: Tensor) -> None:
+    check_is_tensor(name, values)
+    check_tensor(name, values, values, dtype=INDICES, shape=("entries",))
+
+
 def bound_of_queries(max_token_per_sequence: int | None, uniform_q_len: int | None) -> tuple[str, int | None]:
     """The name and the value of the argument that bounds the new tokens of a sequence."""
     if uniform_q_len is not None:
@@ -170,8 +175,7 @@ class Wrapper:
 
     def _staged(self, name: str, values: Tensor, *, non_blocking: bool = True, is_exact: bool = True) -> Tensor:
         """Values of a plan on the device, in the mode of CUDA graphs in the buffer for them."""
-        check_is_tensor(name, values)
-        check_tensor(name, values, values, dtype=INDICES, shape=("entries",))
+        check_indices(name, values)
         if self._buffers is None:
             return values.to(self.device, torch.int32, non_blocking=non_blocking)
         buffer, n = self._buffers[name], values.shape[0]
@@ -191,8 +195,8 @@ class Wrapper:
         non_blocking: bool = True,
     ) -> tuple[Tensor, int, int]:
         """Offsets of packed sequences, the number of their tokens, and a maximum length that captured runs can have."""
-        offsets = self._staged(name, indptr, non_blocking=non_blocking)
-        if not offsets.shape[0]:
+        check_indices(name, indptr)
+        if not indptr.shape[0]:
             raise ShapeError(name, "no entries", "B + 1 entries")
         host = indptr.cpu()
         all_lengths = host.diff()
@@ -201,14 +205,12 @@ class Wrapper:
             raise ShapeError(lengths[0], "other lengths", f"those of {name}")
         if bound[1] is not None and longest > bound[1]:
             raise OptionError(bound[0], bound[1], f"at least {longest}, the longest sequence of {name}")
-        if self._buffers is None:
-            return offsets, tokens, longest
-        first = tokens, tokens if bound[1] is None else bound[1]
-        most, limit = self._limits.setdefault(name, first)
-        if tokens > most or longest > limit:
-            got, expected = (
-                f"{tokens} tokens, {longest} of a sequence",
-                f"at most {most} and {limit}, as in captured runs",
-            )
-            raise ShapeError(name, got, expected, "Plan with the most tokens first.")
-        return offsets, tokens, limit
+        limit = longest
+        if self._buffers is not None:
+            most, limit = self._limits.get(name, (tokens, tokens if bound[1] is None else bound[1]))
+            if tokens > most or longest > limit:
+                got = f"{tokens} tokens, {longest} of a sequence"
+                expected = f"at most {most} and {limit}, as in captured runs"
+                raise ShapeError(name, got, expected, "Plan with the most tokens first.")
+            self._limits[name] = most, limit
+        return self._staged(name, indptr, non_blocking=non_blocking), tokens, limit

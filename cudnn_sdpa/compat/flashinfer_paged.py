@@ -70,6 +70,7 @@ class PagedWrapper(Wrapper):
     _plan: PagesPlan | None = None
     _table: Tensor | None = None
     _lengths: Tensor | None = None
+    _is_table_given = False
 
     def _fill(
         self,
@@ -103,9 +104,12 @@ class PagedWrapper(Wrapper):
         if block_tables is not None:
             check_is_tensor("block_tables", block_tables)
             check_tensor("block_tables", block_tables, last, of="the workspace", shape=(batch, "pages"))
-            is_other = self._table is not None and self._table.data_ptr() != block_tables.data_ptr()
-            if self.is_cuda_graph_enabled and is_other:
-                raise OptionError("block_tables", "another tensor", "that of the first plan, which captured runs read")
+        if self.is_cuda_graph_enabled and self._table is not None:
+            address = None if block_tables is None else block_tables.data_ptr()
+            if address != (self._table.data_ptr() if self._is_table_given else None):
+                raise OptionError("block_tables", "another one", "that of the first plan, which captured runs read")
+        self._is_table_given = block_tables is not None
+        if block_tables is not None:
             self._table = block_tables
             self._lengths.copy_(get_seq_lens(begins, last, page_size))
         else:
@@ -127,7 +131,7 @@ class PagedWrapper(Wrapper):
             return torch.empty(batch, widest, dtype=torch.int32, device=self.device)
         table = self._table
         if table is None:
-            columns = room or min(entries, max(-(-entries // batch), MAX_ENTRIES // batch))
+            columns = room or min(entries, max(-(-entries // max(batch, 1)), MAX_ENTRIES // max(batch, 1)))
             table = torch.zeros(batch, columns, dtype=torch.int32, device=self.device)
         if widest > table.shape[1]:
             hint = (

@@ -398,6 +398,19 @@ def test_decodes_with_buffers():
         wrapper.plan(*batch.lists, 4, 2, 16, 5, q_len_per_req=2)
 
 
+def test_captured_decodes_keep_the_table_that_was_given():
+    batch, table = csr_batch([4, 9, 1], 5), torch.zeros(3, 4, dtype=torch.int32)
+    wrapper = flashinfer.CUDAGraphBatchDecodeWithPagedKVCacheWrapper(WORKSPACE, *buffers(3, 20))
+    plan = {"num_qo_heads": 4, "num_kv_heads": 2, "head_dim": 16, "page_size": 5}
+    for _ in range(2):
+        wrapper.plan(*batch.lists, block_tables=table, **plan)
+        assert wrapper._plan.table is table
+    for other in (None, table.clone()):
+        with pytest.raises(OptionError, match="block_tables: got another one"):
+            wrapper.plan(*batch.lists, block_tables=other, **plan)
+    assert not table.any()
+
+
 def test_tables_for_captured_decodes_are_not_much_larger_than_needed(monkeypatch):
     monkeypatch.setattr(flashinfer_paged, "MAX_ENTRIES", 24)
     for room, columns in ((40, 14), (20, 8), (6, 6)):  # each one's share; the most that it may be; all pages
