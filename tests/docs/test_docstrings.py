@@ -14,6 +14,7 @@ import torch
 
 import cudnn_sdpa
 from cudnn_sdpa.attention.varlen import specs
+from cudnn_sdpa.compat import flashinfer
 
 ROOT = Path(cudnn_sdpa.__file__).parent.parent
 MODULES = ["cudnn_sdpa"] + [
@@ -177,8 +178,9 @@ def public_names() -> set[str]:
     return {name for module in modules for name in importlib.import_module(module).__all__} - {"__version__"}
 
 
-#: The public names of each integration.
+#: The public names of each integration, and of each module with the names of another library.
 INTEGRATIONS = {
+    "cudnn_sdpa.compat.flashinfer": [name for name in flashinfer.__all__ if not name.endswith("_return_lse")],
     "cudnn_sdpa.integrations.transformers": ["register"],
     "cudnn_sdpa.integrations.pytorch": ["register", "unregister"],
     "cudnn_sdpa.integrations.torchtitan": ["attention", "register"],

@@ -30,6 +30,7 @@ LAYERS = [
     ("fused",),
     ("nn",),
     ("integrations",),
+    ("compat",),
     ("planning",),
     ("doctor",),
     ("_start",),
