@@ -6,12 +6,14 @@ is NaN.
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from float64_reference import attend
 from torch import Tensor
@@ -20,6 +22,25 @@ E4M3 = torch.float8_e4m3fn
 
 #: Page ids in entries of the table that belong to no sequence.
 WILD = (-1, 2**31 - 1, 0, 5)
+
+
+def backend_of_vllm() -> Any:
+    """The registered backend; skips a test where vLLM is missing.
+
+    Python files alone have no platform: that of a GPU would load vLLM's own kernels, which nothing here runs.
+    """
+    why = "no vLLM 0.33 can be imported; `make test-engines` runs this"
+    pytest.importorskip("vllm", reason=why, exc_type=ImportError)
+    platforms = pytest.importorskip("vllm.platforms", reason=why, exc_type=ImportError)
+    if importlib.util.find_spec("vllm._C_stable_libtorch") is None:
+        platforms._current_platform = importlib.import_module("vllm.platforms.interface").UnspecifiedPlatform()
+    pytest.importorskip("vllm.v1.attention.backend", reason=why, exc_type=ImportError)
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from cudnn_sdpa.integrations.vllm import NAME, register
+
+    register()
+    return AttentionBackendEnum[NAME].get_class()
 
 
 def config_of(**layers: Any) -> Any:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from vllm_steps import Layer, config_of, layer_of
+from vllm_steps import Layer, backend_of_vllm, config_of, layer_of
 
 import cudnn_sdpa
 from cudnn_sdpa import ShapeError, UnsupportedError
@@ -44,13 +44,7 @@ OPTIONS = {
 @pytest.fixture(scope="module")
 def backend():
     """The backend, in place of a test that needs vLLM where it is missing."""
-    pytest.importorskip("vllm.v1.attention.backend", reason="vLLM is not there: `make engines`", exc_type=ImportError)
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    from cudnn_sdpa.integrations.vllm import NAME, register
-
-    register()
-    return AttentionBackendEnum[NAME].get_class()
+    return backend_of_vllm()
 
 
 def bases(backend):
@@ -203,6 +197,7 @@ def test_sinks_are_those_that_are_loaded_after_the_layer_was_made():
     torch.testing.assert_close(layer.step(layer.metadata()).double(), wanted, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.usefixtures("backend")
 def test_warm_up_makes_the_plans_of_steps():
     """Those of decodes and of prompts, in layers of the same sizes with and without a soft cap."""
     from vllm.model_executor.warmup.jit_warmup import JitWarmupRegistry
@@ -420,7 +415,6 @@ register()
 register()
 """,
         str(tmp_path),
-        fresh=True,
     )
     (warning,) = result.stderr.splitlines()
     for part in ("CUDNN_SDPA", *words):
@@ -436,5 +430,4 @@ import cudnn_sdpa.integrations.vllm
 new = {name for name in set(sys.modules) - before if not name.startswith("cudnn_sdpa.integrations")}
 assert new <= {"logging"}, new
 """,
-        fresh=True,
     )
