@@ -1,4 +1,4 @@
-"""vLLM's attention on this library: what its plugin registers, with versions 0.33 of vLLM."""
+"""vLLM's attention on this library: what registers the backend, as a plugin of vLLM 0.33."""
 
 from __future__ import annotations
 

@@ -303,8 +303,9 @@ class Warmup(NamedTuple):
                 block_table=torch.zeros(1, 1, dtype=torch.int32),
                 causal=True,
             )
-            layer.impl.do_kv_cache_update(layer, key, value, cache, torch.full((tokens,), -1))
-            layer.impl.forward(layer, query, None, None, cache, batch, output)
+            no_slots = torch.full((tokens,), -1)
+            layer.impl.do_kv_cache_update(layer, key, value, kv_cache=cache, slot_mapping=no_slots)
+            layer.impl.forward(layer, query, None, None, kv_cache=cache, attn_metadata=batch, output=output)
 
 
 class _Kernels(VllmJitKernel[Warmup]):  # type: ignore[misc]
