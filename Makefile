@@ -113,6 +113,21 @@ $(STAMP_NEW): pyproject.toml constraints-new.txt
 	$(VENV_NEW)/bin/python -m pip install --quiet -c constraints-new.txt -e ".[cu13,test,transformers]"
 	@touch $@
 
+.PHONY: engines
+engines: .engines/.unpacked ## The Python files of serving engines, in .engines (downloads 340 MB)
+
+.engines/.unpacked: tests/engines.txt scripts/engines.py | $(READY)
+	rm -rf .engines
+	$(PYTHON) -m pip download --quiet --no-deps --only-binary :all: --dest .engines/wheels -r tests/engines.txt
+	$(PYTHON) scripts/engines.py unpack .engines/wheels .engines
+	rm -rf .engines/wheels
+	@touch $@
+
+.PHONY: test-engines
+test-engines: engines ## Integrations with serving engines against the engines' own classes
+	PYTHONPATH=.engines $(PYTHON) -m pytest -n 2 \
+		$$(sed -n 's|^\([a-z]*\).*==.*|tests/unit/integrations/test_\1.py|p' tests/engines.txt) $(PYTEST_ARGS)
+
 .PHONY: lint
 lint: $(READY) ## Check style and formatting
 	$(PYTHON) -m ruff check
@@ -145,5 +160,5 @@ bench: $(READY) ## Run a benchmark, which needs a GPU; ARGS="attention --json x.
 
 .PHONY: clean
 clean: ## Remove the environments and everything that was built
-	rm -rf $(VENV) $(VENV_MIN) $(VENV_2.11) $(VENV_NEW) site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_MIN) $(VENV_2.11) $(VENV_NEW) .engines site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find benchmarks cudnn_sdpa tests samples scripts -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -20,7 +20,7 @@ ROOT = Path(cudnn_sdpa.__file__).parent.parent
 MODULES = ["cudnn_sdpa"] + [
     name
     for _, name, _ in pkgutil.walk_packages(cudnn_sdpa.__path__, "cudnn_sdpa.")
-    if not name.endswith("__main__") and name != "cudnn_sdpa.cli"
+    if not name.endswith(("__main__", "_backend")) and name != "cudnn_sdpa.cli"
 ]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 #: Pages whose blocks are one script: each continues the one before.

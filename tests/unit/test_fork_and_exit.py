@@ -91,7 +91,7 @@ from cudnn_sdpa import graph_op, nn
 from cudnn_sdpa.plans.store import PlanStore
 
 for module in pkgutil.walk_packages(cudnn_sdpa.__path__, "cudnn_sdpa."):
-    if not module.name.endswith("__main__"):
+    if not module.name.endswith(("__main__", "_backend")):
         importlib.import_module(module.name)
 store = PlanStore(__import__("pathlib").Path(sys.argv[2]))
 cache = cudnn_sdpa.PagedKVCache(pages=2, page_size=16, heads=1, head_dim=8, device="cpu")
