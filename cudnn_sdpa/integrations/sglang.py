@@ -7,7 +7,7 @@ import importlib
 import importlib.metadata
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -118,19 +118,18 @@ class Step:
     """What all layers of a forward pass share, or buffers for it.
 
     Attributes:
-        page_table: Pages of each sequence, (B, max_pages) int32.
+        tables: Pages of each sequence, (B, max_pages) int32; where layers with windows have a pool of their own, also
+            the pages there.
         seq_lens: Keys of each, new ones included, (B,) int32.
         ends: `cu_seqlens_q`, (B + 1,) int32.
-        window_table: The pages in the pool of layers with windows, where these have one.
-        window_slots: Where these layers write the new tokens, (T,) int64.
+        window_slots: Where layers with a pool of their own write the new tokens, (T,) int64.
         max_seqlen_q: New tokens of the longest sequence, or more.
         tree_mask: Which tokens of its draft each token sees, (T, tokens of a draft).
     """
 
-    page_table: Tensor
+    tables: tuple[Tensor, ...]
     seq_lens: Tensor
     ends: Tensor
-    window_table: Tensor | None = None
     window_slots: Tensor | None = None
     max_seqlen_q: int = 1
     tree_mask: Tensor | None = None
@@ -214,17 +213,17 @@ class PagedAttention:
             where = self.engine.write_loc.for_batch(forward_batch, swa_loc=step.window_slots)
             pool.set_kv_buffer(layer, where, k, v, layer.k_scale, layer.v_scale)
         k_pages, v_pages = (x.view(-1, self.page_size, *x.shape[1:]) for x in pool.get_kv_buffer(layer.layer_id))
-        has_own_pages = self.has_window_pool and pool.layers_mapping[layer.layer_id][1]
+        is_in_window_pool = self.has_window_pool and pool.layers_mapping[layer.layer_id][1]
         is_quantized = k_pages.dtype in FP8_DTYPES  # if not, a checkpoint's scales have not been applied
         k_scale, v_scale = (
             x.float() if is_quantized and x is not None else None for x in (layer.k_scale, layer.v_scale)
         )
         buffer = forward_batch._attn_output
-        out = sdpa_paged_varlen(
+        out: Tensor = sdpa_paged_varlen(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             k_pages,
             v_pages,
-            step.window_table if has_own_pages else step.page_table,
+            step.tables[is_in_window_pool],
             step.seq_lens,
             step.ends,
             step.max_seqlen_q,
@@ -250,12 +249,12 @@ class PagedAttention:
         return self.engine.verify_mask(buffer=buffer, mode=self.engine.among_drafts, max_bs=rows, is_read=is_read)
 
     def _new_buffers(self, rows: int, tokens: int) -> Step:
-        table = rows, -(-self.req_to_token.shape[1] // self.page_size)
         new = partial(torch.zeros, dtype=torch.int32, device=self.req_to_token.device)
-        step = Step(new(table), new(rows), new(rows + 1))
+        table, slots = (rows, -(-self.req_to_token.shape[1] // self.page_size)), None
         if self.has_window_pool:
-            step = replace(step, window_table=new(table), window_slots=new(tokens, dtype=torch.int64))
-        return step
+            slots = new(tokens, dtype=torch.int64)
+        tables = tuple(new(table) for _ in range(1 + self.has_window_pool))
+        return Step(tables, new(rows), new(rows + 1), slots)
 
     def _new_step(self, forward_batch: Any, buffers: Step) -> Step:
         """The step of a batch in the first rows of buffers, which `_fill` fills."""
@@ -276,12 +275,11 @@ class PagedAttention:
             longest = forward_batch.spec_info.draft_token_num
             if self.engine.topk > 1 and longest > 1:
                 tree = self._mask.buffer[: rows * longest * longest].view(rows * longest, longest)
-        tables, slots = buffers.window_table, buffers.window_slots
+        slots = buffers.window_slots
         return Step(
-            page_table=buffers.page_table[:rows],
+            tables=tuple(table[:rows] for table in buffers.tables),
             seq_lens=buffers.seq_lens[:rows],
             ends=buffers.ends[: rows + 1],
-            window_table=None if tables is None else tables[:rows],
             window_slots=None if slots is None else slots[: _new_tokens(forward_batch)],
             max_seqlen_q=longest,
             tree_mask=tree,
@@ -297,10 +295,10 @@ class PagedAttention:
         lengths = forward_batch.seq_lens
         step.seq_lens.copy_(lengths + step.max_seqlen_q if mode == _VERIFY else lengths)  # drafts are not counted yet
         first_slots = self.req_to_token[:, :: self.page_size].index_select(0, forward_batch.req_pool_indices)
-        torch.floor_divide(first_slots, self.page_size, out=step.page_table)
-        if step.window_table is not None and step.window_slots is not None:
+        torch.floor_divide(first_slots, self.page_size, out=step.tables[0])
+        if step.window_slots is not None:
             slots = self.token_to_kv_pool.full_to_swa_index_mapping
-            step.window_table.copy_(slots[first_slots] // self.page_size)
+            step.tables[1].copy_(slots[first_slots] // self.page_size)
             if len(step.window_slots):
                 step.window_slots.copy_(slots[forward_batch.out_cache_loc])
 
