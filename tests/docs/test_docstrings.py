@@ -181,6 +181,7 @@ def public_names() -> set[str]:
 INTEGRATIONS = {
     "cudnn_sdpa.integrations.transformers": ["register"],
     "cudnn_sdpa.integrations.pytorch": ["register", "unregister"],
+    "cudnn_sdpa.integrations.sglang": ["register"],
     "cudnn_sdpa.integrations.torchtitan": ["attention", "register"],
     "cudnn_sdpa.integrations.megatron": ["CoreAttention"],
 }
