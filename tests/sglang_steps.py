@@ -92,6 +92,9 @@ def sglang() -> SimpleNamespace:
             "srt/layers/attention/verify_mask.py", "VerifyMask", msgspec=SimpleNamespace(Struct=_Struct)
         ),
         TreeMaskMode=tree_mask_mode,
+        SpeculativeAlgorithm=compiled(
+            "srt/speculative/spec_info.py", "SpeculativeAlgorithm", Enum=enum.Enum, auto=enum.auto, CustomSpecAlgo=None
+        ),
     )
 
 
@@ -189,7 +192,7 @@ class Server:
             attention_chunk_size=None,
             use_mla_backend=False,
             is_draft_worker=False,
-            spec_algorithm=SimpleNamespace(is_none=lambda: not draft, is_eagle=lambda: True),
+            spec_algorithm=of.SpeculativeAlgorithm["EAGLE" if draft else "NONE"],
         )
         self.engine = Engine(
             write_loc=of.KVWriteLoc,
@@ -239,7 +242,8 @@ class Server:
         if mode == "TARGET_VERIFY":
             batch.spec_info = SimpleNamespace(draft_token_num=max(new.values()), custom_mask=None)
             if tree is not None:
-                self.backend.verify_mask.buffer[: tree.numel()].copy_(tree.flatten())  # as the draft stage does
+                batch.spec_info.custom_mask = self.backend.verify_mask.buffer
+                batch.spec_info.custom_mask[: tree.numel()].copy_(tree.flatten())  # as the draft stage does
         return batch
 
     def step(self, mode: str, new: Mapping[int, int], tree: Tensor | None = None) -> None:
@@ -351,6 +355,7 @@ class Graph:
             mine, real = getattr(static, name), getattr(batch, name)
             mine[: len(real)] = real
             mine[len(real) :] = padding
+        static.spec_info = batch.spec_info
         server.backend.init_forward_metadata_out_graph(static)
         tokens, expected = sum(new.values()), []
         for layer, inputs in zip(server.layers, self.inputs, strict=True):

@@ -29,6 +29,9 @@ _OTHERS = "another --attention-backend, such as triton"
 _EXTENDS, _VERIFY = ("EXTEND", "MIXED"), "TARGET_VERIFY"
 _MODES = (*_EXTENDS, _VERIFY, "DECODE", "IDLE")
 
+#: The names of the algorithms whose drafts are verified: those that write masks into `verify_mask`, and none.
+_DRAFTS = ("NONE", "EAGLE", "EAGLE3", "STANDALONE")
+
 _log = logging.getLogger("cudnn_sdpa")
 
 
@@ -170,6 +173,7 @@ class PagedAttention:
     def init_forward_metadata(self, forward_batch: Any) -> None:
         buffers = self._new_buffers(forward_batch.batch_size, _new_tokens(forward_batch))
         self.forward_metadata = self._new_step(forward_batch, buffers)
+        self._check_mask(forward_batch)
         self._fill(self.forward_metadata, forward_batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -190,6 +194,8 @@ class PagedAttention:
             assert self._graph_buffers is not None, "SGLang calls init_cuda_graph_state first"
             self._graph_steps[key] = self._new_step(forward_batch, self._graph_buffers)
         self.forward_metadata = self._graph_steps[key]
+        if not in_capture:
+            self._check_mask(forward_batch)
 
     def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
         assert self.forward_metadata is not None, "SGLang calls init_forward_metadata_out_graph first"
@@ -285,6 +291,20 @@ class PagedAttention:
             tree_mask=tree,
         )
 
+    def _check_mask(self, forward_batch: Any) -> None:
+        """Trees are read from `verify_mask`, so that is where the draft stage has to have written them."""
+        mode = getattr(forward_batch, "actual_forward_mode", forward_batch.forward_mode).name
+        if mode == _VERIFY and self.forward_metadata is not None and self.forward_metadata.tree_mask is not None:
+            mask = forward_batch.spec_info.custom_mask
+            raise_if_unsupported(
+                f"a tree of drafts on SGLang's attention backend {NAME}",
+                {
+                    "its mask is not in the backend's verify_mask, as in two-batch overlap": mask is None
+                    or mask.data_ptr() != self._mask.buffer.data_ptr()
+                },
+                "--speculative-eagle-topk 1",
+            )
+
     def _fill(self, step: Step, forward_batch: Any) -> None:
         """Launches kernels that write a step's tensors, and can be captured; nothing waits for the GPU."""
         mode, rows = forward_batch.forward_mode.name, forward_batch.batch_size
@@ -311,15 +331,14 @@ def _check_runner(runner: Any, engine: Engine) -> None:
     pool, algorithm = runner.token_to_kv_pool, runner.spec_algorithm
     inner = [getattr(pool, name) for name in ("full_kv_pool", "swa_kv_pool") if hasattr(pool, name)] or [pool]
     others = [type(x).__name__ for x in inner if type(x) is not engine.pool]
-    speculates = not (algorithm is None or algorithm.is_none())
-    has_tree = algorithm is not None and (algorithm.is_eagle() or algorithm.is_standalone())
     raise_if_unsupported(
         f"this model on SGLang's attention backend {NAME}",
         {
             "it has multi-head latent attention": runner.use_mla_backend,
             "its decoder attends to an encoder": runner.model_config.is_encoder_decoder,
             "it writes drafts; --speculative-draft-attention-backend names their backend": runner.is_draft_worker,
-            f"drafts of {algorithm} are verified with masks of other forms": speculates and not has_tree,
+            f"drafts of {algorithm} are verified with masks of other forms": getattr(algorithm, "name", "")
+            not in _DRAFTS,
             f"a sequence is spread over {engine.context_ranks} ranks": engine.context_ranks > 1,
             "slots have virtual ids, as of --enable-unified-memory": runner.kv_index_translator.is_translating,
             f"its KV cache is a {' and a '.join(others)}, not a {engine.pool.__name__}": bool(others),

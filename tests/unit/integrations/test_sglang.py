@@ -88,6 +88,21 @@ def test_chains_see_windows_and_trees_do_not():
 
 
 @needs_sglang
+@pytest.mark.parametrize("with_graph", [False, True])
+def test_masks_of_trees_that_are_elsewhere_are_declined(with_graph):
+    server = Server(draft=3, topk=2)
+    server.backend.init_cuda_graph_state(1, 3)
+    graph = Graph(server, "TARGET_VERIFY", 1, 3)
+    server.step("EXTEND", {0: 5})
+    batch = server.batch("TARGET_VERIFY", {0: 3}, trees(1, 3))
+    batch.spec_info.custom_mask = batch.spec_info.custom_mask.clone()
+    prepare = "init_forward_metadata_out_graph" if with_graph else "init_forward_metadata"
+    with pytest.raises(UnsupportedError, match="not in the backend's verify_mask"):
+        getattr(server.backend, prepare)(batch)
+    graph.step({0: 3}, trees(1, 3))
+
+
+@needs_sglang
 def test_lengths_that_only_the_gpu_knows_need_the_number_of_tokens_alone():
     server = Server()
     server.step("EXTEND", {0: 15, 1: 3})
@@ -144,10 +159,8 @@ def test_nothing_runs_without_requests():
         ({"is_draft_worker": True}, "--speculative-draft-attention-backend"),
         ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "--enable-unified-memory"),
         ({"token_to_kv_pool": SimpleNamespace()}, "KV cache is a SimpleNamespace, not a Pool"),
-        (
-            {"spec_algorithm": SimpleNamespace(is_none=lambda: False, is_eagle=bool, is_standalone=bool)},
-            "masks of other forms",
-        ),
+        ({"spec_algorithm": "NGRAM"}, "drafts of .*NGRAM are verified with masks of other forms"),
+        ({"spec_algorithm": "FROZEN_KV_MTP"}, "masks of other forms"),
         ({"context_ranks": 2}, "2 ranks"),
         ({"kv_cache_layout": "hnd"}, "page size, heads, head dim"),
     ],
@@ -157,6 +170,8 @@ def test_models_are_declined(changes, reason):
     server = Server()
     engine = server.engine._replace(context_ranks=changes.pop("context_ranks", 1))
     server.pool.kv_cache_layout = changes.pop("kv_cache_layout", "nhd")
+    if "spec_algorithm" in changes:
+        changes["spec_algorithm"] = sglang().SpeculativeAlgorithm[changes["spec_algorithm"]]
     with pytest.raises(UnsupportedError, match=reason) as caught:
         type(server.backend)(SimpleNamespace(**vars(server.runner) | changes), engine)
     assert len(caught.value.reasons) == 1
