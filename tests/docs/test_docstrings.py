@@ -183,6 +183,7 @@ INTEGRATIONS = {
     "cudnn_sdpa.compat.flashinfer": [name for name in flashinfer.__all__ if not name.endswith("_return_lse")],
     "cudnn_sdpa.integrations.transformers": ["register"],
     "cudnn_sdpa.integrations.pytorch": ["register", "unregister"],
+    "cudnn_sdpa.integrations.sglang": ["register"],
     "cudnn_sdpa.integrations.torchtitan": ["attention", "register"],
     "cudnn_sdpa.integrations.megatron": ["CoreAttention"],
 }
