@@ -1,12 +1,12 @@
 /* Normalization of rows, forward and backward: RMSNorm, and LayerNorm if LAYER.
  *
- * T threads share a row, a power of 2. Each keeps V units of it in registers; if V is 0, it reads its units again in each
- * pass, and finds them in a cache. A block has THREADS threads, and THREADS / T rows at once. Other macros: see rows.cuh.
+ * OF_ROW threads share a row, a power of 2. Each keeps HELD units of it in registers; if HELD is 0, it reads its units again in each
+ * pass, and finds them in a cache. A block has THREADS threads, and THREADS / OF_ROW rows at once. Other macros: see rows.cuh.
  */
 #include "rows.cuh"
 
-#define ROWS (THREADS / T)
-#define HELD (V > 0 ? V : 1)
+#define ROWS (THREADS / OF_ROW)
+#define KEPT (HELD > 0 ? HELD : 1)
 
 struct Norm {
   const void* x;
@@ -36,13 +36,13 @@ struct Norm {
 /* The sum over the threads of a row. */
 __device__ __forceinline__ float sum_of_row(float x, float* sums) {
 #pragma unroll
-  for (int apart = (T < 32 ? T : 32) / 2; apart > 0; apart /= 2) x += shuffle_xor(x, apart);
-#if T > 32
+  for (int apart = (OF_ROW < 32 ? OF_ROW : 32) / 2; apart > 0; apart /= 2) x += shuffle_xor(x, apart);
+#if OF_ROW > 32
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   __syncthreads(); /* `sums` may still be read */
   if (lane == 0) sums[warp] = x;
   __syncthreads();
-  x = lane < T / 32 ? sums[threadIdx.x / T * (T / 32) + lane] : 0.0f;
+  x = lane < OF_ROW / 32 ? sums[threadIdx.x / OF_ROW * (OF_ROW / 32) + lane] : 0.0f;
 #pragma unroll
   for (int apart = 16; apart > 0; apart /= 2) x += shuffle_xor(x, apart);
 #endif
@@ -51,8 +51,8 @@ __device__ __forceinline__ float sum_of_row(float x, float* sums) {
 
 /* The unit of a thread that it reads as number i; those beyond the row are not read. */
 #define FOR_UNITS(i, unit)                                       \
-  _Pragma("unroll") for (int i = 0; i < HELD; ++i)               \
-    for (number unit = lane + i * T; unit < a.units; unit = V > 0 ? a.units : unit + T)
+  _Pragma("unroll") for (int i = 0; i < KEPT; ++i)               \
+    for (number unit = lane + i * OF_ROW; unit < a.units; unit = HELD > 0 ? a.units : unit + OF_ROW)
 
 struct Values {
   float at[UNIT];
@@ -77,11 +77,11 @@ __device__ __forceinline__ Values total_of(const Norm& a, number at) {
 extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   SHARED_MEMORY(memory);
   float* const sums = reinterpret_cast<float*>(memory);
-  const int lane = threadIdx.x % T;
-  const number asked = (number)blockIdx.x * ROWS + threadIdx.x / T;
+  const int lane = threadIdx.x % OF_ROW;
+  const number asked = (number)blockIdx.x * ROWS + threadIdx.x / OF_ROW;
   const bool is_there = asked < a.rows;
   const number row = is_there ? asked : a.rows - 1, first = row * a.units;
-  Values held[HELD];
+  Values held[KEPT];
   float sum = 0.0f;
   FOR_UNITS(i, unit) {
     held[i] = total_of(a, first + unit);
@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   mean = sum_of_row(sum, sums) * of_count;
   sum = 0.0f;
   FOR_UNITS(i, unit) {
-    if (V == 0) held[i] = total_of(a, first + unit);
+    if (HELD == 0) held[i] = total_of(a, first + unit);
 #pragma unroll
     for (int j = 0; j < UNIT; ++j) sum = fmaf(held[i].at[j] - mean, held[i].at[j] - mean, sum);
   }
@@ -111,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   if (lane == 0 && a.mean) store(a.mean + row, mean);
   const float shift = float_of(a.shift);
   FOR_UNITS(i, unit) {
-    if (V == 0) held[i] = total_of(a, first + unit);
+    if (HELD == 0) held[i] = total_of(a, first + unit);
     Raw<WDTYPE> weight, bias;
     if (a.weight) weight.read(a.weight, unit);
     if (LAYER && a.bias) bias.read(a.bias, unit);
@@ -156,31 +156,31 @@ __device__ __forceinline__ Parts parts_of(
 extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
   SHARED_MEMORY(memory);
   float* const sums = reinterpret_cast<float*>(memory);
-  const int lane = threadIdx.x % T, group = threadIdx.x / T, kinds = LAYER ? 2 : 1;
+  const int lane = threadIdx.x % OF_ROW, group = threadIdx.x / OF_ROW, kinds = LAYER ? 2 : 1;
   const float of_count = 1.0f / (float)a.n;
   float* const mine = a.partial + (number)blockIdx.x * kinds * a.n;
-  float of_weight[HELD][UNIT], of_bias[HELD][UNIT];
-  Raw<WDTYPE> weights[HELD];
+  float of_weight[KEPT][UNIT], of_bias[KEPT][UNIT];
+  Raw<WDTYPE> weights[KEPT];
 #pragma unroll
-  for (int i = 0; i < HELD; ++i)
+  for (int i = 0; i < KEPT; ++i)
 #pragma unroll
     for (int j = 0; j < UNIT; ++j) of_weight[i][j] = of_bias[i][j] = 0.0f;
   FOR_UNITS(i, unit) {
-    if (V > 0 && a.weight) weights[i].read(a.weight, unit);
-    if (V == 0 && a.grad_weight)
+    if (HELD > 0 && a.weight) weights[i].read(a.weight, unit);
+    if (HELD == 0 && a.grad_weight)
       for (int j = 0; j < kinds * UNIT; ++j) mine[j / UNIT * a.n + unit * UNIT + j % UNIT] = 0.0f;
   }
   for (number begin = (number)blockIdx.x * ROWS; begin < a.rows; begin += (number)gridDim.x * ROWS) {
     const bool is_there = begin + group < a.rows;
     const number row = is_there ? begin + group : a.rows - 1, first = row * a.units;
     const float scale = load(a.saved_scale + row), mean = LAYER ? load(a.saved_mean + row) : 0.0f;
-    Raw<DTYPE> x[HELD], grad[HELD];
+    Raw<DTYPE> x[KEPT], grad[KEPT];
     FOR_UNITS(i, unit) {
-      if (V > 0) x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
+      if (HELD > 0) x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
     }
     float along = 0.0f, sum = 0.0f;
     FOR_UNITS(i, unit) {
-      if (V == 0) {
+      if (HELD == 0) {
         x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
         if (a.weight) weights[i].read(a.weight, unit);
       }
@@ -195,7 +195,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
     if (LAYER) sum = sum_of_row(sum, sums) * of_count;
     if (!is_there) continue; /* the last rows of a block, which wait for no others any more */
     FOR_UNITS(i, unit) {
-      if (V == 0) {
+      if (HELD == 0) {
         x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
         if (a.weight) weights[i].read(a.weight, unit);
       }
@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
         if (a.grad_total) of_x += more.value(j);
         found.set(j, of_x);
         const float of_factor = parts.grad[j] * parts.normalized[j];
-        if (V > 0) {
+        if (HELD > 0) {
           of_weight[i][j] += of_factor;
           if (LAYER) of_bias[i][j] += parts.grad[j];
         } else if (a.grad_weight) {
@@ -219,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
       found.write(a.out, first + unit);
     }
   }
-  if (V == 0 || !a.grad_weight) return;
+  if (HELD == 0 || !a.grad_weight) return;
 #pragma unroll
   for (int kind = 0; kind < kinds; ++kind) {
     __syncthreads();

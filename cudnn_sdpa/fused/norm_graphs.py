@@ -6,6 +6,7 @@ Callers pass x as (..., n), weight and bias as (n,). The graphs read and write t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,15 @@ from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.engine.tensor_checks import dtype_name
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
+from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.checks import check_activation, check_beside, check_dtype, check_savable, shown, widened
 from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.graph_op import GraphCall, Views, graph_op
+from cudnn_sdpa.fused.norm_kernels import own_norm, own_norm_gradients
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.scalars import as_float, check_known, is_true
+from cudnn_sdpa.plans.kernel_plan import KernelOp
 
 #: Activations that can be fused after a norm.
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "silu": F.silu}
@@ -290,3 +295,22 @@ def layer_norm_rows(
         epsilon=eps,
     )
     return (out, mean, scale) if trains else out
+
+
+def _by_own_kernels(operation: KernelOp, names: Sequence[str], given: Views, **at: Any) -> tuple[Views, PlanKey] | None:
+    """The plan's key of a norm by own kernels, or of its gradient."""
+    if not own.may_serve():
+        return None
+    values, results, static = given
+    options = {"layer": "mean" in names or "bias" in names, "activation": static.get("activation")}
+    trains = {name: static[name] for name in ("trains",) if name in static}
+    return given, own.key_of(operation, dict(zip(names, values, strict=True)), results, options | trains, **at)
+
+
+for _function, _operation in (
+    (rms_norm_rows, own_norm),
+    (layer_norm_rows, own_norm),
+    (rms_norm_gradients, own_norm_gradients),
+    (layer_norm_gradients, own_norm_gradients),
+):
+    _function.own = partial(_by_own_kernels, _operation)
