@@ -76,12 +76,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) activate(const Gated a) {
     if (a.up.base) up[i].read(a.up.base, at.in(a.up));
   }
   FOR_UNITS(i, index) {
-    Raw<DTYPE> out;
+    float x[UNIT], factor[UNIT];
+    gate[i].get(x), up[i].get(factor);
 #pragma unroll
-    for (int j = 0; j < UNIT; ++j) {
-      const float y = activated(gate[i].value(j));
-      out.set(j, a.up.base ? y * up[i].value(j) : y);
-    }
+    for (int j = 0; j < UNIT; ++j) x[j] = a.up.base ? activated(x[j]) * factor[j] : activated(x[j]);
+    Raw<DTYPE> out;
+    out.set(x);
     out.write(a.out.base, Place(a, index).in(a.out));
   }
 }
@@ -96,15 +96,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Gated a) {
     if (a.up.base) up[i].read(a.up.base, at.in(a.up));
   }
   FOR_UNITS(i, index) {
-    Raw<DTYPE> of_gate, of_up;
+    float x[UNIT], factor[UNIT], dy[UNIT], of_factor[UNIT];
+    gate[i].get(x), up[i].get(factor), grad[i].get(dy);
 #pragma unroll
     for (int j = 0; j < UNIT; ++j) {
-      const float x = gate[i].value(j), dy = grad[i].value(j);
-      of_gate.set(j, (a.up.base ? dy * up[i].value(j) : dy) * slope(x));
-      if (a.grad_up.base) of_up.set(j, dy * activated(x));
+      of_factor[j] = dy[j] * activated(x[j]);
+      x[j] = (a.up.base ? dy[j] * factor[j] : dy[j]) * slope(x[j]);
     }
     const Place at(a, index);
-    of_gate.write(a.grad_gate.base, at.in(a.grad_gate));
-    if (a.grad_up.base) of_up.write(a.grad_up.base, at.in(a.grad_up));
+    Raw<DTYPE> found;
+    found.set(x);
+    found.write(a.grad_gate.base, at.in(a.grad_gate));
+    if (!a.grad_up.base) continue;
+    found.set(of_factor);
+    found.write(a.grad_up.base, at.in(a.grad_up));
   }
 }

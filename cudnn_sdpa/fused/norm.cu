@@ -1,7 +1,8 @@
 /* Normalization of rows, forward and backward: RMSNorm, and LayerNorm if LAYER.
  *
- * OF_ROW threads share a row, a power of 2. Each keeps HELD units of it in registers; if HELD is 0, it reads its units again in each
- * pass, and finds them in a cache. A block has THREADS threads, and THREADS / OF_ROW rows at once. Other macros: see rows.cuh.
+ * OF_ROW threads share a row, a power of 2. Each keeps HELD units of it in registers; if HELD is 0, it reads its units
+ * again in each pass, and finds them in a cache. A block has THREADS threads, and THREADS / OF_ROW rows at once. SUM: a
+ * residual is added to the rows. Other macros: see rows.cuh.
  */
 #include "rows.cuh"
 
@@ -10,11 +11,11 @@
 
 struct Norm {
   const void* x;
-  const void* residual;   /* null: none */
+  const void* residual;   /* with SUM */
   const void* weight;     /* null: ones */
   const void* bias;       /* null: zeros */
   void* out;
-  void* total;            /* x plus the residual, rounded; null: not wanted */
+  void* total;            /* with SUM: x plus the residual, rounded */
   float* mean;            /* of each row; null: not wanted */
   float* scale;           /* one over the deviation or the root mean square; null: not wanted */
   const void* grad;       /* backward: of the output */
@@ -33,13 +34,12 @@ struct Norm {
   number silu;            /* whether SiLU follows */
 };
 
-/* The sum over the threads of a row. */
+/* The sum over the threads of a row. No memory of `sums` is used by two calls without a barrier between them. */
 __device__ __forceinline__ float sum_of_row(float x, float* sums) {
 #pragma unroll
   for (int apart = (OF_ROW < 32 ? OF_ROW : 32) / 2; apart > 0; apart /= 2) x += shuffle_xor(x, apart);
 #if OF_ROW > 32
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  __syncthreads(); /* `sums` may still be read */
   if (lane == 0) sums[warp] = x;
   __syncthreads();
   x = lane < OF_ROW / 32 ? sums[threadIdx.x / OF_ROW * (OF_ROW / 32) + lane] : 0.0f;
@@ -54,25 +54,32 @@ __device__ __forceinline__ float sum_of_row(float x, float* sums) {
   _Pragma("unroll") for (int i = 0; i < KEPT; ++i)               \
     for (number unit = lane + i * OF_ROW; unit < a.units; unit = HELD > 0 ? a.units : unit + OF_ROW)
 
-struct Values {
+/* A unit of x, or of x plus the residual in float32. */
+struct Summed {
+#if SUM
   float at[UNIT];
-};
 
-/* x plus the residual, in float32. */
-__device__ __forceinline__ Values total_of(const Norm& a, number at) {
-  Raw<DTYPE> x;
-  x.read(a.x, at);
-  Values found;
+  __device__ __forceinline__ void read(const Norm& a, number unit) {
+    Raw<DTYPE> x, residual;
+    x.read(a.x, unit), residual.read(a.residual, unit);
+    float more[UNIT];
+    x.get(at), residual.get(more);
 #pragma unroll
-  for (int j = 0; j < UNIT; ++j) found.at[j] = x.value(j);
-  if (a.residual) {
-    Raw<DTYPE> residual;
-    residual.read(a.residual, at);
-#pragma unroll
-    for (int j = 0; j < UNIT; ++j) found.at[j] += residual.value(j);
+    for (int j = 0; j < UNIT; ++j) at[j] += more[j];
   }
-  return found;
-}
+
+  __device__ __forceinline__ void get(float (&x)[UNIT]) const {
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) x[j] = at[j];
+  }
+#else
+  Raw<DTYPE> raw;
+
+  __device__ __forceinline__ void read(const Norm& a, number unit) { raw.read(a.x, unit); }
+
+  __device__ __forceinline__ void get(float (&x)[UNIT]) const { raw.get(x); }
+#endif
+};
 
 extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   SHARED_MEMORY(memory);
@@ -81,18 +88,30 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   const number asked = (number)blockIdx.x * ROWS + threadIdx.x / OF_ROW;
   const bool is_there = asked < a.rows;
   const number row = is_there ? asked : a.rows - 1, first = row * a.units;
-  Values held[KEPT];
+  Summed held[KEPT];
+  Raw<WDTYPE> weights[KEPT]; /* on the way before the rows are summed */
+  FOR_UNITS(i, unit) {
+    if (HELD == 0) break;
+    held[i].read(a, first + unit);
+  }
+  FOR_UNITS(i, unit) {
+    if (HELD == 0) break;
+    if (a.weight) weights[i].read(a.weight, unit);
+  }
   float sum = 0.0f;
   FOR_UNITS(i, unit) {
-    held[i] = total_of(a, first + unit);
-    if (a.total && is_there) {
+    if (HELD == 0) held[i].read(a, first + unit);
+    float x[UNIT];
+    held[i].get(x);
+#if SUM
+    if (is_there) {
       Raw<DTYPE> rounded;
-#pragma unroll
-      for (int j = 0; j < UNIT; ++j) rounded.set(j, held[i].at[j]);
+      rounded.set(x);
       rounded.write(a.total, first + unit);
     }
+#endif
 #pragma unroll
-    for (int j = 0; j < UNIT; ++j) sum += LAYER ? held[i].at[j] : held[i].at[j] * held[i].at[j];
+    for (int j = 0; j < UNIT; ++j) sum += LAYER ? x[j] : x[j] * x[j];
   }
   const float of_count = 1.0f / (float)a.n;
   float mean = 0.0f;
@@ -100,30 +119,45 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   mean = sum_of_row(sum, sums) * of_count;
   sum = 0.0f;
   FOR_UNITS(i, unit) {
-    if (HELD == 0) held[i] = total_of(a, first + unit);
+    if (HELD == 0) held[i].read(a, first + unit);
+    float x[UNIT];
+    held[i].get(x);
 #pragma unroll
-    for (int j = 0; j < UNIT; ++j) sum = fmaf(held[i].at[j] - mean, held[i].at[j] - mean, sum);
+    for (int j = 0; j < UNIT; ++j) sum = fmaf(x[j] - mean, x[j] - mean, sum);
   }
 #endif
-  const float scale = 1.0f / sqrtf(sum_of_row(sum, sums) * of_count + float_of(a.eps));
+  const float scale = rsqrt_fast(sum_of_row(sum, LAYER ? sums + THREADS / 32 : sums) * of_count + float_of(a.eps));
   if (!is_there) return;
   if (lane == 0 && a.scale) store(a.scale + row, scale);
   if (lane == 0 && a.mean) store(a.mean + row, mean);
   const float shift = float_of(a.shift);
   FOR_UNITS(i, unit) {
-    if (HELD == 0) held[i] = total_of(a, first + unit);
-    Raw<WDTYPE> weight, bias;
-    if (a.weight) weight.read(a.weight, unit);
-    if (LAYER && a.bias) bias.read(a.bias, unit);
-    Raw<DTYPE> out;
+    if (HELD == 0) {
+      held[i].read(a, first + unit);
+      if (a.weight) weights[i].read(a.weight, unit);
+    }
+    float x[UNIT], factor[UNIT];
+    held[i].get(x), weights[i].get(factor);
 #pragma unroll
     for (int j = 0; j < UNIT; ++j) {
-      float y = (held[i].at[j] - mean) * scale;
-      if (a.weight) y *= weight.value(j) + shift;
-      if (LAYER && a.bias) y += bias.value(j);
-      if (a.silu) y *= sigmoid(y);
-      out.set(j, y);
+      x[j] = (x[j] - mean) * scale;
+      if (a.weight) x[j] *= factor[j] + shift;
     }
+#if LAYER
+    if (a.bias) {
+      Raw<WDTYPE> bias;
+      bias.read(a.bias, unit);
+      bias.get(factor);
+#pragma unroll
+      for (int j = 0; j < UNIT; ++j) x[j] += factor[j];
+    }
+#endif
+    if (a.silu) {
+#pragma unroll
+      for (int j = 0; j < UNIT; ++j) x[j] *= sigmoid(x[j]);
+    }
+    Raw<DTYPE> out;
+    out.set(x);
     out.write(a.out, first + unit);
   }
 }
@@ -136,11 +170,13 @@ struct Parts {
 __device__ __forceinline__ Parts parts_of(
     const Norm& a, const Raw<DTYPE>& x, const Raw<DTYPE>& grad, const Raw<WDTYPE>& weight, float mean, float scale) {
   const float shift = float_of(a.shift);
+  float values[UNIT], grads[UNIT], factors[UNIT];
+  x.get(values), grad.get(grads), weight.get(factors);
   Parts found;
 #pragma unroll
   for (int j = 0; j < UNIT; ++j) {
-    const float normalized = (x.value(j) - mean) * scale, factor = a.weight ? weight.value(j) + shift : 1.0f;
-    float of_out = grad.value(j);
+    const float normalized = (values[j] - mean) * scale, factor = a.weight ? factors[j] + shift : 1.0f;
+    float of_out = grads[j];
     if (a.silu) {
       const float y = normalized * factor, s = sigmoid(y);
       of_out *= s + y * s * (1.0f - s);
@@ -192,21 +228,22 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
       }
     }
     along = sum_of_row(along, sums) * of_count;
-    if (LAYER) sum = sum_of_row(sum, sums) * of_count;
+    if (LAYER) sum = sum_of_row(sum, sums + THREADS / 32) * of_count;
+    if (OF_ROW > 32) __syncthreads(); /* the next row's sums go there */
     if (!is_there) continue; /* the last rows of a block, which wait for no others any more */
     FOR_UNITS(i, unit) {
       if (HELD == 0) {
         x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
         if (a.weight) weights[i].read(a.weight, unit);
       }
-      Raw<DTYPE> more, found;
-      if (a.grad_total) more.read(a.grad_total, first + unit);
+      Raw<DTYPE> found;
+      float of_x[UNIT];
+      if (a.grad_total) found.read(a.grad_total, first + unit), found.get(of_x);
       const Parts parts = parts_of(a, x[i], grad[i], weights[i], mean, scale);
 #pragma unroll
       for (int j = 0; j < UNIT; ++j) {
-        float of_x = scale * (parts.of_normalized[j] - parts.normalized[j] * along - sum);
-        if (a.grad_total) of_x += more.value(j);
-        found.set(j, of_x);
+        const float of_total = a.grad_total ? of_x[j] : 0.0f;
+        of_x[j] = scale * (parts.of_normalized[j] - parts.normalized[j] * along - sum) + of_total;
         const float of_factor = parts.grad[j] * parts.normalized[j];
         if (HELD > 0) {
           of_weight[i][j] += of_factor;
@@ -216,6 +253,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
           if (LAYER) mine[a.n + unit * UNIT + j] += parts.grad[j];
         }
       }
+      found.set(of_x);
       found.write(a.out, first + unit);
     }
   }

@@ -26,7 +26,7 @@ _ARGUMENT = Struct(_SOURCE, "Norm")
 _THREADS, _MAX_THREADS = 128, 1024
 
 #: Numbers that a thread keeps of a row, forward and backward.
-_HELD, _HELD_BACKWARD = 32, 16
+_HELD, _HELD_BACKWARD = 16, 8
 
 #: Threads of a multiprocessor that compute gradients.
 _AT_ONCE = 1024
@@ -68,7 +68,9 @@ class Tiles(NamedTuple):
     def rows(self) -> int:
         return self.threads // self.of_row
 
-    def kernel(self, name: str, shared: int, x: torch.dtype, weight: torch.dtype, *, layer: bool) -> Kernel:
+    def kernel(
+        self, name: str, shared: int, x: torch.dtype, weight: torch.dtype, *, layer: bool, total: bool = False
+    ) -> Kernel:
         return _kernel(
             name,
             shared,
@@ -79,6 +81,7 @@ class Tiles(NamedTuple):
             HELD=self.held,
             THREADS=self.threads,
             LAYER=int(layer),
+            SUM=int(total),
         )
 
 
@@ -98,9 +101,11 @@ def own_norm(key: PlanKey) -> KernelProgram:
     layouts, options = _layouts(key), key.option_values
     x, layer = layouts["x"], bool(options["layer"])
     tiles = Tiles.of(x, numbers=_HELD, processors=_processors(key))
-    shared = 4 * tiles.threads // 32
+    shared = 4 * (1 + layer) * tiles.threads // 32
     results = ["out", *["total"] * ("residual" in layouts), *(["mean"] * layer + ["scale"]) * bool(options["trains"])]
-    kernel = tiles.kernel("normalize", shared, x.dtype, _weight_dtype(layouts), layer=layer)
+    kernel = tiles.kernel(
+        "normalize", shared, x.dtype, _weight_dtype(layouts), layer=layer, total="residual" in layouts
+    )
     return KernelProgram(
         calls=[KernelCall(kernel, -(-x.shape[0] // tiles.rows), tiles.threads)],
         fields=_fields(x, tiles, silu=options["activation"] == "silu"),
@@ -117,7 +122,7 @@ def own_norm_gradients(key: PlanKey) -> KernelProgram:
     tiles = Tiles.of(x, numbers=_HELD_BACKWARD, processors=_processors(key))
     kinds, length, sums = 1 + layer, x.shape[1], "weight" in layouts
     blocks = min(-(-x.shape[0] // tiles.rows), _processors(key) * max(1, _AT_ONCE // tiles.threads))
-    shared = 4 * max(tiles.threads // 32, tiles.rows * length if sums and tiles.rows > 1 else 0)
+    shared = 4 * max((1 + layer) * tiles.threads // 32, tiles.rows * length if sums and tiles.rows > 1 else 0)
     kernel = functools.partial(tiles.kernel, x=x.dtype, weight=weight, layer=layer)
     calls = [
         KernelCall(kernel("gradients", shared), blocks, tiles.threads),

@@ -34,23 +34,17 @@ struct Word<2> {
 
 template <int dtype>
 __device__ __forceinline__ float to_float(typename Dtype<dtype>::element x) {
-  if (dtype == 0) return half_to_float((unsigned short)x);
-  if (dtype == 1) return bfloat16_to_float((unsigned short)x);
-  return (float)x;
+  return dtype == 0 ? half_to_float((unsigned short)x) : bfloat16_to_float((unsigned short)x);
 }
-
-template <int dtype>
-__device__ __forceinline__ typename Dtype<dtype>::element to_element(float x) {
-  if (dtype == 0) return float_to_half(x);
-  if (dtype == 1) return float_to_bfloat16(x);
-  return (typename Dtype<dtype>::element)x;
-}
-
 template <>
 __device__ __forceinline__ float to_float<2>(float x) {
   return x;
 }
 
+template <int dtype>
+__device__ __forceinline__ typename Dtype<dtype>::element to_element(float x) {
+  return dtype == 0 ? float_to_half(x) : float_to_bfloat16(x);
+}
 template <>
 __device__ __forceinline__ float to_element<2>(float x) {
   return x;
@@ -61,9 +55,11 @@ template <int dtype>
 struct Raw {
   typedef typename Dtype<dtype>::element element;
   static const int bytes = UNIT * sizeof(element), word_bytes = bytes > 16 ? 16 : bytes, words = bytes / word_bytes;
+  static const bool is_paired = dtype < 2 && UNIT > 1;
   typedef typename Word<word_bytes>::type word;
   union {
     word word_at[words];
+    unsigned pair_at[UNIT > 1 ? UNIT / 2 : 1];
     element at[UNIT];
   };
 
@@ -79,9 +75,28 @@ struct Raw {
     for (int i = 0; i < words; ++i) store((word*)base + unit * words + i, word_at[i]);
   }
 
-  __device__ __forceinline__ float value(int i) const { return to_float<dtype>(at[i]); }
+  __device__ __forceinline__ void get(float (&x)[UNIT]) const {
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) {
+      if (is_paired && dtype == 1) { /* the upper half is a float with bits that do not count */
+        x[j] = float_of_bits(j % 2 ? pair_at[j / 2] & 0xFFFF0000u : pair_at[j / 2] << 16);
+      } else {
+        x[j] = to_float<dtype>(at[j]);
+      }
+    }
+  }
 
-  __device__ __forceinline__ void set(int i, float x) { at[i] = to_element<dtype>(x); }
+  __device__ __forceinline__ void set(const float (&x)[UNIT]) {
+#pragma unroll
+    for (int j = 0; j < UNIT; j += is_paired ? 2 : 1) {
+      if (is_paired) {
+        const float low = x[j], high = x[(j + 1) % UNIT];
+        pair_at[j / 2] = dtype == 0 ? pack_half(low, high) : pack_bfloat16(low, high);
+      } else {
+        at[j] = to_element<dtype>(x[j]);
+      }
+    }
+  }
 };
 
 __device__ __forceinline__ float float_of(number bits) {
@@ -89,5 +104,5 @@ __device__ __forceinline__ float float_of(number bits) {
 }
 
 __device__ __forceinline__ float sigmoid(float x) {
-  return 1.0f / (1.0f + exp2_fast(-1.4426950408889634f * x));
+  return divide_fast(1.0f, 1.0f + exp2_fast(-1.4426950408889634f * x));
 }
