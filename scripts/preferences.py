@@ -23,7 +23,7 @@ from cudnn_sdpa.attention.flash4.preferences import CAUSAL, FULL, WINDOW
 from cudnn_sdpa.attention.varlen.specs import sequence_bucket
 from cudnn_sdpa.plans.providers import CUDNN, FLASH4
 
-TABLE = ROOT / "cudnn_sdpa" / "attention" / "providers" / "preferences.json"
+TABLE = ROOT / "cudnn_sdpa" / "plans" / "preferences.json"
 
 DECODE, PROVIDERS = "decode-h100", "providers-h100"
 SM = 90  # of the GPU of both

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,7 +25,9 @@ from cudnn_sdpa.fused.graph_op import GraphCall, Views, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.scalars import is_true
+from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.kernel_plan import KernelOp
+from cudnn_sdpa.plans.providers import CUDNN
 
 
 def check(*tensors: Tensor, names: Sequence[str] = ("gate", "up")) -> None:
@@ -202,16 +203,18 @@ def relu_squared_rows(g: GraphBuilder, x: Symbol) -> Symbol:
 
 
 def _by_own_kernels(
-    operation: KernelOp, kind: int, names: Sequence[str], given: Views, **at: Any
-) -> tuple[Views, PlanKey] | None:
-    """The plan's key of an activation by own kernels, or of its gradients."""
-    if not own.may_serve():
-        return None
+    operation: KernelOp, kind: int, names: Sequence[str], given: Views, *, target: Target, device: int | None
+) -> tuple[Views, PlanKey | None, str]:
+    """The key of an activation's plan by own kernels, or of its gradients', and why; None where cuDNN serves."""
+    is_backward = operation is own_activation_gradients
+    kernel, why = own.choice("gate", target, is_backward=is_backward, has_engine=True)
+    if kernel == CUDNN:
+        return given, None, why
     values, results, static = given
     if "x" not in names:
-        values, results = halves(values, results, gradients=operation is own_activation_gradients)
-    key = own.key_of(operation, dict(zip(names, values, strict=True)), results, {"kind": kind}, **at)
-    return (values, results, static), key
+        values, results = halves(values, results, gradients=is_backward)
+    named = dict(zip(names, values, strict=True))
+    return (values, results, static), own.key_of(operation, named, results, {"kind": kind}, target, device), why
 
 
 for _function, _operation, _kind in (

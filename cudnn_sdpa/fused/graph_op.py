@@ -102,7 +102,8 @@ class GraphFunction(GraphDefinition):
         options: The static options with their defaults; `inspect.Parameter.empty` where there is none.
         ways: Divisions of a call, among ranks or because it is large; None if none is declared.
         token: The name by which the torch operator finds the function.
-        own: The call as own kernels read and write it, and the key of its plan by them; None where cuDNN serves it.
+        own: The call as own kernels read and write it, the key of its plan by them, which is None where cuDNN serves
+            it, and why.
         calls: The native module's calls. A function with a signature of its own may try them before `run`, if Dynamo
             does not trace.
     """
@@ -149,7 +150,7 @@ class GraphFunction(GraphDefinition):
         self._could_cast = could_cast if self.autocast else lambda _: False
         self.table: CallTable[_BoundCall] = CallTable()
         self.calls = NativeCalls(numbers=len(self.operands))
-        self.own: Callable[..., tuple[Views, PlanKey] | None] | None = None
+        self.own: Callable[..., tuple[Views, PlanKey | None, str]] | None = None
 
     def __reduce__(self) -> str:
         """Pickled and copied by name, as functions are."""
@@ -378,9 +379,9 @@ class GraphFunction(GraphDefinition):
         """The key of a call's plan, and the places of operands and results that are parts of others."""
         values, results, static = given
         if self.own is not None:
-            found = self.own(self.operands, given, target=target, device=device)
-            if found is not None:
-                return found[1], self._parts(values, results, found[0])
+            read, key, _ = self.own(self.operands, given, target=target, device=device)
+            if key is not None:
+                return key, self._parts(values, results, read)
         viewed = self._viewed(values, results, static)
         return self._cudnn_key(viewed, target, device), self._parts(values, results, viewed)
 
@@ -472,7 +473,11 @@ class GraphFunction(GraphDefinition):
             values = split.part(self._named(values), 0)
             results = self.outputs(values, static)
         given = values, results, static
-        return Description(self, lambda *at: self._key(given, *at)[0], device, extra_kernels=notes)
+        described = Description(self, lambda *at: self._key(given, *at)[0], device, extra_kernels=notes)
+        if self.own is None:
+            return described
+        own = partial(self.own, self.operands, given, device=device)
+        return replace(described, on_target=lambda target: replace(described, choice=own(target=target)[2]))
 
 
 @dataclass(frozen=True)
