@@ -206,15 +206,19 @@ def _by_own_kernels(
     operation: KernelOp, kind: int, names: Sequence[str], given: Views, *, target: Target, device: int | None
 ) -> tuple[Views, PlanKey | None, str]:
     """The key of an activation's plan by own kernels, or of its gradients', and why; None where cuDNN serves."""
+    values, results, static = given
     is_backward = operation is own_activation_gradients
     kernel, why = own.choice("gate", target, is_backward=is_backward, has_engine=True)
-    if kernel == CUDNN:
+    if kernel == CUDNN or results[0].dtype not in own.DTYPES:
         return given, None, why
-    values, results, static = given
     if "x" not in names:
         values, results = halves(values, results, gradients=is_backward)
     named = dict(zip(names, values, strict=True))
-    return (values, results, static), own.key_of(operation, named, results, {"kind": kind}, target, device), why
+    return (
+        (values, results, static),
+        own.key_of(operation, named, results, {"kind": kind}, target=target, device=device),
+        why,
+    )
 
 
 for _function, _operation, _kind in (

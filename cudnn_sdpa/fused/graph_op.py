@@ -477,7 +477,7 @@ class GraphFunction(GraphDefinition):
         if self.own is None:
             return described
         own = partial(self.own, self.operands, given, device=device)
-        return replace(described, on_target=lambda target: replace(described, choice=own(target=target)[2]))
+        return replace(described, choose=lambda target: own(target=target)[2])
 
 
 @dataclass(frozen=True)

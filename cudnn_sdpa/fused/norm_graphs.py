@@ -330,11 +330,11 @@ def _by_own_kernels(
     is_plain = named.get("grad_total") is None and not (is_backward and activation)
     has_engine = is_plain and _has_engine(named["x"], named["weight"])
     kernel, why = own.choice("norm", target, is_backward=is_backward, has_engine=has_engine)
-    if kernel == CUDNN:
+    if kernel == CUDNN or results[0].dtype not in own.DTYPES:
         return given, None, why
     options = {"layer": "mean" in names or "bias" in names, "activation": activation}
     trains = {name: static[name] for name in ("trains",) if name in static}
-    return given, own.key_of(operation, named, results, options | trains, target, device), why
+    return given, own.key_of(operation, named, results, options | trains, target=target, device=device), why
 
 
 for _function, _operation in (

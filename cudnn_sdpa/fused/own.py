@@ -87,6 +87,7 @@ def key_of(
     named: Mapping[str, Value],
     results: Sequence[Tensor],
     options: Mapping[str, object],
+    *,
     target: Target,
     device: int | None,
 ) -> PlanKey:
