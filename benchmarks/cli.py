@@ -18,6 +18,7 @@ from benchmarks.tools.parts import (
     DecodePart,
     DistributedPart,
     Fp8Part,
+    FusedPart,
     HostPart,
     KernelsPart,
     LlamaPart,
@@ -163,6 +164,22 @@ def bench_norm(
         NormPart.PROPOSALS: ("All plans that cuDNN proposes for rms_norm", proposals.norms),
     }
     _measure("norm", {chosen.value: measures[chosen] for chosen in part or list(NormPart)}, output)
+
+
+@app.command("fused")
+def bench_fused(
+    part: Annotated[list[FusedPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
+    output: cli.Output = None,
+) -> None:
+    """Time norms and gates by own kernels, cuDNN's, torch.compile's, and quack's and Liger's if they are installed."""
+    require_gpu()
+    from benchmarks import fused_peers
+
+    measures: dict[FusedPart, tuple[str, Measure]] = {
+        FusedPart.NORMS: ("rms_norm, bfloat16, interleaved, median", fused_peers.norms),
+        FusedPart.GATES: ("silu_mul, bfloat16, interleaved, median", fused_peers.gates),
+    }
+    _measure("fused", {chosen.value: measures[chosen] for chosen in part or list(FusedPart)}, output)
 
 
 @app.command("silu")

@@ -1,7 +1,7 @@
 """Writes the table of measured preferences out of the JSON of the benchmarks.
 
 Rows for `sdpa_paged` have ranges, which people choose, and the times of a step of `benchmarks decode`. Those for `sdpa`
-are the calls of `benchmarks providers`.
+are the calls of `benchmarks providers`. Those of norms and gates have the times of a call of `benchmarks fused`.
 
 python scripts/preferences.py            # write it
 python scripts/preferences.py --check    # exit with 1 if the table is another
@@ -21,12 +21,12 @@ from benchmarks import providers
 from benchmarks.peers import Configuration
 from cudnn_sdpa.attention.flash4.preferences import CAUSAL, FULL, WINDOW
 from cudnn_sdpa.attention.varlen.specs import sequence_bucket
-from cudnn_sdpa.plans.providers import CUDNN, FLASH4
+from cudnn_sdpa.plans.providers import CUDNN, FLASH4, OWN
 
-TABLE = ROOT / "cudnn_sdpa" / "attention" / "providers" / "preferences.json"
+TABLE = ROOT / "cudnn_sdpa" / "plans" / "preferences.json"
 
-DECODE, PROVIDERS = "decode-h100", "providers-h100"
-SM = 90  # of the GPU of both
+DECODE, PROVIDERS, FUSED = "decode-h100", "providers-h100", "fused-h100"
+SM = 90  # of the GPU of all
 
 LABEL, OWN_US, CUDNN_US = "sequences × new tokens on keys", "sdpa_paged_varlen µs", "sdpa_paged on cuDNN µs"
 
@@ -43,11 +43,12 @@ Row = dict[str, Any]
 
 def render(text: str) -> str:
     """The table, whose ranges are those of `text`."""
-    decode, of_providers = measured(DECODE), measured(PROVIDERS)
+    decode, of_providers, of_fused = map(measured, (DECODE, PROVIDERS, FUSED))
     paged = rows_for_pages(json.loads(text)["sdpa_paged"]["rows"], decode)
     sections = [
         _section("sdpa_paged", DECODE, decode, paged),
         _section("sdpa", PROVIDERS, of_providers, rows(of_providers)),
+        _section("fused", FUSED, of_fused, rows_of_fused(json.loads(text)["fused"]["rows"], of_fused)),
     ]
     return "{\n" + ",\n".join(sections) + "\n}\n"
 
@@ -64,6 +65,12 @@ def rows_for_pages(ranges: list[Row], data: Row) -> list[Row]:
     steps = {row[LABEL]: row for row in data["steps"]}
     times = {"own_us": OWN_US, "cudnn_us": CUDNN_US}
     return [row | {name: round(steps[row["of"]][column], 1) for name, column in times.items()} for row in ranges]
+
+
+def rows_of_fused(choices: list[Row], data: Row) -> list[Row]:
+    """Rows with the times of their call; people choose that, and the faster provider of all calls of the function."""
+    calls = {row["call"]: row for part in ("norms", "gates") for row in data[part]}
+    return [row | {f"{name}_us": round(calls[row["of"]][f"{name} µs"], 1) for name in (OWN, CUDNN)} for row in choices]
 
 
 def rows(data: Row) -> list[Row]:

@@ -61,6 +61,13 @@ class SiluPart(str, Enum):
     PROPOSALS = "proposals"
 
 
+class FusedPart(str, Enum):
+    """Parts of `benchmarks fused`."""
+
+    NORMS = "norms"
+    GATES = "gates"
+
+
 class ConvPart(str, Enum):
     """Parts of `benchmarks conv`."""
 

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial, wraps
 from pathlib import Path
 from typing import NoReturn
@@ -47,6 +47,7 @@ class Description:
         bucket: Returns the key of its bucket's plan, None if it fits none; see `shape_policy`.
         verify: Runs the call and the reference, and returns the relative error of each result, and of the gradients if
             requested.
+        choose: Gives the choice on a target.
         on_target: Gives another description for a target on which other kernels run; None if it is the same.
     """
 
@@ -59,6 +60,7 @@ class Description:
     backward: Description | None = None
     bucket: Callable[[Target, int | None], PlanKey | None] | None = None
     verify: Callable[[bool], dict[str, float]] | None = None
+    choose: Callable[[Target], str] | None = None
     on_target: Callable[[Target], Description | None] | None = None
 
     def __post_init__(self) -> None:
@@ -66,7 +68,8 @@ class Description:
             object.__setattr__(self, "extra_kernels", [])
 
     def for_target(self, target: Target) -> Description:
-        return (self.on_target and self.on_target(target)) or self
+        found = (self.on_target and self.on_target(target)) or self
+        return replace(found, choice=found.choose(target)) if found.choose else found
 
     @classmethod
     def refused(cls, operation: GraphDefinition, error: UnsupportedError, device: int | None) -> Description:

@@ -7,6 +7,7 @@ both in its halves.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,11 +17,17 @@ from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.errors import ShapeError, UnsupportedError
-from cudnn_sdpa.fused.activation_tiling import backward_views, check_rows, forward_views, split
+from cudnn_sdpa.fused import own
+from cudnn_sdpa.fused.activation_kernels import GELU, RELU_SQUARED, SILU, own_activation, own_activation_gradients
+from cudnn_sdpa.fused.activation_tiling import backward_views, check_rows, forward_views, halves, split
 from cudnn_sdpa.fused.checks import check_beside, check_dtype, widened
-from cudnn_sdpa.fused.graph_op import GraphCall, graph_op
+from cudnn_sdpa.fused.graph_op import GraphCall, Views, graph_op
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.scalars import is_true
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans.kernel_plan import KernelOp
+from cudnn_sdpa.plans.providers import CUDNN
 
 
 def check(*tensors: Tensor, names: Sequence[str] = ("gate", "up")) -> None:
@@ -193,3 +200,32 @@ def relu_squared_rows(g: GraphBuilder, x: Symbol) -> Symbol:
     """max(x, 0)²."""
     y = g.relu(input=x)
     return g.mul(a=y, b=y)
+
+
+def _by_own_kernels(
+    operation: KernelOp, kind: int, names: Sequence[str], given: Views, *, target: Target, device: int | None
+) -> tuple[Views, PlanKey | None, str]:
+    """The key of an activation's plan by own kernels, or of its gradients', and why; None where cuDNN serves."""
+    values, results, static = given
+    is_backward = operation is own_activation_gradients
+    kernel, why = own.choice("gate", target, is_backward=is_backward, has_engine=True)
+    if kernel == CUDNN or results[0].dtype not in own.DTYPES:
+        return given, None, why
+    if "x" not in names:
+        values, results = halves(values, results, gradients=is_backward)
+    named = dict(zip(names, values, strict=True))
+    return (
+        (values, results, static),
+        own.key_of(operation, named, results, {"kind": kind}, target=target, device=device),
+        why,
+    )
+
+
+for _function, _operation, _kind in (
+    (silu_mul_rows, own_activation, SILU),
+    (gelu_mul_rows, own_activation, GELU),
+    (relu_squared_rows, own_activation, RELU_SQUARED),
+    (silu_mul_grad_up, own_activation, SILU),
+    (silu_mul_gradients, own_activation_gradients, SILU),
+):
+    _function.own = partial(_by_own_kernels, _operation, _kind)

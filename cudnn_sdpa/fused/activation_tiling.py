@@ -47,14 +47,22 @@ def backward_views(operands: Sequence[Value], results: Sequence[Tensor], options
 
 
 def _views(operands: Sequence[Value], results: Sequence[Tensor], options: Options, *, gradients: bool) -> Views:
-    *others, last = operands
-    if last is None:  # one tensor holds gate and up
-        *before, both = others
-        operands = [*before, *split(both)]
-        results = [half for result in results for half in result.chunk(2, dim=-1)] if gradients else results
+    operands, results = halves(operands, results, gradients=gradients)
     rows = [_rows(x) for x in operands if isinstance(x, Tensor)]
     shape = tiled_shape(rows, gradients=gradients)
     return [x.view(shape) for x in rows], [_rows(x).view(shape) for x in results], options
+
+
+def halves(
+    operands: Sequence[Value], results: Sequence[Tensor], *, gradients: bool
+) -> tuple[Sequence[Value], Sequence[Tensor]]:
+    """Operands and results with gate and up apart, where one tensor holds both."""
+    *others, last = operands
+    if last is not None:
+        return operands, results
+    *before, both = others
+    written = [half for result in results for half in result.chunk(2, dim=-1)] if gradients else results
+    return [*before, *split(both)], written
 
 
 def split(both: Value) -> tuple[Tensor, Tensor]:

@@ -102,6 +102,8 @@ class GraphFunction(GraphDefinition):
         options: The static options with their defaults; `inspect.Parameter.empty` where there is none.
         ways: Divisions of a call, among ranks or because it is large; None if none is declared.
         token: The name by which the torch operator finds the function.
+        own: The call as own kernels read and write it, the key of its plan by them, which is None where cuDNN serves
+            it, and why.
         calls: The native module's calls. A function with a signature of its own may try them before `run`, if Dynamo
             does not trace.
     """
@@ -148,6 +150,7 @@ class GraphFunction(GraphDefinition):
         self._could_cast = could_cast if self.autocast else lambda _: False
         self.table: CallTable[_BoundCall] = CallTable()
         self.calls = NativeCalls(numbers=len(self.operands))
+        self.own: Callable[..., tuple[Views, PlanKey | None, str]] | None = None
 
     def __reduce__(self) -> str:
         """Pickled and copied by name, as functions are."""
@@ -372,7 +375,17 @@ class GraphFunction(GraphDefinition):
     def _viewed(self, values: Sequence[Value], results: Sequence[Tensor], static: Options) -> Views:
         return (values, results, static) if self.views is None else self.views(values, results, static)
 
-    def _key(self, viewed: Views, target: Target, device: int | None) -> PlanKey:
+    def _key(self, given: Views, target: Target, device: int | None) -> tuple[PlanKey, Mapping[str, Address]]:
+        """The key of a call's plan, and the places of operands and results that are parts of others."""
+        values, results, static = given
+        if self.own is not None:
+            read, key, _ = self.own(self.operands, given, target=target, device=device)
+            if key is not None:
+                return key, self._parts(values, results, read)
+        viewed = self._viewed(values, results, static)
+        return self._cudnn_key(viewed, target, device), self._parts(values, results, viewed)
+
+    def _cudnn_key(self, viewed: Views, target: Target, device: int | None) -> PlanKey:
         values, results, static = viewed
         rank = max(x.dim() for x in _tensors(values))
         number = TensorLayout.contiguous((1,) * rank, torch.float32)
@@ -397,15 +410,15 @@ class GraphFunction(GraphDefinition):
         if (split := self._split(values, results)) is not None:
             bind = partial(self.prepared, static=static)
             return large.LargeCall(bind, split, self.operands, operand_kinds(values), results=layouts)
-        viewed, device = self._viewed(values, results, static), _tensors(values)[0].get_device()
+        device = _tensors(values)[0].get_device()
         with torch.cuda.device(device):
-            key = self._key(viewed, live_target(device), device)
+            key, addresses = self._key((values, results, static), live_target(device), device)
             bound = BoundPlan(
                 plan=plan_cache.get(key, partial(build_plan, self)),
                 operands=[name for name, x in named.items() if isinstance(x, Tensor)],
                 results=layouts,
                 numbers={name: x for name, x in named.items() if isinstance(x, float)},
-                extras=LaunchExtras(addresses=self._parts(values, results, viewed)),
+                extras=LaunchExtras(addresses=addresses),
             )
         self.table.add(signature, _BoundCall(bound, bound.plan, static, trains=False))
         return bound
@@ -459,8 +472,12 @@ class GraphFunction(GraphDefinition):
             notes.append(f"the same in {split.parts - 1} other parts of {split.way.name}")
             values = split.part(self._named(values), 0)
             results = self.outputs(values, static)
-        key = partial(self._key, self._viewed(values, results, static))
-        return Description(self, key, device, extra_kernels=notes)
+        given = values, results, static
+        described = Description(self, lambda *at: self._key(given, *at)[0], device, extra_kernels=notes)
+        if self.own is None:
+            return described
+        own = partial(self.own, self.operands, given, device=device)
+        return replace(described, choose=lambda target: own(target=target)[2])
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
 from cudnn_sdpa.engine.launch import NOT_A_CALL
 from cudnn_sdpa.engine.native.calls import MISSED
+from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.checks import check_activation, checked_flag
 from cudnn_sdpa.fused.encoding import Value
 from cudnn_sdpa.fused.norm_graphs import (
@@ -62,13 +63,15 @@ def rms_norm(
 
     Args:
         x: (..., n), float16, bfloat16 or float32; float64, computed in float64, if `cpu_checks` accepts any dtype.
-            cuDNN reads dense rows; an x that is not contiguous is copied first.
+            Kernels read dense rows; an x that is not contiguous is copied first.
         weight: (n,), in x's dtype or float32; None is ones.
         eps: Added to the mean of the squares; data, not part of the plan. The default is not that of PyTorch's
             `rms_norm`. None is: the machine epsilon of float64 for float64, of float32 (1.19e-7) for other dtypes.
-        residual: Of x's shape and dtype: added to x first; in the same kernel if rows have a multiple of 64 elements,
-            32 in float32, and the weight x's dtype. Elsewhere each step is rounded to x's dtype.
-        activation: "silu": applied to the result; in the same kernel for the same calls, without a gradient.
+        residual: Of x's shape and dtype: added to x first, in the same kernel. Under `providers("cudnn")` that is so if
+            rows have a multiple of 64 elements, 32 in float32, and the weight x's dtype; elsewhere each step is
+            rounded to x's dtype.
+        activation: "silu": applied to the result, in the same kernel; by cuDNN in that of the same calls, if there is
+            no gradient.
         zero_centered: Whether the weight is stored minus 1, as in Gemma; 1 is added to it in the same kernel.
 
     Returns:
@@ -127,7 +130,7 @@ def separate_steps(
     if has_sum:
         check(x, {"weight": weight}, eps, residual)
     tensors = [tensor for tensor in (x, weight, residual) if isinstance(tensor, Tensor)]
-    has_activation = activation is not None and (not is_fused or needs_gradient(*tensors))
+    has_activation = activation is not None and (not is_fused or (needs_gradient(*tensors) and not own.may_serve()))
     if has_activation:
         check_activation(activation, ACTIVATIONS)
     return has_sum, has_activation

@@ -6,6 +6,7 @@ Callers pass x as (..., n), weight and bias as (n,). The graphs read and write t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,11 +17,17 @@ from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.autograd_checks import no_second_gradient
 from cudnn_sdpa.engine.tensor_checks import dtype_name
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
+from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.checks import check_activation, check_beside, check_dtype, check_savable, shown, widened
 from cudnn_sdpa.fused.encoding import Options, Value
 from cudnn_sdpa.fused.graph_op import GraphCall, Views, graph_op
+from cudnn_sdpa.fused.norm_kernels import own_norm, own_norm_gradients
 from cudnn_sdpa.graph.backend import GraphBuilder, Symbol
+from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.scalars import as_float, check_known, is_true
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans.kernel_plan import KernelOp
+from cudnn_sdpa.plans.providers import CUDNN
 
 #: Activations that can be fused after a norm.
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "silu": F.silu}
@@ -110,10 +117,18 @@ def _rms_gradients_reference(
     weight: Tensor | None = None,
     scale: Tensor | float = 1.0,
     shift: float | None = None,
+    grad_total: Tensor | None = None,
+    *,
+    activation: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     dy, rows = widened(grad), widened(x) * scale
+    if activation == "silu":
+        y = rows * _factor(weight, shift, dy)
+        sigmoid = torch.sigmoid(y)
+        dy = dy * (sigmoid + y * sigmoid * (1 - sigmoid))
     grad_rows = dy * _factor(weight, shift, dy)
-    grad_x = (scale * (grad_rows - rows * (grad_rows * rows).mean(-1, keepdim=True))).to(x.dtype)
+    wide = scale * (grad_rows - rows * (grad_rows * rows).mean(-1, keepdim=True))
+    grad_x = (wide if grad_total is None else wide + widened(grad_total)).to(x.dtype)
     return grad_x if weight is None else (grad_x, (dy * rows).sum_to_size(weight.shape).to(weight.dtype))
 
 
@@ -123,7 +138,7 @@ def _rms_gradients_reference(
     keeps_results=False,
     readable=_contiguous,
     views=_as_rows,
-    shard=sharding.along({"grad": 1, "x": 1, "scale": 1}, sums=1),
+    shard=sharding.along({"grad": 1, "x": 1, "scale": 1, "grad_total": 1}, sums=1),
 )
 def rms_norm_gradients(
     g: GraphBuilder,
@@ -132,7 +147,13 @@ def rms_norm_gradients(
     weight: Symbol | None = None,
     scale: Symbol | None = None,
     shift: Symbol | None = None,
+    grad_total: Symbol | None = None,
+    *,
+    activation: str | None = None,
 ) -> Symbol | tuple[Symbol, Symbol]:
+    """Gradients of x and of the weight; own kernels alone add another gradient of x, and undo an activation."""
+    assert grad_total is None
+    assert activation is None
     shifted = weight if shift is None else g.add(a=weight, b=shift)
     grad_x, grad_weight, _ = g.rmsnorm_backward(
         name="rms_norm_gradients", grad=grad, input=x, scale=shifted, inv_variance=scale, has_dbias=False
@@ -148,16 +169,17 @@ def _rms_backward(
     needs: tuple[bool, ...],
     **options: object,
 ) -> GraphCall | tuple[Tensor | None, ...]:
-    assert options["activation"] is None
     x, weight, _, shift, _ = operands
     total, scale = (x, *results)[-2:]
     grad_out, grad_total = (*grads, None)[:2]
     grad_out = torch.zeros_like(total) if grad_out is None else grad_out
-    call = rms_norm_gradients.call(grad_out, total, weight, scale=scale, shift=shift)
+    is_added = grad_total is not None and own.may_serve()
+    more = {"grad_total": grad_total if is_added else None, "activation": options["activation"]}
+    call = rms_norm_gradients.call(grad_out, total, weight, scale=scale, shift=shift, **more)
     if grad_total is None and not needs[-1]:  # which is the residual's
         return call
     grad_x, grad_weight = (call(), None) if weight is None else call()
-    if grad_total is not None:
+    if grad_total is not None and not is_added:
         grad_x = grad_x + grad_total
     return grad_x, grad_weight, None, None, grad_x
 
@@ -174,15 +196,21 @@ def _check_rms(
 ) -> None:
     check(x, {"weight": weight}, eps, residual)
     check_activation(activation, ACTIVATIONS)
-    if trains and activation is not None:
+    if trains and activation is not None and not own.may_serve():
         raise OptionError("activation", shown(activation), "None, where a gradient is wanted")
 
 
 def fuses(x: Tensor, weight: Tensor | None) -> bool:
-    """Whether a residual and an activation run in the kernel of the norm, for rows of a multiple of 128 bytes."""
+    """Whether a residual and an activation run in the kernel of the norm."""
+    return own.may_serve() or _has_engine(x, weight)
+
+
+def _has_engine(x: Value, weight: Value) -> bool:
+    """Whether cuDNN surely has an engine for a norm, with all that is fused: for rows of a multiple of 128 bytes."""
     # That holds for 1 to 65,536 columns on 9.19 with an H100, and on 9.28 with an A100, H200 and B200.
+    assert isinstance(x, Tensor)
     has_kernel = is_true(x.shape[-1] * x.element_size() % 128 == 0)
-    return has_kernel and (weight is None or weight.dtype == x.dtype)
+    return has_kernel and (not isinstance(weight, Tensor) or weight.dtype == x.dtype)
 
 
 @graph_op(
@@ -290,3 +318,29 @@ def layer_norm_rows(
         epsilon=eps,
     )
     return (out, mean, scale) if trains else out
+
+
+def _by_own_kernels(
+    operation: KernelOp, names: Sequence[str], given: Views, *, target: Target, device: int | None
+) -> tuple[Views, PlanKey | None, str]:
+    """The key of a norm's plan by own kernels, or of its gradients', and why; the key is None where cuDNN serves."""
+    values, results, static = given
+    named = dict(zip(names, values, strict=True))
+    activation, is_backward = static.get("activation"), operation is own_norm_gradients
+    is_plain = named.get("grad_total") is None and not (is_backward and activation)
+    has_engine = is_plain and _has_engine(named["x"], named["weight"])
+    kernel, why = own.choice("norm", target, is_backward=is_backward, has_engine=has_engine)
+    if kernel == CUDNN or results[0].dtype not in own.DTYPES:
+        return given, None, why
+    options = {"layer": "mean" in names or "bias" in names, "activation": activation}
+    trains = {name: static[name] for name in ("trains",) if name in static}
+    return given, own.key_of(operation, named, results, options | trains, target=target, device=device), why
+
+
+for _function, _operation in (
+    (rms_norm_rows, own_norm),
+    (layer_norm_rows, own_norm),
+    (rms_norm_gradients, own_norm_gradients),
+    (layer_norm_gradients, own_norm_gradients),
+):
+    _function.own = partial(_by_own_kernels, _operation)

@@ -47,6 +47,19 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return found;
 }
 
+/* Two units in the last place, over the whole range. */
+__device__ __forceinline__ float divide_fast(float x, float y) {
+  float found;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(found) : "f"(x), "f"(y));
+  return found;
+}
+
+__device__ __forceinline__ float rsqrt_fast(float x) {
+  float found;
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(found) : "f"(x));
+  return found;
+}
+
 __device__ __forceinline__ float half_to_float(unsigned short bits) {
   float found;
   asm("cvt.f32.f16 %0, %1;" : "=f"(found) : "h"(bits));

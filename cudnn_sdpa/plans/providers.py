@@ -96,7 +96,8 @@ def other(provider: str) -> Any:
 def providers(*names: Provider) -> ProvidersUse:
     """Sets whose kernels serve a call for which there are several: the first of these that can.
 
-    - "default": cuDNN, and for pages own kernels where cuDNN has none or took longer in a table of measurements.
+    - "default": cuDNN, and for pages, norms and gates own kernels where cuDNN has none or took longer in a table of
+      measurements.
     - "cudnn": cuDNN's kernels.
     - "own": CUDA kernels of this library.
     - "fa4": FlashAttention-4's, for `sdpa`, the drop-in and `sdpa_varlen` on Hopper, if it is installed. A helper
@@ -107,10 +108,10 @@ def providers(*names: Provider) -> ProvidersUse:
     - "fastest": as "default", and FlashAttention-4 for calls of `sdpa` and `sdpa_varlen` for which it took less time in
       a table of measurements.
 
-    `sdpa_paged` has the first three. `sdpa` and the drop-in have own kernels: those of `kernels.attention`, which take
-    float32 without TF32, any head dim (above 128 with memory for all scores) and any strides, and are deterministic;
-    they have masks, the log-sum-exp and gradients, but no other option. Calls of other functions have kernels of one
-    provider, and are not concerned.
+    `sdpa_paged`, norms and gates have the first three. `sdpa` and the drop-in have own kernels: those of
+    `kernels.attention`, which take float32 without TF32, any head dim (above 128 with memory for all scores) and any
+    strides, and are deterministic; they have masks, the log-sum-exp and gradients, but no other option. Calls of other
+    functions have kernels of one provider, and are not concerned.
 
     Providers change no meaning of a call, and its results by rounding alone. Each pass of a call chooses for itself.
     `explain` says who serves a call, and why. A call for which none of the named providers has a kernel raises

@@ -11,11 +11,11 @@ import functools
 from typing import NamedTuple
 
 from cudnn_sdpa.attention.dense.specs import BackwardSpec, ForwardSpec
-from cudnn_sdpa.attention.providers.preferences import rows_of
 from cudnn_sdpa.attention.sink_scores import SinkUse
 from cudnn_sdpa.attention.spec import AttentionSpec
 from cudnn_sdpa.attention.varlen.specs import PackedBackward, PackedForward
 from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans.preferences import rows_of
 
 #: FlashAttention-4 serves calls that take it at most this share of cuDNN's time.
 AT_MOST = 0.98

@@ -16,10 +16,10 @@ from cudnn_sdpa.attention.arguments import FP8_DTYPES
 from cudnn_sdpa.attention.mask import UNBOUNDED
 from cudnn_sdpa.attention.paged.arguments import PagedArguments
 from cudnn_sdpa.attention.paged_varlen.plans import reasons_against
-from cudnn_sdpa.attention.providers.preferences import rows_of
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans import providers
+from cudnn_sdpa.plans.preferences import rows_of
 from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, FLASH4, FRONTEND, OWN
 
 #: How much longer than cuDNN's engines the own kernel may take where it is preferred.

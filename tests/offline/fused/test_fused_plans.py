@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cudnn_sdpa import UnsupportedError, explain, rms_norm
+from cudnn_sdpa import UnsupportedError, explain, providers, rms_norm
 from cudnn_sdpa.fused.activation_graphs import (
     gelu_mul_rows,
     relu_squared_rows,
@@ -24,7 +24,14 @@ from cudnn_sdpa.fused.norm_graphs import layer_norm_gradients, layer_norm_rows, 
 from cudnn_sdpa.graph.target import Target, load_properties
 from cudnn_sdpa.offline.planner import engine_offline, plan_offline
 
-pytestmark = pytest.mark.usefixtures("can_plan")
+pytestmark = pytest.mark.usefixtures("can_plan", "by_cudnn")
+
+
+@pytest.fixture
+def by_cudnn():
+    with providers("cudnn"):
+        yield
+
 
 GPUS = ["a100", "h200", "b200", "rtx5090"]
 HALF, FULL = torch.bfloat16, torch.float32

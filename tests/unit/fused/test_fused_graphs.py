@@ -1,6 +1,6 @@
-"""The graphs of all built-in fused operations, forward and backward, compute what float64 does, with every option.
+"""The graphs of all built-in fused operations, and own kernels, forward and backward, compute what float64 does.
 
-Plans evaluate what the builders of their keys build, in float64, so results are as exact as their dtype.
+Plans of cuDNN evaluate what the builders of their keys build, in float64, so results are as exact as their dtype.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fake_gpu import FakePlan, gpu_on_the_cpu
 from fused_calls import in_float64, tuple_of
 
 import cudnn_sdpa
-from cudnn_sdpa import cpu_checks
+from cudnn_sdpa import cpu_checks, providers
 from cudnn_sdpa.fused import activation_graphs, conv_graphs, norm_graphs
 from cudnn_sdpa.fused.graph_op import GraphFunction
 
@@ -76,13 +76,13 @@ for _rank, _all in _SIZES.items():
 DIFFERENTIABLE = {name for name, case in CASES.items() if len(case[-1]) > 1}
 
 
-def run(name: str, wanted: tuple[str, ...] = ()) -> set[str]:
+def run(name: str, wanted: tuple[str, ...] = (), provider: str = "cudnn") -> set[str]:
     """Makes a call on random tensors and holds results and gradients against float64; the names of its graphs."""
     function, shapes, options, _ = CASES[name]
     tensors = {argument: torch.randn(shape) + 0.1 for argument, shape in shapes.items()}
     leaves = {argument: x.double().requires_grad_(argument in wanted) for argument, x in tensors.items()}
     before = len(FakePlan.launched)
-    with gpu_on_the_cpu(), cpu_checks(None):
+    with gpu_on_the_cpu(), cpu_checks(None), providers(provider):
         out = tuple_of(function(**{n: x.requires_grad_(n in wanted) for n, x in tensors.items()}, **options))
         grads = [torch.randn_like(x) for x in out]
         found = torch.autograd.grad(out, [tensors[n] for n in wanted], grads) if wanted else ()
@@ -91,6 +91,7 @@ def run(name: str, wanted: tuple[str, ...] = ()) -> set[str]:
     gradients = torch.autograd.grad(of_float64, [leaves[n] for n in wanted], grads) if wanted else ()
     for one, other in zip((*out, *found), (*of_float64, *gradients), strict=True):
         torch.testing.assert_close(one.detach().double(), other.detach(), rtol=1e-5, atol=1e-5)
+    assert {key.provider for key in FakePlan.launched[before:]} == {None if provider == "cudnn" else provider}
     return {key.name for key in FakePlan.launched[before:]}
 
 
@@ -98,6 +99,22 @@ def run(name: str, wanted: tuple[str, ...] = ()) -> set[str]:
 def test_results_are_right(name):
     graphs = CASES[name][-1]
     assert run(name) == {graph for graph in graphs if "grad" not in graph}
+
+
+OWN = [name for name in CASES if not name.startswith("conv")]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_results_of_own_kernels_are_right(name):
+    graphs = run(name, provider="own")
+    assert graphs == {"own_norm" if "norm" in name else "own_activation"}
+
+
+@pytest.mark.parametrize("name", [name for name in OWN if "gelu" not in name and "relu" not in name])
+def test_gradients_of_own_kernels_are_right(name):
+    graphs = run(name, tuple(CASES[name][1]), provider="own")
+    own = "own_norm" if "norm" in name else "own_activation"
+    assert graphs == {own, f"{own}_gradients"}
 
 
 @pytest.mark.parametrize("name", sorted(DIFFERENTIABLE))

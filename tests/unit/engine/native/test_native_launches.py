@@ -24,7 +24,7 @@ from fake_gpu import CpuKernel, everywhere, poisoned
 from native_way import native_way
 from real_plans import Device, real_plans
 
-from cudnn_sdpa import ExecutionError, graph_op, plan_cache, sdpa
+from cudnn_sdpa import ExecutionError, graph_op, plan_cache, providers, sdpa
 from cudnn_sdpa.engine.native import calls
 from cudnn_sdpa.graph import backend, handles, known_issues
 from cudnn_sdpa.graph.handles import FILLED_BYTES, SCRATCH_BYTES, thread
@@ -88,7 +88,7 @@ def range_of(address: int, size: int) -> range:
 @pytest.mark.parametrize("stream", [0, 11])
 def test_pointers_are_those_of_the_operands_and_results(name, stream, way, launches_in_python):
     call = OPERATIONS[name]
-    with real_plans(call.compute) as device, device.stream(stream):
+    with providers("cudnn"), real_plans(call.compute) as device, device.stream(stream):
         call.warm_up()
         launches_in_python.clear()
         tensors = call.tensors()

@@ -1,0 +1,303 @@
+/* Normalization of rows, forward and backward: RMSNorm, and LayerNorm if LAYER.
+ *
+ * OF_ROW threads share a row, a power of 2. Each keeps HELD units of it in registers; if HELD is 0, it reads its units
+ * again in each pass, and finds them in a cache. A block has THREADS threads, and THREADS / OF_ROW rows at once. SUM: a
+ * residual is added to the rows. Other macros: see rows.cuh.
+ */
+#include "rows.cuh"
+
+#define ROWS (THREADS / OF_ROW)
+#define KEPT (HELD > 0 ? HELD : 1)
+
+struct Norm {
+  const void* x;
+  const void* residual;   /* with SUM */
+  const void* weight;     /* null: ones */
+  const void* bias;       /* null: zeros */
+  void* out;
+  void* total;            /* with SUM: x plus the residual, rounded */
+  float* mean;            /* of each row; null: not wanted */
+  float* scale;           /* one over the deviation or the root mean square; null: not wanted */
+  const void* grad;       /* backward: of the output */
+  const void* grad_total; /* of x plus the residual; null: none */
+  const float* saved_mean;
+  const float* saved_scale;
+  void* grad_weight;      /* null: not wanted */
+  void* grad_bias;
+  float* partial;         /* (blocks, 1 or 2, n): the sums of each block over its rows */
+  number rows;
+  number n;
+  number units;           /* of a row */
+  number blocks;          /* whose sums are there */
+  number eps;             /* the bits of a float, as is the next one */
+  number shift;           /* is added to the weight */
+  number silu;            /* whether SiLU follows */
+};
+
+/* The sum over the threads of a row. No memory of `sums` is used by two calls without a barrier between them. */
+__device__ __forceinline__ float sum_of_row(float x, float* sums) {
+#pragma unroll
+  for (int apart = (OF_ROW < 32 ? OF_ROW : 32) / 2; apart > 0; apart /= 2) x += shuffle_xor(x, apart);
+#if OF_ROW > 32
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (lane == 0) sums[warp] = x;
+  __syncthreads();
+  x = lane < OF_ROW / 32 ? sums[threadIdx.x / OF_ROW * (OF_ROW / 32) + lane] : 0.0f;
+#pragma unroll
+  for (int apart = 16; apart > 0; apart /= 2) x += shuffle_xor(x, apart);
+#endif
+  return x;
+}
+
+/* The unit of a thread that it reads as number i; those beyond the row are not read. */
+#define FOR_UNITS(i, unit)                                       \
+  _Pragma("unroll") for (int i = 0; i < KEPT; ++i)               \
+    for (number unit = lane + i * OF_ROW; unit < a.units; unit = HELD > 0 ? a.units : unit + OF_ROW)
+
+/* A unit of x, or of x plus the residual in float32. */
+struct Summed {
+#if SUM
+  float at[UNIT];
+
+  __device__ __forceinline__ void read(const Norm& a, number unit) {
+    Raw<DTYPE> x, residual;
+    x.read(a.x, unit), residual.read(a.residual, unit);
+    float more[UNIT];
+    x.get(at), residual.get(more);
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) at[j] += more[j];
+  }
+
+  __device__ __forceinline__ void get(float (&x)[UNIT]) const {
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) x[j] = at[j];
+  }
+#else
+  Raw<DTYPE> raw;
+
+  __device__ __forceinline__ void read(const Norm& a, number unit) { raw.read(a.x, unit); }
+
+  __device__ __forceinline__ void get(float (&x)[UNIT]) const { raw.get(x); }
+#endif
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
+  SHARED_MEMORY(memory);
+  float* const sums = reinterpret_cast<float*>(memory);
+  const int lane = threadIdx.x % OF_ROW;
+  const number asked = (number)blockIdx.x * ROWS + threadIdx.x / OF_ROW;
+  const bool is_there = asked < a.rows;
+  const number row = is_there ? asked : a.rows - 1, first = row * a.units;
+  Summed held[KEPT];
+  Raw<WDTYPE> weights[KEPT]; /* on the way before the rows are summed */
+  FOR_UNITS(i, unit) {
+    if (HELD == 0) break;
+    held[i].read(a, first + unit);
+  }
+  FOR_UNITS(i, unit) {
+    if (HELD == 0) break;
+    if (a.weight) weights[i].read(a.weight, unit);
+  }
+  float sum = 0.0f;
+  FOR_UNITS(i, unit) {
+    if (HELD == 0) held[i].read(a, first + unit);
+    float x[UNIT];
+    held[i].get(x);
+#if SUM
+    if (is_there) {
+      Raw<DTYPE> rounded;
+      rounded.set(x);
+      rounded.write(a.total, first + unit);
+    }
+#endif
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) sum += LAYER ? x[j] : x[j] * x[j];
+  }
+  const float of_count = 1.0f / (float)a.n;
+  float mean = 0.0f;
+#if LAYER
+  mean = sum_of_row(sum, sums) * of_count;
+  sum = 0.0f;
+  FOR_UNITS(i, unit) {
+    if (HELD == 0) held[i].read(a, first + unit);
+    float x[UNIT];
+    held[i].get(x);
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) sum = fmaf(x[j] - mean, x[j] - mean, sum);
+  }
+#endif
+  const float scale = rsqrt_fast(sum_of_row(sum, LAYER ? sums + THREADS / 32 : sums) * of_count + float_of(a.eps));
+  if (!is_there) return;
+  if (lane == 0 && a.scale) store(a.scale + row, scale);
+  if (lane == 0 && a.mean) store(a.mean + row, mean);
+  const float shift = float_of(a.shift);
+  FOR_UNITS(i, unit) {
+    if (HELD == 0) {
+      held[i].read(a, first + unit);
+      if (a.weight) weights[i].read(a.weight, unit);
+    }
+    float x[UNIT], factor[UNIT];
+    held[i].get(x), weights[i].get(factor);
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) {
+      x[j] = (x[j] - mean) * scale;
+      if (a.weight) x[j] *= factor[j] + shift;
+    }
+#if LAYER
+    if (a.bias) {
+      Raw<WDTYPE> bias;
+      bias.read(a.bias, unit);
+      bias.get(factor);
+#pragma unroll
+      for (int j = 0; j < UNIT; ++j) x[j] += factor[j];
+    }
+#endif
+    if (a.silu) {
+#pragma unroll
+      for (int j = 0; j < UNIT; ++j) x[j] *= sigmoid(x[j]);
+    }
+    Raw<DTYPE> out;
+    out.set(x);
+    out.write(a.out, first + unit);
+  }
+}
+
+/* A row's normalized numbers and their gradient, of one unit. */
+struct Parts {
+  float normalized[UNIT], grad[UNIT], of_normalized[UNIT];
+};
+
+__device__ __forceinline__ Parts parts_of(
+    const Norm& a, const Raw<DTYPE>& x, const Raw<DTYPE>& grad, const Raw<WDTYPE>& weight, float mean, float scale) {
+  const float shift = float_of(a.shift);
+  float values[UNIT], grads[UNIT], factors[UNIT];
+  x.get(values), grad.get(grads), weight.get(factors);
+  Parts found;
+#pragma unroll
+  for (int j = 0; j < UNIT; ++j) {
+    const float normalized = (values[j] - mean) * scale, factor = a.weight ? factors[j] + shift : 1.0f;
+    float of_out = grads[j];
+    if (a.silu) {
+      const float y = normalized * factor, s = sigmoid(y);
+      of_out *= s + y * s * (1.0f - s);
+    }
+    found.normalized[j] = normalized;
+    found.grad[j] = of_out;
+    found.of_normalized[j] = of_out * factor;
+  }
+  return found;
+}
+
+/* A block computes the rows from its number on, as many apart as there are blocks, and sums for the weight. */
+extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
+  SHARED_MEMORY(memory);
+  float* const sums = reinterpret_cast<float*>(memory);
+  const int lane = threadIdx.x % OF_ROW, group = threadIdx.x / OF_ROW, kinds = LAYER ? 2 : 1;
+  const float of_count = 1.0f / (float)a.n;
+  float* const mine = a.partial + (number)blockIdx.x * kinds * a.n;
+  float of_weight[KEPT][UNIT], of_bias[KEPT][UNIT];
+  Raw<WDTYPE> weights[KEPT];
+#pragma unroll
+  for (int i = 0; i < KEPT; ++i)
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) of_weight[i][j] = of_bias[i][j] = 0.0f;
+  FOR_UNITS(i, unit) {
+    if (HELD > 0 && a.weight) weights[i].read(a.weight, unit);
+    if (HELD == 0 && a.grad_weight)
+      for (int j = 0; j < kinds * UNIT; ++j) mine[j / UNIT * a.n + unit * UNIT + j % UNIT] = 0.0f;
+  }
+  for (number begin = (number)blockIdx.x * ROWS; begin < a.rows; begin += (number)gridDim.x * ROWS) {
+    const bool is_there = begin + group < a.rows;
+    const number row = is_there ? begin + group : a.rows - 1, first = row * a.units;
+    const float scale = load(a.saved_scale + row), mean = LAYER ? load(a.saved_mean + row) : 0.0f;
+    Raw<DTYPE> x[KEPT], grad[KEPT];
+    FOR_UNITS(i, unit) {
+      if (HELD > 0) x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
+    }
+    float along = 0.0f, sum = 0.0f;
+    FOR_UNITS(i, unit) {
+      if (HELD == 0) {
+        x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
+        if (a.weight) weights[i].read(a.weight, unit);
+      }
+      const Parts parts = parts_of(a, x[i], grad[i], weights[i], mean, scale);
+#pragma unroll
+      for (int j = 0; j < UNIT; ++j) {
+        along = fmaf(parts.of_normalized[j], parts.normalized[j], along);
+        if (LAYER) sum += parts.of_normalized[j];
+      }
+    }
+    along = sum_of_row(along, sums) * of_count;
+    if (LAYER) sum = sum_of_row(sum, sums + THREADS / 32) * of_count;
+    if (OF_ROW > 32) __syncthreads(); /* the next row's sums go there */
+    if (!is_there) continue; /* the last rows of a block, which wait for no others any more */
+    FOR_UNITS(i, unit) {
+      if (HELD == 0) {
+        x[i].read(a.x, first + unit), grad[i].read(a.grad, first + unit);
+        if (a.weight) weights[i].read(a.weight, unit);
+      }
+      Raw<DTYPE> found;
+      float of_x[UNIT];
+      if (a.grad_total) found.read(a.grad_total, first + unit), found.get(of_x);
+      const Parts parts = parts_of(a, x[i], grad[i], weights[i], mean, scale);
+#pragma unroll
+      for (int j = 0; j < UNIT; ++j) {
+        const float of_total = a.grad_total ? of_x[j] : 0.0f;
+        of_x[j] = scale * (parts.of_normalized[j] - parts.normalized[j] * along - sum) + of_total;
+        const float of_factor = parts.grad[j] * parts.normalized[j];
+        if (HELD > 0) {
+          of_weight[i][j] += of_factor;
+          if (LAYER) of_bias[i][j] += parts.grad[j];
+        } else if (a.grad_weight) {
+          mine[unit * UNIT + j] += of_factor;
+          if (LAYER) mine[a.n + unit * UNIT + j] += parts.grad[j];
+        }
+      }
+      found.set(of_x);
+      found.write(a.out, first + unit);
+    }
+  }
+  if (HELD == 0 || !a.grad_weight) return;
+#pragma unroll
+  for (int kind = 0; kind < kinds; ++kind) {
+    __syncthreads();
+    FOR_UNITS(i, unit) {
+#pragma unroll
+      for (int j = 0; j < UNIT; ++j) {
+        const float value = kind ? of_bias[i][j] : of_weight[i][j];
+        if (ROWS > 1) {
+          sums[group * a.n + unit * UNIT + j] = value;
+        } else {
+          store(mine + kind * a.n + unit * UNIT + j, value);
+        }
+      }
+    }
+    if (ROWS == 1) continue;
+    __syncthreads();
+    for (number column = threadIdx.x; column < a.n; column += THREADS) {
+      float value = 0.0f;
+      for (int other = 0; other < ROWS; ++other) value += sums[other * a.n + column];
+      store(mine + kind * a.n + column, value);
+    }
+  }
+}
+
+#define COLUMNS 32
+
+/* The sums of all blocks: a block for each 32 columns, first of the weight, then of the bias. */
+extern "C" __global__ void __launch_bounds__(512) sum_blocks(const Norm a) {
+  SHARED_MEMORY(memory);
+  float* const sums = reinterpret_cast<float*>(memory);
+  const int part = threadIdx.x / COLUMNS, parts = blockDim.x / COLUMNS, kinds = LAYER ? 2 : 1;
+  const number column = (number)blockIdx.x * COLUMNS + threadIdx.x % COLUMNS;
+  float sum = 0.0f;
+  if (column < kinds * a.n)
+    for (number block = part; block < a.blocks; block += parts) sum += load_back(a.partial + block * kinds * a.n + column);
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  if (part || column >= kinds * a.n) return;
+  for (int other = 1; other < parts; ++other) sum += sums[other * COLUMNS + threadIdx.x];
+  const bool is_bias = column >= a.n;
+  typedef Dtype<WDTYPE>::element element;
+  store((element*)(is_bias ? a.grad_bias : a.grad_weight) + (is_bias ? column - a.n : column), to_element<WDTYPE>(sum));
+}

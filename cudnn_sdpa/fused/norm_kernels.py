@@ -1,0 +1,163 @@
+"""Plans of norms by kernels of this library: the threads of a row, and the kernels' argument.
+
+The kernels know neither the number of rows nor their length: these are data. A new length takes another variant of a
+kernel only where it needs other threads or other units.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from cudnn_sdpa.fused.own import DTYPES, FOLDER
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
+from cudnn_sdpa.plans.kernel_plan import KernelCall, KernelOp, KernelProgram
+from cudnn_sdpa.plans.nvrtc import Kernel, Struct
+
+_SOURCE = FOLDER / "norm.cu"
+_ARGUMENT = Struct(_SOURCE, "Norm")
+
+#: Threads of a block at least, and at most.
+_THREADS, _MAX_THREADS = 128, 1024
+
+#: Numbers that a thread keeps of a row, forward and backward.
+_HELD, _HELD_BACKWARD = 16, 8
+
+#: Threads of a multiprocessor that compute gradients.
+_AT_ONCE = 1024
+
+#: Threads and columns of a block that adds up what others have summed.
+_SUMMING, _COLUMNS = 512, 32
+
+
+class Tiles(NamedTuple):
+    """The division of rows among threads; the macros of `norm.cu` of the same names.
+
+    Attributes:
+        unit: Numbers of a unit.
+        of_row: The threads of a row.
+        held: Units that a thread keeps; 0 if a row has too many.
+        threads: Threads of a block.
+    """
+
+    unit: int
+    of_row: int
+    held: int
+    threads: int
+
+    @classmethod
+    def of(cls, layout: TensorLayout, *, numbers: int, processors: int) -> Tiles:
+        """The tiles of rows (rows, n), of which a thread keeps as many numbers."""
+        rows, length = layout.shape
+        size = layout.dtype.itemsize
+        unit = math.gcd(length * size, ALIGNMENT) // size
+        units = length // unit
+        most = min(16, numbers // unit)
+        is_short = rows <= 2 * processors  # more threads then have more of memory on the way
+        wanted = units if is_short else -(-units // most)
+        of_row = min(_MAX_THREADS, max(_power(wanted), min(32, _power(units))))
+        held = _power(-(-units // of_row))
+        return cls(unit, of_row, held if held <= most else 0, max(of_row, _THREADS))
+
+    @property
+    def rows(self) -> int:
+        return self.threads // self.of_row
+
+    def kernel(
+        self, name: str, shared: int, x: torch.dtype, weight: torch.dtype, *, layer: bool, total: bool = False
+    ) -> Kernel:
+        return _kernel(
+            name,
+            shared,
+            DTYPE=DTYPES[x],
+            WDTYPE=DTYPES[weight],
+            UNIT=self.unit,
+            OF_ROW=self.of_row,
+            HELD=self.held,
+            THREADS=self.threads,
+            LAYER=int(layer),
+            SUM=int(total),
+        )
+
+
+def _power(number: int) -> int:
+    """The least power of two that is no less."""
+    return 1 << (number - 1).bit_length()
+
+
+@functools.cache
+def _kernel(name: str, shared: int, **defines: int) -> Kernel:
+    return Kernel(_SOURCE, name, defines, shared)
+
+
+@functools.partial(KernelOp, folder=FOLDER)
+def own_norm(key: PlanKey) -> KernelProgram:
+    """Normalized rows, by one kernel."""
+    layouts, options = _layouts(key), key.option_values
+    x, layer = layouts["x"], bool(options["layer"])
+    tiles = Tiles.of(x, numbers=_HELD, processors=_processors(key))
+    shared = 4 * (1 + layer) * tiles.threads // 32
+    results = ["out", *["total"] * ("residual" in layouts), *(["mean"] * layer + ["scale"]) * bool(options["trains"])]
+    kernel = tiles.kernel(
+        "normalize", shared, x.dtype, _weight_dtype(layouts), layer=layer, total="residual" in layouts
+    )
+    return KernelProgram(
+        calls=[KernelCall(kernel, -(-x.shape[0] // tiles.rows), tiles.threads)],
+        fields=_fields(x, tiles, silu=options["activation"] == "silu"),
+        slots=_slots(key, results, {}),
+        knobs={"threads": tiles.of_row, "held": tiles.held},
+    )
+
+
+@functools.partial(KernelOp, folder=FOLDER)
+def own_norm_gradients(key: PlanKey) -> KernelProgram:
+    """The gradients of normalized rows: by one kernel, and one more for sums over all rows."""
+    layouts, options = _layouts(key), key.option_values
+    x, layer, weight = layouts["x"], bool(options["layer"]), _weight_dtype(layouts)
+    tiles = Tiles.of(x, numbers=_HELD_BACKWARD, processors=_processors(key))
+    kinds, length, sums = 1 + layer, x.shape[1], "weight" in layouts
+    blocks = min(-(-x.shape[0] // tiles.rows), _processors(key) * max(1, _AT_ONCE // tiles.threads))
+    shared = 4 * max((1 + layer) * tiles.threads // 32, tiles.rows * length if sums and tiles.rows > 1 else 0)
+    kernel = functools.partial(tiles.kernel, x=x.dtype, weight=weight, layer=layer)
+    calls = [
+        KernelCall(kernel("gradients", shared), blocks, tiles.threads),
+        KernelCall(kernel("sum_blocks", 4 * _SUMMING), -(-kinds * length // _COLUMNS), _SUMMING),
+    ]
+    return KernelProgram(
+        calls=calls if sums else calls[:1],
+        fields=_fields(x, tiles, blocks=blocks, silu=options["activation"] == "silu"),
+        slots=_slots(key, ["out", "grad_weight", "grad_bias"], {"mean": "saved_mean", "scale": "saved_scale"})
+        | {"partial": _ARGUMENT.indices("partial")[0]},
+        scratch={"partial": (blocks, kinds, length)} if sums else {},
+        knobs={"threads": tiles.of_row, "held": tiles.held},
+    )
+
+
+def _layouts(key: PlanKey) -> dict[str, TensorLayout]:
+    return {x.name: x.layout for x in key.inputs}
+
+
+def _weight_dtype(layouts: Mapping[str, TensorLayout]) -> torch.dtype:
+    return layouts.get("weight", layouts["x"]).dtype
+
+
+def _processors(key: PlanKey) -> int:
+    return int(dict(key.target.properties)["multiProcessorCount"]) or 1
+
+
+def _fields(x: TensorLayout, tiles: Tiles, *, blocks: int = 0, silu: bool) -> Sequence[int]:
+    rows, length = x.shape
+    units = length // tiles.unit
+    return _ARGUMENT.filled(rows=rows, n=length, units=units, blocks=blocks, eps=0, shift=0, silu=int(silu))
+
+
+def _slots(key: PlanKey, results: Sequence[str], fields: Mapping[str, str]) -> dict[str, int]:
+    """The fields of operands, of the same names where `fields` has no other, and of results."""
+    found = {x.name: fields.get(x.name, x.name) for x in key.inputs}
+    found |= {x.name: field for x, field in zip(key.outputs, results, strict=False)}
+    return dict(zip(found, _ARGUMENT.indices(*found.values()), strict=True))

@@ -1,0 +1,106 @@
+"""Graph functions that kernels of this library serve: the choice between these and cuDNN, and the keys of their plans.
+
+The table of measurements has a row for a function and a pass on a GPU, with times of one of its calls. Without a row
+cuDNN serves a call, and own kernels those for which it has no engine.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.fused.encoding import Value
+from cudnn_sdpa.graph.key import Operand, PlanKey, Role
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.graph.target import Target
+from cudnn_sdpa.plans import providers
+from cudnn_sdpa.plans.kernel_plan import KernelOp
+from cudnn_sdpa.plans.preferences import rows_of
+from cudnn_sdpa.plans.providers import CUDNN, DEFAULT, FASTEST, OWN
+
+FOLDER = Path(__file__).parent
+
+#: The macros DTYPE and WDTYPE of the kernels.
+DTYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2}
+
+_WORDS = {OWN: "own kernels", CUDNN: "cuDNN's engines"}
+_NUMBER = TensorLayout.contiguous((1,), torch.float32)
+
+
+class Preference(NamedTuple):
+    """A row of the table; times in microseconds, of the call `of` of `benchmarks norm` or `benchmarks silu`."""
+
+    sm: int
+    function: str
+    is_backward: bool
+    kernel: str
+    own_us: float
+    cudnn_us: float
+    of: str
+
+    def __str__(self) -> str:
+        times = {OWN: self.own_us, CUDNN: self.cudnn_us}
+        (other,) = times.keys() - {self.kernel}
+        of_other = f"{_WORDS[other]}, {times[other]} µs ({self.of}; preferences.json)"
+        return f"{_WORDS[self.kernel]}: measured {times[self.kernel]} µs; {of_other}"
+
+
+@functools.cache
+def preferences() -> dict[tuple[int, str, bool], Preference]:
+    found = [Preference(**row) for row in rows_of("fused")]
+    return {(row.sm, row.function, row.is_backward): row for row in found}
+
+
+def may_serve() -> bool:
+    """Whether a provider is in force that has own kernels."""
+    return not {DEFAULT, FASTEST, OWN}.isdisjoint(providers.Setting.names or providers.active())
+
+
+def choice(function: str, target: Target, *, is_backward: bool, has_engine: bool) -> tuple[str, str]:
+    """Who serves a call, and why.
+
+    Args:
+        function: "norm" or "gate".
+        target: The GPU.
+        is_backward: Whether these are gradients.
+        has_engine: Whether cuDNN has an engine for the call.
+    """
+    row = preferences().get((target.sm, function, is_backward))
+    lacked = f"{_WORDS[OWN]}: cuDNN has no engine for these rows"
+    for name in providers.Setting.names or providers.active():
+        if name == OWN or (name == CUDNN and has_engine):
+            return name, f"{_WORDS[name]}, by providers({name!r})"
+        if name in (DEFAULT, FASTEST):
+            if row is not None and (row.kernel == OWN or has_engine):
+                return row.kernel, str(row)
+            return (CUDNN, f"{_WORDS[CUDNN]}: nothing was measured on this GPU") if has_engine else (OWN, lacked)
+    return (OWN, lacked) if may_serve() else (CUDNN, "")
+
+
+def key_of(
+    operation: KernelOp,
+    named: Mapping[str, Value],
+    results: Sequence[Tensor],
+    options: Mapping[str, object],
+    *,
+    target: Target,
+    device: int | None,
+) -> PlanKey:
+    """The key of a plan whose operands and results are rows, by their names; numbers are data."""
+    inputs = [
+        Operand(name, _as_rows(x)) if isinstance(x, Tensor) else Operand(name, _NUMBER, Role.SCALAR)
+        for name, x in named.items()
+        if x is not None
+    ]
+    outputs = [Operand(f"output{index}", _as_rows(x)) for index, x in enumerate(results)]
+    return operation.key(inputs, outputs, options, target, device=device)
+
+
+def _as_rows(x: Tensor) -> TensorLayout:
+    """The layout of a tensor (..., n) as (rows, n), whose rows are at one stride from each other."""
+    return TensorLayout.of(x.view(-1, x.shape[-1]) if x.dim() else x.view(1, 1))

@@ -1,0 +1,108 @@
+/* Rows of numbers in units of up to 16 bytes.
+ *
+ * DTYPE and WDTYPE: 0 for float16, 1 for bfloat16, 2 for float32; of rows, and of weights. UNIT: numbers of a unit.
+ */
+#include "primitives.cuh"
+
+typedef long long number;
+
+template <int dtype>
+struct Dtype {
+  typedef unsigned short element;
+};
+template <>
+struct Dtype<2> {
+  typedef float element;
+};
+
+template <int bytes>
+struct Word {
+  typedef vec4 type;
+};
+template <>
+struct Word<8> {
+  typedef unsigned long long type;
+};
+template <>
+struct Word<4> {
+  typedef unsigned type;
+};
+template <>
+struct Word<2> {
+  typedef unsigned short type;
+};
+
+template <int dtype>
+__device__ __forceinline__ float to_float(typename Dtype<dtype>::element x) {
+  return dtype == 0 ? half_to_float((unsigned short)x) : bfloat16_to_float((unsigned short)x);
+}
+template <>
+__device__ __forceinline__ float to_float<2>(float x) {
+  return x;
+}
+
+template <int dtype>
+__device__ __forceinline__ typename Dtype<dtype>::element to_element(float x) {
+  return dtype == 0 ? float_to_half(x) : float_to_bfloat16(x);
+}
+template <>
+__device__ __forceinline__ float to_element<2>(float x) {
+  return x;
+}
+
+/* A unit as it is in memory: one word, or two of weights that are wider than the rows. */
+template <int dtype>
+struct Raw {
+  typedef typename Dtype<dtype>::element element;
+  static const int bytes = UNIT * sizeof(element), word_bytes = bytes > 16 ? 16 : bytes, words = bytes / word_bytes;
+  static const bool is_paired = dtype < 2 && UNIT > 1;
+  typedef typename Word<word_bytes>::type word;
+  union {
+    word word_at[words];
+    unsigned pair_at[UNIT > 1 ? UNIT / 2 : 1];
+    element at[UNIT];
+  };
+
+  __device__ __forceinline__ Raw() {}
+
+  __device__ __forceinline__ void read(const void* base, number unit) {
+#pragma unroll
+    for (int i = 0; i < words; ++i) word_at[i] = load((const word*)base + unit * words + i);
+  }
+
+  __device__ __forceinline__ void write(void* base, number unit) const {
+#pragma unroll
+    for (int i = 0; i < words; ++i) store((word*)base + unit * words + i, word_at[i]);
+  }
+
+  __device__ __forceinline__ void get(float (&x)[UNIT]) const {
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) {
+      if (is_paired && dtype == 1) { /* the upper half is a float with bits that do not count */
+        x[j] = float_of_bits(j % 2 ? pair_at[j / 2] & 0xFFFF0000u : pair_at[j / 2] << 16);
+      } else {
+        x[j] = to_float<dtype>(at[j]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void set(const float (&x)[UNIT]) {
+#pragma unroll
+    for (int j = 0; j < UNIT; j += is_paired ? 2 : 1) {
+      if (is_paired) {
+        const float low = x[j], high = x[(j + 1) % UNIT];
+        pair_at[j / 2] = dtype == 0 ? pack_half(low, high) : pack_bfloat16(low, high);
+      } else {
+        at[j] = to_element<dtype>(x[j]);
+      }
+    }
+  }
+};
+
+__device__ __forceinline__ float float_of(number bits) {
+  return float_of_bits((unsigned)bits);
+}
+
+__device__ __forceinline__ float sigmoid(float x) {
+  return divide_fast(1.0f, 1.0f + exp2_fast(-1.4426950408889634f * x));
+}

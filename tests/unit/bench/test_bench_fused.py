@@ -1,0 +1,37 @@
+"""`benchmarks fused` measures only what agrees with float64, of both providers and of peers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks import fused, fused_peers
+from benchmarks.tools import candidates, cases
+
+
+@pytest.fixture(autouse=True)
+def on_cpu(monkeypatch, times_by_place):
+    monkeypatch.setattr(cases, "DEVICE", "cpu")
+    monkeypatch.setattr(candidates, "device_times", times_by_place)
+    monkeypatch.setattr(fused, "compiled", lambda function: function)
+    monkeypatch.setattr(fused_peers, "NORMS", [(5, 64)])
+    monkeypatch.setattr(fused_peers, "GATES", [(3, 48)])
+
+
+@pytest.mark.parametrize(("part", "count"), [("norms", 3), ("gates", 2)])
+def test_each_call_is_measured_by_each(part, count):
+    rows = getattr(fused_peers, part)()
+    assert len(rows) == count
+    for row in rows:
+        assert {row[f"{name} µs"] for name in ("cudnn_sdpa", "own", "cudnn", "compiled", "copy")} <= {1.0, 2, 3, 4, 5}
+        assert row["best of peers / ours"] == row["compiled µs"] / row["cudnn_sdpa µs"]
+        assert "quack" in row["why not"] or "liger" in row["why not"]
+
+
+def test_what_is_wrong_has_no_time(monkeypatch):
+    monkeypatch.setattr(fused_peers, "_norm", lambda x, weight: x * weight)
+    rows = fused_peers.norms()
+    assert rows[0]["cudnn_sdpa µs"] == rows[0]["own µs"] == "–"
+    assert "own" in rows[0]["why not"]
+    assert isinstance(rows[1]["own µs"], float)
+    assert torch.is_grad_enabled()
