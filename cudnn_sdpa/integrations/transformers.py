@@ -35,6 +35,9 @@ def register(*, inspect_padding: bool = True) -> None:
     Nothing else is read back from the GPU. Within `torch.compile` and captures nothing is read: there a device
     assertion fails if documents are separated by `position_ids` only.
 
+    From 5.24 on, continuous batching takes this attention for one of FlashAttention's kind: packed sequences without
+    masks, block tables in decode steps, CUDA graphs by default.
+
     May be called again with another setting, which applies to later masks.
 
     Args:
