@@ -223,13 +223,14 @@ def bench_llama(
     part: Annotated[list[LlamaPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: cli.Output = None,
 ) -> None:
-    """Time prompts and decode steps of a few Llama layers in Hugging Face Transformers."""
+    """Time prompts, decode steps and continuous batching of a few Llama layers in Hugging Face Transformers."""
     require_gpu()
     from benchmarks import llama
 
     measures: dict[LlamaPart, tuple[str, Measure]] = {
         LlamaPart.PREFILL: (f"Prompts, device time: {llama.LABEL}", llama.prefill),
         LlamaPart.DECODE: (f"Steps of one token, wall time: {llama.LABEL}", llama.decode),
+        LlamaPart.BATCHING: (f"Continuous batching, wall time: {llama.LABEL}", llama.batching),
     }
     _measure("llama", {chosen.value: measures[chosen] for chosen in part or list(LlamaPart)}, output)
 

@@ -1,10 +1,10 @@
-"""`benchmarks llama`: prefill and decode of Llama layers in transformers, on `sdpa` and on PyTorch's backends."""
+"""`benchmarks llama`: prompts, decode steps and continuous batching of Llama layers in transformers."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,10 @@ PROMPTS = ((1, 2048), (4, 2048), (1, 8192), (1, 32768))
 #: B, cached tokens.
 CACHES = ((1, 1024), (1, 8192), (16, 4096), (64, 1024))
 STEPS = 40
+#: Requests, tokens of each prompt, generated tokens.
+REQUESTS = ((16, 1024, 128), (64, 512, 128), (64, 4096, 64))
+#: Tokens of a batch.
+BATCH_TOKENS = 8192
 SDPA = "pytorch sdpa"
 
 #: Relative error of logits: rounding errors of the layers add up.
@@ -166,6 +170,69 @@ def _synchronized() -> Iterator[None]:
         torch.cuda.synchronize()
 
 
+def batching() -> list[Row]:
+    """Generated tokens per second of `generate_batch`, the prompts included, after a run that warms up."""
+    rows = []
+    model = candidates()[0].model
+    for requests, length, new in track(REQUESTS, "batching", transient=True):
+        prompts = _tokens(requests, length).tolist()
+        names = {NAME: NAME, f"{NAME}, no block tables": NAME, SDPA: "sdpa", **_flash_attention()}
+        times, tokens = {}, {}
+        for name, implementation in names.items():
+            model.set_attn_implementation(implementation)
+            generate = _batches(model, prompts, new, has_tables="no block tables" not in name)
+            tokens[name], _ = generate()
+            times[name] = generate()[1]
+            model.destroy_cached_continuous_batching_manager()
+        _compare_first(tokens)
+        rows.append(_row("requests, prompt, new", f"{requests}, {length}, {new}", requests * new, times, backends=()))
+    return rows
+
+
+def _flash_attention() -> dict[str, str]:
+    """FlashAttention, as transformers calls the newest one that is installed."""
+    from transformers.utils import import_utils
+
+    for version in (3, 2):
+        if getattr(import_utils, f"is_flash_attn_{version}_available")():
+            return {f"flash attention {version}": f"flash_attention_{version}"}
+    return {}
+
+
+def _batches(
+    model: Any, prompts: list[list[int]], new: int, *, has_tables: bool
+) -> Callable[[], tuple[list[list[int]], float]]:
+    """Generates greedy tokens of all prompts, and takes the microseconds; later calls have the graphs of the first."""
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    never = SHAPE["vocab_size"]  # a token that no model generates
+    greedy = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=never, pad_token_id=0)
+    config = ContinuousBatchingConfig(max_batch_tokens=BATCH_TOKENS, auto_switch_to_flash=False)
+    config.num_blocks = len(prompts) * (2 + (len(prompts[0]) + new) // config.page_size)
+    config.max_blocks_per_request = None if has_tables else 0
+
+    def generate() -> tuple[list[list[int]], float]:
+        with _synchronized():
+            start = time.perf_counter()
+            given = {"generation_config": greedy, "continuous_batching_config": config, "persistent_manager": True}
+            results = [result.generated_tokens for result in model.generate_batch(prompts, **given).values()]
+        microseconds = (time.perf_counter() - start) * 1e6
+        if [len(tokens) for tokens in results] != [new] * len(prompts):
+            raise RuntimeError(f"{model.config._attn_implementation}: {len(results)} requests have other lengths")
+        return results, microseconds
+
+    return generate
+
+
+def _compare_first(tokens: dict[str, list[list[int]]]) -> None:
+    """Of the first tokens, some may differ by rounding."""
+    expected = [request[0] for request in tokens[SDPA]]
+    for name, found in tokens.items():
+        same = sum(request[0] == first for request, first in zip(found, expected, strict=True))
+        if same < 0.75 * len(expected):
+            raise RuntimeError(f"{name}: {same} of {len(expected)} first tokens are those of {SDPA}")
+
+
 def _tokens(batch: int, length: int) -> Tensor:
     return torch.randint(0, SHAPE["vocab_size"], (batch, length), device=cases.DEVICE)
 
@@ -176,9 +243,11 @@ def _compare(logits: dict[str, Tensor]) -> None:
         cases.check_agreement(["logits"], [actual], [expected], f"{SDPA}'s, {name}", tolerance=TOLERANCE)
 
 
-def _row(column: str, label: str, tokens: int, times: dict[str, float]) -> Row:
-    """Tokens per second."""
+def _row(
+    column: str, label: str, tokens: int, times: dict[str, float], *, backends: Iterable[str] | None = None
+) -> Row:
+    """Tokens per second; a dash for PyTorch's backends that were not timed."""
     rates: Row = {f"{name} tokens/s": tokens / time * 1e6 for name, time in times.items()}
-    for name in (NAME, SDPA, *peers.PYTORCH_BACKENDS):
+    for name in peers.PYTORCH_BACKENDS if backends is None else backends:
         rates.setdefault(f"{name} tokens/s", "–")
     return {column: label, **rates, "× sdpa": times[SDPA] / times[NAME]}

@@ -81,6 +81,7 @@ class LlamaPart(str, Enum):
 
     PREFILL = "prefill"
     DECODE = "decode"
+    BATCHING = "batching"
 
 
 class Fp8Part(str, Enum):

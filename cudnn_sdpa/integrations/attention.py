@@ -18,11 +18,15 @@ from torch.nn.functional import pad
 
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT
+from cudnn_sdpa.attention.paged.append import write_tokens
+from cudnn_sdpa.attention.paged.arguments import NHD
+from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.engine.dispatch_state import is_plain_memory
-from cudnn_sdpa.errors import DtypeError, raise_if_unsupported
+from cudnn_sdpa.errors import ArgumentError, DtypeError, UnsupportedError, raise_if_unsupported
 from cudnn_sdpa.graph.scalars import is_true
 from cudnn_sdpa.integrations import masks
+from cudnn_sdpa.integrations.model_errors import of_a_layer
 
 
 class Options(TypedDict):
@@ -38,7 +42,7 @@ class Options(TypedDict):
 REFUSED = {
     "indices": "the model chooses keys for each query (sparse attention)",
     "block_indices": "the model chooses blocks of keys for each query (sparse attention)",
-    "cache": "the keys are in the paged cache of continuous batching",
+    "cache": "the layer has not written its keys into the paged cache of continuous batching, as it does since 5.24",
     "head_mask": "single heads are masked out",
     "output_attentions": "attention weights are requested, which no fused kernel stores",
 }
@@ -57,7 +61,17 @@ _BY_POSITIONS = "position_ids that restart, and use_cache=False"
 ROUNDED_TO = 256
 
 
-def attention(
+def attention(module: torch.nn.Module, query: Tensor, *args: Any, **options: Any) -> tuple[Tensor, None]:
+    """`_attend`; what it cannot do raises in terms of the layer and its model."""
+    try:
+        return _attend(module, query, *args, **options)
+    except (ArgumentError, UnsupportedError) as error:
+        if torch.compiler.is_compiling():
+            raise
+        raise of_a_layer(error, module, query) from error
+
+
+def _attend(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
@@ -197,18 +211,58 @@ class _Call(NamedTuple):
 
 
 def _by_offsets(call: _Call, others: dict[str, Any], options: Options) -> Tensor:
+    if others.get("block_table") is not None:
+        return _by_block_table(call, others, options)
     is_complete = all(others.get(name) is not None for name in ("cu_seq_lens_k", "max_length_q", "max_length_k"))
     reasons = {
-        "cu_seq_lens_q with a sliding window": call.mask is not None or others.get("sliding_window") is not None,
         "cu_seq_lens_q with a position bias": call.position_bias is not None,
         "cu_seq_lens_q in a batch of more than one": call.qkv[0].shape[0] != 1,
         "cu_seq_lens_q without cu_seq_lens_k, max_length_q and max_length_k": not is_complete,
+        "cu_seq_lens_q on a static cache": call.mask is not None and call.mask.shape[0] != 0,
     }
     raise_if_unsupported("cudnn_sdpa in transformers", reasons, _BY_POSITIONS)
     rows = [x.transpose(1, 2)[0] for x in call.qkv]
     offsets = others["cu_seq_lens_q"].int(), others["cu_seq_lens_k"].int()
     lengths = int(others["max_length_q"]), int(others["max_length_k"])
-    return _on_packed(rows, offsets, lengths, options=options, is_causal=call.is_causal).unsqueeze(0)
+    window = _window(call, others)
+    return _on_packed(rows, offsets, lengths, options=options, is_causal=call.is_causal, window_size=window)[None]
+
+
+def _window(call: _Call, others: dict[str, Any]) -> tuple[int, int] | None:
+    """The window of a layer that has none in its mask, since continuous batching makes no masks."""
+    if call.mask is not None:
+        band = cast(masks.Band, masks.structure(call.mask, call.qkv[0]))
+        return band.left, band.right
+    size = others.get("sliding_window")
+    return None if size is None else (size - 1, 0 if call.is_causal else size - 1)
+
+
+def _by_block_table(call: _Call, others: dict[str, Any], options: Options) -> Tensor:
+    """A decode step of continuous batching: a token of each sequence, whose key and value go into their page first.
+
+    Sequences that pad the batch of a CUDA graph have neither a token nor keys.
+    """
+    reasons = {
+        "a block table with a position bias": call.position_bias is not None,
+        "a block table with dropout": options["dropout_p"] != 0,
+    }
+    raise_if_unsupported("cudnn_sdpa in transformers", reasons, "max_blocks_per_request=0, which makes no block tables")
+    query, key, value = (x[0].transpose(0, 1).unsqueeze(2) for x in call.qkv)
+    pages, table = (others["k_cache"], others["v_cache"]), others["block_table"]
+    tokens, lengths = others["cu_seq_lens_q"].diff(), others["cu_seq_lens_k"].diff()
+    write_tokens(key, value, *pages, None, table, lengths, tokens, None, None, NHD, 1)
+    out = sdpa_paged(
+        query,
+        *pages,
+        table,
+        lengths,
+        page_layout=NHD,
+        window_size=_window(call, others),
+        scale=options["scale"],
+        softcap=options["softcap"],
+        sinks=options["sinks"],
+    )
+    return out.permute(2, 0, 1, 3)
 
 
 def _by_positions(call: _Call, packed: Documents, options: Options) -> Tensor:

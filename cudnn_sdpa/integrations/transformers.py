@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from cudnn_sdpa.errors import LibraryError, OptionError
@@ -31,6 +34,9 @@ def register(*, inspect_padding: bool = True) -> None:
     query without such a mask: where they restart, they separate packed documents, which do not attend to each other.
     Nothing else is read back from the GPU. Within `torch.compile` and captures nothing is read: there a device
     assertion fails if documents are separated by `position_ids` only.
+
+    From 5.24 on, continuous batching takes this attention for one of FlashAttention's kind: packed sequences without
+    masks, block tables in decode steps, CUDA graphs by default.
 
     May be called again with another setting, which applies to later masks.
 
@@ -74,6 +80,7 @@ def register(*, inspect_padding: bool = True) -> None:
         NAME, attention if inspect_padding else functools.partial(attention, inspect_positions=False)
     )
     _allow_in_flash_models(PreTrainedModel)
+    _allow_in_continuous_batching()
 
 
 def _allow_in_flash_models(model: Any) -> None:
@@ -94,3 +101,43 @@ def _allow_in_flash_models(model: Any) -> None:
         return original(self, requested_attention, *args, **kwargs)
 
     model.get_correct_attn_implementation = get_correct_attn_implementation
+
+
+def _allow_in_continuous_batching() -> None:
+    """Patches continuous batching to take this attention for FlashAttention, on whose packed sequences it runs.
+
+    So it is neither replaced nor given masks, its decode steps get block tables, and CUDA graphs are on by default.
+    Before 5.24 transformers' mask functions do not know the paged cache: there it stays refused, by transformers.
+    """
+    from transformers import masking_utils
+
+    if not hasattr(masking_utils, "PagedAttentionCache"):
+        return
+    package = "transformers.generation.continuous_batching"
+    names = ("cache", "continuous_api", "initialization")
+    cache, api, initialization = (importlib.import_module(f"{package}.{name}") for name in names)
+    for module in (cache, api, initialization):
+        _wrap(module, "is_flash_attention_requested", _is_flash_attention)
+    _wrap(initialization, "lazy_import_flash_attention", _flash_functions)
+
+
+def _wrap(module: ModuleType, name: str, replacement: Callable[..., object]) -> None:
+    """Replaces a function of a module by one that gets it as its first argument; once."""
+    original = getattr(module, name, None)
+    if original is not None and not hasattr(original, "__wrapped__"):
+        setattr(module, name, functools.wraps(original)(functools.partial(replacement, original)))
+
+
+def _is_flash_attention(
+    original: Callable[..., object],
+    config: Any = None,
+    requested_attention_implementation: str | None = None,
+    **kwargs: object,
+) -> object:
+    requested = requested_attention_implementation if config is None else config._attn_implementation
+    return requested == NAME or original(config, requested_attention_implementation, **kwargs)
+
+
+def _flash_functions(original: Callable[..., object], implementation: str | None, *args: object) -> object:
+    """FlashAttention's functions, of which continuous batching only asks whether the third, on pages, is there."""
+    return ((None, None, attention), ()) if implementation == NAME else original(implementation, *args)

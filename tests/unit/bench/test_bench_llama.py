@@ -40,3 +40,17 @@ def test_wrong_logits_stop_the_benchmark(on_cpu, monkeypatch):  # noqa: ARG001
     monkeypatch.setattr(llama, "register", register)
     with pytest.raises(RuntimeError, match="logits differs from pytorch sdpa's, cudnn_sdpa"):
         llama.prefill()
+
+
+def test_continuous_batching_generates_all_tokens(on_cpu, monkeypatch):  # noqa: ARG001
+    from transformers import masking_utils
+
+    if not hasattr(masking_utils, "PagedAttentionCache"):
+        pytest.skip("continuous batching needs transformers 5.24")
+    monkeypatch.setattr(llama, "REQUESTS", ((3, 9, 4),))
+    monkeypatch.setattr(llama, "BATCH_TOKENS", 16)
+    (row,) = llama.batching()
+    assert row.pop("requests, prompt, new") == "3, 9, 4"
+    assert row["cudnn_sdpa tokens/s"] > 0
+    assert row["cudnn_sdpa, no block tables tokens/s"] > 0
+    assert row["× sdpa"] == pytest.approx(row["cudnn_sdpa tokens/s"] / row["pytorch sdpa tokens/s"])

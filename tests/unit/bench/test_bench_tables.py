@@ -177,6 +177,7 @@ def test_the_pages_name_existing_parts(tables):
         "distributed": DistributedPart,
     }
     parts = {file: {part.value for part in enum} for file, enum in enums.items()}
+    parts["llama"] -= {LlamaPart.BATCHING.value}  # not measured yet
     parts["views"] = {SiluPart.VIEWS.value}  # measured on another day than the other parts of silu
     parts["silu"] -= parts["views"]
     parts["replacements-shapes"] = {ReplacementsPart.SHAPES.value}  # as these
