@@ -20,6 +20,7 @@ from benchmarks.tools.parts import (
     DecodePart,
     DistributedPart,
     Fp8Part,
+    FusedPart,
     HostPart,
     KernelsPart,
     LlamaPart,
@@ -166,6 +167,7 @@ def test_the_pages_name_existing_parts(tables):
         "fp8": Fp8Part,
         "coldstart": ColdPart,
         "shapes": ShapesPart,
+        "fused": FusedPart,
         "norm": NormPart,
         "silu": SiluPart,
         "conv": ConvPart,
@@ -178,6 +180,8 @@ def test_the_pages_name_existing_parts(tables):
     }
     parts = {file: {part.value for part in enum} for file, enum in enums.items()}
     parts["llama"] -= {LlamaPart.BATCHING.value}  # not measured yet
+    parts["providers-large"] = {ProvidersPart.LARGE.value}  # in another run than the other parts
+    parts["providers"] -= parts["providers-large"]
     parts["views"] = {SiluPart.VIEWS.value}  # measured on another day than the other parts of silu
     parts["silu"] -= parts["views"]
     parts["replacements-shapes"] = {ReplacementsPart.SHAPES.value}  # as these
