@@ -24,7 +24,7 @@ MARKS = re.compile(r"(<!-- tree -->\n).*?(<!-- end of tree -->)", re.DOTALL)
 #: The rooms in the order of their imports, what imports nothing first. Others follow by name.
 ROOMS = [
     *("graph", "plans", "offline", "engine", "attention", "distributed", "kernels", "fused", "nn", "integrations"),
-    *("planning", "doctor"),
+    *("compat", "planning", "doctor"),
     *("support", "dense", "varlen", "paged", "fp8", "paged_varlen"),
 ]
 

@@ -123,9 +123,11 @@ def flash_attn_kvpacked_func(
         >>> flash_attn_kvpacked_func(q, kv).shape
         torch.Size([2, 16, 8, 64])
     """
+    k, v = unbound("kv", kv, 2)
     return flash_attn_func(
-        q,
-        *unbound("kv", kv, 2),
+        q=q,
+        k=k,
+        v=v,
         dropout_p=dropout_p,
         softmax_scale=softmax_scale,
         causal=causal,
@@ -175,8 +177,11 @@ def flash_attn_qkvpacked_func(
         >>> flash_attn_qkvpacked_func(qkv, causal=True).shape
         torch.Size([2, 16, 8, 64])
     """
+    q, k, v = unbound("qkv", qkv, 2)
     return flash_attn_func(
-        *unbound("qkv", qkv, 2),
+        q=q,
+        k=k,
+        v=v,
         dropout_p=dropout_p,
         softmax_scale=softmax_scale,
         causal=causal,
@@ -317,9 +322,11 @@ def flash_attn_varlen_kvpacked_func(
         >>> flash_attn_varlen_kvpacked_func(q, kv, offsets, offsets, 7, 7).shape
         torch.Size([10, 4, 16])
     """
+    k, v = unbound("kv", kv, 1)
     return flash_attn_varlen_func(
-        q,
-        *unbound("kv", kv, 1),
+        q=q,
+        k=k,
+        v=v,
         cu_seqlens_q=cu_seqlens_q,
         cu_seqlens_k=cu_seqlens_k,
         max_seqlen_q=max_seqlen_q,
@@ -378,8 +385,11 @@ def flash_attn_varlen_qkvpacked_func(
         >>> flash_attn_varlen_qkvpacked_func(qkv, offsets, 7).shape
         torch.Size([10, 4, 16])
     """
+    q, k, v = unbound("qkv", qkv, 1)
     return flash_attn_varlen_func(
-        *unbound("qkv", qkv, 1),
+        q=q,
+        k=k,
+        v=v,
         cu_seqlens_q=cu_seqlens,
         cu_seqlens_k=cu_seqlens,
         max_seqlen_q=max_seqlen,

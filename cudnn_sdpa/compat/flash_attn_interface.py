@@ -7,6 +7,7 @@ about the schedule of FlashAttention's kernels, without effect here but for `num
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from cudnn_sdpa.compat import flash_calls
@@ -131,17 +132,18 @@ def flash_attn_qkvpacked_func(
         >>> flash_attn_qkvpacked_func(qkv, causal=True, num_heads_q=8).shape
         torch.Size([2, 16, 8, 64])
     """
-    parts: tuple[Tensor, ...]
     if qkv.dim() == 4:
         heads_kv, rest = divmod(qkv.shape[2] - (num_heads_q or 0), 2)
         if num_heads_q is None or rest or heads_kv < 1:
             expected = f"how many of the {qkv.shape[2]} heads are queries, as qkv has rank 4"
             raise OptionError("num_heads_q", repr(num_heads_q), expected)
-        parts = qkv.split([num_heads_q, heads_kv, heads_kv], dim=2)
+        q, k, v = torch.split(qkv, [num_heads_q, heads_kv, heads_kv], dim=2)
     else:
-        parts = unbound("qkv", qkv, 2)
+        q, k, v = unbound("qkv", qkv, 2)
     return flash_attn_func(
-        *parts,
+        q=q,
+        k=k,
+        v=v,
         softmax_scale=softmax_scale,
         causal=causal,
         q_descale=q_descale,
@@ -332,9 +334,8 @@ def flash_attn_with_kvcache(
         >>> table = torch.tensor([[5, 2], [7, 0]], dtype=torch.int32)
         >>> lengths, ends = torch.tensor([20, 9], dtype=torch.int32), torch.tensor([0, 1, 4], dtype=torch.int32)
         >>> q = torch.randn(4, 8, 64, dtype=torch.bfloat16)  # one query, and three
-        >>> flash_attn_with_kvcache(
-        ...     q, k_cache, v_cache, cache_seqlens=lengths, page_table=table, cu_seqlens_q=ends, max_seqlen_q=3, causal=True
-        ... ).shape
+        >>> of_queries = {"cu_seqlens_q": ends, "max_seqlen_q": 3, "causal": True}
+        >>> flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, page_table=table, **of_queries).shape
         torch.Size([4, 8, 64])
     """
     reasons = {

@@ -1,4 +1,4 @@
-"""What the functions of FlashAttention-2 and -3 share: their layouts, their masks, and their KV caches, as calls of ours.
+"""What the functions of FlashAttention-2 and -3 share: their layouts, masks and KV caches, as calls of this library.
 
 A contiguous cache (B, S, Hkv, D) is a cache of B pages of S tokens, so one way serves both of FlashAttention's kinds.
 """
@@ -16,7 +16,7 @@ from cudnn_sdpa.attention.paged.arguments import NHD
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-from cudnn_sdpa.engine.tensor_checks import check_tensor, shape_of
+from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_tensor, shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.nn.rotary import rotated
 
@@ -61,8 +61,10 @@ def dense(
     alibi_slopes: Tensor | None = None,
 ) -> Result:
     """The output (B, Sq, Hq, D) and the LSE (B, Hq, Sq) of q, k, v (B, S, H, D)."""
+    names = ("q", "k", "v")
+    check_are_tensors(dict(zip(names, qkv, strict=True)))
     q, k, v = (_with_dense_rows(x) for x in qkv)
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    for name, x in zip(names, (q, k, v), strict=True):
         check_tensor(name, x, x, shape=("batch", "sequence", "heads", "head dim"))
     bias = None if alibi_slopes is None else _alibi(alibi_slopes, q, k)
     try:
@@ -78,7 +80,7 @@ def dense(
         )
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(NAMES) from None
-    out, lse = found if return_lse else (found, None)
+    out, lse = _pair(found)
     return out.transpose(1, 2), lse
 
 
@@ -110,7 +112,8 @@ def packed(
         )
     except (ArgumentError, UnsupportedError) as error:
         raise error.renamed(NAMES) from None
-    return (found[0], found[1].T.contiguous()) if return_lse else (found, None)
+    out, lse = _pair(found)
+    return out, _by_heads(lse)
 
 
 def packed_on_pages(
@@ -140,7 +143,8 @@ def packed_on_pages(
     except (ArgumentError, UnsupportedError) as error:
         names = {"k_pages": "k", "v_pages": "v", "page_table": "block_table", "seq_lens_kv": "cu_seqlens_k"}
         raise error.renamed(NAMES | names) from None
-    return (found[0], found[1].T.contiguous()) if return_lse else (found, None)
+    out, lse = _pair(found)
+    return out, _by_heads(lse)
 
 
 class Rotary(NamedTuple):
@@ -252,6 +256,7 @@ def on_cache(
 
     Queries are (B, S, Hq, D), or packed with their offsets, (T, Hq, D); the LSE is (B, Hq, S) or (Hq, T).
     """
+    check_are_tensors({"q": q, "k_cache": cache.k_cache, "v_cache": cache.v_cache})
     try:
         return _on_cache(
             _with_dense_rows(q),
@@ -280,6 +285,8 @@ def _on_cache(
 ) -> Result:
     if offsets is None:
         check_tensor("q", q, q, shape=("batch", "new tokens", "heads", "head dim"))
+    elif max_seqlen_q is None:
+        raise OptionError("max_seqlen_q", "None", "the length of the longest sequence of q, as cu_seqlens_q is given")
     for name, x in (("k_cache", cache.k_cache), ("v_cache", cache.v_cache)):
         check_tensor(name, x, q, dtype=x.dtype, shape=("pages or batch", "tokens", "heads", "head dim"))
     batch = q.shape[0] if offsets is None else offsets.shape[0] - 1
@@ -293,23 +300,22 @@ def _on_cache(
     total = cache.append(lengths, table, rotary)
     of_keys = {"page_table": table, "seq_lens_kv": total, "return_lse": return_lse, **cache.pages, **options.ours}
     if offsets is None and not is_invariant:
-        found = sdpa_paged(q.transpose(1, 2), **of_keys)
-        return (found[0].transpose(1, 2), found[1]) if return_lse else (found.transpose(1, 2), None)
+        out, lse = _pair(sdpa_paged(q.transpose(1, 2), **of_keys))
+        return out.transpose(1, 2), lse
     tokens = q.shape[1]
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * tokens if offsets is None else offsets
     found = sdpa_paged_varlen(
         q.flatten(0, 1) if offsets is None else q,
-        cu_seqlens_q=torch.arange(0, batch * tokens + 1, tokens, dtype=torch.int32, device=q.device)
-        if offsets is None
-        else offsets,
-        max_seqlen_q=tokens if offsets is None else max_seqlen_q,
+        cu_seqlens_q=ends,
+        max_seqlen_q=tokens if max_seqlen_q is None else max_seqlen_q,
         batch_invariant=is_invariant,
         **of_keys,
     )
-    out, lse = found if return_lse else (found, None)
+    out, lse = _pair(found)
     if offsets is None:
-        out = out.unflatten(0, (batch, tokens))
-        lse = None if lse is None else lse.unflatten(0, (batch, tokens))
-    return out, None if lse is None else lse.transpose(-1, -2).contiguous()
+        out = out.view(batch, tokens, *out.shape[1:])
+        lse = None if lse is None else lse.view(batch, tokens, -1)
+    return out, _by_heads(lse)
 
 
 def rotary_of(cos: Tensor | None, sin: Tensor | None, interleaved: bool, begins: Tensor | None = None) -> Rotary | None:
@@ -329,6 +335,15 @@ def unbound(name: str, packed: Tensor, dim: int) -> tuple[Tensor, ...]:
         sizes = ("batch, sequence" if dim == 2 else "tokens", f"{parts}, heads, head dim")
         raise ShapeError(name, shape_of(packed), f"({', '.join(sizes)})")
     return packed.unbind(dim)
+
+
+def _pair(found: Tensor | tuple[Tensor, Tensor]) -> Result:
+    return found if isinstance(found, tuple) else (found, None)
+
+
+def _by_heads(lse: Tensor | None) -> Tensor | None:
+    """An LSE with heads before tokens."""
+    return None if lse is None else lse.transpose(-1, -2).contiguous()
 
 
 def _alibi(slopes: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ LAYERS = [
     ("kernels",),
     ("fused",),
     ("nn",),
-    ("integrations",),
+    ("integrations", "compat"),
     ("planning",),
     ("doctor",),
     ("_start",),
