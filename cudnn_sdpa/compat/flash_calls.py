@@ -198,6 +198,7 @@ class Cache(NamedTuple):
             given = (1 if self.page_table is None else self.page_table.shape[1]) * self.k_cache.shape[1]
         if isinstance(given, int):
             return torch.full((batch,), given, dtype=torch.int32, device=self.k_cache.device)
+        check_are_tensors({"cache_seqlens": given}, hint="Or pass an int.")
         check_tensor("cache_seqlens", given, self.k_cache, of="k_cache", dtype=torch.int32, shape=(batch,), dense=True)
         return given
 
@@ -206,8 +207,10 @@ class Cache(NamedTuple):
             if self.cache_batch_idx is not None:
                 instead = f"None: {self.table_name} says which pages a sequence has"
                 raise OptionError("cache_batch_idx", f"a tensor in addition to {self.table_name}", instead)
+            check_tensor(self.table_name, self.page_table, self.k_cache, dtype=torch.int32, shape=(batch, "pages"))
             return self.page_table
         if self.cache_batch_idx is not None:
+            check_tensor("cache_batch_idx", self.cache_batch_idx, self.k_cache, dtype=torch.int32, shape=(batch,))
             return self.cache_batch_idx.unsqueeze(-1)
         if self.k_cache.shape[0] < batch:
             raise ShapeError("k_cache", f"a batch of {self.k_cache.shape[0]}", f"{batch}, as q has, or more")
@@ -256,7 +259,14 @@ def on_cache(
 
     Queries are (B, S, Hq, D), or packed with their offsets, (T, Hq, D); the LSE is (B, Hq, S) or (Hq, T).
     """
-    check_are_tensors({"q": q, "k_cache": cache.k_cache, "v_cache": cache.v_cache})
+    optional = {
+        "k": cache.k,
+        "v": cache.v,
+        "cache_batch_idx": cache.cache_batch_idx,
+        cache.table_name: cache.page_table,
+    }
+    optional |= {"cu_seqlens_q": offsets}
+    check_are_tensors({"q": q, "k_cache": cache.k_cache, "v_cache": cache.v_cache, **optional}, optional)
     try:
         return _on_cache(
             _with_dense_rows(q),
@@ -287,10 +297,11 @@ def _on_cache(
         check_tensor("q", q, q, shape=("batch", "new tokens", "heads", "head dim"))
     elif max_seqlen_q is None:
         raise OptionError("max_seqlen_q", "None", "the length of the longest sequence of q, as cu_seqlens_q is given")
+    check_tensor("cu_seqlens_q", offsets, q, dtype=torch.int32, shape=("sequences + 1",))
     for name, x in (("k_cache", cache.k_cache), ("v_cache", cache.v_cache)):
         check_tensor(name, x, q, dtype=x.dtype, shape=("pages or batch", "tokens", "heads", "head dim"))
     batch = q.shape[0] if offsets is None else offsets.shape[0] - 1
-    lengths, table = cache.lengths(batch), cache.table(batch)
+    table, lengths = cache.table(batch), cache.lengths(batch)
     if rotary is not None:
         if cache.k is None or offsets is not None:
             got = "a tensor without k" if cache.k is None else "a tensor in addition to cu_seqlens_q"
