@@ -47,7 +47,7 @@ def section(page: Path) -> str:
     for path in re.findall(r"^::: (\S+)", text, re.MULTILINE):
         name = path.rpartition(".")[2]
         folder = path.removeprefix("cudnn_sdpa.").partition(".")[0]
-        is_nested = folder in ("nn", "integrations", "distributed", "kernels")
+        is_nested = folder in ("nn", "integrations", "compat", "distributed", "kernels")
         shown = path.removeprefix("cudnn_sdpa.") if is_nested else name
         lines.append(f"| [`{shown}`]({page.name}#{path}) | {summary(path)} |")
     return "\n".join(lines)

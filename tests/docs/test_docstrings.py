@@ -177,12 +177,15 @@ def public_names() -> set[str]:
     return {name for module in modules for name in importlib.import_module(module).__all__} - {"__version__"}
 
 
+#: The modules with other libraries' functions.
+COMPAT = [f"cudnn_sdpa.compat.{name}" for name in ("flash_attn", "flash_attn_interface", "xformers")]
 #: The public names of each integration.
 INTEGRATIONS = {
     "cudnn_sdpa.integrations.transformers": ["register"],
     "cudnn_sdpa.integrations.pytorch": ["register", "unregister"],
     "cudnn_sdpa.integrations.torchtitan": ["attention", "register"],
     "cudnn_sdpa.integrations.megatron": ["CoreAttention"],
+    **{name: importlib.import_module(name).__all__ for name in COMPAT},
 }
 
 
