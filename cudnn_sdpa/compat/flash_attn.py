@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from cudnn_sdpa.compat import flash_calls
 from cudnn_sdpa.compat.flash_calls import Cache, Options, Result, rotary_of, unbound
-from cudnn_sdpa.errors import raise_if_unsupported
+from cudnn_sdpa.errors import UnsupportedError, raise_if_unsupported
 
 __all__ = [
     "flash_attn_func",
@@ -503,8 +503,10 @@ def flash_attn_with_kvcache(
 
 
 def _check_dropout(dropout_p: float, return_attn_probs: bool) -> None:
-    reasons = {"cuDNN does not return which probabilities dropout keeps (S_dmask)": return_attn_probs and dropout_p > 0}
-    raise_if_unsupported("return_attn_probs with dropout_p", reasons, "dropout_p=0.0, or no return_attn_probs")
+    if return_attn_probs and dropout_p > 0:
+        reasons = ["cuDNN does not return which probabilities dropout keeps (S_dmask)"]
+        instead = "dropout_p=0.0, or no return_attn_probs"
+        raise UnsupportedError("return_attn_probs with dropout_p", reasons, instead)
 
 
 def _options(
@@ -517,14 +519,15 @@ def _options(
 
 def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values with head dims that are multiples of 8."""
-    q, k, v = (pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else x for x in (q, k, v))
+    if any(isinstance(x, Tensor) and x.dim() and x.shape[-1] % 8 for x in (q, k, v)):
+        q, k, v = (pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
     return q, k, v
 
 
 def _result(found: Result, v: Tensor) -> Output:
     """FlashAttention-2's results: an LSE of plus infinity for rows without keys, and an empty S_dmask."""
     out, lse = found
-    out = out[..., : v.shape[-1]]
+    out = out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]]
     if lse is None:
         return out
     return out, lse.masked_fill(lse == -torch.inf, torch.inf), out.new_empty(0)

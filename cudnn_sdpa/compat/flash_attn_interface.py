@@ -372,11 +372,12 @@ def flash_attn_with_kvcache(
 
 
 def _refuse(*, qv: Tensor | None, descales: tuple[Tensor | None, ...], attention_chunk: int) -> None:
+    has_scales = any(x is not None for x in descales)
+    if qv is None and not has_scales and not attention_chunk:
+        return
     reasons = {
         "qv: no kernel here adds scores of the values": qv is not None,
-        "q_descale, k_descale, v_descale: FP8 has one scale for a whole tensor here": any(
-            x is not None for x in descales
-        ),
+        "q_descale, k_descale, v_descale: FP8 has one scale for a whole tensor here": has_scales,
         "attention_chunk: no kernel here has masks of chunks": attention_chunk != 0,
     }
     instead = (

@@ -5,6 +5,7 @@ A contiguous cache (B, S, Hkv, D) is a cache of B pages of S tokens, so one way 
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +17,7 @@ from cudnn_sdpa.attention.paged.arguments import NHD
 from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-from cudnn_sdpa.engine.tensor_checks import check_are_tensors, check_tensor, shape_of
+from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.nn.rotary import rotated
 
@@ -61,11 +62,8 @@ def dense(
     alibi_slopes: Tensor | None = None,
 ) -> Result:
     """The output (B, Sq, Hq, D) and the LSE (B, Hq, Sq) of q, k, v (B, S, H, D)."""
-    names = ("q", "k", "v")
-    check_are_tensors(dict(zip(names, qkv, strict=True)))
-    q, k, v = (_with_dense_rows(x) for x in qkv)
-    for name, x in zip(names, (q, k, v), strict=True):
-        check_tensor(name, x, x, shape=("batch", "sequence", "heads", "head dim"))
+    _check_ranks(zip("qkv", qkv, (("batch", "sequence", *_HEADS),) * 3, strict=True))
+    q, k, v = map(_with_dense_rows, qkv)
     bias = None if alibi_slopes is None else _alibi(alibi_slopes, q, k)
     try:
         found = sdpa(
@@ -95,7 +93,8 @@ def packed(
     dropout_p: float = 0.0,
 ) -> Result:
     """The output (T, Hq, D) and the LSE (Hq, T) of packed sequences (T, H, D)."""
-    q, k, v = (_with_dense_rows(x) for x in qkv)
+    _check_ranks(zip("qkv", qkv, (("tokens", *_HEADS),) * 3, strict=True))
+    q, k, v = map(_with_dense_rows, qkv)
     try:
         found = sdpa_varlen(
             q=q,
@@ -126,6 +125,8 @@ def packed_on_pages(
     return_lse: bool,
 ) -> Result:
     """As `packed`, for keys and values in pages (P, page size, Hkv, D)."""
+    of_pages = "pages", "page size", *_HEADS
+    _check_ranks(zip("qkv", qkv, (("tokens", *_HEADS), of_pages, of_pages), strict=True))
     q, k, v = qkv
     try:
         found = sdpa_paged_varlen(
@@ -182,6 +183,14 @@ class Cache(NamedTuple):
         common = {"k_scale": k_scale, "v_scale": v_scale, "page_layout": NHD}
         return {"k_pages": self.k_cache, "v_pages": self.v_cache, **common}
 
+    def check_ranks(self) -> None:
+        """Ranks alone: the calls of this library check the rest."""
+        new, of_rows = ("batch", "new tokens", *_HEADS), ("pages or batch", "tokens", *_HEADS)
+        optional = [("k", self.k, new), ("v", self.v, new), ("cache_batch_idx", self.cache_batch_idx, ("batch",))]
+        optional += [(self.table_name, self.page_table, ("batch", "pages"))]
+        _check_ranks([("k_cache", self.k_cache, of_rows), ("v_cache", self.v_cache, of_rows)])
+        _check_ranks(x for x in optional if x[1] is not None)
+
     @property
     def names(self) -> dict[str, str]:
         """The caller's names of our arguments."""
@@ -198,8 +207,7 @@ class Cache(NamedTuple):
             given = (1 if self.page_table is None else self.page_table.shape[1]) * self.k_cache.shape[1]
         if isinstance(given, int):
             return torch.full((batch,), given, dtype=torch.int32, device=self.k_cache.device)
-        check_are_tensors({"cache_seqlens": given}, hint="Or pass an int.")
-        check_tensor("cache_seqlens", given, self.k_cache, of="k_cache", dtype=torch.int32, shape=(batch,), dense=True)
+        _check_ranks([("cache_seqlens", given, ("batch",))])
         return given
 
     def table(self, batch: int) -> Tensor:
@@ -207,10 +215,8 @@ class Cache(NamedTuple):
             if self.cache_batch_idx is not None:
                 instead = f"None: {self.table_name} says which pages a sequence has"
                 raise OptionError("cache_batch_idx", f"a tensor in addition to {self.table_name}", instead)
-            check_tensor(self.table_name, self.page_table, self.k_cache, dtype=torch.int32, shape=(batch, "pages"))
             return self.page_table
         if self.cache_batch_idx is not None:
-            check_tensor("cache_batch_idx", self.cache_batch_idx, self.k_cache, dtype=torch.int32, shape=(batch,))
             return self.cache_batch_idx.unsqueeze(-1)
         if self.k_cache.shape[0] < batch:
             raise ShapeError("k_cache", f"a batch of {self.k_cache.shape[0]}", f"{batch}, as q has, or more")
@@ -224,8 +230,6 @@ class Cache(NamedTuple):
                 raise OptionError(name, "None", f"a tensor, as {other} is one")
             return lengths
         k, v = _with_dense_rows(self.k), _with_dense_rows(self.v)
-        for name, x in (("k", k), ("v", v)):
-            check_tensor(name, x, k, shape=(lengths.shape[0], "new tokens", "heads", "head dim"))
         if rotary is not None:
             k = rotary.rotate(k, lengths, advances=True)
         count = k.shape[1]
@@ -259,17 +263,9 @@ def on_cache(
 
     Queries are (B, S, Hq, D), or packed with their offsets, (T, Hq, D); the LSE is (B, Hq, S) or (Hq, T).
     """
-    optional = {
-        "k": cache.k,
-        "v": cache.v,
-        "cache_batch_idx": cache.cache_batch_idx,
-        cache.table_name: cache.page_table,
-    }
-    optional |= {"cu_seqlens_q": offsets}
-    check_are_tensors({"q": q, "k_cache": cache.k_cache, "v_cache": cache.v_cache, **optional}, optional)
     try:
         return _on_cache(
-            _with_dense_rows(q),
+            q,
             cache,
             options,
             rotary=rotary,
@@ -293,13 +289,14 @@ def _on_cache(
     offsets: Tensor | None,
     max_seqlen_q: int | None,
 ) -> Result:
-    if offsets is None:
-        check_tensor("q", q, q, shape=("batch", "new tokens", "heads", "head dim"))
-    elif max_seqlen_q is None:
-        raise OptionError("max_seqlen_q", "None", "the length of the longest sequence of q, as cu_seqlens_q is given")
-    check_tensor("cu_seqlens_q", offsets, q, dtype=torch.int32, shape=("sequences + 1",))
-    for name, x in (("k_cache", cache.k_cache), ("v_cache", cache.v_cache)):
-        check_tensor(name, x, q, dtype=x.dtype, shape=("pages or batch", "tokens", "heads", "head dim"))
+    _check_ranks([("q", q, ("batch", "new tokens", *_HEADS) if offsets is None else ("tokens", *_HEADS))])
+    cache.check_ranks()
+    if offsets is not None:
+        _check_ranks([("cu_seqlens_q", offsets, ("sequences + 1",))])
+        if max_seqlen_q is None:
+            expected = "the length of the longest sequence of q, as cu_seqlens_q is given"
+            raise OptionError("max_seqlen_q", "None", expected)
+    q = _with_dense_rows(q)
     batch = q.shape[0] if offsets is None else offsets.shape[0] - 1
     table, lengths = cache.table(batch), cache.lengths(batch)
     if rotary is not None:
@@ -366,5 +363,16 @@ def _alibi(slopes: Tensor, q: Tensor, k: Tensor) -> Tensor:
     return -slopes.float().view(-1, q.shape[2], 1, 1) * (diagonal - columns).abs()
 
 
+_HEADS = "heads", "head dim"
+
+
+def _check_ranks(given: Iterable[tuple[str, object, Sequence[str]]]) -> None:
+    for name, x, shape in given:
+        if not isinstance(x, Tensor):
+            raise OptionError(name, type(x).__name__, "a torch.Tensor")
+        if x.dim() != len(shape):
+            raise ShapeError(name, shape_of(x), f"rank {len(shape)}: ({', '.join(shape)})")
+
+
 def _with_dense_rows(x: Tensor) -> Tensor:
-    return x.contiguous() if x.dim() and x.stride(-1) != 1 else x
+    return x if x.stride(-1) == 1 else x.contiguous()

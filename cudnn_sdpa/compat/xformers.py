@@ -19,7 +19,7 @@ from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, Alignment
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
-from cudnn_sdpa.engine.tensor_checks import check_are_tensors, dtype_name, shape_of
+from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, raise_if_unsupported
 
 if TYPE_CHECKING:
@@ -489,15 +489,14 @@ def memory_efficient_attention(
         >>> memory_efficient_attention(q, k, v, attn_bias=LowerTriangularMask()).shape
         torch.Size([2, 16, 8, 64])
     """
-    given = {"query": query, "key": key, "value": value}
-    check_are_tensors(given)
-    for name, x in given.items():
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, Tensor):
+            raise OptionError(name, type(x).__name__, "a torch.Tensor")
         if x.dim() not in (3, 4, 5) or x.dim() != query.dim():
             raise ShapeError(name, shape_of(x), "(B, M, H, K), (B, M, K) or (B, M, G, H, K), of the rank of query")
     reasons = {
         "op: the kernels are chosen by cudnn_sdpa.providers": op is not None,
-        f"output_dtype: the output has the dtype of the query, {dtype_name(query.dtype)}": output_dtype
-        not in (None, query.dtype),
+        "output_dtype: the output has the dtype of the query": output_dtype not in (None, query.dtype),
     }
     raise_if_unsupported("this call of memory_efficient_attention", reasons, "op=None, and out.to(output_dtype)")
     q, k, v = _with_heads(query, key, value)

@@ -317,11 +317,16 @@ def test_what_cannot_be_done_raises_with_what_works(function, args, name, value)
         (fa2.flash_attn_with_kvcache, (Q, Q, Q, Q), {"cache_seqlens": 0}, "v"),
         (fa2.flash_attn_with_kvcache, (Q, Q, Q), {"cache_seqlens": ENDS}, "cache_seqlens"),
         (fa2.flash_attn_with_kvcache, (Q, Q, Q), {"cache_batch_idx": ENDS[:2].long()}, "cache_batch_idx"),
-        (fa2.flash_attn_with_kvcache, (Q, Q, Q), {"cache_batch_idx": ENDS, "block_table": ENDS}, "cache_batch_idx"),
+        (
+            fa2.flash_attn_with_kvcache,
+            (Q, Q, Q),
+            {"cache_batch_idx": ENDS, "block_table": ENDS[None]},
+            "cache_batch_idx",
+        ),
         (fa2.flash_attn_with_kvcache, (Q, Q, Q), {"block_table": ENDS}, "block_table"),
         (fa2.flash_attn_with_kvcache, (Q, Q, Q), {"cache_seqlens": [1, 2]}, "cache_seqlens"),
         (fa3.flash_attn_with_kvcache, (Q, Q, Q), {"page_table": 3}, "page_table"),
-        (fa3.flash_attn_with_kvcache, (Q, Q, Q), {"cu_seqlens_q": Q, "max_seqlen_q": 3}, "cu_seqlens_q"),
+        (fa3.flash_attn_with_kvcache, (Q[0], Q, Q), {"cu_seqlens_q": Q, "max_seqlen_q": 3}, "cu_seqlens_q"),
     ],
 )
 def test_errors_have_the_callers_names(function, args, options, name):
