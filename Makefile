@@ -20,6 +20,9 @@ ARGS        ?= host
 # Of `make test-rest`: 1/2 is the first half of its tests. Continuous integration runs one after the other.
 SHARD       ?= 1/1
 
+# Of `make test-originals`: it runs one of so many tests.
+EVERY       ?= 50
+
 # Interpreters to make the environments from, in order of preference.
 BASE_PYTHON     ?= python3 python3.14 python3.13 python3.12 python3.11 python3.10
 BASE_PYTHON_MIN ?= python3.10 python3.11 python3
@@ -43,7 +46,7 @@ unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  \033[1m%-11s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9.-]+:.*## / { printf "  \033[1m%-14s\033[0m %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: venv
 venv: $(STAMP) ## Create or update .venv (about 4 GB without CUDA, more with a CUDA PyTorch)
@@ -76,6 +79,14 @@ test-gpu: $(READY) ## The tests that need an NVIDIA GPU; PYTHON=python3 uses tha
 	$(PYTHON) -m pytest -m "gpu and not whole_gpu" tests/gpu $(PYTEST_ARGS); first=$$?; \
 	CUDNN_SDPA_GPU_REPORT=$(addsuffix -whole-gpu.json,$(CUDNN_SDPA_GPU_REPORT:.json=)) \
 		$(PYTHON) -m pytest -m whole_gpu tests/gpu && exit $$first
+
+.PHONY: test-originals
+test-originals: $(READY) ## FlashAttention's own tests on this library, on a GPU; EVERY=1 runs all
+	test -d .originals/flash-attention || $(PYTHON) scripts/originals.py fetch
+	for tests in tests hopper; do \
+		PYTHONPATH=scripts $(PYTHON) -m pytest -c /dev/null -p originals_plugin --every $(EVERY) -q -rs \
+			.originals/flash-attention/$$tests/test_flash_attn.py $(PYTEST_ARGS) || failed=1; \
+	done; test -z "$$failed"
 
 .PHONY: test-min
 test-min: $(STAMP_MIN) ## Unit tests with the oldest versions supported (downloads several GB of CUDA packages)

@@ -1,1 +1,1 @@
-"""Modules with the names, parameters and results of other attention libraries, for code that was written for those."""
+"""Modules with the names and signatures of other attention libraries."""

@@ -145,17 +145,7 @@ class RotaryEmbedding(nn.Module):
             raise ShapeError("rotations", shape_of(cos), expected)
         if sharding.has_dtensor(heads, cos, sin):
             return self._rotate_dtensors(heads, cos, sin)
-        cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-        rotary, rest = heads[..., : self.rotary_dim], heads[..., self.rotary_dim :]
-        precise = rotary if heads.dtype == torch.float64 else rotary.float()
-        if self.interleaved:
-            first, second = precise[..., ::2], precise[..., 1::2]
-            result = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
-        else:
-            first, second = precise.chunk(2, dim=-1)
-            result = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-        result = result.to(heads.dtype)
-        return result if self.rotary_dim == self.head_dim else torch.cat((result, rest), dim=-1)
+        return rotated(heads, cos, sin, interleaved=self.interleaved)
 
     def _rotate_dtensors(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ways = [
@@ -174,6 +164,21 @@ class RotaryEmbedding(nn.Module):
     def extra_repr(self) -> str:
         angles = f"base={self.base}" if self.explicit_frequencies is None else "frequencies=(...)"
         return f"{self.head_dim}, {angles}, rotary_dim={self.rotary_dim}, interleaved={self.interleaved}"
+
+
+def rotated(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """The first dimensions of heads (B, S, H, D) rotated, in float32; as many as twice the cosines (…, S, n) have."""
+    cos, sin, rotary_dim = cos.unsqueeze(-2), sin.unsqueeze(-2), 2 * cos.shape[-1]
+    rotary, rest = heads[..., :rotary_dim], heads[..., rotary_dim:]
+    precise = rotary if heads.dtype == torch.float64 else rotary.float()
+    if interleaved:
+        first, second = precise[..., ::2], precise[..., 1::2]
+        result = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
+    else:
+        first, second = precise.chunk(2, dim=-1)
+        result = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    result = result.to(heads.dtype)
+    return result if rotary_dim == heads.shape[-1] else torch.cat((result, rest), dim=-1)
 
 
 def check_positions(position_ids: object) -> None:

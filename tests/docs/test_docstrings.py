@@ -178,6 +178,9 @@ def public_names() -> set[str]:
     return {name for module in modules for name in importlib.import_module(module).__all__} - {"__version__"}
 
 
+#: The modules with other libraries' functions.
+COMPAT = [f"cudnn_sdpa.compat.{name}" for name in ("flash_attn", "flash_attn_interface", "xformers")]
+
 #: The public names of each integration, and of each module with the names of another library.
 INTEGRATIONS = {
     "cudnn_sdpa.compat.flashinfer": [name for name in flashinfer.__all__ if not name.endswith("_return_lse")],
@@ -186,6 +189,7 @@ INTEGRATIONS = {
     "cudnn_sdpa.integrations.sglang": ["register"],
     "cudnn_sdpa.integrations.torchtitan": ["attention", "register"],
     "cudnn_sdpa.integrations.megatron": ["CoreAttention"],
+    **{name: importlib.import_module(name).__all__ for name in COMPAT},
 }
 
 

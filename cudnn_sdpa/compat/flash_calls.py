@@ -1,0 +1,378 @@
+"""What the functions of FlashAttention-2 and -3 share: their layouts, masks and KV caches, as calls of this library.
+
+A contiguous cache (B, S, Hkv, D) is a cache of B pages of S tokens, so one way serves both of FlashAttention's kinds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.attention.dense.sdpa import sdpa
+from cudnn_sdpa.attention.paged.append import AppendCall, write_tokens
+from cudnn_sdpa.attention.paged.arguments import NHD
+from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
+from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
+from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.engine.tensor_checks import shape_of
+from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.nn.rotary import rotated
+
+#: FlashAttention's names of our arguments.
+NAMES = {
+    "is_causal": "causal",
+    "scale": "softmax_scale",
+    "cu_seqlens_kv": "cu_seqlens_k",
+    "max_seqlen_kv": "max_seqlen_k",
+}
+
+
+class Options(NamedTuple):
+    """The options of all functions, in FlashAttention's words."""
+
+    softmax_scale: float | None
+    causal: bool
+    window_size: tuple[int, int]
+    softcap: float
+
+    @property
+    def ours(self) -> dict[str, Any]:
+        return {
+            "scale": self.softmax_scale,
+            "is_causal": self.causal,
+            "causal_alignment": "bottom_right",
+            "window_size": self.window_size,
+            "softcap": self.softcap if self.softcap > 0 else None,
+        }
+
+
+Result = tuple[Tensor, Tensor | None]
+
+
+def dense(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    options: Options,
+    *,
+    deterministic: bool,
+    return_lse: bool,
+    dropout_p: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+) -> Result:
+    """The output (B, Sq, Hq, D) and the LSE (B, Hq, Sq) of q, k, v (B, S, H, D)."""
+    _check_ranks(zip("qkv", qkv, (("batch", "sequence", *_HEADS),) * 3, strict=True))
+    q, k, v = map(_with_dense_rows, qkv)
+    bias = None if alibi_slopes is None else _alibi(alibi_slopes, q, k)
+    try:
+        found = sdpa(
+            q.transpose(1, 2),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            attn_mask=bias,
+            dropout_p=dropout_p,
+            deterministic=deterministic or None,
+            return_lse=return_lse,
+            **options.ours,
+        )
+    except (ArgumentError, UnsupportedError) as error:
+        raise error.renamed(NAMES) from None
+    out, lse = _pair(found)
+    return out.transpose(1, 2), lse
+
+
+def packed(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    offsets: tuple[Tensor, Tensor],
+    lengths: tuple[int, int],
+    options: Options,
+    *,
+    deterministic: bool,
+    return_lse: bool,
+    dropout_p: float = 0.0,
+) -> Result:
+    """The output (T, Hq, D) and the LSE (Hq, T) of packed sequences (T, H, D)."""
+    _check_ranks(zip("qkv", qkv, (("tokens", *_HEADS),) * 3, strict=True))
+    q, k, v = map(_with_dense_rows, qkv)
+    try:
+        found = sdpa_varlen(
+            q=q,
+            k=k,
+            v=v,
+            cu_seqlens_q=offsets[0],
+            cu_seqlens_kv=offsets[1],
+            max_seqlen_q=int(lengths[0]),
+            max_seqlen_kv=int(lengths[1]),
+            dropout_p=dropout_p,
+            deterministic=deterministic or None,
+            return_lse=return_lse,
+            **options.ours,
+        )
+    except (ArgumentError, UnsupportedError) as error:
+        raise error.renamed(NAMES) from None
+    out, lse = _pair(found)
+    return out, _by_heads(lse)
+
+
+def packed_on_pages(
+    qkv: tuple[Tensor, Tensor, Tensor],
+    offsets: tuple[Tensor, Tensor],
+    max_seqlen_q: int,
+    options: Options,
+    *,
+    block_table: Tensor,
+    return_lse: bool,
+) -> Result:
+    """As `packed`, for keys and values in pages (P, page size, Hkv, D)."""
+    of_pages = "pages", "page size", *_HEADS
+    _check_ranks(zip("qkv", qkv, (("tokens", *_HEADS), of_pages, of_pages), strict=True))
+    q, k, v = qkv
+    try:
+        found = sdpa_paged_varlen(
+            q=_with_dense_rows(q),
+            k_pages=k,
+            v_pages=v,
+            page_table=block_table,
+            seq_lens_kv=offsets[1].diff(),
+            cu_seqlens_q=offsets[0],
+            max_seqlen_q=int(max_seqlen_q),
+            page_layout=NHD,
+            return_lse=return_lse,
+            **options.ours,
+        )
+    except (ArgumentError, UnsupportedError) as error:
+        names = {"k_pages": "k", "v_pages": "v", "page_table": "block_table", "seq_lens_kv": "cu_seqlens_k"}
+        raise error.renamed(NAMES | names) from None
+    out, lse = _pair(found)
+    return out, _by_heads(lse)
+
+
+class Rotary(NamedTuple):
+    """Rotary embeddings: tables (positions, rotary dim / 2), and where new tokens begin, if not behind the cached."""
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+    begins: Tensor | None
+
+    def rotate(self, x: Tensor, lengths: Tensor, *, advances: bool) -> Tensor:
+        """Tokens (B, S, H, D) at positions that advance, or all at the first one."""
+        first = (lengths if self.begins is None else self.begins).unsqueeze(1)
+        steps = torch.arange(x.shape[1], device=x.device) * advances
+        at = first + steps
+        return rotated(x, self.cos[at], self.sin[at], interleaved=self.interleaved)
+
+
+class Cache(NamedTuple):
+    """A KV cache and new tokens for it, as `flash_attn_with_kvcache` takes them."""
+
+    k_cache: Tensor
+    v_cache: Tensor
+    k: Tensor | None
+    v: Tensor | None
+    cache_seqlens: int | Tensor | None
+    cache_batch_idx: Tensor | None
+    page_table: Tensor | None
+    table_name: str
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
+
+    @property
+    def pages(self) -> dict[str, Any]:
+        k_scale, v_scale = self.scales
+        common = {"k_scale": k_scale, "v_scale": v_scale, "page_layout": NHD}
+        return {"k_pages": self.k_cache, "v_pages": self.v_cache, **common}
+
+    def check_ranks(self) -> None:
+        """Ranks alone: the calls of this library check the rest."""
+        new, of_rows = ("batch", "new tokens", *_HEADS), ("pages or batch", "tokens", *_HEADS)
+        optional = [("k", self.k, new), ("v", self.v, new), ("cache_batch_idx", self.cache_batch_idx, ("batch",))]
+        optional += [(self.table_name, self.page_table, ("batch", "pages"))]
+        _check_ranks([("k_cache", self.k_cache, of_rows), ("v_cache", self.v_cache, of_rows)])
+        _check_ranks(x for x in optional if x[1] is not None)
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The caller's names of our arguments."""
+        table = "cache_batch_idx" if self.page_table is None else self.table_name
+        more = {"k_pages": "k_cache", "v_pages": "v_cache", "page_table": table, "seq_lens_kv": "cache_seqlens"}
+        return NAMES | more | {"k_scale": "k_descale", "v_scale": "v_descale"}
+
+    def lengths(self, batch: int) -> Tensor:
+        """The number of keys of each sequence, without the new ones."""
+        given = self.cache_seqlens
+        if given is None:
+            if self.k is not None:
+                raise OptionError("cache_seqlens", "None", "the numbers of keys before those of k, as k is given")
+            given = (1 if self.page_table is None else self.page_table.shape[1]) * self.k_cache.shape[1]
+        if isinstance(given, int):
+            return torch.full((batch,), given, dtype=torch.int32, device=self.k_cache.device)
+        _check_ranks([("cache_seqlens", given, ("batch",))])
+        return given
+
+    def table(self, batch: int) -> Tensor:
+        if self.page_table is not None:
+            if self.cache_batch_idx is not None:
+                instead = f"None: {self.table_name} says which pages a sequence has"
+                raise OptionError("cache_batch_idx", f"a tensor in addition to {self.table_name}", instead)
+            return self.page_table
+        if self.cache_batch_idx is not None:
+            return self.cache_batch_idx.unsqueeze(-1)
+        if self.k_cache.shape[0] < batch:
+            raise ShapeError("k_cache", f"a batch of {self.k_cache.shape[0]}", f"{batch}, as q has, or more")
+        return torch.arange(batch, dtype=torch.int32, device=self.k_cache.device).unsqueeze(-1)
+
+    def append(self, lengths: Tensor, table: Tensor, rotary: Rotary | None) -> Tensor:
+        """Writes the new keys and values, if there are any; the numbers of keys with them."""
+        if self.k is None or self.v is None:
+            if self.k is not self.v:
+                name, other = ("v", "k") if self.v is None else ("k", "v")
+                raise OptionError(name, "None", f"a tensor, as {other} is one")
+            return lengths
+        k, v = _with_dense_rows(self.k), _with_dense_rows(self.v)
+        if rotary is not None:
+            k = rotary.rotate(k, lengths, advances=True)
+        count = k.shape[1]
+        total, new = lengths + count, torch.full_like(lengths, count)
+        call = AppendCall(
+            k=k.transpose(1, 2),
+            v=v.transpose(1, 2),
+            slot_mapping=None,
+            page_table=table,
+            seq_lens_kv=total,
+            seq_lens_q=new,
+            tokens=count,
+            **self.pages,
+        )
+        write_tokens(*call)
+        return total
+
+
+def on_cache(
+    q: Tensor,
+    cache: Cache,
+    options: Options,
+    *,
+    rotary: Rotary | None,
+    num_splits: int,
+    return_lse: bool,
+    offsets: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+) -> Result:
+    """Appends new keys and values to a cache and attends to it.
+
+    Queries are (B, S, Hq, D), or packed with their offsets, (T, Hq, D); the LSE is (B, Hq, S) or (Hq, T).
+    """
+    try:
+        return _on_cache(
+            q,
+            cache,
+            options,
+            rotary=rotary,
+            is_invariant=num_splits == 1,
+            return_lse=return_lse,
+            offsets=offsets,
+            max_seqlen_q=max_seqlen_q,
+        )
+    except (ArgumentError, UnsupportedError) as error:
+        raise error.renamed(cache.names) from None
+
+
+def _on_cache(
+    q: Tensor,
+    cache: Cache,
+    options: Options,
+    *,
+    rotary: Rotary | None,
+    is_invariant: bool,
+    return_lse: bool,
+    offsets: Tensor | None,
+    max_seqlen_q: int | None,
+) -> Result:
+    _check_ranks([("q", q, ("batch", "new tokens", *_HEADS) if offsets is None else ("tokens", *_HEADS))])
+    cache.check_ranks()
+    if offsets is not None:
+        _check_ranks([("cu_seqlens_q", offsets, ("sequences + 1",))])
+        if max_seqlen_q is None:
+            expected = "the length of the longest sequence of q, as cu_seqlens_q is given"
+            raise OptionError("max_seqlen_q", "None", expected)
+    q = _with_dense_rows(q)
+    batch = q.shape[0] if offsets is None else offsets.shape[0] - 1
+    table, lengths = cache.table(batch), cache.lengths(batch)
+    if rotary is not None:
+        if cache.k is None or offsets is not None:
+            got = "a tensor without k" if cache.k is None else "a tensor in addition to cu_seqlens_q"
+            raise OptionError("rotary_cos", got, "None", "Rotate q before the call.")
+        is_local = tuple(options.window_size) != (-1, -1)
+        q = rotary.rotate(q, lengths, advances=options.causal or is_local)
+    total = cache.append(lengths, table, rotary)
+    of_keys = {"page_table": table, "seq_lens_kv": total, "return_lse": return_lse, **cache.pages, **options.ours}
+    if offsets is None and not is_invariant:
+        out, lse = _pair(sdpa_paged(q.transpose(1, 2), **of_keys))
+        return out.transpose(1, 2), lse
+    tokens = q.shape[1]
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * tokens if offsets is None else offsets
+    found = sdpa_paged_varlen(
+        q.flatten(0, 1) if offsets is None else q,
+        cu_seqlens_q=ends,
+        max_seqlen_q=tokens if max_seqlen_q is None else max_seqlen_q,
+        batch_invariant=is_invariant,
+        **of_keys,
+    )
+    out, lse = _pair(found)
+    if offsets is None:
+        out = out.view(batch, tokens, *out.shape[1:])
+        lse = None if lse is None else lse.view(batch, tokens, -1)
+    return out, _by_heads(lse)
+
+
+def rotary_of(cos: Tensor | None, sin: Tensor | None, interleaved: bool, begins: Tensor | None = None) -> Rotary | None:
+    """The rotary embedding of `rotary_cos` and `rotary_sin`, which are both there or both not."""
+    if cos is None or sin is None:
+        if cos is not sin:
+            name = "rotary_sin" if sin is None else "rotary_cos"
+            raise OptionError(name, "None", "a tensor, as the other of rotary_cos and rotary_sin is one")
+        return None
+    return Rotary(cos, sin, interleaved, begins)
+
+
+def unbound(name: str, packed: Tensor, dim: int) -> tuple[Tensor, ...]:
+    """The parts of packed queries, keys and values, or of keys and values, as views."""
+    parts = 3 if name == "qkv" else 2
+    if packed.dim() != dim + 3 or packed.shape[dim] != parts:
+        sizes = ("batch, sequence" if dim == 2 else "tokens", f"{parts}, heads, head dim")
+        raise ShapeError(name, shape_of(packed), f"({', '.join(sizes)})")
+    return packed.unbind(dim)
+
+
+def _pair(found: Tensor | tuple[Tensor, Tensor]) -> Result:
+    return found if isinstance(found, tuple) else (found, None)
+
+
+def _by_heads(lse: Tensor | None) -> Tensor | None:
+    """An LSE with heads before tokens."""
+    return None if lse is None else lse.transpose(-1, -2).contiguous()
+
+
+def _alibi(slopes: Tensor, q: Tensor, k: Tensor) -> Tensor:
+    """The bias (1 or B, Hq, Sq, Skv) of slopes, in float32."""
+    if slopes.shape not in ((q.shape[2],), (q.shape[0], q.shape[2])):
+        raise ShapeError("alibi_slopes", shape_of(slopes), f"({q.shape[2]},) or ({q.shape[0]}, {q.shape[2]})")
+    columns = torch.arange(k.shape[1], device=q.device)
+    diagonal = torch.arange(q.shape[1], device=q.device).unsqueeze(1) + (k.shape[1] - q.shape[1])
+    return -slopes.float().view(-1, q.shape[2], 1, 1) * (diagonal - columns).abs()
+
+
+_HEADS = "heads", "head dim"
+
+
+def _check_ranks(given: Iterable[tuple[str, object, Sequence[str]]]) -> None:
+    for name, x, shape in given:
+        if not isinstance(x, Tensor):
+            raise OptionError(name, type(x).__name__, "a torch.Tensor")
+        if x.dim() != len(shape):
+            raise ShapeError(name, shape_of(x), f"rank {len(shape)}: ({', '.join(shape)})")
+
+
+def _with_dense_rows(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
