@@ -17,6 +17,7 @@ from cudnn_sdpa.fused.conv import conv2d
 from cudnn_sdpa.fused.norm import rms_norm
 from cudnn_sdpa.plans.autotune import AutotuneEntry
 from cudnn_sdpa.plans.cache import plan_cache
+from cudnn_sdpa.plans.providers import CUDNN, providers
 
 #: More plans than cuDNN proposes for any call.
 ALL = 256
@@ -57,11 +58,12 @@ def _all(ours: Function, theirs: Function, inputs: tuple[Tensor, ...], *, label:
     """One row for each plan; `moved` tensors, as large as the result, are read or written."""
     compiled = fused.compiled(theirs)
     calls: dict[str, Call] = {"fastest": lambda: ours(*inputs), "compiled": lambda: compiled(*inputs)}
-    entry = _settled(calls["fastest"])
-    out = ours(*inputs)
-    cases.check_agreement(["out"], [out], [theirs(*inputs)], "PyTorch's")
-    times = device_times({**calls, "copy": cases.large_copy()}, cold=True)
-    plan_cache.clear()
+    with providers(CUDNN):
+        entry = _settled(calls["fastest"])
+        out = ours(*inputs)
+        cases.check_agreement(["out"], [out], [theirs(*inputs)], "PyTorch's")
+        times = device_times({**calls, "copy": cases.large_copy()}, cold=True)
+        plan_cache.clear()
     times_by_kernel: list[tuple[str, float | str]] = [
         ("a copy of as many bytes", times["copy"] * moved * out.numel() * out.element_size() / (2 * cases.COPIED)),
         ("torch.compile", times["compiled"]),

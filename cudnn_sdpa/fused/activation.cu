@@ -37,7 +37,7 @@ __device__ __forceinline__ float activated(float x) {
 __device__ __forceinline__ float slope(float x) {
 #if KIND == 0
   const float s = sigmoid(x), y = x * s;
-  return s + y - y * s;
+  return s + (y - y * s); /* in this order: beside a large y nothing is left of s */
 #elif KIND == 1
   const float density = 0.39894228040143268f * exp2_fast(-0.72134752044448170f * x * x);
   return 0.5f * (1.0f + erff(0.70710678118654752f * x)) + x * density;

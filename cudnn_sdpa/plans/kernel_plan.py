@@ -90,6 +90,12 @@ class KernelOp(ProgramOp):
     def made(self, key: PlanKey) -> Plan:
         return KernelPlan(key, self.program(key))
 
+    def is_compiled(self, key: PlanKey) -> bool:
+        device = key.device
+        return device is not None and all(
+            call.kernel.is_compiled(device, key.target.sm) for call in self.program(key).calls
+        )
+
     def compile_into(self, store: PlanStore, key: PlanKey) -> bool:
         compiled = [call.kernel.compile_into(store, key.target.sm) for call in self.program(key).calls]
         return any(compiled)

@@ -127,6 +127,11 @@ class Kernel:
                     kernel = self._loaded[device] = self._load(device)
         return kernel
 
+    def is_compiled(self, device: int, sm: int) -> bool:
+        """Whether it is loaded on a GPU, or stored for it."""
+        store = default_store.active()
+        return device in self._loaded or (store is not None and store.has(self.identity(sm)))
+
     def identity(self, sm: int) -> _Identity:
         digest = hashlib.sha256(self.path.read_bytes())
         if self.defines:  # sources without macros include no headers

@@ -187,6 +187,7 @@ INTEGRATIONS = {
     "cudnn_sdpa.integrations.transformers": ["register"],
     "cudnn_sdpa.integrations.pytorch": ["register", "unregister"],
     "cudnn_sdpa.integrations.sglang": ["register"],
+    "cudnn_sdpa.integrations.vllm": ["register"],
     "cudnn_sdpa.integrations.torchtitan": ["attention", "register"],
     "cudnn_sdpa.integrations.megatron": ["CoreAttention"],
     **{name: importlib.import_module(name).__all__ for name in COMPAT},

@@ -88,6 +88,13 @@ def default_providers():
         yield
 
 
+@pytest.fixture
+def cudnn_provider():
+    """For tests of cuDNN's plans of what own kernels may serve."""
+    with cudnn_sdpa.providers("cudnn"):
+        yield
+
+
 @pytest.fixture(autouse=True)
 def fresh_cache():
     """Each test starts without plans, with its own seed and one plan for each shape, and restores all settings.

@@ -8,9 +8,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from compiled_functions import given_functions
 from typer.testing import CliRunner
 
-from benchmarks import convolutions, decode, fp8, fused, host, proposals
+from benchmarks import convolutions, decode, fp8, fused, fused_peers, host, proposals
 from benchmarks.cli import app
 from benchmarks.decode import FP8, VARLEN, Step
 from benchmarks.tools import candidates, cases, timing, training
@@ -19,6 +20,7 @@ from benchmarks.tools.parts import (
     ConvPart,
     DecodePart,
     Fp8Part,
+    FusedPart,
     HostPart,
     KernelsPart,
     LlamaPart,
@@ -51,6 +53,8 @@ def short(monkeypatch):
     monkeypatch.setattr(fused, "NORMS", ((64, 256),))
     monkeypatch.setattr(fused, "GATES", ((64, 256),))
     monkeypatch.setattr(convolutions, "CASES", (convolutions.Case(2, 32, 8, 64, 3, padding=1),))
+    monkeypatch.setattr(fused_peers, "NORMS", fused.NORMS)
+    monkeypatch.setattr(fused_peers, "GATES", fused.GATES)
     monkeypatch.setattr(proposals, "NORMS", fused.NORMS)
     monkeypatch.setattr(proposals, "GATES", fused.GATES)
     monkeypatch.setattr(proposals, "CONVOLUTIONS", convolutions.CASES)
@@ -74,6 +78,7 @@ PARTS = {
     "decode": [part for part in DecodePart if part is not DecodePart.PLANS],
     "norm": NormPart,
     "silu": SiluPart,
+    "fused": FusedPart,
     "fp8": [part for part in Fp8Part if part is not Fp8Part.LAYER],
     "conv": ConvPart,
     "attention": AttentionPart,
@@ -137,8 +142,10 @@ def test_providers(tmp_path, part, monkeypatch):
     small = tuple(replace(each, lengths=each.lengths[:2]) for each in providers.TRAINING[:2])
     for name in ("FORWARD", "TRAINING", "LENGTHS"):
         monkeypatch.setattr(providers, name, small)
+    monkeypatch.setattr(providers, "LARGE", providers.LARGE[:1])
     path = tmp_path / "providers.json"
-    result = CliRunner().invoke(app, ["providers", "--part", part.value, "--output", str(path)])
+    with given_functions():
+        result = CliRunner().invoke(app, ["providers", "--part", part.value, "--output", str(path)])
     if part is ProvidersPart.HOST and installed().missing:
         assert isinstance(result.exception, UnsupportedError)
         return
@@ -149,7 +156,7 @@ def test_providers(tmp_path, part, monkeypatch):
 
 @pytest.mark.parametrize("part", list(LlamaPart))
 def test_llama(tmp_path, part, monkeypatch):
-    pytest.importorskip("transformers")
+    pytest.importorskip("transformers", minversion="5.24" if part is LlamaPart.BATCHING else "5.17")
     from benchmarks import llama
 
     monkeypatch.setattr(llama, "device_times", lambda calls, **how: timing.device_times(calls, repeats=2, **how))

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from attention_checks import difference
 
-from cudnn_sdpa import gelu_mul, plan_cache, relu_squared, silu_mul
+from cudnn_sdpa import gelu_mul, plan_cache, providers, relu_squared, silu_mul
 
 TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 1e-5}
 SHAPES = [(64,), (7, 4096), (3, 5, 96), (2, 8192), (1, 16), (5, 1000), (33, 14336), (70_000, 128)]
@@ -67,6 +67,7 @@ def test_a_broadcast_row(size, dtype):
                 assert difference(relu_squared(row.expand(300, size)), squared) < TOLERANCE[dtype]
 
 
+@pytest.mark.usefixtures("cudnn_provider")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compiled_code_uses_the_fast_layout(dynamic):
     step = torch.compile(lambda x: silu_mul(*x.chunk(2, -1)), fullgraph=True, dynamic=dynamic)
@@ -107,9 +108,10 @@ def test_row_strides_that_are_no_multiple_of_16_bytes(width, size, dtype):
             assert difference(relu_squared(gate), F.relu(exact[0]).square()) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("provider", ["own", "cudnn"])
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 @pytest.mark.parametrize("form", ["two", "both", "gate alone"])
-def test_gates_of_any_size(form, dtype):
+def test_gates_of_any_size(form, dtype, provider):
     """From 1 to the dtype's largest value, of both signs: cuDNN's own gradient of SiLU is 0 from 1e8 on."""
     largest = torch.finfo(dtype).max
     sizes = [value for value in 10.0 ** torch.arange(0.0, 39.0, 0.5) if value < largest] + [15.0, 88.5, 104.0, largest]
@@ -121,8 +123,9 @@ def test_gates_of_any_size(form, dtype):
     wanted.backward(grad.double())
     up.requires_grad_(form != "gate alone")
     leaves = [torch.cat([gate, up], -1).detach().requires_grad_()] if form == "both" else [gate, up]
-    out = silu_mul(*leaves)
-    out.backward(grad)
+    with providers(provider):
+        out = silu_mul(*leaves)
+        out.backward(grad)
     of_gate, of_up = leaves[0].grad.chunk(2, -1) if form == "both" else (gate.grad, up.grad)
     eps = torch.finfo(dtype).eps
     bound, tiny = (16 if dtype is torch.float32 else 4) * eps, float(torch.finfo(torch.float32).smallest_normal)

@@ -12,6 +12,7 @@ from attention_checks import difference, poison
 from cudnn_sdpa import (
     explain,
     layer_norm,
+    providers,
     rms_norm,
 )
 
@@ -151,14 +152,15 @@ def test_rows_of_sizes_that_are_no_multiple_of_16_bytes(size, dtype):
     ("dtype", "of_weight"), [(BF16, BF16), (BF16, F32), (torch.float16, F32), (F32, F32), (BF16, None)], ids=str
 )
 def test_residuals_and_activations_of_all_rows(n, dtype, of_weight):
-    """In the norm's kernel where there is one, beside it elsewhere; `explain` shows which."""
+    """In the norm's kernel where there is one, beside it elsewhere; `explain` shows which. Own kernels have all."""
     x, residual = (torch.randn(2, 7, n, device="cuda").to(dtype).requires_grad_() for _ in range(2))
     weight = None if of_weight is None else (torch.rand(n, device="cuda") + 0.3).to(of_weight).requires_grad_()
-    for with_residual, activation, trains in itertools.product((False, True), (None, "silu"), (False, True)):
+    cases = itertools.product(("cudnn", "default"), (False, True), (None, "silu"), (False, True))
+    for provider, with_residual, activation, trains in cases:
         for zero_centered in (False, True):
             leaves = [leaf for leaf in (x, weight, residual if with_residual else None) if leaf is not None]
             options = {"residual": residual if with_residual else None, "activation": activation}
-            with torch.set_grad_enabled(trains):
+            with providers(provider), torch.set_grad_enabled(trains):
                 found = rms_norm(x, weight, 1e-4, zero_centered=zero_centered, **options)
                 answer = explain(rms_norm, x, weight, 1e-4, zero_centered=zero_centered, **options)
             exact = {id(leaf): leaf.detach().double().requires_grad_() for leaf in leaves}
@@ -172,12 +174,16 @@ def test_residuals_and_activations_of_all_rows(n, dtype, of_weight):
             for sum_ in sums:
                 assert (sum_.double() - total).norm() <= bound * total.norm()
             assert answer.supported, answer.reasons
-            is_fused = n * x.element_size() % 128 == 0 and of_weight in (None, dtype)
+            is_own = provider == "default"
+            is_fused = is_own or (n * x.element_size() % 128 == 0 and of_weight in (None, dtype))
             assert ("the sum of x and residual" in answer.extra_kernels) == (with_residual and not is_fused)
-            assert ("silu of the result" in answer.extra_kernels) == (bool(activation) and (trains or not is_fused))
+            is_alone = bool(activation) and not is_own and (trains or not is_fused)
+            assert ("silu of the result" in answer.extra_kernels) == is_alone
             if trains:
-                grad = torch.randn_like(out)
-                of_leaves = torch.autograd.grad(out, leaves, grad)
-                exact_of = torch.autograd.grad(wanted, list(exact.values()), grad.double())
+                grads = [torch.randn_like(out) for _ in (out, *sums)]
+                exact_out = (wanted, total)[: len(grads)]
+                with providers(provider):
+                    of_leaves = torch.autograd.grad((out, *sums), leaves, grads)
+                exact_of = torch.autograd.grad(exact_out, list(exact.values()), [x.double() for x in grads])
                 for one, other in zip(of_leaves, exact_of, strict=True):
                     assert (one.double() - other).norm() <= 3 * bound * other.norm() + 2e-2 * (n < 8) + 1e-4

@@ -104,6 +104,7 @@ FUSED = {
 FILTERS = (torch.randn(64, 3, 3, 1024).permute(0, 3, 1, 2) * 0.01).bfloat16()
 
 
+@pytest.mark.usefixtures("cudnn_provider")
 @pytest.mark.parametrize("name", FUSED)
 def test_norms_gates_and_convolutions_are_right_and_are_loaded_from_the_store(choice, store, name):
     def assert_close():

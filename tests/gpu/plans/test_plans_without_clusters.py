@@ -57,7 +57,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_values(name, tmp_path):
+def test_values(name, tmp_path, cudnn_provider):  # noqa: ARG001
     make, *sizes = CASES[name]
     call, wanted, (function, tensors, options) = make(*sizes)
     with record_plans() as manifest:
