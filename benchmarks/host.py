@@ -123,9 +123,9 @@ def launches() -> list[Row]:
             {
                 "call": name,
                 "µs": times["call"],
-                "its plans alone": times["plans"],
+                "its plans alone": times.get("plans"),
                 "its own kernels alone": times.get("kernels"),
-                "the rest": times["call"] - times["plans"] - times.get("kernels", 0.0),
+                "the rest": times["call"] - times.get("plans", 0.0) - times.get("kernels", 0.0),
             }
         )
     return rows

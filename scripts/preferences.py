@@ -25,8 +25,9 @@ from cudnn_sdpa.plans.providers import CUDNN, FLASH4, OWN
 
 TABLE = ROOT / "cudnn_sdpa" / "plans" / "preferences.json"
 
-DECODE, PROVIDERS, FUSED = "decode-h100", "providers-h100", "fused-h100"
-SM = 90  # of the GPU of all
+DECODE, PROVIDERS = "decode-h100", "providers-h100"
+FUSED = {"norms": "fused-norms-h200", "gates": "fused-gates-h200"}
+SM = 90  # of the GPUs of all
 
 LABEL, OWN_US, CUDNN_US = "sequences × new tokens on keys", "sdpa_paged_varlen µs", "sdpa_paged on cuDNN µs"
 
@@ -43,12 +44,16 @@ Row = dict[str, Any]
 
 def render(text: str) -> str:
     """The table, whose ranges are those of `text`."""
-    decode, of_providers, of_fused = map(measured, (DECODE, PROVIDERS, FUSED))
+    decode, of_providers = measured(DECODE), measured(PROVIDERS)
     paged = rows_for_pages(json.loads(text)["sdpa_paged"]["rows"], decode)
     sections = [
         _section("sdpa_paged", DECODE, decode, paged),
         _section("sdpa", PROVIDERS, of_providers, rows(of_providers)),
-        _section("fused", FUSED, of_fused, rows_of_fused(json.loads(text)["fused"]["rows"], of_fused)),
+        *(
+            _section(part, name, data, rows_of_fused(json.loads(text)[part]["rows"], data[part]))
+            for part, name in FUSED.items()
+            for data in (measured(name),)
+        ),
     ]
     return "{\n" + ",\n".join(sections) + "\n}\n"
 
@@ -67,9 +72,9 @@ def rows_for_pages(ranges: list[Row], data: Row) -> list[Row]:
     return [row | {name: round(steps[row["of"]][column], 1) for name, column in times.items()} for row in ranges]
 
 
-def rows_of_fused(choices: list[Row], data: Row) -> list[Row]:
+def rows_of_fused(choices: list[Row], measured_rows: list[Row]) -> list[Row]:
     """Rows with the times of their call; people choose that, and the faster provider of all calls of the function."""
-    calls = {row["call"]: row for part in ("norms", "gates") for row in data[part]}
+    calls = {row["call"]: row for row in measured_rows}
     return [row | {f"{name}_us": round(calls[row["of"]][f"{name} µs"], 1) for name in (OWN, CUDNN)} for row in choices]
 
 

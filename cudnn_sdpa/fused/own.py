@@ -52,7 +52,7 @@ class Preference(NamedTuple):
 
 @functools.cache
 def preferences() -> dict[tuple[int, str, bool], Preference]:
-    found = [Preference(**row) for row in rows_of("fused")]
+    found = [Preference(**row) for part in ("norms", "gates") for row in rows_of(part)]
     return {(row.sm, row.function, row.is_backward): row for row in found}
 
 

@@ -167,7 +167,6 @@ def test_the_pages_name_existing_parts(tables):
         "fp8": Fp8Part,
         "coldstart": ColdPart,
         "shapes": ShapesPart,
-        "fused": FusedPart,
         "norm": NormPart,
         "silu": SiluPart,
         "conv": ConvPart,
@@ -182,6 +181,7 @@ def test_the_pages_name_existing_parts(tables):
     parts["llama"] -= {LlamaPart.BATCHING.value}  # not measured yet
     parts["providers-large"] = {ProvidersPart.LARGE.value}  # in another run than the other parts
     parts["providers"] -= parts["providers-large"]
+    parts["fused-norms"], parts["fused-gates"] = {FusedPart.NORMS.value}, {FusedPart.GATES.value}  # two runs
     parts["views"] = {SiluPart.VIEWS.value}  # measured on another day than the other parts of silu
     parts["silu"] -= parts["views"]
     parts["replacements-shapes"] = {ReplacementsPart.SHAPES.value}  # as these
