@@ -19,7 +19,8 @@ _MODELS = "transformers.modeling_utils"
 
 def autoload() -> None:
     """Has `register()` called when transformers' models are imported, if `CUDNN_SDPA_TRANSFORMERS` is 1."""
-    if os.environ.get(VARIABLE, "") not in ("", "0"):
+    has_watch = any(isinstance(finder, _Watch) for finder in sys.meta_path)  # two installations have two entry points
+    if os.environ.get(VARIABLE, "") not in ("", "0") and not has_watch:
         sys.meta_path.insert(0, _Watch())
 
 

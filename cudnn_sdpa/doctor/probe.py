@@ -57,7 +57,7 @@ _READ: dict[str, Callable[[], object]] = {
 }
 #: Variables that accept any value, and those of this project's tests.
 _OTHERS = (
-    *("DEBUG", "IN_HELPER", "NATIVE_DIR", "PLAN_DIR", "TRUSTED_FOLDERS", "UNTESTED_PROVIDERS"),
+    *("DEBUG", "IN_HELPER", "NATIVE_DIR", "PLAN_DIR", "TRANSFORMERS", "TRUSTED_FOLDERS", "UNTESTED_PROVIDERS"),
     *("COMPILED_PLANS", "GPU_REPORT", "NEEDS_BROWSER", "TEST_NATIVE", "TEST_PLANS"),
 )
 _NVIDIA = re.compile(r"/lib(cudnn|cuda|cudart|nvrtc|cublas)\w*\.so[.\d]*$")

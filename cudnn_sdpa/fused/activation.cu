@@ -30,7 +30,8 @@ __device__ __forceinline__ float activated(float x) {
 #elif KIND == 1
   return 0.5f * x * (1.0f + erff(0.70710678118654752f * x));
 #else
-  return x > 0.0f ? x * x : 0.0f * x; /* NaN stays */
+  const float y = x < 0.0f ? 0.0f : x; /* NaN stays */
+  return y * y;
 #endif
 }
 
@@ -42,7 +43,7 @@ __device__ __forceinline__ float slope(float x) {
   const float density = 0.39894228040143268f * exp2_fast(-0.72134752044448170f * x * x);
   return 0.5f * (1.0f + erff(0.70710678118654752f * x)) + x * density;
 #else
-  return x > 0.0f ? 2.0f * x : 0.0f * x;
+  return x < 0.0f ? 0.0f : 2.0f * x;
 #endif
 }
 

@@ -27,7 +27,7 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.scalars import as_float, check_known, is_true
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.kernel_plan import KernelOp
-from cudnn_sdpa.plans.providers import CUDNN
+from cudnn_sdpa.plans.providers import CUDNN, OWN
 
 #: Activations that can be fused after a norm.
 ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, "silu": F.silu}
@@ -327,9 +327,12 @@ def _by_own_kernels(
     values, results, static = given
     named = dict(zip(names, values, strict=True))
     activation, is_backward = static.get("activation"), operation is own_norm_gradients
-    is_plain = named.get("grad_total") is None and not (is_backward and activation)
+    # cuDNN's engines of training have no activation, and add no other gradient.
+    is_plain = named.get("grad_total") is None and not (activation and (is_backward or static["trains"]))
     has_engine = is_plain and _has_engine(named["x"], named["weight"])
     kernel, why = own.choice("norm", target, is_backward=is_backward, has_engine=has_engine)
+    if is_backward and not is_plain:  # of a forward pass of own kernels, whatever is in force by now
+        kernel = OWN
     if kernel == CUDNN or results[0].dtype not in own.DTYPES:
         return given, None, why
     options = {"layer": "mean" in names or "bias" in names, "activation": activation}

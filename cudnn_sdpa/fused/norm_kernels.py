@@ -122,6 +122,8 @@ def own_norm_gradients(key: PlanKey) -> KernelProgram:
     tiles = Tiles.of(x, numbers=_HELD_BACKWARD, processors=_processors(key))
     kinds, length, sums = 1 + layer, x.shape[1], "weight" in layouts
     blocks = min(-(-x.shape[0] // tiles.rows), _processors(key) * max(1, _AT_ONCE // tiles.threads))
+    if not tiles.held:  # their sums are in memory: at most half as much as x
+        blocks = max(1, min(blocks, x.shape[0] // 8))
     shared = 4 * max((1 + layer) * tiles.threads // 32, tiles.rows * length if sums and tiles.rows > 1 else 0)
     kernel = functools.partial(tiles.kernel, x=x.dtype, weight=weight, layer=layer)
     calls = [

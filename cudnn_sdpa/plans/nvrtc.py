@@ -130,7 +130,7 @@ class Kernel:
     def is_compiled(self, device: int, sm: int) -> bool:
         """Whether it is loaded on a GPU, or stored for it."""
         store = default_store.active()
-        return device in self._loaded or (store is not None and store.has(self.identity(sm)))
+        return device in self._loaded or (store is not None and store.load(self.identity(sm)) is not None)
 
     def identity(self, sm: int) -> _Identity:
         digest = hashlib.sha256(self.path.read_bytes())

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fake_gpu import FakePlan, gpu_on_the_cpu
+from fake_gpu import TARGET, FakePlan, gpu_on_the_cpu
 from fused_calls import in_float64, tuple_of
 
 import cudnn_sdpa
@@ -138,3 +138,34 @@ def test_no_built_in_graph_is_left_out():
         if isinstance(value, GraphFunction)
     }
     assert graphs == set().union(*(case[-1] for case in CASES.values()), {"silu_mul_grad_up"})
+
+
+@pytest.mark.parametrize("other", ["cudnn", "fa4"])
+def test_a_backward_pass_is_that_of_its_forward_pass(other):
+    """SiLU within the kernel, and the gradient of the sum, have own kernels alone."""
+    x, residual, weight = (torch.randn(shape).requires_grad_() for shape in ((3, 64), (3, 64), (64,)))
+    leaves = [each.detach().double().requires_grad_() for each in (x, weight, residual)]
+    with gpu_on_the_cpu(), cpu_checks(None):
+        with providers("default"):
+            found = cudnn_sdpa.rms_norm(x, weight, EPS, residual=residual, activation="silu")
+        with providers(other):
+            gradients = torch.autograd.grad(found, (x, weight, residual), [torch.ones_like(x)] * 2)
+    expected = in_float64(cudnn_sdpa.rms_norm)(leaves[0], leaves[1], EPS, residual=leaves[2], activation="silu")
+    right = torch.autograd.grad(expected, leaves, [torch.ones_like(leaves[0])] * 2)
+    for one, of_float64 in zip(gradients, right, strict=True):
+        torch.testing.assert_close(one.double(), of_float64, rtol=1e-5, atol=1e-5)
+
+
+def test_a_trained_activation_is_no_engine_of_cudnns():
+    x = torch.empty(3, 64, device="meta")
+    with providers("cudnn", "own"):
+        for trains, served in ((True, "own"), (False, None)):
+            described = norm_graphs.rms_norm_rows.describe(x.requires_grad_(trains), None, EPS, activation="silu")
+            assert described.key(TARGET, 0).provider == served
+
+
+def test_relu_of_minus_infinity_and_nan():
+    x = torch.tensor([[-torch.inf, -3.0, torch.inf, torch.nan, 2.0, -0.0, 1.0, -1.0]])
+    with gpu_on_the_cpu(), cpu_checks(None), providers("own"):
+        found = cudnn_sdpa.relu_squared(x)
+    torch.testing.assert_close(found, torch.relu(x).square(), equal_nan=True)
