@@ -1,4 +1,4 @@
-"""What the functions of FlashAttention-2 and -3 share: their layouts, masks and KV caches, as calls of this library.
+"""Layouts, masks and KV caches of FlashAttention-2 and -3, as calls of this library.
 
 A contiguous cache (B, S, Hkv, D) is a cache of B pages of S tokens, so one way serves both of FlashAttention's kinds.
 """

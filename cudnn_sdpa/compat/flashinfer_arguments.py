@@ -1,4 +1,4 @@
-"""What all functions and wrappers of `cudnn_sdpa.compat.flashinfer` do with their arguments and results."""
+"""Arguments and results of the functions and wrappers of `cudnn_sdpa.compat.flashinfer`."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def bound_of_queries(max_token_per_sequence: int | None, uniform_q_len: int | No
 
 
 class Wrapper:
-    """What all wrappers share. Not a name of FlashInfer's.
+    """The base of all wrappers. FlashInfer has no such name.
 
     Attributes:
         device: Where plans are: that of the workspace, which nothing else is read of.

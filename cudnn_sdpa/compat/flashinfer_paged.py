@@ -1,4 +1,4 @@
-"""What wrappers of paged caches share: `plan` fills page tables, `run` reads them."""
+"""Wrappers of paged caches: `plan` fills page tables, `run` reads them."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Heads(NamedTuple):
 
 
 class PagesPlan(NamedTuple):
-    """What `plan` leaves to `run`."""
+    """A plan of runs on pages, which `plan` makes."""
 
     heads: Heads
     table: Tensor
@@ -65,7 +65,7 @@ class PagesPlan(NamedTuple):
 
 
 class PagedWrapper(Wrapper):
-    """What the wrappers of paged caches share. Not a name of FlashInfer's."""
+    """The base of the wrappers of paged caches. FlashInfer has no such name."""
 
     _plan: PagesPlan | None = None
     _table: Tensor | None = None

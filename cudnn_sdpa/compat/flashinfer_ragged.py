@@ -30,7 +30,7 @@ from cudnn_sdpa.errors import OptionError, ShapeError
 
 
 class _Plan(NamedTuple):
-    """What `plan` leaves to `run`."""
+    """A plan of runs on packed sequences, which `plan` makes."""
 
     heads: tuple[int, int, int, int]
     dtypes: tuple[torch.dtype, torch.dtype]

@@ -20,7 +20,7 @@ import torch
 from cudnn_sdpa._version import __version__
 from cudnn_sdpa.graph.key import Operand, PlanKey, Role
 from cudnn_sdpa.plans.device_memory import relaxed_capture
-from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.plans.nvrtc import HEADERS, Kernel
 from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream, side_by_side
 from cudnn_sdpa.plans.program_plan import ProgramOp, ProgramPlan
 from cudnn_sdpa.plans.store import PlanStore
@@ -70,7 +70,7 @@ class KernelProgram:
 
 
 class KernelOp(ProgramOp):
-    """An operation that the library's own kernels compute. The sources in `folder` are part of its digest."""
+    """An operation that the library's own kernels compute. Its digest is of the sources in `folder`, and of all headers."""
 
     provider = "own"
     program: Callable[[PlanKey], KernelProgram]
@@ -82,8 +82,8 @@ class KernelOp(ProgramOp):
     @functools.cached_property
     def digest(self) -> str:
         digest = hashlib.sha256(__version__.encode())
-        for source in sorted(self._folder.iterdir()):
-            if source.suffix in (".cu", ".cuh", ".py"):
+        for source in sorted({*self._folder.iterdir(), *HEADERS.iterdir()}):
+            if source.suffix == ".cuh" or (source.parent == self._folder and source.suffix in (".cu", ".py")):
                 digest.update(source.read_bytes())
         return digest.hexdigest()
 

@@ -57,6 +57,8 @@ def test_tokens_of_generate_batch(name, tables, graphs, monkeypatch):
     )
     exact = tiny(DECODERS[name], "eager").to("cuda")
     exact.load_state_dict({name: tensor.float() for name, tensor in ours.state_dict().items()}, strict=False)
+    for layer in (layer for model in (ours, theirs, exact) for layer in model.model.layers if name == "gpt_oss"):
+        layer.mlp.router.top_k = 2  # of two experts: otherwise rounding may choose another one
     # A prompt longer than a batch comes in chunks; five decodes are padded to a power of two in graphs.
     prompts = [torch.randint(3, 96, (length,)).tolist() for length in (5, 17, 3, 40, 90)]
     found = generated(ours, prompts, graphs=graphs, tables=tables)
