@@ -70,7 +70,7 @@ class KernelProgram:
 
 
 class KernelOp(ProgramOp):
-    """An operation that the library's own kernels compute. Its digest covers the sources in `folder`, and all headers."""
+    """An operation that own kernels compute. Its digest covers the sources in `folder`, and all headers."""
 
     provider = "own"
     program: Callable[[PlanKey], KernelProgram]
