@@ -13,6 +13,7 @@ pytestmark = pytest.mark.usefixtures("can_plan")
 #: Runs in a separate process, where cuDNN plans for a GPU that is not in the machine.
 SCRIPT = """
 import json, re, sys, torch
+import cudnn_sdpa
 from cudnn_sdpa.fused.activation_graphs import silu_mul_rows
 from cudnn_sdpa.attention.dense.explain import describe_sdpa
 from cudnn_sdpa.fused.conv_graphs import channels_last, convolution
@@ -65,7 +66,8 @@ def describe(built):
 
 answers = []
 for description in descriptions():
-    key, operation = description.key(target, None), description.operation
+    with cudnn_sdpa.providers("cudnn"):  # whose candidates are asked for
+        key, operation = description.key(target, None), description.operation
     first = operation.compile(key, backend.GraphBuilder(properties=properties))
     asked = heuristics.ProposalsBuilder(properties=properties)
     operation.compile(key, asked)

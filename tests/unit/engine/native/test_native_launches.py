@@ -568,7 +568,8 @@ def test_a_failed_allocation_leaves_nothing_behind(name, way, launches_in_python
                 else:
                     call.assert_gradients(call.gradients(tensors), tensors)
                 fails_at += 1
-            assert fails_at >= 2, "there are a result and a workspace"
+            # The library's own kernels need no workspace.
+            assert fails_at >= (1 if name in ("rms_norm", "silu_mul") else 2), "there are a result and a workspace"
             del found
         if way == "native" and not name.startswith("sdpa_varlen"):
             assert not launches_in_python
