@@ -64,6 +64,7 @@ if _typing.TYPE_CHECKING:
     from cudnn_sdpa.fused.graph_op import graph_op as graph_op
     from cudnn_sdpa.fused.norm import layer_norm as layer_norm
     from cudnn_sdpa.fused.norm import rms_norm as rms_norm
+    from cudnn_sdpa.fused.rotary.rope import rope as rope
     from cudnn_sdpa.nn import Fp8Attention as Fp8Attention
     from cudnn_sdpa.offline.warmup import WarmupReport as WarmupReport
     from cudnn_sdpa.offline.warmup import compile_plans as compile_plans
@@ -115,6 +116,7 @@ _NAMES = {
     "fused.conv": "conv1d conv2d conv3d",
     "fused.graph_op": "GraphFunction graph_op",
     "fused.norm": "layer_norm rms_norm",
+    "fused.rotary.rope": "rope",
     "nn": "Fp8Attention",
     "offline.warmup": "WarmupReport compile_plans warmup",
     "planning.record": "record_plans",

@@ -489,6 +489,39 @@ def linear(x: Tensor, p: Parameters) -> Tensor:
     return y + p["bias"] if "bias" in p else y
 
 
+def turned(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
+    """The first features of heads rotated; pairs of features are complex numbers."""
+    n = 2 * cos.shape[-1]
+    pairs = x[..., :n].unflatten(-1, (n // 2, 2) if interleaved else (2, n // 2))
+    real, imaginary = pairs.unbind(-1 if interleaved else -2)
+    found = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), -1)
+    found = (found if interleaved else found.transpose(-1, -2)).flatten(-2)
+    return torch.cat([found, x[..., n:]], -1)
+
+
+def rope(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    zero_centered: bool = False,
+    interleaved: bool = False,
+) -> list[Tensor]:
+    """`cudnn_sdpa.rope`."""
+    found = []
+    for x, weight in ((q, q_weight), (k, k_weight)):
+        if x is None:
+            continue
+        normed = x if weight is None else rms_norm(x, weight, eps=eps, zero_centered=zero_centered)[0]
+        of_head = (angles.double().unsqueeze(-2 if x.dim() == 3 else -3) for angles in (cos, sin))
+        found.append(turned(normed, *of_head, interleaved=interleaved))
+    return found
+
+
 def rotated(
     x: Tensor,
     positions: Tensor,
@@ -498,16 +531,11 @@ def rotated(
     interleaved: bool = False,
     frequencies: list[float] | None = None,
 ) -> Tensor:
-    """Heads (B, S, H, D), rotated by positions (B or 1, S); pairs of features are complex numbers."""
+    """Heads (B, S, H, D), rotated by positions (B or 1, S)."""
     n = x.shape[-1] if rotary_dim is None else rotary_dim
     given = [base ** (-2 * i / n) for i in range(n // 2)] if frequencies is None else frequencies
     angles = positions.double()[..., None, None] * torch.tensor(given, dtype=torch.float64, device=x.device)
-    pairs = x[..., :n].unflatten(-1, (n // 2, 2) if interleaved else (2, n // 2))
-    real, imaginary = pairs.unbind(-1 if interleaved else -2)
-    cos, sin = angles.cos(), angles.sin()
-    turned = torch.stack((real * cos - imaginary * sin, real * sin + imaginary * cos), -1)
-    turned = (turned if interleaved else turned.transpose(-1, -2)).flatten(-2)
-    return torch.cat([turned, x[..., n:]], -1)
+    return turned(x, angles.cos(), angles.sin(), interleaved=interleaved)
 
 
 def multi_head_attention(
@@ -517,6 +545,7 @@ def multi_head_attention(
     *,
     context: Tensor | None = None,
     rope: dict[str, Any] | None = None,
+    qk_norm: float | None = None,
     positions: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
@@ -533,6 +562,8 @@ def multi_head_attention(
         k, v = linear(context, parameters_of(p, "kv_proj")).chunk(2, -1)
     dim = q.shape[-1] // heads[0]
     q, k, v = (y.unflatten(-1, (-1, dim)) for y in (q, k, v))
+    if qk_norm is not None:
+        q, k = (rms_norm(y, p[f"{name}.weight"], eps=qk_norm)[0] for y, name in ((q, "q_norm"), (k, "k_norm")))
     if rope is not None:
         q, k = (rotated(y, positions, **rope) for y in (q, k))
     given = {"sinks": p["sinks"]} if "sinks" in p else {}

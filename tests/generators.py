@@ -46,6 +46,7 @@ from float64_reference import (
     parameters_of,
     patches,
     rms_norm,
+    rope,
     rotated,
     seen_keys,
     transformer_layer,
@@ -1890,6 +1891,85 @@ class ReluSquared(Gate):
     name = "relu_squared"
 
 
+# Rotations
+
+
+def sizes_of_pairs(x: Tensor, rotary_dim: int, *, interleaved: bool) -> Tensor:
+    """The length of each feature's pair; of features that are not rotated, their own."""
+    shape = (rotary_dim // 2, 2) if interleaved else (2, rotary_dim // 2)
+    pairs, dim = x[..., :rotary_dim].unflatten(-1, shape), -1 if interleaved else -2
+    lengths = pairs.square().sum(dim, keepdim=True).sqrt().expand(pairs.shape).flatten(-2)
+    return torch.cat([lengths, x[..., rotary_dim:].abs()], -1)
+
+
+@operation
+class Rope(Operation):
+    name = "rope"
+    aligns = True
+    data = ("eps",)
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        dtype, dim = fused_dtype(r, device), r.choice([2, 6, 8, 16, 24, 64, 80, 128])
+        heads_q, heads_k, tokens = r.choice([1, 2, 4, 7]), r.choice([0, 1, 2]), size(r, device)
+        batch = None if r.random() < 0.3 else r.choice([1, 2, 3])
+        rotary_dim = r.choice([dim, dim, dim, 2, 2 * max(1, dim // 4)])
+        rows = (tokens,) if batch is None else (r.choice([batch, 1]), tokens) if r.random() < 0.5 else (tokens,)
+        tensors = {}
+        for name, heads in (("q", heads_q), ("k", heads_k)):
+            shape = (tokens, heads, dim) if batch is None else (batch, heads, tokens, dim)
+            if heads:
+                tensors[name] = drawn(r, shape, dtype, scale=r.choice([0.3, 1.3, 20.0]))
+        angles = {name: drawn(r, (*rows, rotary_dim // 2), F32, scale=0.8) for name in ("cos", "sin")}
+        weight = r.choice([dtype, F32])
+        normed = [name for name in ("q", "k") if name in tensors and r.random() < 0.5]
+        weights = {f"{name}_weight": drawn(r, (dim,), weight, expands=0.1, shift=0.7) for name in normed}
+        options: dict[str, Any] = {"interleaved": True} if r.random() < 0.4 else {}
+        if normed:
+            options |= {"eps": r.choice([1e-6, 1e-5, 0.3, 1])}
+            options |= {"zero_centered": True} if r.random() < 0.3 else {}
+        wanted = chosen(r, [*tensors, *weights])
+        varied = {"eps": 0.011} if normed else {}
+        return Case(self.name, seed, dtype, {**tensors, **angles, **weights}, options, varied, {}, wanted)
+
+    def call(self, tensors, options, facts):
+        given = {"k": None, **tensors, **options}
+        return {f"out_{name}": x for name, x in zip("qk", cudnn_sdpa.rope(**given), strict=True) if x is not None}
+
+    def exact(self, case, options, leaves, known):
+        found = rope(**{"k": None, **leaves, **options})
+        return dict(zip([f"out_{name}" for name in "qk" if name in leaves], found, strict=True))
+
+    def bounds(self, case, options, leaves, grads, known, precision):
+        given = {"rotary_dim": 2 * leaves["cos"].shape[-1], "interleaved": options.get("interleaved", False)}
+        bounds, unit = {}, precision.unit + 2**-20
+        most = 2 * max(1.0, *(float(leaves[name].detach().abs().amax()) for name in ("cos", "sin")))
+        for name in [name for name in "qk" if name in leaves]:
+            x, weight = leaves[name].detach(), leaves.get(f"{name}_weight")
+            scale, factor = torch.ones_like(x[..., :1]), torch.ones_like(x)
+            if weight is not None:
+                scale = (x.square().mean(-1, keepdim=True) + options["eps"]).rsqrt()
+                factor = (weight.detach() + options.get("zero_centered", False)).expand(x.shape)
+            bounds[f"out_{name}"] = 3 * most * unit * sizes_of_pairs(x * scale * factor, **given) + precision.tiny
+            if f"out_{name}" not in grads:
+                continue
+            grad = most * sizes_of_pairs(grads[f"out_{name}"].double(), **given)
+            along = (grad * factor * x * scale).abs().mean(-1, keepdim=True) if weight is not None else 0.0
+            of_x = scale * ((grad * factor).abs() + (x * scale).abs() * along)
+            bounds[name] = 3 * unit * of_x + precision.tiny * (1 + scale)
+            if weight is not None:
+                terms = (grad * x * scale).abs().flatten(0, -2)
+                bounds[f"{name}_weight"] = 3 * unit * terms.sum(0) + precision.tiny
+        return bounds
+
+    def check_places(self, case, tensors, found, gradients):
+        for name, result in found.items():
+            if result.numel() and not is_dense(result):
+                yield f"{name} has strides {result.stride()}, which are not dense"
+
+    def explained(self, case):
+        return cudnn_sdpa.rope, (), {"k": None, **meta(case), **case.options}
+
+
 # Convolutions
 
 
@@ -2734,6 +2814,8 @@ class AttentionModule(Module):
             options["window_size"] = window_of(r)
         if r.random() < 0.4 and dim % 2 == 0:
             options["rope"] = rope_of(r, dim)
+        if r.random() < 0.25:
+            options["qk_norm"] = r.choice([1e-6, 0.01])
         return options
 
     def arguments(self, r: random.Random, case: Case, skv: int, heads: int) -> Case:
@@ -2840,6 +2922,7 @@ class AttentionModule(Module):
         lengths["seq_lens_kv"] = facts.get("context_lens") if "context" in leaves else facts.get("seq_lens")
         given |= {n: lens for n, lens in lengths.items() if lens is not None}
         given |= {"attn_mask": leaves["attn_mask"]} if "attn_mask" in leaves else {}
+        given |= {"qk_norm": options["qk_norm"]} if "qk_norm" in options else {}
         if rope is not None:
             given["rope"] = {n: value for n, value in rope.items() if n != "head_dim"}
             positions = list(range(x.shape[1])) if facts["positions"] is None else facts["positions"]

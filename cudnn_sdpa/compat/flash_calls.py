@@ -19,7 +19,7 @@ from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varle
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
-from cudnn_sdpa.nn.rotary import rotated
+from cudnn_sdpa.fused.rotary.rope import rope
 
 #: FlashAttention's names of our arguments.
 NAMES = {
@@ -161,7 +161,8 @@ class Rotary(NamedTuple):
         first = (lengths if self.begins is None else self.begins).unsqueeze(1)
         steps = torch.arange(x.shape[1], device=x.device) * advances
         at = first + steps
-        return rotated(x, self.cos[at], self.sin[at], interleaved=self.interleaved)
+        cos, sin = (table[at].float() for table in (self.cos, self.sin))
+        return rope(x.transpose(1, 2), None, cos, sin, interleaved=self.interleaved)[0].transpose(1, 2)
 
 
 class Cache(NamedTuple):

@@ -512,16 +512,39 @@ def parameter_of_heads(parameter: Tensor, weight: Tensor | None, x: Tensor) -> T
     """
     if not has_dtensor(parameter, x) and (x.shape[1] == parameter.shape[0] or not has_dtensor(weight)):
         return parameter
-    from torch.distributed.tensor import DTensor, Replicate
+    from torch.distributed.tensor import DTensor
 
-    whole = _as_recorded(parameter)
-    if not isinstance(whole, DTensor):
-        leading = x if isinstance(x, DTensor) else weight
-        assert isinstance(leading, DTensor)
-        mesh = leading.device_mesh
-        whole = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    whole: Tensor = _replicated(parameter, x, weight)
+    assert isinstance(whole, DTensor)
     if isinstance(x, DTensor):
         return whole
     if isinstance(weight, DTensor) and x.shape[1] != whole.shape[0]:
         whole = whole.redistribute(placements=weight.placements)
     return whole.to_local()
+
+
+def parameter_of_all_heads(parameter: Tensor, weight: Tensor | None, x: Tensor) -> Tensor:
+    """A parameter that all heads share; its gradient is summed over ranks that have some of the heads.
+
+    The arguments are those of `parameter_of_heads`.
+    """
+    if not has_dtensor(parameter, weight, x):
+        return parameter
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    whole: Tensor = with_summed_gradient(_replicated(parameter, x, weight))
+    assert isinstance(whole, DTensor)
+    if isinstance(x, DTensor) or not isinstance(weight, DTensor):
+        return whole
+    return whole.to_local(grad_placements=[Partial() if at.is_shard() else Replicate() for at in weight.placements])
+
+
+def _replicated(parameter: Tensor, *others: Tensor | None) -> Any:
+    """A parameter as a DTensor, on the mesh of the first other one if it is none, of which every rank has all."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    whole = _as_recorded(parameter)
+    if isinstance(whole, DTensor):
+        return whole
+    mesh = next(x.device_mesh for x in others if isinstance(x, DTensor))
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from cudnn_sdpa.fused.conv_graphs import channels_last, check_call, conv_wgrad, 
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.fused.norm_graphs import check as check_norm
 from cudnn_sdpa.fused.norm_graphs import checked_eps, default_eps, layer_norm_rows, rms_norm_rows
+from cudnn_sdpa.fused.rotary.rope import operands_of, rope
+from cudnn_sdpa.fused.rotary.rope_graphs import rope_rows
 from cudnn_sdpa.graph.key import PlanKey
 
 
@@ -98,6 +101,13 @@ def _convolution(
 
 for _rank, _function in enumerate((conv.conv1d, conv.conv2d, conv.conv3d), start=1):
     describes(_function, convolution.ways)(partial(_convolution, _rank))
+
+
+@describes(rope, rope_rows.ways)
+def _rope(*, interleaved: bool, **given: Any) -> Description:
+    description = rope_rows.describe(*operands_of(**given), interleaved=checked_flag("interleaved", interleaved))
+    spread = [name for name in ("q", "k") if given[name] is not None and given[name].stride(-1) != 1]
+    return _completed(description, given["q"], [f"{name} is copied with dense features" for name in spread])
 
 
 def _copies(**tensors: Tensor | None) -> list[str]:

@@ -282,21 +282,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
   }
 }
 
-#define COLUMNS 32
-
 /* The sums of all blocks: a block for each 32 columns, first of the weight, then of the bias. */
 extern "C" __global__ void __launch_bounds__(512) sum_blocks(const Norm a) {
-  SHARED_MEMORY(memory);
-  float* const sums = reinterpret_cast<float*>(memory);
-  const int part = threadIdx.x / COLUMNS, parts = blockDim.x / COLUMNS, kinds = LAYER ? 2 : 1;
-  const number column = (number)blockIdx.x * COLUMNS + threadIdx.x % COLUMNS;
-  float sum = 0.0f;
-  if (column < kinds * a.n)
-    for (number block = part; block < a.blocks; block += parts) sum += load_back(a.partial + block * kinds * a.n + column);
-  sums[threadIdx.x] = sum;
-  __syncthreads();
-  if (part || column >= kinds * a.n) return;
-  for (int other = 1; other < parts; ++other) sum += sums[other * COLUMNS + threadIdx.x];
+  const number columns = (LAYER ? 2 : 1) * a.n, column = (number)blockIdx.x * 32 + threadIdx.x % 32;
+  const float sum = sum_over_blocks(a.partial, a.blocks, columns, column);
+  if (threadIdx.x >= 32 || column >= columns) return;
   const bool is_bias = column >= a.n;
   typedef Dtype<WDTYPE>::element element;
   store((element*)(is_bias ? a.grad_bias : a.grad_weight) + (is_bias ? column - a.n : column), to_element<WDTYPE>(sum));

@@ -7,7 +7,7 @@ cuDNN serves a call, and own kernels those for which it has no engine.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -90,14 +90,19 @@ def key_of(
     *,
     target: Target,
     device: int | None,
+    layout: Callable[[Tensor], TensorLayout] | None = None,
 ) -> PlanKey:
-    """The key of a plan whose operands and results are rows, by their names; numbers are data."""
+    """The key of a plan, given its operands by name and its results, which are rows if no layout is given.
+
+    Numbers are data.
+    """
+    layout = _as_rows if layout is None else layout
     inputs = [
-        Operand(name, _as_rows(x)) if isinstance(x, Tensor) else Operand(name, _NUMBER, Role.SCALAR)
+        Operand(name, layout(x)) if isinstance(x, Tensor) else Operand(name, _NUMBER, Role.SCALAR)
         for name, x in named.items()
         if x is not None
     ]
-    outputs = [Operand(f"output{index}", _as_rows(x)) for index, x in enumerate(results)]
+    outputs = [Operand(f"output{index}", layout(x)) for index, x in enumerate(results)]
     return operation.key(inputs, outputs, options, target, device=device)
 
 

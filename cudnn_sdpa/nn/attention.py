@@ -12,13 +12,15 @@ from typing_extensions import Unpack
 from cudnn_sdpa.attention.arguments import check_lengths, softmax_of
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged.step import PagedStep
-from cudnn_sdpa.engine.sharding import parameter_of_heads
+from cudnn_sdpa.engine.sharding import parameter_of_all_heads, parameter_of_heads
 from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError, raise_if_unsupported
+from cudnn_sdpa.fused.norm import rms_norm
 from cudnn_sdpa.nn.checks import Factory, check_counts, check_number, check_tokens, checked_flags, unsharded
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, copy_parameter, merge, rename, split
 from cudnn_sdpa.nn.kv_cache import KVStep
-from cudnn_sdpa.nn.rotary import RotaryEmbedding, Rotations, check_positions
+from cudnn_sdpa.nn.norms import RMSNorm
+from cudnn_sdpa.nn.rotary import Norms, RotaryEmbedding, Rotations, check_positions
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,6 +49,7 @@ class AttentionOptions(ConversionOptions, total=False):
     head_dim: int | None
     qkv_bias: bool | None
     sinks: bool
+    qk_norm: float | None
     cp_group: ProcessGroup | DeviceMesh | None
     cp_method: MethodName
 
@@ -79,6 +82,8 @@ class Attention(nn.Module):
         sinks: Whether each query head has a learned attention sink: a score that takes part in the softmax and has no
             value, computed in float32.
         rope: Rotates queries and keys by their positions. Layers may share one.
+        qk_norm: Epsilon of a norm of each query and key head, before the rotation and in the same kernel, as in Qwen3;
+            its weights are `q_norm.weight` and `k_norm.weight`. None is no norm.
         dropout: Dropout probability of the attention weights in training.
         packed: Whether projections that read the same tokens are one; False for tensor parallelism (`parallel_plan`).
         cp_group: The process group, or device mesh of one dimension, over which sequences are spread: tokens are this
@@ -133,6 +138,7 @@ class Attention(nn.Module):
         softcap: float | None = None,
         sinks: bool = False,
         rope: RotaryEmbedding | None = None,
+        qk_norm: float | None = None,
         dropout: float = 0.0,
         packed: bool = True,
         cp_group: ProcessGroup | DeviceMesh | None = None,
@@ -151,7 +157,7 @@ class Attention(nn.Module):
         softmax.check()
         self.is_causal, self.window_size, self.dropout = softmax.is_causal, window_size, dropout
         self.scale, self.softcap = softmax.scale, softmax.softcap
-        _check_rope_and_context(self, rope)
+        _check_rope_and_context(self, rope, qk_norm)
         _check_parallel(cp_group, cp_method, context_dim)
         self.cp_group, self.cp_method = cp_group, cp_method
         rows, rows_kv = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
@@ -169,16 +175,21 @@ class Attention(nn.Module):
         self.out_proj = nn.Linear(rows, embed_dim, bias=bias, **factory)
         sinks_parameter = nn.Parameter(torch.empty(num_heads, **factory)) if sinks else None
         self.register_parameter("sinks", sinks_parameter)
+        self.qk_norm = qk_norm
+        self.q_norm = None if qk_norm is None else RMSNorm(self.head_dim, qk_norm, **factory)
+        self.k_norm = None if qk_norm is None else RMSNorm(self.head_dim, qk_norm, **factory)
         self.rope = rope
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initializes the weights as `torch.nn.Linear` does, biases and sinks with zeros."""
+        """Initializes the weights as `torch.nn.Linear` does, biases and sinks with zeros, and norms with ones."""
         for module in self.children():
             if isinstance(module, nn.Linear):
                 module.reset_parameters()
                 if module.bias is not None:
                     nn.init.zeros_(module.bias)
+            elif isinstance(module, RMSNorm):
+                module.reset_parameters()
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -350,12 +361,8 @@ class Attention(nn.Module):
         heads_q, heads_kv = self.num_heads, self.num_kv_heads
         projected = unsharded("qkv_proj", self.qkv_proj(x), (heads_q + 2 * heads_kv) * self.head_dim)
         heads = projected.unflatten(-1, (-1, self.head_dim))  # type: ignore[no-untyped-call]
-        if self.rope is not None and rotations is not None:
-            rotated = self.rope.rotate(heads[:, :, : heads_q + heads_kv], rotations)
-            q, k = torch.split(rotated, [heads_q, heads_kv], dim=2)
-            v = heads[:, :, heads_q + heads_kv :]
-        else:
-            q, k, v = torch.split(heads, [heads_q, heads_kv, heads_kv], dim=2)
+        q, k, v = torch.split(heads, [heads_q, heads_kv, heads_kv], dim=2)
+        q, k = self._rotated(q, k, rotations)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _separate_heads(
@@ -367,15 +374,33 @@ class Attention(nn.Module):
             k, v = context if isinstance(context, tuple) else self.project_context(context)
         else:
             k, v = self._heads_of("k_proj", x), self._heads_of("v_proj", x)
-            if self.rope is not None:  # with a sequence in parts, projections return more tokens than x has
-                rotations = self._rotations(q, None, rotations)
-                assert rotations is not None
-                q, k = self.rope.rotate(q, rotations), self.rope.rotate(k, rotations)
+            # With a sequence in parts, projections return more tokens than x has.
+            q, k = self._rotated(q, k, self._rotations(q, None, rotations))
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         heads = q.shape[2], k.shape[1], v.shape[1]
         if heads[1:] != (self.num_kv_heads,) * 2 or heads[0] != self.num_heads:
             _check_groups(self, heads)
         return q.transpose(1, 2), k, v
+
+    def _rotated(self, q: Tensor, k: Tensor, rotations: Rotations | None) -> tuple[Tensor, Tensor]:
+        """Queries and keys (B, S, H, D), normalized if there are norms, and rotated if there are rotations."""
+        norms: Norms = {}
+        if self.q_norm is not None and self.k_norm is not None:
+            norms = {
+                "q_weight": self._norm_weight(self.q_norm, "q_proj", q),
+                "k_weight": self._norm_weight(self.k_norm, "k_proj", k),
+                "eps": self.q_norm.eps or 0.0,
+            }
+        if self.rope is not None and rotations is not None:
+            return self.rope.rotate_both(q, k, rotations, **norms)
+        if not norms:
+            return q, k
+        return rms_norm(q, norms["q_weight"], norms["eps"]), rms_norm(k, norms["k_weight"], norms["eps"])
+
+    def _norm_weight(self, norm: RMSNorm, projection: str, x: Tensor) -> Tensor:
+        assert norm.weight is not None
+        weight = None if self.packed else getattr(getattr(self, projection), "weight", None)
+        return parameter_of_all_heads(norm.weight, weight, x)
 
     def _heads_of(self, name: str, x: Tensor) -> Tensor:
         projected: Tensor = getattr(self, name)(x)
@@ -419,7 +444,9 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}"
-        others = {name: getattr(self, name) for name in ("is_causal", "window_size", "scale", "softcap", "dropout")}
+        others = {
+            name: getattr(self, name) for name in ("is_causal", "window_size", "scale", "softcap", "dropout", "qk_norm")
+        }
         others["cp_method"] = "" if self.cp_group is None else self.cp_method
         text += "".join(f", {name}={value}" for name, value in others.items() if value)
         return text if self.packed else f"{text}, packed=False"
@@ -439,13 +466,15 @@ def _head_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None, head_d
     return num_kv_heads, head_dim
 
 
-def _check_rope_and_context(module: Attention, rope: object) -> None:
-    """Checks rope, and for cross-attention that no option compares positions, which two sequences do not share."""
+def _check_rope_and_context(module: Attention, rope: object, qk_norm: object) -> None:
+    """Checks rope, qk_norm, and for cross-attention that no option is for one sequence, such as those of positions."""
     head_dim = module.head_dim
     if rope is not None and not isinstance(rope, RotaryEmbedding):
         raise OptionError("rope", type(rope).__name__, "cudnn_sdpa.nn.RotaryEmbedding or None")
     if rope is not None and rope.head_dim != head_dim:
         raise OptionError("rope", f"one for head_dim {rope.head_dim}", f"one for {head_dim}, the head_dim here")
+    if qk_norm is not None:
+        check_number("qk_norm", qk_norm)
     if module.context_dim is None:
         return
     check_counts(context_dim=module.context_dim)
@@ -453,6 +482,7 @@ def _check_rope_and_context(module: Attention, rope: object) -> None:
         ("is_causal", module.is_causal, False),
         ("window_size", module.window_size, None),
         ("rope", rope, None),
+        ("qk_norm", qk_norm, None),
     )
     for name, value, off in options:
         if value is not off:

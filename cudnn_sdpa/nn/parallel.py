@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
+#: Norms of heads in `Attention`, which each process has of its heads.
+HEAD_NORMS = ("q_norm", "k_norm")
+
+
 def parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
     """The plan of `torch.distributed.tensor.parallel.parallelize_module` for the modules of this library in a model.
 
@@ -72,7 +76,7 @@ def parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict
             plan[prefix + ("out_proj" if isinstance(part, Attention) else "down_proj")] = writes
         elif isinstance(part, FeedForward):
             plan |= {f"{prefix}linear1": reads, f"{prefix}linear2": writes}
-        elif isinstance(part, (RMSNorm, LayerNorm)) and sequence_parallel and name:
+        elif isinstance(part, (RMSNorm, LayerNorm)) and sequence_parallel and name and not name.endswith(HEAD_NORMS):
             plan[name] = SequenceParallel(use_local_output=True)
     if packed:
         reasons = [

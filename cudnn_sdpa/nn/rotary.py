@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import Unpack
 
 from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.tensor_checks import dtype_name, shape_of
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
+from cudnn_sdpa.fused.rotary.rope import rope
 from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.nn.checks import check_counts, checked_flags
 
 Rotations = tuple[Tensor, Tensor]
+
+
+class Norms(TypedDict, total=False):
+    """Options of `rope` for norms of heads."""
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
 
 
 class RotaryEmbedding(nn.Module):
@@ -121,64 +132,39 @@ class RotaryEmbedding(nn.Module):
         return angles.cos(), angles.sin()
 
     def rotate(self, heads: Tensor, rotations: Rotations) -> Tensor:
-        """Rotates heads by the angles of their positions, in float32.
+        """Rotates heads by the angles of their positions, in float32; by `cudnn_sdpa.rope`.
 
         Args:
             heads: (B, S, H, D).
             rotations: Cosines and sines of positions (S,), (1, S) or (B, S).
 
         Returns:
-            A contiguous tensor of the same shape and dtype.
+            A tensor of the same shape and dtype, dense in the memory order of the heads.
 
         Raises:
             ArgumentError: The rotations do not match the heads.
         """
+        return self.rotate_both(heads, None, rotations)[0]
+
+    def rotate_both(self, q: Tensor, k: Any, rotations: Rotations, **norms: Unpack[Norms]) -> tuple[Tensor, Any]:
+        """Rotates queries and keys (B, S, H, D) in one kernel; `norms` are the options of `rope` for weights."""
         is_pair = isinstance(rotations, (tuple, list)) and len(rotations) == 2
         if not is_pair or not all(isinstance(each, Tensor) for each in rotations):
             raise OptionError("rotations", type(rotations).__name__, "cosines and sines, as a RotaryEmbedding returns")
         cos, sin = rotations
         if sin.shape != cos.shape:
             raise ShapeError("rotations", f"sines of {shape_of(sin)}", f"{shape_of(cos)}, the shape of the cosines")
-        sizes = heads.shape[1], self.rotary_dim // 2
-        if cos.shape[-2:] != sizes or cos.dim() > 3 or (cos.dim() == 3 and cos.shape[0] not in (1, heads.shape[0])):
+        sizes = q.shape[1], self.rotary_dim // 2
+        if cos.shape[-2:] != sizes or cos.dim() > 3 or (cos.dim() == 3 and cos.shape[0] not in (1, q.shape[0])):
             expected = f"(S, rotary_dim / 2) = {tuple(sizes)}, for each sequence or for all"
             raise ShapeError("rotations", shape_of(cos), expected)
-        if sharding.has_dtensor(heads, cos, sin):
-            return self._rotate_dtensors(heads, cos, sin)
-        return rotated(heads, cos, sin, interleaved=self.interleaved)
-
-    def _rotate_dtensors(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ways = [
-            sharding.ShardingStrategy("the batch", {"heads": 0, "cosines": -3, "sines": -3}, 0),
-            sharding.ShardingStrategy("tokens", {"heads": 1, "cosines": -2, "sines": -2}, 1),
-            sharding.ShardingStrategy("heads", {"heads": 2}, 2),
-        ]
-        tensors = {"heads": heads, "cosines": cos, "sines": sin}
-        return sharding.run(
-            "RotaryEmbedding.rotate",
-            ways,
-            tensors,
-            lambda local, _: self.rotate(local["heads"], (local["cosines"], local["sines"])),
-        )
+        keys: Any = None if k is None else k.transpose(1, 2)
+        of_q, of_k = rope(q.transpose(1, 2), keys, cos, sin, interleaved=self.interleaved, **norms)
+        return of_q.transpose(1, 2), None if of_k is None else of_k.transpose(1, 2)
 
     def extra_repr(self) -> str:
         angles = f"base={self.base}" if self.explicit_frequencies is None else "frequencies=(...)"
         return f"{self.head_dim}, {angles}, rotary_dim={self.rotary_dim}, interleaved={self.interleaved}"
-
-
-def rotated(heads: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> Tensor:
-    """The first dimensions of heads (B, S, H, D) rotated, in float32; as many as twice the cosines (…, S, n) have."""
-    cos, sin, rotary_dim = cos.unsqueeze(-2), sin.unsqueeze(-2), 2 * cos.shape[-1]
-    rotary, rest = heads[..., :rotary_dim], heads[..., rotary_dim:]
-    precise = rotary if heads.dtype == torch.float64 else rotary.float()
-    if interleaved:
-        first, second = precise[..., ::2], precise[..., 1::2]
-        result = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
-    else:
-        first, second = precise.chunk(2, dim=-1)
-        result = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    result = result.to(heads.dtype)
-    return result if rotary_dim == heads.shape[-1] else torch.cat((result, rest), dim=-1)
 
 
 def check_positions(position_ids: object) -> None:

@@ -8,6 +8,7 @@ import threading
 from typing import Any, Final, Literal
 
 from cudnn_sdpa.errors import OptionError
+from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.plans.cache import plan_cache
 from cudnn_sdpa.settings import Override, Overrides, renewed_in_children
 
@@ -52,6 +53,8 @@ class Setting:
 def active() -> tuple[str, ...]:
     """The providers in force, in order."""
     names = Setting.names
+    if not names and is_compiling():  # Dynamo traces no lock
+        return of_environment()
     if not names:
         named = of_environment()
         with _lock:

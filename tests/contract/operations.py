@@ -21,6 +21,7 @@ from float64_reference import (
     gradients_of_a_part,
     layer_norm,
     rms_norm,
+    rope,
     silu,
 )
 from graph_interpreter import Operands, evaluate
@@ -652,6 +653,29 @@ def normalized_with_bias() -> dict[str, Tensor]:
     return {**normalized(), "bias": torch.randn(32).to(HALF)}
 
 
+def for_rotations() -> dict[str, Tensor]:
+    """Grouped heads, of which 12 of 16 features are rotated, and weights of norms of their own."""
+    angles = 3 * torch.randn(2, 9, 6)
+    weights = {name: torch.rand(16).to(HALF) for name in ("q_weight", "k_weight")}
+    return {"q": heads(2, 4, 9, 16), "k": heads(2, 2, 9, 16), "cos": angles.cos(), "sin": angles.sin(), **weights}
+
+
+def packed_for_rotations() -> dict[str, Tensor]:
+    """Queries that are normalized, and keys that are not."""
+    angles = 3 * torch.randn(7, 8)
+    made = {"q": torch.randn(7, 3, 16).to(HALF), "k": torch.randn(7, 2, 16).to(HALF)}
+    return {**made, "cos": angles.cos(), "sin": angles.sin(), "q_weight": torch.rand(16)}
+
+
+def rotated_heads(**given: Any) -> Tensor:
+    """Queries and keys in one tensor."""
+    return torch.cat(cudnn_sdpa.rope(**given), 1)
+
+
+def exact_rotated_heads(**given: Any) -> Tensor:
+    return torch.cat(rope(**given), 1)
+
+
 def gated() -> dict[str, Tensor]:
     return {"gate": rows(), "up": rows()}
 
@@ -1019,6 +1043,24 @@ OPERATIONS: dict[str, Example] = {
         exact_added_rms_norm,
         differentiable=("x", "weight", "residual"),
         options={"eps": 1e-3},
+        is_attention=False,
+    ),
+    "rope, norms": Example(
+        rotated_heads,
+        for_rotations,
+        exact_rotated_heads,
+        differentiable=("q", "k", "q_weight", "k_weight"),
+        options={"eps": 1e-3, "zero_centered": True},
+        casts=(),
+        is_attention=False,
+    ),
+    "rope, packed": Example(
+        rotated_heads,
+        packed_for_rotations,
+        exact_rotated_heads,
+        differentiable=("q", "k", "q_weight"),
+        options={"interleaved": True},
+        casts=(),
         is_attention=False,
     ),
     "silu_mul, both in one": Example(

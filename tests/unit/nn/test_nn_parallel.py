@@ -349,10 +349,10 @@ def check_rotations():
             if not is_divided:
                 assert_close(rope.rotate(given, angles).full_tensor().detach(), wanted.detach(), str(dim))
                 continue
-            with pytest.raises(UnsupportedError, match="cosines is a plain tensor") as refused:
+            with pytest.raises(UnsupportedError, match="cos is a plain tensor") as refused:
                 rope.rotate(given, angles)
-            assert "heads.redistribute(placements=[" in refused.value.suggestion
-    with pytest.raises(UnsupportedError, match=r"heads is Shard\(3\)"):
+            assert "q.redistribute(placements=[" in refused.value.suggestion
+    with pytest.raises(UnsupportedError, match=r"q is Shard\(3\)"):
         rope.rotate(distribute_tensor(heads.detach(), mesh, [Shard(3)]), angles)
     return compared
 

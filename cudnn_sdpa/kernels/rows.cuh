@@ -106,3 +106,18 @@ __device__ __forceinline__ float float_of(number bits) {
 __device__ __forceinline__ float sigmoid(float x) {
   return divide_fast(1.0f, 1.0f + exp2_fast(-1.4426950408889634f * x));
 }
+
+/* The sum of a column over blocks (blocks, columns), by all threads of a block, which has a thread for each of 32
+ * columns and several parts; the first part gets it. Shared memory: a float for each thread. */
+__device__ __forceinline__ float sum_over_blocks(const float* partial, number blocks, number columns, number column) {
+  SHARED_MEMORY(memory);
+  float* const sums = reinterpret_cast<float*>(memory);
+  const int part = threadIdx.x / 32, parts = blockDim.x / 32;
+  float sum = 0.0f;
+  if (column < columns)
+    for (number block = part; block < blocks; block += parts) sum += load_back(partial + block * columns + column);
+  sums[threadIdx.x] = sum;
+  __syncthreads();
+  for (int other = 1; part == 0 && other < parts; ++other) sum += sums[other * 32 + threadIdx.x];
+  return sum;
+}

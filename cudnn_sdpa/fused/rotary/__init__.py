@@ -1,0 +1,1 @@
+"""Rotary position embedding of queries and keys, after a norm of each head."""

@@ -1,0 +1,337 @@
+/* Rotary position embedding of heads, of which RMSNorm comes first where there is a weight; and the gradients.
+ *
+ * OF_ROW threads share a head, a power of 2 up to 32, and compute HEADS heads of a token one after the other, with the
+ * same angles. A head has slots of two units: those that are rotated together, then those of features that are not. Each
+ * thread has HELD slots. A block has THREADS threads. INTERLEAVED: a pair is two neighboring features, not one of each
+ * half. Other macros: see rows.cuh.
+ */
+#include "rows.cuh"
+
+#define ROWS (THREADS / OF_ROW)
+
+/* Heads in any order of memory; units from one to the next. */
+struct Heads {
+  void* base;
+  number batch;
+  number head;
+  number token;
+};
+
+struct Rope {
+  Heads q;               /* backward: null if no head is normalized, as is k */
+  Heads k;
+  Heads grad_q;          /* backward: of the results */
+  Heads grad_k;
+  Heads out_q;           /* or the gradient of q */
+  Heads out_k;
+  const float* cos;      /* (batch or 1, tokens, rotated / 2) */
+  const float* sin;
+  const void* q_weight;  /* null: these heads are not normalized */
+  const void* k_weight;
+  void* grad_q_weight;
+  void* grad_k_weight;
+  float* partial;        /* (blocks, 2, dim): the sums of each block over its heads */
+  number batch;
+  number tokens;
+  number heads_q;
+  number heads_k;
+  number dim;
+  number slots;          /* of a head */
+  number rotated;        /* the first slots, which are rotated */
+  number cos_batch;      /* units from the angles of a sequence to those of the next; 0 if they are the same */
+  number blocks;         /* whose sums are there */
+  number eps;            /* the bits of a float, as is the next one */
+  number shift;          /* is added to the weights */
+};
+
+/* By value: an address would have the argument copied to memory of the thread. */
+__device__ __forceinline__ Heads heads_of(bool is_q, Heads q, Heads k) {
+  return {is_q ? q.base : k.base, is_q ? q.batch : k.batch, is_q ? q.head : k.head, is_q ? q.token : k.token};
+}
+
+/* The units of a slot. */
+struct Slot {
+  number first, second;
+
+  __device__ __forceinline__ Slot(const Rope& a, number slot) {
+    const bool is_apart = !INTERLEAVED && slot < a.rotated;
+    first = is_apart ? slot : 2 * slot, second = is_apart ? slot + a.rotated : 2 * slot + 1;
+  }
+};
+
+/* Both units of a slot. */
+struct Pairs {
+  float first[UNIT], second[UNIT];
+
+  __device__ __forceinline__ void rotate(const float (&cos)[UNIT], const float (&sin)[UNIT], float sign) {
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) {
+      float& x = !INTERLEAVED ? first[j] : 2 * j < UNIT ? first[2 * j] : second[2 * j - UNIT];
+      float& y = !INTERLEAVED ? second[j] : 2 * j + 1 < UNIT ? first[2 * j + 1] : second[2 * j + 1 - UNIT];
+      const float was = x;
+      x = was * cos[j] - sign * y * sin[j], y = y * cos[j] + sign * was * sin[j];
+    }
+  }
+};
+
+struct RawPairs {
+  Raw<DTYPE> first, second;
+
+  __device__ __forceinline__ void read(const void* base, number row, const Slot& slot) {
+    first.read(base, row + slot.first), second.read(base, row + slot.second);
+  }
+
+  __device__ __forceinline__ void get(Pairs& pairs) const { first.get(pairs.first), second.get(pairs.second); }
+
+  __device__ __forceinline__ void write(void* base, number row, const Slot& slot, const Pairs& pairs) {
+    first.set(pairs.first), second.set(pairs.second);
+    first.write(base, row + slot.first), second.write(base, row + slot.second);
+  }
+};
+
+struct RawWeights {
+  Raw<WDTYPE> first, second;
+
+  __device__ __forceinline__ void read(const void* base, const Slot& slot) {
+    first.read(base, slot.first), second.read(base, slot.second);
+  }
+
+  __device__ __forceinline__ void get(Pairs& pairs, float shift) const {
+    first.get(pairs.first), second.get(pairs.second);
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) pairs.first[j] += shift, pairs.second[j] += shift;
+  }
+};
+
+__device__ __forceinline__ number quotient(number a, number b) {
+  return (a | b) >> 32 ? a / b : (number)((unsigned)a / (unsigned)b);
+}
+
+/* The heads that a group of threads computes. */
+struct Group {
+  number batch, token, head;
+
+  __device__ __forceinline__ Group(const Rope& a, number index) {
+    const number groups = (a.heads_q + a.heads_k + HEADS - 1) / HEADS, of_tokens = quotient(index, groups);
+    batch = quotient(of_tokens, a.tokens), token = of_tokens - batch * a.tokens;
+    head = (index - of_tokens * groups) * HEADS;
+  }
+
+  static __device__ __forceinline__ number count(const Rope& a) {
+    return a.batch * a.tokens * ((a.heads_q + a.heads_k + HEADS - 1) / HEADS);
+  }
+
+  __device__ __forceinline__ number row(const Rope& a, const Heads& of, number at) const {
+    return batch * of.batch + token * of.token + (at < a.heads_q ? at : at - a.heads_q) * of.head;
+  }
+};
+
+struct Angles {
+  Raw<2> cos[HELD], sin[HELD];
+
+  __device__ __forceinline__ void read(const Rope& a, const Group& group, int lane) {
+    const number first = group.batch * a.cos_batch + group.token * a.rotated;
+#pragma unroll
+    for (int i = 0; i < HELD; ++i) {
+      const number slot = lane + i * OF_ROW;
+      if (slot < a.rotated) cos[i].read(a.cos, first + slot), sin[i].read(a.sin, first + slot);
+    }
+  }
+
+  __device__ __forceinline__ void rotate(const Rope& a, int i, number slot, Pairs& pairs, float sign) const {
+    float of_cos[UNIT], of_sin[UNIT];
+    cos[i].get(of_cos), sin[i].get(of_sin);
+    if (slot < a.rotated) pairs.rotate(of_cos, of_sin, sign);
+  }
+};
+
+/* The sum over the threads of a head. */
+__device__ __forceinline__ float sum_of_head(float x) {
+#pragma unroll
+  for (int apart = OF_ROW / 2; apart > 0; apart /= 2) x += shuffle_xor(x, apart);
+  return x;
+}
+
+__device__ __forceinline__ float square_of(const Pairs& x) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int j = 0; j < UNIT; ++j) sum += x.first[j] * x.first[j] + x.second[j] * x.second[j];
+  return sum;
+}
+
+#define FOR_SLOTS(i, slot)                         \
+  _Pragma("unroll") for (int i = 0; i < HELD; ++i) \
+    for (number slot = lane + i * OF_ROW; slot < a.slots; slot = a.slots)
+
+#define FOR_HEADS(h) _Pragma("unroll") for (int h = 0; h < HEADS; ++h)
+
+/* Rotates forward, or backward the gradients of results, which are those of q and k if no head is normalized. */
+template <bool is_backward>
+__device__ __forceinline__ void rotate_all(const Rope& a) {
+  const int lane = threadIdx.x % OF_ROW;
+  const number asked = (number)blockIdx.x * ROWS + threadIdx.x / OF_ROW, count = Group::count(a);
+  const bool is_there = asked < count;
+  const Group group(a, is_there ? asked : count - 1);
+  const float shift = float_of(a.shift);
+  RawPairs raw[HEADS][HELD];
+  FOR_HEADS(h) {
+    const number head = group.head + h;
+    if (head >= a.heads_q + a.heads_k) break;
+    const Heads from = heads_of(head < a.heads_q, is_backward ? a.grad_q : a.q, is_backward ? a.grad_k : a.k);
+    FOR_SLOTS(i, slot) raw[h][i].read(from.base, group.row(a, from, head), Slot(a, slot));
+  }
+  Angles angles;
+  angles.read(a, group, lane);
+  FOR_HEADS(h) {
+    const number head = group.head + h;
+    const bool is_head = is_there && head < a.heads_q + a.heads_k, is_q = head < a.heads_q;
+    const void* const weight = is_q ? a.q_weight : a.k_weight;
+    float scale = 1.0f;
+    if (!is_backward && (a.q_weight || a.k_weight)) {
+      float sum = 0.0f;
+      if (is_head)
+        FOR_SLOTS(i, slot) {
+          Pairs x;
+          raw[h][i].get(x);
+          sum += square_of(x);
+        }
+      sum = sum_of_head(sum);
+      if (weight) scale = rsqrt_fast(sum / (float)a.dim + float_of(a.eps));
+    }
+    if (!is_head) continue;
+    const Heads to = heads_of(is_q, a.out_q, a.out_k);
+    FOR_SLOTS(i, slot) {
+      Pairs x;
+      raw[h][i].get(x);
+      if (!is_backward && weight) {
+        RawWeights read;
+        read.read(weight, Slot(a, slot));
+        Pairs factor;
+        read.get(factor, shift);
+#pragma unroll
+        for (int j = 0; j < UNIT; ++j)
+          x.first[j] *= scale * factor.first[j], x.second[j] *= scale * factor.second[j];
+      }
+      angles.rotate(a, i, slot, x, is_backward ? -1.0f : 1.0f);
+      raw[h][i].write(to.base, group.row(a, to, head), Slot(a, slot), x);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) rotate(const Rope a) {
+  rotate_all<false>(a);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS) rotate_back(const Rope a) {
+  rotate_all<true>(a);
+}
+
+/* Gradients of heads of which some are normalized, and of the weights. A block computes the groups from its number on,
+ * as many apart as there are blocks. */
+extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Rope a) {
+  SHARED_MEMORY(memory);
+  float* const sums = reinterpret_cast<float*>(memory);
+  const int lane = threadIdx.x % OF_ROW, of_block = threadIdx.x / OF_ROW;
+  const number count = Group::count(a);
+  const float shift = float_of(a.shift), of_count = 1.0f / (float)a.dim;
+  Pairs of_weight[2][HELD];
+#pragma unroll
+  for (int i = 0; i < HELD; ++i)
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j)
+      of_weight[0][i].first[j] = of_weight[0][i].second[j] = of_weight[1][i].first[j] = of_weight[1][i].second[j] = 0.0f;
+  for (number begin = (number)blockIdx.x * ROWS; begin < count; begin += (number)gridDim.x * ROWS) {
+    const bool is_there = begin + of_block < count;
+    const Group group(a, is_there ? begin + of_block : count - 1);
+    RawPairs raw[HEADS][HELD], raw_grad[HEADS][HELD];
+    FOR_HEADS(h) {
+      const number head = group.head + h;
+      if (head >= a.heads_q + a.heads_k) break;
+      const bool is_q = head < a.heads_q;
+      const Heads from = heads_of(is_q, a.q, a.k);
+      const Heads grad = heads_of(is_q, a.grad_q, a.grad_k);
+      FOR_SLOTS(i, slot) {
+        raw[h][i].read(from.base, group.row(a, from, head), Slot(a, slot));
+        raw_grad[h][i].read(grad.base, group.row(a, grad, head), Slot(a, slot));
+      }
+    }
+    Angles angles;
+    angles.read(a, group, lane);
+    FOR_HEADS(h) {
+      const number head = group.head + h;
+      const bool is_head = is_there && head < a.heads_q + a.heads_k, is_q = head < a.heads_q;
+      const void* const weight = is_q ? a.q_weight : a.k_weight;
+      Pairs normalized[HELD], grads[HELD], factors[HELD];
+      float sum = 0.0f;
+      if (is_head)
+        FOR_SLOTS(i, slot) {
+          raw[h][i].get(normalized[i]), raw_grad[h][i].get(grads[i]);
+          sum += square_of(normalized[i]);
+          angles.rotate(a, i, slot, grads[i], -1.0f);
+          if (!weight) continue;
+          RawWeights read;
+          read.read(weight, Slot(a, slot));
+          read.get(factors[i], shift);
+        }
+      const float scale = rsqrt_fast(sum_of_head(sum) * of_count + float_of(a.eps));
+      float along = 0.0f;
+      if (is_head && weight)
+        FOR_SLOTS(i, slot) {
+#pragma unroll
+          for (int j = 0; j < UNIT; ++j) {
+            normalized[i].first[j] *= scale, normalized[i].second[j] *= scale;
+            along += grads[i].first[j] * factors[i].first[j] * normalized[i].first[j];
+            along += grads[i].second[j] * factors[i].second[j] * normalized[i].second[j];
+          }
+        }
+      along = sum_of_head(along) * of_count;
+      if (!is_head) continue;
+      const Heads to = heads_of(is_q, a.out_q, a.out_k);
+      FOR_SLOTS(i, slot) {
+        if (weight) {
+#pragma unroll
+          for (int j = 0; j < UNIT; ++j) {
+            const float first = grads[i].first[j] * normalized[i].first[j];
+            const float second = grads[i].second[j] * normalized[i].second[j];
+            if (is_q) { /* no index, which would put them into memory */
+              of_weight[0][i].first[j] += first, of_weight[0][i].second[j] += second;
+            } else {
+              of_weight[1][i].first[j] += first, of_weight[1][i].second[j] += second;
+            }
+            grads[i].first[j] = scale * (grads[i].first[j] * factors[i].first[j] - normalized[i].first[j] * along);
+            grads[i].second[j] = scale * (grads[i].second[j] * factors[i].second[j] - normalized[i].second[j] * along);
+          }
+        }
+        raw[h][i].write(to.base, group.row(a, to, head), Slot(a, slot), grads[i]);
+      }
+    }
+  }
+  /* The sums of the block's groups, (ROWS, 2, dim), each written by its thread and then added up. */
+  FOR_SLOTS(i, slot) {
+    const Slot at(a, slot);
+#pragma unroll
+    for (int kind = 0; kind < 2; ++kind)
+#pragma unroll
+      for (int j = 0; j < UNIT; ++j) {
+        float* const mine = sums + (of_block * 2 + kind) * a.dim;
+        mine[at.first * UNIT + j] = of_weight[kind][i].first[j];
+        mine[at.second * UNIT + j] = of_weight[kind][i].second[j];
+      }
+  }
+  __syncthreads();
+  for (number column = threadIdx.x; column < 2 * a.dim; column += THREADS) {
+    float sum = 0.0f;
+    for (int other = 0; other < ROWS; ++other) sum += sums[other * 2 * a.dim + column];
+    store(a.partial + (number)blockIdx.x * 2 * a.dim + column, sum);
+  }
+}
+
+/* The sums of all blocks: a block for each 32 columns, first of q's weight, then of k's. */
+extern "C" __global__ void __launch_bounds__(512) sum_blocks(const Rope a) {
+  const number columns = 2 * a.dim, column = (number)blockIdx.x * 32 + threadIdx.x % 32;
+  const float sum = sum_over_blocks(a.partial, a.blocks, columns, column);
+  const bool is_k = column >= a.dim;
+  void* const to = is_k ? a.grad_k_weight : a.grad_q_weight;
+  if (threadIdx.x >= 32 || column >= columns || !to) return;
+  store((Dtype<WDTYPE>::element*)to + (is_k ? column - a.dim : column), to_element<WDTYPE>(sum));
+}

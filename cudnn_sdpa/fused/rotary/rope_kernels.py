@@ -1,0 +1,154 @@
+"""Plans of rotations of heads by kernels of this library: the threads of a head, and the kernels' argument."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.fused.own import DTYPES
+from cudnn_sdpa.graph.key import PlanKey
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
+from cudnn_sdpa.plans.kernel_plan import KernelCall, KernelOp, KernelProgram
+from cudnn_sdpa.plans.nvrtc import Kernel, Struct
+
+_FOLDER = Path(__file__).parent
+_SOURCE = _FOLDER / "rope.cu"
+_ARGUMENT = Struct(_SOURCE, "Rope")
+
+#: Fields of the argument that are heads.
+_HEADS = ("q", "k", "grad_q", "grad_k", "out_q", "out_k")
+
+#: Threads of a block, and of one that adds up what others have summed, for as many columns.
+_THREADS, _SUMMING, _COLUMNS = 128, 512, 32
+
+#: Largest head dim, from the shared memory of the sums for weights.
+MAX_DIM = 1024
+
+#: Heads of a thread, and of one that computes gradients, which needs more registers for each; and heads per
+#: multiprocessor from which a thread has more than one.
+_AT_ONCE, _AT_ONCE_BACKWARD, _MANY = 4, 2, 512
+
+#: Blocks of a multiprocessor that sum gradients of weights.
+_BLOCKS = 4
+
+
+class Tiles(NamedTuple):
+    """The division of heads among threads; the macros of `rope.cu` of the same names.
+
+    Attributes:
+        unit: Features of a unit.
+        of_row: The threads of a head.
+        held: Slots of a thread.
+        heads: Heads that a thread computes.
+    """
+
+    unit: int
+    of_row: int
+    held: int
+    heads: int
+
+    @property
+    def rows(self) -> int:
+        return _THREADS // self.of_row
+
+
+@functools.cache
+def _kernel(
+    name: str, tiles: Tiles, dtype: torch.dtype, weight: torch.dtype, *, shared: int, interleaved: bool
+) -> Kernel:
+    defines = {"DTYPE": DTYPES[dtype], "WDTYPE": DTYPES[weight], "INTERLEAVED": int(interleaved), "THREADS": _THREADS}
+    return Kernel(_SOURCE, name, defines | {k.upper(): x for k, x in tiles._asdict().items()}, shared)
+
+
+@functools.partial(KernelOp, folder=_FOLDER)
+def own_rope(key: PlanKey) -> KernelProgram:
+    """Rotated heads, normalized before where there are weights."""
+    return _program(key, ["rotate"], {"output0": "out_q", "output1": "out_k"})
+
+
+@functools.partial(KernelOp, folder=_FOLDER)
+def own_rope_gradients(key: PlanKey) -> KernelProgram:
+    """The gradients of heads, and of the weights of those that are normalized."""
+    names = {x.name for x in key.inputs}
+    results = [f"out_{x}" for x in "qk" if f"grad_{x}" in names]
+    results += [f"grad_{x}_weight" for x in "qk" if f"{x}_weight" in names]
+    kernels = ["gradients", "sum_blocks"] if "q" in names else ["rotate_back"]
+    return _program(key, kernels, {f"output{index}": name for index, name in enumerate(results)})
+
+
+def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> KernelProgram:
+    """The program of kernels, given the fields of results."""
+    layouts = {results.get(x.name, x.name): x.layout for x in (*key.inputs, *key.outputs)}
+    weight = layouts.get("q_weight", layouts.get("k_weight"))
+    q, cos, k = layouts["out_q"], layouts["cos"], layouts.get("out_k")
+    (batch, heads_q, tokens, dim), rotary_dim = q.shape, 2 * cos.shape[-1]
+    if dim > MAX_DIM:
+        raise UnsupportedError("rope", [f"the head dim is {dim}; the kernel serves up to {MAX_DIM}"])
+    count = batch * tokens * (heads_q + (0 if k is None else k.shape[1]))
+    processors = int(dict(key.target.properties)["multiProcessorCount"]) or 1
+    tiles = _tiles({name: layouts[name] for name in _HEADS if name in layouts}, dim, rotary_dim)
+    has_sums = "sum_blocks" in kernels
+    if count >= _MANY * processors:
+        tiles = tiles._replace(heads=_AT_ONCE_BACKWARD if has_sums else _AT_ONCE)
+    groups = batch * tokens * -(-count // (batch * tokens * tiles.heads))
+    blocks = -(-groups // tiles.rows)
+    if has_sums:
+        blocks = min(blocks, processors * _BLOCKS)
+    made = functools.partial(
+        _kernel,
+        tiles=tiles,
+        dtype=q.dtype,
+        weight=q.dtype if weight is None else weight.dtype,
+        interleaved=bool(key.option_values["interleaved"]),
+    )
+    calls = [KernelCall(made(kernels[0], shared=8 * tiles.rows * dim if has_sums else 0), blocks, _THREADS)]
+    if has_sums:
+        calls.append(KernelCall(made("sum_blocks", shared=4 * _SUMMING), -(-2 * dim // _COLUMNS), _SUMMING))
+    slots = {name: f"{name}.base" if name in _HEADS else name for name in layouts}
+    given = {x.name: slots[results.get(x.name, x.name)] for x in (*key.inputs, *key.outputs)}
+    given |= {"partial": "partial"} if has_sums else {}
+    return KernelProgram(
+        calls=calls,
+        fields=_ARGUMENT.filled(
+            batch=batch,
+            tokens=tokens,
+            heads_q=heads_q,
+            heads_k=0 if k is None else k.shape[1],
+            dim=dim,
+            slots=dim // (2 * tiles.unit),
+            rotated=rotary_dim // (2 * tiles.unit),
+            cos_batch=tokens * cos.shape[-1] // tiles.unit if cos.shape[0] > 1 else 0,
+            blocks=blocks,
+            eps=0,
+            shift=0,
+            **{name: _strides(layouts.get(name), tiles.unit) for name in _HEADS},
+        ),
+        slots=dict(zip(given, _ARGUMENT.indices(*given.values()), strict=True)),
+        scratch={"partial": (blocks, 2, dim)} if has_sums else {},
+        knobs={"threads": tiles.of_row, "heads": tiles.heads, "unit": tiles.unit},
+    )
+
+
+def _tiles(heads: Mapping[str, TensorLayout], dim: int, rotary_dim: int) -> Tiles:
+    """The widest units of which all heads are made, and both halves of what is rotated and of the rest."""
+    unit = math.gcd(rotary_dim // 2, (dim - rotary_dim) // 2)
+    for x in heads.values():
+        strides = [stride for size, stride in zip(x.shape[:3], x.stride[:3], strict=True) if size > 1]
+        unit = math.gcd(unit, ALIGNMENT // x.dtype.itemsize, *strides)
+    slots = dim // (2 * unit)
+    of_row = min(32, 1 << (slots - 1).bit_length())
+    return Tiles(unit, of_row, -(-slots // of_row), heads=1)
+
+
+def _strides(x: TensorLayout | None, unit: int) -> dict[str, int]:
+    names = ("batch", "head", "token")
+    if x is None:
+        return {"base": 0, **dict.fromkeys(names, 0)}
+    places = zip(names, x.shape, x.stride, strict=False)
+    return {"base": 0} | {name: stride // unit if size > 1 else 0 for name, size, stride in places}
