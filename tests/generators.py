@@ -1832,7 +1832,7 @@ class Gate(Operation):
         for name in names:
             some = [drawn(r, shape, dtype, last_dense=True, scale=scale) for _ in range(4)]
             tensors[name] = next(filter(has_rows, some), some[0])  # mostly a valid one
-        wanted = chosen(r, list(tensors)) if self.name == "silu_mul" else ()
+        wanted = chosen(r, list(tensors))
         case = Case(self.name, seed, dtype, tensors, {}, {}, facts, wanted)
         if not all(has_rows(spec) for spec in tensors.values()):
             case = replace(case, refusable="rows that do not lie at one distance")

@@ -1,4 +1,4 @@
-/* Activations of rows: f(gate) times up, or f(gate) alone; and the gradients of SiLU(gate) times up.
+/* Activations of rows: f(gate) times up, or f(gate) alone; and their gradients.
  *
  * KIND: 0 for SiLU, 1 for GELU, 2 for the square of ReLU. A thread computes AT_ONCE units, whose loads are in flight
  * together. Other macros: see rows.cuh.
@@ -35,10 +35,16 @@ __device__ __forceinline__ float activated(float x) {
 #endif
 }
 
-/* The slope of SiLU. */
 __device__ __forceinline__ float slope(float x) {
+#if KIND == 0
   const float s = sigmoid(x), y = x * s;
   return s + (y - y * s); /* in this order: beside a large y nothing is left of s */
+#elif KIND == 1
+  const float density = 0.39894228040143268f * exp2_fast(-0.72134752044448170f * x * x);
+  return 0.5f * (1.0f + erff(0.70710678118654752f * x)) + (density == 0.0f ? 0.0f : x * density); /* at infinity */
+#else
+  return x < 0.0f ? 0.0f : 2.0f * x; /* NaN stays */
+#endif
 }
 
 /* A unit of a call: the row, and the unit of the row. */

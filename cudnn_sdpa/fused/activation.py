@@ -43,7 +43,7 @@ def silu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def gelu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
-    """GELU(gate) · up, the gated activation of GeGLU, in one kernel; exact GELU, with erf. For inference.
+    """GELU(gate) · up, the gated activation of GeGLU, in one kernel; exact GELU, with erf. Differentiable.
 
     Args:
         gate: As for `silu_mul`.
@@ -54,7 +54,7 @@ def gelu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     Raises:
         ArgumentError: An argument is wrong.
-        UnsupportedError: An argument requires a gradient.
+        UnsupportedError: An argument requires a gradient, and providers are in force that have none: cuDNN alone.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -66,7 +66,7 @@ def gelu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
 
 def relu_squared(x: Tensor) -> Tensor:
-    """max(x, 0)², the activation of Primer, in one kernel. For inference.
+    """max(x, 0)², the activation of Primer, in one kernel. Differentiable.
 
     Args:
         x: (..., n), float16, bfloat16 or float32, or float64 if `cpu_checks` accepts any dtype; the last dimension is
@@ -77,7 +77,7 @@ def relu_squared(x: Tensor) -> Tensor:
 
     Raises:
         ArgumentError: An argument is wrong.
-        UnsupportedError: x requires a gradient.
+        UnsupportedError: x requires a gradient, and providers are in force that have none: cuDNN alone.
 
     Examples:
         >>> import torch, cudnn_sdpa

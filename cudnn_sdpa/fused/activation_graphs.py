@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.scalars import is_true
 from cudnn_sdpa.graph.target import Target
 from cudnn_sdpa.plans.kernel_plan import KernelOp
-from cudnn_sdpa.plans.providers import CUDNN
+from cudnn_sdpa.plans.providers import CUDNN, OWN
 
 
 def check(*tensors: Tensor, names: Sequence[str] = ("gate", "up")) -> None:
@@ -51,10 +52,10 @@ def check_halves(gate: Tensor, up: Tensor | None) -> None:
 
 
 def _refuse_gradient(name: str, *tensors: Tensor | None) -> None:
-    if needs_gradient(*tensors):
-        reasons = ["an argument requires grad, and there is no backward pass for it"]
-        suggestion = "torch.no_grad(), silu_mul, or PyTorch's own functions"
-        raise UnsupportedError(f"the gradient of {name}", reasons, suggestion)
+    """Where only providers are in force that have none."""
+    if needs_gradient(*tensors) and not own.may_serve():
+        reasons = ["an argument requires grad, and cuDNN has no backward pass for it here"]
+        raise UnsupportedError(f"the gradient of {name}", reasons, 'torch.no_grad(), or providers("cudnn", "own")')
 
 
 def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -79,13 +80,31 @@ def _gated(activation: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor |
     return reference
 
 
-def _silu_mul_gradients_reference(
-    grad: Tensor, gate: Tensor, up: Tensor | None = None, *, of_up: bool = True
+def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """SiLU, and its slope."""
+    sigmoid = torch.sigmoid(x)
+    return x * sigmoid, sigmoid * (1 + x * (1 - sigmoid))
+
+
+def _gelu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """GELU, and its slope."""
+    share = 0.5 * (1 + torch.erf(x * 0.5**0.5))
+    density = torch.exp(-0.5 * x * x) * (2 * torch.pi) ** -0.5
+    return x * share, share + torch.where(density == 0, 0.0, x * density)
+
+
+def _gradients_of(
+    parts: Callable[[Tensor], tuple[Tensor, Tensor]],
+    grad: Tensor,
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    of_up: bool = True,
 ) -> Tensor | tuple[Tensor, ...]:
     one, other = _halves(gate, up)
-    x, factor, dy = widened(one), widened(other), widened(grad)
-    sigmoid = torch.sigmoid(x)
-    grads = dy * factor * sigmoid * (1 + x * (1 - sigmoid)), dy * x * sigmoid
+    activated, slope = parts(widened(one))
+    dy = widened(grad)
+    grads = dy * widened(other) * slope, dy * activated
     grad_gate, grad_up = (part.to(gate.dtype).contiguous() for part in grads)
     return torch.cat([grad_gate, grad_up], -1) if up is None else (grad_gate, grad_up) if of_up else grad_gate
 
@@ -108,7 +127,7 @@ def _ways(arguments: Mapping[str, object]) -> Sequence[sharding.ShardingStrategy
 
 
 @graph_op(
-    reference=_silu_mul_gradients_reference,
+    reference=lambda grad, gate, up=None, **options: _gradients_of(_silu, grad, gate, up, **options),
     backward=no_second_gradient("silu_mul"),
     keeps_results=False,
     check=_check_saved,
@@ -169,12 +188,34 @@ def silu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol | None = None) -> Sy
     return g.mul(a=g.swish(input=gate), b=up)
 
 
+@graph_op(
+    reference=lambda grad, gate, up=None: _gradients_of(_gelu, grad, gate, up),
+    backward=no_second_gradient("gelu_mul"),
+    keeps_results=False,
+    check=_check_saved,
+    readable=_readable_gradients,
+    views=backward_views,
+    shard=_ways,
+)
+def gelu_mul_gradients(g: GraphBuilder, grad: Symbol, gate: Symbol, up: Symbol | None = None) -> NoReturn:
+    """Gradients of gate and up, one tensor where one holds both; by own kernels alone."""
+    raise NotImplementedError("cuDNN has no graph of these gradients")
+
+
 def _check_gelu(gate: Tensor, up: Tensor | None) -> None:
     check_halves(gate, up)
     _refuse_gradient("gelu_mul", gate, up)
 
 
-@graph_op(reference=_gated(F.gelu), check=_check_gelu, readable=_readable, views=forward_views, shard=_ways)
+@graph_op(
+    reference=_gated(F.gelu),
+    backward=lambda grads, operands, _: gelu_mul_gradients.call(grads[0], *operands),
+    keeps_results=False,
+    check=_check_gelu,
+    readable=_readable,
+    views=forward_views,
+    shard=_ways,
+)
 def gelu_mul_rows(g: GraphBuilder, gate: Symbol, up: Symbol | None = None) -> Symbol:
     """GELU(gate) · up, with erf."""
     return g.mul(a=g.gelu(input=gate), b=up)
@@ -184,6 +225,20 @@ def _relu_squared_reference(x: Tensor) -> Tensor:
     return F.relu(widened(x)).square().to(x.dtype).contiguous()
 
 
+@graph_op(
+    reference=lambda grad, x: (widened(grad) * 2 * F.relu(widened(x))).to(x.dtype).contiguous(),
+    backward=no_second_gradient("relu_squared"),
+    keeps_results=False,
+    check=lambda _, x: check_rows([x], ["x"]),
+    readable=lambda grad, x: [grad.contiguous(), x],
+    views=backward_views,
+    shard={"grad": 0, "x": 0},
+)
+def relu_squared_gradient(g: GraphBuilder, grad: Symbol, x: Symbol) -> NoReturn:
+    """The gradient of x; by own kernels alone."""
+    raise NotImplementedError("cuDNN has no graph of this gradient")
+
+
 def _check_relu(x: Tensor) -> None:
     check(x, names=("x",))
     _refuse_gradient("relu_squared", x)
@@ -191,6 +246,8 @@ def _check_relu(x: Tensor) -> None:
 
 @graph_op(
     reference=_relu_squared_reference,
+    backward=lambda grads, operands, _: relu_squared_gradient.call(grads[0], *operands),
+    keeps_results=False,
     check=_check_relu,
     readable=lambda x: [x.contiguous() if _is_column(x) else x],
     views=forward_views,
@@ -209,6 +266,8 @@ def _by_own_kernels(
     values, results, static = given
     is_backward = operation is own_activation_gradients
     kernel, why = own.choice("gate", target, is_backward=is_backward, has_engine=True)
+    if is_backward and kind != SILU:
+        kernel, why = OWN, "own kernels: cuDNN has no graph of these gradients"
     if kernel == CUDNN or results[0].dtype not in own.DTYPES:
         return given, None, why
     if "x" not in names:
@@ -227,5 +286,7 @@ for _function, _operation, _kind in (
     (relu_squared_rows, own_activation, RELU_SQUARED),
     (silu_mul_grad_up, own_activation, SILU),
     (silu_mul_gradients, own_activation_gradients, SILU),
+    (gelu_mul_gradients, own_activation_gradients, GELU),
+    (relu_squared_gradient, own_activation_gradients, RELU_SQUARED),
 ):
     _function.own = partial(_by_own_kernels, _operation, _kind)

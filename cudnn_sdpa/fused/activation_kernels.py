@@ -41,7 +41,7 @@ def own_activation(key: PlanKey) -> KernelProgram:
 @functools.partial(KernelOp, folder=own.FOLDER)
 def own_activation_gradients(key: PlanKey) -> KernelProgram:
     """The gradients of gate and up."""
-    return _program(key, "gradients", {}, ["grad_gate", "grad_up"])
+    return _program(key, "gradients", {"x": "gate"}, ["grad_gate", "grad_up"])
 
 
 def _program(key: PlanKey, kernel: str, fields: Mapping[str, str], results: Sequence[str]) -> KernelProgram:

@@ -7,6 +7,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from cudnn_sdpa.engine.dispatch_state import needs_gradient
+from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.checks import checked_flag
 from cudnn_sdpa.fused.encoding import Value
@@ -102,6 +103,10 @@ def rope(
         raise UnsupportedError("the gradient of rope", reasons, "cos.detach() and sin.detach()")
     if interleaved is not False:
         interleaved = checked_flag("interleaved", interleaved)
+    if k is not None and type(q) is not Tensor and has_dtensor(q, k):  # divided alike, with other numbers of heads
+        norms: Any = {"eps": eps, "zero_centered": zero_centered, "interleaved": interleaved}
+        of_q, _ = rope(q, None, cos, sin, q_weight=q_weight, **norms)
+        return of_q, rope(k, None, cos, sin, q_weight=k_weight, **norms)[0]
     operands = operands_of(q, k, cos, sin, q_weight=q_weight, k_weight=k_weight, eps=eps, zero_centered=zero_centered)
     found: Any = rope_rows.run(operands, {"interleaved": interleaved})
     return (found, None) if k is None else found

@@ -54,7 +54,7 @@ def test_values_and_gradients(shape, dtype, normed):
         grads = [torch.randn_like(x).to(dtype) for x in wanted]
         of_wanted = torch.autograd.grad(wanted, list(exact.values()), [x.double() for x in grads])
         for _ in range(2):
-            poison()
+            poison(*(tuple(x.shape) for x in wanted), dtype=dtype)
             out = [x for x in rope(**{**given, **leaves}, **options) if x is not None]
             found = torch.autograd.grad(out, list(leaves.values()), grads)
             for x, y in zip(out, wanted, strict=True):
@@ -88,9 +88,8 @@ def test_layers_with_norms_of_heads():
     out.sum().backward()
     heads = layer.qkv_proj(x).unflatten(-1, (-1, 64)).transpose(1, 2).split([8, 2, 2], 1)
     q, k = (norm(y.contiguous()) for y, norm in zip(heads, (layer.q_norm, layer.k_norm), strict=False))
-    q, k = (
-        embedding.rotate(y.transpose(1, 2), embedding(torch.arange(300, device="cuda"))).transpose(1, 2) for y in (q, k)
-    )
+    angles = embedding(torch.arange(300, device="cuda"))
+    q, k = (embedding.rotate(y.transpose(1, 2), angles).transpose(1, 2) for y in (q, k))
     expected = torch.nn.functional.scaled_dot_product_attention(q, k, heads[2], is_causal=True, enable_gqa=True)
     assert difference(out, layer.out_proj(expected.transpose(1, 2).flatten(2)).double()) < 2e-2
     for norm in (layer.q_norm, layer.k_norm):

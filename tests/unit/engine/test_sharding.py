@@ -127,12 +127,19 @@ class Case:
     def gradients(self):
         """How its gradients must be placed: as their tensors; those of replicated ones are sums over the parts."""
         of_replicated = R if set(self.placed.values()) == {R} else Partial()
-        names = [name for name in self.placed if "seq" not in name] if self.trains else []
+        without = ("cos", "sin")
+        names = [name for name in self.placed if "seq" not in name and name not in without] if self.trains else []
         return {name: of_replicated if self.placed[name] == R else self.placed[name] for name in names}
 
 
 def all_of(placement, *names):
     return dict.fromkeys(names, placement)
+
+
+def for_rotations():
+    """Heads, angles of each sequence, and weights of norms."""
+    made = {"q": randn(2, 4, 6, 16), "k": randn(2, 2, 6, 16), "cos": randn(2, 6, 5), "sin": randn(2, 6, 5)}
+    return {**made, "q_weight": randn(16), "k_weight": randn(16)}
 
 
 QKV = ("q", "k", "v")
@@ -300,10 +307,32 @@ CASES = {
         lambda: {"gate": randn(4, 6, 8), "up": randn(4, 6, 8)},
         all_of(Shard(2), "gate", "up"),
         [Shard(2)],
-        trains=False,
     ),
-    "relu_squared": Case(
-        cudnn_sdpa.relu_squared, lambda: {"x": randn(4, 6, 8)}, {"x": Shard(1)}, [Shard(1)], trains=False
+    "relu_squared": Case(cudnn_sdpa.relu_squared, lambda: {"x": randn(4, 6, 8)}, {"x": Shard(1)}, [Shard(1)]),
+    "rope, the batch": Case(
+        cudnn_sdpa.rope,
+        for_rotations,
+        all_of(BATCH, "q", "k", "cos", "sin") | {"q_weight": R, "k_weight": R},
+        [BATCH, BATCH],
+        interleaved=True,
+    ),
+    "rope, heads": Case(
+        cudnn_sdpa.rope,
+        for_rotations,
+        all_of(HEADS, "q", "k") | {"cos": R, "sin": R, "q_weight": R, "k_weight": R},
+        [HEADS, HEADS],
+    ),
+    "rope, packed tokens": Case(
+        cudnn_sdpa.rope,
+        lambda: {
+            "q": randn(6, 3, 8),
+            "k": randn(6, 2, 8),
+            "cos": randn(6, 4),
+            "sin": randn(6, 4),
+            "k_weight": randn(8),
+        },
+        all_of(BATCH, "q", "k", "cos", "sin") | {"k_weight": R},
+        [BATCH, BATCH],
     ),
     "silu_mul, features": Case(
         cudnn_sdpa.silu_mul,

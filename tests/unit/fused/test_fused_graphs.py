@@ -5,6 +5,7 @@ Plans of cuDNN evaluate what the builders of their keys build, in float64, so re
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from typing import Any
 
@@ -162,6 +163,24 @@ def test_a_trained_activation_is_no_engine_of_cudnns():
         for trains, served in ((True, "own"), (False, None)):
             described = norm_graphs.rms_norm_rows.describe(x.requires_grad_(trains), None, EPS, activation="silu")
             assert described.key(TARGET, 0).provider == served
+
+
+@pytest.mark.parametrize("name", ["gelu_mul", "relu_squared"])
+def test_gradients_of_gates_at_any_size(name):
+    sizes = torch.tensor([0.0, 1e-30, 0.1, 1.0, 3.0, 5.4, 13.0, 20.0, 1e6, 1e19, 1e38, torch.inf, torch.nan])
+    x = torch.cat([sizes, -sizes, torch.zeros(6)]).view(1, -1).requires_grad_()
+    by = torch.linspace(0.5, 2.0, x.numel()).view(x.shape)
+    given = (x, by) if name == "gelu_mul" else (x,)
+    exact = x.detach().double().requires_grad_()
+    for on_gpu in (True, False):
+        with gpu_on_the_cpu() if on_gpu else contextlib.nullcontext(), cpu_checks(None), providers("own"):
+            (found,) = torch.autograd.grad(getattr(cudnn_sdpa, name)(*given).sum(), x)
+        if name == "relu_squared":
+            right = torch.where(exact < 0, 0.0, 2 * exact)
+        else:
+            share, density = torch.special.ndtr(exact), torch.exp(-(exact**2) / 2) / (2 * torch.pi) ** 0.5
+            right = by * (share + torch.where(exact.abs() < 1e9, exact * density, density))
+        torch.testing.assert_close(found.double(), right.detach(), rtol=1e-5, atol=3e-7, equal_nan=True)
 
 
 def test_relu_of_minus_infinity_and_nan():
