@@ -171,13 +171,14 @@ def bench_fused(
     part: Annotated[list[FusedPart] | None, typer.Option(help="Only these parts; may be given several times.")] = None,
     output: cli.Output = None,
 ) -> None:
-    """Time norms and gates by own kernels, cuDNN's, torch.compile's, and quack's and Liger's if they are installed."""
+    """Time norms, gates and rotations by this library, by torch.compile, and by quack and Liger if installed."""
     require_gpu()
     from benchmarks import fused_peers
 
     measures: dict[FusedPart, tuple[str, Measure]] = {
         FusedPart.NORMS: ("rms_norm, bfloat16, interleaved, median", fused_peers.norms),
         FusedPart.GATES: ("silu_mul, bfloat16, interleaved, median", fused_peers.gates),
+        FusedPart.ROTATIONS: ("rope, bfloat16, interleaved, median", fused_peers.rotations),
     }
     _measure("fused", {chosen.value: measures[chosen] for chosen in part or list(FusedPart)}, output)
 

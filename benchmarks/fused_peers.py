@@ -1,4 +1,4 @@
-"""`benchmarks fused`: norms and gates by this library, of either provider, by torch.compile, quack and Liger.
+"""`benchmarks fused`: norms, gates and rotations by this library, by torch.compile, quack and Liger.
 
 Device times are interleaved, each call on data that no cache has, after each candidate's results were compared with
 float64. A copy of as much data as x bounds what memory allows. quack and Liger are measured where they are installed.
@@ -22,6 +22,8 @@ from benchmarks.tools.output import Row
 from cudnn_sdpa.fused.activation import silu_mul
 from cudnn_sdpa.fused.graph_op import as_tuple
 from cudnn_sdpa.fused.norm import rms_norm
+from cudnn_sdpa.fused.rotary.rope import rope
+from cudnn_sdpa.nn.rotary import RotaryEmbedding
 from cudnn_sdpa.plans.providers import CUDNN, OWN, Provider, providers
 
 OURS, COMPILED, QUACK, LIGER, COPY = "cudnn_sdpa", "compiled", "quack", "liger", "copy"
@@ -30,6 +32,9 @@ CANDIDATES = (OURS, OWN, CUDNN, *PEERS, COPY)
 
 NORMS = (*fused.NORMS, (1, 4096))
 GATES = (*fused.GATES, (1, 14336))
+
+#: Sequences, tokens, heads of queries and of keys, head dim.
+ROTATIONS = ((4, 4096, 32, 8, 128), (1, 4096, 64, 8, 128), (64, 1, 32, 8, 128), (8, 2048, 16, 16, 64))
 
 Function = Callable[..., Any]
 
@@ -80,6 +85,38 @@ def gates() -> list[Row]:
     return rows
 
 
+def rotations() -> list[Row]:
+    """`rope` of queries and keys that lie in one projection, with norms and without, and its gradients."""
+    rows = []
+    for batch, tokens, heads_q, heads_k, dim in track(ROTATIONS, "rotations", transient=True):
+        projected = cases.normal(batch, tokens, heads_q + heads_k, dim)
+        cos, sin = RotaryEmbedding(dim)(torch.arange(tokens, device=projected.device))
+        weights = cases.normal(dim), cases.normal(dim)
+
+        given = {"cos": cos, "sin": sin, "sizes": [heads_q, heads_k]}
+        ours, pytorch = partial(_rope, **given), partial(pytorch_rope, **given)
+        for name, tensors in (("rope", (projected,)), ("norms and rope", (projected, *weights))):
+            rows.append(_forward(name, tensors, ours, pytorch, {}))
+            rows.append(_backward(f"gradients of {name}", tensors, ours, pytorch, {}))
+    return rows
+
+
+def _rope(projected: Tensor, *weights: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]) -> tuple[Tensor, Tensor]:
+    q, k = torch.split(projected.transpose(1, 2), sizes, 1)
+    q_weight, k_weight = weights or (None, None)
+    return rope(q, k, cos, sin, q_weight=q_weight, k_weight=k_weight, eps=fused.EPS)
+
+
+def pytorch_rope(projected: Tensor, *weights: Tensor, cos: Tensor, sin: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """`rope` of halves in PyTorch, of heads (B, S, H, D)."""
+    found = []
+    for x, weight in zip(torch.split(projected, sizes, 2), weights or (None, None), strict=True):
+        normed = x if weight is None else fused.pytorch_rms_norm(x, weight)
+        first, second = normed.transpose(1, 2).chunk(2, -1)
+        found.append(torch.cat((first * cos - second * sin, second * cos + first * sin), -1).to(x.dtype))
+    return tuple(found)
+
+
 def _by(provider: Provider, call: Callable[[], Any]) -> Sequence[Tensor]:
     with providers(provider):
         return as_tuple(call())
@@ -100,16 +137,17 @@ def _backward(
     name: str, given: tuple[Tensor, ...], ours: Function, pytorch: Function, theirs: dict[str, Function]
 ) -> Row:
     leaves = [x.detach().requires_grad_() for x in given]
-    grad = torch.randn_like(leaves[0])
     doubles = [x.detach().double().requires_grad_() for x in given]
-    expected = torch.autograd.grad(pytorch(*doubles), doubles, grad.double())
+    exact = as_tuple(pytorch(*doubles))
+    grads = [torch.randn_like(x).to(given[0].dtype) for x in exact]
+    expected = torch.autograd.grad(exact, doubles, [x.double() for x in grads])
 
     def of(function: Function) -> Callable[[], Sequence[Tensor]]:
         made: list[Tensor] = []
 
         def gradients() -> Sequence[Tensor]:
-            made[:] = made or [as_tuple(function(*leaves))[0]]
-            return torch.autograd.grad(made[0], leaves, grad, retain_graph=True)
+            made[:] = made or as_tuple(function(*leaves))
+            return torch.autograd.grad(made, leaves, grads, retain_graph=True)
 
         return gradients
 

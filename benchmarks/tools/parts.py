@@ -66,6 +66,7 @@ class FusedPart(str, Enum):
 
     NORMS = "norms"
     GATES = "gates"
+    ROTATIONS = "rotations"
 
 
 class ConvPart(str, Enum):

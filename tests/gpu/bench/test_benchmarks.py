@@ -55,6 +55,7 @@ def short(monkeypatch):
     monkeypatch.setattr(convolutions, "CASES", (convolutions.Case(2, 32, 8, 64, 3, padding=1),))
     monkeypatch.setattr(fused_peers, "NORMS", fused.NORMS)
     monkeypatch.setattr(fused_peers, "GATES", fused.GATES)
+    monkeypatch.setattr(fused_peers, "ROTATIONS", ((2, 64, 4, 2, 64),))
     monkeypatch.setattr(proposals, "NORMS", fused.NORMS)
     monkeypatch.setattr(proposals, "GATES", fused.GATES)
     monkeypatch.setattr(proposals, "CONVOLUTIONS", convolutions.CASES)
