@@ -214,18 +214,25 @@ def recorded_plans(
             yield device
 
 
+def recorders() -> list[recorder.Recorder]:
+    """Those of the plans that C++ has launched."""
+    return [plan.recorder for plan in plan_cache.plans() if isinstance(plan.recorder, recorder.Recorder)]
+
+
 def settle(call: Callable[[], object], most: int = 30) -> None:
     """Makes calls until all plans are recorded, or left to cuDNN."""
-    for _ in range(most):
+    for _ in range(12):  # those of gradients are known later
         call()
         wait()
-        recorders = [plan.recorder for plan in plan_cache.plans() if isinstance(plan.recorder, recorder.Recorder)]
-        if recorders and not any(each.native.is_watched for each in recorders):
+    for _ in range(most):
+        if not any(each.native.is_watched for each in recorders()):
             return
-    raise AssertionError([str(each) for each in recorders])
+        call()
+        wait()
+    raise AssertionError([str(each) for each in recorders()])
 
 
-def without_context(work: Callable[[], object]) -> object:
+def in_new_thread(work: Callable[[], object]) -> object:
     """What a function gives on a new thread, which has no context yet."""
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(work()))

@@ -197,7 +197,7 @@ PYBIND11_MODULE(_native, module) {
       .def_property_readonly("names", &Recorded::names)
       .def(
           "record", &Recorded::record, py::kw_only(), py::arg("stream"), py::arg("launch"), py::arg("sets"),
-          py::arg("moving"), py::arg("scalars"), py::arg("alignment"))
+          py::arg("moving"), py::arg("scalars"))
       .def("serves", [](const Recorded& self, const std::vector<uint64_t>& pointers) {
         return self.serves(operands_of(self, pointers));
       })

@@ -235,14 +235,15 @@ class Recorded {
   bool is_serving = false;  // the plan is launched as recorded
 
   using Words = std::vector<uint64_t>;
+  using Moving = std::vector<std::pair<size_t, uint64_t>>;  // a slot, and what its address is a multiple of
 
   // Captures launches of a plan, two in a row, and finds what they have in common.
   //
   // `launch` is called with each of `sets`: the addresses of the plan's operands, then that of its workspace. Slots that
   // `moving` names move in them; `scalars` are operands in host memory.
   void record(
-      uint64_t stream, const py::function& launch, const std::vector<Words>& sets, std::vector<size_t> moving,
-      const std::vector<size_t>& scalars, uint64_t alignment) {
+      uint64_t stream, const py::function& launch, const std::vector<Words>& sets, Moving moving,
+      const std::vector<size_t>& scalars) {
     if (sets.size() < 6 || sets.size() % 2) throw std::invalid_argument("too few launches");
     std::vector<Sequence> launches;
     for (size_t first = 0; first < sets.size(); first += 2) {
@@ -274,9 +275,8 @@ class Recorded {
     void* context = nullptr;
     check(cuda.cuCtxGetCurrent(&context), "the current context");
     if (context == nullptr) throw refusal("there is no current context");
-    const bool has_workspace = !moving.empty() && moving.back() == sets[0].size() - 1;
-    if (has_workspace) moving.pop_back();
-    nodes_ = std::move(nodes), moving_ = std::move(moving), alignment_ = alignment, context_ = context;
+    if (!moving.empty() && moving.back().first == sets[0].size() - 1) moving.pop_back();  // the workspace is the plan's
+    nodes_ = std::move(nodes), moving_ = std::move(moving), context_ = context;
     for (auto& node : nodes_) node.point();
     count_ = sets[0].size() - 1;
     scalars_.clear();
@@ -285,12 +285,10 @@ class Recorded {
 
   // Whether a launch with these operands is one that was recorded. Makes the context current that a new thread lacks.
   bool serves(const uint64_t* pointers) const {
-    uint64_t bits = 0;
-    for (const size_t slot : moving_) {
-      if (!pointers[slot]) return false;
-      bits |= pointers[slot];
+    if (nodes_.empty()) return false;
+    for (const auto& [slot, alignment] : moving_) {
+      if (!pointers[slot] || pointers[slot] & (alignment - 1)) return false;
     }
-    if (nodes_.empty() || bits & (alignment_ - 1)) return false;
     for (const auto& [place, value] : scalars_) {
       if (bits_at(pointers[place]) != value) return false;
     }
@@ -319,10 +317,9 @@ class Recorded {
 
  private:
   std::vector<LaunchNode> nodes_;
-  std::vector<size_t> moving_;  // operands in the GPU's memory
+  Moving moving_;  // operands in the GPU's memory
   std::vector<std::pair<size_t, uint32_t>> scalars_;  // operands in host memory, and the values in the arguments
   size_t count_ = 0;
-  uint64_t alignment_ = 1;
   void* context_ = nullptr;
 
   static constexpr int64_t most_offset = int64_t{1} << 40;
@@ -381,7 +378,7 @@ class Recorded {
 
   // Finds the addresses in one argument of a node, from all launches but the last two.
   static void find_addresses(
-      const std::vector<Sequence>& launches, const std::vector<Words>& sets, const std::vector<size_t>& moving,
+      const std::vector<Sequence>& launches, const std::vector<Words>& sets, const Moving& moving,
       LaunchNode& node, size_t number, size_t argument) {
     const size_t count = launches.size() - 2, size = node.arguments[argument].size();
     const auto bytes = [&](size_t launch) -> const auto& { return launches[launch].nodes[number].arguments[argument]; };
@@ -396,7 +393,8 @@ class Recorded {
       for (size_t place = 0; place + 8 <= size; place += step) {
         const auto begin = kinds.begin() + place, end = begin + 8;
         if (std::find(begin, end, kMoves) == end || std::find(begin, end, kAddress) != end) continue;
-        for (const size_t slot : moving) {
+        for (const auto& moved : moving) {
+          const size_t slot = moved.first;
           const auto offset = [&](size_t launch) {
             return static_cast<int64_t>(word_at(bytes(launch), place) - sets[launch][slot]);
           };

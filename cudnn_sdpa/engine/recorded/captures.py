@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import random
 from array import array
 from collections.abc import Sequence
@@ -11,16 +12,16 @@ from typing import Any
 import torch
 
 from cudnn_sdpa.graph import handles
-from cudnn_sdpa.graph.key import Role
+from cudnn_sdpa.graph.key import Operand, Role
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
 from cudnn_sdpa.plans.plan import Plan, allocate
 
 #: Bytes in which operands begin.
 SPREAD = 8 << 20
 
-#: All operands of every other launch begin at multiples of the last one, as PyTorch's memory does; those of the others
-#: at multiples of the first one, or if what is launched depends on that, of the last one, too.
-ALIGNMENTS = (ALIGNMENT, 256)
+#: All operands of every other launch begin at multiples of this, as PyTorch's memory does, and those of the others at
+#: multiples of 16; of all launches at multiples of this, if what is launched depends on it.
+_COARSE = 256
 
 #: Launches that are captured, two in a row; the last two must be as the others predict.
 LAUNCHES = 6
@@ -43,14 +44,16 @@ def record(native: Any, plan: Plan, values: Sequence[float]) -> None:
     Raises:
         RuntimeError: What it launches is more than kernels and memsets whose arguments are operands' addresses.
     """
-    count, scalars, numbers = plan.count, _scalars(plan), array("f", values)
-    moving = [place for place in range(count) if place not in scalars] + [count] * (plan.workspace > 0)
-    places = dict(zip(scalars, range(len(scalars)), strict=True))
+    count, operands, scalars = plan.count, (*plan.key.inputs, *plan.key.outputs), _scalars(plan)
+    numbers = array("f", values)
     # Operands may overlap, and inputs may end behind this memory, as nothing is read or written. But CUDA checks that
     # memory which is set exists.
     written = max(plan.workspace, *(bytes_of(x.layout) for x in plan.key.outputs))
     memory = allocate((SPREAD + written,), (1,), torch.uint8)
-    first, draw = -(-memory.data_ptr() // 256) * 256, random.Random()  # noqa: S311 - nothing secret
+    first, draw = -(-memory.data_ptr() // _COARSE) * _COARSE, random.Random()  # noqa: S311 - nothing secret
+
+    def address(alignment: int) -> int:
+        return first + alignment * draw.randrange(1, SPREAD // alignment - _COARSE)
 
     with handles.capturing_handle(plan.device) as (handle, stream):
 
@@ -59,26 +62,29 @@ def record(native: Any, plan: Plan, values: Sequence[float]) -> None:
             # By position, as the frontend's compiled function takes them: see `backend.Execute`.
             plan._execute(pointers.buffer_info()[0], count, words[count], handle, -1)
 
-        def addresses(alignment: int) -> list[int]:
-            found = [first + alignment * draw.randrange(1, SPREAD // alignment - 1) for _ in range(count)]
-            for place, number in places.items():
-                found[place] = numbers.buffer_info()[0] + numbers.itemsize * number
-            return [*found, first + 256 * draw.randrange(1, SPREAD // 256 - 1) if plan.workspace else 0]
-
-        for alignment in ALIGNMENTS:
+        for alignment in (ALIGNMENT, _COARSE):
+            moving = {place: _alignment(x, alignment) for place, x in enumerate(operands) if place not in scalars}
+            moving |= {count: _COARSE} if plan.workspace else {}
+            coarse = dict.fromkeys(moving, _COARSE)
+            sets = [[0] * (1 + count) for _ in range(LAUNCHES)]
+            for number, words in enumerate(sets):
+                for place, each in (moving if number % 2 else coarse).items():
+                    words[place] = address(each)
+                for at, place in enumerate(scalars):
+                    words[place] = numbers.buffer_info()[0] + numbers.itemsize * at
             try:
-                native.record(
-                    stream=stream,
-                    launch=launch,
-                    sets=[addresses(each) for each in (ALIGNMENTS[-1], alignment) * (LAUNCHES // 2)],
-                    moving=moving,
-                    scalars=scalars,
-                    alignment=alignment,
-                )
+                native.record(stream=stream, launch=launch, sets=sets, moving=list(moving.items()), scalars=scalars)
                 return
             except RuntimeError:
-                if alignment == ALIGNMENTS[-1]:
+                if alignment == _COARSE:
                     raise
+
+
+def _alignment(operand: Operand, alignment: int) -> int:
+    """What an operand's address is a multiple of; kernels read lengths, offsets and single numbers anywhere."""
+    layout = operand.layout
+    is_read_by_element = layout.dtype in (torch.int32, torch.int64) or math.prod(layout.shape) == 1
+    return layout.dtype.itemsize if is_read_by_element else alignment
 
 
 def _scalars(plan: Plan) -> list[int]:
