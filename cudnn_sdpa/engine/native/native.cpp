@@ -196,8 +196,8 @@ PYBIND11_MODULE(_native, module) {
       .def_readwrite("is_serving", &Recorded::is_serving)
       .def_property_readonly("names", &Recorded::names)
       .def(
-          "record", &Recorded::record, py::kw_only(), py::arg("stream"), py::arg("launch"), py::arg("sets"),
-          py::arg("moving"), py::arg("scalars"))
+          "record", &Recorded::record, py::kw_only(), py::arg("stream"), py::arg("handle"), py::arg("execute"),
+          py::arg("sets"), py::arg("moving"), py::arg("scalars"))
       .def("serves", [](const Recorded& self, const std::vector<uint64_t>& pointers) {
         return self.serves(operands_of(self, pointers));
       })

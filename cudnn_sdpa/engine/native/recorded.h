@@ -239,15 +239,21 @@ class Recorded {
 
   // Captures launches of a plan, two in a row, and finds what they have in common.
   //
-  // `launch` is called with each of `sets`: the addresses of the plan's operands, then that of its workspace. Slots that
-  // `moving` names move in them; `scalars` are operands in host memory.
+  // `execute` is the frontend's, called with each of `sets`: the addresses of the plan's operands, then that of its
+  // workspace. Slots that `moving` names move in them; `scalars` are operands in host memory. `handle` is bound to
+  // `stream`. The GIL is held all along: CUDA refuses to synchronize a GPU while one of its streams is captured, and so
+  // Python threads find none captured.
   void record(
-      uint64_t stream, const py::function& launch, const std::vector<Words>& sets, Moving moving,
+      uint64_t stream, uint64_t handle, const py::object& execute, const std::vector<Words>& sets, Moving moving,
       const std::vector<size_t>& scalars) {
     if (sets.size() < 6 || sets.size() % 2) throw std::invalid_argument("too few launches");
     std::vector<Sequence> launches;
     for (size_t first = 0; first < sets.size(); first += 2) {
-      auto both = capture(stream, launch, {sets[first], sets[first + 1]});
+      auto both = capture(stream, [&] {
+        for (const auto& set : {sets[first], sets[first + 1]}) {
+          execute(reinterpret_cast<uint64_t>(set.data()), set.size() - 1, set.back(), handle, -1);
+        }
+      });
       const size_t count = both.nodes.size() / 2;
       if (!count || both.nodes.size() % 2) throw refusal("a launch is not like the one before");
       const auto nodes = both.nodes.begin();
@@ -330,7 +336,8 @@ class Recorded {
     return bits;
   }
 
-  static Sequence capture(uint64_t stream, const py::function& launch, const std::vector<Words>& sets) {
+  template <class Launch>
+  static Sequence capture(uint64_t stream, const Launch& launch) {
     // A capture that is open when this ends is closed, and its graph freed.
     struct Capture {
       void* stream;
@@ -350,7 +357,7 @@ class Recorded {
     auto* const raw = reinterpret_cast<void*>(stream);
     check(cuda.cuStreamBeginCapture_v2(raw, driver::relaxed_capture), "it cannot be captured");
     Capture capture{raw};
-    for (const auto& set : sets) launch(set);
+    launch();
     check(capture.end(), "it cannot be captured");
     return read_graph(capture.graph);
   }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import random
@@ -50,18 +51,12 @@ def record(native: Any, plan: Plan, values: Sequence[float]) -> None:
     # memory which is set exists.
     written = max(plan.workspace, *(bytes_of(x.layout) for x in plan.key.outputs))
     memory = allocate((SPREAD + written,), (1,), torch.uint8)
-    first, draw = -(-memory.data_ptr() // _COARSE) * _COARSE, random.Random()  # noqa: S311 - nothing secret
+    first, draw = -(-memory.data_ptr() // _COARSE) * _COARSE, random.Random()
 
     def address(alignment: int) -> int:
         return first + alignment * draw.randrange(1, SPREAD // alignment - _COARSE)
 
     with handles.capturing_handle(plan.device) as (handle, stream):
-
-        def launch(words: Sequence[int]) -> None:
-            pointers = array("Q", words[:count])
-            # By position, as the frontend's compiled function takes them: see `backend.Execute`.
-            plan._execute(pointers.buffer_info()[0], count, words[count], handle, -1)
-
         for alignment in (ALIGNMENT, _COARSE):
             moving = {place: _alignment(x, alignment) for place, x in enumerate(operands) if place not in scalars}
             moving |= {count: _COARSE} if plan.workspace else {}
@@ -72,12 +67,16 @@ def record(native: Any, plan: Plan, values: Sequence[float]) -> None:
                     words[place] = address(each)
                 for at, place in enumerate(scalars):
                     words[place] = numbers.buffer_info()[0] + numbers.itemsize * at
-            try:
-                native.record(stream=stream, launch=launch, sets=sets, moving=list(moving.items()), scalars=scalars)
-                return
-            except RuntimeError:
-                if alignment == _COARSE:
-                    raise
+            with contextlib.suppress(*[RuntimeError] * (alignment < _COARSE)):
+                native.record(
+                    stream=stream,
+                    handle=handle,
+                    execute=plan._execute,
+                    sets=sets,
+                    moving=list(moving.items()),
+                    scalars=scalars,
+                )
+                break
 
 
 def _alignment(operand: Operand, alignment: int) -> int:

@@ -1,7 +1,7 @@
 """Recording of plans: when it happens, what disqualifies a plan, and what `explain` says of it.
 
-cuDNN's `execute` takes longer on the host than the launches that it makes. So what a plan launches is read from captured
-graphs (`captures`), and launched by C++ with the addresses of each call (`engine/native/recorded.h`).
+cuDNN's `execute` takes longer on the host than the launches that it makes. So what a plan launches is read from
+captured graphs (`captures`), and launched by C++ with the addresses of each call (`engine/native/recorded.h`).
 
 The first call of a plan that C++ launches asks for the recording, which a thread makes in the background. A later call
 is launched both ways, and its results are compared bit by bit (`proof`). From then on the recorded launch serves. Until

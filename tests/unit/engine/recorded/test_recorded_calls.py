@@ -195,7 +195,7 @@ def test_an_error_of_the_driver_is_raised_as_of_a_refused_launch():
     with recorded_plans(OPERATIONS["sdpa"].compute):
         call = settled("sdpa")
         library().fail_with(719)
-        with pytest.raises(ExecutionError, match="could not launch .*CUDA reports error 719 for a recorded launch"):
+        with pytest.raises(ExecutionError, match=r"could not launch .*CUDA reports error 719 for a recorded launch"):
             call(call.tensors())
         library().fail_with(0)
         assert_right(call)

@@ -1,7 +1,7 @@
 """Recording of one plan: its words of addresses, its proof, its launches, and everything that disqualifies it.
 
 The plan is two kernels and a memset, which a stand-in for CUDA's driver captures and runs over host memory: see
-`stand_in_gpu`. Its results are right only if the memset is there, kernels run in order, and each address is in its place.
+`stand_in_gpu`. Its results are right only if the memset is there, kernels run in order, and each address is in place.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from fake_gpu import TARGET, everywhere
-from native_way import native_way
+from fake_gpu import TARGET
 from real_plans import Device, _Handle, real_plans
 from stand_in_gpu import CLUSTERS, OVERLAPS, Kernel, launched, library, own_kernel, stand_in_driver, wait
 
-from cudnn_sdpa import ExecutionError, OptionError, explain, sdpa
+from cudnn_sdpa import ExecutionError, OptionError
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.engine.recorded import captures, proof, recorder
 from cudnn_sdpa.engine.recorded.recorder import Recorder
@@ -63,7 +62,7 @@ class Engine:
         calls: How often it was executed, captures included.
     """
 
-    engine, knobs, workspace = "eng0", {}, 4 * (WORDS + 4)  # noqa: RUF012
+    engine, knobs, workspace = "eng0", {}, 4 * (WORDS + 4)
 
     def __init__(self, *faults: str, extra: list[str] | None = None) -> None:
         self.faults, self.calls = set(faults), 0
@@ -414,7 +413,7 @@ def test_memory_that_cannot_be_allocated_leaves_the_plan_to_cudnn(module, device
         call.watched()
 
 
-def test_verifying_compares_every_call(device, monkeypatch):
+def test_verifying_compares_every_call(device):
     """A wrong launch that its proof has not seen, in a call whose operands show it."""
     for fault in ("", "swapped in captures", "no memset in captures"):
         with stand_in_driver(loader.VERIFY) as module, pytest.MonkeyPatch.context() as patch:
@@ -422,9 +421,8 @@ def test_verifying_compares_every_call(device, monkeypatch):
             patch.setattr(proof, "read", lambda *_: [False, False, True])
             for _ in range(2):
                 call.watched()
-            assert str(call.recorder) == "as recorded: 2 kernels, " + (
-                f"{int('no memset' not in fault)} memsets, each compared with cuDNN's"
-            )
+            memsets = int("no memset" not in fault)
+            assert str(call.recorder) == f"as recorded: 2 kernels, {memsets} memsets, each compared with cuDNN's"
             executed = call.engine.calls
             if not fault:
                 call.watched()
