@@ -139,7 +139,9 @@ class LaunchNode {
     const bool is_named = !cuda.cuFuncGetName(&of_function, function_) && of_function != nullptr;
     name = is_named ? of_function : "a kernel";
     look = std::to_string(reinterpret_cast<uintptr_t>(function_)) + " " + std::to_string(node.shared);
-    for (size_t dim = 0; dim < 3; ++dim) look += " " + std::to_string(node.grid[dim]) + " " + std::to_string(node.block[dim]);
+    for (size_t dim = 0; dim < 3; ++dim) {
+      look += " " + std::to_string(node.grid[dim]) + " " + std::to_string(node.block[dim]);
+    }
     read_arguments(node);
     read_attributes(handle);
   }
@@ -368,7 +370,8 @@ class Recorded {
       bool is_alike = other.nodes.size() == first.nodes.size() && other.overlaps == first.overlaps;
       for (size_t node = 0; is_alike && node < first.nodes.size(); ++node) {
         const auto &one = first.nodes[node], &another = other.nodes[node];
-        is_alike = one.name + one.look == another.name + another.look && one.arguments.size() == another.arguments.size();
+        is_alike = one.name == another.name && one.look == another.look;
+        is_alike = is_alike && one.arguments.size() == another.arguments.size();
         for (size_t place = 0; is_alike && place < one.arguments.size(); ++place) {
           is_alike = one.arguments[place].size() == another.arguments[place].size();
         }

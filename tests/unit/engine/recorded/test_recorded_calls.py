@@ -17,6 +17,7 @@ from contract.operations import OPERATIONS, Example
 from fake_gpu import poisoned
 from stand_in_gpu import KernelOfPlan, in_new_thread, launched, library, recorded_plans, recorders, settle
 
+from benchmarks.tools import ways
 from cudnn_sdpa import ExecutionError, explain, plan_cache, providers, rms_norm, sdpa
 from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.engine.native import loader
@@ -224,6 +225,19 @@ def test_verified_calls_are_launched_both_ways(name):
         executed = KernelOfPlan.executed
         assert_right(call)
         assert KernelOfPlan.executed == executed + 3  # the call's, and two that are compared
+
+
+def test_benchmarks_measure_both_ways():
+    call = OPERATIONS["sdpa"]
+    with recorded_plans(call.compute):
+        assert ways.until_recorded(lambda: run(call)) == ["as recorded: 1 kernels, 0 memsets"] * 2
+        assert ways.until_recorded(lambda: run(call)) == []
+        executed = KernelOfPlan.executed
+        with ways.by_cudnn():
+            assert_right(call)
+        assert KernelOfPlan.executed == executed + 1
+        assert_right(call)
+        assert KernelOfPlan.executed == executed + 1
 
 
 def test_explain_says_who_launches_a_plan(monkeypatch):
