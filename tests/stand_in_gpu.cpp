@@ -159,6 +159,7 @@ Result cuPointerGetAttribute(void* data, int, uint64_t address) {
 }
 
 Result cuStreamBeginCapture_v2(void* stream, int mode) {
+  if (current_context == nullptr) return 201;
   if (mode != relaxed_capture || stream_of(stream).captured) return kInvalidValue;
   stream_of(stream) = {std::make_unique<Graph>()};
   return 0;
@@ -225,6 +226,7 @@ bool is_captured(void* stream) { return stream_of(stream).captured != nullptr; }
 void enqueue_host_work(void* stream) { add(stream_of(stream), false)->type = 3; }
 void make_context_current() { current_context = main_context; }
 void lose_context() { current_context = nullptr; }
+void change_context() { current_context = &fails_with; }
 void own_memory(uint64_t begin, uint64_t size) { device_memory[begin] = begin + size; }
 void fail_with(Result error) { fails_with = error; }
 void unload(void* function) { static_cast<Function*>(function)->is_loaded = false; }

@@ -195,6 +195,7 @@ PYBIND11_MODULE(_native, module) {
       .def_readwrite("is_watched", &Recorded::is_watched)
       .def_readwrite("is_serving", &Recorded::is_serving)
       .def_property_readonly("names", &Recorded::names)
+      .def("take_context", &Recorded::take_context)
       .def(
           "record", &Recorded::record, py::kw_only(), py::arg("stream"), py::arg("handle"), py::arg("execute"),
           py::arg("sets"), py::arg("moving"), py::arg("scalars"))

@@ -239,6 +239,11 @@ class Recorded {
   using Words = std::vector<uint64_t>;
   using Moving = std::vector<std::pair<size_t, uint64_t>>;  // a slot, and what its address is a multiple of
 
+  // Takes the current context, which is that of all launches; a thread that has launched the plan has it.
+  void take_context() {
+    check(cuda.cuCtxGetCurrent(&context_), "the current context");
+  }
+
   // Captures launches of a plan, two in a row, and finds what they have in common.
   //
   // `execute` is the frontend's, called with each of `sets`: the addresses of the plan's operands, then that of its
@@ -249,6 +254,7 @@ class Recorded {
       uint64_t stream, uint64_t handle, const py::object& execute, const std::vector<Words>& sets, Moving moving,
       const std::vector<size_t>& scalars) {
     if (sets.size() < 6 || sets.size() % 2) throw std::invalid_argument("too few launches");
+    if (!has_context()) throw refusal("another CUDA context is current");
     std::vector<Sequence> launches;
     for (size_t first = 0; first < sets.size(); first += 2) {
       auto both = capture(stream, [&] {
@@ -280,18 +286,15 @@ class Recorded {
         }
       }
     }
-    void* context = nullptr;
-    check(cuda.cuCtxGetCurrent(&context), "the current context");
-    if (context == nullptr) throw refusal("there is no current context");
     if (!moving.empty() && moving.back().first == sets[0].size() - 1) moving.pop_back();  // the workspace is the plan's
-    nodes_ = std::move(nodes), moving_ = std::move(moving), context_ = context;
+    nodes_ = std::move(nodes), moving_ = std::move(moving);
     for (auto& node : nodes_) node.point();
     count_ = sets[0].size() - 1;
     scalars_.clear();
     for (const size_t place : scalars) scalars_.emplace_back(place, bits_at(sets[0][place]));
   }
 
-  // Whether a launch with these operands is one that was recorded. Makes the context current that a new thread lacks.
+  // Whether a launch with these operands is one that was recorded.
   bool serves(const uint64_t* pointers) const {
     if (nodes_.empty()) return false;
     for (const auto& [slot, alignment] : moving_) {
@@ -300,9 +303,7 @@ class Recorded {
     for (const auto& [place, value] : scalars_) {
       if (bits_at(pointers[place]) != value) return false;
     }
-    void* current = nullptr;
-    if (cuda.cuCtxGetCurrent(&current)) return false;
-    return current == context_ || (current == nullptr && !cuda.cuCtxSetCurrent(context_));
+    return has_context();
   }
 
   driver::Result launch(const uint64_t* pointers, uint64_t workspace, uint64_t stream) {
@@ -329,6 +330,13 @@ class Recorded {
   std::vector<std::pair<size_t, uint32_t>> scalars_;  // operands in host memory, and the values in the arguments
   size_t count_ = 0;
   void* context_ = nullptr;
+
+  // Makes the context current that a new thread lacks.
+  bool has_context() const {
+    void* current = nullptr;
+    if (context_ == nullptr || cuda.cuCtxGetCurrent(&current)) return false;
+    return current == context_ || (current == nullptr && !cuda.cuCtxSetCurrent(context_));
+  }
 
   static constexpr int64_t most_offset = int64_t{1} << 40;
 

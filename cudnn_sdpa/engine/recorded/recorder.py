@@ -84,9 +84,14 @@ class Recorder:
         self._step = self._wait
         if reason := self._missing or _why_not(plan):
             self._leave(reason)
-        else:
-            values = captures.scalars_at(plan, pointers)
-            _in_background(functools.partial(self._record, plan, values))
+            return
+        try:
+            self.native.take_context()
+        except RuntimeError as error:
+            self._leave(str(error))
+            return
+        values = captures.scalars_at(plan, pointers)
+        _in_background(functools.partial(self._record, plan, values))
 
     def _wait(self, plan: Plan, pointers: Sequence[int]) -> None:
         plan.launch(pointers)

@@ -128,6 +128,20 @@ def test_threads_without_a_context():
         assert KernelOfPlan.executed == executed
 
 
+def test_a_thread_with_another_context_is_served_by_cudnn():
+    with recorded_plans(OPERATIONS["sdpa"].compute):
+        call = settled("sdpa")
+        executed = KernelOfPlan.executed
+
+        def work() -> bool:
+            library().change_context()
+            assert_right(call)
+            return True
+
+        assert in_new_thread(work)
+        assert KernelOfPlan.executed == executed + 1
+
+
 def test_threads_that_make_the_first_calls_together():
     call = OPERATIONS["sdpa"]
     with recorded_plans(call.compute) as device:
