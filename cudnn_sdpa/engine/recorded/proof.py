@@ -50,8 +50,14 @@ def marked() -> torch.cuda.Event:
 
 
 def read(flags: Tensor, mark: torch.cuda.Event, device: int) -> list[bool]:
-    """Waits for flags behind an event, on a stream that nobody captures."""
+    """Waits for flags behind an event, on a stream that nobody captures.
+
+    By events alone: PyTorch's debug mode of synchronizations, which is that of all threads, allows them.
+    """
     mark.synchronize()
     with handles.capturing_handle(device) as (_, stream), torch.cuda.stream(torch.cuda.ExternalStream(stream)):  # type: ignore[no-untyped-call]
-        found: list[bool] = flags.tolist()
-        return found
+        on_host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+        on_host.copy_(flags, non_blocking=True)
+        marked().synchronize()
+    found: list[bool] = on_host.tolist()
+    return found

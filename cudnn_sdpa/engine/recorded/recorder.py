@@ -41,8 +41,9 @@ MAX_BYTES = 64 << 20
 #: nothing.
 MAX_TRIES = 16
 
-#: How a call of a plan is served, and what it does for the recording.
-_Step = Callable[[Plan, Sequence[int]], None]
+#: How a call of a plan is served, and what it does for the recording: a method, not bound, as recorders are freed with
+#: their plans.
+_Step = Callable[["Recorder", Plan, Sequence[int]], None]
 
 
 class Recorder:
@@ -57,7 +58,7 @@ class Recorder:
         self.native: Any = module.Recorded()
         self.why_not = "it is not recorded yet"
         self._missing = _connect(module)
-        self._step: _Step = self._begin
+        self._step: _Step = Recorder._begin
         self._tries = 0
         self._lock = threading.Lock()
 
@@ -75,13 +76,13 @@ class Recorder:
             plan.launch(pointers)
             return
         try:
-            self._step(plan, pointers)
+            self._step(self, plan, pointers)
         finally:
             self._lock.release()
 
     def _begin(self, plan: Plan, pointers: Sequence[int]) -> None:
         plan.launch(pointers)
-        self._step = self._wait
+        self._step = Recorder._wait
         if reason := self._missing or _why_not(plan):
             self._leave(reason)
             return
@@ -103,14 +104,14 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - whatever it is, cuDNN serves the calls
             self._leave(str(error) or type(error).__name__)
         else:
-            self._step = self._prove
+            self._step = Recorder._prove
 
     def _prove(self, plan: Plan, pointers: Sequence[int]) -> None:
         plan.launch(pointers)
         self._tries += 1
         try:
             if self.native.serves(pointers):
-                self._step = self._wait
+                self._step = Recorder._wait
                 flags = proof.compare(self.native, plan, pointers)
                 _in_background(functools.partial(self._conclude, plan.device, proof.marked(), flags))
             elif self._tries > MAX_TRIES:
@@ -135,14 +136,14 @@ class Recorder:
         elif self._tries > MAX_TRIES:
             self._leave("the results of its first calls were all zeros")
         else:
-            self._step = self._prove
+            self._step = Recorder._prove
 
     def _serve(self) -> None:
-        self.native.is_serving, self.why_not, self._step = True, "", self._verify
+        self.native.is_serving, self.why_not, self._step = True, "", Recorder._verify
         self.native.is_watched = loader.recorded_mode() == loader.VERIFY
 
     def _leave(self, why: str) -> None:
-        self.why_not, self._step, self.native.is_watched = why, self._wait, False
+        self.why_not, self._step, self.native.is_watched = why, Recorder._wait, False
         _log.info("a plan is launched by cuDNN, and not as recorded, because %s", why)
 
     def _verify(self, plan: Plan, pointers: Sequence[int]) -> None:

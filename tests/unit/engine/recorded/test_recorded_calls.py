@@ -28,8 +28,12 @@ from cudnn_sdpa.plans import plan as plans
 OF_OWN_KERNELS = ("kernels", "a kernel", "append", "sdpa_paged_varlen", "sdpa_paged, FP8")
 WITH_PLANS = [name for name in OPERATIONS if not name.startswith(OF_OWN_KERNELS)]
 
-#: Examples that are always launched by Python.
-BY_PYTHON = ("sdpa_varlen_backward",)
+#: Examples that are always launched by Python, as they are more than one launch, or by kernels of the library's own.
+BY_PYTHON = (
+    *("sdpa, dropout", "sdpa, dropout, lengths", "sdpa_backward", "sdpa_backward, mask, some"),
+    *("sdpa_varlen, self-attention", "sdpa_varlen_backward", "sdpa_paged, a chunk", "sdpa_paged, sinks, window"),
+    *("sdpa_fp8, pages", "sdpa_fp8_backward, lengths"),
+)
 
 
 def assert_right(call: Example, tensors: dict[str, torch.Tensor] | None = None) -> None:

@@ -404,7 +404,7 @@ def test_memory_that_cannot_be_allocated_leaves_the_plan_to_cudnn(module, device
             for of in (captures, proof):
                 patch.setattr(of, "allocate", fails)
             if not works:
-                call.recorder._step = call.recorder._begin
+                call.recorder._step = Recorder._begin
                 call.watched()
             else:
                 call.watched()
