@@ -54,7 +54,8 @@ class Recorder:
         why_not: Why cuDNN launches the plan; empty if it does not.
     """
 
-    def __init__(self, module: ModuleType) -> None:
+    def __init__(self, module: ModuleType, name: str) -> None:
+        self._name = name
         self.native: Any = module.Recorded()
         self.why_not = "it is not recorded yet"
         self._missing = _connect(module)
@@ -67,7 +68,7 @@ class Recorder:
             return f"by cuDNN, because {self.why_not}"
         memsets = self.native.names.count("memset")
         verified = ", each compared with cuDNN's" * self.native.is_watched
-        return f"as recorded: {len(self.native.names) - memsets} kernels, {memsets} memsets{verified}"
+        return f"as recorded (kernels: {len(self.native.names) - memsets}, memsets: {memsets}){verified}"
 
     def watch(self, plan: Plan, pointers: Sequence[int]) -> None:
         """Launches the plan, and brings the recording one step forward, if this thread can."""
@@ -130,7 +131,7 @@ class Recorder:
             self._leave("its results differ in bits from launch to launch")
         elif differs:
             self._leave("its recorded launch had other results")
-            _log.warning("a plan's recorded launch had other results than cuDNN's, and is not used")
+            _log.warning("the recorded launch of %s had other results than cuDNN's, and is not used", self._name)
         elif tells:
             self._serve()
         elif self._tries > MAX_TRIES:
@@ -141,10 +142,11 @@ class Recorder:
     def _serve(self) -> None:
         self.native.is_serving, self.why_not, self._step = True, "", Recorder._verify
         self.native.is_watched = loader.recorded_mode() == loader.VERIFY
+        _log.info("%s is launched %s", self._name, self)
 
     def _leave(self, why: str) -> None:
         self.why_not, self._step, self.native.is_watched = why, Recorder._wait, False
-        _log.info("a plan is launched by cuDNN, and not as recorded, because %s", why)
+        _log.info("%s is launched by cuDNN, and not as recorded, because %s", self._name, why)
 
     def _verify(self, plan: Plan, pointers: Sequence[int]) -> None:
         plan.launch(pointers)
@@ -173,7 +175,7 @@ def recorder_of(plan: Plan, module: ModuleType) -> Recorder:
     """The recorder of a plan, made by its first recipe."""
     with _lock:
         if not isinstance(plan.recorder, Recorder):
-            plan.recorder = Recorder(module)
+            plan.recorder = Recorder(module, plan.key.name)
         return plan.recorder
 
 

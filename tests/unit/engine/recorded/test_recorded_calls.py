@@ -78,7 +78,7 @@ def test_calls_and_gradients(name, stream, launches_in_python):
     with providers("cudnn"), recorded_plans(call.compute) as device, device.stream(stream):
         settle(lambda: run(call))
         assert bool(recorders()) is (name not in BY_PYTHON)
-        assert {str(each) for each in recorders()} <= {"as recorded: 1 kernels, 0 memsets"}
+        assert {str(each) for each in recorders()} <= {"as recorded (kernels: 1, memsets: 0)"}
         for other in (stream, 12, 0, stream):
             with device.stream(other):
                 executed = KernelOfPlan.executed
@@ -248,7 +248,7 @@ def test_verified_calls_are_launched_both_ways(name):
 def test_benchmarks_measure_both_ways():
     call = OPERATIONS["sdpa"]
     with recorded_plans(call.compute):
-        assert ways.until_recorded(lambda: run(call)) == ["as recorded: 1 kernels, 0 memsets"] * 3
+        assert ways.until_recorded(lambda: run(call)) == ["as recorded (kernels: 1, memsets: 0)"] * 3
         assert ways.until_recorded(lambda: run(call)) == []
         executed = KernelOfPlan.executed
         with ways.by_cudnn():
@@ -265,8 +265,8 @@ def test_explain_says_who_launches_a_plan(monkeypatch):
         assert explain(sdpa, **tensors).launched == "by cuDNN, because C++ has not launched it yet"
         settled("sdpa")
         found = explain(sdpa, **call.tensors(grad=True))
-        assert found.launched == found.backward.launched == "as recorded: 1 kernels, 0 memsets"
-        assert "  launched   as recorded: 1 kernels, 0 memsets\n" in str(found)
+        assert found.launched == found.backward.launched == "as recorded (kernels: 1, memsets: 0)"
+        assert "  launched   as recorded (kernels: 1, memsets: 0)\n" in str(found)
         monkeypatch.setenv(loader.RECORDED_VARIABLE, "off")
         found = explain(sdpa, **tensors)
         assert found.launched == ""

@@ -131,7 +131,7 @@ class Call:
         self.engine, self.device = Engine(*faults), device
         self.plan = Plan(KEY, self.engine, {})
         self.plan.held = True
-        self.recorder = Recorder(module)
+        self.recorder = Recorder(module, "combine")
         self.plan.recorder = self.recorder
         self.arenas: list[torch.Tensor] = []
 
@@ -208,7 +208,8 @@ ALIKE = [(), ("packed",), ("clusters",), ("no overlap",), ("kernels alone",)]
 def test_a_recorded_launch_asks_the_driver_for_what_execute_asks_for(module, device, kinds):
     """Kernels, memsets, shapes, attributes and every byte of arguments, at fresh addresses, on any stream."""
     call = Call(module, device, *kinds)
-    assert call.settle() == f"as recorded: {'3 kernels, 0' if 'kernels alone' in kinds else '2 kernels, 1'} memsets"
+    kernels, memsets = (3, 0) if "kernels alone" in kinds else (2, 1)
+    assert call.settle() == f"as recorded (kernels: {kernels}, memsets: {memsets})"
     executed = call.engine.calls
     for stream in (0, 11, 0, 12):
         operands, again = call.operands(), call.operands()
@@ -422,7 +423,7 @@ def test_verifying_compares_every_call(device):
             for _ in range(2):
                 call.watched()
             memsets = int("no memset" not in fault)
-            assert str(call.recorder) == f"as recorded: 2 kernels, {memsets} memsets, each compared with cuDNN's"
+            assert str(call.recorder) == f"as recorded (kernels: 2, memsets: {memsets}), each compared with cuDNN's"
             executed = call.engine.calls
             if not fault:
                 call.watched()
