@@ -9,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <mutex>
 #include <set>
 #include <string>
 #include <vector>
@@ -60,7 +61,14 @@ void* main_context = &launched;
 thread_local void* current_context = nullptr;
 Result fails_with = 0;
 
+std::mutex mutex;  // of what follows; never held while a kernel runs, which may wait for the GIL
+void note(const std::string& line) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  launched += line + "\n";
+}
+
 Stream& stream_of(void* handle) {
+  const std::lock_guard<std::mutex> lock(mutex);
   return numbered[reinterpret_cast<uintptr_t>(handle)];
 }
 
@@ -92,7 +100,8 @@ Result set_memory(uint64_t address, unsigned value, unsigned size, size_t width,
     stream.last->set = {address, 0, value, size, width, 1};
     return 0;
   }
-  launched += "memset " + hex(&address, 8) + " " + std::to_string(value) + " " + std::to_string(size) + " " + std::to_string(width) + "\n";
+  const uint64_t numbers[] = {value, size, width};
+  note("memset " + hex(&address, sizeof address) + " " + hex(numbers, sizeof numbers));
   for (size_t i = 0; i < width; ++i) std::memcpy(reinterpret_cast<char*>(address) + i * size, &value, size);
   return 0;
 }
@@ -131,7 +140,9 @@ Result cuGraphGetNodes(void* graph, void** nodes, size_t* count) {
 
 Result cuGraphGetEdges_v2(void* graph, void** from, void** to, Edge* data, size_t* count) {
   const auto& all = static_cast<Graph*>(graph)->links;
-  for (size_t i = 0; from != nullptr && i < *count; ++i) from[i] = all[i].from, to[i] = all[i].to, data[i] = all[i].data;
+  for (size_t i = 0; from != nullptr && i < *count; ++i) {
+    from[i] = all[i].from, to[i] = all[i].to, data[i] = all[i].data;
+  }
   *count = all.size();
   return 0;
 }
@@ -181,7 +192,8 @@ Result cuLaunchKernelEx(const LaunchConfig* config, void* of, void** arguments, 
   std::vector<std::vector<unsigned char>> bytes;
   for (size_t argument = 0, offset = 0; argument < function->sizes.size(); ++argument) {
     const size_t size = function->sizes[argument];
-    const auto* from = static_cast<const unsigned char*>(extra ? static_cast<char*>(extra[1]) + offset : arguments[argument]);
+    const void* at = extra ? static_cast<char*>(extra[1]) + offset : arguments[argument];
+    const auto* from = static_cast<const unsigned char*>(at);
     bytes.emplace_back(from, from + size), offset += size;
   }
   std::map<int, Attribute> attributes;
@@ -206,18 +218,24 @@ Result cuLaunchKernelEx(const LaunchConfig* config, void* of, void** arguments, 
     }
     return 0;
   }
-  launched += "kernel " + function->name + " " + hex(config, offsetof(LaunchConfig, stream) - 4);
-  for (const auto& [id, attribute] : attributes) launched += " @" + std::to_string(id) + "=" + hex(attribute.value, 64);
+  std::string line = "kernel " + function->name + " " + hex(config, offsetof(LaunchConfig, stream) - 4);
+  for (const auto& [id, attribute] : attributes) line += " @" + std::to_string(id) + "=" + hex(attribute.value, 64);
   std::vector<void*> pointers;
-  for (auto& one : bytes) pointers.push_back(one.data()), launched += " " + hex(one.data(), one.size());
-  launched += "\n";
+  for (auto& one : bytes) pointers.push_back(one.data()), line += " " + hex(one.data(), one.size());
+  note(line);
   function->run(pointers.data());
   return 0;
 }
 
-Result cuMemsetD8Async(uint64_t to, unsigned char value, size_t width, void* stream) { return set_memory(to, value, 1, width, stream); }
-Result cuMemsetD16Async(uint64_t to, unsigned short value, size_t width, void* stream) { return set_memory(to, value, 2, width, stream); }
-Result cuMemsetD32Async(uint64_t to, unsigned value, size_t width, void* stream) { return set_memory(to, value, 4, width, stream); }
+Result cuMemsetD8Async(uint64_t to, unsigned char value, size_t width, void* stream) {
+  return set_memory(to, value, 1, width, stream);
+}
+Result cuMemsetD16Async(uint64_t to, unsigned short value, size_t width, void* stream) {
+  return set_memory(to, value, 2, width, stream);
+}
+Result cuMemsetD32Async(uint64_t to, unsigned value, size_t width, void* stream) {
+  return set_memory(to, value, 4, width, stream);
+}
 
 // For tests.
 
@@ -233,6 +251,7 @@ void unload(void* function) { static_cast<Function*>(function)->is_loaded = fals
 size_t open_graphs() { return graphs.size(); }
 const char* take_launched() {
   static std::string taken;
+  const std::lock_guard<std::mutex> lock(mutex);
   taken = std::move(launched), launched.clear();
   return taken.c_str();
 }

@@ -390,7 +390,7 @@ def _launched(plan: Plan) -> str:
         return ""
     if plan.recorder is not None:
         return str(plan.recorder)
-    why = loader.status() if loader.module() is None else "C++ has not launched it yet"
+    why = "C++ has not launched it yet" if loader.module() else f"calls go through {loader.status()}"
     return f"by cuDNN, because {why}"
 
 

@@ -248,8 +248,8 @@ class Recorded {
   //
   // `execute` is the frontend's, called with each of `sets`: the addresses of the plan's operands, then that of its
   // workspace. Slots that `moving` names move in them; `scalars` are operands in host memory. `handle` is bound to
-  // `stream`. The GIL is held all along: CUDA refuses to synchronize a GPU while one of its streams is captured, and so
-  // Python threads find none captured.
+  // `stream`. The GIL is held all along, unless `execute` releases it: CUDA refuses to synchronize a GPU while one of its
+  // streams is captured.
   void record(
       uint64_t stream, uint64_t handle, const py::object& execute, const std::vector<Words>& sets, Moving moving,
       const std::vector<size_t>& scalars) {

@@ -15,7 +15,7 @@ import pytest
 import torch
 from contract.operations import OPERATIONS, Example
 from fake_gpu import poisoned
-from stand_in_gpu import KernelOfPlan, in_new_thread, launched, library, recorded_plans, recorders, settle
+from stand_in_gpu import KernelOfPlan, in_new_thread, launched, library, recorded_plans, recorders, settle, wait
 
 from benchmarks.tools import ways
 from cudnn_sdpa import ExecutionError, explain, plan_cache, providers, rms_norm, sdpa
@@ -239,6 +239,7 @@ def test_verified_calls_are_launched_both_ways(name):
     with providers("cudnn"), recorded_plans(call.compute, mode=loader.VERIFY):
         for _ in range(12):
             run(call)
+            wait()
         assert all("each compared with cuDNN's" in str(each) for each in recorders())
         executed = KernelOfPlan.executed
         assert_right(call)
@@ -267,6 +268,12 @@ def test_explain_says_who_launches_a_plan(monkeypatch):
         found = explain(sdpa, **call.tensors(grad=True))
         assert found.launched == found.backward.launched == "as recorded (kernels: 1, memsets: 0)"
         assert "  launched   as recorded (kernels: 1, memsets: 0)\n" in str(found)
+        with monkeypatch.context() as patch:
+            patch.setattr(loader.Native, "module", None)
+            patch.setattr(loader.Native, "status", "Python: there is no C++ compiler")
+            plan_cache.clear()
+            found = explain(sdpa, **tensors)
+            assert found.launched == "by cuDNN, because calls go through Python: there is no C++ compiler"
         monkeypatch.setenv(loader.RECORDED_VARIABLE, "off")
         found = explain(sdpa, **tensors)
         assert found.launched == ""
