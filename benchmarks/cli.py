@@ -78,6 +78,7 @@ def bench_host(
         HostPart.HOST: ("CPU time of one warm call: B=1, H=8, S=128, D=64, bfloat16", host.host),
         HostPart.PARTS: ("Where it goes", host.parts),
         HostPart.LAUNCHES: ("The launches of these calls alone", host.launches),
+        HostPart.RECORDED: ("Calls whose plans are launched as recorded, and by cuDNN, in turn", host.recorded),
         HostPart.TRAINING: ("CPU time of a forward and a backward pass, the same shape", training),
         HostPart.KERNELS: ("Device time, interleaved, median", host.kernels),
         HostPart.MEMORY: ("Memory", host.memory),

@@ -16,7 +16,7 @@ from benchmarks.tools.launches import launches_of
 from benchmarks.tools.output import Row
 from benchmarks.tools.timing import Call, device_times, host_times
 from benchmarks.tools.training import both_passes
-from benchmarks.tools.ways import in_python, wait_for_native_calls
+from benchmarks.tools.ways import by_cudnn, in_python, recording, until_recorded, wait_for_native_calls
 from cudnn_sdpa.attention.dense.call import SdpaCall
 from cudnn_sdpa.attention.dense.drop_in import scaled_dot_product_attention
 from cudnn_sdpa.attention.dense.sdpa import SDPA, sdpa
@@ -128,6 +128,41 @@ def launches() -> list[Row]:
                 "the rest": times["call"] - times.get("plans", 0.0) - times.get("kernels", 0.0),
             }
         )
+    return rows
+
+
+def recorded() -> list[Row]:
+    """CPU and device time of calls whose plans are launched as recorded, and by cuDNN; rounds alternate."""
+    wait_for_native_calls()
+    q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
+    packed = _packed_calls(*(x[0].transpose(0, 1).contiguous() for x in (q, k, v)))
+    calls = {**_calls(q, k, v), "sdpa_varlen": packed["sdpa_varlen"], **both_passes()}
+    del calls["two shapes in turn, mean of a call"]
+    rows: list[Row] = []
+    with recording():
+        for name, call in track(calls.items(), "recorded launches", transient=True):
+            launched = until_recorded(call)
+
+            def of_cudnn(call: Call = call) -> None:
+                with by_cudnn():
+                    call()
+
+            as_recorded, as_before = [], []
+            for _ in range(4):
+                as_recorded.append(host_times({name: call}, per_round=300, rounds=3)[name])
+                with by_cudnn():
+                    as_before.append(host_times({name: call}, per_round=300, rounds=3)[name])
+            on_gpu = device_times({"recorded": call, "cuDNN": of_cudnn})
+            rows.append(
+                {
+                    "call": name,
+                    "µs": min(as_recorded),
+                    "by cuDNN": min(as_before),
+                    "GPU µs": on_gpu["recorded"],
+                    "GPU µs, by cuDNN": on_gpu["cuDNN"],
+                    "launched": "; ".join(launched) or "no plan of cuDNN's",
+                }
+            )
     return rows
 
 

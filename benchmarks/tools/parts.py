@@ -11,6 +11,7 @@ class HostPart(str, Enum):
     HOST = "host"
     PARTS = "parts"
     LAUNCHES = "launches"
+    RECORDED = "recorded"
     TRAINING = "training"
     KERNELS = "kernels"
     MEMORY = "memory"

@@ -1,14 +1,21 @@
-"""Which way calls take while they are measured: natively, or in Python."""
+"""Which way calls take while they are measured: natively, or in Python; as recorded, or by cuDNN."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cudnn_sdpa.engine.native import calls, loader
+from cudnn_sdpa.engine.recorded.recorder import Recorder
+from cudnn_sdpa.plans.cache import plan_cache
 
 #: Maximum number of seconds that the native module may take to compile.
 PATIENCE = 180.0
+
+#: Maximum number of seconds that a plan may take to be recorded.
+RECORDING_SECONDS = 5.0
 
 
 def wait_for_native_calls() -> bool:
@@ -26,3 +33,46 @@ def in_python() -> Iterator[None]:
         yield
     finally:
         calls.switch(on=True)
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Plans of calls within are recorded."""
+    before = os.environ.get(loader.RECORDED_VARIABLE)
+    os.environ[loader.RECORDED_VARIABLE] = loader.ON
+    plan_cache.clear()
+    try:
+        yield
+    finally:
+        os.environ.pop(loader.RECORDED_VARIABLE)
+        os.environ |= {} if before is None else {loader.RECORDED_VARIABLE: before}
+        plan_cache.clear()
+
+
+def recorders() -> list[Recorder]:
+    """Those of the plans that are held."""
+    return [plan.recorder for plan in plan_cache.plans() if isinstance(plan.recorder, Recorder)]
+
+
+def until_recorded(call: Callable[[], object]) -> list[str]:
+    """Makes calls until their plans are recorded, or left to cuDNN; says who launches those that are new."""
+    before, end = recorders(), time.monotonic() + RECORDING_SECONDS
+    for _ in range(12):  # the calls of gradients become native later
+        call()
+    while any(each.native.is_watched for each in recorders()) and time.monotonic() < end:
+        time.sleep(0.01)
+        call()
+    return [str(each) for each in recorders() if each not in before]
+
+
+@contextmanager
+def by_cudnn() -> Iterator[None]:
+    """Recorded plans are launched by cuDNN."""
+    serving = [each.native for each in recorders() if each.native.is_serving]
+    for native in serving:
+        native.is_serving = False
+    try:
+        yield
+    finally:
+        for native in serving:
+            native.is_serving = True

@@ -49,6 +49,7 @@ _READ: dict[str, Callable[[], object]] = {
     "CUDNN_SDPA_CPU_CHECKS": cpu_target.of_environment,
     planner.TIMEOUT_VARIABLE: planner.timeout_seconds,
     loader.VARIABLE: loader.mode,
+    loader.RECORDED_VARIABLE: loader.recorded_mode,
     shape_policy.VARIABLE: shape_policy.of_environment,
     providers.VARIABLE: providers.of_environment,
     explain.TARGET_VARIABLE: lambda: check_name(

@@ -170,6 +170,7 @@ class Explanation:
         known_issues: Bugs of this cuDNN that the plan works around.
         on_gpu: Why a plan built on the GPU would be better than this one, which was made without it; usually empty.
         native: On this machine's GPU, whether calls go through the native module, and why not.
+        launched: There too, with `CUDNN_SDPA_RECORDED`: whether cuDNN launches its plan, and why.
         backward: The same of the gradient, if an input requires grad; its versions and libraries are left empty.
         errors: With `verify`, the relative error of each result against the reference in float64.
         versions: Versions of this package and its dependencies.
@@ -196,6 +197,7 @@ class Explanation:
     known_issues: list[str] = field(default_factory=list)
     on_gpu: str = ""
     native: str = ""
+    launched: str = ""
     backward: Explanation | None = None
     errors: dict[str, float] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
@@ -244,6 +246,7 @@ class Explanation:
         lines += [f"  avoids     {issue}" for issue in self.known_issues]
         lines += [f"  but        {self.on_gpu}"] if self.on_gpu else []
         lines += [f"  through    {self.native}"] if self.native else []
+        lines += [f"  launched   {self.launched}"] if self.launched else []
         lines += [f"  error      {name}: {error:.1e}" for name, error in self.errors.items()]
         lines += [] if self.backward is None else self.backward._report(with_keys=with_keys).splitlines()
         if self.versions:
@@ -372,12 +375,23 @@ def _plan(
         result.cached = plan_cache.peek(key) is not None
         plan = plan_cache.get(key, partial(build_plan, operation), to_use=False)
         result.build_seconds, result.loaded, result.native = plan.build_seconds, plan.loaded, loader.status()
+        result.launched = _launched(plan)
     elif isinstance(operation, ProgramOp):
         plan = operation.program(key)
     else:
         plan = plan_offline(key, properties)
         result.build_seconds, result.on_gpu, result.libraries = plan.build_seconds, plan.note, plan.libraries
     result.engine, result.knobs, result.workspace = plan.engine, dict(plan.knobs), plan.workspace
+
+
+def _launched(plan: Plan) -> str:
+    """Whether a plan of cuDNN's is launched as recorded, where that is asked for."""
+    if type(plan) is not Plan or loader.recorded_mode() == loader.OFF:
+        return ""
+    if plan.recorder is not None:
+        return str(plan.recorder)
+    why = "C++ has not launched it yet" if loader.module() else f"calls go through {loader.status()}"
+    return f"by cuDNN, because {why}"
 
 
 def _key(result: Explanation, description: Description, target: Target, device: int | None) -> PlanKey:

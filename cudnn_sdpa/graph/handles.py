@@ -160,3 +160,10 @@ def loading_handle(device: int) -> Iterator[Handle]:
         except BaseException:
             backend.end_capture(loader.stream)  # which the frontend leaves open where it has no memory
             raise
+
+
+@contextlib.contextmanager
+def capturing_handle(device: int) -> Iterator[tuple[int, int]]:
+    """The raw loading handle, and its stream, which nobody else captures or enqueues work on meanwhile."""
+    with loading_handle(device) as handle:
+        yield backend.raw_handle(handle), _loaders[device].stream

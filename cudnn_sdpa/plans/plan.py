@@ -62,7 +62,8 @@ class Plan:
     of threads and streams can launch one plan at once.
 
     The cache sets `held`, `last_used` and `added_at`, use numbers; `captured_plans` sets `captured`, whether a CUDA
-    graph contains a launch. `constants` are device tensors for operands whose values the key fixes.
+    graph contains a launch. `constants` are device tensors for operands whose values the key fixes. `recorder` says
+    who launches the plan where launches are recorded (`engine/recorded`).
     """
 
     __slots__ = (
@@ -80,6 +81,7 @@ class Plan:
         "knobs",
         "last_used",
         "loaded",
+        "recorder",
         "tuned",
         "workspace",
     )
@@ -100,6 +102,7 @@ class Plan:
         self.captured = False
         self.held = False
         self.tuned = False
+        self.recorder: object = None
         self.count = len(key.inputs) + len(key.outputs)
         self._execute = built.executor(list(range(1, 1 + self.count)))
 

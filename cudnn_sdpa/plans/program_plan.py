@@ -81,6 +81,7 @@ class ProgramPlan(Plan):
         self.constants = {}
         self.build_seconds, self.last_used, self.added_at = 0.0, 0, 0
         self.loaded = self.captured = self.held = self.tuned = False
+        self.recorder = None
 
     def native_form(self) -> dict[str, object]:
         """The program as the native module launches it; empty if Python does."""

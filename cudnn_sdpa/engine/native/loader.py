@@ -27,8 +27,12 @@ _log = logging.getLogger("cudnn_sdpa")
 
 #: Environment variable that says whether the native module is used.
 VARIABLE = "CUDNN_SDPA_NATIVE"
-OFF, AUTO, ON = "off", "auto", "on"
+OFF, AUTO, ON, VERIFY = "off", "auto", "on", "verify"
 MODES = (OFF, AUTO, ON)
+
+#: Environment variable that says whether the native module records what cuDNN launches: see `engine/recorded`.
+RECORDED_VARIABLE = "CUDNN_SDPA_RECORDED"
+RECORDED_MODES = (OFF, ON, VERIFY)
 
 #: The module's name: its last part is that of its initialization function.
 NAME = "cudnn_sdpa.engine.native._native"
@@ -64,9 +68,18 @@ def status() -> str:
 
 def mode() -> str:
     """The mode that the environment names: "off", "auto" or "on"."""
-    name = os.environ.get(VARIABLE, "").strip().lower() or AUTO
-    if name not in MODES:
-        raise OptionError(VARIABLE, repr(os.environ[VARIABLE]), f"one of {', '.join(MODES)}")
+    return _of_environment(VARIABLE, MODES, AUTO)
+
+
+def recorded_mode() -> str:
+    """The mode of recorded launches that the environment names: "off", "on" or "verify"."""
+    return _of_environment(RECORDED_VARIABLE, RECORDED_MODES, OFF)
+
+
+def _of_environment(variable: str, modes: tuple[str, ...], default: str) -> str:
+    name = os.environ.get(variable, "").strip().lower() or default
+    if name not in modes:
+        raise OptionError(variable, repr(os.environ[variable]), f"one of {', '.join(modes)}")
     return name
 
 
@@ -89,7 +102,7 @@ def start() -> None:
         OptionError: The environment names an unknown mode.
         LibraryError: The mode is "on", and the module cannot be compiled or loaded.
     """
-    chosen = mode()
+    chosen, _ = mode(), recorded_mode()
     if chosen == OFF or Native.module is not None:
         Native.is_started = True
         return

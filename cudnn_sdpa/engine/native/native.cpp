@@ -95,6 +95,10 @@ Plan plan_of(const py::dict& given) {
   plan.of_scratch = py::str("scratch"), plan.of_taken = py::str("taken");
   plan.bind = py::str("bind"), plan.make_filled = py::str("make_filled");
   plan.device_number = py::cast<int64_t>(plan.device), plan.scratch = py::cast<int64_t>(given["scratch"]);
+  if (given.contains("recorded")) {
+    plan.recorded = py::cast<std::shared_ptr<Recorded>>(given["recorded"]);
+    plan.watch = given["watch"];
+  }
   return plan;
 }
 
@@ -146,6 +150,25 @@ std::shared_ptr<Differentiation> differentiation_of(
   return found;
 }
 
+// Takes the driver's functions from a dictionary of their addresses, which has all.
+void set_driver(const py::dict& addresses) {
+#define CUDNN_SDPA_TAKE(name, parameters) \
+  cuda.name = reinterpret_cast<decltype(cuda.name)>(py::cast<uintptr_t>(addresses[#name]));
+  CUDNN_SDPA_DRIVER_FUNCTIONS(CUDNN_SDPA_TAKE)
+#undef CUDNN_SDPA_TAKE
+}
+
+std::vector<std::string> driver_functions() {
+#define CUDNN_SDPA_NAME(name, parameters) #name,
+  return {CUDNN_SDPA_DRIVER_FUNCTIONS(CUDNN_SDPA_NAME)};
+#undef CUDNN_SDPA_NAME
+}
+
+const uint64_t* operands_of(const Recorded& recorded, const std::vector<uint64_t>& pointers) {
+  if (pointers.size() != recorded.operands()) throw std::invalid_argument("a launch of other operands");
+  return pointers.data();
+}
+
 }  // namespace
 }  // namespace cudnn_sdpa
 
@@ -165,4 +188,21 @@ PYBIND11_MODULE(_native, module) {
           py::init(&differentiation_of), py::kw_only(), py::arg("name"), py::arg("gradients"), py::arg("options"),
           py::arg("setting"), py::arg("in_force"), py::arg("differentiable"), py::arg("saved"), py::arg("first_result"),
           py::arg("last_result"), py::arg("returned"));
+  module.def("driver_functions", &driver_functions);
+  module.def("set_driver", &set_driver);
+  py::class_<Recorded, std::shared_ptr<Recorded>>(module, "Recorded")
+      .def(py::init())
+      .def_readwrite("is_watched", &Recorded::is_watched)
+      .def_readwrite("is_serving", &Recorded::is_serving)
+      .def_property_readonly("names", &Recorded::names)
+      .def("take_context", &Recorded::take_context)
+      .def(
+          "record", &Recorded::record, py::kw_only(), py::arg("stream"), py::arg("handle"), py::arg("execute"),
+          py::arg("sets"), py::arg("moving"), py::arg("scalars"))
+      .def("serves", [](const Recorded& self, const std::vector<uint64_t>& pointers) {
+        return self.serves(operands_of(self, pointers));
+      })
+      .def("launch", [](Recorded& self, const std::vector<uint64_t>& pointers, uint64_t workspace, uint64_t stream) {
+        return self.launch(operands_of(self, pointers), workspace, stream);
+      });
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "description.h"
+#include "recorded.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -250,6 +251,8 @@ struct Plan {
   py::object of_bound, of_raw, of_scratch, of_taken, bind, make_filled;  // names of a slot's attributes
   int64_t device_number, scratch;
   Layout workspace;
+  std::shared_ptr<Recorded> recorded;  // null where launches are not to be recorded
+  py::object watch;                    // launches the plan in Python, and brings the recording forward
 
   void launch(uint64_t* pointers, size_t number, at::Device on, const py::object& allocate, const Stream& current) const {
     const auto use = checked(PyIter_Next(uses.ptr()));  // numbers without end
@@ -268,29 +271,37 @@ struct Plan {
       launch_in_python(list_of(pointers, number));
       return;
     }
-    // Held here: what Python frees may launch something on another device.
-    const auto& own = slot();
-    const auto of_thread = py::reinterpret_borrow<py::object>(own.slot), handle = py::reinterpret_borrow<py::object>(own.raw);
-    const auto* const bound = own.bound;
+    if (recorded != nullptr && recorded->is_watched) {
+      watch(python, list_of(pointers, number));
+      return;
+    }
+    const bool is_recorded = recorded != nullptr && recorded->is_serving && recorded->serves(pointers);
     if (!current.is_default() && checked(PyObject_CallNoArgs(capturing.ptr())).ptr() == Py_True) keep();
     const bool is_scratch = current.is_default() && workspace.sizes[0] <= scratch;
     at::Tensor memory;  // of the workspace, until the launch
     if (!is_scratch && workspace.sizes[0]) memory = empty(workspace, on, allocate);
+    if (is_recorded && !(is_scratch && workspace.sizes[0])) {  // no slot is needed
+      launch_recorded(pointers, memory.defined() ? address_of(memory) : 0, current);
+      return;
+    }
+    // Held here: what Python frees may launch something on another device.
+    const auto& own = slot();
+    const auto of_thread = py::reinterpret_borrow<py::object>(own.slot), handle = py::reinterpret_borrow<py::object>(own.raw);
+    const auto* const bound = own.bound;
     // Last, as nothing below runs Python: what an allocation frees, or a signal's handler, may launch on another stream.
     while (*bound != current.raw) {
       PyObject* binding[] = {of_thread.ptr(), current.python.ptr()};
       checked(PyObject_VectorcallMethod(bind.ptr(), binding, 2, nullptr));
     }
     const py::object address = is_scratch ? scratch_of(of_thread) : py::int_(memory.defined() ? address_of(memory) : 0);
+    if (is_recorded) {
+      launch_recorded(pointers, py::cast<uint64_t>(address), current);
+      return;
+    }
     const py::int_ array(reinterpret_cast<uint64_t>(pointers));
     PyObject* arguments[] = {array.ptr(), count.ptr(), address.ptr(), handle.ptr(), no_overrides.ptr()};
     PyObject* done = PyObject_Vectorcall(execute.ptr(), arguments, 5, nullptr);
-    if (done == nullptr) {
-      if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) throw py::error_already_set();
-      py::error_already_set error;
-      refused(error.value());  // raises what Python's way raises
-      throw std::runtime_error("a refused launch");
-    }
+    if (done == nullptr) raise_refused();
     Py_DECREF(done);
   }
 
@@ -313,6 +324,21 @@ struct Plan {
   }
 
  private:
+  void launch_recorded(const uint64_t* pointers, uint64_t memory, const Stream& current) const {
+    if (const auto error = recorded->launch(pointers, memory, current.raw)) {
+      PyErr_Format(PyExc_RuntimeError, "CUDA reports error %d for a recorded launch", error);
+      raise_refused();
+    }
+  }
+
+  // Raises what Python's way raises for the error that is set.
+  [[noreturn]] void raise_refused() const {
+    if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) throw py::error_already_set();
+    py::error_already_set error;
+    refused(error.value());
+    throw std::runtime_error("a refused launch");
+  }
+
   // The address of a slot's number, an array of Python's that lives as long as the slot and never grows.
   const uint64_t* number_of(const py::object& of_thread) const {
     const auto array = py::cast<py::buffer>(checked(PyObject_GetAttr(of_thread.ptr(), of_bound.ptr()))).request();

@@ -551,6 +551,7 @@ def test_an_unreadable_folder_is_reported_and_stops_nothing(tmp_path, monkeypatc
 REFUSED = {
     "CPU_CHECKS": "h9000",
     "NATIVE": "junk",
+    "RECORDED": "yes",
     "SHAPE_POLICY": "Exact",
     "TARGET": "; using nothing",
 }

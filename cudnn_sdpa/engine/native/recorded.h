@@ -1,0 +1,445 @@
+// What a plan launches, read from captured graphs and launched with other addresses by the driver alone.
+//
+// A plan is captured several times at addresses of which no two move alike. A word of its kernels' arguments is an
+// operand's address if it moves as the operand does. All else must be equal in all captures, and the last captures must
+// be as the others predict, to the byte.
+#pragma once
+
+#include "driver.h"
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace cudnn_sdpa {
+
+inline driver::Functions cuda;
+
+// What is wrong with a plan: it is launched as before.
+inline std::runtime_error refusal(const std::string& why) {
+  return std::runtime_error(why);
+}
+
+inline void check(driver::Result error, const char* what) {
+  if (error) throw refusal(std::string(what) + ": CUDA reports error " + std::to_string(error));
+}
+
+// A kernel or a memset of a plan; the argument of a memset is its address.
+class LaunchNode {
+ public:
+  // An address among the arguments: that of a slot, some bytes on.
+  struct Patch {
+    size_t slot;
+    int64_t offset;
+    size_t argument, place;
+  };
+
+  std::string name, look;  // `look` is all but the arguments
+  std::vector<std::vector<uint8_t>> arguments;
+  std::vector<Patch> patches;
+
+  static LaunchNode of(void* handle) {
+    LaunchNode node;
+    int type = 0;
+    check(cuda.cuGraphNodeGetType(handle, &type), "a node's type");
+    if (type == driver::kKernelNode) {
+      node.read_kernel(handle);
+    } else if (type == driver::kMemsetNode) {
+      node.read_memset(handle);
+    } else {
+      throw refusal("it enqueues more than kernels and memsets: a node of type " + std::to_string(type));
+    }
+    return node;
+  }
+
+  // The kernel may begin before what is ahead of it in the stream has ended.
+  void overlap() {
+    driver::Attribute attribute{driver::kProgrammaticStreamSerialization, {}};
+    attribute.value[0] = 1;
+    attributes_.push_back(attribute);
+  }
+
+  bool is_kernel() const {
+    return !memset_;
+  }
+
+  template <class AddressOf>
+  void put(const AddressOf& address_of) {
+    for (const auto& patch : patches) {
+      const uint64_t word = address_of(patch.slot) + patch.offset;
+      std::memcpy(arguments[patch.argument].data() + patch.place, &word, sizeof word);
+    }
+  }
+
+  driver::Result launch(void* stream) {
+    if (memset_) {
+      uint64_t address = 0;
+      std::memcpy(&address, arguments[0].data(), sizeof address);
+      const auto& set = *memset_;
+      if (set.element_size == 4) return cuda.cuMemsetD32Async(address, set.value, set.width, stream);
+      if (set.element_size == 2) {
+        return cuda.cuMemsetD16Async(address, static_cast<unsigned short>(set.value), set.width, stream);
+      }
+      return cuda.cuMemsetD8Async(address, static_cast<unsigned char>(set.value), set.width, stream);
+    }
+    driver::LaunchConfig config = config_;
+    config.stream = stream;
+    config.attributes = attributes_.data(), config.count = static_cast<unsigned>(attributes_.size());
+    if (!is_packed_) return cuda.cuLaunchKernelEx(&config, function_, pointers_.data(), nullptr);
+    size_t size = arguments[0].size();
+    void* extra[] = {
+        driver::buffer_pointer, arguments[0].data(), driver::buffer_size, &size, driver::buffer_end};
+    return cuda.cuLaunchKernelEx(&config, function_, nullptr, extra);
+  }
+
+  // Before the first launch: the driver reads the arguments where they are now.
+  void point() {
+    pointers_.clear();
+    for (auto& argument : arguments) pointers_.push_back(argument.data());
+  }
+
+ private:
+  void* function_ = nullptr;
+  driver::LaunchConfig config_{};
+  std::vector<driver::Attribute> attributes_;
+  std::vector<void*> pointers_;
+  std::optional<driver::MemsetNode> memset_;
+  bool is_packed_ = false;
+
+  void take(const void* bytes, size_t size) {
+    const auto* begin = static_cast<const uint8_t*>(bytes);
+    arguments.emplace_back(begin, begin + size);
+  }
+
+  void read_memset(void* handle) {
+    check(cuda.cuGraphMemsetNodeGetParams(handle, &memset_.emplace()), "a memset");
+    if (memset_->height > 1) throw refusal("it sets rows of memory");
+    take(&memset_->address, sizeof memset_->address);
+    name = "memset";
+    for (const size_t number : {memset_->width, size_t{memset_->element_size}, size_t{memset_->value}}) {
+      look += " " + std::to_string(number);
+    }
+  }
+
+  void read_kernel(void* handle) {
+    driver::KernelNode node{};
+    check(cuda.cuGraphKernelNodeGetParams_v2(handle, &node), "a kernel's arguments");
+    function_ = node.function;
+    if (function_ == nullptr) check(cuda.cuKernelGetFunction(&function_, node.kernel), "a kernel's function");
+    std::copy(node.grid, node.grid + 3, config_.grid);
+    std::copy(node.block, node.block + 3, config_.block);
+    config_.shared = node.shared;
+    const char* of_function = nullptr;
+    const bool is_named = !cuda.cuFuncGetName(&of_function, function_) && of_function != nullptr;
+    name = is_named ? of_function : "a kernel";
+    look = std::to_string(reinterpret_cast<uintptr_t>(function_)) + " " + std::to_string(node.shared);
+    for (size_t dim = 0; dim < 3; ++dim) {
+      look += " " + std::to_string(node.grid[dim]) + " " + std::to_string(node.block[dim]);
+    }
+    read_arguments(node);
+    read_attributes(handle);
+  }
+
+  void read_arguments(const driver::KernelNode& node) {
+    size_t offset = 0, size = 0;
+    if (node.arguments != nullptr) {
+      while (!cuda.cuFuncGetParamInfo(function_, arguments.size(), &offset, &size)) {
+        take(node.arguments[arguments.size()], size);
+      }
+      return;
+    }
+    const void* buffer = nullptr;
+    for (void** entry = node.extra; entry != nullptr && *entry != driver::buffer_end; entry += 2) {
+      if (*entry == driver::buffer_pointer) buffer = entry[1];
+      if (*entry == driver::buffer_size) size = *static_cast<size_t*>(entry[1]);
+    }
+    is_packed_ = buffer != nullptr;
+    if (is_packed_) {
+      take(buffer, size);
+    } else if (!cuda.cuFuncGetParamInfo(function_, 0, &offset, &size)) {
+      throw refusal("a kernel's arguments cannot be read");
+    }
+  }
+
+  void read_attributes(void* handle) {
+    using namespace driver;
+    for (const int id : {kCooperative, kClusterDimension, kClusterSchedulingPolicy, kPreferredClusterDimension,
+                         kSharedMemoryCarveout, kAccessPolicyWindow, kMemSyncDomain, kDeviceUpdatable}) {
+      Attribute attribute{id, {}};
+      if (cuda.cuGraphKernelNodeGetAttribute(handle, id, attribute.value)) continue;  // older drivers know fewer
+      const auto *begin = std::begin(attribute.value), *end = std::end(attribute.value);
+      if (std::all_of(begin, end, [](unsigned char byte) { return !byte; })) continue;
+      if (id == kAccessPolicyWindow || id == kMemSyncDomain || id == kDeviceUpdatable) {
+        throw refusal("a kernel has the launch attribute " + std::to_string(id));
+      }
+      look += " @" + std::to_string(id) + std::string(begin, end);
+      attributes_.push_back(attribute);
+    }
+  }
+};
+
+// Nodes of one launch after another, and for each whether it may begin before the one ahead of it has ended.
+struct Sequence {
+  std::vector<LaunchNode> nodes;
+  std::vector<bool> overlaps;
+};
+
+// The nodes of a graph in the order in which one stream got them.
+inline Sequence read_graph(void* graph) {
+  size_t count = 0, edges = 0;
+  check(cuda.cuGraphGetNodes(graph, nullptr, &count), "a graph's nodes");
+  std::vector<void*> handles(count);
+  check(cuda.cuGraphGetNodes(graph, handles.data(), &count), "a graph's nodes");
+  check(cuda.cuGraphGetEdges_v2(graph, nullptr, nullptr, nullptr, &edges), "a graph's edges");
+  std::vector<void*> from(edges), to(edges);
+  std::vector<driver::Edge> data(edges);
+  if (edges) check(cuda.cuGraphGetEdges_v2(graph, from.data(), to.data(), data.data(), &edges), "a graph's edges");
+  Sequence found;
+  void* last = nullptr;
+  std::vector<void*> done;
+  const auto is_done = [&](void* node) { return std::find(done.begin(), done.end(), node) != done.end(); };
+  while (done.size() < count) {
+    void* next = nullptr;
+    for (void* node : handles) {
+      bool is_ready = !is_done(node);
+      for (size_t edge = 0; edge < edges; ++edge) is_ready = is_ready && (to[edge] != node || is_done(from[edge]));
+      if (!is_ready) continue;
+      if (next != nullptr) throw refusal("it launches side by side");
+      next = node;
+    }
+    bool overlaps = false, follows = last == nullptr;
+    for (size_t edge = 0; edge < edges; ++edge) {
+      if (to[edge] != next || from[edge] != last) continue;
+      const auto& [from_port, to_port, type, _] = data[edge];
+      follows = true, overlaps = type == driver::programmatic;
+      if (to_port || (overlaps ? from_port != driver::programmatic : type || from_port)) {
+        throw refusal("a kernel depends on another one's launch");
+      }
+    }
+    if (!follows) throw refusal("it launches side by side");
+    found.nodes.push_back(LaunchNode::of(next));
+    found.overlaps.push_back(overlaps);
+    done.push_back(last = next);
+  }
+  return found;
+}
+
+// A plan's launches. The GIL guards it.
+class Recorded {
+ public:
+  bool is_watched = true;   // Python launches the plan, and looks at what happens
+  bool is_serving = false;  // the plan is launched as recorded
+
+  using Words = std::vector<uint64_t>;
+  using Moving = std::vector<std::pair<size_t, uint64_t>>;  // a slot, and what its address is a multiple of
+
+  // Takes the current context, which is that of all launches; a thread that has launched the plan has it.
+  void take_context() {
+    check(cuda.cuCtxGetCurrent(&context_), "the current context");
+  }
+
+  // Captures launches of a plan, two in a row, and finds what they have in common.
+  //
+  // `execute` is the frontend's, called with each of `sets`: the addresses of the plan's operands, then that of its
+  // workspace. Slots that `moving` names move in them; `scalars` are operands in host memory. `handle` is bound to
+  // `stream`. The GIL is held all along, unless `execute` releases it: CUDA refuses to synchronize a GPU while one of its
+  // streams is captured.
+  void record(
+      uint64_t stream, uint64_t handle, const py::object& execute, const std::vector<Words>& sets, Moving moving,
+      const std::vector<size_t>& scalars) {
+    if (sets.size() < 6 || sets.size() % 2) throw std::invalid_argument("too few launches");
+    if (!has_context()) throw refusal("another CUDA context is current");
+    std::vector<Sequence> launches;
+    for (size_t first = 0; first < sets.size(); first += 2) {
+      auto both = capture(stream, [&] {
+        for (const auto& set : {sets[first], sets[first + 1]}) {
+          execute(reinterpret_cast<uint64_t>(set.data()), set.size() - 1, set.back(), handle, -1);
+        }
+      });
+      const size_t count = both.nodes.size() / 2;
+      if (!count || both.nodes.size() % 2) throw refusal("a launch is not like the one before");
+      const auto nodes = both.nodes.begin();
+      const auto overlaps = both.overlaps.begin();
+      launches.push_back({{nodes, nodes + count}, {overlaps, overlaps + count}});
+      launches.push_back({{nodes + count, nodes + 2 * count}, {overlaps + count, overlaps + 2 * count}});
+      launches[first].overlaps[0] = launches[first + 1].overlaps[0];  // which the first of all cannot show
+    }
+    check_alike(launches);
+    std::vector<LaunchNode> nodes = launches[0].nodes;
+    for (size_t node = 0; node < nodes.size(); ++node) {
+      if (launches[0].overlaps[node] && nodes[node].is_kernel()) nodes[node].overlap();
+      for (size_t argument = 0; argument < nodes[node].arguments.size(); ++argument) {
+        find_addresses(launches, sets, moving, nodes[node], node, argument);
+      }
+    }
+    for (size_t last = sets.size() - 2; last < sets.size(); ++last) {
+      for (size_t node = 0; node < nodes.size(); ++node) {
+        nodes[node].put([&](size_t slot) { return sets[last][slot]; });
+        if (nodes[node].arguments != launches[last].nodes[node].arguments) {
+          throw refusal("another capture is not as predicted: " + nodes[node].name);
+        }
+      }
+    }
+    if (!moving.empty() && moving.back().first == sets[0].size() - 1) moving.pop_back();  // the workspace is the plan's
+    nodes_ = std::move(nodes), moving_ = std::move(moving);
+    for (auto& node : nodes_) node.point();
+    count_ = sets[0].size() - 1;
+    scalars_.clear();
+    for (const size_t place : scalars) scalars_.emplace_back(place, bits_at(sets[0][place]));
+  }
+
+  // Whether a launch with these operands is one that was recorded.
+  bool serves(const uint64_t* pointers) const {
+    if (nodes_.empty()) return false;
+    for (const auto& [slot, alignment] : moving_) {
+      if (!pointers[slot] || pointers[slot] & (alignment - 1)) return false;
+    }
+    for (const auto& [place, value] : scalars_) {
+      if (bits_at(pointers[place]) != value) return false;
+    }
+    return has_context();
+  }
+
+  driver::Result launch(const uint64_t* pointers, uint64_t workspace, uint64_t stream) {
+    for (auto& node : nodes_) {
+      node.put([&](size_t slot) { return slot < count_ ? pointers[slot] : workspace; });
+      if (const auto error = node.launch(reinterpret_cast<void*>(stream))) return error;
+    }
+    return 0;
+  }
+
+  size_t operands() const {
+    return count_;
+  }
+
+  std::vector<std::string> names() const {
+    std::vector<std::string> found;
+    for (const auto& node : nodes_) found.push_back(node.name);
+    return found;
+  }
+
+ private:
+  std::vector<LaunchNode> nodes_;
+  Moving moving_;  // operands in the GPU's memory
+  std::vector<std::pair<size_t, uint32_t>> scalars_;  // operands in host memory, and the values in the arguments
+  size_t count_ = 0;
+  void* context_ = nullptr;
+
+  // Makes the context current that a new thread lacks.
+  bool has_context() const {
+    void* current = nullptr;
+    if (context_ == nullptr || cuda.cuCtxGetCurrent(&current)) return false;
+    return current == context_ || (current == nullptr && !cuda.cuCtxSetCurrent(context_));
+  }
+
+  static constexpr int64_t most_offset = int64_t{1} << 40;
+
+  static uint32_t bits_at(uint64_t address) {
+    uint32_t bits = 0;
+    std::memcpy(&bits, reinterpret_cast<const void*>(address), sizeof bits);
+    return bits;
+  }
+
+  template <class Launch>
+  static Sequence capture(uint64_t stream, const Launch& launch) {
+    // A capture that is open when this ends is closed, and its graph freed.
+    struct Capture {
+      void* stream;
+      void* graph = nullptr;
+      bool is_open = true;
+
+      driver::Result end() {
+        is_open = false;
+        return cuda.cuStreamEndCapture(stream, &graph);
+      }
+
+      ~Capture() {
+        if (is_open) end();
+        if (graph != nullptr) cuda.cuGraphDestroy(graph);
+      }
+    };
+    auto* const raw = reinterpret_cast<void*>(stream);
+    check(cuda.cuStreamBeginCapture_v2(raw, driver::relaxed_capture), "it cannot be captured");
+    Capture capture{raw};
+    launch();
+    check(capture.end(), "it cannot be captured");
+    return read_graph(capture.graph);
+  }
+
+  static void check_alike(const std::vector<Sequence>& launches) {
+    const auto& first = launches[0];
+    for (const auto& other : launches) {
+      bool is_alike = other.nodes.size() == first.nodes.size() && other.overlaps == first.overlaps;
+      for (size_t node = 0; is_alike && node < first.nodes.size(); ++node) {
+        const auto &one = first.nodes[node], &another = other.nodes[node];
+        is_alike = one.name == another.name && one.look == another.look;
+        is_alike = is_alike && one.arguments.size() == another.arguments.size();
+        for (size_t place = 0; is_alike && place < one.arguments.size(); ++place) {
+          is_alike = one.arguments[place].size() == another.arguments[place].size();
+        }
+      }
+      if (!is_alike) throw refusal("what it launches depends on its operands' addresses");
+    }
+  }
+
+  static uint64_t word_at(const std::vector<uint8_t>& bytes, size_t place) {
+    uint64_t word = 0;
+    std::memcpy(&word, bytes.data() + place, sizeof word);
+    return word;
+  }
+
+  // Finds the addresses in one argument of a node, from all launches but the last two.
+  static void find_addresses(
+      const std::vector<Sequence>& launches, const std::vector<Words>& sets, const Moving& moving,
+      LaunchNode& node, size_t number, size_t argument) {
+    const size_t count = launches.size() - 2, size = node.arguments[argument].size();
+    const auto bytes = [&](size_t launch) -> const auto& { return launches[launch].nodes[number].arguments[argument]; };
+    enum Kind : char { kEqual, kMoves, kAddress };
+    std::vector<Kind> kinds(size, kEqual);
+    for (size_t place = 0; place < size; ++place) {
+      for (size_t launch = 1; launch < count; ++launch) {
+        if (bytes(launch)[place] != bytes(0)[place]) kinds[place] = kMoves;
+      }
+    }
+    for (const size_t step : {8, 4}) {
+      for (size_t place = 0; place + 8 <= size; place += step) {
+        const auto begin = kinds.begin() + place, end = begin + 8;
+        if (std::find(begin, end, kMoves) == end || std::find(begin, end, kAddress) != end) continue;
+        for (const auto& moved : moving) {
+          const size_t slot = moved.first;
+          const auto offset = [&](size_t launch) {
+            return static_cast<int64_t>(word_at(bytes(launch), place) - sets[launch][slot]);
+          };
+          bool is_its = offset(0) >= 0 && offset(0) < most_offset;
+          for (size_t launch = 1; is_its && launch < count; ++launch) is_its = offset(launch) == offset(0);
+          if (!is_its) continue;
+          node.patches.push_back({slot, offset(0), argument, place});
+          std::fill(begin, end, kAddress);
+          break;
+        }
+      }
+    }
+    const auto unknown = std::find(kinds.begin(), kinds.end(), kMoves);
+    if (unknown != kinds.end()) {
+      throw refusal(
+          "byte " + std::to_string(unknown - kinds.begin()) + " of argument " + std::to_string(argument) +
+          " moves with no operand: " + node.name);
+    }
+    for (size_t place = 0; place + 8 <= size; place += 8) {
+      const uint64_t word = word_at(node.arguments[argument], place);
+      if (kinds[place] == kAddress || word >> 48 || !(word >> 32)) continue;  // no address of a GPU's memory
+      int type = 0;
+      if (!cuda.cuPointerGetAttribute(&type, driver::memory_type, word)) {
+        throw refusal("it uses memory that is no operand's: " + node.name);
+      }
+    }
+  }
+};
+
+}  // namespace cudnn_sdpa

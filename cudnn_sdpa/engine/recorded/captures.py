@@ -1,0 +1,91 @@
+"""Captures of a plan at addresses of which no two move alike. Nothing runs meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import random
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cudnn_sdpa.graph import handles
+from cudnn_sdpa.graph.key import Operand, Role
+from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
+from cudnn_sdpa.plans.plan import Plan, allocate
+
+#: Bytes in which operands begin.
+SPREAD = 8 << 20
+
+#: All operands of every other launch begin at multiples of this, as PyTorch's memory does, and those of the others at
+#: multiples of 16; of all launches at multiples of this, if what is launched depends on it.
+_COARSE = 256
+
+#: Launches that are captured, two in a row; the last two must be as the others predict.
+LAUNCHES = 6
+
+
+def bytes_of(layout: TensorLayout) -> int:
+    """Bytes from the first element to the end of the last one."""
+    last = sum((size - 1) * stride for size, stride in zip(layout.shape, layout.stride, strict=True))
+    return (1 + last) * layout.dtype.itemsize if all(layout.shape) else 0
+
+
+def scalars_at(plan: Plan, pointers: Sequence[int]) -> list[float]:
+    """The values of a launch's host scalars."""
+    return [ctypes.c_float.from_address(pointers[place]).value for place in _scalars(plan)]
+
+
+def record(native: Any, plan: Plan, values: Sequence[float]) -> None:
+    """Finds what the plan launches, for these values of its host scalars. Its device is the current one.
+
+    Raises:
+        RuntimeError: What it launches is more than kernels and memsets whose arguments are operands' addresses.
+    """
+    count, operands, scalars = plan.count, (*plan.key.inputs, *plan.key.outputs), _scalars(plan)
+    numbers = array("f", values)
+    # Operands may overlap, and inputs may end behind this memory, as nothing is read or written. But CUDA checks that
+    # memory which is set exists.
+    written = max(plan.workspace, *(bytes_of(x.layout) for x in plan.key.outputs))
+    memory = allocate((SPREAD + written,), (1,), torch.uint8)
+    first, draw = -(-memory.data_ptr() // _COARSE) * _COARSE, random.Random()
+
+    def address(alignment: int) -> int:
+        return first + alignment * draw.randrange(1, SPREAD // alignment - _COARSE)
+
+    with handles.capturing_handle(plan.device) as (handle, stream):
+        for alignment in (ALIGNMENT, _COARSE):
+            moving = {place: _alignment(x, alignment) for place, x in enumerate(operands) if place not in scalars}
+            moving |= {count: _COARSE} if plan.workspace else {}
+            coarse = dict.fromkeys(moving, _COARSE)
+            sets = [[0] * (1 + count) for _ in range(LAUNCHES)]
+            for number, words in enumerate(sets):
+                for place, each in (moving if number % 2 else coarse).items():
+                    words[place] = address(each)
+                for at, place in enumerate(scalars):
+                    words[place] = numbers.buffer_info()[0] + numbers.itemsize * at
+            with contextlib.suppress(*[RuntimeError] * (alignment < _COARSE)):
+                native.record(
+                    stream=stream,
+                    handle=handle,
+                    execute=plan._execute,
+                    sets=sets,
+                    moving=list(moving.items()),
+                    scalars=scalars,
+                )
+                break
+
+
+def _alignment(operand: Operand, alignment: int) -> int:
+    """What an operand's address is a multiple of; kernels read lengths, offsets and single numbers anywhere."""
+    layout = operand.layout
+    is_read_by_element = layout.dtype in (torch.int32, torch.int64) or math.prod(layout.shape) == 1
+    return layout.dtype.itemsize if is_read_by_element else alignment
+
+
+def _scalars(plan: Plan) -> list[int]:
+    operands = (*plan.key.inputs, *plan.key.outputs)
+    return [place for place, operand in enumerate(operands) if operand.role is Role.SCALAR]

@@ -1,0 +1,219 @@
+"""Recording of plans: when it happens, what disqualifies a plan, and what `explain` says of it.
+
+cuDNN's `execute` takes longer on the host than the launches that it makes. So what a plan launches is read from
+captured graphs (`captures`), and launched by C++ with the addresses of each call (`engine/native/recorded.h`).
+
+The first call of a plan that C++ launches asks for the recording, which a thread makes in the background. A later call
+is launched both ways, and its results are compared bit by bit (`proof`). From then on the recorded launch serves. Until
+then, and for good if anything is not as expected, cuDNN launches the plan.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cudnn_sdpa.engine.native import loader
+from cudnn_sdpa.engine.recorded import captures, proof
+from cudnn_sdpa.errors import ExecutionError
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.plans.device_memory import relaxed_capture
+from cudnn_sdpa.plans.plan import Plan, current_raw_stream
+from cudnn_sdpa.settings import renewed_in_children
+
+_log = logging.getLogger("cudnn_sdpa")
+
+#: Bytes of results and workspace of the largest plan that is recorded. For more the GPU takes so long that it never
+#: waits for the host, and the proof takes three times as much.
+MAX_BYTES = 64 << 20
+
+#: Calls after which a plan is no longer tried whose operands always lie at other addresses, or whose results tell
+#: nothing.
+MAX_TRIES = 16
+
+#: How a call of a plan is served, and what it does for the recording: a method, not bound, as recorders are freed with
+#: their plans.
+_Step = Callable[["Recorder", Plan, Sequence[int]], None]
+
+
+class Recorder:
+    """The recording of one plan. It holds no plan: each call gives it.
+
+    Attributes:
+        native: The launches in the native module.
+        why_not: Why cuDNN launches the plan; empty if it does not.
+    """
+
+    def __init__(self, module: ModuleType, name: str) -> None:
+        self._name = name
+        self.native: Any = module.Recorded()
+        self.why_not = "it is not recorded yet"
+        self._missing = _connect(module)
+        self._step: _Step = Recorder._begin
+        self._tries = 0
+        self._lock = threading.Lock()
+
+    def __str__(self) -> str:
+        if self.why_not:
+            return f"by cuDNN, because {self.why_not}"
+        memsets = self.native.names.count("memset")
+        verified = ", each compared with cuDNN's" * self.native.is_watched
+        return f"as recorded (kernels: {len(self.native.names) - memsets}, memsets: {memsets}){verified}"
+
+    def watch(self, plan: Plan, pointers: Sequence[int]) -> None:
+        """Launches the plan, and brings the recording one step forward, if this thread can."""
+        is_captured = current_raw_stream(plan.device) and torch._C._cuda_isCurrentStreamCapturing()
+        if is_captured or not self._lock.acquire(blocking=False):
+            plan.launch(pointers)
+            return
+        try:
+            self._step(self, plan, pointers)
+        finally:
+            self._lock.release()
+
+    def _begin(self, plan: Plan, pointers: Sequence[int]) -> None:
+        plan.launch(pointers)
+        self._step = Recorder._wait
+        if reason := self._missing or _why_not(plan):
+            self._leave(reason)
+            return
+        try:
+            self.native.take_context()
+        except RuntimeError as error:
+            self._leave(str(error))
+            return
+        values = captures.scalars_at(plan, pointers)
+        _in_background(functools.partial(self._record, plan, values))
+
+    def _wait(self, plan: Plan, pointers: Sequence[int]) -> None:
+        plan.launch(pointers)
+
+    def _record(self, plan: Plan, values: Sequence[float]) -> None:
+        try:
+            with torch.cuda.device(plan.device), relaxed_capture():
+                captures.record(self.native, plan, values)
+        except Exception as error:  # noqa: BLE001 - whatever it is, cuDNN serves the calls
+            self._leave(str(error) or type(error).__name__)
+        else:
+            self._step = Recorder._prove
+
+    def _prove(self, plan: Plan, pointers: Sequence[int]) -> None:
+        plan.launch(pointers)
+        self._tries += 1
+        try:
+            if self.native.serves(pointers):
+                self._step = Recorder._wait
+                flags = proof.compare(self.native, plan, pointers)
+                _in_background(functools.partial(self._conclude, plan.device, proof.marked(), flags))
+            elif self._tries > MAX_TRIES:
+                self._leave("no call has the alignment and the host scalars that were recorded")
+        except Exception as error:  # noqa: BLE001 - the call itself is launched
+            self._leave(f"it cannot be proved: {error}")
+
+    def _conclude(self, device: int, mark: torch.cuda.Event, flags: Tensor) -> None:
+        try:
+            with torch.cuda.device(device), relaxed_capture():
+                varies, differs, tells = proof.read(flags, mark, device)
+        except Exception as error:  # noqa: BLE001 - whatever it is, cuDNN serves the calls
+            self._leave(f"it cannot be proved: {error}")
+            return
+        if varies:
+            self._leave("its results differ in bits from launch to launch")
+        elif differs:
+            self._leave("its recorded launch had other results")
+            _log.warning("the recorded launch of %s had other results than cuDNN's, and is not used", self._name)
+        elif tells:
+            self._serve()
+        elif self._tries > MAX_TRIES:
+            self._leave("the results of its first calls were all zeros")
+        else:
+            self._step = Recorder._prove
+
+    def _serve(self) -> None:
+        self.native.is_serving, self.why_not, self._step = True, "", Recorder._verify
+        self.native.is_watched = loader.recorded_mode() == loader.VERIFY
+        _log.info("%s is launched %s", self._name, self)
+
+    def _leave(self, why: str) -> None:
+        self.why_not, self._step, self.native.is_watched = why, Recorder._wait, False
+        _log.info("%s is launched by cuDNN, and not as recorded, because %s", self._name, why)
+
+    def _verify(self, plan: Plan, pointers: Sequence[int]) -> None:
+        plan.launch(pointers)
+        if self.native.serves(pointers):
+            varies, differs, _ = proof.compare(self.native, plan, pointers).tolist()
+            if differs and not varies:
+                raise ExecutionError(
+                    f"the recorded launch of {plan.key.name} has other results than cuDNN's; "
+                    f"{loader.RECORDED_VARIABLE}={loader.OFF} avoids recorded launches. {plan.key}"
+                )
+
+
+def _why_not(plan: Plan) -> str:
+    if bugs := known_issues.not_in_capture(plan.key):
+        return f"it cannot be captured in a CUDA graph: {bugs}"
+    size = plan.workspace + sum(captures.bytes_of(x.layout) for x in plan.key.outputs)
+    if size > MAX_BYTES:
+        return f"its results and its workspace have {size} bytes; more than {MAX_BYTES} are not recorded"
+    return "" if plan.held else "it is evicted"
+
+
+_lock = renewed_in_children(threading.RLock())
+
+
+def recorder_of(plan: Plan, module: ModuleType) -> Recorder:
+    """The recorder of a plan, made by its first recipe."""
+    with _lock:
+        if not isinstance(plan.recorder, Recorder):
+            plan.recorder = Recorder(module, plan.key.name)
+        return plan.recorder
+
+
+@functools.cache
+def _connect(module: ModuleType) -> str:
+    """Gives the module the driver's functions; says what is missing."""
+    names, library = module.driver_functions(), _driver()
+    if library is None:
+        return "there is no NVIDIA driver"
+    if missing := [name for name in names if not hasattr(library, name)]:
+        return f"the NVIDIA driver has no {missing[0]}; those of CUDA 12.4 and newer have"
+    module.set_driver({name: ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in names})
+    return ""
+
+
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+class _Background:
+    """The thread that records; a forked child has another one."""
+
+    pool: ThreadPoolExecutor
+
+    @classmethod
+    def start_afresh(cls) -> None:
+        cls.pool = ThreadPoolExecutor(1, thread_name_prefix="cudnn_sdpa recording")
+
+
+def _in_background(work: Callable[[], None]) -> None:
+    try:
+        _Background.pool.submit(work)
+    except RuntimeError as error:  # the interpreter is ending
+        _log.debug("nothing is recorded: %s", error)
+
+
+_Background.start_afresh()
+os.register_at_fork(after_in_child=_Background.start_afresh)

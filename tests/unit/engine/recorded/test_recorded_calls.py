@@ -1,0 +1,295 @@
+"""Public calls whose plans are launched as recorded, by a stand-in for CUDA's driver, in all that a launch meets."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import ctypes
+import gc
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from contract.operations import OPERATIONS, Example
+from fake_gpu import poisoned
+from stand_in_gpu import KernelOfPlan, in_new_thread, launched, library, recorded_plans, recorders, settle, wait
+
+from benchmarks.tools import ways
+from cudnn_sdpa import ExecutionError, explain, plan_cache, providers, rms_norm, sdpa
+from cudnn_sdpa.engine.launch import BoundPlan
+from cudnn_sdpa.engine.native import loader
+from cudnn_sdpa.graph.handles import SCRATCH_BYTES, thread
+from cudnn_sdpa.plans import plan as plans
+
+#: Examples that launch a plan of cuDNN's where no kernel of the library's own is preferred.
+OF_OWN_KERNELS = ("kernels", "a kernel", "append", "sdpa_paged_varlen", "sdpa_paged, FP8")
+WITH_PLANS = [name for name in OPERATIONS if not name.startswith(OF_OWN_KERNELS)]
+
+#: Examples that are always launched by Python, as they are more than one launch, or by kernels of the library's own.
+BY_PYTHON = (
+    *("sdpa, dropout", "sdpa, dropout, lengths", "sdpa_backward", "sdpa_backward, mask, some"),
+    *("sdpa_varlen, self-attention", "sdpa_varlen_backward", "sdpa_paged, a chunk", "sdpa_paged, sinks, window"),
+    *("sdpa_fp8, pages", "sdpa_fp8_backward, lengths"),
+)
+
+
+def assert_right(call: Example, tensors: dict[str, torch.Tensor] | None = None) -> None:
+    tensors = call.tensors() if tensors is None else tensors
+    call.assert_out(call(tensors), tensors)
+
+
+def run(call: Example) -> None:
+    """A call and its gradients, with new tensors."""
+    assert_right(call)
+    if call.differentiable:
+        tensors = call.tensors(grad=True)
+        call.assert_gradients(call.gradients(tensors), tensors)
+
+
+def settled(name: str) -> Example:
+    call = OPERATIONS[name]
+    settle(lambda: run(call))
+    return call
+
+
+@pytest.fixture
+def launches_in_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the plans that Python launches."""
+    found: list[str] = []
+    launch = BoundPlan.__call__
+
+    def noted(bound: BoundPlan, *arguments: object, **options: object) -> object:
+        found.append(bound.plan.key.name)
+        return launch(bound, *arguments, **options)
+
+    monkeypatch.setattr(BoundPlan, "__call__", noted)
+    return found
+
+
+@pytest.mark.sample(12)
+@pytest.mark.parametrize("name", WITH_PLANS)
+@pytest.mark.parametrize("stream", [0, 11])
+def test_calls_and_gradients(name, stream, launches_in_python):
+    """Right at fresh addresses, on the stream of the recording and on others, and no longer executed by cuDNN."""
+    call = OPERATIONS[name]
+    with providers("cudnn"), recorded_plans(call.compute) as device, device.stream(stream):
+        settle(lambda: run(call))
+        assert bool(recorders()) is (name not in BY_PYTHON)
+        assert {str(each) for each in recorders()} <= {"as recorded (kernels: 1, memsets: 0)"}
+        for other in (stream, 12, 0, stream):
+            with device.stream(other):
+                executed = KernelOfPlan.executed
+                launches_in_python.clear()
+                for _ in range(2):
+                    run(call)
+                assert KernelOfPlan.executed == executed + len(launches_in_python)
+
+
+@pytest.mark.parametrize(("workspace", "stream"), [(0, 0), (64, 0), (SCRATCH_BYTES + 1, 0), (0, 11), (64, 11)])
+def test_workspaces(workspace, stream):
+    """The thread's scratch memory on the default stream if it is small, otherwise new memory, which is freed."""
+    allocated = []
+
+    def notes(shape, stride, dtype):
+        made = poisoned(shape, stride, dtype)
+        if dtype is torch.uint8:
+            allocated.append((made.data_ptr(), weakref.ref(made)))
+        return made
+
+    call = OPERATIONS["sdpa"]
+    with recorded_plans(call.compute, workspace=workspace, allocate=notes) as device, device.stream(stream):
+        settled("sdpa")
+        for _ in range(2):
+            allocated.clear()
+            launched()
+            assert_right(call)
+        (line,) = launched()
+        is_own = 0 < workspace <= SCRATCH_BYTES and not stream
+        assert len(allocated) == (workspace > 0 and not is_own)
+        expected = [address for address, _ in allocated] or [thread.slots[0].scratch * is_own]
+        assert line.split()[-2] == expected[0].to_bytes(8, "little").hex()
+        assert not any(memory() is not None for _, memory in allocated)
+
+
+def test_threads_without_a_context():
+    with recorded_plans(OPERATIONS["sdpa"].compute) as device:
+        call = settled("sdpa")
+        executed = KernelOfPlan.executed
+
+        def work(stream: int) -> bool:
+            library().lose_context()
+            with device.stream(stream):
+                for _ in range(6):
+                    assert_right(call)
+            return True
+
+        assert in_new_thread(lambda: work(11))
+        with concurrent.futures.ThreadPoolExecutor(3) as pool:
+            assert all(pool.map(work, (0, 11, 12)))
+        assert KernelOfPlan.executed == executed
+
+
+def test_a_thread_with_another_context_is_served_by_cudnn():
+    with recorded_plans(OPERATIONS["sdpa"].compute):
+        call = settled("sdpa")
+        executed = KernelOfPlan.executed
+
+        def work() -> bool:
+            library().change_context()
+            assert_right(call)
+            return True
+
+        assert in_new_thread(work)
+        assert KernelOfPlan.executed == executed + 1
+
+
+def test_threads_that_make_the_first_calls_together():
+    call = OPERATIONS["sdpa"]
+    with recorded_plans(call.compute) as device:
+
+        def work(stream: int) -> bool:
+            library().make_context_current()
+            with device.stream(stream):
+                for _ in range(25):
+                    run(call)
+            return True
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(work, (0, 0, 11, 12)))
+        settle(lambda: run(call))
+        assert all(each.native.is_serving for each in recorders())
+
+
+def test_a_captured_launch_is_in_the_graph_and_its_plan_is_kept(monkeypatch):
+    monkeypatch.setattr(plans, "captured_plans", [])
+    call = OPERATIONS["sdpa"]
+    with recorded_plans(call.compute) as device:
+        settled("sdpa")
+        assert not plans.captured_plans
+        executed = KernelOfPlan.executed
+        with device.stream(11):
+            device.capturing = True
+            with library_capture(11) as count:
+                for _ in range(2):
+                    call(call.tensors())
+            assert count() == 2
+            device.capturing = False
+        assert len(plans.captured_plans) == 1
+        assert KernelOfPlan.executed == executed
+        plans.captured_plans.clear()
+
+
+@contextlib.contextmanager
+def library_capture(stream: int) -> Iterator[Callable[[], int]]:
+    """Captures a stream of the driver's; gives the number of the graph's nodes."""
+    driver, graph, count = library(), ctypes.c_void_p(), ctypes.c_size_t()
+    assert not driver.cuStreamBeginCapture_v2(ctypes.c_void_p(stream), 2)
+    yield lambda: count.value
+    assert not driver.cuStreamEndCapture(ctypes.c_void_p(stream), ctypes.byref(graph))
+    assert not driver.cuGraphGetNodes(graph, None, ctypes.byref(count))
+    assert not driver.cuGraphDestroy(graph)
+
+
+def test_other_host_scalars_are_executed():
+    """A scale is in the arguments as a number: launches with another one are cuDNN's."""
+    call = OPERATIONS["rms_norm"]
+    with providers("cudnn"), recorded_plans(call.compute), torch.no_grad():
+        x, weight = (torch.randn(shape).to(torch.bfloat16) for shape in ((4, 64), (64,)))
+
+        def assert_norm(eps):
+            exact = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt() * weight.double()
+            torch.testing.assert_close(rms_norm(x, weight, eps=eps).double(), exact, atol=3e-2, rtol=3e-2)
+
+        settle(lambda: assert_norm(1e-2))
+        for eps, more in ((1e-2, 0), (0.5, 1), (1e-2, 0), (3.0, 1)):
+            executed = KernelOfPlan.executed
+            assert_norm(eps)
+            assert KernelOfPlan.executed == executed + more
+
+
+def test_an_error_of_the_driver_is_raised_as_of_a_refused_launch():
+    with recorded_plans(OPERATIONS["sdpa"].compute):
+        call = settled("sdpa")
+        library().fail_with(719)
+        with pytest.raises(ExecutionError, match=r"could not launch .*CUDA reports error 719 for a recorded launch"):
+            call(call.tensors())
+        library().fail_with(0)
+        assert_right(call)
+
+
+def test_an_evicted_plan_is_freed_and_recorded_again():
+    with recorded_plans(OPERATIONS["sdpa"].compute):
+        call = settled("sdpa")
+        graphs = [weakref.ref(plan.built) for plan in plan_cache.plans()]
+        plan_cache.clear()
+        gc.collect()
+        assert not any(graph() is not None for graph in graphs)
+        settled("sdpa")
+        executed = KernelOfPlan.executed
+        run(call)
+        assert KernelOfPlan.executed == executed
+
+
+@pytest.mark.parametrize("name", ["sdpa", "silu_mul"])
+def test_verified_calls_are_launched_both_ways(name):
+    call = OPERATIONS[name]
+    with providers("cudnn"), recorded_plans(call.compute, mode=loader.VERIFY):
+        for _ in range(12):
+            run(call)
+            wait()
+        assert all("each compared with cuDNN's" in str(each) for each in recorders())
+        executed = KernelOfPlan.executed
+        assert_right(call)
+        assert KernelOfPlan.executed == executed + 3  # the call's, and two that are compared
+
+
+def test_benchmarks_measure_both_ways():
+    call = OPERATIONS["sdpa"]
+    with recorded_plans(call.compute):
+        assert ways.until_recorded(lambda: run(call)) == ["as recorded (kernels: 1, memsets: 0)"] * 3
+        assert ways.until_recorded(lambda: run(call)) == []
+        executed = KernelOfPlan.executed
+        with ways.by_cudnn():
+            assert_right(call)
+        assert KernelOfPlan.executed == executed + 1
+        assert_right(call)
+        assert KernelOfPlan.executed == executed + 1
+
+
+def test_explain_says_who_launches_a_plan(monkeypatch):
+    call = OPERATIONS["sdpa"]
+    with recorded_plans(call.compute):
+        tensors = call.tensors()
+        assert explain(sdpa, **tensors).launched == "by cuDNN, because C++ has not launched it yet"
+        settled("sdpa")
+        found = explain(sdpa, **call.tensors(grad=True))
+        assert found.launched == found.backward.launched == "as recorded (kernels: 1, memsets: 0)"
+        assert "  launched   as recorded (kernels: 1, memsets: 0)\n" in str(found)
+        with monkeypatch.context() as patch:
+            patch.setattr(loader.Native, "module", None)
+            patch.setattr(loader.Native, "status", "Python: there is no C++ compiler")
+            plan_cache.clear()
+            found = explain(sdpa, **tensors)
+            assert found.launched == "by cuDNN, because calls go through Python: there is no C++ compiler"
+        monkeypatch.setenv(loader.RECORDED_VARIABLE, "off")
+        found = explain(sdpa, **tensors)
+        assert found.launched == ""
+        assert "launched" not in str(found)
+
+
+def test_nothing_is_imported_where_recording_is_off(run_python):
+    code = """
+import sys
+from contract.operations import OPERATIONS
+from native_way import native_way
+from real_plans import real_plans
+call = OPERATIONS["sdpa"]
+with native_way(), real_plans(call.compute):
+    call.warm_up()
+assert not [name for name in sys.modules if "engine.recorded" in name]
+"""
+    path = os.pathsep.join(sys.path)
+    run_python(code, fresh=True, PYTHONPATH=path, CUDNN_SDPA_RECORDED=None)

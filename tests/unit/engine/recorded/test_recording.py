@@ -1,0 +1,472 @@
+"""Recording of one plan: its words of addresses, its proof, its launches, and everything that disqualifies it.
+
+The plan is two kernels and a memset, which a stand-in for CUDA's driver captures and runs over host memory: see
+`stand_in_gpu`. Its results are right only if the memset is there, kernels run in order, and each address is in place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import random
+import weakref
+from array import array
+from collections.abc import Iterator
+
+import pytest
+import torch
+from fake_gpu import TARGET
+from real_plans import Device, _Handle, real_plans
+from stand_in_gpu import CLUSTERS, OVERLAPS, Kernel, launched, library, own_kernel, stand_in_driver, wait
+
+from cudnn_sdpa import ExecutionError, OptionError
+from cudnn_sdpa.engine.native import loader
+from cudnn_sdpa.engine.recorded import captures, proof, recorder
+from cudnn_sdpa.engine.recorded.recorder import Recorder
+from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph.definition import GraphDefinition
+from cudnn_sdpa.graph.key import Operand, Role
+from cudnn_sdpa.graph.layouts import TensorLayout
+from cudnn_sdpa.plans import plan as plans
+from cudnn_sdpa.plans.plan import Plan
+
+WORDS = 64
+SCALE = 0.75
+LAYOUT = TensorLayout.contiguous((1, WORDS), torch.float32)
+SCALAR = TensorLayout.contiguous((1, 1), torch.float32)
+
+
+@GraphDefinition
+def combine(g, a, b, scale):
+    """A key is all that it is needed for."""
+    return g.mul(g.add(a, b), scale)
+
+
+KEY = combine.key(
+    [Operand("a", LAYOUT), Operand("b", LAYOUT), Operand("scale", SCALAR, Role.SCALAR)],
+    [Operand("out", LAYOUT)],
+    {},
+    TARGET,
+    0,
+)
+
+
+def word(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+class Engine:
+    """A built graph, with the faults that are named.
+
+    Attributes:
+        calls: How often it was executed, captures included.
+    """
+
+    engine, knobs, workspace = "eng0", {}, 4 * (WORDS + 4)
+
+    def __init__(self, *faults: str, extra: list[str] | None = None) -> None:
+        self.faults, self.calls = set(faults), 0
+        self.products = Kernel("products", own_kernel("products"), [8, 8, 8, 4, 4])
+        self.other = Kernel("products_of_aligned", own_kernel("products"), [8, 8, 8, 4, 4])
+        self.noted = Kernel("products_noted", own_kernel("products"), [8, 8, 8, 4, 4, 8])
+        self.start = Kernel("start", own_kernel("start"), [8])
+        self.finish = Kernel("finish", own_kernel("finish"), [128, 8])
+        self.foreign = torch.zeros(64)
+        library().own_memory(self.foreign.data_ptr(), 256)
+
+    def executor(self, _):
+        return self.execute
+
+    def execute(self, address, count, workspace, handle, index):
+        assert (count, index) == (4, -1)
+        library().make_context_current()
+        a, b, scale, out = (ctypes.c_uint64 * 4).from_address(address)
+        self.launch(_Handle.all[handle].stream, a, b, ctypes.c_float.from_address(scale).value, out, workspace)
+
+    def launch(self, stream, a, b, scale, out, workspace):
+        self.calls += 1
+        is_captured, faults = library().is_captured(stream), self.faults
+        if "refuses in captures" in faults and is_captured:
+            raise RuntimeError("cuDNN: CUDNN_STATUS_EXECUTION_FAILED")
+        if is_captured and "swapped in captures" in faults:
+            a, b = b, a
+        if "kernels alone" in faults:
+            self.start.launch(stream, word(workspace), attributes={OVERLAPS: 1})
+        elif not (is_captured and "no memset in captures" in faults):
+            assert not library().cuMemsetD32Async(workspace, 0, 2, stream)
+        if "host work" in faults and is_captured:
+            library().enqueue_host_work(stream)
+        if "side by side" in faults and is_captured:
+            library().fork_stream(stream)
+        products, more = self.products, []
+        if "by alignment" in faults and not (a | b | out) % 256:
+            products = self.other
+        if faults & {"a counter", "foreign memory", "half an address"}:
+            products = self.noted
+            more = [word(self.calls)] if "a counter" in faults else [word(self.foreign.data_ptr() + 64)]
+            more = [word(a & 0xFFFF0000)] if "half an address" in faults else more
+        if "another kernel" in faults and is_captured and not self.calls % 3:
+            products = self.other
+        first = {OVERLAPS: 1} if "behind a memset" in faults else {}
+        second = {} if "no overlap" in faults else {OVERLAPS: 1}
+        values = array("f", [scale, 0.0]).tobytes()
+        products.launch(
+            stream,
+            *(word(workspace), word(a), word(b), values[:4], values[4:], *more),
+            blocks=5,
+            attributes={**first, CLUSTERS: 2} if "clusters" in faults else first,
+            packed="packed" in faults,
+        )
+        # Unaligned, as in a structure, among bytes that are the same in each launch.
+        description = bytes(range(20)) + word(out) + bytes(100)
+        self.finish.launch(stream, description, word(workspace), blocks=9, attributes=second)
+        if not is_captured and "random" in faults:
+            ctypes.c_float.from_address(out).value += random.random()
+
+
+class Call:
+    """A plan on this engine, and launches of it."""
+
+    def __init__(self, module, device: Device, *faults: str) -> None:
+        self.engine, self.device = Engine(*faults), device
+        self.plan = Plan(KEY, self.engine, {})
+        self.plan.held = True
+        self.recorder = Recorder(module, "combine")
+        self.plan.recorder = self.recorder
+        self.arenas: list[torch.Tensor] = []
+
+    def operands(self, alignment: int = 16, *, zeros: bool = False) -> list[torch.Tensor]:
+        """Two inputs and a result, anywhere."""
+        found = []
+        for _ in range(3):
+            arena = torch.zeros(1 << 14, dtype=torch.uint8)
+            begin = -arena.data_ptr() % 256 + alignment * random.randrange((8 << 10) // alignment)
+            found.append(arena[begin : begin + 4 * WORDS].view(torch.float32))
+        for x in found[:2]:
+            x.copy_(torch.zeros(WORDS) if zeros else torch.randn(WORDS))
+        found[2].fill_(torch.nan)
+        return found
+
+    def pointers(self, operands: list[torch.Tensor], scale: float = SCALE) -> array[int]:
+        self.scale = array("f", [scale])  # alive during the launch
+        a, b, out = (x.data_ptr() for x in operands)
+        return array("Q", [a, b, self.scale.buffer_info()[0], out])
+
+    def by_plan(self, operands: list[torch.Tensor], scale: float = SCALE) -> torch.Tensor:
+        self.plan.launch(self.pointers(operands, scale))
+        return operands[2].clone()
+
+    def watched(self, operands: list[torch.Tensor] | None = None, scale: float = SCALE) -> torch.Tensor:
+        operands = self.operands() if operands is None else operands
+        self.recorder.watch(self.plan, self.pointers(operands, scale))
+        wait()
+        assert_right(operands, scale)
+        return operands[2]
+
+    def recorded(self, operands: list[torch.Tensor], stream: int = 0) -> torch.Tensor:
+        pointers = self.pointers(operands).tolist()
+        assert self.recorder.native.serves(pointers)
+        workspace = torch.full((self.plan.workspace,), 0xEE, dtype=torch.uint8)
+        assert not self.recorder.native.launch(pointers, workspace.data_ptr(), stream)
+        return operands[2].clone()
+
+    def settle(self, most: int = 8) -> str:
+        for _ in range(most):
+            if not self.recorder.native.is_watched:
+                break
+            self.watched()
+        return str(self.recorder)
+
+
+def assert_right(operands: list[torch.Tensor], scale: float = SCALE) -> None:
+    a, b, out = (x.double() for x in operands)
+    torch.testing.assert_close(out, (a - 2 * b) * scale + 1, atol=1e-5, rtol=1e-5)
+
+
+@pytest.fixture
+def module() -> Iterator[object]:
+    with stand_in_driver() as found:
+        yield found
+
+
+@pytest.fixture
+def device(module) -> Iterator[Device]:  # noqa: ARG001 - before it
+    with real_plans() as found:
+        yield found
+
+
+def without_addresses(lines: list[str], of: dict[int, str]) -> list[str]:
+    for address, name in of.items():
+        lines = [line.replace(word(address).hex(), name) for line in lines]
+    return lines
+
+
+ALIKE = [(), ("packed",), ("clusters",), ("no overlap",), ("kernels alone",)]
+
+
+@pytest.mark.parametrize("kinds", ALIKE, ids=lambda kinds: " ".join(kinds) or "plain")
+def test_a_recorded_launch_asks_the_driver_for_what_execute_asks_for(module, device, kinds):
+    """Kernels, memsets, shapes, attributes and every byte of arguments, at fresh addresses, on any stream."""
+    call = Call(module, device, *kinds)
+    kernels, memsets = (3, 0) if "kernels alone" in kinds else (2, 1)
+    assert call.settle() == f"as recorded (kernels: {kernels}, memsets: {memsets})"
+    executed = call.engine.calls
+    for stream in (0, 11, 0, 12):
+        operands, again = call.operands(), call.operands()
+        for one, other in zip(operands[:2], again[:2], strict=True):
+            other.copy_(one)
+        launched()
+        with device.stream(stream):
+            expected = call.by_plan(operands)
+        names = {x.data_ptr(): f"<{i}>" for i, x in enumerate(operands)}
+        by_plan = without_addresses(launched(), names)
+        torch.testing.assert_close(call.recorded(again, stream), expected, atol=0, rtol=0)
+        assert_right(again)
+        names = {x.data_ptr(): f"<{i}>" for i, x in enumerate(again)}
+        recorded = without_addresses(launched(), names)
+        assert len(recorded) == 3
+        workspaces = [lines[-1].split()[-1] for lines in (by_plan, recorded)]
+        for lines, workspace in zip((by_plan, recorded), workspaces, strict=True):
+            lines[:] = [line.replace(workspace, "<workspace>") for line in lines]
+        assert recorded == by_plan
+        assert sum(f"@{OVERLAPS}=" in line for line in recorded) == {"no overlap": 0, "kernels alone": 2}.get(
+            "".join(kinds), 1
+        )
+        assert all(f"<{i}>" in " ".join(recorded) for i in range(3))
+    assert call.engine.calls == executed + 4
+
+
+def test_a_kernel_behind_a_memset_does_not_overlap(module, device):
+    """Only kernels have programmatic edges: its attribute is not seen, and changes nothing."""
+    call = Call(module, device, "behind a memset")
+    call.settle()
+    launched()
+    call.recorded(call.operands())
+    assert [f"@{OVERLAPS}=" in line for line in launched()] == [False, False, True]
+
+
+DISQUALIFIED = {
+    "refuses in captures": "cuDNN: CUDNN_STATUS_EXECUTION_FAILED",
+    "swapped in captures": "its recorded launch had other results",
+    "no memset in captures": "its recorded launch had other results",
+    "host work": "it enqueues more than kernels and memsets: a node of type 3",
+    "side by side": "it launches side by side",
+    "a counter": "byte 0 of argument 5 moves with no operand: products_noted",
+    "half an address": "byte 2 of argument 5 moves with no operand: products_noted",
+    "foreign memory": "it uses memory that is no operand's: products_noted",
+    "another kernel": "what it launches depends on its operands' addresses",
+    "random": "its results differ in bits from launch to launch",
+}
+
+
+@pytest.mark.parametrize("fault", DISQUALIFIED)
+def test_what_disqualifies_a_plan(module, device, fault):
+    call = Call(module, device, fault)
+    if fault == "random":
+        for _ in range(4):
+            call.recorder.watch(call.plan, call.pointers(call.operands()))
+            wait()
+    else:
+        call.settle()
+    assert str(call.recorder) == f"by cuDNN, because {DISQUALIFIED[fault]}"
+    assert not call.recorder.native.is_serving
+    assert not call.recorder.native.is_watched
+    assert not library().is_captured(4000)
+
+
+def test_an_engine_that_chooses_by_alignment_is_recorded_for_its_best(module, device):
+    call = Call(module, device, "by alignment")
+    for _ in range(4):
+        call.watched(call.operands(256))
+    assert str(call.recorder).startswith("as recorded")
+    launched()
+    call.recorded(call.operands(256))
+    assert "products_of_aligned" in " ".join(launched())
+    a, b, out = call.operands(256)
+    for moved in ([a[4:], b, out], [a, b[8:], out], [a, b, out[4:]]):
+        assert not call.recorder.native.serves(call.pointers(moved).tolist())
+
+
+def test_addresses_that_never_have_the_alignment_end_the_proof(module, device, monkeypatch):
+    monkeypatch.setattr(recorder, "MAX_TRIES", 3)
+    call = Call(module, device, "by alignment")
+    for _ in range(6):
+        operands = call.operands(256)
+        call.watched([operands[0].as_strided((WORDS,), (1,)), *shifted(operands[1:])])
+    assert "no call has the alignment" in str(call.recorder)
+
+
+def shifted(operands: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The same, 16 bytes on."""
+    found = []
+    for x in operands:
+        made = torch.empty(WORDS + 128)
+        begin = (-made.data_ptr() % 256 + 16) // 4
+        found.append(made[begin : begin + WORDS].copy_(x))
+    return found
+
+
+def test_host_scalars_are_part_of_what_is_recorded(module, device):
+    call = Call(module, device)
+    call.settle()
+    operands = call.operands()
+    assert call.recorder.native.serves(call.pointers(operands, SCALE).tolist())
+    for other in (0.5, -SCALE, 0.7500001, float("nan")):
+        assert not call.recorder.native.serves(call.pointers(operands, other).tolist())
+    pointers = call.pointers(operands)
+    pointers[0] = 0
+    assert not call.recorder.native.serves(pointers.tolist())
+
+
+def test_results_of_zeros_prove_nothing(module, device, monkeypatch):
+    """Swapped operands go unnoticed where both are zeros."""
+    monkeypatch.setattr(recorder, "MAX_TRIES", 4)
+    for fault, nonzero in (("swapped in captures", True), ("", True), ("", False)):
+        call = Call(module, device, fault)
+        zeros = torch.full((WORDS,), -1.0)  # plus 1 is 0
+        for _ in range(4):
+            operands = call.operands(zeros=True)
+            operands[0].copy_(zeros / SCALE)
+            call.watched(operands)
+            assert not call.recorder.native.is_serving
+        if nonzero:
+            call.recorder._tries = 0
+            call.settle()
+            assert call.recorder.native.is_serving is (fault == "")
+        else:
+            operands = call.operands(zeros=True)
+            operands[0].copy_(zeros / SCALE)
+            call.watched(operands)
+            call.watched(operands)
+            assert "all zeros" in str(call.recorder)
+
+
+def test_nothing_is_recorded_while_the_calls_stream_is_captured(module, device, monkeypatch):
+    monkeypatch.setattr(plans, "captured_plans", [])
+    call = Call(module, device)
+    with device.stream(11):
+        device.capturing = True
+        for _ in range(3):
+            call.recorder.watch(call.plan, call.pointers(call.operands()))
+            wait()
+        assert call.engine.calls == 3
+        device.capturing = False
+        captured = plans.captured_plans[:]
+    call.settle()
+    assert captured == plans.captured_plans == [call.plan]
+
+
+def test_a_recording_keeps_no_plan(module, device, monkeypatch):
+    monkeypatch.setattr(plans, "captured_plans", [])
+    call = Call(module, device)
+    call.settle()
+    engine = weakref.ref(call.engine)
+    assert not plans.captured_plans
+    del call
+    gc.collect()
+    assert engine() is None
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_plans_that_are_not_tried(module, device, held, monkeypatch):
+    call = Call(module, device)
+    if held:
+        monkeypatch.setattr(recorder, "MAX_BYTES", 100)
+    call.plan.held = held
+    call.watched()
+    assert call.engine.calls == 1
+    size = 4 * WORDS + call.plan.workspace
+    why = (
+        f"its results and its workspace have {size} bytes; more than 100 are not recorded" if held else "it is evicted"
+    )
+    assert str(call.recorder) == f"by cuDNN, because {why}"
+
+
+def test_a_known_issue_in_captures_forbids_it(module, device, monkeypatch):
+    monkeypatch.setattr(known_issues, "not_in_capture", lambda _: "it hangs")
+    call = Call(module, device)
+    call.watched()
+    assert str(call.recorder) == "by cuDNN, because it cannot be captured in a CUDA graph: it hangs"
+
+
+def test_memory_that_cannot_be_allocated_leaves_the_plan_to_cudnn(module, device):
+    for works in (0, 1, 2, 5):
+        call, made = Call(module, device), []
+        allocate = plans.allocate
+
+        def fails(*layout, made=made, works=works, allocate=allocate):
+            made.append(layout)
+            if len(made) > works:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return allocate(*layout)
+
+        call.watched()  # records
+        with pytest.MonkeyPatch.context() as patch:
+            for of in (captures, proof):
+                patch.setattr(of, "allocate", fails)
+            if not works:
+                call.recorder._step = Recorder._begin
+                call.watched()
+            else:
+                call.watched()
+        wait()
+        assert ("CUDA out of memory" in str(call.recorder)) is (works < 5), (works, str(call.recorder))
+        call.watched()
+
+
+def test_verifying_compares_every_call(device):
+    """A wrong launch that its proof has not seen, in a call whose operands show it."""
+    for fault in ("", "swapped in captures", "no memset in captures"):
+        with stand_in_driver(loader.VERIFY) as module, pytest.MonkeyPatch.context() as patch:
+            call = Call(module, device, fault)
+            patch.setattr(proof, "read", lambda *_: [False, False, True])
+            for _ in range(2):
+                call.watched()
+            memsets = int("no memset" not in fault)
+            assert str(call.recorder) == f"as recorded (kernels: 2, memsets: {memsets}), each compared with cuDNN's"
+            executed = call.engine.calls
+            if not fault:
+                call.watched()
+                assert call.engine.calls == executed + 3
+                continue
+            with pytest.raises(ExecutionError, match=r"the recorded launch of combine has other results than cuDNN's"):
+                call.watched()
+            call.engine.faults.add("random")  # not comparable
+            operands = call.operands()
+            call.recorder.watch(call.plan, call.pointers(operands))
+
+
+def test_a_function_that_was_unloaded_is_an_error(module, device):
+    call = Call(module, device)
+    call.settle()
+    library().unload(call.engine.finish.handle)
+    pointers = call.pointers(call.operands()).tolist()
+    workspace = torch.zeros(call.plan.workspace, dtype=torch.uint8)
+    assert call.recorder.native.launch(pointers, workspace.data_ptr(), 0) == 400
+    call = Call(module, device)
+    call.watched()
+    library().unload(call.engine.finish.handle)
+    with pytest.raises(ExecutionError, match="error 400"):
+        call.watched()
+
+
+def test_a_driver_that_lacks_functions(module, device, monkeypatch):
+    for driver, why in ((None, "there is no NVIDIA driver"), (ctypes.CDLL(None), "the NVIDIA driver has no cuCtxGet")):
+        recorder._connect.cache_clear()
+        monkeypatch.setattr(recorder, "_driver", lambda driver=driver: driver)
+        call = Call(module, device)
+        call.watched()
+        assert str(call.recorder).startswith(f"by cuDNN, because {why}")
+
+
+def test_an_unknown_mode_is_refused(monkeypatch):
+    monkeypatch.setenv(loader.RECORDED_VARIABLE, "yes")
+    with pytest.raises(OptionError, match=r"^CUDNN_SDPA_RECORDED: got 'yes'; expected one of off, on, verify"):
+        loader.start()
+
+
+def test_a_launch_of_other_operands_is_refused(module, device):
+    call = Call(module, device)
+    call.settle()
+    with pytest.raises(ValueError, match="other operands"):
+        call.recorder.native.launch([1, 2, 3], 0, 0)
