@@ -62,8 +62,10 @@ if _typing.TYPE_CHECKING:
     from cudnn_sdpa.fused.conv import conv3d as conv3d
     from cudnn_sdpa.fused.graph_op import GraphFunction as GraphFunction
     from cudnn_sdpa.fused.graph_op import graph_op as graph_op
+    from cudnn_sdpa.fused.norm import NormInFp8 as NormInFp8
     from cudnn_sdpa.fused.norm import layer_norm as layer_norm
     from cudnn_sdpa.fused.norm import rms_norm as rms_norm
+    from cudnn_sdpa.fused.norm import rms_norm_fp8 as rms_norm_fp8
     from cudnn_sdpa.fused.rotary.rope import rope as rope
     from cudnn_sdpa.nn import Fp8Attention as Fp8Attention
     from cudnn_sdpa.offline.warmup import WarmupReport as WarmupReport
@@ -115,7 +117,7 @@ _NAMES = {
     "fused.activation": "gelu_mul relu_squared silu_mul",
     "fused.conv": "conv1d conv2d conv3d",
     "fused.graph_op": "GraphFunction graph_op",
-    "fused.norm": "layer_norm rms_norm",
+    "fused.norm": "NormInFp8 layer_norm rms_norm rms_norm_fp8",
     "fused.rotary.rope": "rope",
     "nn": "Fp8Attention",
     "offline.warmup": "WarmupReport compile_plans warmup",

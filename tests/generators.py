@@ -1773,6 +1773,56 @@ class RmsNorm(Operation):
 
 
 @operation
+class RmsNormFp8(RmsNorm):
+    """Results are multiplied by their scales."""
+
+    name = "rms_norm_fp8"
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        drawn_norm = super().draw(r, seed, device)
+        tensors, options = dict(drawn_norm.tensors), dict(drawn_norm.options)
+        options.pop("activation", None)
+        if r.random() < 0.5:
+            tensors["scale"] = drawn(r, r.choice([(), (1,)]), F32, scale=0.0, shift=r.choice([0.001, 0.0137, 0.3]))
+        return replace(drawn_norm, tensors=tensors, options=options, wanted=())
+
+    def call(self, tensors, options, facts):
+        found = cudnn_sdpa.rms_norm_fp8(**tensors, **options)
+        wide = F64 if tensors["x"].dtype == F64 else F32
+        values = (found.out.to(wide) * found.scale.to(wide)).to(tensors["x"].dtype)
+        results = {"out": values, "sum": found.total, "amax": found.amax}
+        results["amax of rows"] = None if "scale" in tensors else found.scale * 448
+        return {name: x for name, x in results.items() if x is not None}
+
+    def exact(self, case, options, leaves, known):
+        out = super().exact(case, options, {n: x for n, x in leaves.items() if n != "scale"}, known)
+        rows = out["out"].abs().amax(-1, keepdim=True)
+        known["scale"] = leaves["scale"] if "scale" in leaves else (rows / 448).clamp_min(2.0**-100)
+        out["out"] = torch.clamp(out["out"], -448 * known["scale"], 448 * known["scale"])
+        if "scale" not in leaves:
+            return out | {"amax of rows": 448 * known["scale"]}
+        return out | {"amax": rows.amax() if rows.numel() else rows.sum()}
+
+    def bounds(self, case, options, leaves, grads, known, precision):
+        leaves = {n: x for n, x in leaves.items() if n != "scale"}
+        exact = self.exact(case, options, leaves, {})["out"].abs()
+        inner = Precision.of(F32)
+        found = super().bounds(case, options, leaves, grads, known, inner)["out"]
+        by_row = found.amax(-1, keepdim=True)
+        most = by_row.amax() if by_row.numel() else by_row.sum()
+        more = {"sum": precision.unit * known["total"].abs() + precision.tiny}
+        out = exact * (2**-4 + 2 * precision.unit) + known["scale"] * 2**-10 + found
+        return {"out": out * 1.01 + precision.tiny, "amax": 4 * most, "amax of rows": 4 * by_row, **more}
+
+    def check_places(self, case, tensors, found, gradients):
+        if found["out"].numel() and not is_dense(found["out"]):
+            yield "out is not dense"
+
+    def explained(self, case):
+        return cudnn_sdpa.rms_norm_fp8, (), {**meta(case), **case.options}
+
+
+@operation
 class LayerNorm(Operation):
     aligns = True
     name = "layer_norm"

@@ -21,7 +21,7 @@ from cudnn_sdpa.fused.checks import EXPECTED, checked_flag
 from cudnn_sdpa.fused.conv_graphs import channels_last, check_call, conv_wgrad, convolution, sizes_of
 from cudnn_sdpa.fused.graph_op import GraphFunction
 from cudnn_sdpa.fused.norm_graphs import check as check_norm
-from cudnn_sdpa.fused.norm_graphs import checked_eps, default_eps, layer_norm_rows, rms_norm_rows
+from cudnn_sdpa.fused.norm_graphs import checked_eps, default_eps, layer_norm_rows, rms_norm_fp8_rows, rms_norm_rows
 from cudnn_sdpa.fused.rotary.rope import operands_of, rope
 from cudnn_sdpa.fused.rotary.rope_graphs import rope_rows
 from cudnn_sdpa.graph.key import PlanKey
@@ -46,6 +46,22 @@ def _rms_norm(
     fused = None if has_activation else activation
     description = rms_norm_rows.describe(x, weight, eps, shift=shift, residual=residual, activation=fused)
     return _completed(description, x, _copies(x=x, residual=residual) + notes)
+
+
+@describes(norm.rms_norm_fp8, rms_norm_fp8_rows.ways)
+def _rms_norm_fp8(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: float | None,
+    *,
+    scale: Tensor | None,
+    residual: Tensor | None,
+    zero_centered: bool,
+) -> Description:
+    eps = checked_eps(default_eps(x) if eps is None else eps)
+    shift = 1.0 if checked_flag("zero_centered", zero_centered) and weight is not None else None
+    description = rms_norm_fp8_rows.describe(x, weight, eps, shift=shift, residual=residual, scale=scale)
+    return _completed(description, x, _copies(x=x, residual=residual) + ["the amax of all rows"] * (scale is not None))
 
 
 @describes(norm.layer_norm, layer_norm_rows.ways)

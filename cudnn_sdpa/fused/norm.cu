@@ -2,7 +2,8 @@
  *
  * OF_ROW threads share a row, a power of 2. Each keeps HELD units of it in registers; if HELD is 0, it reads its units
  * again in each pass, and finds them in a cache. A block has THREADS threads, and THREADS / OF_ROW rows at once. SUM: a
- * residual is added to the rows. Other macros: see rows.cuh.
+ * residual is added to the rows. FP8: 1 if the result is in E4M3 with a scale for each row, 2 if it is with a given one.
+ * Other macros: see rows.cuh.
  */
 #include "rows.cuh"
 
@@ -16,6 +17,8 @@ struct Norm {
   const void* bias;       /* null: zeros */
   void* out;
   void* total;            /* with SUM: x plus the residual, rounded */
+  const float* given;     /* with FP8 == 2: the scale */
+  float* of_rows;         /* with FP8: the scale of each row, or its amax */
   float* mean;            /* of each row; null: not wanted */
   float* scale;           /* one over the deviation or the root mean square; null: not wanted */
   const void* grad;       /* backward: of the output */
@@ -34,19 +37,34 @@ struct Norm {
   number silu;            /* whether SiLU follows */
 };
 
-/* The sum over the threads of a row. No memory of `sums` is used by two calls without a barrier between them. */
-__device__ __forceinline__ float sum_of_row(float x, float* sums) {
+struct Sum {
+  static __device__ __forceinline__ float of(float x, float y) { return x + y; }
+};
+
+/* Of numbers that are not negative; NaN stays. */
+struct Largest {
+  static __device__ __forceinline__ float of(float x, float y) { return y > x || y != y ? y : x; }
+};
+
+/* A sum, or the like, over the threads of a row. No memory of `sums` is used by two calls without a barrier between
+ * them. */
+template <class Both>
+__device__ __forceinline__ float over_row(float x, float* sums) {
 #pragma unroll
-  for (int apart = (OF_ROW < 32 ? OF_ROW : 32) / 2; apart > 0; apart /= 2) x += shuffle_xor(x, apart);
+  for (int apart = (OF_ROW < 32 ? OF_ROW : 32) / 2; apart > 0; apart /= 2) x = Both::of(x, shuffle_xor(x, apart));
 #if OF_ROW > 32
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (lane == 0) sums[warp] = x;
   __syncthreads();
   x = lane < OF_ROW / 32 ? sums[threadIdx.x / OF_ROW * (OF_ROW / 32) + lane] : 0.0f;
 #pragma unroll
-  for (int apart = 16; apart > 0; apart /= 2) x += shuffle_xor(x, apart);
+  for (int apart = 16; apart > 0; apart /= 2) x = Both::of(x, shuffle_xor(x, apart));
 #endif
   return x;
+}
+
+__device__ __forceinline__ float sum_of_row(float x, float* sums) {
+  return over_row<Sum>(x, sums);
 }
 
 /* The unit of a thread that it reads as number i; those beyond the row are not read. */
@@ -80,6 +98,50 @@ struct Summed {
   __device__ __forceinline__ void get(float (&x)[UNIT]) const { raw.get(x); }
 #endif
 };
+
+/* A unit of the result, of the row that begins at the unit `first`. */
+__device__ __forceinline__ void result_of(
+    const Norm& a, Summed& of_x, Raw<WDTYPE>& weight, number first, number unit, float mean, float scale, float (&x)[UNIT]) {
+  if (HELD == 0) {
+    of_x.read(a, first + unit);
+    if (a.weight) weight.read(a.weight, unit);
+  }
+  const float shift = float_of(a.shift);
+  float factor[UNIT];
+  of_x.get(x), weight.get(factor);
+#pragma unroll
+  for (int j = 0; j < UNIT; ++j) {
+    x[j] = (x[j] - mean) * scale;
+    if (a.weight) x[j] *= factor[j] + shift;
+  }
+#if LAYER
+  if (a.bias) {
+    Raw<WDTYPE> bias;
+    bias.read(a.bias, unit);
+    bias.get(factor);
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) x[j] += factor[j];
+  }
+#endif
+  if (a.silu) {
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) x[j] *= sigmoid(x[j]);
+  }
+}
+
+#if FP8
+/* Writes a unit in E4M3. */
+__device__ __forceinline__ void write_fp8(void* base, number unit, const float (&x)[UNIT], float one_over_scale) {
+  union {
+    Word<UNIT>::type word;
+    unsigned short pair_at[UNIT > 1 ? UNIT / 2 : 1];
+  };
+#pragma unroll
+  for (int j = 0; j < UNIT; j += 2)
+    pair_at[j / 2] = pack_e4m3(x[j] * one_over_scale, j + 1 < UNIT ? x[(j + 1) % UNIT] * one_over_scale : 0.0f);
+  store((Word<UNIT>::type*)base + unit, word);
+}
+#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   SHARED_MEMORY(memory);
@@ -127,38 +189,34 @@ extern "C" __global__ void __launch_bounds__(THREADS) normalize(const Norm a) {
   }
 #endif
   const float scale = rsqrt_fast(sum_of_row(sum, LAYER ? sums + THREADS / 32 : sums) * of_count + float_of(a.eps));
+#if FP8
+  float most = 0.0f;
+  FOR_UNITS(i, unit) {
+    float x[UNIT];
+    result_of(a, held[i], weights[i], first, unit, mean, scale, x);
+#pragma unroll
+    for (int j = 0; j < UNIT; ++j) most = Largest::of(most, fabsf(x[j]));
+  }
+  most = over_row<Largest>(most, sums + (1 + LAYER) * (THREADS / 32));
+  const float least = 7.888609052210118e-31f, of_row = most * (1.0f / 448.0f); /* 2^-100: one over it is finite */
+  const float used = FP8 == 2 ? load(a.given) : of_row < least ? least : of_row, one_over = 1.0f / used;
+#endif
   if (!is_there) return;
   if (lane == 0 && a.scale) store(a.scale + row, scale);
   if (lane == 0 && a.mean) store(a.mean + row, mean);
-  const float shift = float_of(a.shift);
-  FOR_UNITS(i, unit) {
-    if (HELD == 0) {
-      held[i].read(a, first + unit);
-      if (a.weight) weights[i].read(a.weight, unit);
-    }
-    float x[UNIT], factor[UNIT];
-    held[i].get(x), weights[i].get(factor);
-#pragma unroll
-    for (int j = 0; j < UNIT; ++j) {
-      x[j] = (x[j] - mean) * scale;
-      if (a.weight) x[j] *= factor[j] + shift;
-    }
-#if LAYER
-    if (a.bias) {
-      Raw<WDTYPE> bias;
-      bias.read(a.bias, unit);
-      bias.get(factor);
-#pragma unroll
-      for (int j = 0; j < UNIT; ++j) x[j] += factor[j];
-    }
+#if FP8
+  if (lane == 0) store(a.of_rows + row, FP8 == 2 ? most : used);
 #endif
-    if (a.silu) {
-#pragma unroll
-      for (int j = 0; j < UNIT; ++j) x[j] *= sigmoid(x[j]);
-    }
+  FOR_UNITS(i, unit) {
+    float x[UNIT];
+    result_of(a, held[i], weights[i], first, unit, mean, scale, x);
+#if FP8
+    write_fp8(a.out, first + unit, x, one_over);
+#else
     Raw<DTYPE> out;
     out.set(x);
     out.write(a.out, first + unit);
+#endif
   }
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import overload
+from typing import NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from cudnn_sdpa.fused.norm_graphs import (
     default_eps,
     fuses,
     layer_norm_rows,
+    rms_norm_fp8_rows,
     rms_norm_rows,
 )
-from cudnn_sdpa.graph.scalars import is_compiling
+from cudnn_sdpa.graph.scalars import is_compiling, is_empty
 
 
 @overload
@@ -134,6 +135,68 @@ def separate_steps(
     if has_activation:
         check_activation(activation, ACTIVATIONS)
     return has_sum, has_activation
+
+
+class NormInFp8(NamedTuple):
+    """The result of `rms_norm_fp8`; numbers are those of `out` times `scale`.
+
+    Attributes:
+        out: The norm divided by the scale, of x's shape, contiguous, float8_e4m3fn.
+        scale: That of each row, (..., 1) float32; or the given one.
+        amax: The largest absolute value of the norm, () float32; None without a given scale.
+        total: The sum of x and the residual, in x's dtype; None without a residual.
+    """
+
+    out: Tensor
+    scale: Tensor
+    amax: Tensor | None
+    total: Tensor | None
+
+
+def rms_norm_fp8(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float | None = 1e-6,
+    *,
+    scale: Tensor | None = None,
+    residual: Tensor | None = None,
+    zero_centered: bool = False,
+) -> NormInFp8:
+    """`rms_norm` in E4M3 for an FP8 linear layer, in one kernel of this library. For inference.
+
+    Without `scale` each row has its own, its largest absolute value over 448, as `torch._scaled_mm` reads them. A given
+    one, of earlier steps (delayed scaling), is for all rows; numbers saturate at 448. Rounding is to the nearest, ties
+    to even; NaN stays NaN.
+
+    Args:
+        x: (..., n), float16, bfloat16 or float32. Kernels read dense rows; an x that is not contiguous is copied first.
+        weight: (n,), in x's dtype or float32; None is ones.
+        eps: As for `rms_norm`.
+        scale: () or (1,), float32; None is one for each row.
+        residual: Of x's shape and dtype: added to x first, in the same kernel.
+        zero_centered: Whether the weight is stored minus 1.
+
+    Returns:
+        The norm, its scale, its amax if a scale is given (one more small kernel), and the sum with a residual.
+
+    Raises:
+        ArgumentError: An argument is wrong.
+        UnsupportedError: A tensor requires grad, or the GPU has no FP8 (before compute capability 8.9).
+
+    Examples:
+        >>> import torch, cudnn_sdpa
+        >>> x, weight = torch.randn(2, 5, 64), torch.rand(64)
+        >>> found = cudnn_sdpa.rms_norm_fp8(x, weight)
+        >>> torch.allclose(found.out.float() * found.scale, cudnn_sdpa.rms_norm(x, weight), atol=0.2)
+        True
+    """
+    eps = checked_eps(default_eps(x) if eps is None else eps)
+    shift = 1.0 if checked_flag("zero_centered", zero_centered) and weight is not None else None
+    out, of_rows, *total = rms_norm_fp8_rows(x, weight, eps, shift=shift, residual=residual, scale=scale)
+    amax = None
+    if scale is not None:
+        amax = of_rows.sum() if is_empty(of_rows) else of_rows.amax()  # an empty one has no largest value
+    return NormInFp8(out, of_rows if scale is None else scale, amax, total[0] if total else None)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:

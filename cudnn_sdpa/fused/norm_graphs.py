@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,9 @@ ACTIVATIONS: dict[str | None, Callable[[Tensor], Tensor]] = {None: lambda x: x, 
 
 #: The largest float32 value: eps is passed to cuDNN as float32.
 MAX_EPS = torch.finfo(torch.float32).max
+
+#: The largest number of E4M3.
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 #: For arguments in the order of PyTorch's norms.
 _HINT = "There is no normalized_shape here: rows are the last dimension of x."
@@ -250,6 +253,72 @@ def rms_norm_rows(
     return (out, *(() if residual is None else (total,)), *((scale,) if trains else ()))
 
 
+def _fp8_reference(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    shift: float | None = None,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    rows = widened(x) if residual is None else widened(x) + widened(residual)
+    out = rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt() * _factor(weight, shift, rows)
+    amax = out.abs().amax(-1, keepdim=True)
+    used = (amax / _LARGEST).clamp_min(2.0**-100) if scale is None else scale
+    quantized = (out / used).clamp(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
+    total = () if residual is None else (rows.to(x.dtype),)
+    return (quantized, (used if scale is None else amax).float(), *total)
+
+
+def _fp8_outputs(
+    x: Tensor,
+    weight: Tensor | None = None,
+    eps: float = 0.0,
+    shift: float | None = None,
+    residual: Tensor | None = None,
+    scale: Tensor | None = None,
+) -> list[Tensor]:
+    del weight, eps, shift, scale
+    of_rows = torch.empty((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
+    quantized = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=x.device)
+    return [quantized, of_rows, *([] if residual is None else [torch.empty(x.shape, dtype=x.dtype, device=x.device)])]
+
+
+def _check_fp8(
+    x: Tensor,
+    weight: Tensor | None,
+    eps: object,
+    _shift: float | None,
+    residual: Tensor | None,
+    scale: Tensor | None,
+) -> None:
+    check(x, {"weight": weight}, eps, residual)
+    if scale is not None:
+        check_beside("scale", scale, "x", x, dtype=torch.float32)
+        if scale.numel() != 1:
+            raise ShapeError("scale", f"shape {tuple(scale.shape)}", "one number, () or (1,)")
+
+
+@graph_op(
+    reference=_fp8_reference,
+    outputs=_fp8_outputs,
+    check=_check_fp8,
+    readable=_contiguous,
+    shard={"x": 1, "residual": 1},
+)
+def rms_norm_fp8_rows(
+    g: GraphBuilder,
+    x: Symbol,
+    weight: Symbol | None = None,
+    eps: Symbol | None = None,
+    shift: Symbol | None = None,
+    residual: Symbol | None = None,
+    scale: Symbol | None = None,
+) -> NoReturn:
+    """Normalized rows in E4M3, and the scale of each, or its amax if one scale is given; the sum with a residual."""
+    raise NotImplementedError("own kernels alone write norms in FP8")
+
+
 def _layer_reference(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, trains: bool
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]:
@@ -339,6 +408,18 @@ def _by_own_kernels(
     trains = {name: static[name] for name in ("trains",) if name in static}
     return given, own.key_of(operation, named, results, options | trains, target=target, device=device), why
 
+
+def _in_fp8(
+    names: Sequence[str], given: Views, *, target: Target, device: int | None
+) -> tuple[Views, PlanKey | None, str]:
+    values, results, _ = given
+    named = dict(zip(names, values, strict=True))
+    options = {"layer": False, "activation": None, "fp8": 1 if named["scale"] is None else 2}
+    key = own.key_of(own_norm, named, results, options, target=target, device=device)
+    return given, key, "own kernels: cuDNN's engines of norms write no FP8 of a scale for each row"
+
+
+rms_norm_fp8_rows.own = _in_fp8
 
 for _function, _operation in (
     (rms_norm_rows, own_norm),

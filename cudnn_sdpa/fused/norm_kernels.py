@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.own import DTYPES, FOLDER
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
@@ -30,6 +31,9 @@ _HELD, _HELD_BACKWARD = 16, 8
 
 #: Threads of a multiprocessor that compute gradients.
 _AT_ONCE = 1024
+
+#: The first compute capability with conversions to FP8.
+_SM_OF_FP8 = 89
 
 #: Threads and columns of a block that adds up what others have summed.
 _SUMMING, _COLUMNS = 512, 32
@@ -69,7 +73,15 @@ class Tiles(NamedTuple):
         return self.threads // self.of_row
 
     def kernel(
-        self, name: str, shared: int, x: torch.dtype, weight: torch.dtype, *, layer: bool, total: bool = False
+        self,
+        name: str,
+        shared: int,
+        x: torch.dtype,
+        weight: torch.dtype,
+        *,
+        layer: bool,
+        total: bool = False,
+        fp8: int = 0,
     ) -> Kernel:
         return _kernel(
             name,
@@ -82,6 +94,7 @@ class Tiles(NamedTuple):
             THREADS=self.threads,
             LAYER=int(layer),
             SUM=int(total),
+            FP8=fp8,
         )
 
 
@@ -99,17 +112,21 @@ def _kernel(name: str, shared: int, **defines: int) -> Kernel:
 def own_norm(key: PlanKey) -> KernelProgram:
     """Normalized rows, by one kernel."""
     layouts, options = _layouts(key), key.option_values
-    x, layer = layouts["x"], bool(options["layer"])
+    x, layer, fp8 = layouts["x"], bool(options["layer"]), int(str(options.get("fp8", 0)))
+    if fp8 and key.target.sm < _SM_OF_FP8:
+        reasons = [f"GPUs before compute capability 8.9 have no FP8, and this one has {key.target.sm / 10}"]
+        raise UnsupportedError("rms_norm_fp8", reasons, "rms_norm")
     tiles = Tiles.of(x, numbers=_HELD, processors=_processors(key))
-    shared = 4 * (1 + layer) * tiles.threads // 32
-    results = ["out", *["total"] * ("residual" in layouts), *(["mean"] * layer + ["scale"]) * bool(options["trains"])]
+    shared = 4 * (1 + layer + bool(fp8)) * tiles.threads // 32
+    results = ["out", *["of_rows"] * bool(fp8), *["total"] * ("residual" in layouts)]
+    results += (["mean"] * layer + ["scale"]) * bool(options.get("trains"))
     kernel = tiles.kernel(
-        "normalize", shared, x.dtype, _weight_dtype(layouts), layer=layer, total="residual" in layouts
+        "normalize", shared, x.dtype, _weight_dtype(layouts), layer=layer, total="residual" in layouts, fp8=fp8
     )
     return KernelProgram(
         calls=[KernelCall(kernel, -(-x.shape[0] // tiles.rows), tiles.threads)],
         fields=_fields(x, tiles, silu=options["activation"] == "silu"),
-        slots=_slots(key, results, {}),
+        slots=_slots(key, results, {"scale": "given"} if fp8 else {}),
         knobs={"threads": tiles.of_row, "held": tiles.held},
     )
 

@@ -95,6 +95,13 @@ __device__ __forceinline__ unsigned pack_bfloat16(float low, float high) {
   return word;
 }
 
+/* Two numbers in E4M3, the first in the lower half; larger ones than 448 become that. From compute capability 8.9 on. */
+__device__ __forceinline__ unsigned short pack_e4m3(float low, float high) {
+  unsigned short word;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(word) : "f"(high), "f"(low));
+  return word;
+}
+
 /* Warps. */
 
 __device__ __forceinline__ float shuffle_xor(float x, int lanes) {

@@ -31,6 +31,10 @@ template <>
 struct Word<2> {
   typedef unsigned short type;
 };
+template <>
+struct Word<1> {
+  typedef unsigned char type;
+};
 
 template <int dtype>
 __device__ __forceinline__ float to_float(typename Dtype<dtype>::element x) {

@@ -676,6 +676,16 @@ def exact_rotated_heads(**given: Any) -> Tensor:
     return torch.cat(rope(**given), 1)
 
 
+def norm_in_fp8(**given: Any) -> Tensor:
+    """The values of the norm, and the sum."""
+    found = cudnn_sdpa.rms_norm_fp8(**given)
+    return torch.cat([(found.out.float() * found.scale).to(found.total.dtype), found.total], -1)
+
+
+def exact_norm_in_fp8(x: Tensor, weight: Tensor, residual: Tensor, **options: Any) -> Tensor:
+    return torch.cat(rms_norm(x, weight, residual=residual, **options), -1)
+
+
 def gated() -> dict[str, Tensor]:
     return {"gate": rows(), "up": rows()}
 
@@ -1020,6 +1030,17 @@ OPERATIONS: dict[str, Example] = {
         differentiable=("x", "weight"),
         options={"eps": 1e-3},
         is_attention=False,
+    ),
+    "rms_norm_fp8": Example(
+        norm_in_fp8,
+        with_residual,
+        exact_norm_in_fp8,
+        differentiable=(),
+        options={"eps": 1e-3, "zero_centered": True},
+        casts=(),
+        is_attention=False,
+        leading="x",
+        precision=0.05,
     ),
     "layer_norm": Example(
         cudnn_sdpa.layer_norm,

@@ -229,6 +229,22 @@ static unsigned pack_bfloat16(float low, float high) {
   return float_to_bfloat16(low) | unsigned(float_to_bfloat16(high)) << 16;
 }
 
+static unsigned char float_to_e4m3(float x) {
+  const unsigned char sign = std::signbit(x) << 7;
+  if (std::isnan(x)) return 0x7F;
+  const float size = std::fabs(x);
+  if (size >= 448.0f) return sign | 0x7E;
+  if (size < std::ldexp(1.0f, -6)) return sign | (unsigned char)std::nearbyint(std::ldexp(size, 9));
+  int exponent;
+  std::frexp(size, &exponent);
+  const int fraction = int(std::nearbyint(std::ldexp(size, 4 - exponent)));  // from 8 to 16
+  return sign | (unsigned char)(((exponent + 6) << 3) + (fraction - 8));
+}
+
+static unsigned short pack_e4m3(float low, float high) {
+  return float_to_e4m3(low) | (unsigned short)(float_to_e4m3(high) << 8);
+}
+
 // Warps.
 
 static float shuffle_xor(float x, int lanes) {
