@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -83,6 +84,7 @@ def register(*, inspect_padding: bool = True) -> None:
     )
     _allow_in_flash_models(PreTrainedModel)
     _allow_in_continuous_batching()
+    _allow_in_server()
 
 
 def _allow_in_flash_models(model: Any) -> None:
@@ -165,3 +167,21 @@ def _order_inputs(kind: Any) -> None:
         return original(self, *args, **kwargs)
 
     kind.get_model_kwargs = get_model_kwargs
+
+
+def _allow_in_server() -> None:
+    """Patches `transformers serve`, where this is one, whose `--attn-implementation` takes a fixed set of names."""
+    manager = getattr(sys.modules.get("transformers.cli.serving.model_manager"), "ModelManager", None)
+    original = getattr(manager, "_validate_args", None)
+    if manager is None or original is None or original.__module__ == __name__:
+        return
+
+    def _validate_args(self: Any) -> None:
+        name = self.attn_implementation
+        try:
+            self.attn_implementation = None if name == NAME else name
+            original(self)
+        finally:
+            self.attn_implementation = name
+
+    manager._validate_args = _validate_args
