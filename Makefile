@@ -146,7 +146,7 @@ test-engines: engines ## Integrations with serving engines against the engines' 
 
 .PHONY: test-recipes
 test-recipes: .recipes/.installed ## `transformers serve` over HTTP, and Trainer, PEFT and TRL, on the CPU (installs 300 MB)
-	PYTHONPATH=.recipes $(PYTHON) -m pytest -n 2 $(addprefix tests/unit/integrations/test_transformers_,autoload.py training.py) \
+	PYTHONPATH=$(CURDIR)/.recipes $(PYTHON) -m pytest -n 2 $(addprefix tests/unit/integrations/test_transformers_,autoload.py training.py) \
 		$(PYTEST_ARGS)
 
 .PHONY: lint
