@@ -139,6 +139,16 @@ test-engines: engines ## Integrations with serving engines against the engines' 
 	PYTHONPATH=.engines $(PYTHON) -m pytest -n 2 \
 		$$(sed -n 's|^\([a-z]*\).*==.*|tests/unit/integrations/test_\1.py|p' tests/engines.txt) $(PYTEST_ARGS)
 
+.recipes/.installed: tests/recipes.txt | $(READY)
+	rm -rf .recipes
+	$(PYTHON) -m pip install --quiet --no-deps --only-binary :all: --target .recipes -r tests/recipes.txt
+	@touch $@
+
+.PHONY: test-recipes
+test-recipes: .recipes/.installed ## `transformers serve` over HTTP, and Trainer, PEFT and TRL, on the CPU (installs 300 MB)
+	PYTHONPATH=$(CURDIR)/.recipes $(PYTHON) -m pytest -n 2 $(addprefix tests/unit/integrations/test_transformers_,autoload.py training.py) \
+		$(PYTEST_ARGS)
+
 .PHONY: lint
 lint: $(READY) ## Check style and formatting
 	$(PYTHON) -m ruff check
@@ -171,5 +181,5 @@ bench: $(READY) ## Run a benchmark, which needs a GPU; ARGS="attention --json x.
 
 .PHONY: clean
 clean: ## Remove the environments and everything that was built
-	rm -rf $(VENV) $(VENV_MIN) $(VENV_2.11) $(VENV_NEW) .engines site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV_MIN) $(VENV_2.11) $(VENV_NEW) .engines .recipes site build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find benchmarks cudnn_sdpa tests samples scripts -type d -name __pycache__ -prune -exec rm -rf {} +

@@ -15,6 +15,8 @@ from types import ModuleType
 
 VARIABLE = "CUDNN_SDPA_TRANSFORMERS"
 _MODELS = "transformers.modeling_utils"
+#: Checks the name of the attention before it imports models; is imported when PyTorch is.
+_SERVER = "transformers.cli.serving.model_manager"
 
 
 def autoload() -> None:
@@ -36,7 +38,8 @@ class _Watch:
         if self._has_registered:
             return None
         if name != _MODELS:
-            if _is_imported(_MODELS):  # they were being imported when PyTorch was, or another plug-in of it did
+            # They were being imported when PyTorch was, or another plug-in of it did.
+            if _is_imported(_MODELS) or _is_imported(_SERVER):
                 self._register()
             return None
         spec = PathFinder.find_spec(name, path, target)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
+
+import torch
 
 from cudnn_sdpa.errors import LibraryError, OptionError
 from cudnn_sdpa.integrations.attention import attention
@@ -81,6 +84,7 @@ def register(*, inspect_padding: bool = True) -> None:
     )
     _allow_in_flash_models(PreTrainedModel)
     _allow_in_continuous_batching()
+    _allow_in_server()
 
 
 def _allow_in_flash_models(model: Any) -> None:
@@ -108,17 +112,20 @@ def _allow_in_continuous_batching() -> None:
 
     So it is neither replaced nor given masks, its decode steps get block tables, and CUDA graphs are on by default.
     Before 5.24 transformers' mask functions do not know the paged cache: there it stays refused, by transformers.
+    Inputs of a batch are ordered after their reset, as well.
     """
     from transformers import masking_utils
 
     if not hasattr(masking_utils, "PagedAttentionCache"):
         return
     package = "transformers.generation.continuous_batching"
-    names = ("cache", "continuous_api", "initialization")
-    cache, api, initialization = (importlib.import_module(f"{package}.{name}") for name in names)
+    names = ("cache", "continuous_api", "initialization", "input_outputs")
+    cache, api, initialization, inputs = (importlib.import_module(f"{package}.{name}") for name in names)
     for module in (cache, api, initialization):
         _wrap(module, "is_flash_attention_requested", _is_flash_attention)
     _wrap(initialization, "lazy_import_flash_attention", _flash_functions)
+    for name in ("ContinuousBatchingIOs", "ContinuousBatchingAsyncIOs"):
+        _order_inputs(getattr(inputs, name, None))
 
 
 def _wrap(module: ModuleType, name: str, replacement: Callable[..., object]) -> None:
@@ -141,3 +148,40 @@ def _is_flash_attention(
 def _flash_functions(original: Callable[..., object], implementation: str | None, *args: object) -> object:
     """FlashAttention's functions, of which continuous batching only asks whether the third, on pages, is there."""
     return ((None, None, attention), ()) if implementation == NAME else original(implementation, *args)
+
+
+def _order_inputs(kind: Any) -> None:
+    """Has the stream that brings the inputs of a batch wait for the current stream.
+
+    transformers resets them on the current stream, and brings the next ones on another, which does not wait. Where the
+    reset came last, a first batch ran on zeros, and no request's pages got its keys.
+    """
+    original = getattr(kind, "get_model_kwargs", None)
+    if original is None or original.__module__ == __name__:
+        return
+
+    def get_model_kwargs(self: Any, *args: object, **kwargs: object) -> object:
+        stream = getattr(self, "h2d_stream", None) or self.compute_stream
+        if isinstance(stream, torch.cuda.Stream):
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        return original(self, *args, **kwargs)
+
+    kind.get_model_kwargs = get_model_kwargs
+
+
+def _allow_in_server() -> None:
+    """Patches `transformers serve`, where this is one, whose `--attn-implementation` takes a fixed set of names."""
+    manager = getattr(sys.modules.get("transformers.cli.serving.model_manager"), "ModelManager", None)
+    original = getattr(manager, "_validate_args", None)
+    if manager is None or original is None or original.__module__ == __name__:
+        return
+
+    def _validate_args(self: Any) -> None:
+        name = self.attn_implementation
+        try:
+            self.attn_implementation = None if name == NAME else name
+            original(self)
+        finally:
+            self.attn_implementation = name
+
+    manager._validate_args = _validate_args

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 import transformers
 from hf_models import DECODERS, tiny
 from transformers import ContinuousBatchingConfig, GenerationConfig, masking_utils
+from transformers.generation import continuous_batching
 
 from cudnn_sdpa.integrations import attention
 from cudnn_sdpa.integrations.transformers import NAME, register
@@ -43,6 +44,23 @@ def regret(exact, approximate, prompt, tokens):
     return (logits.max(dim=1).values - chosen).max(), (logits - other).abs().max()
 
 
+def models(name):
+    """The model with this attention, the same with transformers' own, and that in float32."""
+    ours, theirs = (
+        tiny(DECODERS[name], implementation).to("cuda", torch.bfloat16) for implementation in (NAME, "eager")
+    )
+    exact = tiny(DECODERS[name], "eager").to("cuda")
+    exact.load_state_dict({name: tensor.float() for name, tensor in ours.state_dict().items()}, strict=False)
+    return ours, theirs, exact
+
+
+def check(found, prompts, theirs, exact):
+    assert [len(tokens) for tokens in found] == [NEW] * len(prompts)
+    for prompt, tokens in zip(prompts, found, strict=True):
+        below, error = regret(exact, theirs, prompt, tokens)
+        assert below <= 4 * error, (len(prompt), tokens)
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("tables", [False, True])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "gemma2", "gpt_oss"])
@@ -52,21 +70,36 @@ def test_tokens_of_generate_batch(name, tables, graphs, monkeypatch):
     steps = []
     by_table = attention._by_block_table
     monkeypatch.setattr(attention, "_by_block_table", lambda *args: steps.append(0) or by_table(*args))
-    ours, theirs = (
-        tiny(DECODERS[name], implementation).to("cuda", torch.bfloat16) for implementation in (NAME, "eager")
-    )
-    exact = tiny(DECODERS[name], "eager").to("cuda")
-    exact.load_state_dict({name: tensor.float() for name, tensor in ours.state_dict().items()}, strict=False)
+    ours, theirs, exact = models(name)
     for layer in (layer for model in (ours, theirs, exact) for layer in model.model.layers if name == "gpt_oss"):
         layer.mlp.router.top_k = 2  # of two experts: otherwise rounding may choose another one
     # A prompt longer than a batch comes in chunks; five decodes are padded to a power of two in graphs.
     prompts = [torch.randint(3, 96, (length,)).tolist() for length in (5, 17, 3, 40, 90)]
     found = generated(ours, prompts, graphs=graphs, tables=tables)
-    assert [len(tokens) for tokens in found] == [NEW] * len(prompts)
     assert bool(steps) == (tables and name in ("llama", "qwen3"))
-    for prompt, tokens in zip(prompts, found, strict=True):
-        below, error = regret(exact, theirs, prompt, tokens)
-        assert below <= 4 * error, (len(prompt), tokens)
+    check(found, prompts, theirs, exact)
+
+
+@torch.no_grad()
+def test_inputs_come_after_their_reset(monkeypatch):
+    """The stream that resets them is late, and the one that computes even later."""
+    register()
+    inputs = continuous_batching.input_outputs.ContinuousBatchingAsyncIOs
+    reset, late = inputs.reset, []
+
+    def late_reset(self):
+        torch.cuda._sleep(500_000_000)
+        reset(self)
+        with torch.cuda.stream(self.compute_stream):
+            torch.cuda._sleep(1_000_000_000)
+        late.append(self)
+
+    monkeypatch.setattr(inputs, "reset", late_reset)
+    ours, theirs, exact = models("qwen3")
+    prompts = [torch.randint(3, 96, (length,)).tolist() for length in (5, 17, 3)]
+    found = generated(ours, prompts, graphs=True, tables=False)
+    assert late
+    check(found, prompts, theirs, exact)
 
 
 @torch.no_grad()

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
+
+from transformers.utils.import_utils import is_accelerate_available, is_serve_available
 
 VARIABLE = "CUDNN_SDPA_TRANSFORMERS"
 FINDS = """
@@ -20,19 +33,25 @@ if hasattr(masking_utils, "PagedAttentionCache"):
 
 
 @pytest.fixture
-def run(run_python, repository, tmp_path, monkeypatch):
-    """Runs Python where the package is installed, as far as PyTorch can tell; folders come first on the path."""
+def installed(repository, tmp_path):
+    """A folder that tells PyTorch that the package is installed."""
     point = re.search(r'^\[project\.entry-points."torch\.backends"\]\n(.*)$', pyproject(repository), re.MULTILINE)[1]
     metadata = tmp_path / "installed" / "installed_here-1.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: installed-here\nVersion: 1\n")
     (metadata / "entry_points.txt").write_text(f"[torch.backends]\n{point.replace(chr(34), '')}\n")
+    return metadata.parent
+
+
+@pytest.fixture
+def run(run_python, repository, installed, monkeypatch):
+    """Runs Python where the package is installed; folders come first on the path."""
 
     def run(code, value, *folders):
         monkeypatch.delenv(VARIABLE, raising=False)
         if value is not None:
             monkeypatch.setenv(VARIABLE, value)
-        first = [str(folder) for folder in (*folders, metadata.parent, repository)]
+        first = [str(folder) for folder in (*folders, installed, repository)]
         return run_python(f"import sys\nsys.path[:0] = {first!r}\n{code}", fresh=True)
 
     return run
@@ -105,6 +124,24 @@ assert AttentionInterface()["cudnn_sdpa"] is not before
     )
 
 
+def test_a_server_takes_the_name_and_no_wrong_one(run):
+    run(
+        """
+from transformers.cli.serving.model_manager import ModelManager
+import wave
+assert ModelManager(attn_implementation="cudnn_sdpa").attn_implementation == "cudnn_sdpa"
+for wrong in ({"attn_implementation": "cudnn"}, {"attn_implementation": "cudnn_sdpa", "quantization": "cudnn"}):
+    try:
+        ModelManager(**wrong)
+    except ValueError as error:
+        assert "Unsupported" in str(error) and "'cudnn'" in str(error), error
+    else:
+        raise AssertionError(wrong)
+""",
+        "1",
+    )
+
+
 WARNS = """
 import warnings
 with warnings.catch_warnings(record=True) as caught:
@@ -142,3 +179,86 @@ print(*set(sys.modules) - before)
 """
     )
     assert found.stdout.split() == ["cudnn_sdpa_autoload"]
+
+
+needs_server = pytest.mark.skipif(
+    not (is_serve_available() and is_accelerate_available()),
+    reason="`transformers serve` lacks packages; `make test-recipes` runs this",
+)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a model and its tokenizer, whose words are w3 to w95."""
+    from hf_models import DECODERS, tiny
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    folder = tmp_path_factory.mktemp("model")
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{number}": number for number in range(3, 96)}}
+    whole = Tokenizer(models.WordLevel(words, "<pad>"))
+    whole.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<pad>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=whole, **names)
+    tokenizer.save_pretrained(folder)
+    tiny(DECODERS["qwen3"], "eager").save_pretrained(folder)
+    return folder
+
+
+def completions(address, model, prompts):
+    """What a server completes prompts with, requested all at once."""
+
+    def request(prompt):
+        body = json.dumps({"model": str(model), "prompt": prompt, "max_tokens": 8, "temperature": 0}).encode()
+        call = urllib.request.Request(f"{address}/v1/completions", body, {"Content-Type": "application/json"})
+        return json.load(urllib.request.urlopen(call, timeout=100))["choices"][0]["text"]
+
+    with ThreadPoolExecutor() as pool:
+        return list(pool.map(request, prompts))
+
+
+@needs_server
+@pytest.mark.parametrize("batching", [[], ["--continuous-batching"]], ids=["alone", "continuous batching"])
+def test_transformers_serve_generates_the_tokens_of_eager_attention(batching, saved, installed, repository, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    path = [str(repository), str(installed), *filter(None, [os.environ.get("PYTHONPATH")])]
+    command = ["-m", "transformers.cli.transformers", "serve", saved, "--attn-implementation", "cudnn_sdpa"]
+    address, log = f"http://localhost:{port}", tmp_path / "log"
+    with log.open("w") as output:
+        server = subprocess.Popen(
+            [sys.executable, *command, "--device", "cpu", "--port", port, *batching],
+            env={**os.environ, VARIABLE: "1", "PYTHONPATH": os.pathsep.join(path), "HF_HUB_OFFLINE": "1"},
+            stdout=output,
+            stderr=output,
+        )
+    try:
+        wait_for(server, f"{address}/health", log)
+        prompts = [torch.randint(3, 96, (length,)).tolist() for length in (5, 17, 3, 40)]
+        found = completions(address, saved, [words_of(prompt) for prompt in prompts])
+    finally:
+        server.terminate()
+        server.wait(60)
+    eager = AutoModelForCausalLM.from_pretrained(saved, attn_implementation="eager")
+    whole = [
+        eager.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False)[0].tolist() for prompt in prompts
+    ]
+    assert found == [words_of(row[len(prompt) :]) for row, prompt in zip(whole, prompts, strict=True)], log.read_text()
+
+
+def wait_for(server, address, log):
+    for _ in range(200):
+        assert server.poll() is None, log.read_text()
+        with contextlib.suppress(urllib.error.URLError):
+            urllib.request.urlopen(address, timeout=5)
+            return
+        time.sleep(0.5)
+    raise TimeoutError(log.read_text())
+
+
+def words_of(tokens):
+    """The text of tokens; those that no text has are special."""
+    return " ".join(f"w{token}" for token in tokens if token > 2)

@@ -166,11 +166,15 @@ def test_generate_batch_generates_the_tokens_of_generate(name, tables, monkeypat
 
 @needs_support
 def test_registering_twice_wraps_once_and_others_are_asked_as_before():
-    from transformers.generation.continuous_batching import cache, continuous_api, initialization
+    from transformers.generation.continuous_batching import cache, continuous_api, initialization, input_outputs
 
+    kinds = input_outputs.ContinuousBatchingIOs, input_outputs.ContinuousBatchingAsyncIOs
     asks = [module.is_flash_attention_requested for module in (cache, continuous_api, initialization)]
+    inputs = [kind.get_model_kwargs for kind in kinds]
+    assert {function.__module__ for function in inputs} == {register.__module__}
     register()
     assert [module.is_flash_attention_requested for module in (cache, continuous_api, initialization)] == asks
+    assert [kind.get_model_kwargs for kind in kinds] == inputs
     for ask in asks:
         for name, is_flash in ((NAME, True), ("flash_attention_3", True), ("sdpa", False), (None, False)):
             assert ask(requested_attention_implementation=name) is is_flash

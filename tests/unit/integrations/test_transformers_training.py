@@ -82,12 +82,15 @@ def test_peft_trains_its_adapters_alone(calls, tmp_path):
     peft = pytest.importorskip("peft")
     from transformers import Trainer, TrainingArguments
 
-    whole = model().bfloat16()
-    adapted = peft.get_peft_model(whole, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
-    before = {name: parameter.clone() for name, parameter in adapted.named_parameters()}
     data = [{name: torch.tensor(ids[:5]) for name, ids in document.items()} for document in labeled()]
-    losses = Trainer(adapted, TrainingArguments(tmp_path, bf16=True, **SMALL), train_dataset=data)
-    assert loss_of(losses) > 0
+    losses = []
+    for implementation in ("sdpa", "cudnn_sdpa"):
+        whole = model(implementation).bfloat16()
+        adapted = peft.get_peft_model(whole, peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear"))
+        before = {name: parameter.clone() for name, parameter in adapted.named_parameters()}
+        trainer = Trainer(adapted, TrainingArguments(tmp_path, bf16=True, **SMALL), train_dataset=data)
+        losses.append(loss_of(trainer))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert calls == {"sdpa"}
     changed = {name for name, parameter in adapted.named_parameters() if not torch.equal(parameter, before[name])}
     assert changed
