@@ -44,7 +44,7 @@ class Options(NamedTuple):
             "scale": self.softmax_scale,
             "is_causal": self.causal,
             "causal_alignment": "bottom_right",
-            "window_size": self.window_size,
+            "window_size": tuple(x.item() if isinstance(x, Tensor) else x for x in self.window_size),
             "softcap": self.softcap if self.softcap > 0 else None,
         }
 
