@@ -19,7 +19,7 @@ from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.engine.tensor_checks import shape_of
-from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, raise_if_unsupported
 from cudnn_sdpa.nn.rotary import rotated
 
 #: FlashAttention's names of our arguments.
@@ -43,13 +43,15 @@ Result = tuple[Tensor, Tensor | None]
 Qkv = tuple[Tensor, Tensor, Tensor]
 
 
-def options_of(softmax_scale: float | None, causal: bool, window_size: Sequence[Any], softcap: float) -> dict[str, Any]:
-    """Our options, of FlashAttention's. Windows may be of tensors with one number, as a random one is."""
+def options_of(softmax_scale: float | None, causal: bool, window_size: Any, softcap: float) -> dict[str, Any]:
+    """Our options, of FlashAttention's. Bounds of a window may be tensors with one number, as its own may."""
+    if isinstance(window_size, (tuple, list, Tensor)):
+        window_size = tuple(x.item() if isinstance(x, Tensor) else x for x in window_size)
     return {
         "scale": softmax_scale,
         "is_causal": causal,
         "causal_alignment": "bottom_right",
-        "window_size": tuple(x.item() if isinstance(x, Tensor) else x for x in window_size),
+        "window_size": window_size,
         "softcap": softcap if softcap > 0 else None,
     }
 
@@ -119,8 +121,9 @@ def packed_on_pages(qkv: tuple[Tensor, ...], names: Mapping[str, str] = NAMES_OF
 
 
 def _padded(qkv: Qkv) -> Iterable[Tensor]:
-    """Tensors with contiguous rows, of head dims that are multiples of 8."""
-    return (pad(x, (0, -x.shape[-1] % 8)) if x.shape[-1] % 8 else _with_dense_rows(x) for x in qkv)
+    """Tensors with contiguous rows, of head dims that are multiples of 8; not of queries and keys that differ."""
+    is_padded = qkv[0].shape[-1] == qkv[1].shape[-1]
+    return (pad(x, (0, -x.shape[-1] % 8)) if is_padded and x.shape[-1] % 8 else _with_dense_rows(x) for x in qkv)
 
 
 def _unpadded(out: Tensor, qkv: Qkv) -> Tensor:
@@ -277,6 +280,8 @@ def _on_cache(
 ) -> Result:
     _check_ranks([("q", q, ("batch", "new tokens", *_HEADS) if offsets is None else ("tokens", *_HEADS))])
     cache.check_ranks()
+    reason = f"head dims are multiples of 8, not {q.shape[-1]}, as a whole cache would be copied to be padded"
+    raise_if_unsupported("flash_attn_with_kvcache", {reason: q.shape[-1] % 8 != 0}, "a cache with padded head dims")
     if offsets is not None:
         _check_ranks([("cu_seqlens_q", offsets, ("sequences + 1",))])
         if max_seqlen_q is None:
@@ -289,7 +294,7 @@ def _on_cache(
         if cache.k is None or offsets is not None:
             got = "a tensor without k" if cache.k is None else "a tensor in addition to cu_seqlens_q"
             raise OptionError("rotary_cos", got, "None", "Rotate q before the call.")
-        is_local = options["window_size"] != (-1, -1)
+        is_local = options["window_size"] not in (None, (-1, -1))
         q = rotary.rotate(q, lengths, advances=options["is_causal"] or is_local)
     total = cache.append(lengths, table, rotary)
     of_keys = {"page_table": table, "seq_lens_kv": total, "return_lse": return_lse, **cache.pages, **options}
