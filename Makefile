@@ -20,8 +20,9 @@ ARGS        ?= host
 # Of `make test-rest`: 1/2 is the first half of its tests. Continuous integration runs one after the other.
 SHARD       ?= 1/1
 
-# Of `make test-originals`: it runs one of so many tests.
-EVERY       ?= 50
+# Of `make test-originals`: where it runs, cuda or cpu, and how many cases of each test.
+DEVICE      ?= cuda
+EACH        ?= 20
 
 # Interpreters to make the environments from, in order of preference.
 BASE_PYTHON     ?= python3 python3.14 python3.13 python3.12 python3.11 python3.10
@@ -81,12 +82,10 @@ test-gpu: $(READY) ## The tests that need an NVIDIA GPU; PYTHON=python3 uses tha
 		$(PYTHON) -m pytest -m whole_gpu tests/gpu && exit $$first
 
 .PHONY: test-originals
-test-originals: $(READY) ## FlashAttention's own tests on this library, on a GPU; EVERY=1 runs all
-	test -d .originals/flash-attention || $(PYTHON) scripts/originals.py fetch
-	for tests in tests hopper; do \
-		PYTHONPATH=scripts $(PYTHON) -m pytest -c /dev/null -p originals_plugin --every $(EVERY) -q -rs \
-			.originals/flash-attention/$$tests/test_flash_attn.py $(PYTEST_ARGS) || failed=1; \
-	done; test -z "$$failed"
+test-originals: $(READY) ## Tests of FlashAttention, FlashInfer and xFormers on this library; DEVICE=cpu needs no GPU
+	$(PYTHON) scripts/originals.py fetch
+	$(PYTHON) -m pytest tests/unit/compat/test_originals.py
+	$(PYTHON) scripts/originals.py test --device $(DEVICE) --each $(EACH) -- $(PYTEST_ARGS)
 
 .PHONY: test-min
 test-min: $(STAMP_MIN) ## Unit tests with the oldest versions supported (downloads several GB of CUDA packages)

@@ -1,104 +1,188 @@
-"""The libraries whose functions `cudnn_sdpa.compat` has: fetches their sources, and notes their signatures.
+"""The libraries whose functions `cudnn_sdpa.compat` has: their sources, their signatures and their tests.
 
-    python scripts/originals.py fetch         # into .originals, by git
+    python scripts/originals.py fetch         # sources into .originals, by git
     python scripts/originals.py signatures    # writes tests/unit/compat/originals.json from there
+    python scripts/originals.py test          # runs 20 cases of each of their tests on our modules, on a GPU
+    python scripts/originals.py test --device cpu --each 100 flashinfer xformers -- -k sliding -x
 
-Nothing of .originals is committed, imported or shipped. With sources there, tests compare the notes with them.
+Nothing of .originals is committed, imported by the package or shipped. A folder that is there is taken as it is.
+Tests need none of the originals' kernels: `originals_plugin.py` gives our modules their names.
 """
 
 from __future__ import annotations
 
+import argparse
 import ast
 import json
+import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 SOURCES = ROOT / ".originals"
+STAMP = ".fetched"
 NOTES = ROOT / "tests" / "unit" / "compat" / "originals.json"
 
-FLASH = "https://github.com/Dao-AILab/flash-attention", "0251105a2fb19d2957484b7f023cd8c115286ced"
-XFORMERS = "https://github.com/facebookresearch/xformers", "v0.0.35"
+#: Methods that are public, and what SGLang replaces of FlashInfer's wrapper for decodes.
+OF_METHODS = "(__init__|_plan_impl|[a-z].*)$"
 
-#: Each module of `cudnn_sdpa.compat`: where its original is, and the files and the names of it that count.
+
+class Original(NamedTuple):
+    """A repository at a commit or a tag.
+
+    Attributes:
+        modules: For each module of `cudnn_sdpa.compat`, the files of its original and the names of them that count.
+        tests: The files of its tests of these.
+    """
+
+    repository: str
+    commit: str
+    modules: dict[str, tuple[list[str], str]]
+    tests: tuple[str, ...]
+
+
 ORIGINALS = {
-    "flash_attn": (FLASH, ["flash_attn/flash_attn_interface.py"], "flash_attn_"),
-    "flash_attn_interface": (FLASH, ["hopper/flash_attn_interface.py"], "flash_attn_"),
-    "xformers": (XFORMERS, ["xformers/ops/fmha/__init__.py", "xformers/ops/fmha/attn_bias.py"], "memory_efficient_"),
+    "flash-attention": Original(
+        "https://github.com/Dao-AILab/flash-attention",
+        "0251105a2fb19d2957484b7f023cd8c115286ced",
+        {
+            "flash_attn": (["flash_attn/flash_attn_interface.py"], "flash_attn_"),
+            "flash_attn_interface": (["hopper/flash_attn_interface.py"], "flash_attn_"),
+        },
+        ("tests/test_flash_attn.py", "hopper/test_flash_attn.py"),
+    ),
+    "flashinfer": Original(
+        "https://github.com/flashinfer-ai/flashinfer",
+        "v0.7.2.post1",
+        {
+            "flashinfer": (
+                [f"flashinfer/{x}.py" for x in ("decode", "prefill", "attention/_core", "page", "cascade")],
+                "single_|merge_|append_paged_kv|get_(batch_ind|seq_len)|fast_dec|Batch(Att|Dec|Pre)|CUDAGraph",
+            )
+        },
+        (
+            *(f"tests/attention/test_{x}_kernels.py" for x in ("batch_decode", "batch_prefill", "shared_prefix")),
+            *(f"tests/attention/test_non_contiguous_{x}.py" for x in ("decode", "prefill")),
+            *(f"tests/attention/test_{x}.py" for x in ("single_prefill", "page", "logits_cap", "sliding_window")),
+            *(f"tests/attention/test_{x}.py" for x in ("batch_attention", "batch_invariant_fa2", "decode_prefill_lse")),
+            *("tests/attention/test_tensor_cores_decode.py", "tests/utils/test_triton_cascade.py"),
+        ),
+    ),
+    "xformers": Original(
+        "https://github.com/facebookresearch/xformers",
+        "v0.0.35",
+        {
+            "xformers": (
+                ["xformers/ops/fmha/__init__.py", "xformers/ops/fmha/attn_bias.py"],
+                "memory_efficient_|(Paged)?BlockDiagonal|L[ao]|AttentionBias",
+            )
+        },
+        ("tests/test_mem_eff_attention.py",),
+    ),
+    "einops": Original("https://github.com/arogozhnikov/einops", "v0.8.2", {}, ()),  # FlashAttention's tests import it
 }
 
 
-def folder(repository: str) -> Path:
-    return SOURCES / repository.rpartition("/")[2]
-
-
 def fetch() -> None:
-    """The sources of each repository at its commit, without its history."""
-    for repository, commit in (FLASH, XFORMERS):
-        to = folder(repository)
-        git = ["git", "-C", str(to)]
-        to.mkdir(parents=True, exist_ok=True)
-        subprocess.run([*git, "init", "--quiet"], check=True)
-        subprocess.run([*git, "fetch", "--quiet", "--depth", "1", repository, commit], check=True)
-        subprocess.run([*git, "checkout", "--quiet", "--force", "FETCH_HEAD"], check=True)
+    """The sources of each repository that is not there, at its commit, without its history."""
+    for name, original in ORIGINALS.items():
+        if (to := SOURCES / name).is_dir():
+            continue
+        to.mkdir(parents=True)
+        for step in (
+            ["init", "--quiet"],
+            ["fetch", "--quiet", "--depth", "1", original.repository, original.commit],
+            ["checkout", "--quiet", "FETCH_HEAD"],
+        ):
+            subprocess.run(["git", "-C", str(to), *step], check=True)
+        (to / STAMP).write_text(original.commit)
 
 
-def signature(function: ast.FunctionDef) -> list[str]:
-    """Each parameter but `self` and `cls`, with its default; `*` stands before those that are keywords only."""
-    of = function.args
-    assert not of.posonlyargs
-    defaults: list[ast.expr | None] = [None] * (len(of.args) - len(of.defaults))
-    found = [_parameter(*each) for each in zip(of.args, defaults + of.defaults, strict=True)]
-    found += ["*"] * bool(of.kwonlyargs)
-    found += [_parameter(*each) for each in zip(of.kwonlyargs, of.kw_defaults, strict=True)]
-    return [x for x in found if x not in ("self", "cls")]
+def is_fetched(name: str) -> bool:
+    """Whether the sources that `fetch` brings are there, and not a folder with others."""
+    stamp = SOURCES / name / STAMP
+    return stamp.is_file() and stamp.read_text() == ORIGINALS[name].commit
 
 
-def _parameter(argument: ast.arg, default: ast.expr | None) -> str:
-    return argument.arg if default is None else f"{argument.arg}={ast.unparse(default)}"
+def parameters_of(function: ast.FunctionDef) -> str:
+    """Parameters as they are written, without types."""
+    given = function.args
+    for x in (*given.posonlyargs, *given.args, *given.kwonlyargs, given.vararg, given.kwarg):
+        if x is not None:
+            x.annotation = None
+    return ast.unparse(given)
 
 
-def signatures_of(path: Path, prefix: str) -> dict[str, list[str]]:
-    """Those of functions with a prefix, and of what makes biases: constructors and methods `from_…` and `make_…`."""
+def signatures_in(path: Path, pattern: str) -> dict[str, str]:
+    """Those of functions and of methods, as `Class.method`; of overloaded ones that of the last, which has the body."""
     found = {}
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef) and node.name.startswith(prefix):
-            found[node.name] = signature(node)
-        elif isinstance(node, ast.ClassDef) and node.name[0].isupper() and path.name == "attn_bias.py":
-            methods = [x for x in node.body if isinstance(x, ast.FunctionDef)]
-            makers = [x for x in methods if x.name.startswith(("__init__", "from_", "make_", "split", "add_"))]
-            found |= {f"{node.name}.{x.name}": signature(x) for x in makers}
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)) and re.match(pattern, node.name):
+            prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
+            inner = node.body if isinstance(node, ast.ClassDef) else [node]
+            functions = [x for x in inner if isinstance(x, ast.FunctionDef) and re.match(OF_METHODS, x.name)]
+            found |= {prefix + x.name: parameters_of(x) for x in functions}
     return found
 
 
-def signatures() -> dict[str, dict[str, object]]:
-    found: dict[str, dict[str, object]] = {}
-    for module, ((repository, commit), paths, prefix) in ORIGINALS.items():
-        of = {}
-        for path in paths:
-            of |= signatures_of(folder(repository) / path, prefix)
-        found[module] = {"repository": repository, "commit": commit, "files": paths, "signatures": of}
+def notes_of(name: str) -> dict[str, dict[str, object]]:
+    """The notes of an original: of each module, where that is from, and its signatures."""
+    repository, commit, modules, _ = ORIGINALS[name]
+    found = {}
+    for module, (files, pattern) in modules.items():
+        each = {key: x for file in files for key, x in signatures_in(SOURCES / name / file, pattern).items()}
+        found[module] = {"repository": repository, "commit": commit, "signatures": dict(sorted(each.items()))}
     return found
 
 
-def as_text(found: dict[str, dict[str, object]]) -> str:
-    """JSON with a line for each function."""
-    modules = []
-    for module, each in found.items():
-        head = {key: value for key, value in each.items() if key != "signatures"}
-        functions = each["signatures"]
-        assert isinstance(functions, dict)
-        lines = ",\n".join(f"   {json.dumps(name)}: {json.dumps(functions[name])}" for name in sorted(functions))
-        modules.append(f' {json.dumps(module)}: {json.dumps(head)[:-1]}, "signatures": {{\n{lines}\n }}}}')
-    return "{\n" + ",\n".join(modules) + "\n}\n"
+def test(names: list[str], device: str, each: int, options: list[str]) -> int:
+    """Each library's tests in a process of its own, as all call their folders `tests`."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parent), str(ROOT), os.environ.get("PYTHONPATH"))))
+    codes = []
+    for name in names:
+        folder = SOURCES / name
+        files = [str(folder / x) for x in ORIGINALS[name].tests if (folder / x).is_file()]
+        of_pytest = [
+            "-m",
+            "pytest",
+            "-p",
+            "originals_plugin",
+            "-c",
+            os.devnull,
+            "--rootdir",
+            str(folder),
+            "--noconftest",
+        ]
+        chosen = ["--original", name, "--device", device, "--each", str(each)]
+        command = [sys.executable, *of_pytest, "-q", "-rfEs", "-p", "no:cacheprovider", *chosen, *files, *options]
+        codes.append(subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, check=False).returncode)
+    return max(codes)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("fetch")
+    commands.add_parser("signatures")
+    tests = commands.add_parser("test")
+    tests.add_argument("names", nargs="*", help=f"of {', '.join(x for x, y in ORIGINALS.items() if y.tests)}")
+    tests.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    tests.add_argument("--each", type=int, default=20, help="of each test function, run so many cases")
+    arguments = sys.argv[1:]
+    at = arguments.index("--") if "--" in arguments else len(arguments)
+    given, options = parser.parse_args(arguments[:at]), arguments[at + 1 :]
+    fetch()
+    if given.command == "signatures":
+        notes = {module: of for name in ORIGINALS for module, of in notes_of(name).items()}
+        NOTES.write_text(json.dumps(notes, indent=1) + "\n")
+    if given.command == "test":
+        names = given.names or [name for name, original in ORIGINALS.items() if original.tests]
+        return test(names, given.device, given.each, options)
+    return 0
 
 
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["fetch"]:
-            fetch()
-        case ["signatures"]:
-            NOTES.write_text(as_text(signatures()))
-        case _:
-            sys.exit(__doc__)
+    sys.exit(main())

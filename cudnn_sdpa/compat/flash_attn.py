@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from cudnn_sdpa.compat import flash_calls
-from cudnn_sdpa.compat.flash_calls import Cache, Options, Result, rotary_of, unbound
+from cudnn_sdpa.compat import calls
+from cudnn_sdpa.compat.calls import Cache, Result, options_of, rotary_of, unbound
 from cudnn_sdpa.errors import UnsupportedError, raise_if_unsupported
 
 __all__ = [
@@ -72,15 +71,15 @@ def flash_attn_func(
         torch.Size([2, 16, 8, 64])
     """
     _check_dropout(dropout_p, return_attn_probs)
-    found = flash_calls.dense(
-        _padded(q, k, v),
-        _options(q, softmax_scale, causal, window_size=window_size, softcap=softcap),
-        deterministic=deterministic,
+    found = calls.dense(
+        (q, k, v),
+        options_of(softmax_scale, causal, window_size, softcap),
+        deterministic=deterministic or None,
         return_lse=return_attn_probs,
         dropout_p=dropout_p,
         alibi_slopes=alibi_slopes,
     )
-    return _result(found, v)
+    return _result(found)
 
 
 def flash_attn_kvpacked_func(
@@ -97,24 +96,7 @@ def flash_attn_kvpacked_func(
 ) -> Output:
     """`flash_attn_func` with keys and values in one tensor (B, Skv, 2, Hkv, D), of which it takes views.
 
-    Args:
-        q: Queries (B, Sq, Hq, D).
-        kv: Keys and values.
-        dropout_p: As in `flash_attn_func`, and so are the others.
-        softmax_scale: Factor of the scores.
-        causal: Mask later keys.
-        window_size: (left, right) bounds.
-        softcap: Logit soft-capping.
-        alibi_slopes: Slopes (Hq,) or (B, Hq).
-        deterministic: Whether gradients are bit-exact.
-        return_attn_probs: Also return the LSE.
-
-    Returns:
-        As `flash_attn_func`.
-
-    Raises:
-        ArgumentError: An argument is wrong.
-        UnsupportedError: As from `flash_attn_func`.
+    Other arguments, results and errors are those of `flash_attn_func`.
 
     Examples:
         >>> import torch
@@ -152,23 +134,7 @@ def flash_attn_qkvpacked_func(
 ) -> Output:
     """`flash_attn_func` with queries, keys and values in one tensor (B, S, 3, H, D), of which it takes views.
 
-    Args:
-        qkv: Queries, keys and values.
-        dropout_p: As in `flash_attn_func`, and so are the others.
-        softmax_scale: Factor of the scores.
-        causal: Mask later keys.
-        window_size: (left, right) bounds.
-        softcap: Logit soft-capping.
-        alibi_slopes: Slopes (H,) or (B, H).
-        deterministic: Whether gradients are bit-exact.
-        return_attn_probs: Also return the LSE.
-
-    Returns:
-        As `flash_attn_func`.
-
-    Raises:
-        ArgumentError: An argument is wrong.
-        UnsupportedError: As from `flash_attn_func`.
+    Other arguments, results and errors are those of `flash_attn_func`.
 
     Examples:
         >>> import torch
@@ -254,23 +220,26 @@ def flash_attn_varlen_func(
     }
     raise_if_unsupported("flash_attn_varlen_func", reasons, "flash_attn_func, padded, or without these options")
     _check_dropout(dropout_p, return_attn_probs)
-    options = _options(q, softmax_scale, causal, window_size=window_size, softcap=softcap)
-    offsets = cu_seqlens_q, cu_seqlens_k
+    options = options_of(softmax_scale, causal, window_size, softcap) | {"return_lse": return_attn_probs}
     if block_table is not None:
-        found = flash_calls.packed_on_pages(
-            (q, k, v), offsets, max_seqlen_q, options, block_table=block_table, return_lse=return_attn_probs
+        found = calls.packed_on_pages(
+            (q, k, v),
+            page_table=block_table,
+            seq_lens_kv=cu_seqlens_k.diff(),
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=int(max_seqlen_q),
+            **options,
         )
-        return _result(found, v)
-    found = flash_calls.packed(
-        _padded(q, k, v),
-        offsets,
-        (max_seqlen_q, max_seqlen_k),
-        options,
-        deterministic=deterministic,
-        return_lse=return_attn_probs,
-        dropout_p=dropout_p,
-    )
-    return _result(found, v)
+    else:
+        found = calls.packed(
+            (q, k, v),
+            (cu_seqlens_q, cu_seqlens_k),
+            (max_seqlen_q, max_seqlen_k),
+            options,
+            deterministic=deterministic or None,
+            dropout_p=dropout_p,
+        )
+    return _result(found)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -291,28 +260,7 @@ def flash_attn_varlen_kvpacked_func(
 ) -> Output:
     """`flash_attn_varlen_func` with keys and values in one tensor (Tkv, 2, Hkv, D), of which it takes views.
 
-    Args:
-        q: Queries (Tq, Hq, D).
-        kv: Keys and values.
-        cu_seqlens_q: As in `flash_attn_varlen_func`, and so are the others.
-        cu_seqlens_k: Where the sequences of keys begin and end.
-        max_seqlen_q: The length of the longest sequence of queries, or more.
-        max_seqlen_k: The same of keys.
-        dropout_p: Dropout probability.
-        softmax_scale: Factor of the scores.
-        causal: Mask later keys.
-        window_size: (left, right) bounds.
-        softcap: Logit soft-capping.
-        alibi_slopes: None; others are refused.
-        deterministic: Whether gradients are bit-exact.
-        return_attn_probs: Also return the LSE.
-
-    Returns:
-        As `flash_attn_varlen_func`.
-
-    Raises:
-        ArgumentError: An argument is wrong.
-        UnsupportedError: As from `flash_attn_varlen_func`.
+    Other arguments, results and errors are those of `flash_attn_varlen_func`.
 
     Examples:
         >>> import torch
@@ -357,25 +305,8 @@ def flash_attn_varlen_qkvpacked_func(
 ) -> Output:
     """`flash_attn_varlen_func` with queries, keys and values in one tensor (T, 3, H, D), of which it takes views.
 
-    Args:
-        qkv: Queries, keys and values.
-        cu_seqlens: Where the sequences begin, and at last where they end, (B + 1,) int32.
-        max_seqlen: The length of the longest sequence, or more.
-        dropout_p: As in `flash_attn_varlen_func`, and so are the others.
-        softmax_scale: Factor of the scores.
-        causal: Mask later keys.
-        window_size: (left, right) bounds.
-        softcap: Logit soft-capping.
-        alibi_slopes: None; others are refused.
-        deterministic: Whether gradients are bit-exact.
-        return_attn_probs: Also return the LSE.
-
-    Returns:
-        As `flash_attn_varlen_func`.
-
-    Raises:
-        ArgumentError: An argument is wrong.
-        UnsupportedError: As from `flash_attn_varlen_func`.
+    `cu_seqlens` and `max_seqlen` are of all three. Other arguments, results and errors are those of
+    `flash_attn_varlen_func`.
 
     Examples:
         >>> import torch
@@ -481,7 +412,7 @@ def flash_attn_with_kvcache(
     }
     instead = "a block_table, which leaves out pages before a sequence; flash_attn_func for slopes"
     raise_if_unsupported("flash_attn_with_kvcache", reasons, instead)
-    found = flash_calls.on_cache(
+    found = calls.on_cache(
         q,
         Cache(
             k_cache=k_cache,
@@ -493,12 +424,12 @@ def flash_attn_with_kvcache(
             page_table=block_table,
             table_name="block_table",
         ),
-        Options(softmax_scale, causal, window_size, softcap),
+        options_of(softmax_scale, causal, window_size, softcap),
         rotary=rotary_of(rotary_cos, rotary_sin, rotary_interleaved),
         num_splits=num_splits,
         return_lse=return_softmax_lse,
     )
-    result = _result(found, v_cache)
+    result = _result(found)
     return result[:2] if return_softmax_lse else result
 
 
@@ -509,25 +440,9 @@ def _check_dropout(dropout_p: float, return_attn_probs: bool) -> None:
         raise UnsupportedError("return_attn_probs with dropout_p", reasons, instead)
 
 
-def _options(
-    q: Tensor, softmax_scale: float | None, causal: bool, *, window_size: tuple[int, int], softcap: float
-) -> Options:
-    """The options; the scale is that of the head dim before it is padded."""
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None and q.shape[-1] % 8 else softmax_scale
-    return Options(scale, causal, window_size, softcap)
-
-
-def _padded(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values with head dims that are multiples of 8."""
-    if any(isinstance(x, Tensor) and x.dim() and x.shape[-1] % 8 for x in (q, k, v)):
-        q, k, v = (pad(x, (0, -x.shape[-1] % 8)) for x in (q, k, v))
-    return q, k, v
-
-
-def _result(found: Result, v: Tensor) -> Output:
+def _result(found: Result) -> Output:
     """FlashAttention-2's results: an LSE of plus infinity for rows without keys, and an empty S_dmask."""
     out, lse = found
-    out = out if out.shape[-1] == v.shape[-1] else out[..., : v.shape[-1]]
     if lse is None:
         return out
     return out, lse.masked_fill(lse == -torch.inf, torch.inf), out.new_empty(0)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.compat import flash_calls
-from cudnn_sdpa.compat.flash_calls import Cache, Options, Result, rotary_of, unbound
+from cudnn_sdpa.compat import calls
+from cudnn_sdpa.compat.calls import Cache, Result, options_of, rotary_of, unbound
 from cudnn_sdpa.engine.tensor_checks import shape_of
 from cudnn_sdpa.errors import OptionError, ShapeError, raise_if_unsupported
 
@@ -77,10 +77,10 @@ def flash_attn_func(
         torch.Size([2, 16, 8, 64])
     """
     _refuse(qv=qv, descales=(q_descale, k_descale, v_descale), attention_chunk=attention_chunk)
-    found = flash_calls.dense(
+    found = calls.dense(
         (q, k, v),
-        Options(softmax_scale, causal, window_size, softcap),
-        deterministic=deterministic,
+        options_of(softmax_scale, causal, window_size, softcap),
+        deterministic=deterministic or None,
         return_lse=return_attn_probs,
     )
     return _result(found)
@@ -103,27 +103,8 @@ def flash_attn_qkvpacked_func(
 ) -> Output:
     """`flash_attn_func` with queries, keys and values in one tensor, of which it takes views.
 
-    Args:
-        qkv: Queries, keys and values: (B, S, 3, H, D), or with `num_heads_q` the heads of all, (B, S, Hq + 2 · Hkv, D).
-        softmax_scale: As in `flash_attn_func`, and so are the others.
-        causal: Mask later keys.
-        q_descale: None; others are refused.
-        k_descale: None, likewise.
-        v_descale: None, likewise.
-        window_size: (left, right) bounds.
-        attention_chunk: 0; others are refused.
-        softcap: Logit soft-capping.
-        deterministic: Whether gradients are bit-exact.
-        num_heads_q: How many heads of `qkv` are queries. Only if it has no dimension of three.
-        sm_margin: A hint, without effect.
-        return_attn_probs: Also return the LSE.
-
-    Returns:
-        As `flash_attn_func`.
-
-    Raises:
-        ArgumentError: An argument is wrong.
-        UnsupportedError: As from `flash_attn_func`.
+    `qkv` is (B, S, 3, H, D), or with `num_heads_q` heads of queries those of all, (B, S, Hq + 2 · Hkv, D). Other
+    arguments, results and errors are those of `flash_attn_func`.
 
     Examples:
         >>> import torch
@@ -185,35 +166,13 @@ def flash_attn_varlen_func(
 ) -> Output:
     """Attention of packed sequences as FlashAttention-3's function of this name computes it, by `sdpa_varlen`.
 
-    Differentiable.
-
-    Args:
-        q: Queries (Tq, Hq, D), one sequence after the other.
-        k: Keys (Tkv, Hkv, D).
-        v: Values (Tkv, Hkv, Dv).
-        cu_seqlens_q: Where the sequences of queries begin, and at last where they end, (B + 1,) int32.
-        cu_seqlens_k: The same of keys.
-        max_seqlen_q: The length of the longest sequence of queries, or more.
-        max_seqlen_k: The same of keys.
-        seqused_q: None; others are refused.
-        seqused_k: None; others are refused.
-        softmax_scale: As in `flash_attn_func`, and so are the others.
-        causal: Mask later keys.
-        qv: None; others are refused.
-        q_descale: None; others are refused.
-        k_descale: None, likewise.
-        v_descale: None, likewise.
-        window_size: (left, right) bounds.
-        attention_chunk: 0; others are refused.
-        softcap: Logit soft-capping.
-        num_splits: A hint, without effect.
-        pack_gqa: A hint, without effect.
-        deterministic: Whether gradients are bit-exact.
-        sm_margin: A hint, without effect.
-        return_attn_probs: Also return the LSE, (Hq, Tq).
+    Differentiable. Queries are (Tq, Hq, D), keys (Tkv, Hkv, D), values (Tkv, Hkv, Dv), one sequence after the other.
+    `cu_seqlens_q` and `cu_seqlens_k` say where sequences begin, and at last where they end, (B + 1,) int32;
+    `max_seqlen_q` and `max_seqlen_k` are the lengths of the longest, or more. `seqused_q` and `seqused_k` are
+    refused. Other arguments are those of `flash_attn_func`.
 
     Returns:
-        The output (Tq, Hq, Dv), or it and the LSE.
+        The output (Tq, Hq, Dv), or it and the LSE (Hq, Tq).
 
     Raises:
         ArgumentError: An argument is wrong.
@@ -232,12 +191,12 @@ def flash_attn_varlen_func(
     instead = "packing the used tokens alone, or flash_attn_with_kvcache with page_table and cache_seqlens"
     raise_if_unsupported("flash_attn_varlen_func", reasons, instead)
     _refuse(qv=qv, descales=(q_descale, k_descale, v_descale), attention_chunk=attention_chunk)
-    found = flash_calls.packed(
+    found = calls.packed(
         (q, k, v),
         (cu_seqlens_q, cu_seqlens_k),
         (max_seqlen_q, max_seqlen_k),
-        Options(softmax_scale, causal, window_size, softcap),
-        deterministic=deterministic,
+        options_of(softmax_scale, causal, window_size, softcap),
+        deterministic=deterministic or None,
         return_lse=return_attn_probs,
     )
     return _result(found)
@@ -277,46 +236,14 @@ def flash_attn_with_kvcache(
 ) -> Output:
     """Attention to a KV cache as FlashAttention-3's function of this name computes it, by the kernels for pages.
 
-    New keys and values are first written into the cache, in place, behind those that are there. A contiguous cache is
-    read as pages of its whole length. What is not used of a cache may hold anything. No gradients.
-
-    Args:
-        q: Queries (B, Sq, Hq, D) of the newest tokens, or packed, (T, Hq, D), with `cu_seqlens_q`.
-        k_cache: Keys (B or more, Skv, Hkv, D), or with a page table pages (P, page size, Hkv, D). They may be in FP8
-            with queries in bfloat16 or float16, which FlashAttention does not have.
-        v_cache: Values, likewise, with Dv.
-        k: New keys (B, new tokens, Hkv, D). What does not fit into the cache is not written.
-        v: New values, likewise.
-        qv: None; others are refused.
-        rotary_cos: Cosines (positions, rotary dim / 2): the new keys and the queries are rotated, by PyTorch's kernels.
-            Only with k, and not with packed queries.
-        rotary_sin: Sines, likewise.
-        cache_seqlens: The number of keys of each sequence before the new ones, (B,) int32, or one number for all. None
-            is the whole cache.
-        cache_batch_idx: The row of the cache of each sequence, (B,) int32. Not with a page table.
-        cache_leftpad: None; others are refused.
-        page_table: Page ids of each sequence, (B, max pages) int32.
-        cu_seqlens_q: Where packed queries of each sequence begin, and at last where they end, (B + 1,) int32.
-        cu_seqlens_k_new: Offsets of packed new keys, which are refused. Without k it has no meaning, as in
-            FlashAttention.
-        max_seqlen_q: With `cu_seqlens_q`, the length of the longest sequence of queries, or more.
-        rotary_seqlens: The position of the first new token of each sequence, (B,), if it is not `cache_seqlens`.
-        q_descale: None; others are refused, as are queries in FP8.
-        k_descale: Of a cache in FP8: the value of a stored 1, (B, Hkv) float32, the same in all sequences: expanded
-            from (1, Hkv) or one number.
-        v_descale: Likewise.
-        softmax_scale: Factor of the scores; None is 1/sqrt(D).
-        causal: Mask later keys; the last query is aligned with the last key.
-        window_size: (left, right) bounds around the same diagonal; -1 is unbounded.
-        attention_chunk: 0; others are refused.
-        softcap: Logit soft-capping; 0 or less is none.
-        rotary_interleaved: Whether pairs are neighbors, or halves of the rotary dim.
-        scheduler_metadata: A hint, without effect.
-        num_splits: 1 computes each sequence in the same order whatever the others are, as `batch_invariant` of
-            `sdpa_paged_varlen`. Other numbers are hints without effect.
-        pack_gqa: A hint, without effect.
-        sm_margin: A hint, without effect.
-        return_softmax_lse: Also return the LSE.
+    Arguments are those of FlashAttention-2's function in `cudnn_sdpa.compat.flash_attn`, where `page_table` is
+    `block_table`, and these: queries may be packed, (T, Hq, D), with `cu_seqlens_q` (B + 1,) int32 and
+    `max_seqlen_q`, and are then not rotated. `rotary_seqlens` (B,) are the positions of the first new tokens, if they
+    are not `cache_seqlens`. A cache may be in FP8 with queries in half precision, which FlashAttention does not have:
+    `k_descale` and `v_descale` are the value of a stored 1, (B, Hkv) float32, the same in all sequences: expanded
+    from (1, Hkv) or one number. `qv`, `q_descale`, `cache_leftpad`, `attention_chunk`, and with k `cu_seqlens_k_new`
+    are refused. `num_splits=1` computes each sequence in the same order whatever the others are; other numbers,
+    `scheduler_metadata`, `pack_gqa` and `sm_margin` are hints without effect.
 
     Returns:
         The output in the shape of q, with Dv; or it, the LSE (B, Hq, Sq) or (Hq, T), and two empty tensors in place of
@@ -347,7 +274,7 @@ def flash_attn_with_kvcache(
     instead = "a page_table, which leaves out pages before a sequence; append_paged_kv for packed keys"
     raise_if_unsupported("flash_attn_with_kvcache", reasons, instead)
     _refuse(qv=qv, descales=(q_descale,), attention_chunk=attention_chunk)
-    found = flash_calls.on_cache(
+    found = calls.on_cache(
         q,
         Cache(
             k_cache=k_cache,
@@ -360,7 +287,7 @@ def flash_attn_with_kvcache(
             table_name="page_table",
             scales=(_of_heads("k_descale", k_descale), _of_heads("v_descale", v_descale)),
         ),
-        Options(softmax_scale, causal, window_size, softcap),
+        options_of(softmax_scale, causal, window_size, softcap),
         rotary=rotary_of(rotary_cos, rotary_sin, rotary_interleaved, rotary_seqlens),
         num_splits=num_splits,
         return_lse=return_softmax_lse,

@@ -17,7 +17,7 @@ from cudnn_sdpa.compat.flashinfer_arguments import (
     refuse_given,
     softmax_options,
 )
-from cudnn_sdpa.compat.flashinfer_paged import Heads, PagedWrapper, PagesPlan
+from cudnn_sdpa.compat.flashinfer_paged import PagedWrapper, PagesPlan
 from cudnn_sdpa.errors import OptionError, raise_if_unsupported
 from cudnn_sdpa.graph.scalars import is_integer
 
@@ -198,9 +198,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         if self._offsets is None or not self.is_cuda_graph_enabled:
             self._offsets = torch.arange(batch + 1, dtype=torch.int32, device=self.device) * q_len_per_req
         self._plan = PagesPlan(
-            heads=Heads(
-                (num_qo_heads, num_kv_heads), (head_dim, head_dim), page_size=page_size, dtypes=(dtype_q, dtype_kv)
-            ),
+            heads=(num_qo_heads, num_kv_heads),
+            dims=(head_dim, head_dim),
+            page_size=page_size,
+            dtypes=(dtype_q, dtype_kv),
             table=table,
             lengths=lengths,
             cu_seqlens_q=self._offsets,
@@ -232,30 +233,8 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     ) -> Result:
         """The attention, as planned.
 
-        Args:
-            q: Queries (B · q_len_per_req, heads, head dim).
-            paged_kv_cache: A pair of pages of keys and of values, or one tensor (pages, 2, …).
-            *args: None.
-            q_scale: A factor of the scores.
-            k_scale: Another one; or of pages in FP8 a float32 tensor on the device, for all heads or for each.
-            v_scale: The same of values, a factor of the output.
-            out: Where the output is written.
-            lse: Where the log-sum-exp is written, (tokens, heads) float32.
-            return_lse: Also return the log-sum-exp.
-            enable_pdl: A hint, not needed.
-            window_left: As planned.
-            sinks: A score of each query head without a value, (heads,).
-            q_len_per_req: As planned.
-            skip_softmax_threshold_scale_factor: None.
-            kv_cache_sf: None.
-
-        Returns:
-            The output (tokens, heads, head dim), and with `return_lse` the log-sum-exp to the base of 2, (tokens,
-            heads) float32.
-
-        Raises:
-            ArgumentError: An argument is wrong; the subclass and the message say which and how.
-            UnsupportedError: No kernel does it, with the reasons.
+        Queries are (B · q_len_per_req, heads, head dim), as planned. Other arguments, results and errors are those of
+        `BatchPrefillWithPagedKVCacheWrapper.run`.
         """
         skip = skip_softmax_threshold_scale_factor
         refuse_given("run", args=args, kv_cache_sf=kv_cache_sf, skip_softmax_threshold_scale_factor=skip)
@@ -304,16 +283,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 class CUDAGraphBatchDecodeWithPagedKVCacheWrapper(BatchDecodeWithPagedKVCacheWrapper):
     """The wrapper for decodes with `use_cuda_graph`.
 
-    Args:
-        workspace_buffer: Any tensor on the device; its memory is not used.
-        indptr_buffer: int32 on the device, (B + 1,).
-        indices_buffer: int32, with room for the pages of all sequences.
-        last_page_len_buffer: int32, (B,).
-        kv_layout: "NHD" for pages (pages, page size, heads, head dim), or "HND".
-        use_tensor_cores: A hint, not needed.
-
-    Raises:
-        ArgumentError: An argument is wrong; the subclass and the message say which and how.
+    Arguments and errors are those of that; the buffers must be given.
     """
 
     def __init__(

@@ -29,39 +29,33 @@ from cudnn_sdpa.graph.scalars import is_integer
 MAX_ENTRIES = 1 << 26
 
 
-class Heads(NamedTuple):
-    """The queries and pages that a plan is for: pairs are of queries and keys, or of keys and values."""
+class PagesPlan(NamedTuple):
+    """A plan of runs on pages, which `plan` makes. Pairs are of queries and keys, or `dims` of keys and values."""
 
-    counts: tuple[int, int]
+    heads: tuple[int, int]
     dims: tuple[int, int]
     page_size: int
     dtypes: tuple[torch.dtype, torch.dtype]
-
-    def check(self, q: Tensor, pages: tuple[Tensor, Tensor], kv_layout: str, tokens: int) -> None:
-        check_is_tensor("q", q)
-        (heads, heads_kv), (dtype_q, dtype_kv) = self.counts, self.dtypes
-        rows, meaning, hint = (tokens, heads, self.dims[0]), "as planned", "Plan with the sizes and dtypes of the call."
-        sizes = (self.page_size, heads_kv) if kv_layout == NHD else (heads_kv, self.page_size)
-        k, v = ((*sizes, dim) for dim in self.dims)
-        shapes = q.shape, pages[0].shape[1:], pages[1].shape[1:]
-        if shapes == (rows, k, v) and (q.dtype, pages[0].dtype, pages[1].dtype) == (dtype_q, dtype_kv, dtype_kv):
-            return  # what follows says what is wrong
-        check_tensor("q", q, q, dtype=dtype_q, shape=rows, meaning=meaning, hint=hint)
-        for name, x, of_page in zip(("k_pages", "v_pages"), pages, (k, v), strict=True):
-            check_tensor(name, x, x, dtype=dtype_kv, shape=("pages", *of_page), meaning=meaning, hint=hint)
-
-
-class PagesPlan(NamedTuple):
-    """A plan of runs on pages, which `plan` makes."""
-
-    heads: Heads
     table: Tensor
     lengths: Tensor
     cu_seqlens_q: Tensor
     tokens: int
     max_seqlen_q: int
     softmax: SoftmaxOptions
-    batch_invariant: bool
+    batch_invariant: bool = False
+
+    def check(self, q: Tensor, pages: tuple[Tensor, Tensor], kv_layout: str) -> None:
+        check_is_tensor("q", q)
+        (heads, heads_kv), (dtype_q, dtype_kv) = self.heads, self.dtypes
+        rows, hint = (self.tokens, heads, self.dims[0]), "Plan with the sizes and dtypes of the call."
+        sizes = (self.page_size, heads_kv) if kv_layout == NHD else (heads_kv, self.page_size)
+        k, v = ((*sizes, dim) for dim in self.dims)
+        shapes = q.shape, pages[0].shape[1:], pages[1].shape[1:]
+        if shapes == (rows, k, v) and (q.dtype, pages[0].dtype, pages[1].dtype) == (dtype_q, dtype_kv, dtype_kv):
+            return  # what follows says what is wrong
+        check_tensor("q", q, q, dtype=dtype_q, shape=rows, meaning="as planned", hint=hint)
+        for name, x, of_page in zip(("k_pages", "v_pages"), pages, (k, v), strict=True):
+            check_tensor(name, x, x, dtype=dtype_kv, shape=("pages", *of_page), meaning="as planned", hint=hint)
 
 
 class PagedWrapper(Wrapper):
@@ -165,7 +159,7 @@ class PagedWrapper(Wrapper):
         if plan is None:
             raise OptionError("run", "a call before plan", "a call of plan first")
         pages = pages_of(paged_kv_cache, self._kv_layout)
-        plan.heads.check(q, pages, self._kv_layout, plan.tokens)
+        plan.check(q, pages, self._kv_layout)
         check_lse(lse, q, lse_base, lse_layout)
         planned = (plan.softmax.get("window_size") or (-1,))[0]
         if window_left is not None and max(window_left, -1) != planned:
@@ -173,7 +167,7 @@ class PagedWrapper(Wrapper):
         scales = {"k_scale": k_scale, "v_scale": v_scale}
         of_pages = {name: x for name, x in scales.items() if isinstance(x, Tensor)}
         factors = {name: x for name, x in scales.items() if not isinstance(x, Tensor)}
-        softmax = with_scales(plan.softmax, plan.heads.dims[0], q_scale=q_scale, k_scale=factors.get("k_scale"))
+        softmax = with_scales(plan.softmax, plan.dims[0], q_scale=q_scale, k_scale=factors.get("k_scale"))
         options: dict[str, Any] = {**softmax, **of_pages, "sinks": sinks, "out": out}
         result: Result = sdpa_paged_varlen(
             *(q, *pages, plan.table),

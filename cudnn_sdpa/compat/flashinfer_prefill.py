@@ -18,7 +18,7 @@ from cudnn_sdpa.compat.flashinfer_arguments import (
     refuse_given,
     softmax_options,
 )
-from cudnn_sdpa.compat.flashinfer_paged import Heads, PagedWrapper, PagesPlan
+from cudnn_sdpa.compat.flashinfer_paged import PagedWrapper, PagesPlan
 from cudnn_sdpa.errors import OptionError
 
 
@@ -204,9 +204,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         )
         dim_v = head_dim_qk if head_dim_vo is None else head_dim_vo
         self._plan = PagesPlan(
-            heads=Heads(
-                (num_qo_heads, num_kv_heads), (head_dim_qk, dim_v), page_size=page_size, dtypes=(dtype_q, dtype_kv)
-            ),
+            heads=(num_qo_heads, num_kv_heads),
+            dims=(head_dim_qk, dim_v),
+            page_size=page_size,
+            dtypes=(dtype_q, dtype_kv),
             table=table,
             lengths=lengths,
             cu_seqlens_q=offsets,
@@ -368,26 +369,8 @@ class BatchAttention(PagedWrapper):
     ) -> None:
         """Prepares runs, as `BatchPrefillWithPagedKVCacheWrapper.plan` does.
 
-        Args:
-            qo_indptr: Where the new tokens of each sequence begin and end, (B + 1,), on any device.
-            kv_indptr: Where its pages do, (B + 1,).
-            kv_indices: The pages of all sequences, end to end.
-            kv_len_arr: The number of keys of each, (B,).
-            num_qo_heads: Number of query heads.
-            num_kv_heads: Number of key heads.
-            head_dim_qk: Head dim of queries and keys.
-            head_dim_vo: Head dim of values.
-            page_size: Tokens per page.
-            causal: Hide later keys from each new token.
-            sm_scale: The scale of the scores; None is 1/sqrt(head dim).
-            logits_soft_cap: Logit soft-capping, if positive.
-            q_data_type: The dtype of queries.
-            kv_data_type: The dtype of pages.
-            use_profiler: False: use torch.profiler.
-
-        Raises:
-            ArgumentError: An argument is wrong; the subclass and the message say which and how.
-            UnsupportedError: No kernel does it, with the reasons.
+        `kv_indptr` and `kv_indices` are lists of pages as there, and `kv_len_arr` (B,) the numbers of keys. Other
+        arguments and errors are those of that.
         """
         refuse_given("plan", use_profiler=use_profiler)
         offsets, tokens, max_seqlen_q = self._sequences("qo_indptr", qo_indptr)
@@ -401,19 +384,16 @@ class BatchAttention(PagedWrapper):
         )
         dtype_q, dtype_kv = dtype_of("q_data_type", q_data_type), dtype_of("kv_data_type", kv_data_type)
         self._plan = PagesPlan(
-            heads=Heads(
-                (num_qo_heads, num_kv_heads),
-                (head_dim_qk, head_dim_vo),
-                page_size=page_size,
-                dtypes=(dtype_q, dtype_kv),
-            ),
+            heads=(num_qo_heads, num_kv_heads),
+            dims=(head_dim_qk, head_dim_vo),
+            page_size=page_size,
+            dtypes=(dtype_q, dtype_kv),
             table=table,
             lengths=lengths,
             cu_seqlens_q=offsets,
             tokens=tokens,
             max_seqlen_q=max_seqlen_q,
             softmax=softmax_options(causal=causal, window_left=-1, sm_scale=sm_scale, logits_soft_cap=logits_soft_cap),
-            batch_invariant=False,
         )
 
     def run(
@@ -430,23 +410,8 @@ class BatchAttention(PagedWrapper):
     ) -> Result:
         """The attention, as planned.
 
-        Args:
-            q: Queries (tokens, heads, head dim).
-            kv_cache: A pair of pages of keys and of values, or one tensor (pages, 2, …).
-            out: Where the output is written.
-            lse: Where the log-sum-exp is written, (tokens, heads) float32.
-            k_scale: Of pages in FP8: a float32 tensor on the device, for all heads or for each; or a factor of scores.
-            v_scale: The same of values; or a factor of the output.
-            logits_soft_cap: As planned, or 0.
-            profiler_buffer: None.
-            kv_cache_sf: None.
-
-        Returns:
-            The output (tokens, heads, head dim) and the log-sum-exp to the base of 2, (tokens, heads) float32.
-
-        Raises:
-            ArgumentError: An argument is wrong; the subclass and the message say which and how.
-            UnsupportedError: No kernel does it, with the reasons.
+        Arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.run`; `logits_soft_cap` is the planned
+        one, or 0, and `profiler_buffer` None. The log-sum-exp is returned, too, to the base of 2.
         """
         refuse_given("run", profiler_buffer=profiler_buffer, kv_cache_sf=kv_cache_sf)
         planned = None if self._plan is None else self._plan.softmax.get("softcap")

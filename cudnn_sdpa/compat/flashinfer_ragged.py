@@ -45,23 +45,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
 
     `plan` reads offsets on the host. `run` reads nothing there, and is `cudnn_sdpa.sdpa_varlen`.
 
-    Args:
-        float_workspace_buffer: Any tensor on the device; its memory is not used.
-        kv_layout: "NHD" for keys (tokens, heads, head dim), or "HND".
-        use_cuda_graph: Copy plans into the buffers, so that a captured `run` reads the next plans, too: those with as
-            many sequences, and no more tokens than the first.
-        qo_indptr_buf: int32 on the device, (B + 1,).
-        kv_indptr_buf: int32, (B + 1,).
-        custom_mask_buf: Not used, as there are no such masks.
-        mask_indptr_buf: Not used, either.
-        backend: A hint: `cudnn_sdpa.providers` chooses kernels.
-        jit_args: None: kernels are not compiled from given source.
-        jit_kwargs: None.
-        variant_owns_mask: False.
-
-    Raises:
-        ArgumentError: An argument is wrong; the subclass and the message say which and how.
-        UnsupportedError: No kernel does it, with the reasons.
+    Keys are (tokens, heads, head dim) if `kv_layout` is "NHD". Other arguments and errors are those of
+    `BatchPrefillWithPagedKVCacheWrapper`.
 
     Examples:
         >>> import torch
@@ -132,45 +117,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     ) -> None:
         """Prepares runs with sequences of these lengths.
 
-        Args:
-            qo_indptr: Where the sequences of queries begin and end, (B + 1,), on any device.
-            kv_indptr: Where those of keys do, (B + 1,).
-            num_qo_heads: Number of query heads.
-            num_kv_heads: Number of key heads.
-            head_dim_qk: Head dim of queries and keys.
-            head_dim_vo: Head dim of values; None is that of keys.
-            custom_mask: None.
-            packed_custom_mask: None.
-            causal: Hide later keys from each query; the last one of a sequence sees its last key.
-            pos_encoding_mode: "NONE".
-            use_fp16_qk_reduction: A hint: scores are summed in float32.
-            window_left: The number of keys before its own that each query sees; -1 is all.
-            logits_soft_cap: Logit soft-capping, if positive.
-            sm_scale: The scale of the scores; None is 1/sqrt(head dim).
-            rope_scale: Of no meaning without rotation.
-            rope_theta: Of no meaning without rotation.
-            q_data_type: The dtype of queries.
-            kv_data_type: The same.
-            o_data_type: The same.
-            non_blocking: Whether copies to the device may end later.
-            prefix_len_ptr: None: items are not scored together.
-            token_pos_in_items_ptr: None.
-            token_pos_in_items_len: 0.
-            max_item_len_ptr: None.
-            fixed_split_size: A hint: no plan divides the keys of a sequence.
-            disable_split_kv: The same.
-            seq_lens: The number of keys of each sequence, as `kv_indptr` says.
-            seq_lens_q: The number of queries of each, as `qo_indptr` says.
-            max_token_per_sequence: A bound of the queries of a sequence, in this plan and with `use_cuda_graph` in all;
-                it need not be given.
-            max_sequence_kv: The same of keys.
-            v_indptr: None: values lie as keys do.
-            o_indptr: None: outputs lie as queries do.
-            uniform_q_len: The same as `max_token_per_sequence`, where all sequences have as many.
-
-        Raises:
-            ArgumentError: An argument is wrong; the subclass and the message say which and how.
-            UnsupportedError: No kernel does it, with the reasons.
+        `qo_indptr` and `kv_indptr` say where the new tokens and the keys of each sequence begin and end, (B + 1,).
+        Other arguments and errors are those of `BatchPrefillWithPagedKVCacheWrapper.plan`; `v_indptr` and `o_indptr`
+        are None.
         """
         refuse_encoding("plan", pos_encoding_mode)
         refuse_given(
@@ -235,29 +184,8 @@ class BatchPrefillWithRaggedKVCacheWrapper(Wrapper):
     ) -> Result:
         """The attention, as planned.
 
-        Args:
-            q: Queries (tokens, heads, head dim), float16 or bfloat16.
-            k: Keys (tokens, heads, head dim), or (heads, tokens, head dim) if `kv_layout` is "HND".
-            v: Values, likewise.
-            *args: None.
-            q_scale: A factor of the scores.
-            k_scale: Another one.
-            v_scale: A factor of the output.
-            o_scale: None.
-            out: Where the output is written.
-            lse: Where the log-sum-exp is written.
-            return_lse: Also return the log-sum-exp.
-            lse_base: "log2", or "ln" for natural logarithms.
-            lse_layout: "NH" for (tokens, heads), or "HN".
-            enable_pdl: A hint, not needed.
-            kv_cache_sf: None.
-
-        Returns:
-            The output (tokens, heads, head dim), and with `return_lse` the log-sum-exp, float32.
-
-        Raises:
-            ArgumentError: An argument is wrong; the subclass and the message say which and how.
-            UnsupportedError: No kernel does it, with the reasons.
+        `k` and `v` are (tokens, heads, head dim), or (heads, tokens, head dim) if `kv_layout` is "HND". Other
+        arguments, results and errors are those of `BatchPrefillWithPagedKVCacheWrapper.run`; `o_scale` is None.
         """
         refuse_given("run", args=args, kv_cache_sf=kv_cache_sf, o_scale=o_scale)
         plan = self._plan

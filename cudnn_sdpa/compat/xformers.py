@@ -15,12 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.mask import BOTTOM_RIGHT, TOP_LEFT, Alignment
-from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
-from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
+from cudnn_sdpa.compat.calls import dense, packed, packed_on_pages
 from cudnn_sdpa.engine.tensor_checks import shape_of
-from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, raise_if_unsupported
+from cudnn_sdpa.errors import OptionError, ShapeError, UnsupportedError, raise_if_unsupported
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,6 +122,11 @@ class AttentionBias:
     is_causal: ClassVar[bool] = False
     alignment: ClassVar[Alignment] = BOTTOM_RIGHT
 
+    def __post_init__(self) -> None:
+        for name, least in (("_window_size", 1), ("window_left", 0), ("window_right", 0)):
+            if (size := getattr(self, name, least)) < least:
+                raise OptionError(name.removeprefix("_"), repr(size), f"{least} or more")
+
     def to(self, device: torch.device | str) -> Self:
         """The same bias with its tensors on a device."""
         moved = {name: _moved(x, device) for name, x in vars(self).items()}
@@ -136,13 +139,6 @@ def _moved(x: Any, device: torch.device | str) -> Any:
     if isinstance(x, SeqLenInfo):
         return replace(x, **{each.name: _moved(getattr(x, each.name), device) for each in fields(x)})
     return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
-
-
-def _check_window(**sizes: int) -> None:
-    for name, size in sizes.items():
-        least = 1 if name == "window_size" else 0
-        if size < least:
-            raise OptionError(name, repr(size), f"{least} or more")
 
 
 class LowerTriangularMask(AttentionBias):
@@ -182,9 +178,6 @@ class LowerTriangularFromBottomRightLocalAttentionMask(LowerTriangularFromBottom
 
     _window_size: int
 
-    def __post_init__(self) -> None:
-        _check_window(window_size=self._window_size)
-
 
 @dataclass
 class LocalAttentionFromBottomRightMask(AttentionBias):
@@ -192,9 +185,6 @@ class LocalAttentionFromBottomRightMask(AttentionBias):
 
     window_left: int
     window_right: int
-
-    def __post_init__(self) -> None:
-        _check_window(window_left=self.window_left, window_right=self.window_right)
 
 
 @dataclass
@@ -288,7 +278,6 @@ def _split(tensor: Tensor, info: SeqLenInfo, batch_sizes: Sequence[int] | None) 
     return [x.reshape(size, -1, *x.shape[1:]) for x, size in zip(parts, sizes, strict=True)]
 
 
-@dataclass
 class BlockDiagonalCausalMask(BlockDiagonalMask):
     """Packed sequences under a causal mask that aligns the first query of each with its first key."""
 
@@ -296,7 +285,6 @@ class BlockDiagonalCausalMask(BlockDiagonalMask):
     alignment = TOP_LEFT
 
 
-@dataclass
 class BlockDiagonalCausalFromBottomRightMask(BlockDiagonalMask):
     """Packed sequences under a causal mask that aligns the last query of each with its last key."""
 
@@ -309,18 +297,12 @@ class BlockDiagonalCausalLocalAttentionMask(BlockDiagonalCausalMask):
 
     _window_size: int = 0
 
-    def __post_init__(self) -> None:
-        _check_window(window_size=self._window_size)
-
 
 @dataclass
 class BlockDiagonalCausalLocalAttentionFromBottomRightMask(BlockDiagonalCausalFromBottomRightMask):
     """`BlockDiagonalCausalFromBottomRightMask` of the last `_window_size` keys, that of the query included."""
 
     _window_size: int = 0
-
-    def __post_init__(self) -> None:
-        _check_window(window_size=self._window_size)
 
 
 @dataclass
@@ -376,9 +358,6 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMask):
     window_left: int
     window_right: int
 
-    def __post_init__(self) -> None:
-        _check_window(window_left=self.window_left, window_right=self.window_right)
-
     @classmethod
     def from_seqlens_local(
         cls,
@@ -399,9 +378,6 @@ class BlockDiagonalCausalLocalAttentionPaddedKeysMask(BlockDiagonalPaddedKeysMas
 
     _window_size: int
     is_causal = True
-
-    def __post_init__(self) -> None:
-        _check_window(window_size=self._window_size)
 
     @classmethod
     def from_seqlens_local(
@@ -438,7 +414,6 @@ class PagedBlockDiagonalPaddedKeysMask(AttentionBias):
 PagedT = TypeVar("PagedT", bound=PagedBlockDiagonalPaddedKeysMask)
 
 
-@dataclass
 class PagedBlockDiagonalCausalWithOffsetPaddedKeysMask(PagedBlockDiagonalPaddedKeysMask):
     """`PagedBlockDiagonalPaddedKeysMask` under a causal mask that aligns the last query with the last key."""
 
@@ -500,10 +475,7 @@ def memory_efficient_attention(
     }
     raise_if_unsupported("this call of memory_efficient_attention", reasons, "op=None, and out.to(output_dtype)")
     q, k, v = _with_heads(query, key, value)
-    try:
-        out = _attention(q, k, v, attn_bias, p=p, scale=scale, rank=query.dim())
-    except (ArgumentError, UnsupportedError) as error:
-        raise error.renamed(_NAMES) from None
+    out = _attention(q, k, v, attn_bias, p=p, scale=scale, rank=query.dim())
     if query.dim() == 3:
         return out.squeeze(2)
     return out if query.dim() == 4 else out.reshape(*query.shape[:4], out.shape[-1])
@@ -522,22 +494,7 @@ def memory_efficient_attention_forward(
 ) -> Tensor:
     """`memory_efficient_attention` without gradients.
 
-    Args:
-        query: As in `memory_efficient_attention`, and so are the others.
-        key: Keys.
-        value: Values.
-        attn_bias: A tensor or a bias.
-        p: Dropout probability.
-        scale: Factor of the scores.
-        op: None.
-        output_dtype: None or the dtype of the query.
-
-    Returns:
-        As `memory_efficient_attention`.
-
-    Raises:
-        ArgumentError: An argument is wrong.
-        UnsupportedError: As from `memory_efficient_attention`.
+    Arguments, results and errors are those of that.
 
     Examples:
         >>> import torch
@@ -596,25 +553,15 @@ def _attention(
         mask = bias if isinstance(bias, Tensor) else getattr(bias, "_bias", None)
         if mask is not None and rank != 4:
             mask = mask.unsqueeze(1) if rank == 3 else mask.flatten(1, 2)
-        turned = (x.transpose(1, 2) for x in (q, k, v))
-        out: Tensor = sdpa(*turned, attn_mask=mask, dropout_p=p, **options)
-        return out.transpose(1, 2)
+        return dense((q, k, v), options, _NAMES, attn_mask=mask, dropout_p=p)[0]
     described: Any = bias
     of_q, of_k = described.q_seqinfo, described.k_seqinfo
     _check_tokens("query", q, of_q.seqstart_py[-1])
     if issubclass(kind, BlockDiagonalMask):
         for name, x in (("key", k), ("value", v)):
             _check_tokens(name, x, of_k.seqstart_py[-1])
-        out = sdpa_varlen(
-            *(q[0], k[0], v[0]),
-            cu_seqlens_q=of_q.seqstart,
-            cu_seqlens_kv=of_k.seqstart,
-            max_seqlen_q=of_q.max_seqlen,
-            max_seqlen_kv=of_k.max_seqlen,
-            dropout_p=p,
-            **options,
-        )
-        return out.unsqueeze(0)
+        offsets, lengths = (of_q.seqstart, of_k.seqstart), (of_q.max_seqlen, of_k.max_seqlen)
+        return packed((q[0], k[0], v[0]), offsets, lengths, options, names=_NAMES, dropout_p=p)[0].unsqueeze(0)
     raise_if_unsupported(kind.__name__, {"p: attention on padded or paged keys has no dropout": p != 0}, "p=0.0")
     if issubclass(kind, PagedBlockDiagonalPaddedKeysMask):
         size, table = described.page_size, described.block_tables
@@ -624,15 +571,14 @@ def _attention(
     for name, x in (("key", k), ("value", v)):
         if x.shape[0] != 1 or x.shape[1] % size:
             raise ShapeError(name, shape_of(x), f"(1, a multiple of {size} tokens, H, K)")
-    out = sdpa_paged_varlen(
-        q[0],
-        k_pages=k[0].view(-1, size, *k.shape[2:]),
-        v_pages=v[0].view(-1, size, *v.shape[2:]),
+    pages = (x[0].view(-1, size, *x.shape[2:]) for x in (k, v))
+    out, _ = packed_on_pages(
+        (q[0], *pages),
+        _NAMES,
         page_table=table,
         seq_lens_kv=of_k.seqlen,
         cu_seqlens_q=of_q.seqstart,
         max_seqlen_q=of_q.max_seqlen,
-        page_layout="NHD",
         **options,
     )
     return out.unsqueeze(0)

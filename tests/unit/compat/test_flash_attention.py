@@ -11,6 +11,7 @@ from float64_reference import attend
 from cudnn_sdpa import ArgumentError, OptionError, ShapeError, UnsupportedError
 from cudnn_sdpa.compat import flash_attn as fa2
 from cudnn_sdpa.compat import flash_attn_interface as fa3
+from cudnn_sdpa.compat import xformers
 
 #: Options of both, and what they are in mathematics.
 OPTIONS = {
@@ -80,6 +81,31 @@ def test_gradients_and_head_dims_that_are_padded(dim):
     close(out, exact)
     for x, y in zip(found, torch.autograd.grad(exact, (q, kv), grad.double()), strict=True):
         torch.testing.assert_close(x, y.to(x.dtype), rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("attend", [fa2.flash_attn_func, fa3.flash_attn_func, xformers.memory_efficient_attention])
+def test_padding_hides_no_head_dims_that_differ(attend):
+    with pytest.raises(ArgumentError, match="head dim"):
+        attend(random(2, 9, 6, 27), random(2, 14, 6, 29), random(2, 14, 6, 29))
+
+
+@BOTH
+def test_windows_of_tensors(fa):
+    q, kv = random(2, 9, 6, 32), random(2, 14, 3, 32)
+    for given in (torch.tensor([4, 2]), [torch.tensor(4), 2]):
+        assert torch.equal(
+            fa.flash_attn_func(q, kv, kv, window_size=given), fa.flash_attn_func(q, kv, kv, window_size=(4, 2))
+        )
+    for wrong in (3, torch.tensor([4.0, 2.5])):
+        with pytest.raises(OptionError, match="window_size"):
+            fa.flash_attn_func(q, kv, kv, window_size=wrong)
+
+
+@BOTH
+def test_caches_are_not_padded(fa):
+    q = random(2, 8, 2, 27)
+    with pytest.raises(UnsupportedError, match=r"multiples of 8, not 27[\s\S]*What works"):
+        fa.flash_attn_with_kvcache(q, q, q)
 
 
 def test_heads_of_queries_and_keys_in_one_tensor():

@@ -70,6 +70,13 @@ def test_dense(case):
     assert not forward.requires_grad
 
 
+def test_head_dims_that_are_padded():
+    q, k, v = random(1, 7, 4, 36), random(1, 9, 4, 36), random(1, 9, 4, 20)
+    close(xops.memory_efficient_attention(q, k, v), exact_of(q, k, v))
+    packed = xops.BlockDiagonalMask.from_seqlens([7], [9])
+    close(xops.memory_efficient_attention(q, k, v, packed), exact_of(q, k, v))
+
+
 def test_tensors_as_biases():
     q, k, v, bias = random(2, 7, 4, 16), random(2, 9, 4, 16), random(2, 9, 4, 16), random(2, 4, 7, 9)
     close(xops.memory_efficient_attention(q, k, v, bias, scale=0.25), exact_of(q, k, v, bias=bias))

@@ -71,7 +71,8 @@ def test_a_linear_layer_reads_it():
 
 
 def test_gpus_without_fp8_refuse():
-    with gpu_on_the_cpu(target=dataclasses.replace(TARGET, sm=80)), pytest.raises(UnsupportedError, match=r"8\.9"):
+    ampere = dataclasses.replace(TARGET, properties=(("deviceVer", 800), ("multiProcessorCount", 108)))
+    with gpu_on_the_cpu(target=ampere), pytest.raises(UnsupportedError, match=r"8\.9"):
         rms_norm_fp8(torch.randn(3, 64))
 
 

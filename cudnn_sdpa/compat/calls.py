@@ -1,15 +1,16 @@
-"""Layouts, masks and KV caches of FlashAttention-2 and -3, as calls of this library.
+"""Attention with tokens before heads, as FlashAttention and xFormers have it, and KV caches of FlashAttention.
 
 A contiguous cache (B, S, Hkv, D) is a cache of B pages of S tokens, so one way serves both of FlashAttention's kinds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from cudnn_sdpa.attention.dense.sdpa import sdpa
 from cudnn_sdpa.attention.paged.append import AppendCall, write_tokens
@@ -18,7 +19,7 @@ from cudnn_sdpa.attention.paged.sdpa_paged import sdpa_paged
 from cudnn_sdpa.attention.paged_varlen.sdpa_paged_varlen import sdpa_paged_varlen
 from cudnn_sdpa.attention.varlen.sdpa_varlen import sdpa_varlen
 from cudnn_sdpa.engine.tensor_checks import shape_of
-from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError
+from cudnn_sdpa.errors import ArgumentError, OptionError, ShapeError, UnsupportedError, raise_if_unsupported
 from cudnn_sdpa.fused.rotary.rope import rope
 
 #: FlashAttention's names of our arguments.
@@ -30,71 +31,64 @@ NAMES = {
 }
 
 
-class Options(NamedTuple):
-    """The options of all functions, in FlashAttention's words."""
-
-    softmax_scale: float | None
-    causal: bool
-    window_size: tuple[int, int]
-    softcap: float
-
-    @property
-    def ours(self) -> dict[str, Any]:
-        return {
-            "scale": self.softmax_scale,
-            "is_causal": self.causal,
-            "causal_alignment": "bottom_right",
-            "window_size": self.window_size,
-            "softcap": self.softcap if self.softcap > 0 else None,
-        }
-
+#: FlashAttention's names of the arguments of pages.
+NAMES_OF_PAGES = NAMES | {
+    "k_pages": "k",
+    "v_pages": "v",
+    "page_table": "block_table",
+    "seq_lens_kv": "cu_seqlens_k",
+}
 
 Result = tuple[Tensor, Tensor | None]
+Qkv = tuple[Tensor, Tensor, Tensor]
+
+
+def options_of(softmax_scale: float | None, causal: bool, window_size: Any, softcap: float) -> dict[str, Any]:
+    """Our options, of FlashAttention's. Bounds of a window may be tensors with one number, as its own may."""
+    if isinstance(window_size, (tuple, list, Tensor)):
+        window_size = tuple(x.item() if isinstance(x, Tensor) else x for x in window_size)
+    return {
+        "scale": softmax_scale,
+        "is_causal": causal,
+        "causal_alignment": "bottom_right",
+        "window_size": window_size,
+        "softcap": softcap if softcap > 0 else None,
+    }
 
 
 def dense(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    options: Options,
+    qkv: Qkv,
+    options: Mapping[str, Any],
+    names: Mapping[str, str] = NAMES,
     *,
-    deterministic: bool,
-    return_lse: bool,
-    dropout_p: float = 0.0,
     alibi_slopes: Tensor | None = None,
+    **more: Any,
 ) -> Result:
-    """The output (B, Sq, Hq, D) and the LSE (B, Hq, Sq) of q, k, v (B, S, H, D)."""
+    """The output (B, Sq, Hq, Dv) and the LSE (B, Hq, Sq) of q, k, v (B, S, H, D)."""
     _check_ranks(zip("qkv", qkv, (("batch", "sequence", *_HEADS),) * 3, strict=True))
-    q, k, v = map(_with_dense_rows, qkv)
-    bias = None if alibi_slopes is None else _alibi(alibi_slopes, q, k)
+    q, k, v = (x.transpose(1, 2) for x in _padded(qkv))
+    if alibi_slopes is not None:
+        more["attn_mask"] = _alibi(alibi_slopes, *qkv[:2])
     try:
-        found = sdpa(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=bias,
-            dropout_p=dropout_p,
-            deterministic=deterministic or None,
-            return_lse=return_lse,
-            **options.ours,
-        )
+        found = sdpa(q, k, v, **_scaled(options, qkv), **more)
     except (ArgumentError, UnsupportedError) as error:
-        raise error.renamed(NAMES) from None
+        raise error.renamed(names) from None
     out, lse = _pair(found)
-    return out.transpose(1, 2), lse
+    return _unpadded(out.transpose(1, 2), qkv), lse
 
 
 def packed(
-    qkv: tuple[Tensor, Tensor, Tensor],
+    qkv: Qkv,
     offsets: tuple[Tensor, Tensor],
     lengths: tuple[int, int],
-    options: Options,
+    options: Mapping[str, Any],
     *,
-    deterministic: bool,
-    return_lse: bool,
-    dropout_p: float = 0.0,
+    names: Mapping[str, str] = NAMES,
+    **more: Any,
 ) -> Result:
-    """The output (T, Hq, D) and the LSE (Hq, T) of packed sequences (T, H, D)."""
+    """The output (T, Hq, Dv) and the LSE (Hq, T) of packed sequences (T, H, D)."""
     _check_ranks(zip("qkv", qkv, (("tokens", *_HEADS),) * 3, strict=True))
-    q, k, v = map(_with_dense_rows, qkv)
+    q, k, v = _padded(qkv)
     try:
         found = sdpa_varlen(
             q=q,
@@ -104,48 +98,43 @@ def packed(
             cu_seqlens_kv=offsets[1],
             max_seqlen_q=int(lengths[0]),
             max_seqlen_kv=int(lengths[1]),
-            dropout_p=dropout_p,
-            deterministic=deterministic or None,
-            return_lse=return_lse,
-            **options.ours,
+            **_scaled(options, qkv),
+            **more,
         )
     except (ArgumentError, UnsupportedError) as error:
-        raise error.renamed(NAMES) from None
+        raise error.renamed(names) from None
     out, lse = _pair(found)
-    return out, _by_heads(lse)
+    return _unpadded(out, qkv), _by_heads(lse)
 
 
-def packed_on_pages(
-    qkv: tuple[Tensor, Tensor, Tensor],
-    offsets: tuple[Tensor, Tensor],
-    max_seqlen_q: int,
-    options: Options,
-    *,
-    block_table: Tensor,
-    return_lse: bool,
-) -> Result:
+def packed_on_pages(qkv: tuple[Tensor, ...], names: Mapping[str, str] = NAMES_OF_PAGES, **options: Any) -> Result:
     """As `packed`, for keys and values in pages (P, page size, Hkv, D)."""
     of_pages = "pages", "page size", *_HEADS
     _check_ranks(zip("qkv", qkv, (("tokens", *_HEADS), of_pages, of_pages), strict=True))
     q, k, v = qkv
     try:
-        found = sdpa_paged_varlen(
-            q=_with_dense_rows(q),
-            k_pages=k,
-            v_pages=v,
-            page_table=block_table,
-            seq_lens_kv=offsets[1].diff(),
-            cu_seqlens_q=offsets[0],
-            max_seqlen_q=int(max_seqlen_q),
-            page_layout=NHD,
-            return_lse=return_lse,
-            **options.ours,
-        )
+        found = sdpa_paged_varlen(_with_dense_rows(q), k, v, page_layout=NHD, **options)
     except (ArgumentError, UnsupportedError) as error:
-        names = {"k_pages": "k", "v_pages": "v", "page_table": "block_table", "seq_lens_kv": "cu_seqlens_k"}
-        raise error.renamed(NAMES | names) from None
+        raise error.renamed(names) from None
     out, lse = _pair(found)
     return out, _by_heads(lse)
+
+
+def _padded(qkv: Qkv) -> Iterable[Tensor]:
+    """Tensors with contiguous rows, of head dims that are multiples of 8; not of queries and keys that differ."""
+    is_padded = qkv[0].shape[-1] == qkv[1].shape[-1]
+    return (pad(x, (0, -x.shape[-1] % 8)) if is_padded and x.shape[-1] % 8 else _with_dense_rows(x) for x in qkv)
+
+
+def _unpadded(out: Tensor, qkv: Qkv) -> Tensor:
+    dim = qkv[2].shape[-1]
+    return out if out.shape[-1] == dim else out[..., :dim]
+
+
+def _scaled(options: Mapping[str, Any], qkv: Qkv) -> dict[str, Any]:
+    """Options with the scale of the head dim before it is padded."""
+    dim = qkv[0].shape[-1]
+    return {**options, "scale": dim**-0.5} if options["scale"] is None and dim % 8 else {**options}
 
 
 class Rotary(NamedTuple):
@@ -252,7 +241,7 @@ class Cache(NamedTuple):
 def on_cache(
     q: Tensor,
     cache: Cache,
-    options: Options,
+    options: Mapping[str, Any],
     *,
     rotary: Rotary | None,
     num_splits: int,
@@ -282,7 +271,7 @@ def on_cache(
 def _on_cache(
     q: Tensor,
     cache: Cache,
-    options: Options,
+    options: Mapping[str, Any],
     *,
     rotary: Rotary | None,
     is_invariant: bool,
@@ -292,6 +281,8 @@ def _on_cache(
 ) -> Result:
     _check_ranks([("q", q, ("batch", "new tokens", *_HEADS) if offsets is None else ("tokens", *_HEADS))])
     cache.check_ranks()
+    reason = f"head dims are multiples of 8, not {q.shape[-1]}, as a whole cache would be copied to be padded"
+    raise_if_unsupported("flash_attn_with_kvcache", {reason: q.shape[-1] % 8 != 0}, "a cache with padded head dims")
     if offsets is not None:
         _check_ranks([("cu_seqlens_q", offsets, ("sequences + 1",))])
         if max_seqlen_q is None:
@@ -304,10 +295,10 @@ def _on_cache(
         if cache.k is None or offsets is not None:
             got = "a tensor without k" if cache.k is None else "a tensor in addition to cu_seqlens_q"
             raise OptionError("rotary_cos", got, "None", "Rotate q before the call.")
-        is_local = tuple(options.window_size) != (-1, -1)
-        q = rotary.rotate(q, lengths, advances=options.causal or is_local)
+        is_local = options["window_size"] not in (None, (-1, -1))
+        q = rotary.rotate(q, lengths, advances=options["is_causal"] or is_local)
     total = cache.append(lengths, table, rotary)
-    of_keys = {"page_table": table, "seq_lens_kv": total, "return_lse": return_lse, **cache.pages, **options.ours}
+    of_keys = {"page_table": table, "seq_lens_kv": total, "return_lse": return_lse, **cache.pages, **options}
     if offsets is None and not is_invariant:
         out, lse = _pair(sdpa_paged(q.transpose(1, 2), **of_keys))
         return out.transpose(1, 2), lse
