@@ -526,7 +526,7 @@ def parameter_of_heads(parameter: Tensor, weight: Tensor | None, x: Tensor) -> T
 def parameter_of_all_heads(parameter: Tensor, weight: Tensor | None, x: Tensor) -> Tensor:
     """A parameter that all heads share; its gradient is summed over ranks that have some of the heads.
 
-    The arguments are those of `parameter_of_heads`.
+    The arguments are those of `parameter_of_heads`, but the heads are (B, S, H, D).
     """
     if not has_dtensor(parameter, weight, x):
         return parameter
@@ -536,7 +536,9 @@ def parameter_of_all_heads(parameter: Tensor, weight: Tensor | None, x: Tensor) 
     assert isinstance(whole, DTensor)
     if isinstance(x, DTensor) or not isinstance(weight, DTensor):
         return whole
-    return whole.to_local(grad_placements=[Partial() if at.is_shard() else Replicate() for at in weight.placements])
+    is_divided = x.shape[2] * x.shape[3] != weight.shape[0]  # otherwise heads were gathered, and all ranks have all
+    placements = [Partial() if is_divided and at.is_shard() else Replicate() for at in weight.placements]
+    return whole.to_local(grad_placements=placements)
 
 
 def _replicated(parameter: Tensor, *others: Tensor | None) -> Any:

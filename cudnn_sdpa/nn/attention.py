@@ -467,7 +467,7 @@ def _head_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None, head_d
 
 
 def _check_rope_and_context(module: Attention, rope: object, qk_norm: object) -> None:
-    """Checks rope, qk_norm, and for cross-attention that no option is for one sequence, such as those of positions."""
+    """Checks rope, qk_norm, and for cross-attention that no option compares positions or normalizes heads."""
     head_dim = module.head_dim
     if rope is not None and not isinstance(rope, RotaryEmbedding):
         raise OptionError("rope", type(rope).__name__, "cudnn_sdpa.nn.RotaryEmbedding or None")
@@ -478,11 +478,12 @@ def _check_rope_and_context(module: Attention, rope: object, qk_norm: object) ->
     if module.context_dim is None:
         return
     check_counts(context_dim=module.context_dim)
+    if qk_norm is not None:
+        raise OptionError("qk_norm", repr(qk_norm), "None for cross-attention, which has no norms of heads")
     options: tuple[tuple[str, object, object], ...] = (
         ("is_causal", module.is_causal, False),
         ("window_size", module.window_size, None),
         ("rope", rope, None),
-        ("qk_norm", qk_norm, None),
     )
     for name, value, off in options:
         if value is not off:

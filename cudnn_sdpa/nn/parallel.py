@@ -12,10 +12,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.parallel import ParallelStyle
 
 
-#: Norms of heads in `Attention`, which each process has of its heads.
-HEAD_NORMS = ("q_norm", "k_norm")
-
-
 def parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict[str, ParallelStyle]:
     """The plan of `torch.distributed.tensor.parallel.parallelize_module` for the modules of this library in a model.
 
@@ -60,6 +56,8 @@ def parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict
     reads, writes = ColwiseParallel(), RowwiseParallel(output_layouts=outside)
     plan: dict[str, ParallelStyle] = {}
     packed = []
+    # Each process normalizes its heads, of all tokens.
+    norms_of_heads = {norm for x in module.modules() if isinstance(x, Attention) for norm in (x.q_norm, x.k_norm)}
     for name, part in module.named_modules():
         prefix = f"{name}." if name else ""
         reads_context = reads
@@ -76,7 +74,7 @@ def parallel_plan(module: nn.Module, *, sequence_parallel: bool = False) -> dict
             plan[prefix + ("out_proj" if isinstance(part, Attention) else "down_proj")] = writes
         elif isinstance(part, FeedForward):
             plan |= {f"{prefix}linear1": reads, f"{prefix}linear2": writes}
-        elif isinstance(part, (RMSNorm, LayerNorm)) and sequence_parallel and name and not name.endswith(HEAD_NORMS):
+        elif isinstance(part, (RMSNorm, LayerNorm)) and sequence_parallel and name and part not in norms_of_heads:
             plan[name] = SequenceParallel(use_local_output=True)
     if packed:
         reasons = [

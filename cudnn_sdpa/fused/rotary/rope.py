@@ -11,6 +11,7 @@ from cudnn_sdpa.engine.sharding import has_dtensor
 from cudnn_sdpa.errors import UnsupportedError
 from cudnn_sdpa.fused.checks import checked_flag
 from cudnn_sdpa.fused.encoding import Value
+from cudnn_sdpa.fused.norm_graphs import checked_eps
 from cudnn_sdpa.fused.rotary.rope_graphs import rope_rows
 
 
@@ -103,11 +104,12 @@ def rope(
         raise UnsupportedError("the gradient of rope", reasons, "cos.detach() and sin.detach()")
     if interleaved is not False:
         interleaved = checked_flag("interleaved", interleaved)
+    operands = operands_of(q, k, cos, sin, q_weight=q_weight, k_weight=k_weight, eps=eps, zero_centered=zero_centered)
     if k is not None and type(q) is not Tensor and has_dtensor(q, k):  # divided alike, with other numbers of heads
+        rope_rows.arguments(operands, {"interleaved": interleaved})  # checks both together
         norms: Any = {"eps": eps, "zero_centered": zero_centered, "interleaved": interleaved}
         of_q, _ = rope(q, None, cos, sin, q_weight=q_weight, **norms)
         return of_q, rope(k, None, cos, sin, q_weight=k_weight, **norms)[0]
-    operands = operands_of(q, k, cos, sin, q_weight=q_weight, k_weight=k_weight, eps=eps, zero_centered=zero_centered)
     found: Any = rope_rows.run(operands, {"interleaved": interleaved})
     return (found, None) if k is None else found
 
@@ -128,4 +130,5 @@ def operands_of(
         zero_centered = checked_flag("zero_centered", zero_centered)
     if q_weight is None and k_weight is None:
         return (q, cos, sin) if k is None else (q, cos, sin, k)
+    eps = checked_eps(eps)  # in each call, too: eps is data
     return (q, cos, sin, k, q_weight, k_weight, eps, 1.0 if zero_centered else None)

@@ -214,6 +214,9 @@ def _ways(arguments: Mapping[str, object]) -> Sequence[sharding.ShardingStrategy
     weights = [x for x in ("q_weight", "k_weight") if is_backward and arguments.get(x) is not None]
     count = sum(name.startswith("grad_") for name in names) if is_backward else len(names)
     dimensions = {"tokens": 0, "heads": 1} if is_packed else {"the batch": 0, "tokens": 2, "heads": 1}
+    heads = [x for name in names if isinstance(x := arguments[name], Tensor)]
+    if len({x.shape[1] for x in heads}) > 1 and not sharding.has_dtensor(*heads):
+        del dimensions["heads"]  # `rope` gives queries and keys that ranks share calls of their own
     of_angles = {"the batch": -3, "tokens": -2}
     return [
         sharding.ShardingStrategy(

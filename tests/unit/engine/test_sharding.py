@@ -756,6 +756,10 @@ def check_other_refusals():
         sdpa(**placed({**qkv(batch=3), "k": randn(4, 2, 8, 16)}, all_of([Shard(0)], *QKV), mesh))
     with pytest.raises(cudnn_sdpa.DtypeError, match="float64 on cpu"):
         sdpa(**placed({name: x.int() for name, x in qkv().items()}, all_of([Shard(0)], *QKV), mesh))
+    heads = placed(for_rotations(), all_of([BATCH], "q", "k", "cos", "sin"), mesh)
+    longer, angles = placed({"k": randn(4, 2, 6, 16)}, {"k": [BATCH]}, mesh), randn(2, 6, 5)
+    with pytest.raises(cudnn_sdpa.ShapeError, match="k: got"):  # though queries and keys are calls of their own
+        cudnn_sdpa.rope(**heads | longer | {"cos": angles[0], "sin": angles[1]})
     with pytest.raises(UnsupportedError, match=r"merge_states on DTensors(.|\n)*local_map"), torch.no_grad():
         cudnn_sdpa.merge_states([given["q"]], [given["q"][..., 0]])
     cache = cudnn_sdpa.PagedKVCache(pages=4, page_size=16, heads=2, head_dim=16, dtype=torch.float32, device="cpu")

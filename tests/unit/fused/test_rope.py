@@ -13,6 +13,7 @@ from random_tensors import is_dense, is_in_order_of
 
 import cudnn_sdpa
 from cudnn_sdpa import DtypeError, OptionError, ShapeError, UnsupportedError, rope
+from cudnn_sdpa.graph import known_issues
 from cudnn_sdpa.plans.nvrtc import Kernel
 
 BOUNDS = {torch.bfloat16: 8e-3, torch.float16: 1e-3, torch.float32: 2e-6}
@@ -56,6 +57,10 @@ def weights_of(dim, dtype, names):
     return {f"{name}_weight": torch.rand(dim).to(dtype) - 0.3 for name in names}
 
 
+def difference(x, y):
+    return (x.double() - y).norm() / y.norm()
+
+
 def check(given, options, bound):
     """Compares results and gradients with float64; gives the results."""
     leaves = {name: x.detach().requires_grad_() for name, x in given.items() if name not in ("cos", "sin")}
@@ -68,7 +73,7 @@ def check(given, options, bound):
     of_wanted = torch.autograd.grad(wanted, list(exact.values()), [x.double() for x in grads])
     pairs = [*zip(("out_q", "out_k"), out, wanted, strict=True), *zip(leaves, found, of_wanted, strict=True)]
     for name, x, y in pairs:
-        off = (x.double() - y).norm() / y.norm()
+        off = difference(x, y)
         assert off < bound * (1 if name.startswith("out") else 2), f"{name} is {off:.1e} off"
     for x, y, name in zip(out, found, "qk", strict=False):
         assert is_dense(x)
@@ -169,6 +174,30 @@ def test_explain_says_who_serves():
     with gpu_on_the_cpu():
         text = str(cudnn_sdpa.explain(rope, **given))
     assert "cuDNN has no rotation" in text
+
+
+def test_eps_of_a_known_call_is_checked():
+    given = drawn(16, 16, 2, 1, dtype=torch.bfloat16) | weights_of(16, torch.bfloat16, "q")
+    with gpu_on_the_cpu():
+        for eps in (1e-3, 1, 0.5):
+            assert difference(rope(**given, eps=eps)[0], right(**given, eps=eps)[0]) < BOUNDS[torch.bfloat16]
+        for eps in (-1.0, torch.nan, torch.inf, 1e300):
+            with pytest.raises(OptionError, match="eps"):
+                rope(**given, eps=eps)
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (2, 4)])
+def test_a_large_call_is_split_in_tokens_not_in_heads(heads, monkeypatch):
+    """Queries and keys have other numbers of heads."""
+    monkeypatch.setattr(known_issues, "MAX_OFFSET", 400)
+    given = drawn(16, 12, *heads, dtype=torch.bfloat16) | weights_of(16, torch.bfloat16, "qk")
+    of_one = {name: x[:1, :, :1] for name, x in given.items() if name in ("q", "k")}
+    angles = {name: given[name][:1, :1] for name in ("cos", "sin")}
+    with gpu_on_the_cpu():
+        check(given, {}, BOUNDS[torch.bfloat16])
+        monkeypatch.setattr(known_issues, "MAX_OFFSET", 20)
+        with pytest.raises(UnsupportedError, match="smaller tensors"):
+            rope(**of_one, **angles)
 
 
 WRONG = {

@@ -235,6 +235,7 @@ def test_projections_may_be_wrapped():
         ({"context_dim": 8, "is_causal": True}, "is_causal"),
         ({"context_dim": 8, "window_size": (1, 1)}, "window_size"),
         ({"context_dim": 8, "rope": RotaryEmbedding(8)}, "rope"),
+        ({"context_dim": 8, "qk_norm": 1e-6}, "qk_norm"),
         ({"context_dim": 0}, "context_dim"),
     ],
 )

@@ -28,7 +28,7 @@ E = 32
 def attention(packed=False, **options):
     options = {"num_heads": 4, "num_kv_heads": 2, "qkv_bias": True, "sinks": True, **options}
     if "context_dim" not in options:
-        options |= {"is_causal": True, "rope": nn.RotaryEmbedding(head_dim=8)}
+        options = {"is_causal": True, "rope": nn.RotaryEmbedding(head_dim=8), **options}
     return drawn(nn.Attention(E, packed=packed, **options))
 
 
@@ -107,6 +107,9 @@ def test_plans_name_every_projection():
     assert kinds["0.self_attn.out_proj"] is kinds["0.mlp.down_proj"] is kinds["1.mlp.linear2"] is RowwiseParallel
     assert not any("norm" in name for name in kinds)
     assert type(parallel_plan(model, sequence_parallel=True)["1.norm2"]) is SequenceParallel
+    named = torch.nn.ModuleDict({"block_norm": nn.RMSNorm(E), "layer": layer(qk_norm=1e-3)})
+    norms = {name for name in parallel_plan(named, sequence_parallel=True) if "norm" in name}
+    assert norms == {"block_norm", "layer.norm1", "layer.norm2"}
 
 
 def test_plans_are_refused_for_packed_projections_and_for_nothing():
@@ -165,6 +168,8 @@ def check_tensor_parallel(make, arguments, options, sequence_parallel):
 CASES = {
     "attention": (attention, 1, {}),
     "attention, one key head each": (attention, 1, {"num_kv_heads": 2, "sinks": False, "qkv_bias": False}),
+    "attention, norms of heads": (attention, 1, {"qk_norm": 1e-3}),
+    "attention, norms of heads without rotations": (attention, 1, {"qk_norm": 1e-3, "rope": None}),
     "cross-attention": (attention, 2, {"context_dim": E}),
     "swiglu": (swiglu, 1, {}),
     "layer": (layer, 1, {}),
@@ -174,6 +179,7 @@ CASES = {
         {"sinks": True, "norm": "layer_norm", "activation": "gelu", "bias": True},
     ),
     "layer, norms last": (layer, 1, {"norm_first": False}),
+    "layer, norms of heads": (layer, 1, {"qk_norm": 1e-3}),
 }
 
 
@@ -190,7 +196,7 @@ def collectives(make, options, sequence_parallel):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     parallel = make(**options)
     parallelize_module(parallel, mesh, parallel_plan(parallel, sequence_parallel=sequence_parallel))
-    given = [torch.randn(2, 8, E, requires_grad=True) for _ in range(2 if options else 1)]
+    given = [torch.randn(2, 8, E, requires_grad=True) for _ in range(2 if "context_dim" in options else 1)]
     with CommDebugMode() as forward:
         out = parallel(*given)
     with CommDebugMode() as backward:
@@ -207,6 +213,7 @@ CROSS = {"context_dim": E}
 COLLECTIVES = [
     (layer, {}, False, {"all_reduce": 2}, {"all_reduce": 2}),
     (layer, {}, True, gathered(2), gathered(2) | {"all_reduce": 2}),  # gradients of the norms' weights, too
+    (attention, {"qk_norm": 1e-3, "sinks": False}, False, {"all_reduce": 1}, {"all_reduce": 3}),
     (swiglu, {}, False, {"all_reduce": 1}, {"all_reduce": 1}),
     (swiglu, {}, True, gathered(1), gathered(1)),
     (attention, CROSS | {"sinks": False}, False, {"all_reduce": 1}, {"all_reduce": 2}),
@@ -252,12 +259,14 @@ def test_tokens_may_be_given_by_name(ranks):
 def check_clipping():
     """`clip_grad_norm_` scales all gradients, of norms, too, as it does in one process."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    module = layer(norm="layer_norm", bias=True)
+    module = layer(norm="layer_norm", bias=True, qk_norm=1e-3)
     x, grad = torch.randn(2, 2, 8, E)
     parallel = copy.deepcopy(module)
     module(x).backward(grad)
     wanted = torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
     parallelize_module(parallel, mesh, parallel_plan(parallel, sequence_parallel=True))
+    for norm in (parallel.self_attn.q_norm, parallel.self_attn.k_norm):
+        norm.weight = torch.nn.Parameter(distribute_tensor(norm.weight, mesh, [Replicate()]))
     parallel.to(torch.float64).to(torch.float32)  # makes new parameters, as `to_empty` does
     x, grad = (distribute_tensor(each, mesh, [Shard(1)]).to_local() for each in (x, grad))
     parallel(x).backward(grad)
@@ -271,7 +280,7 @@ def check_clipping():
 
 def test_gradients_are_clipped_alike(ranks):
     for placements in ranks(check_clipping):
-        assert placements == ["(Replicate(),)"] * 4
+        assert placements == ["(Replicate(),)"] * 6
 
 
 def check_inference():
@@ -323,6 +332,24 @@ def test_sequence_parallel_modules_compute_the_same(ranks, name):
     make, arguments, options = CASES[name]
     for kinds in ranks(check_tensor_parallel, make, arguments, options, True):
         assert "DTensor" in kinds
+
+
+def check_gathered_heads(gathered):
+    """Gradients of the norms of heads that every rank has all of, or of divided queries and keys alone."""
+    mesh, module = init_device_mesh("cpu", (dist.get_world_size(),)), attention(qk_norm=1e-3, sinks=False)
+    x, grad = torch.randn(2, 2, 8, E)
+    module(x).backward(grad)
+    exact = gradients(module)
+    module.zero_grad()
+    styles = {f"{name}_proj": ColwiseParallel(output_layouts=Replicate()) for name in gathered}
+    parallelize_module(module, mesh, styles)(x).backward(grad)
+    for name, found in gradients(module).items():
+        assert_close(found, exact[name], name)
+
+
+@pytest.mark.parametrize("gathered", ["q", "qkv"])
+def test_gathered_heads_are_normalized(ranks, gathered):
+    ranks(check_gathered_heads, gathered)
 
 
 def check_rotations():
@@ -442,7 +469,7 @@ class Model(torch.nn.Module):
 
     def __init__(self, packed=False):
         super().__init__()
-        self.layers = torch.nn.ModuleList([layer(packed), layer(packed, sinks=True)])
+        self.layers = torch.nn.ModuleList([layer(packed), layer(packed, sinks=True, qk_norm=1e-3)])
         self.norm = drawn(nn.RMSNorm(E))
 
     def forward(self, x):
