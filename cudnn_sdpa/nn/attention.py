@@ -20,7 +20,7 @@ from cudnn_sdpa.nn.checks import Factory, check_counts, check_number, check_toke
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, copy_parameter, merge, rename, split
 from cudnn_sdpa.nn.kv_cache import KVStep
 from cudnn_sdpa.nn.norms import RMSNorm
-from cudnn_sdpa.nn.rotary import Norms, RotaryEmbedding, Rotations, check_positions
+from cudnn_sdpa.nn.rotary import Norms, RotaryEmbedding, Rotations, check_positions, rotated
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -386,18 +386,24 @@ class Attention(nn.Module):
         """Queries and keys (B, S, H, D), normalized if there are norms, and rotated if there are rotations."""
         norms: Norms = {}
         if self.q_norm is not None and self.k_norm is not None:
-            norms = {
-                "q_weight": self._norm_weight(self.q_norm, "q_proj", q),
-                "k_weight": self._norm_weight(self.k_norm, "k_proj", k),
-                "eps": self.q_norm.eps or 0.0,
-            }
+            if not _are_alike(self.q_norm, self.k_norm):
+                q, k = self.q_norm(q), self.k_norm(k)
+            else:
+                norms = {
+                    "q_weight": self._weight_of(self.q_norm, "q_proj", q),
+                    "k_weight": self._weight_of(self.k_norm, "k_proj", k),
+                    "eps": self.q_norm.eps or 0.0,
+                    "zero_centered": self.q_norm.zero_centered,
+                }
         if self.rope is not None and rotations is not None:
-            return self.rope.rotate_both(q, k, rotations, **norms)
-        if not norms:
-            return q, k
-        return rms_norm(q, norms["q_weight"], norms["eps"]), rms_norm(k, norms["k_weight"], norms["eps"])
+            return rotated(self.rope, q, k, rotations, **norms)
+        if norms:
+            eps, zero_centered = norms["eps"], norms["zero_centered"]
+            q = rms_norm(q, norms["q_weight"], eps, zero_centered=zero_centered)
+            k = rms_norm(k, norms["k_weight"], eps, zero_centered=zero_centered)
+        return q, k
 
-    def _norm_weight(self, norm: RMSNorm, projection: str, x: Tensor) -> Tensor:
+    def _weight_of(self, norm: RMSNorm, projection: str, x: Tensor) -> Tensor:
         assert norm.weight is not None
         weight = None if self.packed else getattr(getattr(self, projection), "weight", None)
         return parameter_of_all_heads(norm.weight, weight, x)
@@ -464,6 +470,14 @@ def _head_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None, head_d
         head_dim = embed_dim // num_heads
     check_counts(head_dim=head_dim)
     return num_kv_heads, head_dim
+
+
+def _are_alike(*norms: nn.Module) -> bool:
+    """Whether one kernel computes both norms: not if a caller has replaced, wrapped or hooked one."""
+    if any(type(norm) is not RMSNorm or norm.weight is None for norm in norms):
+        return False
+    options = {(norm.eps, norm.zero_centered) for norm in norms if isinstance(norm, RMSNorm)}
+    return len(options) == 1 and not any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms)
 
 
 def _check_rope_and_context(module: Attention, rope: object, qk_norm: object) -> None:

@@ -13,6 +13,7 @@ from cudnn_sdpa.engine import sharding
 from cudnn_sdpa.engine.tensor_checks import dtype_name, shape_of
 from cudnn_sdpa.errors import DtypeError, OptionError, ShapeError
 from cudnn_sdpa.fused.rotary.rope import rope
+from cudnn_sdpa.fused.rotary.rope_kernels import MAX_DIM
 from cudnn_sdpa.graph.scalars import is_compiling
 from cudnn_sdpa.nn.checks import check_counts, checked_flags
 
@@ -25,6 +26,7 @@ class Norms(TypedDict, total=False):
     q_weight: Tensor | None
     k_weight: Tensor | None
     eps: float
+    zero_centered: bool
 
 
 class RotaryEmbedding(nn.Module):
@@ -81,6 +83,8 @@ class RotaryEmbedding(nn.Module):
         (interleaved,) = checked_flags(interleaved=interleaved)
         if rotary_dim % 2 or rotary_dim > head_dim:
             raise OptionError("rotary_dim", repr(rotary_dim), f"an even number up to head_dim, {head_dim}")
+        if head_dim % 2 or head_dim > MAX_DIM:
+            raise OptionError("head_dim", repr(head_dim), f"an even number up to {MAX_DIM}")
         if isinstance(base, bool) or not isinstance(base, (int, float)) or not 0 < base < float("inf"):
             raise OptionError("base", repr(base), "a positive number")
         self.head_dim, self.base, self.rotary_dim, self.interleaved = head_dim, base, rotary_dim, interleaved
@@ -144,27 +148,30 @@ class RotaryEmbedding(nn.Module):
         Raises:
             ArgumentError: The rotations do not match the heads.
         """
-        return self.rotate_both(heads, None, rotations)[0]
-
-    def rotate_both(self, q: Tensor, k: Any, rotations: Rotations, **norms: Unpack[Norms]) -> tuple[Tensor, Any]:
-        """Rotates queries and keys (B, S, H, D) in one kernel; `norms` are the options of `rope` for weights."""
-        is_pair = isinstance(rotations, (tuple, list)) and len(rotations) == 2
-        if not is_pair or not all(isinstance(each, Tensor) for each in rotations):
-            raise OptionError("rotations", type(rotations).__name__, "cosines and sines, as a RotaryEmbedding returns")
-        cos, sin = rotations
-        if sin.shape != cos.shape:
-            raise ShapeError("rotations", f"sines of {shape_of(sin)}", f"{shape_of(cos)}, the shape of the cosines")
-        sizes = q.shape[1], self.rotary_dim // 2
-        if cos.shape[-2:] != sizes or cos.dim() > 3 or (cos.dim() == 3 and cos.shape[0] not in (1, q.shape[0])):
-            expected = f"(S, rotary_dim / 2) = {tuple(sizes)}, for each sequence or for all"
-            raise ShapeError("rotations", shape_of(cos), expected)
-        keys: Any = None if k is None else k.transpose(1, 2)
-        of_q, of_k = rope(q.transpose(1, 2), keys, cos, sin, interleaved=self.interleaved, **norms)
-        return of_q.transpose(1, 2), None if of_k is None else of_k.transpose(1, 2)
+        return rotated(self, heads, None, rotations)[0]
 
     def extra_repr(self) -> str:
         angles = f"base={self.base}" if self.explicit_frequencies is None else "frequencies=(...)"
         return f"{self.head_dim}, {angles}, rotary_dim={self.rotary_dim}, interleaved={self.interleaved}"
+
+
+def rotated(
+    embedding: RotaryEmbedding, q: Tensor, k: Any, rotations: Rotations, **norms: Unpack[Norms]
+) -> tuple[Tensor, Any]:
+    """Rotates queries and keys (B, S, H, D) in one kernel; `norms` are the options of `rope` for weights."""
+    is_pair = isinstance(rotations, (tuple, list)) and len(rotations) == 2
+    if not is_pair or not all(isinstance(each, Tensor) for each in rotations):
+        raise OptionError("rotations", type(rotations).__name__, "cosines and sines, as a RotaryEmbedding returns")
+    cos, sin = rotations
+    if sin.shape != cos.shape:
+        raise ShapeError("rotations", f"sines of {shape_of(sin)}", f"{shape_of(cos)}, the shape of the cosines")
+    sizes = q.shape[1], embedding.rotary_dim // 2
+    if cos.shape[-2:] != sizes or cos.dim() > 3 or (cos.dim() == 3 and cos.shape[0] not in (1, q.shape[0])):
+        expected = f"(S, rotary_dim / 2) = {tuple(sizes)}, for each sequence or for all"
+        raise ShapeError("rotations", shape_of(cos), expected)
+    keys: Any = None if k is None else k.transpose(1, 2)
+    of_q, of_k = rope(q.transpose(1, 2), keys, cos, sin, interleaved=embedding.interleaved, **norms)
+    return of_q.transpose(1, 2), None if of_k is None else of_k.transpose(1, 2)
 
 
 def check_positions(position_ids: object) -> None:

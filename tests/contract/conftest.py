@@ -77,9 +77,13 @@ def _is_quick(metafunc: pytest.Metafunc, example: str) -> bool:
     So there are such for every example, and they stay if examples and tests come and go.
     """
     functions = (x for name, x in vars(metafunc.module).items() if name.startswith("test_"))
-    names = (x.__name__ for x in functions if example in _examples_of(x))
+    names = (x.__name__ for x in functions if example in _examples_of(x) and "sample" not in _marks_of(x))
     chosen = heapq.nsmallest(OF_EACH_EXAMPLE, names, key=lambda name: hash_of(name, example))
     return metafunc.definition.originalname in chosen
+
+
+def _marks_of(test: Callable[..., None]) -> set[str]:
+    return {mark.name for mark in getattr(test, "pytestmark", ())}
 
 
 @functools.cache
@@ -87,7 +91,7 @@ def _examples_of(test: Callable[..., None]) -> list[str]:
     arguments = inspect.signature(test).parameters
     if not arguments.keys() & {"example", "call", "attention"}:
         return []
-    differentiates = any(mark.name == "differentiates" for mark in getattr(test, "pytestmark", ()))
+    differentiates = "differentiates" in _marks_of(test)
     return [
         name
         for name, example in OPERATIONS.items()

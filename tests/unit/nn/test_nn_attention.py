@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from module_values import difference, in_float64, randomize
 from torch import nn
 
 from cudnn_sdpa import DtypeError, OptionError, ShapeError, UnsupportedError
-from cudnn_sdpa.nn import Attention, RotaryEmbedding
+from cudnn_sdpa.nn import Attention, RMSNorm, RotaryEmbedding
 
 
 def mha(**options):
@@ -303,3 +305,37 @@ def test_wrong_calls_are_named():
             assert error.value.argument == name
     with pytest.raises(OptionError, match="self-attention"):
         plain.project_context(x)
+
+
+@pytest.mark.parametrize("kind", ["zero-centered", "another eps", "hooked", "another kind"])
+def test_norms_of_heads_that_a_caller_replaces(kind):
+    rope = RotaryEmbedding(16)
+    attention = Attention(64, 4, num_kv_heads=2, rope=rope, qk_norm=1e-3, is_causal=True)
+    x, seen = torch.randn(2, 7, 64), []
+    with torch.no_grad():
+        for norm in (attention.q_norm, attention.k_norm):
+            norm.weight.uniform_(0.5, 1.5)
+    plain = attention(x)
+    changed = copy.deepcopy(attention)
+    if kind == "zero-centered":
+        for name in ("q_norm", "k_norm"):
+            norm = RMSNorm(16, 1e-3, zero_centered=True)
+            norm.weight.data.copy_(getattr(attention, name).weight - 1)
+            setattr(changed, name, norm)
+        torch.testing.assert_close(changed(x), plain)
+    elif kind == "another eps":
+        changed.k_norm.eps = 100.0
+        assert (changed(x) - plain).abs().max() > 1e-3
+    elif kind == "hooked":
+        changed.q_norm.register_forward_hook(lambda *_: seen.append("called"))
+        torch.testing.assert_close(changed(x), plain)
+        assert seen == ["called"]
+    else:
+        changed.q_norm = torch.nn.Identity()
+        assert (changed(x) - plain).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("head_dim", [65, 2048])
+def test_head_dims_that_are_not_rotated(head_dim):
+    with pytest.raises(OptionError, match="even number up to 1024"):
+        RotaryEmbedding(head_dim, rotary_dim=64)

@@ -25,7 +25,10 @@ from cudnn_sdpa.graph.handles import SCRATCH_BYTES, thread
 from cudnn_sdpa.plans import plan as plans
 
 #: Examples that launch a plan of cuDNN's where no kernel of the library's own is preferred.
-OF_OWN_KERNELS = ("kernels", "a kernel", "append", "sdpa_paged_varlen", "sdpa_paged, FP8")
+OF_OWN_KERNELS = (
+    *("kernels", "a kernel", "append", "rope", "rms_norm_fp8", "sdpa_paged_varlen", "sdpa_paged, FP8"),
+    *("gelu_mul", "relu_squared"),  # their gradients
+)
 WITH_PLANS = [name for name in OPERATIONS if not name.startswith(OF_OWN_KERNELS)]
 
 #: Examples that are always launched by Python, as they are more than one launch, or by kernels of the library's own.
