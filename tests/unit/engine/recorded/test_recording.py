@@ -24,7 +24,7 @@ from cudnn_sdpa import ExecutionError, OptionError
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.engine.recorded import captures, proof, recorder
 from cudnn_sdpa.engine.recorded.recorder import Recorder
-from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph import handles, known_issues
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
@@ -485,6 +485,34 @@ def test_comparisons_allocate_although_another_thread_captures(device, monkeypat
         for _ in range(3):  # recorded, proved, verified
             call.watched()
     assert seen == [True, True]
+
+
+def test_pinned_memory_is_freed_before_the_stream_may_be_captured(monkeypatch):
+    """PyTorch records an event on the streams that have used it, and asks for that event later."""
+    made, freed, empty = [], [], torch.empty
+
+    @contextlib.contextmanager
+    def capturing_handle(_):
+        yield 7001, 4000
+        freed.extend(memory() is None for memory in made)
+
+    def pinned(*arguments, pin_memory, **options):
+        assert pin_memory
+        found = empty(*arguments, **options)
+        made.append(weakref.ref(found))
+        return found
+
+    class Mark:
+        def synchronize(self):
+            pass
+
+    monkeypatch.setattr(handles, "capturing_handle", capturing_handle)
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream: stream)
+    monkeypatch.setattr(proof, "marked", Mark)
+    assert proof.read(torch.tensor([True, False, True]), Mark(), 0) == [True, False, True]
+    assert freed == [True]
 
 
 def test_an_unknown_mode_is_refused(monkeypatch):
