@@ -18,13 +18,13 @@ using namespace cudnn_sdpa::driver;
 
 namespace {
 
-constexpr Result kInvalidValue = 1, kInvalidHandle = 400, kCaptureInvalidated = 901;
+constexpr Result kInvalidValue = 1, kInvalidHandle = 400, kLossyQuery = 402, kCaptureInvalidated = 901;
 
 struct Function {
   std::string name;
   void (*run)(void**);
   std::vector<size_t> sizes;
-  bool is_loaded = true;
+  bool is_loaded = true, tells_sizes = true;
 };
 
 struct GraphNode {
@@ -116,6 +116,7 @@ Result cuCtxSetCurrent(void* context) { return current_context = context, 0; }
 Result cuFuncGetName(const char** name, void* of) { return *name = static_cast<Function*>(of)->name.c_str(), 0; }
 
 Result cuFuncGetParamInfo(void* of, size_t index, size_t* offset, size_t* size) {
+  if (!static_cast<Function*>(of)->tells_sizes) return kInvalidHandle;
   const auto& sizes = static_cast<Function*>(of)->sizes;
   if (index >= sizes.size()) return kInvalidValue;
   *offset = 0, *size = sizes[index];
@@ -140,8 +141,12 @@ Result cuGraphGetNodes(void* graph, void** nodes, size_t* count) {
 
 Result cuGraphGetEdges_v2(void* graph, void** from, void** to, Edge* data, size_t* count) {
   const auto& all = static_cast<Graph*>(graph)->links;
+  for (const auto& link : all) {
+    if (data == nullptr && link.data.type) return kLossyQuery;
+  }
   for (size_t i = 0; from != nullptr && i < *count; ++i) {
-    from[i] = all[i].from, to[i] = all[i].to, data[i] = all[i].data;
+    from[i] = to[i] = nullptr;
+    if (i < all.size()) from[i] = all[i].from, to[i] = all[i].to, data[i] = all[i].data;
   }
   *count = all.size();
   return 0;
@@ -248,6 +253,7 @@ void change_context() { current_context = &fails_with; }
 void own_memory(uint64_t begin, uint64_t size) { device_memory[begin] = begin + size; }
 void fail_with(Result error) { fails_with = error; }
 void unload(void* function) { static_cast<Function*>(function)->is_loaded = false; }
+void hide_sizes(void* function) { static_cast<Function*>(function)->tells_sizes = false; }
 size_t open_graphs() { return graphs.size(); }
 const char* take_launched() {
   static std::string taken;

@@ -61,6 +61,7 @@ inline void* const buffer_end = nullptr;
 inline void* const buffer_pointer = reinterpret_cast<void*>(1);
 inline void* const buffer_size = reinterpret_cast<void*>(2);
 
+constexpr Result invalid_value = 1;
 constexpr int programmatic = 1;     // the type of an edge, and the port that it leaves
 constexpr int relaxed_capture = 2;  // a mode: other threads may do anything
 constexpr int memory_type = 2;      // an attribute of pointers

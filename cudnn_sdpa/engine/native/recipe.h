@@ -275,19 +275,19 @@ struct Plan {
       watch(python, list_of(pointers, number));
       return;
     }
+    // Held here: what Python frees may launch something on another device.
+    const auto& own = slot();
+    const auto of_thread = py::reinterpret_borrow<py::object>(own.slot), handle = py::reinterpret_borrow<py::object>(own.raw);
+    const auto* const bound = own.bound;
     const bool is_recorded = recorded != nullptr && recorded->is_serving && recorded->serves(pointers);
     if (!current.is_default() && checked(PyObject_CallNoArgs(capturing.ptr())).ptr() == Py_True) keep();
     const bool is_scratch = current.is_default() && workspace.sizes[0] <= scratch;
     at::Tensor memory;  // of the workspace, until the launch
     if (!is_scratch && workspace.sizes[0]) memory = empty(workspace, on, allocate);
-    if (is_recorded && !(is_scratch && workspace.sizes[0])) {  // no slot is needed
+    if (is_recorded && !(is_scratch && workspace.sizes[0])) {  // the handle need not be bound
       launch_recorded(pointers, memory.defined() ? address_of(memory) : 0, current);
       return;
     }
-    // Held here: what Python frees may launch something on another device.
-    const auto& own = slot();
-    const auto of_thread = py::reinterpret_borrow<py::object>(own.slot), handle = py::reinterpret_borrow<py::object>(own.raw);
-    const auto* const bound = own.bound;
     // Last, as nothing below runs Python: what an allocation frees, or a signal's handler, may launch on another stream.
     while (*bound != current.raw) {
       PyObject* binding[] = {of_thread.ptr(), current.python.ptr()};

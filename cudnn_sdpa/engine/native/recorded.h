@@ -149,9 +149,11 @@ class LaunchNode {
   void read_arguments(const driver::KernelNode& node) {
     size_t offset = 0, size = 0;
     if (node.arguments != nullptr) {
-      while (!cuda.cuFuncGetParamInfo(function_, arguments.size(), &offset, &size)) {
+      driver::Result error = 0;
+      while (!(error = cuda.cuFuncGetParamInfo(function_, arguments.size(), &offset, &size))) {
         take(node.arguments[arguments.size()], size);
       }
+      if (error != driver::invalid_value) check(error, "a kernel's arguments");  // otherwise there is no further one
       return;
     }
     const void* buffer = nullptr;
@@ -192,11 +194,11 @@ struct Sequence {
 
 // The nodes of a graph in the order in which one stream got them.
 inline Sequence read_graph(void* graph) {
-  size_t count = 0, edges = 0;
+  size_t count = 0;
   check(cuda.cuGraphGetNodes(graph, nullptr, &count), "a graph's nodes");
   std::vector<void*> handles(count);
   check(cuda.cuGraphGetNodes(graph, handles.data(), &count), "a graph's nodes");
-  check(cuda.cuGraphGetEdges_v2(graph, nullptr, nullptr, nullptr, &edges), "a graph's edges");
+  size_t edges = count * count;  // room for all: a query without room for their data may be refused
   std::vector<void*> from(edges), to(edges);
   std::vector<driver::Edge> data(edges);
   if (edges) check(cuda.cuGraphGetEdges_v2(graph, from.data(), to.data(), data.data(), &edges), "a graph's edges");
@@ -431,9 +433,11 @@ class Recorded {
           "byte " + std::to_string(unknown - kinds.begin()) + " of argument " + std::to_string(argument) +
           " moves with no operand: " + node.name);
     }
-    for (size_t place = 0; place + 8 <= size; place += 8) {
+    for (size_t place = 0; place + 8 <= size; place += 4) {
       const uint64_t word = word_at(node.arguments[argument], place);
-      if (kinds[place] == kAddress || word >> 48 || !(word >> 32)) continue;  // no address of a GPU's memory
+      const auto begin = kinds.begin() + place, end = begin + 8;
+      if (std::find(begin, end, kAddress) != end) continue;
+      if (word >> 48 || !(word >> 32)) continue;  // no address of a GPU's memory
       int type = 0;
       if (!cuda.cuPointerGetAttribute(&type, driver::memory_type, word)) {
         throw refusal("it uses memory that is no operand's: " + node.name);

@@ -59,5 +59,6 @@ def read(flags: Tensor, mark: torch.cuda.Event, device: int) -> list[bool]:
         on_host = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
         on_host.copy_(flags, non_blocking=True)
         marked().synchronize()
-    found: list[bool] = on_host.tolist()
+        found: list[bool] = on_host.tolist()
+        del on_host  # PyTorch marks the stream then, which the next one may capture
     return found

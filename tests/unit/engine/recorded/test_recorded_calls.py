@@ -21,6 +21,7 @@ from benchmarks.tools import ways
 from cudnn_sdpa import ExecutionError, explain, plan_cache, providers, rms_norm, sdpa
 from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.engine.native import loader
+from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph.handles import SCRATCH_BYTES, thread
 from cudnn_sdpa.plans import plan as plans
 
@@ -281,6 +282,32 @@ def test_explain_says_who_launches_a_plan(monkeypatch):
         found = explain(sdpa, **tensors)
         assert found.launched == ""
         assert "launched" not in str(found)
+
+
+@pytest.mark.parametrize("mode", [loader.OFF, loader.ON])
+def test_a_thread_without_a_handle_is_refused_in_a_capture_before_its_plan_is_kept(mode, monkeypatch):
+    """With and without recorded launches: what such a thread captures may need cuDNN at any time."""
+    monkeypatch.setattr(plans, "captured_plans", [])
+    call = OPERATIONS["sdpa"]
+    with recorded_plans(call.compute, mode=mode) as device:
+        settled("sdpa")
+
+        def work() -> str:
+            library().make_context_current()
+            with device.stream(11):
+                device.capturing = True
+                try:
+                    call(call.tensors())
+                except ExecutionError as error:
+                    return str(error)
+                finally:
+                    device.capturing = False
+            return ""
+
+        monkeypatch.setattr(handles, "_free", {})
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: device.capturing)
+        assert "cannot be created while a CUDA graph is being captured" in str(in_new_thread(work))
+        assert not plans.captured_plans
 
 
 def test_nothing_is_imported_where_recording_is_off(run_python):

@@ -6,6 +6,7 @@ The plan is two kernels and a memset, which a stand-in for CUDA's driver capture
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import random
@@ -23,7 +24,7 @@ from cudnn_sdpa import ExecutionError, OptionError
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.engine.recorded import captures, proof, recorder
 from cudnn_sdpa.engine.recorded.recorder import Recorder
-from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph import handles, known_issues
 from cudnn_sdpa.graph.definition import GraphDefinition
 from cudnn_sdpa.graph.key import Operand, Role
 from cudnn_sdpa.graph.layouts import TensorLayout
@@ -73,6 +74,8 @@ class Engine:
         self.finish = Kernel("finish", own_kernel("finish"), [128, 8])
         self.foreign = torch.zeros(64)
         library().own_memory(self.foreign.data_ptr(), 256)
+        if "hidden arguments" in self.faults:
+            library().hide_sizes(self.finish.handle)
 
     def executor(self, _):
         return self.execute
@@ -118,7 +121,8 @@ class Engine:
             packed="packed" in faults,
         )
         # Unaligned, as in a structure, among bytes that are the same in each launch.
-        description = bytes(range(20)) + word(out) + bytes(100)
+        more = word(self.foreign.data_ptr() + 64) if "foreign memory, unaligned" in faults else bytes(8)
+        description = bytes(range(20)) + word(out) + more + bytes(92)
         self.finish.launch(stream, description, word(workspace), blocks=9, attributes=second)
         if not is_captured and "random" in faults:
             ctypes.c_float.from_address(out).value += random.random()
@@ -254,6 +258,8 @@ DISQUALIFIED = {
     "a counter": "byte 0 of argument 5 moves with no operand: products_noted",
     "half an address": "byte 2 of argument 5 moves with no operand: products_noted",
     "foreign memory": "it uses memory that is no operand's: products_noted",
+    "foreign memory, unaligned": "it uses memory that is no operand's: finish",
+    "hidden arguments": "a kernel's arguments: CUDA reports error 400",
     "another kernel": "what it launches depends on its operands' addresses",
     "random": "its results differ in bits from launch to launch",
 }
@@ -457,6 +463,56 @@ def test_a_driver_that_lacks_functions(module, device, monkeypatch):
         call = Call(module, device)
         call.watched()
         assert str(call.recorder).startswith(f"by cuDNN, because {why}")
+
+
+def test_comparisons_allocate_although_another_thread_captures(device, monkeypatch):
+    active, seen = [], []
+
+    @contextlib.contextmanager
+    def relaxed():
+        active.append(1)
+        yield
+        active.pop()
+
+    def compare(*arguments, of=proof.compare):
+        seen.append(bool(active))
+        return of(*arguments)
+
+    monkeypatch.setattr(recorder, "relaxed_capture", relaxed)
+    monkeypatch.setattr(proof, "compare", compare)
+    with stand_in_driver(loader.VERIFY) as module:
+        call = Call(module, device)
+        for _ in range(3):  # recorded, proved, verified
+            call.watched()
+    assert seen == [True, True]
+
+
+def test_pinned_memory_is_freed_before_the_stream_may_be_captured(monkeypatch):
+    """PyTorch records an event on the streams that have used it, and asks for that event later."""
+    made, freed, empty = [], [], torch.empty
+
+    @contextlib.contextmanager
+    def capturing_handle(_):
+        yield 7001, 4000
+        freed.extend(memory() is None for memory in made)
+
+    def pinned(*arguments, pin_memory, **options):
+        assert pin_memory
+        found = empty(*arguments, **options)
+        made.append(weakref.ref(found))
+        return found
+
+    class Mark:
+        def synchronize(self):
+            pass
+
+    monkeypatch.setattr(handles, "capturing_handle", capturing_handle)
+    monkeypatch.setattr(torch, "empty", pinned)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda stream: stream)
+    monkeypatch.setattr(proof, "marked", Mark)
+    assert proof.read(torch.tensor([True, False, True]), Mark(), 0) == [True, False, True]
+    assert freed == [True]
 
 
 def test_an_unknown_mode_is_refused(monkeypatch):
