@@ -112,6 +112,7 @@ def test_clang_compiles_it_without_warnings_and_its_calls_are_right(repository, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)  # of which the compilation takes minutes
 def test_calls_keep_their_contract_under_sanitizers(repository):
     """A sample of `tests/contract`; `--tests all` in this command runs all of it.
 
