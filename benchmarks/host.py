@@ -103,6 +103,15 @@ def _calls(q: Tensor, k: Tensor, v: Tensor) -> dict[str, Call]:
     }
 
 
+def _single_calls() -> dict[str, Call]:
+    """Calls of each operation, one at a time."""
+    q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
+    packed = _packed_calls(*(x[0].transpose(0, 1).contiguous() for x in (q, k, v)))
+    calls = {**_calls(q, k, v), "sdpa_varlen": packed["sdpa_varlen"], **both_passes()}
+    del calls["two shapes in turn, mean of a call"]
+    return calls
+
+
 def launches() -> list[Row]:
     """What a call cannot do without: the launches of its plans, and of this library's own kernels, alone.
 
@@ -110,11 +119,7 @@ def launches() -> list[Row]:
     ctypes, which costs a few tenths of a microsecond more than C++.
     """
     wait_for_native_calls()
-    q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
-    packed = _packed_calls(*(x[0].transpose(0, 1).contiguous() for x in (q, k, v)))
-    calls = {**_calls(q, k, v), "sdpa_varlen": packed["sdpa_varlen"], **both_passes()}
-    del calls["two shapes in turn, mean of a call"]
-    rows: list[Row] = []
+    calls, rows = _single_calls(), list[Row]()
     for name, call in track(calls.items(), "launches", transient=True):
         alone = launches_of(call)
         timed = {"call": call, "plans": alone.plans, "kernels": alone.own_kernels}
@@ -134,11 +139,7 @@ def launches() -> list[Row]:
 def recorded() -> list[Row]:
     """CPU and device time of calls whose plans are launched as recorded, and by cuDNN; rounds alternate."""
     wait_for_native_calls()
-    q, k, v = (cases.normal(1, 8, 128, 64) for _ in range(3))
-    packed = _packed_calls(*(x[0].transpose(0, 1).contiguous() for x in (q, k, v)))
-    calls = {**_calls(q, k, v), "sdpa_varlen": packed["sdpa_varlen"], **both_passes()}
-    del calls["two shapes in turn, mean of a call"]
-    rows: list[Row] = []
+    calls, rows = _single_calls(), list[Row]()
     with recording():
         for name, call in track(calls.items(), "recorded launches", transient=True):
             launched = until_recorded(call)

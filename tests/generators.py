@@ -1814,10 +1814,6 @@ class RmsNormFp8(RmsNorm):
         out = exact * (2**-4 + 2 * precision.unit) + known["scale"] * 2**-10 + found
         return {"out": out * 1.01 + precision.tiny, "amax": 4 * most, "amax of rows": 4 * by_row, **more}
 
-    def check_places(self, case, tensors, found, gradients):
-        if found["out"].numel() and not is_dense(found["out"]):
-            yield "out is not dense"
-
     def explained(self, case):
         return cudnn_sdpa.rms_norm_fp8, (), {**meta(case), **case.options}
 
@@ -2011,10 +2007,7 @@ class Rope(Operation):
                 bounds[f"{name}_weight"] = 3 * unit * terms.sum(0) + precision.tiny
         return bounds
 
-    def check_places(self, case, tensors, found, gradients):
-        for name, result in found.items():
-            if result.numel() and not is_dense(result):
-                yield f"{name} has strides {result.stride()}, which are not dense"
+    check_places = RmsNorm.check_places
 
     def explained(self, case):
         return cudnn_sdpa.rope, (), {"k": None, **meta(case), **case.options}

@@ -36,7 +36,7 @@ def bytes_of(layout: TensorLayout) -> int:
 
 def scalars_at(plan: Plan, pointers: Sequence[int]) -> list[float]:
     """The values of a launch's host scalars."""
-    return [ctypes.c_float.from_address(pointers[place]).value for place in _scalars(plan)]
+    return [ctypes.c_float.from_address(pointers[index]).value for index in _scalars(plan)]
 
 
 def record(native: Any, plan: Plan, values: Sequence[float]) -> None:
@@ -58,15 +58,15 @@ def record(native: Any, plan: Plan, values: Sequence[float]) -> None:
 
     with handles.capturing_handle(plan.device) as (handle, stream):
         for alignment in (ALIGNMENT, _COARSE):
-            moving = {place: _alignment(x, alignment) for place, x in enumerate(operands) if place not in scalars}
+            moving = {index: _alignment(x, alignment) for index, x in enumerate(operands) if index not in scalars}
             moving |= {count: _COARSE} if plan.workspace else {}
             coarse = dict.fromkeys(moving, _COARSE)
             sets = [[0] * (1 + count) for _ in range(LAUNCHES)]
             for number, words in enumerate(sets):
-                for place, each in (moving if number % 2 else coarse).items():
-                    words[place] = address(each)
-                for at, place in enumerate(scalars):
-                    words[place] = numbers.buffer_info()[0] + numbers.itemsize * at
+                for index, each in (moving if number % 2 else coarse).items():
+                    words[index] = address(each)
+                for at, index in enumerate(scalars):
+                    words[index] = numbers.buffer_info()[0] + numbers.itemsize * at
             with contextlib.suppress(*[RuntimeError] * (alignment < _COARSE)):
                 native.record(
                     stream=stream,
@@ -88,4 +88,4 @@ def _alignment(operand: Operand, alignment: int) -> int:
 
 def _scalars(plan: Plan) -> list[int]:
     operands = (*plan.key.inputs, *plan.key.outputs)
-    return [place for place, operand in enumerate(operands) if operand.role is Role.SCALAR]
+    return [index for index, operand in enumerate(operands) if operand.role is Role.SCALAR]

@@ -41,9 +41,9 @@ MAX_BYTES = 64 << 20
 #: nothing.
 MAX_TRIES = 16
 
-#: How a call of a plan is served, and what it does for the recording: a method, not bound, as recorders are freed with
+#: A stage of the recording: what a call of the plan does for it. A method, not bound, as recorders are freed with
 #: their plans.
-_Step = Callable[["Recorder", Plan, Sequence[int]], None]
+_Stage = Callable[["Recorder", Plan, Sequence[int]], None]
 
 
 class Recorder:
@@ -59,7 +59,7 @@ class Recorder:
         self.native: Any = module.Recorded()
         self.why_not = "it is not recorded yet"
         self._missing = _connect(module)
-        self._step: _Step = Recorder._begin
+        self._stage: _Stage = Recorder._begin
         self._tries = 0
         self._lock = threading.Lock()
 
@@ -71,19 +71,19 @@ class Recorder:
         return f"as recorded (kernels: {len(self.native.names) - memsets}, memsets: {memsets}){verified}"
 
     def watch(self, plan: Plan, pointers: Sequence[int]) -> None:
-        """Launches the plan, and brings the recording one step forward, if this thread can."""
+        """Launches the plan, and brings the recording to its next stage, if this thread can."""
         is_captured = current_raw_stream(plan.device) and torch._C._cuda_isCurrentStreamCapturing()
         if is_captured or not self._lock.acquire(blocking=False):
             plan.launch(pointers)
             return
         try:
-            self._step(self, plan, pointers)
+            self._stage(self, plan, pointers)
         finally:
             self._lock.release()
 
     def _begin(self, plan: Plan, pointers: Sequence[int]) -> None:
         plan.launch(pointers)
-        self._step = Recorder._wait
+        self._stage = Recorder._wait
         if reason := self._missing or _why_not(plan):
             self._leave(reason)
             return
@@ -105,14 +105,14 @@ class Recorder:
         except Exception as error:  # noqa: BLE001 - whatever it is, cuDNN serves the calls
             self._leave(str(error) or type(error).__name__)
         else:
-            self._step = Recorder._prove
+            self._stage = Recorder._prove
 
     def _prove(self, plan: Plan, pointers: Sequence[int]) -> None:
         plan.launch(pointers)
         self._tries += 1
         try:
             if self.native.serves(pointers):
-                self._step = Recorder._wait
+                self._stage = Recorder._wait
                 with relaxed_capture():  # other threads may capture, and calls like this one allocate less
                     flags = proof.compare(self.native, plan, pointers)
                     mark = proof.marked()
@@ -139,15 +139,15 @@ class Recorder:
         elif self._tries > MAX_TRIES:
             self._leave("the results of its first calls were all zeros")
         else:
-            self._step = Recorder._prove
+            self._stage = Recorder._prove
 
     def _serve(self) -> None:
-        self.native.is_serving, self.why_not, self._step = True, "", Recorder._verify
+        self.native.is_serving, self.why_not, self._stage = True, "", Recorder._verify
         self.native.is_watched = loader.recorded_mode() == loader.VERIFY
         _log.info("%s is launched %s", self._name, self)
 
     def _leave(self, why: str) -> None:
-        self.why_not, self._step, self.native.is_watched = why, Recorder._wait, False
+        self.why_not, self._stage, self.native.is_watched = why, Recorder._wait, False
         _log.info("%s is launched by cuDNN, and not as recorded, because %s", self._name, why)
 
     def _verify(self, plan: Plan, pointers: Sequence[int]) -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.engine.native.build import FOLDER_VARIABLE
 
 #: A module with the number `answer`, linked like the real one.
@@ -105,17 +104,3 @@ def wait_until() -> Callable[..., None]:
             time.sleep(0.02)
 
     return wait
-
-
-@pytest.fixture
-def launches_in_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the plans that Python launches."""
-    found: list[str] = []
-    launch = BoundPlan.__call__
-
-    def noted(bound: BoundPlan, *arguments: object, **options: object) -> object:
-        found.append(bound.plan.key.name)
-        return launch(bound, *arguments, **options)
-
-    monkeypatch.setattr(BoundPlan, "__call__", noted)
-    return found

@@ -19,7 +19,6 @@ from stand_in_gpu import KernelOfPlan, in_new_thread, launched, library, recorde
 
 from benchmarks.tools import ways
 from cudnn_sdpa import ExecutionError, explain, plan_cache, providers, rms_norm, sdpa
-from cudnn_sdpa.engine.launch import BoundPlan
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph.handles import SCRATCH_BYTES, thread
@@ -57,20 +56,6 @@ def settled(name: str) -> Example:
     call = OPERATIONS[name]
     settle(lambda: run(call))
     return call
-
-
-@pytest.fixture
-def launches_in_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The names of the plans that Python launches."""
-    found: list[str] = []
-    launch = BoundPlan.__call__
-
-    def noted(bound: BoundPlan, *arguments: object, **options: object) -> object:
-        found.append(bound.plan.key.name)
-        return launch(bound, *arguments, **options)
-
-    monkeypatch.setattr(BoundPlan, "__call__", noted)
-    return found
 
 
 @pytest.mark.sample(12)
