@@ -473,8 +473,8 @@ def _head_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None, head_d
 
 
 def _are_alike(*norms: nn.Module) -> bool:
-    """Whether one kernel computes both norms: not if a caller has replaced, wrapped or hooked one."""
-    if any(type(norm) is not RMSNorm or norm.weight is None for norm in norms):
+    """Whether one kernel computes both norms: not if a caller has replaced, wrapped or hooked one, or unset its eps."""
+    if any(type(norm) is not RMSNorm or norm.weight is None or norm.eps is None for norm in norms):
         return False
     options = {(norm.eps, norm.zero_centered) for norm in norms if isinstance(norm, RMSNorm)}
     return len(options) == 1 and not any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms)

@@ -307,7 +307,7 @@ def test_wrong_calls_are_named():
         plain.project_context(x)
 
 
-@pytest.mark.parametrize("kind", ["zero-centered", "another eps", "hooked", "another kind"])
+@pytest.mark.parametrize("kind", ["zero-centered", "another eps", "default eps", "hooked", "another kind"])
 def test_norms_of_heads_that_a_caller_replaces(kind):
     rope = RotaryEmbedding(16)
     attention = Attention(64, 4, num_kv_heads=2, rope=rope, qk_norm=1e-3, is_causal=True)
@@ -326,6 +326,13 @@ def test_norms_of_heads_that_a_caller_replaces(kind):
     elif kind == "another eps":
         changed.k_norm.eps = 100.0
         assert (changed(x) - plain).abs().max() > 1e-3
+    elif kind == "default eps":
+        x = 1e-4 * x  # beside which no eps and that of the dtype differ
+        changed.q_norm.eps = changed.k_norm.eps = None
+        attention.q_norm.eps = attention.k_norm.eps = torch.finfo(torch.float32).eps
+        torch.testing.assert_close(changed(x), attention(x))
+        attention.q_norm.eps = attention.k_norm.eps = 0.0
+        assert (changed(x) - attention(x)).abs().max() > 1e-7
     elif kind == "hooked":
         changed.q_norm.register_forward_hook(lambda *_: seen.append("called"))
         torch.testing.assert_close(changed(x), plain)
