@@ -128,7 +128,7 @@ class AttentionBias:
                 raise OptionError(name.removeprefix("_"), repr(size), f"{least} or more")
 
     def to(self, device: torch.device | str) -> Self:
-        """The same bias with its tensors on a device."""
+        """A bias of the same values whose tensors are on a device."""
         moved = {name: _moved(x, device) for name, x in vars(self).items()}
         found = object.__new__(type(self))
         vars(found).update(moved)
@@ -151,7 +151,7 @@ class LowerTriangularMask(AttentionBias):
         """`device` has no meaning, as in xFormers."""
 
     def add_bias(self, bias: Tensor) -> LowerTriangularMaskWithTensorBias:
-        """The same mask, and a bias (B, H, Mq, Mkv) that is added to the scores."""
+        """A bias of this mask, and of numbers (B, H, Mq, Mkv) that are added to the scores."""
         return LowerTriangularMaskWithTensorBias(bias)
 
 
@@ -168,7 +168,7 @@ class LowerTriangularFromBottomRightMask(AttentionBias):
     is_causal = True
 
     def make_local_attention(self, window_size: int) -> LowerTriangularFromBottomRightLocalAttentionMask:
-        """The same mask, of the last `window_size` keys alone."""
+        """A causal mask that shows the last `window_size` keys alone."""
         return LowerTriangularFromBottomRightLocalAttentionMask(window_size)
 
 
@@ -244,22 +244,22 @@ class BlockDiagonalMask(AttentionBias):
         return self.split_queries(tensor)
 
     def make_causal(self) -> BlockDiagonalCausalMask:
-        """The same sequences under a causal mask that aligns their first tokens."""
+        """A bias of these sequences whose causal mask aligns their first tokens."""
         return BlockDiagonalCausalMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
     def make_causal_from_bottomright(self) -> BlockDiagonalCausalFromBottomRightMask:
-        """The same sequences under a causal mask that aligns their last tokens."""
+        """A bias of these sequences whose causal mask aligns their last tokens."""
         return BlockDiagonalCausalFromBottomRightMask(self.q_seqinfo, self.k_seqinfo, self._batch_sizes)
 
     def make_local_attention(self, window_size: int) -> BlockDiagonalCausalLocalAttentionMask:
-        """The same as `make_causal`, of the last `window_size` keys alone."""
+        """A bias as by `make_causal`, whose queries see the last `window_size` keys alone."""
         parts = self.q_seqinfo, self.k_seqinfo, self._batch_sizes
         return BlockDiagonalCausalLocalAttentionMask(*parts, _window_size=window_size)
 
     def make_local_attention_from_bottomright(
         self, window_size: int
     ) -> BlockDiagonalCausalLocalAttentionFromBottomRightMask:
-        """The same as `make_causal_from_bottomright`, of the last `window_size` keys alone."""
+        """A bias as by `make_causal_from_bottomright`, whose queries see the last `window_size` keys alone."""
         parts = self.q_seqinfo, self.k_seqinfo, self._batch_sizes
         return BlockDiagonalCausalLocalAttentionFromBottomRightMask(*parts, _window_size=window_size)
 
@@ -326,7 +326,7 @@ class BlockDiagonalPaddedKeysMask(AttentionBias):
         return cls(*_padded_info(q_seqlen, kv_padding, kv_seqlen, device))
 
     def make_local_attention(self, window_left: int, window_right: int) -> BlockDiagonalLocalAttentionPaddedKeysMask:
-        """The same in a window around the diagonal that aligns the last query with the last key."""
+        """A bias of these sequences whose window lies around the diagonal of their last tokens."""
         return BlockDiagonalLocalAttentionPaddedKeysMask(self.q_seqinfo, self.k_seqinfo, window_left, window_right)
 
     def make_paged(self, block_tables: Tensor, page_size: int, paged_type: type[PagedT]) -> PagedT:

@@ -54,7 +54,7 @@ def gelu_mul(gate: Tensor, up: Tensor | None = None) -> Tensor:
 
     Raises:
         ArgumentError: An argument is wrong.
-        UnsupportedError: An argument requires a gradient, and providers are in force that have none: cuDNN alone.
+        UnsupportedError: An argument requires grad under `providers("cudnn")`, which has no gradient for it.
 
     Examples:
         >>> import torch, cudnn_sdpa
@@ -77,7 +77,7 @@ def relu_squared(x: Tensor) -> Tensor:
 
     Raises:
         ArgumentError: An argument is wrong.
-        UnsupportedError: x requires a gradient, and providers are in force that have none: cuDNN alone.
+        UnsupportedError: x requires grad under `providers("cudnn")`, which has no gradient for it.
 
     Examples:
         >>> import torch, cudnn_sdpa

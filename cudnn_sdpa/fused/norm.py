@@ -138,7 +138,7 @@ def separate_steps(
 
 
 class NormInFp8(NamedTuple):
-    """The result of `rms_norm_fp8`; numbers are those of `out` times `scale`.
+    """A norm in FP8; its values are `out` times `scale`.
 
     Attributes:
         out: The norm divided by the scale, of x's shape, contiguous, float8_e4m3fn.
@@ -164,9 +164,9 @@ def rms_norm_fp8(
 ) -> NormInFp8:
     """`rms_norm` in E4M3 for an FP8 linear layer, in one kernel of this library. For inference.
 
-    Without `scale` each row has its own, its largest absolute value over 448, as `torch._scaled_mm` reads them. A given
-    one, of earlier steps (delayed scaling), is for all rows; numbers saturate at 448. Rounding is to the nearest, ties
-    to even; NaN stays NaN.
+    Without `scale` each row gets a scale of its own, its amax over 448, as `torch._scaled_mm` reads them. A given scale
+    serves all rows (delayed scaling), and larger values saturate at 448 times it. Values are rounded to the nearest
+    number, ties to even; NaN stays NaN.
 
     Args:
         x: (..., n), float16, bfloat16 or float32. Kernels read dense rows; an x that is not contiguous is copied first.
