@@ -57,8 +57,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import cudnn_sdpa
+from benchmarks.tools.ways import until_recorded
 from cudnn_sdpa import ArgumentError, CudnnSdpaError, Fp8BackwardScales, Fp8Scales, UnsupportedError
-from cudnn_sdpa.engine.native import calls as native_calls
+from cudnn_sdpa.engine.native import loader
 
 BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -125,12 +126,14 @@ class Outcome:
         problems: What was wrong.
         reasons: Why it was declined, entirely or in part.
         by: The component that declined it, according to the error.
+        launched: Who launches its plans, if they may be launched as recorded.
     """
 
     kind: str
     problems: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     by: str = ""
+    launched: list[str] = field(default_factory=list)
 
 
 Tensors = dict[str, Tensor]
@@ -3478,8 +3481,19 @@ OF_PYTORCH = ("does not currently support double backward", "donated buffer")
 REPEATS_UNTIL_NATIVE = 3
 
 
+def repeat(call: Callable[[], object]) -> list[str]:
+    """Makes a call until all has happened that repetitions bring about; says who launches plans that are recorded."""
+    repeats = 1 if loader.module() is None else REPEATS_UNTIL_NATIVE
+    launched = []
+    if loader.recorded_mode() != loader.OFF:
+        launched, repeats = until_recorded(call, repeats), 1
+    for _ in range(repeats):
+        call()
+    return launched
+
+
 def run(case: Case, device: str = "cpu") -> Outcome:
-    """Runs a call three times, with the native module five times. Returns its outcome."""
+    """Runs a call three times, with the native module five times or until it is recorded. Returns its outcome."""
     runs = Run(case, device)
     with cudnn_sdpa.shape_policy(case.policy), in_force(case.settings):
         wanted, outcome = case.wanted, Outcome("right")
@@ -3499,8 +3513,7 @@ def run(case: Case, device: str = "cpu") -> Outcome:
             if not (case.refusable if isinstance(error, ArgumentError) else refused_while_compiling(case, error)):
                 raise
             return Outcome("declined", [], [f"{type(error).__name__} for {case.refusable}"], "refused")
-        for _ in range(1 if native_calls.loader.module() is None else REPEATS_UNTIL_NATIVE):
-            problems += runs.once("again", wanted)
+        outcome.launched = repeat(lambda: problems.extend(runs.once("again", wanted)))
         try:
             problems += runs.once(case.third, wanted)
         except CudnnSdpaError as error:
@@ -3511,7 +3524,7 @@ def run(case: Case, device: str = "cpu") -> Outcome:
         except RuntimeError as error:
             if case.third != "create_graph" or not any(text in str(error) for text in OF_PYTORCH):
                 raise
-        return Outcome("wrong", problems) if problems else outcome
+        return Outcome("wrong", problems, launched=outcome.launched) if problems else outcome
 
 
 def attempt(name: str, seed: int, device: str = "cpu") -> Outcome:

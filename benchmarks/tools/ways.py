@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from cudnn_sdpa.engine.native import calls, loader
-from cudnn_sdpa.engine.recorded.recorder import Recorder
+from cudnn_sdpa.engine.recorded.recorder import NOT_YET, Recorder
 from cudnn_sdpa.plans.cache import plan_cache
 
 #: Maximum number of seconds that the native module may take to compile.
@@ -54,12 +54,15 @@ def recorders() -> list[Recorder]:
     return [plan.recorder for plan in plan_cache.plans() if isinstance(plan.recorder, Recorder)]
 
 
-def until_recorded(call: Callable[[], object]) -> list[str]:
-    """Makes calls until their plans are recorded, or left to cuDNN; says who launches those that are new."""
+def until_recorded(call: Callable[[], object], at_least: int = 12) -> list[str]:
+    """Makes calls until their plans are recorded, or left to cuDNN; says who launches those that are new.
+
+    Calls of gradients become native some calls later than others.
+    """
     before, end = recorders(), time.monotonic() + RECORDING_SECONDS
-    for _ in range(12):  # the calls of gradients become native later
+    for _ in range(at_least):
         call()
-    while any(each.native.is_watched for each in recorders()) and time.monotonic() < end:
+    while any(each.why_not == NOT_YET for each in recorders()) and time.monotonic() < end:
         time.sleep(0.01)
         call()
     return [str(each) for each in recorders() if each not in before]

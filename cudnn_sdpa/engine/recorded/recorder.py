@@ -41,6 +41,9 @@ MAX_BYTES = 64 << 20
 #: nothing.
 MAX_TRIES = 16
 
+#: Why cuDNN launches a plan until it is recorded, or until that fails.
+NOT_YET = "it is not recorded yet"
+
 #: A stage of the recording: what a call of the plan does for it. A method, not bound, as recorders are freed with
 #: their plans.
 _Stage = Callable[["Recorder", Plan, Sequence[int]], None]
@@ -57,7 +60,7 @@ class Recorder:
     def __init__(self, module: ModuleType, name: str) -> None:
         self._name = name
         self.native: Any = module.Recorded()
-        self.why_not = "it is not recorded yet"
+        self.why_not = NOT_YET
         self._missing = _connect(module)
         self._stage: _Stage = Recorder._begin
         self._tries = 0
