@@ -61,6 +61,7 @@ class Report:
         self.counts: dict[str, Counter[str]] = {}
         self.faults: list[dict[str, Any]] = []
         self.declines: Counter[str] = Counter()
+        self.served: Counter[str] = Counter()
         self.launched: Counter[str] = Counter()
         self.examples: dict[str, str] = {}
         self.slowest: list[tuple[float, str]] = []
@@ -72,6 +73,7 @@ class Report:
         for reason in {reason.splitlines()[0][:160] for reason in outcome["reasons"] if reason}:
             self.declines[f"{name}: {reason}"] += 1
             self.examples.setdefault(f"{name}: {reason}", line)
+        self.served.update(outcome.get("served", ()))
         self.launched.update(f"{name}: {by[:160]}" for by in outcome.get("launched", ()))
         if kind in ("wrong", "crashed"):
             self.faults.append({"line": line, "kind": kind, "problems": outcome["problems"][:4]})
@@ -103,6 +105,7 @@ class Report:
                 reason: {"count": count, "example": self.examples[reason]}
                 for reason, count in self.declines.most_common()
             },
+            "served": dict(self.served.most_common()),
             "launched": dict(self.launched.most_common()),
             "slowest": self.slowest,
         }
@@ -184,8 +187,9 @@ def main(names: list[str], given: Any) -> int:
         print(f"{name:30} " + "  ".join(f"{kind} {n}" for kind, n in sorted(counts.items())))
     for reason, of in found["declines"].items():
         print(f"{of['count']:5} declined: {reason}   ({of['example']})")
-    for by, count in found["launched"].items():
-        print(f"{count:5} launched: {by}")
+    for what in ("served", "launched"):
+        for by, count in found[what].items():
+            print(f"{count:5} {what}: {by}")
     for seconds, line in found["slowest"]:
         print(f"{seconds:6.1f} s  {line}")
     print(f"{found['totals']} in {found['seconds']} s")

@@ -126,6 +126,7 @@ class Outcome:
         problems: What was wrong.
         reasons: Why it was declined, entirely or in part.
         by: The component that declined it, according to the error.
+        served: Operations and providers of its plans.
         launched: Who launches its plans, if they may be launched as recorded.
     """
 
@@ -133,6 +134,7 @@ class Outcome:
     problems: list[str] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     by: str = ""
+    served: list[str] = field(default_factory=list)
     launched: list[str] = field(default_factory=list)
 
 
@@ -3531,8 +3533,9 @@ def attempt(name: str, seed: int, device: str = "cpu") -> Outcome:
     """Draws and runs a call; unexpected exceptions become outcomes."""
     try:
         op = OPERATIONS[name]
-        special = op.session(random.Random(zlib.crc32(f"{name} {seed}".encode())), seed, device)
-        return run(draw(name, seed, device), device) if special is None else special
+        with cudnn_sdpa.plan_cache.watch_uses() as used:
+            outcome = op.session(random.Random(zlib.crc32(f"{name} {seed}".encode())), seed, device)
+            outcome = run(draw(name, seed, device), device) if outcome is None else outcome
     except WrongError as error:
         return Outcome("wrong", [str(error)])
     except Exception as error:  # noqa: BLE001 - reported with the command that repeats it
@@ -3540,6 +3543,8 @@ def attempt(name: str, seed: int, device: str = "cpu") -> Outcome:
         where = next((f"{Path(x.filename).name}:{x.lineno}" for x in reversed(at) if "cudnn_sdpa" in x.filename), "")
         text = str(error)[:600].replace(f"{Path(__file__).parents[1]}/", "")  # a report does not tell where it was made
         return Outcome("crashed", [f"{type(error).__name__}: {text} ({where or at[-1].name})"])
+    outcome.served = sorted({f"{key.name} by {key.provider or 'cudnn'}" for key in used})
+    return outcome
 
 
 def line(name: str, seed: int, device: str) -> str:
