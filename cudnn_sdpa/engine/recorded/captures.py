@@ -14,7 +14,7 @@ import torch
 
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph.key import Operand, Role
-from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
+from cudnn_sdpa.graph.layouts import ALIGNMENT
 from cudnn_sdpa.plans.plan import Plan, allocate
 
 #: Bytes in which operands begin.
@@ -28,19 +28,19 @@ _COARSE = 256
 LAUNCHES = 6
 
 
-def bytes_of(layout: TensorLayout) -> int:
-    """Bytes from the first element to the end of the last one."""
-    last = sum((size - 1) * stride for size, stride in zip(layout.shape, layout.stride, strict=True))
-    return (1 + last) * layout.dtype.itemsize if all(layout.shape) else 0
-
-
 def scalars_at(plan: Plan, pointers: Sequence[int]) -> list[float]:
     """The values of a launch's host scalars."""
     return [ctypes.c_float.from_address(pointers[index]).value for index in _scalars(plan)]
 
 
-def record(native: Any, plan: Plan, values: Sequence[float]) -> None:
+def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int]) -> None:
     """Finds what the plan launches, for these values of its host scalars. Its device is the current one.
+
+    Args:
+        native: The launches in the native module.
+        plan: The plan.
+        values: The values.
+        sizes: Bytes of each output.
 
     Raises:
         RuntimeError: What it launches is more than kernels and memsets whose arguments are operands' addresses.
@@ -49,7 +49,7 @@ def record(native: Any, plan: Plan, values: Sequence[float]) -> None:
     numbers = array("f", values)
     # Operands may overlap, and inputs may end behind this memory, as nothing is read or written. But CUDA checks that
     # memory which is set exists.
-    written = max(plan.workspace, *(bytes_of(x.layout) for x in plan.key.outputs))
+    written = max(plan.workspace, *sizes)
     memory = allocate((SPREAD + written,), (1,), torch.uint8)
     first, draw = -(-memory.data_ptr() // _COARSE) * _COARSE, random.Random()
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cudnn_sdpa.engine.recorded.captures import bytes_of
 from cudnn_sdpa.errors import ExecutionError
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream, side_by_side
@@ -17,8 +16,10 @@ from cudnn_sdpa.plans.plan import Plan, allocate, current_raw_stream, side_by_si
 _POISON = 0xA5
 
 
-def compare(native: Any, plan: Plan, pointers: Sequence[int]) -> Tensor:
+def compare(native: Any, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> Tensor:
     """Launches the call of these operands twice by cuDNN, and once as recorded, with results of its own.
+
+    `sizes` are the bytes of each output: what is written to is not always as large as its layout.
 
     Gives on the GPU whether cuDNN's results differ from each other, whether the recorded launch's differ from cuDNN's,
     and whether they tell anything: most wrong launches agree where all results are zeros.
@@ -29,16 +30,17 @@ def compare(native: Any, plan: Plan, pointers: Sequence[int]) -> Tensor:
         if error := native.launch(moved, workspace.data_ptr(), current_raw_stream(plan.device)):
             raise ExecutionError(f"CUDA reports error {error} for a recorded launch")
 
-    first, again, recorded = (_results(plan, pointers, launch) for launch in (plan.launch, plan.launch, as_recorded))
+    first, again, recorded = (_results(plan, pointers, sizes, launch) for launch in (plan.launch, plan.launch, as_recorded))
     tells = (first != 0) & (first != _POISON)
     return torch.stack([(first != again).any(), (first != recorded).any(), tells.any()])
 
 
-def _results(plan: Plan, pointers: Sequence[int], launch: Callable[[list[int]], None]) -> Tensor:
-    outputs, count = plan.key.outputs, len(plan.key.inputs)
-    offsets, size = side_by_side(bytes_of(x.layout) for x in outputs)
+def _results(
+    plan: Plan, pointers: Sequence[int], sizes: Sequence[int], launch: Callable[[list[int]], None]
+) -> Tensor:
+    offsets, size = side_by_side(sizes)
     memory: Tensor = allocate((size,), (1,), torch.uint8).fill_(_POISON)
-    launch([*pointers[:count], *(memory.data_ptr() + offset for offset in offsets)])
+    launch([*pointers[: len(plan.key.inputs)], *(memory.data_ptr() + offset for offset in offsets)])
     return memory
 
 

@@ -46,7 +46,7 @@ NOT_YET = "it is not recorded yet"
 
 #: A stage of the recording: what a call of the plan does for it. A method, not bound, as recorders are freed with
 #: their plans.
-_Stage = Callable[["Recorder", Plan, Sequence[int]], None]
+_Stage = Callable[["Recorder", Plan, Sequence[int], Sequence[int]], None]
 
 
 class Recorder:
@@ -73,21 +73,27 @@ class Recorder:
         verified = ", each compared with cuDNN's" * self.native.is_watched
         return f"as recorded (kernels: {len(self.native.names) - memsets}, memsets: {memsets}){verified}"
 
-    def watch(self, plan: Plan, pointers: Sequence[int]) -> None:
-        """Launches the plan, and brings the recording to its next stage, if this thread can."""
+    def watch(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
+        """Launches the plan, and brings the recording to its next stage, if this thread can.
+
+        Args:
+            plan: The plan.
+            pointers: The addresses of its operands.
+            sizes: Bytes of each output.
+        """
         is_captured = current_raw_stream(plan.device) and torch._C._cuda_isCurrentStreamCapturing()
         if is_captured or not self._lock.acquire(blocking=False):
             plan.launch(pointers)
             return
         try:
-            self._stage(self, plan, pointers)
+            self._stage(self, plan, pointers, sizes)
         finally:
             self._lock.release()
 
-    def _begin(self, plan: Plan, pointers: Sequence[int]) -> None:
+    def _begin(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
         plan.launch(pointers)
         self._stage = Recorder._wait
-        if reason := self._missing or _why_not(plan):
+        if reason := self._missing or _why_not(plan, sizes):
             self._leave(reason)
             return
         try:
@@ -96,28 +102,28 @@ class Recorder:
             self._leave(str(error))
             return
         values = captures.scalars_at(plan, pointers)
-        _in_background(functools.partial(self._record, plan, values))
+        _in_background(functools.partial(self._record, plan, values, sizes))
 
-    def _wait(self, plan: Plan, pointers: Sequence[int]) -> None:
+    def _wait(self, plan: Plan, pointers: Sequence[int], _: Sequence[int]) -> None:
         plan.launch(pointers)
 
-    def _record(self, plan: Plan, values: Sequence[float]) -> None:
+    def _record(self, plan: Plan, values: Sequence[float], sizes: Sequence[int]) -> None:
         try:
             with torch.cuda.device(plan.device), relaxed_capture():
-                captures.record(self.native, plan, values)
+                captures.record(self.native, plan, values, sizes)
         except Exception as error:  # noqa: BLE001 - whatever it is, cuDNN serves the calls
             self._leave(str(error) or type(error).__name__)
         else:
             self._stage = Recorder._prove
 
-    def _prove(self, plan: Plan, pointers: Sequence[int]) -> None:
+    def _prove(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
         plan.launch(pointers)
         self._tries += 1
         try:
             if self.native.serves(pointers):
                 self._stage = Recorder._wait
                 with relaxed_capture():  # other threads may capture, and calls like this one allocate less
-                    flags = proof.compare(self.native, plan, pointers)
+                    flags = proof.compare(self.native, plan, pointers, sizes)
                     mark = proof.marked()
                 _in_background(functools.partial(self._conclude, plan.device, mark, flags))
             elif self._tries > MAX_TRIES:
@@ -153,11 +159,11 @@ class Recorder:
         self.why_not, self._stage, self.native.is_watched = why, Recorder._wait, False
         _log.info("%s is launched by cuDNN, and not as recorded, because %s", self._name, why)
 
-    def _verify(self, plan: Plan, pointers: Sequence[int]) -> None:
+    def _verify(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
         plan.launch(pointers)
         if self.native.serves(pointers):
             with relaxed_capture():
-                varies, differs, _ = proof.compare(self.native, plan, pointers).tolist()
+                varies, differs, _ = proof.compare(self.native, plan, pointers, sizes).tolist()
             if differs and not varies:
                 raise ExecutionError(
                     f"the recorded launch of {plan.key.name} has other results than cuDNN's; "
@@ -165,10 +171,10 @@ class Recorder:
                 )
 
 
-def _why_not(plan: Plan) -> str:
+def _why_not(plan: Plan, sizes: Sequence[int]) -> str:
     if bugs := known_issues.not_in_capture(plan.key):
         return f"it cannot be captured in a CUDA graph: {bugs}"
-    size = plan.workspace + sum(captures.bytes_of(x.layout) for x in plan.key.outputs)
+    size = plan.workspace + sum(sizes)
     if size > MAX_BYTES:
         return f"its results and its workspace have {size} bytes; more than {MAX_BYTES} are not recorded"
     return "" if plan.held else "it is evicted"

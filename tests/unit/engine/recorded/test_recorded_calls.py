@@ -20,6 +20,7 @@ from stand_in_gpu import KernelOfPlan, in_new_thread, launched, library, recorde
 from benchmarks.tools import ways
 from cudnn_sdpa import ExecutionError, explain, plan_cache, providers, rms_norm, sdpa
 from cudnn_sdpa.engine.native import loader
+from cudnn_sdpa.engine.recorded import proof
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph.handles import SCRATCH_BYTES, thread
 from cudnn_sdpa.plans import plan as plans
@@ -207,6 +208,32 @@ def test_an_error_of_the_driver_is_raised_as_of_a_refused_launch():
             call(call.tensors())
         library().fail_with(0)
         assert_right(call)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_results_that_are_compared_have_room_for_all_rows_of_packed_tensors(is_long):
+    """Sequences may begin behind the memory of a batch of the maximum length, as those of a slice of the offsets."""
+    call, sizes = OPERATIONS["sdpa_varlen"], []
+    tensors = call.tensors()
+    if is_long:
+        tensors["q"] = torch.randn(3000, 4, 16).to(torch.bfloat16)
+        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+            tensors[name] = tensors[name][:2].clone()
+    with providers("cudnn"), recorded_plans(call.compute, workspace=0), torch.no_grad():
+        allocate = proof.allocate
+
+        def notes(shape, stride, dtype):
+            sizes.append(shape[0] * dtype.itemsize)
+            return allocate(shape, stride, dtype)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(proof, "allocate", notes)
+            settle(lambda: call(tensors))
+        (plan,) = plan_cache.plans()
+        assert str(plan.recorder).startswith("as recorded")
+    rows = tensors["q"].shape[0]
+    assert max(sizes) == rows * 4 * 24 * 2
+    assert is_long is (plan.key.outputs[0].layout.shape[0] * plan.key.outputs[0].layout.shape[2] < rows)
 
 
 def test_an_evicted_plan_is_freed_and_recorded_again():

@@ -33,6 +33,7 @@ from cudnn_sdpa.plans.plan import Plan
 
 WORDS = 64
 SCALE = 0.75
+SIZES = [4 * WORDS]  #: bytes of its result
 LAYOUT = TensorLayout.contiguous((1, WORDS), torch.float32)
 SCALAR = TensorLayout.contiguous((1, 1), torch.float32)
 
@@ -162,7 +163,7 @@ class Call:
 
     def watched(self, operands: list[torch.Tensor] | None = None, scale: float = SCALE) -> torch.Tensor:
         operands = self.operands() if operands is None else operands
-        self.recorder.watch(self.plan, self.pointers(operands, scale))
+        self.recorder.watch(self.plan, self.pointers(operands, scale), SIZES)
         wait()
         assert_right(operands, scale)
         return operands[2]
@@ -270,7 +271,7 @@ def test_what_disqualifies_a_plan(module, device, fault):
     call = Call(module, device, fault)
     if fault == "random":
         for _ in range(4):
-            call.recorder.watch(call.plan, call.pointers(call.operands()))
+            call.recorder.watch(call.plan, call.pointers(call.operands()), SIZES)
             wait()
     else:
         call.settle()
@@ -353,7 +354,7 @@ def test_nothing_is_recorded_while_the_calls_stream_is_captured(module, device, 
     with device.stream(11):
         device.capturing = True
         for _ in range(3):
-            call.recorder.watch(call.plan, call.pointers(call.operands()))
+            call.recorder.watch(call.plan, call.pointers(call.operands()), SIZES)
             wait()
         assert call.engine.calls == 3
         device.capturing = False
@@ -439,7 +440,7 @@ def test_verifying_compares_every_call(device):
                 call.watched()
             call.engine.faults.add("random")  # not comparable
             operands = call.operands()
-            call.recorder.watch(call.plan, call.pointers(operands))
+            call.recorder.watch(call.plan, call.pointers(operands), SIZES)
 
 
 def test_a_function_that_was_unloaded_is_an_error(module, device):
