@@ -21,7 +21,8 @@ from cudnn_sdpa.plans.plan import Plan, allocate
 SPREAD = 8 << 20
 
 #: All operands of every other launch begin at multiples of this, as PyTorch's memory does, and those of the others at
-#: multiples of 16; of all launches at multiples of this, if what is launched depends on it.
+#: odd multiples of 16, or no kernel for a coarser alignment may be seen as such; of all launches at multiples of this,
+#: if what is launched depends on it.
 _COARSE = 256
 
 #: Launches that are captured, two in a row; the last two must be as the others predict.
@@ -51,10 +52,10 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
     # memory which is set exists.
     written = max(plan.workspace, *sizes)
     memory = allocate((SPREAD + written,), (1,), torch.uint8)
-    first, draw = -(-memory.data_ptr() // _COARSE) * _COARSE, random.Random()
+    first, draw = -(-memory.data_ptr() // (2 * _COARSE)) * 2 * _COARSE, random.Random()
 
-    def address(alignment: int) -> int:
-        return first + alignment * draw.randrange(1, SPREAD // alignment - _COARSE)
+    def address(alignment: int, *, odd: bool) -> int:
+        return first + alignment * (draw.randrange(1, SPREAD // alignment - _COARSE) | odd)
 
     with handles.capturing_handle(plan.device) as (handle, stream):
         for alignment in (ALIGNMENT, _COARSE):
@@ -64,7 +65,7 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
             sets = [[0] * (1 + count) for _ in range(LAUNCHES)]
             for number, words in enumerate(sets):
                 for index, each in (moving if number % 2 else coarse).items():
-                    words[index] = address(each)
+                    words[index] = address(each, odd=bool(number % 2))
                 for at, index in enumerate(scalars):
                     words[index] = numbers.buffer_info()[0] + numbers.itemsize * at
             with contextlib.suppress(*[RuntimeError] * (alignment < _COARSE)):

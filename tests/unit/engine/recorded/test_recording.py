@@ -105,6 +105,8 @@ class Engine:
         products, more = self.products, []
         if "by alignment" in faults and not (a | b | out) % 256:
             products = self.other
+        if "by alignment to 32" in faults and not a % 32:
+            products = self.other
         if faults & {"a counter", "foreign memory", "half an address"}:
             products = self.noted
             more = [word(self.calls)] if "a counter" in faults else [word(self.foreign.data_ptr() + 64)]
@@ -292,6 +294,16 @@ def test_an_engine_that_chooses_by_alignment_is_recorded_for_its_best(module, de
     a, b, out = call.operands(256)
     for moved in ([a[4:], b, out], [a, b[8:], out], [a, b, out[4:]]):
         assert not call.recorder.native.serves(call.pointers(moved).tolist())
+
+
+def test_a_kernel_for_any_coarser_alignment_serves_no_other(module, device):
+    """Chance must not hide it: of addresses that are multiples of 16, half are multiples of 32."""
+    for _ in range(12):
+        call = Call(module, device, "by alignment to 32")
+        call.settle()
+        a, b, out = call.operands(256)
+        assert not call.recorder.native.serves(call.pointers([a[4:], b, out]).tolist())
+        assert "products_of_aligned" in call.recorder.native.names
 
 
 def test_addresses_that_never_have_the_alignment_end_the_proof(module, device, monkeypatch):
