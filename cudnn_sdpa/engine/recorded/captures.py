@@ -25,6 +25,9 @@ SPREAD = 8 << 20
 #: if what is launched depends on it.
 _COARSE = 256
 
+#: Bytes that half an address tells apart, and how many of them may be a GPU's on all machines.
+_HALF, _MOST_HALVES = 1 << 32, 1 << 14
+
 #: Launches that are captured, two in a row; the last two must be as the others predict.
 LAUNCHES = 6
 
@@ -48,8 +51,8 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
     """
     count, operands, scalars = plan.count, (*plan.key.inputs, *plan.key.outputs), _scalars(plan)
     numbers = array("f", values)
-    # Operands may overlap, and inputs may end behind this memory, as nothing is read or written. But CUDA checks that
-    # memory which is set exists.
+    # Operands may overlap, as nothing is read or written. But CUDA checks that memory which is set exists. Inputs are
+    # anywhere: the upper halves of addresses in one piece of memory are all the same, and would be taken for numbers.
     written = max(plan.workspace, *sizes)
     memory = allocate((SPREAD + written,), (1,), torch.uint8)
     first, draw = -(-memory.data_ptr() // (2 * _COARSE)) * 2 * _COARSE, random.Random()
@@ -66,6 +69,8 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
             for number, words in enumerate(sets):
                 for index, each in (moving if number % 2 else coarse).items():
                     words[index] = address(each, odd=bool(number % 2))
+                    if index < len(plan.key.inputs):
+                        words[index] = words[index] % _HALF + _HALF * draw.randrange(1, _MOST_HALVES)
                 for at, index in enumerate(scalars):
                     words[index] = numbers.buffer_info()[0] + numbers.itemsize * at
             with contextlib.suppress(*[RuntimeError] * (alignment < _COARSE)):

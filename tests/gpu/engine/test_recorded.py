@@ -158,6 +158,21 @@ def test_the_same_bits_at_fresh_addresses(name):
                 assert one.float().isfinite().all()
 
 
+@pytest.mark.parametrize("name", ["causal, grouped", "backward, deterministic", "mask", "varlen", "rms_norm", "conv2d"])
+def test_operands_whose_addresses_differ_in_the_upper_half(name):
+    """Small tests have all memory within 4 GiB, where half an address may go unnoticed."""
+    case = settled(name)
+    drawn = case.draw()
+    memory = torch.empty(len(drawn) << 32, dtype=torch.uint8, device="cuda")
+    tensors = {}
+    for number, (argument, x) in enumerate(drawn.items()):
+        place = memory[number << 32 :][: x.untyped_storage().nbytes()].view(x.dtype)
+        tensors[argument] = place.as_strided(x.shape, x.stride()).copy_(x)
+    found = case(tensors)
+    with by_cudnn():
+        assert all(map(torch.equal, found, case(tensors)))
+
+
 @pytest.mark.parametrize("name", ["plain", "window, sinks", "lengths", "varlen", "silu_mul", "conv2d"])
 def test_captures_have_the_recorded_launches(name):
     case = settled(name)

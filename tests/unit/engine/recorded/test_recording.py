@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import random
+import struct
 import weakref
 from array import array
 from collections.abc import Iterator
@@ -71,6 +72,7 @@ class Engine:
         self.products = Kernel("products", own_kernel("products"), [8, 8, 8, 4, 4])
         self.other = Kernel("products_of_aligned", own_kernel("products"), [8, 8, 8, 4, 4])
         self.noted = Kernel("products_noted", own_kernel("products"), [8, 8, 8, 4, 4, 8])
+        self.halves = Kernel("products_of_halves", own_kernel("products"), [8, 8, 8, 4, 4, 16])
         self.start = Kernel("start", own_kernel("start"), [8])
         self.finish = Kernel("finish", own_kernel("finish"), [128, 8])
         self.foreign = torch.zeros(64)
@@ -111,6 +113,8 @@ class Engine:
             products = self.noted
             more = [word(self.calls)] if "a counter" in faults else [word(self.foreign.data_ptr() + 64)]
             more = [word(a & 0xFFFF0000)] if "half an address" in faults else more
+        if "swapped halves" in faults:
+            products, more = self.halves, [struct.pack("<4I", a >> 32, a % 2**32, b >> 32, b % 2**32)]
         if "another kernel" in faults and is_captured and not self.calls % 3:
             products = self.other
         first = {OVERLAPS: 1} if "behind a memset" in faults else {}
@@ -260,6 +264,7 @@ DISQUALIFIED = {
     "side by side": "it launches side by side",
     "a counter": "byte 0 of argument 5 moves with no operand: products_noted",
     "half an address": "byte 2 of argument 5 moves with no operand: products_noted",
+    "swapped halves": "byte 0 of argument 5 moves with no operand: products_of_halves",
     "foreign memory": "it uses memory that is no operand's: products_noted",
     "foreign memory, unaligned": "it uses memory that is no operand's: finish",
     "hidden arguments": "a kernel's arguments: CUDA reports error 400",
