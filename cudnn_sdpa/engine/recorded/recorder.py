@@ -141,8 +141,7 @@ class Recorder:
         if varies:
             self._leave("its results differ in bits from launch to launch")
         elif differs:
-            self._leave("its recorded launch had other results")
-            _log.warning("the recorded launch of %s had other results than cuDNN's, and is not used", self._name)
+            self._leave("its recorded launch had other results", logging.WARNING)
         elif tells:
             self._serve()
         elif self._tries > MAX_TRIES:
@@ -155,13 +154,15 @@ class Recorder:
         self.native.is_watched = loader.recorded_mode() == loader.VERIFY
         _log.info("%s is launched %s", self._name, self)
 
-    def _leave(self, why: str) -> None:
+    def _leave(self, why: str, level: int = logging.INFO) -> None:
         self.why_not, self._stage, self.native.is_watched = why, Recorder._wait, False
-        _log.info("%s is launched by cuDNN, and not as recorded, because %s", self._name, why)
+        _log.log(level, "%s is launched by cuDNN, and not as recorded, because %s", self._name, why)
 
     def _verify(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
         plan.launch(pointers)
-        if self.native.serves(pointers):
+        if self.native.error:  # which cuDNN's launch has not
+            self._leave(f"CUDA reports error {self.native.error} for its recorded launch", logging.WARNING)
+        elif self.native.serves(pointers):
             with relaxed_capture():
                 varies, differs, _ = proof.compare(self.native, plan, pointers, sizes).tolist()
             if differs and not varies:

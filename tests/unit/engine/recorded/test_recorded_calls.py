@@ -15,7 +15,7 @@ import pytest
 import torch
 from contract.operations import OPERATIONS, Example
 from fake_gpu import poisoned
-from stand_in_gpu import KernelOfPlan, in_new_thread, launched, library, recorded_plans, recorders, settle, wait
+from stand_in_gpu import Kernel, KernelOfPlan, in_new_thread, launched, library, recorded_plans, recorders, settle, wait
 
 from benchmarks.tools import ways
 from cudnn_sdpa import ExecutionError, explain, plan_cache, providers, rms_norm, sdpa
@@ -200,12 +200,35 @@ def test_other_host_scalars_are_executed():
             assert KernelOfPlan.executed == executed + more
 
 
+@pytest.mark.parametrize("workspace", [0, 64])
+def test_cudnn_launches_a_plan_whose_recorded_launch_fails(workspace, monkeypatch):
+    """As where another plan has lowered the shared memory that a function of both may have; `execute` raises it."""
+    with recorded_plans(OPERATIONS["sdpa"].compute, workspace=workspace) as device:
+        call = settled("sdpa")
+        execute = Kernel.launch
+
+        def repairs(self, *arguments, **options):
+            library().fail_with(0)
+            execute(self, *arguments, **options)
+
+        library().fail_with(1)
+        with monkeypatch.context() as patch, device.stream(11):
+            patch.setattr(Kernel, "launch", repairs)
+            assert_right(call)
+        executed = KernelOfPlan.executed
+        assert_right(call)
+        assert KernelOfPlan.executed == executed + 1
+        said = "by cuDNN, because CUDA reports error 1 for its recorded launch"
+        assert said in {str(each) for each in recorders()}
+
+
 def test_an_error_of_the_driver_is_raised_as_of_a_refused_launch():
     with recorded_plans(OPERATIONS["sdpa"].compute):
         call = settled("sdpa")
         library().fail_with(719)
-        with pytest.raises(ExecutionError, match=r"could not launch .*CUDA reports error 719 for a recorded launch"):
-            call(call.tensors())
+        for _ in range(2):
+            with pytest.raises(ExecutionError, match=r"could not launch .*the driver reports error 719"):
+                call(call.tensors())
         library().fail_with(0)
         assert_right(call)
 
