@@ -118,14 +118,24 @@ def launched() -> list[str]:
     return library().take_launched().decode().splitlines()
 
 
+class Verdict:
+    """What a comparison has found, which is known at once."""
+
+    def __init__(self, flags: torch.Tensor, _: int) -> None:
+        self._flags = flags
+
+    def is_known(self) -> bool:
+        return True
+
+    def read(self) -> list[bool]:
+        found: list[bool] = self._flags.tolist()
+        return found
+
+
 @contextlib.contextmanager
 def stand_in_driver(mode: str = loader.ON) -> Iterator[ModuleType]:
     """The native module has this driver's functions, and recording is on."""
     driver = library()
-
-    def read(flags: torch.Tensor, *_: object) -> list[bool]:
-        found: list[bool] = flags.tolist()
-        return found
 
     @contextlib.contextmanager
     def capturing_handle(_: int) -> Iterator[tuple[int, int]]:
@@ -134,8 +144,7 @@ def stand_in_driver(mode: str = loader.ON) -> Iterator[ModuleType]:
     with native_way(), pytest.MonkeyPatch.context() as patch:
         patch.setenv(loader.RECORDED_VARIABLE, mode)
         patch.setattr(recorder, "_driver", lambda: driver)
-        patch.setattr(proof, "marked", lambda: None)
-        patch.setattr(proof, "read", read)
+        patch.setattr(proof, "Verdict", Verdict)
         patch.setattr(handles, "capturing_handle", capturing_handle)
         recorder._connect.cache_clear()
         driver.make_context_current()

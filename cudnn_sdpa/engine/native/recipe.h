@@ -285,7 +285,7 @@ struct Plan {
     at::Tensor memory;  // of the workspace, until the launch
     if (!is_scratch && workspace.sizes[0]) memory = empty(workspace, on, allocate);
     if (is_recorded && !(is_scratch && workspace.sizes[0])) {  // the handle need not be bound
-      launch_recorded(pointers, memory.defined() ? address_of(memory) : 0, current);
+      launch_recorded(pointers, number, memory.defined() ? address_of(memory) : 0, current);
       return;
     }
     // Last, as nothing below runs Python: what an allocation frees, or a signal's handler, may launch on another stream.
@@ -295,7 +295,7 @@ struct Plan {
     }
     const py::object address = is_scratch ? scratch_of(of_thread) : py::int_(memory.defined() ? address_of(memory) : 0);
     if (is_recorded) {
-      launch_recorded(pointers, py::cast<uint64_t>(address), current);
+      launch_recorded(pointers, number, py::cast<uint64_t>(address), current);
       return;
     }
     const py::int_ array(reinterpret_cast<uint64_t>(pointers));
@@ -324,11 +324,13 @@ struct Plan {
   }
 
  private:
-  void launch_recorded(const uint64_t* pointers, uint64_t memory, const Stream& current) const {
-    if (const auto error = recorded->launch(pointers, memory, current.raw)) {
-      PyErr_Format(PyExc_RuntimeError, "CUDA reports error %d for a recorded launch", error);
-      raise_refused();
-    }
+  // After an error cuDNN launches the plan, now and always. It may know why: another plan has changed an attribute of
+  // the same function, which `execute` sets again. What has been launched of this call is launched again.
+  void launch_recorded(const uint64_t* pointers, size_t number, uint64_t memory, const Stream& current) const {
+    recorded->error = recorded->launch(pointers, memory, current.raw);
+    if (!recorded->error) return;
+    recorded->is_serving = false, recorded->is_watched = true;
+    watch(python, list_of(pointers, number));
   }
 
   // Raises what Python's way raises for the error that is set.

@@ -237,6 +237,7 @@ class Recorded {
  public:
   bool is_watched = true;   // Python launches the plan, and looks at what happens
   bool is_serving = false;  // the plan is launched as recorded
+  driver::Result error = 0;  // of such a launch, which has been its last
 
   using Words = std::vector<uint64_t>;
   using Moving = std::vector<std::pair<size_t, uint64_t>>;  // a slot, and what its address is a multiple of

@@ -15,11 +15,12 @@ import pytest
 import torch
 from contract.operations import OPERATIONS, Example
 from fake_gpu import poisoned
-from stand_in_gpu import KernelOfPlan, in_new_thread, launched, library, recorded_plans, recorders, settle, wait
+from stand_in_gpu import Kernel, KernelOfPlan, in_new_thread, launched, library, recorded_plans, recorders, settle, wait
 
 from benchmarks.tools import ways
 from cudnn_sdpa import ExecutionError, explain, plan_cache, providers, rms_norm, sdpa
 from cudnn_sdpa.engine.native import loader
+from cudnn_sdpa.engine.recorded import proof
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph.handles import SCRATCH_BYTES, thread
 from cudnn_sdpa.plans import plan as plans
@@ -199,14 +200,63 @@ def test_other_host_scalars_are_executed():
             assert KernelOfPlan.executed == executed + more
 
 
+@pytest.mark.parametrize("workspace", [0, 64])
+def test_cudnn_launches_a_plan_whose_recorded_launch_fails(workspace, monkeypatch):
+    """As where another plan has lowered the shared memory that a function of both may have; `execute` raises it."""
+    with recorded_plans(OPERATIONS["sdpa"].compute, workspace=workspace) as device:
+        call = settled("sdpa")
+        execute = Kernel.launch
+
+        def repairs(self, *arguments, **options):
+            library().fail_with(0)
+            execute(self, *arguments, **options)
+
+        library().fail_with(1)
+        with monkeypatch.context() as patch, device.stream(11):
+            patch.setattr(Kernel, "launch", repairs)
+            assert_right(call)
+        executed = KernelOfPlan.executed
+        assert_right(call)
+        assert KernelOfPlan.executed == executed + 1
+        said = "by cuDNN, because CUDA reports error 1 for its recorded launch"
+        assert said in {str(each) for each in recorders()}
+
+
 def test_an_error_of_the_driver_is_raised_as_of_a_refused_launch():
     with recorded_plans(OPERATIONS["sdpa"].compute):
         call = settled("sdpa")
         library().fail_with(719)
-        with pytest.raises(ExecutionError, match=r"could not launch .*CUDA reports error 719 for a recorded launch"):
-            call(call.tensors())
+        for _ in range(2):
+            with pytest.raises(ExecutionError, match=r"could not launch .*the driver reports error 719"):
+                call(call.tensors())
         library().fail_with(0)
         assert_right(call)
+
+
+@pytest.mark.parametrize("is_long", [False, True])
+def test_results_that_are_compared_have_room_for_all_rows_of_packed_tensors(is_long):
+    """Sequences may begin behind the memory of a batch of the maximum length, as those of a slice of the offsets."""
+    call, sizes = OPERATIONS["sdpa_varlen"], []
+    tensors = call.tensors()
+    if is_long:
+        tensors["q"] = torch.randn(3000, 4, 16).to(torch.bfloat16)
+        for name in ("cu_seqlens_q", "cu_seqlens_kv"):
+            tensors[name] = tensors[name][:2].clone()
+    with providers("cudnn"), recorded_plans(call.compute, workspace=0), torch.no_grad():
+        allocate = proof.allocate
+
+        def notes(shape, stride, dtype):
+            sizes.append(shape[0] * dtype.itemsize)
+            return allocate(shape, stride, dtype)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(proof, "allocate", notes)
+            settle(lambda: call(tensors))
+        (plan,) = plan_cache.plans()
+        assert str(plan.recorder).startswith("as recorded")
+    rows = tensors["q"].shape[0]
+    assert max(sizes) == rows * 4 * 24 * 2
+    assert is_long is (plan.key.outputs[0].layout.shape[0] * plan.key.outputs[0].layout.shape[2] < rows)
 
 
 def test_an_evicted_plan_is_freed_and_recorded_again():
