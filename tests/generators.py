@@ -3564,7 +3564,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=90.0, help="of one call, in a worker")
     parser.add_argument("--json", help="where to write the report")
     given = parser.parse_args(arguments)
-    os.environ.setdefault("CUDNN_SDPA_PLAN_DIR", "off")  # these plans are useless later
+    os.environ.setdefault("CUDNN_SDPA_PLAN_DIR", "off")  # these plans are useless later; providers' kernels may be kept
     if os.environ.setdefault("CUDNN_SDPA_CPU_CHECKS", "h200,any-dtype") == "h200,any-dtype":
         cudnn_sdpa.cpu_checks("h200,any-dtype")  # here, too
     if given.operation != "all" and given.count == 1:
