@@ -3468,11 +3468,11 @@ def pytorch_drops_graphs() -> bool:
 
 
 def refused_while_compiling(case: Case, error: Exception) -> bool:
-    """Whether Dynamo reports an `ArgumentError` that is allowed."""
-    kinds = "|".join(kind.__name__ for kind in ArgumentError.__subclasses__())
+    """Whether Dynamo reports an `ArgumentError` that is allowed, or an `UnsupportedError`."""
+    allowed = [*(ArgumentError.__subclasses__() if case.refusable else []), UnsupportedError]
+    kinds = "|".join(kind.__name__ for kind in allowed)
     is_of_dynamo = isinstance(error, torch._dynamo.exc.TorchDynamoException)
-    found = re.search(rf"(Observed exception|fake tensor call)(.|\n)*\b({kinds})\(", str(error))
-    return bool(is_of_dynamo and case.refusable and found)
+    return is_of_dynamo and bool(re.search(rf"(Observed exception|fake tensor call)(.|\n)*\b({kinds})\(", str(error)))
 
 
 #: PyTorch's own error messages for missing double backward.
@@ -3514,7 +3514,9 @@ def run(case: Case, device: str = "cpu") -> Outcome:
         except (ArgumentError, torch._dynamo.exc.TorchDynamoException) as error:
             if not (case.refusable if isinstance(error, ArgumentError) else refused_while_compiling(case, error)):
                 raise
-            return Outcome("declined", [], [f"{type(error).__name__} for {case.refusable}"], "refused")
+            return Outcome(
+                "declined", [], [f"{type(error).__name__} for {case.refusable or 'its gradients'}"], "refused"
+            )
         outcome.launched = repeat(lambda: problems.extend(runs.once("again", wanted)))
         try:
             problems += runs.once(case.third, wanted)
