@@ -173,7 +173,7 @@ def _paged_calls(q: Tensor) -> dict[str, Call]:
     sequence, step = cache.add(), cache.new_step(1)
     cache.reserve([sequence], 128)
     cache.reserve([sequence], into=step)
-    pages = cache.k_pages(), cache.v_pages()
+    pages = cache.k_pages().normal_(), cache.v_pages().normal_()  # a launch is proved by its results, if they tell
     tables, copies = (step.page_table, step.seq_lens_kv), (step.page_table.clone(), step.seq_lens_kv.clone())
     return {
         "sdpa_paged": lambda: sdpa_paged(q, *pages, *tables, page_layout=cache.page_layout),

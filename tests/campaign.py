@@ -26,7 +26,6 @@ STICKY = ("CUDA error", "AcceleratorError", "CUDNN_STATUS_EXECUTION_FAILED", "CU
 def work(connection: Connection, device: str) -> None:
     """A worker process: runs the calls it receives, one after the other, until it receives None."""
     torch.set_num_threads(1)
-    cudnn_sdpa.use_plan_store("off")
     connection.send("ready")
     while (task := connection.recv()) is not None:
         started = time.monotonic()
@@ -174,7 +173,6 @@ def main(names: list[str], given: Any) -> int:
     if given.workers:
         in_processes(tasks, report, given)
     else:
-        cudnn_sdpa.use_plan_store("off")
         for task in tasks:
             if _is_over(started, given.seconds):
                 break

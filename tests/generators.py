@@ -3468,11 +3468,11 @@ def pytorch_drops_graphs() -> bool:
 
 
 def refused_while_compiling(case: Case, error: Exception) -> bool:
-    """Whether Dynamo reports an `ArgumentError` that is allowed."""
-    kinds = "|".join(kind.__name__ for kind in ArgumentError.__subclasses__())
+    """Whether Dynamo reports an `ArgumentError` that is allowed, or an `UnsupportedError`."""
+    allowed = [*(ArgumentError.__subclasses__() if case.refusable else []), UnsupportedError]
+    kinds = "|".join(kind.__name__ for kind in allowed)
     is_of_dynamo = isinstance(error, torch._dynamo.exc.TorchDynamoException)
-    found = re.search(rf"(Observed exception|fake tensor call)(.|\n)*\b({kinds})\(", str(error))
-    return bool(is_of_dynamo and case.refusable and found)
+    return is_of_dynamo and bool(re.search(rf"(Observed exception|fake tensor call)(.|\n)*\b({kinds})\(", str(error)))
 
 
 #: PyTorch's own error messages for missing double backward.
@@ -3514,7 +3514,9 @@ def run(case: Case, device: str = "cpu") -> Outcome:
         except (ArgumentError, torch._dynamo.exc.TorchDynamoException) as error:
             if not (case.refusable if isinstance(error, ArgumentError) else refused_while_compiling(case, error)):
                 raise
-            return Outcome("declined", [], [f"{type(error).__name__} for {case.refusable}"], "refused")
+            return Outcome(
+                "declined", [], [f"{type(error).__name__} for {case.refusable or 'its gradients'}"], "refused"
+            )
         outcome.launched = repeat(lambda: problems.extend(runs.once("again", wanted)))
         try:
             problems += runs.once(case.third, wanted)
@@ -3564,7 +3566,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--timeout", type=float, default=90.0, help="of one call, in a worker")
     parser.add_argument("--json", help="where to write the report")
     given = parser.parse_args(arguments)
-    os.environ.setdefault("CUDNN_SDPA_PLAN_DIR", "off")  # these plans are useless later
+    os.environ.setdefault("CUDNN_SDPA_PLAN_DIR", "off")  # these plans are useless later; providers' kernels may be kept
     if os.environ.setdefault("CUDNN_SDPA_CPU_CHECKS", "h200,any-dtype") == "h200,any-dtype":
         cudnn_sdpa.cpu_checks("h200,any-dtype")  # here, too
     if given.operation != "all" and given.count == 1:
