@@ -192,10 +192,13 @@ struct Sequence {
   std::vector<bool> overlaps;
 };
 
+constexpr size_t most_nodes = 128;  // of a graph: the GIL is held while they are looked at
+
 // The nodes of a graph in the order in which one stream got them.
 inline Sequence read_graph(void* graph) {
   size_t count = 0;
   check(cuda.cuGraphGetNodes(graph, nullptr, &count), "a graph's nodes");
+  if (count > most_nodes) throw refusal("it launches too much: " + std::to_string(count) + " nodes");
   std::vector<void*> handles(count);
   check(cuda.cuGraphGetNodes(graph, handles.data(), &count), "a graph's nodes");
   size_t edges = count * count;  // room for all: a query without room for their data may be refused

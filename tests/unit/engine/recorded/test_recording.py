@@ -11,6 +11,7 @@ import ctypes
 import gc
 import random
 import struct
+import threading
 import weakref
 from array import array
 from collections.abc import Iterator
@@ -103,6 +104,9 @@ class Engine:
             assert not library().cuMemsetD32Async(workspace, 0, 2, stream)
         if "host work" in faults and is_captured:
             library().enqueue_host_work(stream)
+        if "endless" in faults and is_captured:
+            for _ in range(70):
+                self.start.launch(stream, word(workspace))
         if "side by side" in faults and is_captured:
             library().fork_stream(stream)
         products, more = self.products, []
@@ -262,6 +266,7 @@ DISQUALIFIED = {
     "swapped in captures": "its recorded launch had other results",
     "no memset in captures": "its recorded launch had other results",
     "host work": "it enqueues more than kernels and memsets: a node of type 3",
+    "endless": "it launches too much: 146 nodes",
     "side by side": "it launches side by side",
     "a counter": "byte 0 of argument 5 moves with no operand: products_noted",
     "half an address": "byte 2 of argument 5 moves with no operand: products_noted",
@@ -379,6 +384,66 @@ def test_nothing_is_recorded_while_the_calls_stream_is_captured(module, device, 
         captured = plans.captured_plans[:]
     call.settle()
     assert captured == plans.captured_plans == [call.plan]
+
+
+def test_plans_that_are_rarely_launched_are_not_recorded(module, device, monkeypatch):
+    monkeypatch.setattr(recorder, "MIN_CALLS", 7)
+    call = Call(module, device)
+    for _ in range(6):
+        call.watched()
+    assert call.engine.calls == 6
+    call.watched()
+    assert call.engine.calls == 7 + captures.LAUNCHES
+    monkeypatch.setenv(loader.RECORDED_VARIABLE, loader.VERIFY)
+    call = Call(module, device)
+    call.watched()
+    assert call.engine.calls == 1 + captures.LAUNCHES
+
+
+def test_a_plan_that_is_evicted_before_its_turn_is_not_recorded(module, device):
+    call, go = Call(module, device), threading.Event()
+    recorder._in_background(go.wait)
+    call.recorder.watch(call.plan, call.pointers(call.operands()), SIZES)
+    call.plan.held = False
+    go.set()
+    wait()
+    assert str(call.recorder) == "by cuDNN, because it is evicted"
+    assert call.engine.calls == 1
+
+
+def test_nothing_is_allocated_on_a_full_gpu(module, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 40))
+    monkeypatch.setattr(captures, "allocate", None)
+    call = Call(module, device)
+    call.watched()
+    needed = captures.SPREAD + 4 * (4 * WORDS + call.plan.workspace)
+    why = f"the GPU has {1 << 20} bytes of free memory; recording it takes {needed}"
+    assert str(call.recorder) == f"by cuDNN, because {why}"
+
+
+def test_the_interpreter_does_not_end_later_for_what_is_to_be_recorded(run_python):
+    code = """
+import time
+from cudnn_sdpa.engine.recorded import recorder
+for _ in range(100):
+    recorder._in_background(lambda: (print("recorded", flush=True), time.sleep(0.2)))
+"""
+    assert 1 <= run_python(code, fresh=True).stdout.count("recorded") < 4
+
+
+def test_a_stream_that_others_may_use_is_not_captured(monkeypatch):
+    monkeypatch.setattr(handles, "_loaders", {})
+    monkeypatch.setattr(handles, "_streams", {})
+    monkeypatch.setattr(handles, "_shared", set())
+    monkeypatch.setattr(handles.backend, "new_stream", lambda: None)
+    monkeypatch.setattr(handles.backend, "create_handle", lambda: SimpleNamespace(backend_handle=5))
+    monkeypatch.setattr(handles.backend, "set_stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: SimpleNamespace(cuda_stream=88))
+    with handles.loading_handle(0):
+        pass
+    with pytest.raises(ExecutionError, match="no stream can be made that nobody else uses"), handles.capturing_handle(0):
+        pass
 
 
 def test_a_verdict_is_awaited_by_calls_that_cudnn_launches(module, device, monkeypatch):
