@@ -240,6 +240,7 @@ class Recorded {
  public:
   bool is_watched = true;   // Python launches the plan, and looks at what happens
   bool is_serving = false;  // the plan is launched as recorded
+  uint64_t calls_before = 0;  // launches until Python looks
   driver::Result error = 0;  // of such a launch, which has been its last
 
   using Words = std::vector<uint64_t>;

@@ -3,9 +3,10 @@
 cuDNN's `execute` takes longer on the host than the launches that it makes. So what a plan launches is read from
 captured graphs (`captures`), and launched by C++ with the addresses of each call (`engine/native/recorded.h`).
 
-A plan that C++ has launched some times asks for the recording, which a thread makes in the background. A later call is launched both ways, and its results are compared bit by bit (`proof`). A call that finds the GPU done with it has the
-verdict read. If that is right, the recorded launch serves from then on. Until then, and for good if anything is not as
-expected, cuDNN launches the plan. Nothing waits for the GPU.
+A plan that C++ has launched many times asks for the recording, which a thread makes in the background. A later call is
+launched both ways, and its results are compared bit by bit (`proof`). A call that finds the GPU done with that has the
+verdict read. If the bits are the same, the recorded launch serves from then on. Until then, and for good if anything is
+not as expected, cuDNN launches the plan. No call waits for the GPU.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ _log = logging.getLogger("cudnn_sdpa")
 #: waits for the host, and the proof takes three times as much.
 MAX_BYTES = 64 << 20
 
-#: Launches of a plan by C++ before it is recorded, but for `verify`. A recording takes as much of the host's time, and of
-#: the GIL, as some hundred recorded launches save: not to be spent on each of many shapes that a program sees rarely.
+#: Launches of a plan by C++ before one asks for its recording, but for `verify`. A recording takes as much of the host's
+#: time, with the GIL, as some hundred recorded launches save: too much for each of many shapes that a program rarely sees.
 MIN_CALLS = 100
 
-#: Comparisons in a row after which a recorded launch is known to be wrong. With fewer it may be the kernels that now and
-#: then add in another order.
+#: Comparisons after which a recorded launch is wrong that has differed in all of them. One difference may be due to
+#: kernels that now and then add in another order.
 MAX_DIFFERENT = 3
 
 #: Calls after which a plan is no longer tried whose operands always lie at other addresses, or whose results tell
@@ -63,14 +64,13 @@ class Recorder:
     Attributes:
         native: The launches in the native module.
         why_not: Why cuDNN launches the plan; empty if it does not.
-        calls_before: Launches before the recording.
     """
 
     def __init__(self, module: ModuleType, name: str) -> None:
         self._name = name
         self.native: Any = module.Recorded()
         self.why_not = NOT_YET
-        self.calls_before = 1 if loader.recorded_mode() == loader.VERIFY else MIN_CALLS
+        self.native.calls_before = 0 if loader.recorded_mode() == loader.VERIFY else MIN_CALLS
         self._missing = _connect(module)
         self._stage: _Stage = Recorder._begin
         self._tries = self._different = 0
@@ -102,10 +102,7 @@ class Recorder:
 
     def _begin(self, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> None:
         plan.launch(pointers)
-        self._tries += 1
-        if self._tries < self.calls_before:
-            return
-        self._tries, self._stage = 0, Recorder._wait
+        self._stage = Recorder._wait
         if reason := self._missing or _why_not(plan, sizes):
             self._leave(reason)
             return
@@ -274,5 +271,7 @@ def _in_background(work: Callable[[], None]) -> None:
 
 _Background.start_afresh()
 os.register_at_fork(after_in_child=_Background.start_afresh)
-with contextlib.suppress(AttributeError, RuntimeError):  # before the interpreter joins the thread, and does all that waits
+with contextlib.suppress(
+    AttributeError, RuntimeError
+):  # before the interpreter joins the thread, and does all that waits
     threading._register_atexit(_Background.end)  # type: ignore[attr-defined]
