@@ -38,8 +38,8 @@ _log = logging.getLogger("cudnn_sdpa")
 #: waits for the host, and the proof takes three times as much.
 MAX_BYTES = 64 << 20
 
-#: Launches of a plan by C++ before one asks for its recording, but for `verify`. A recording takes as much of the host's
-#: time, with the GIL, as some hundred recorded launches save: too much for each of many shapes that a program rarely sees.
+#: Launches of a plan by C++ before one asks for a recording, but for `verify`. A recording takes as much of the host's
+#: time, with the GIL, as some hundred recorded launches save: too much for each of many shapes that are rarely seen.
 MIN_CALLS = 100
 
 #: Comparisons after which a recorded launch is wrong that has differed in all of them. One difference may be due to
@@ -271,7 +271,5 @@ def _in_background(work: Callable[[], None]) -> None:
 
 _Background.start_afresh()
 os.register_at_fork(after_in_child=_Background.start_afresh)
-with contextlib.suppress(
-    AttributeError, RuntimeError
-):  # before the interpreter joins the thread, and does all that waits
+with contextlib.suppress(AttributeError, RuntimeError):  # joined at exit, the thread would first do all that waits
     threading._register_atexit(_Background.end)  # type: ignore[attr-defined]
