@@ -346,6 +346,7 @@ class Recorded {
   }
 
   static constexpr int64_t most_offset = int64_t{1} << 40;
+  static constexpr uint32_t least_half = 1 << 12;
 
   static uint32_t bits_at(uint64_t address) {
     uint32_t bits = 0;
@@ -437,6 +438,16 @@ class Recorded {
       throw refusal(
           "byte " + std::to_string(unknown - kinds.begin()) + " of argument " + std::to_string(argument) +
           " moves with no operand: " + node.name);
+    }
+    // Upper halves that are the same in all launches look like numbers. Small ones may be numbers.
+    for (size_t place = 0; place + 4 <= size; place += 4) {
+      uint32_t half = 0;
+      std::memcpy(&half, node.arguments[argument].data() + place, sizeof half);
+      if (kinds[place] == kAddress || kinds[place + 3] == kAddress || half < least_half) continue;
+      for (const auto& moved : moving) {
+        const auto is_its = [&](const Words& set) { return set[moved.first] >> 32 == half; };
+        if (std::all_of(sets.begin(), sets.end(), is_its)) throw refusal("it uses half an address: " + node.name);
+      }
     }
     for (size_t place = 0; place + 8 <= size; place += 4) {
       const uint64_t word = word_at(node.arguments[argument], place);
