@@ -145,6 +145,8 @@ def stand_in_driver(mode: str = loader.ON) -> Iterator[ModuleType]:
         patch.setenv(loader.RECORDED_VARIABLE, mode)
         patch.setattr(recorder, "_driver", lambda: driver)
         patch.setattr(proof, "Verdict", Verdict)
+        patch.setattr(recorder, "MIN_CALLS", 0)
+        patch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 30, 1 << 40))
         patch.setattr(handles, "capturing_handle", capturing_handle)
         recorder._connect.cache_clear()
         driver.make_context_current()

@@ -133,6 +133,7 @@ class _Loader(NamedTuple):
 
 _loaders: dict[int, _Loader] = {}
 _streams: dict[int, int] = {}  # kept where no handle can be made: streams are never destroyed
+_shared: set[int] = set()  # devices on which this is one of the streams that PyTorch hands out in turn
 _loading_lock = renewed_in_children(threading.RLock())
 
 
@@ -148,8 +149,11 @@ def loading_handle(device: int) -> Iterator[Handle]:
     with _loading_lock:
         if device not in _loaders:
             with torch.cuda.device(device):
-                if device not in _streams:  # PyTorch hands out one of 32 in turn, where CUDA's runtime is not found
-                    made = backend.new_stream() or torch.cuda.Stream(device).cuda_stream  # type: ignore[no-untyped-call]
+                if device not in _streams:
+                    made = backend.new_stream()
+                    if made is None:  # CUDA's runtime is not found
+                        _shared.add(device)
+                        made = torch.cuda.Stream(device).cuda_stream  # type: ignore[no-untyped-call]
                     _streams[device] = int(made)
                 loader = _Loader(backend.create_handle(), _streams[device])
                 backend.set_stream(loader.handle, loader.stream)
@@ -164,6 +168,12 @@ def loading_handle(device: int) -> Iterator[Handle]:
 
 @contextlib.contextmanager
 def capturing_handle(device: int) -> Iterator[tuple[int, int]]:
-    """The raw loading handle, and its stream, which nobody else captures or enqueues work on meanwhile."""
+    """The raw loading handle, and its stream, which nobody else captures or enqueues work on meanwhile.
+
+    Raises:
+        ExecutionError: The stream is one of PyTorch's: what another thread enqueues on it would never run.
+    """
     with loading_handle(device) as handle:
+        if device in _shared:
+            raise ExecutionError("CUDA's runtime is not found, and no stream can be made that nobody else uses")
         yield backend.raw_handle(handle), _loaders[device].stream

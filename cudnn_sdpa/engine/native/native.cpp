@@ -194,6 +194,7 @@ PYBIND11_MODULE(_native, module) {
       .def(py::init())
       .def_readwrite("is_watched", &Recorded::is_watched)
       .def_readwrite("is_serving", &Recorded::is_serving)
+      .def_readwrite("calls_before", &Recorded::calls_before)
       .def_readonly("error", &Recorded::error)
       .def_property_readonly("names", &Recorded::names)
       .def("take_context", &Recorded::take_context)

@@ -272,8 +272,11 @@ struct Plan {
       return;
     }
     if (recorded != nullptr && recorded->is_watched) {
-      watch(python, list_of(pointers, number));
-      return;
+      if (!recorded->calls_before) {
+        watch(python, list_of(pointers, number));
+        return;
+      }
+      --recorded->calls_before;
     }
     // Held here: what Python frees may launch something on another device.
     const auto& own = slot();

@@ -192,10 +192,13 @@ struct Sequence {
   std::vector<bool> overlaps;
 };
 
+constexpr size_t most_nodes = 128;  // of a graph: the GIL is held while they are looked at
+
 // The nodes of a graph in the order in which one stream got them.
 inline Sequence read_graph(void* graph) {
   size_t count = 0;
   check(cuda.cuGraphGetNodes(graph, nullptr, &count), "a graph's nodes");
+  if (count > most_nodes) throw refusal("it launches too much: " + std::to_string(count) + " nodes");
   std::vector<void*> handles(count);
   check(cuda.cuGraphGetNodes(graph, handles.data(), &count), "a graph's nodes");
   size_t edges = count * count;  // room for all: a query without room for their data may be refused
@@ -237,6 +240,7 @@ class Recorded {
  public:
   bool is_watched = true;   // Python launches the plan, and looks at what happens
   bool is_serving = false;  // the plan is launched as recorded
+  uint64_t calls_before = 0;  // launches until Python looks
   driver::Result error = 0;  // of such a launch, which has been its last
 
   using Words = std::vector<uint64_t>;
@@ -342,6 +346,7 @@ class Recorded {
   }
 
   static constexpr int64_t most_offset = int64_t{1} << 40;
+  static constexpr uint32_t least_half = 1 << 12;
 
   static uint32_t bits_at(uint64_t address) {
     uint32_t bits = 0;
@@ -433,6 +438,16 @@ class Recorded {
       throw refusal(
           "byte " + std::to_string(unknown - kinds.begin()) + " of argument " + std::to_string(argument) +
           " moves with no operand: " + node.name);
+    }
+    // Upper halves that are the same in all launches look like numbers. Small ones may be numbers.
+    for (size_t place = 0; place + 4 <= size; place += 4) {
+      uint32_t half = 0;
+      std::memcpy(&half, node.arguments[argument].data() + place, sizeof half);
+      if (kinds[place] == kAddress || kinds[place + 3] == kAddress || half < least_half) continue;
+      for (const auto& moved : moving) {
+        const auto is_its = [&](const Words& set) { return set[moved.first] >> 32 == half; };
+        if (std::all_of(sets.begin(), sets.end(), is_its)) throw refusal("it uses half an address: " + node.name);
+      }
     }
     for (size_t place = 0; place + 8 <= size; place += 4) {
       const uint64_t word = word_at(node.arguments[argument], place);

@@ -50,7 +50,7 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
         RuntimeError: What it launches is more than kernels and memsets whose arguments are operands' addresses.
     """
     count, operands, scalars = plan.count, (*plan.key.inputs, *plan.key.outputs), _scalars(plan)
-    numbers = array("f", values)
+    numbers = array("f", [*values] * LAUNCHES)  # elsewhere in each launch: their addresses must not be taken for data
     # Operands may overlap, as nothing is read or written. But CUDA checks that memory which is set exists. Inputs are
     # anywhere: the upper halves of addresses in one piece of memory are all the same, and would be taken for numbers.
     written = max(plan.workspace, *sizes)
@@ -72,7 +72,7 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
                     if index < len(plan.key.inputs):
                         words[index] = words[index] % _HALF + _HALF * draw.randrange(1, _MOST_HALVES)
                 for at, index in enumerate(scalars):
-                    words[index] = numbers.buffer_info()[0] + numbers.itemsize * at
+                    words[index] = numbers.buffer_info()[0] + numbers.itemsize * (number * len(scalars) + at)
             with contextlib.suppress(*[RuntimeError] * (alignment < _COARSE)):
                 native.record(
                     stream=stream,

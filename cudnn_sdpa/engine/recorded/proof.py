@@ -64,7 +64,7 @@ class Verdict:
     def read(self) -> list[bool]:
         """Reads it, once it is known, on a stream that nobody captures.
 
-        It waits for an event alone: PyTorch's debug mode of synchronizations, which is that of all threads, allows that.
+        It waits for an event alone, as PyTorch's debug mode of synchronizations, that of all threads, allows it.
         """
         stream = handles.capturing_handle(self._device)
         with stream as (_, raw), torch.cuda.stream(torch.cuda.ExternalStream(raw)):  # type: ignore[no-untyped-call]

@@ -3,14 +3,15 @@
 cuDNN's `execute` takes longer on the host than the launches that it makes. So what a plan launches is read from
 captured graphs (`captures`), and launched by C++ with the addresses of each call (`engine/native/recorded.h`).
 
-The first call of a plan that C++ launches asks for the recording, which a thread makes in the background. A later call
-is launched both ways, and its results are compared bit by bit (`proof`). A call that finds the GPU done with it has the
-verdict read. If that is right, the recorded launch serves from then on. Until then, and for good if anything is not as
-expected, cuDNN launches the plan. Nothing waits for the GPU.
+A plan that C++ has launched many times asks for the recording, which a thread makes in the background. A later call is
+launched both ways, and its results are compared bit by bit (`proof`). A call that finds the GPU done with that has the
+verdict read. If the bits are the same, the recorded launch serves from then on. Until then, and for good if anything is
+not as expected, cuDNN launches the plan. No call waits for the GPU.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import logging
@@ -26,7 +27,7 @@ import torch
 from cudnn_sdpa.engine.native import loader
 from cudnn_sdpa.engine.recorded import captures, proof
 from cudnn_sdpa.errors import ExecutionError
-from cudnn_sdpa.graph import known_issues
+from cudnn_sdpa.graph import backend, known_issues
 from cudnn_sdpa.plans.device_memory import relaxed_capture
 from cudnn_sdpa.plans.plan import Plan, current_raw_stream
 from cudnn_sdpa.settings import renewed_in_children
@@ -37,8 +38,12 @@ _log = logging.getLogger("cudnn_sdpa")
 #: waits for the host, and the proof takes three times as much.
 MAX_BYTES = 64 << 20
 
-#: Comparisons in a row after which a recorded launch is known to be wrong. With fewer it may be the kernels that now and
-#: then add in another order.
+#: Launches of a plan by C++ before one asks for a recording, but for `verify`. A recording takes as much of the host's
+#: time, with the GIL, as some hundred recorded launches save: too much for each of many shapes that are rarely seen.
+MIN_CALLS = 100
+
+#: Comparisons after which a recorded launch is wrong that has differed in all of them. One difference may be due to
+#: kernels that now and then add in another order.
 MAX_DIFFERENT = 3
 
 #: Calls after which a plan is no longer tried whose operands always lie at other addresses, or whose results tell
@@ -65,6 +70,7 @@ class Recorder:
         self._name = name
         self.native: Any = module.Recorded()
         self.why_not = NOT_YET
+        self.native.calls_before = 0 if loader.recorded_mode() == loader.VERIFY else MIN_CALLS
         self._missing = _connect(module)
         self._stage: _Stage = Recorder._begin
         self._tries = self._different = 0
@@ -113,7 +119,10 @@ class Recorder:
 
     def _record(self, plan: Plan, values: Sequence[float], sizes: Sequence[int]) -> None:
         try:
-            with torch.cuda.device(plan.device), relaxed_capture():
+            with torch.cuda.device(plan.device), relaxed_capture(), backend.no_error_left():
+                if reason := _why_not_now(plan, sizes):
+                    self._leave(reason)
+                    return
                 captures.record(self.native, plan, values, sizes)
         except Exception as error:  # noqa: BLE001 - whatever it is, cuDNN serves the calls
             self._leave(str(error) or type(error).__name__)
@@ -197,7 +206,16 @@ def _why_not(plan: Plan, sizes: Sequence[int]) -> str:
     size = plan.workspace + sum(sizes)
     if size > MAX_BYTES:
         return f"its results and its workspace have {size} bytes; more than {MAX_BYTES} are not recorded"
-    return "" if plan.held else "it is evicted"
+    return ""
+
+
+def _why_not_now(plan: Plan, sizes: Sequence[int]) -> str:
+    """PyTorch's allocator would free all that it has cached, and tell its observers, before it reports a full GPU."""
+    if not plan.held:
+        return "it is evicted"
+    needed = captures.SPREAD + 4 * (plan.workspace + sum(sizes))
+    free, _ = torch.cuda.mem_get_info(plan.device)
+    return "" if free >= needed else f"the GPU has {free} bytes of free memory; recording it takes {needed}"
 
 
 _lock = renewed_in_children(threading.RLock())
@@ -239,6 +257,10 @@ class _Background:
     def start_afresh(cls) -> None:
         cls.pool = ThreadPoolExecutor(1, thread_name_prefix="cudnn_sdpa recording")
 
+    @classmethod
+    def end(cls) -> None:
+        cls.pool.shutdown(wait=False, cancel_futures=True)
+
 
 def _in_background(work: Callable[[], None]) -> None:
     try:
@@ -249,3 +271,5 @@ def _in_background(work: Callable[[], None]) -> None:
 
 _Background.start_afresh()
 os.register_at_fork(after_in_child=_Background.start_afresh)
+with contextlib.suppress(AttributeError, RuntimeError):  # joined at exit, the thread would first do all that waits
+    threading._register_atexit(_Background.end)  # type: ignore[attr-defined]

@@ -20,7 +20,7 @@ from stand_in_gpu import Kernel, KernelOfPlan, in_new_thread, launched, library,
 from benchmarks.tools import ways
 from cudnn_sdpa import ExecutionError, explain, plan_cache, providers, rms_norm, sdpa
 from cudnn_sdpa.engine.native import loader
-from cudnn_sdpa.engine.recorded import proof
+from cudnn_sdpa.engine.recorded import proof, recorder
 from cudnn_sdpa.graph import handles
 from cudnn_sdpa.graph.handles import SCRATCH_BYTES, thread
 from cudnn_sdpa.plans import plan as plans
@@ -102,6 +102,28 @@ def test_workspaces(workspace, stream):
         expected = [address for address, _ in allocated] or [thread.slots[0].scratch * is_own]
         assert line.split()[-2] == expected[0].to_bytes(8, "little").hex()
         assert not any(memory() is not None for _, memory in allocated)
+
+
+@pytest.mark.parametrize("mode", [loader.ON, loader.VERIFY])
+def test_plans_that_are_rarely_launched_are_not_recorded(mode, monkeypatch):
+    """C++ counts, so the launches of many shapes are no slower; `verify` looks at all."""
+    call, before = OPERATIONS["sdpa"], 7 * (mode == loader.ON)
+    with recorded_plans(call.compute, mode=mode), torch.no_grad():
+        monkeypatch.setattr(recorder, "MIN_CALLS", 7)
+        tensors, watched, watch = call.tensors(), [], recorder.Recorder.watch
+        monkeypatch.setattr(recorder.Recorder, "watch", lambda *of, **more: watched.append(1) or watch(*of, **more))
+        while not recorders():
+            call(tensors)
+        registered = KernelOfPlan.executed
+        for _ in range(before):
+            assert_right(call, tensors)
+        assert not watched
+        assert KernelOfPlan.executed == registered + before
+        for _ in range(6):
+            call(tensors)
+            wait()
+        assert watched
+        assert recorders()[0].native.is_serving
 
 
 def test_threads_without_a_context():

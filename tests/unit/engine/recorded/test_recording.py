@@ -11,6 +11,7 @@ import ctypes
 import gc
 import random
 import struct
+import threading
 import weakref
 from array import array
 from collections.abc import Iterator
@@ -87,8 +88,25 @@ class Engine:
     def execute(self, address, count, workspace, handle, index):
         assert (count, index) == (4, -1)
         library().make_context_current()
+        self.host_scalar = ctypes.c_uint64.from_address(address + 16).value
         a, b, scale, out = (ctypes.c_uint64 * 4).from_address(address)
         self.launch(_Handle.all[handle].stream, a, b, ctypes.c_float.from_address(scale).value, out, workspace)
+
+    def kernel_of_products(self, a, b, out):
+        """It, and what more arguments it gets."""
+        noted = {
+            "a counter": self.calls,
+            "half an address": a & 0xFFFF0000,
+            "upper half": out >> 32,
+            "host memory": self.host_scalar,
+            "foreign memory": self.foreign.data_ptr() + 64,
+        }
+        if found := self.faults & set(noted):
+            return self.noted, [word(noted[found.pop()])]
+        if "swapped halves" in self.faults:
+            return self.halves, [struct.pack("<4I", a >> 32, a % 2**32, b >> 32, b % 2**32)]
+        is_aligned = {"by alignment": not (a | b | out) % 256, "by alignment to 32": not a % 32}
+        return self.other if any(is_aligned[fault] for fault in self.faults & set(is_aligned)) else self.products, []
 
     def launch(self, stream, a, b, scale, out, workspace):
         self.calls += 1
@@ -103,19 +121,12 @@ class Engine:
             assert not library().cuMemsetD32Async(workspace, 0, 2, stream)
         if "host work" in faults and is_captured:
             library().enqueue_host_work(stream)
+        if "endless" in faults and is_captured:
+            for _ in range(70):
+                self.start.launch(stream, word(workspace))
         if "side by side" in faults and is_captured:
             library().fork_stream(stream)
-        products, more = self.products, []
-        if "by alignment" in faults and not (a | b | out) % 256:
-            products = self.other
-        if "by alignment to 32" in faults and not a % 32:
-            products = self.other
-        if faults & {"a counter", "foreign memory", "half an address"}:
-            products = self.noted
-            more = [word(self.calls)] if "a counter" in faults else [word(self.foreign.data_ptr() + 64)]
-            more = [word(a & 0xFFFF0000)] if "half an address" in faults else more
-        if "swapped halves" in faults:
-            products, more = self.halves, [struct.pack("<4I", a >> 32, a % 2**32, b >> 32, b % 2**32)]
+        products, more = self.kernel_of_products(a, b, out)
         if "another kernel" in faults and is_captured and not self.calls % 3:
             products = self.other
         first = {OVERLAPS: 1} if "behind a memset" in faults else {}
@@ -262,9 +273,12 @@ DISQUALIFIED = {
     "swapped in captures": "its recorded launch had other results",
     "no memset in captures": "its recorded launch had other results",
     "host work": "it enqueues more than kernels and memsets: a node of type 3",
+    "endless": "it launches too much: 146 nodes",
     "side by side": "it launches side by side",
     "a counter": "byte 0 of argument 5 moves with no operand: products_noted",
     "half an address": "byte 2 of argument 5 moves with no operand: products_noted",
+    "host memory": "byte 0 of argument 5 moves with no operand: products_noted",
+    "upper half": "it uses half an address: products_noted",
     "swapped halves": "byte 0 of argument 5 moves with no operand: products_of_halves",
     "foreign memory": "it uses memory that is no operand's: products_noted",
     "foreign memory, unaligned": "it uses memory that is no operand's: finish",
@@ -381,6 +395,55 @@ def test_nothing_is_recorded_while_the_calls_stream_is_captured(module, device, 
     assert captured == plans.captured_plans == [call.plan]
 
 
+def test_a_plan_that_is_evicted_before_its_turn_is_not_recorded(module, device):
+    call, go = Call(module, device), threading.Event()
+    recorder._in_background(go.wait)
+    call.recorder.watch(call.plan, call.pointers(call.operands()), SIZES)
+    call.plan.held = False
+    go.set()
+    wait()
+    assert str(call.recorder) == "by cuDNN, because it is evicted"
+    assert call.engine.calls == 1
+
+
+def test_nothing_is_allocated_on_a_full_gpu(module, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (1 << 20, 1 << 40))
+    monkeypatch.setattr(captures, "allocate", None)
+    call = Call(module, device)
+    call.watched()
+    needed = captures.SPREAD + 4 * (4 * WORDS + call.plan.workspace)
+    why = f"the GPU has {1 << 20} bytes of free memory; recording it takes {needed}"
+    assert str(call.recorder) == f"by cuDNN, because {why}"
+
+
+def test_the_interpreter_does_not_end_later_for_what_is_to_be_recorded(run_python):
+    code = """
+import time
+from cudnn_sdpa.engine.recorded import recorder
+for _ in range(100):
+    recorder._in_background(lambda: (print("recorded", flush=True), time.sleep(0.2)))
+"""
+    assert 1 <= run_python(code, fresh=True).stdout.count("recorded") < 4
+
+
+def test_a_stream_that_others_may_use_is_not_captured(monkeypatch):
+    monkeypatch.setattr(handles, "_loaders", {})
+    monkeypatch.setattr(handles, "_streams", {})
+    monkeypatch.setattr(handles, "_shared", set())
+    monkeypatch.setattr(handles.backend, "new_stream", lambda: None)
+    monkeypatch.setattr(handles.backend, "create_handle", lambda: SimpleNamespace(backend_handle=5))
+    monkeypatch.setattr(handles.backend, "set_stream", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _: SimpleNamespace(cuda_stream=88))
+    with handles.loading_handle(0):
+        pass
+    with (
+        pytest.raises(ExecutionError, match="no stream can be made that nobody else uses"),
+        handles.capturing_handle(0),
+    ):
+        pass
+
+
 def test_a_verdict_is_awaited_by_calls_that_cudnn_launches(module, device, monkeypatch):
     known = []
     monkeypatch.setattr(proof.Verdict, "is_known", lambda _: bool(known))
@@ -404,11 +467,15 @@ def test_kernels_that_seldom_add_in_another_order_raise_no_alarm(module, device,
             call.settle()
         assert not left
         assert not call.recorder.native.is_serving
-        assert str(call.recorder) == f"by cuDNN, because its recorded launch had other results{' at times' * (0 in differs)}"
+        assert (
+            str(call.recorder)
+            == f"by cuDNN, because its recorded launch had other results{' at times' * (0 in differs)}"
+        )
         assert [record.levelname for record in caplog.records if "had other" in record.message] == [level]
 
 
-def test_every_result_must_tell_something(module, device):
+@pytest.mark.usefixtures("device")
+def test_every_result_must_tell_something():
     """An LSE does, and results beside it are zeros where values are."""
     native = SimpleNamespace(launch=lambda *_: 0)
     for second in (0, 1):
