@@ -24,6 +24,9 @@ from cudnn_sdpa.settings import renewed_in_children
 #: bytes; those of single queries up to half of this.
 SCRATCH_BYTES = 1 << 20
 
+#: Size of the memory behind it, in which kernels of recorded launches count from zero, each in another place.
+ZEROS_BYTES = 1 << 18
+
 #: Size of a slot's prologue memory, which the library's own kernels fill and a plan on the default stream reads.
 FILLED_BYTES = 1 << 18
 
@@ -32,7 +35,7 @@ class Slot:
     """A handle, the stream that it was last bound to, and memory for launches on the default stream.
 
     A slot belongs to one thread, which launches in order, and the default stream runs in order, so no two launches use
-    the scratch memory at once. The default stream is never captured and uses no graph's memory pool; on other streams
+    the scratch memory at once. Behind it lie zeros, which native code clears (`ZEROS_BYTES`). The default stream is never captured and uses no graph's memory pool; on other streams
     every launch allocates its memory.
 
     Prologue memory must keep its contents until the plan has read it. Between the kernels' launch and the plan's, the
@@ -56,7 +59,7 @@ class Slot:
 
     def bind(self, stream: int) -> None:
         if stream == 0 and self._workspace is None:
-            self._workspace = _memory(SCRATCH_BYTES)
+            self._workspace = _memory(SCRATCH_BYTES + ZEROS_BYTES)
             self.scratch = self._workspace.data_ptr()
         while self.bound[0] != stream:
             self.bound[0], self._bindings = -1, self._bindings + 1

@@ -327,7 +327,8 @@ def _recorded(bound: BoundPlan, module: ModuleType) -> dict[str, object]:
     from cudnn_sdpa.engine.recorded.recorder import recorder_of  # which other processes need not import
 
     recorder = recorder_of(plan, module)
-    return {"recorded": recorder.native, "watch": partial(recorder.watch, sizes=bound.sizes_of_outputs())}
+    watch = partial(recorder.watch, sizes=bound.sizes_of_outputs())
+    return {"recorded": recorder.native, "watch": watch, "zeros": handles.ZEROS_BYTES}
 
 
 def _as_lists(layout: Layout) -> tuple[list[int], list[int], torch.dtype]:

@@ -81,6 +81,7 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
                     sets=sets,
                     moving=list(moving.items()),
                     scalars=scalars,
+                    workspace=plan.workspace,
                 )
                 break
 

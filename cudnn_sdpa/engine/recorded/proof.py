@@ -1,4 +1,4 @@
-"""Launches of one call both ways, compared bit by bit, without waiting for the GPU."""
+"""Launches of one call in all ways, compared bit by bit, without waiting for the GPU."""
 
 from __future__ import annotations
 
@@ -22,29 +22,51 @@ _HEAD = 1 << 20
 
 
 def compare(native: Any, plan: Plan, pointers: Sequence[int], sizes: Sequence[int]) -> Tensor:
-    """Launches the call of these operands twice by cuDNN, and once as recorded, with results of its own.
+    """Launches the call of these operands twice by cuDNN, and as recorded, with results of its own.
 
     Gives on the GPU whether cuDNN's results differ from each other, whether the recorded launch's differ from cuDNN's,
     and whether they tell anything: most wrong launches agree where a result is all zeros, and of zeros alone an LSE is
-    none. `sizes` are the bytes of each output: what is written to is not always as large as its layout.
+    none. The last flag says the same as the second of a launch that is given zeros, if it may be, and whether it has
+    used other memory instead of them, or beside them. `sizes` are the bytes of each output: what is written to is not
+    always as large as its layout.
     """
     inputs, (offsets, size) = pointers[: len(plan.key.inputs)], side_by_side(sizes)
+    touched: list[Tensor] = []
 
-    def as_recorded(moved: list[int]) -> None:
-        workspace = allocate((max(1, plan.workspace),), (1,), torch.uint8).fill_(_POISON)
-        if error := native.launch(moved, workspace.data_ptr(), current_raw_stream(plan.device)):
+    def as_recorded(moved: list[int], zeros: int = 0) -> Tensor:
+        workspace: Tensor = _poisoned(max(1, plan.workspace))
+        if error := native.launch(moved, workspace.data_ptr(), current_raw_stream(plan.device), zeros):
             raise ExecutionError(f"CUDA reports error {error} for a recorded launch")
+        return workspace
 
-    def results(launch: Callable[[list[int]], None]) -> Tensor:
+    def with_zeros(moved: list[int]) -> None:
+        zeros = _poisoned(native.zeros + plan.workspace)  # what a kernel uses beside counters is there, and seen
+        counters = [(offset, size, zeros[begin:][:size]) for offset, size, begin in native.counters]
+        for _, _, counter in counters:
+            counter.zero_()
+        workspace = as_recorded(moved, zeros.data_ptr())
+        for _, _, counter in counters:
+            counter.fill_(_POISON)
+        unused = (zeros, *(workspace[offset:][:size] for offset, size, _ in counters))
+        touched.extend((x != _POISON).any() for x in unused)
+
+    def results(launch: Callable[[list[int]], object]) -> Tensor:
         memory: Tensor = allocate((-(-size // 8),), (1,), torch.int64).fill_(_POISON_WORD)
         launch([*inputs, *(memory.data_ptr() + offset for offset in offsets)])
         return memory
 
     first, again, recorded = map(results, (plan.launch, plan.launch, as_recorded))
+    counted = results(with_zeros) if native.zeros else recorded
     in_bytes = first.view(torch.uint8)
     heads = [in_bytes[begin : begin + min(size, _HEAD)] for begin, size in zip(offsets, sizes, strict=True) if size]
     tells = torch.stack([((x != 0) & (x != _POISON)).any() for x in heads]).all()
-    return torch.stack([(first != again).any(), (first != recorded).any(), tells])
+    is_wrong = torch.stack([(first != counted).any(), *touched]).any()
+    return torch.stack([(first != again).any(), (first != recorded).any(), tells, is_wrong])
+
+
+def _poisoned(size: int) -> Tensor:
+    memory: Tensor = allocate((size,), (1,), torch.uint8).fill_(_POISON)
+    return memory
 
 
 class Verdict:

@@ -157,7 +157,7 @@ class Recorder:
     def _conclude(self, device: int, verdict: proof.Verdict) -> None:
         try:
             with torch.cuda.device(device), relaxed_capture():
-                varies, differs, tells = verdict.read()
+                varies, differs, tells, is_wrong_with_zeros = verdict.read()
         except Exception as error:  # noqa: BLE001 - whatever it is, cuDNN serves the calls
             self._leave(f"it cannot be proved: {error}")
             return
@@ -169,6 +169,7 @@ class Recorder:
         elif self._different and not differs:
             self._leave("its recorded launch had other results at times")
         elif tells and not differs:
+            self.native.takes_zeros = bool(self.native.zeros) and not is_wrong_with_zeros
             self._serve()
         elif self._tries > MAX_TRIES:
             self._leave("a result of its first calls was all zeros")
@@ -191,8 +192,8 @@ class Recorder:
         elif self.native.serves(pointers):
             for _ in range(MAX_DIFFERENT):
                 with relaxed_capture():
-                    varies, differs, _ = proof.compare(self.native, plan, pointers, sizes).tolist()
-                if varies or not differs:
+                    varies, differs, _, differs_with_zeros = proof.compare(self.native, plan, pointers, sizes).tolist()
+                if varies or not (differs or (differs_with_zeros and self.native.takes_zeros)):
                     return
             raise ExecutionError(
                 f"the recorded launch of {plan.key.name} has other results than cuDNN's; "

@@ -35,6 +35,7 @@ from cudnn_sdpa.plans import plan as plans
 from cudnn_sdpa.plans.plan import Plan
 
 WORDS = 64
+APART = 512  #: where a counter is that lies apart from all other data in the workspace
 SCALE = 0.75
 SIZES = [4 * WORDS]  #: bytes of its result
 LAYOUT = TensorLayout.contiguous((1, WORDS), torch.float32)
@@ -67,7 +68,7 @@ class Engine:
         calls: How often it was executed, captures included.
     """
 
-    engine, knobs, workspace = "eng0", {}, 4 * (WORDS + 4)
+    engine, knobs, workspace = "eng0", {}, APART + 64
 
     def __init__(self, *faults: str, extra: list[str] | None = None) -> None:
         self.faults, self.calls = set(faults), 0
@@ -75,6 +76,10 @@ class Engine:
         self.other = Kernel("products_of_aligned", own_kernel("products"), [8, 8, 8, 4, 4])
         self.noted = Kernel("products_noted", own_kernel("products"), [8, 8, 8, 4, 4, 8])
         self.halves = Kernel("products_of_halves", own_kernel("products"), [8, 8, 8, 4, 4, 16])
+        self.products_apart = Kernel("products_apart", own_kernel("products_apart"), [8, 8, 8, 4, 4, 8])
+        self.finish_apart = Kernel("finish_apart", own_kernel("finish_apart"), [128, 8, 8])
+        self.products_beside = Kernel("products_beside", own_kernel("products_beside"), [8, 8, 8, 4, 4, 8])
+        self.finish_elsewhere = Kernel("finish_elsewhere", own_kernel("finish_elsewhere"), [128, 8, 8])
         self.start = Kernel("start", own_kernel("start"), [8])
         self.finish = Kernel("finish", own_kernel("finish"), [128, 8])
         self.foreign = torch.zeros(64)
@@ -111,6 +116,7 @@ class Engine:
     def launch(self, stream, a, b, scale, out, workspace):
         self.calls += 1
         is_captured, faults = library().is_captured(stream), self.faults
+        cleared = workspace + APART * ("apart" in faults)
         if "refuses in captures" in faults and is_captured:
             raise RuntimeError("cuDNN: CUDNN_STATUS_EXECUTION_FAILED")
         if is_captured and "swapped in captures" in faults:
@@ -118,7 +124,7 @@ class Engine:
         if "kernels alone" in faults:
             self.start.launch(stream, word(workspace), attributes={OVERLAPS: 1})
         elif not (is_captured and "no memset in captures" in faults):
-            assert not library().cuMemsetD32Async(workspace, 0, 2, stream)
+            assert not library().cuMemsetD32Async(cleared, 0, 2, stream)
         if "host work" in faults and is_captured:
             library().enqueue_host_work(stream)
         if "endless" in faults and is_captured:
@@ -127,6 +133,14 @@ class Engine:
         if "side by side" in faults and is_captured:
             library().fork_stream(stream)
         products, more = self.kernel_of_products(a, b, out)
+        finish, counter = self.finish, []
+        if "apart" in faults:
+            products, finish, more = self.products_apart, self.finish_apart, [word(workspace + APART)]
+            counter = more
+            if "also elsewhere" in faults:  # by an address that no argument has
+                finish = self.finish_elsewhere
+            if "beside" in faults:
+                products = self.products_beside
         if "another kernel" in faults and is_captured and not self.calls % 3:
             products = self.other
         first = {OVERLAPS: 1} if "behind a memset" in faults else {}
@@ -142,7 +156,7 @@ class Engine:
         # Unaligned, as in a structure, among bytes that are the same in each launch.
         more = word(self.foreign.data_ptr() + 64) if "foreign memory, unaligned" in faults else bytes(8)
         description = bytes(range(20)) + word(out) + more + bytes(92)
-        self.finish.launch(stream, description, word(workspace), blocks=9, attributes=second)
+        finish.launch(stream, description, word(workspace), *counter, blocks=9, attributes=second)
         if not is_captured and "random" in faults:
             ctypes.c_float.from_address(out).value += random.random()
 
@@ -186,11 +200,11 @@ class Call:
         assert_right(operands, scale)
         return operands[2]
 
-    def recorded(self, operands: list[torch.Tensor], stream: int = 0) -> torch.Tensor:
+    def recorded(self, operands: list[torch.Tensor], stream: int = 0, zeros: int = 0) -> torch.Tensor:
         pointers = self.pointers(operands).tolist()
         assert self.recorder.native.serves(pointers)
         workspace = torch.full((self.plan.workspace,), 0xEE, dtype=torch.uint8)
-        assert not self.recorder.native.launch(pointers, workspace.data_ptr(), stream)
+        assert not self.recorder.native.launch(pointers, workspace.data_ptr(), stream, zeros)
         return operands[2].clone()
 
     def settle(self, most: int = 16) -> str:
@@ -257,6 +271,32 @@ def test_a_recorded_launch_asks_the_driver_for_what_execute_asks_for(module, dev
         )
         assert all(f"<{i}>" in " ".join(recorded) for i in range(3))
     assert call.engine.calls == executed + 4
+
+
+def test_zeros_take_the_place_of_a_counter_that_a_memset_clears(module, device):
+    """Launches count there alone, and clear nothing."""
+    call = Call(module, device, "apart")
+    assert call.settle() == "as recorded (kernels: 2, memsets: 1)"
+    native = call.recorder.native
+    assert native.takes_zeros
+    assert native.counters == [[APART, 8, 0]]
+    for zeros in torch.zeros(3, native.zeros, dtype=torch.uint8):
+        launched()
+        operands = call.operands()
+        call.recorded(operands, zeros=zeros.data_ptr())
+        assert_right(operands)
+        assert not [line for line in launched() if line.startswith("memset")]
+        assert zeros[:4].view(torch.int32).item() == 1
+        assert not zeros[4:].any()
+
+
+@pytest.mark.parametrize("kinds", [(), ("kernels alone",), ("apart", "also elsewhere"), ("apart", "beside")])
+def test_zeros_are_for_counters_alone(module, device, kinds):
+    """Kernels use other data from that address on; or clear it; or count in the workspace, too; or use what is behind."""
+    call = Call(module, device, *kinds)
+    assert call.settle().startswith("as recorded")
+    assert not call.recorder.native.takes_zeros
+    assert bool(call.recorder.native.counters) == ("apart" in kinds)
 
 
 def test_a_kernel_behind_a_memset_does_not_overlap(module, device):
