@@ -289,7 +289,9 @@ class BoundPlan:
             x = output.layout
             size = _bytes_of((x.shape, x.stride, x.dtype))
             if output.ragged:
-                result, offset = of[place]
+                result, offset = of.get(place, (-1, 0))
+                if not 0 <= result < len(self.results):
+                    raise ValueError(f"{output.name} is packed, and not in memory of its own")
                 size = _bytes_of(self.results[result]) - offset
             sizes.append(size)
         return sizes

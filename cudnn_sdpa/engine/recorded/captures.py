@@ -54,7 +54,7 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
     # Operands may overlap, as nothing is read or written. But CUDA checks that memory which is set exists. Inputs are
     # anywhere: the upper halves of addresses in one piece of memory are all the same, and would be taken for numbers.
     written = max(plan.workspace, *sizes)
-    memory = allocate((SPREAD + written,), (1,), torch.uint8)
+    memory = allocate((2 * _COARSE + SPREAD + written,), (1,), torch.uint8)
     first, draw = -(-memory.data_ptr() // (2 * _COARSE)) * 2 * _COARSE, random.Random()
 
     def address(alignment: int, *, odd: bool) -> int:

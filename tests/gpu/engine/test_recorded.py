@@ -70,6 +70,13 @@ def packed() -> dict[str, Tensor]:
     return {**tensors, "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets.clone()}
 
 
+def packed_late() -> dict[str, Tensor]:
+    """One sequence, behind as many rows as a batch of the maximum length has."""
+    offsets = torch.tensor([3900, 4000], dtype=torch.int32, device="cuda")
+    tensors = {name: normal(4050, 8, 64) for name in ("q", "k", "v")}
+    return {**tensors, "cu_seqlens_q": offsets, "cu_seqlens_kv": offsets.clone()}
+
+
 def on_pages() -> dict[str, Tensor]:
     """Two sequences on pages of 64 tokens, in any order."""
     pages = {name: normal(20, 8, 64, 64) for name in ("k_pages", "v_pages")}
@@ -99,6 +106,7 @@ CASES = {
     "backward, grouped": Case(cudnn_sdpa.sdpa, dense(heads=(8, 2)), {"is_causal": True}, QKV),
     "backward, deterministic": Case(cudnn_sdpa.sdpa, dense(), {"deterministic": True}, QKV),
     "varlen": Case(cudnn_sdpa.sdpa_varlen, packed, MAX),
+    "varlen, late": Case(cudnn_sdpa.sdpa_varlen, packed_late, MAX),
     "varlen backward": Case(cudnn_sdpa.sdpa_varlen, packed, MAX, QKV),
     "paged": Case(cudnn_sdpa.sdpa_paged, on_pages, {"page_layout": "HND"}),
     "silu_mul": Case(cudnn_sdpa.silu_mul, lambda: {"gate": normal(256, 512), "up": normal(256, 512)}),
