@@ -22,6 +22,7 @@ from benchmarks.tools.timing import device_times
 from benchmarks.tools.ways import by_cudnn, recorders, recording, until_recorded, wait_for_native_calls
 from cudnn_sdpa import plan_cache, providers
 from cudnn_sdpa.engine.native import loader
+from cudnn_sdpa.graph.handles import ZEROS_BYTES
 from cudnn_sdpa.plans import plan as plans
 
 HALF = torch.bfloat16
@@ -182,6 +183,27 @@ def test_operands_whose_addresses_differ_in_the_upper_half(name):
     found = case(tensors)
     with by_cudnn():
         assert all(map(torch.equal, found, case(tensors)))
+
+
+@pytest.mark.parametrize("name", ["plain", "backward", "varlen"])
+def test_launches_count_in_zeros_that_one_memset_clears_for_many(name):
+    """More launches than there is room for, on the default stream and on another one between them."""
+    case, other = settled(name), torch.cuda.Stream()
+    counting = [each for each in recorders() if each.native.takes_zeros]
+    assert counting or not all(each.native.is_serving for each in recorders())
+    tensors = [case.draw() for _ in range(3)]
+    with by_cudnn():
+        expected = [case(each) for each in tensors]
+    wrong = []
+    for turn in range(2 * ZEROS_BYTES // 256 + 10):
+        stream = other if turn % 50 == 49 else torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found = case(tensors[turn % 3])
+            pairs = zip(found, expected[turn % 3], strict=True)
+            wrong.append(torch.stack([(a != b).any() | ~a.float().isfinite().all() for a, b in pairs]).any())
+        torch.cuda.current_stream().wait_stream(stream)
+    assert not torch.stack(wrong).any() or name in MAY_VARY
 
 
 @pytest.mark.parametrize("name", ["plain", "window, sinks", "lengths", "varlen", "silu_mul", "conv2d"])

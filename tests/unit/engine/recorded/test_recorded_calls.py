@@ -244,6 +244,28 @@ def test_cudnn_launches_a_plan_whose_recorded_launch_fails(workspace, monkeypatc
         assert said in {str(each) for each in recorders()}
 
 
+@pytest.mark.parametrize("workspace", [64, SCRATCH_BYTES + 64])
+def test_one_memset_clears_the_counters_of_many_launches(workspace, monkeypatch):
+    """On the default stream alone, whatever streams are in use between; elsewhere each launch clears its own."""
+    call = OPERATIONS["sdpa"]
+    with recorded_plans(call.compute, workspace=workspace) as device, torch.no_grad():
+        assert_right(call)  # this thread has all of its memory
+        plan_cache.clear()
+        monkeypatch.setattr(KernelOfPlan, "counts", True)
+        monkeypatch.setattr(handles, "ZEROS_BYTES", 1024)
+        settle(lambda: assert_right(call))
+        found = recorders()[-1]
+        assert found.native.takes_zeros is (workspace < SCRATCH_BYTES)  # the space of this counter is all that follows
+        launched()
+        for number in range(11):
+            assert_right(call)
+            if number % 5 == 2:
+                with device.stream(11):
+                    assert_right(call)
+        memsets = [line for line in launched() if line.startswith("memset")]
+        assert len(memsets) == 11 // 4 + 1 + 2 if found.native.takes_zeros else 13
+
+
 def test_an_error_of_the_driver_is_raised_as_of_a_refused_launch():
     with recorded_plans(OPERATIONS["sdpa"].compute):
         call = settled("sdpa")

@@ -501,7 +501,7 @@ def test_kernels_that_seldom_add_in_another_order_raise_no_alarm(module, device,
     """A recorded launch that differs in all comparisons is wrong; after one that differs at times it is not known."""
     for differs, level in (([1, 1, 1], "WARNING"), ([1, 0], "INFO"), ([1, 1, 0], "INFO")):
         call, left = Call(module, device), differs[:]
-        monkeypatch.setattr(proof.Verdict, "read", lambda _, left=left: [False, bool(left.pop(0)), True])
+        monkeypatch.setattr(proof.Verdict, "read", lambda _, left=left: [False, bool(left.pop(0)), True, False])
         caplog.clear()
         with caplog.at_level("INFO", "cudnn_sdpa"):
             call.settle()
@@ -517,7 +517,7 @@ def test_kernels_that_seldom_add_in_another_order_raise_no_alarm(module, device,
 @pytest.mark.usefixtures("device")
 def test_every_result_must_tell_something():
     """An LSE does, and results beside it are zeros where values are."""
-    native = SimpleNamespace(launch=lambda *_: 0)
+    native = SimpleNamespace(launch=lambda *_: 0, zeros=0)
     for second in (0, 1):
 
         def launch(pointers, second=second):
@@ -527,7 +527,7 @@ def test_every_result_must_tell_something():
         native.launch = lambda pointers, *_, launch=launch: launch(pointers)
         plan = SimpleNamespace(key=KEY, launch=launch, workspace=0, device=0)
         found = proof.compare(native, plan, [0] * 4, [20, 20])
-        assert found.tolist() == [False, False, bool(second)]
+        assert found.tolist() == [False, False, bool(second), False]
 
 
 def test_a_recording_keeps_no_plan(module, device, monkeypatch):
@@ -593,7 +593,7 @@ def test_verifying_compares_every_call(device):
     for fault in ("", "swapped in captures", "no memset in captures"):
         with stand_in_driver(loader.VERIFY) as module, pytest.MonkeyPatch.context() as patch:
             call = Call(module, device, fault)
-            patch.setattr(proof.Verdict, "read", lambda _: [False, False, True])
+            patch.setattr(proof.Verdict, "read", lambda _: [False, False, True, False])
             for _ in range(3):
                 call.watched()
             memsets = int("no memset" not in fault)
