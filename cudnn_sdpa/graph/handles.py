@@ -35,8 +35,8 @@ class Slot:
     """A handle, the stream that it was last bound to, and memory for launches on the default stream.
 
     A slot belongs to one thread, which launches in order, and the default stream runs in order, so no two launches use
-    the scratch memory at once. Behind it lie zeros, which native code clears (`ZEROS_BYTES`). The default stream is never captured and uses no graph's memory pool; on other streams
-    every launch allocates its memory.
+    the scratch memory at once. Behind it lie zeros, which native code clears (`ZEROS_BYTES`). The default stream is
+    never captured and uses no graph's memory pool; on other streams every launch allocates its memory.
 
     Prologue memory must keep its contents until the plan has read it. Between the kernels' launch and the plan's, the
     same thread may begin another call: a signal handler's, or a finalizer's that the garbage collector runs. So a call

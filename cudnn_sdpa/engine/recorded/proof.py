@@ -55,7 +55,7 @@ def compare(native: Any, plan: Plan, pointers: Sequence[int], sizes: Sequence[in
         launch([*inputs, *(memory.data_ptr() + offset for offset in offsets)])
         return memory
 
-    first, again, recorded = map(results, (plan.launch, plan.launch, as_recorded))
+    first, again, recorded = (results(launch) for launch in (plan.launch, plan.launch, as_recorded))
     counted = results(with_zeros) if native.zeros else recorded
     in_bytes = first.view(torch.uint8)
     heads = [in_bytes[begin : begin + min(size, _HEAD)] for begin, size in zip(offsets, sizes, strict=True) if size]

@@ -113,6 +113,20 @@ class Engine:
         is_aligned = {"by alignment": not (a | b | out) % 256, "by alignment to 32": not a % 32}
         return self.other if any(is_aligned[fault] for fault in self.faults & set(is_aligned)) else self.products, []
 
+    def kernels(self, a, b, out, workspace):
+        """Both kernels, and arguments of theirs."""
+        if "apart" not in self.faults:
+            products, more = self.kernel_of_products(a, b, out)
+            return products, self.finish, more, []
+        counter = [word(workspace + APART)]
+        products = self.products_beside if "beside" in self.faults else self.products_apart
+        return (
+            products,
+            self.finish_elsewhere if "also elsewhere" in self.faults else self.finish_apart,
+            counter,
+            counter,
+        )
+
     def launch(self, stream, a, b, scale, out, workspace):
         self.calls += 1
         is_captured, faults = library().is_captured(stream), self.faults
@@ -132,15 +146,7 @@ class Engine:
                 self.start.launch(stream, word(workspace))
         if "side by side" in faults and is_captured:
             library().fork_stream(stream)
-        products, more = self.kernel_of_products(a, b, out)
-        finish, counter = self.finish, []
-        if "apart" in faults:
-            products, finish, more = self.products_apart, self.finish_apart, [word(workspace + APART)]
-            counter = more
-            if "also elsewhere" in faults:  # by an address that no argument has
-                finish = self.finish_elsewhere
-            if "beside" in faults:
-                products = self.products_beside
+        products, finish, more, counter = self.kernels(a, b, out, workspace)
         if "another kernel" in faults and is_captured and not self.calls % 3:
             products = self.other
         first = {OVERLAPS: 1} if "behind a memset" in faults else {}
@@ -292,7 +298,7 @@ def test_zeros_take_the_place_of_a_counter_that_a_memset_clears(module, device):
 
 @pytest.mark.parametrize("kinds", [(), ("kernels alone",), ("apart", "also elsewhere"), ("apart", "beside")])
 def test_zeros_are_for_counters_alone(module, device, kinds):
-    """Kernels use other data from that address on; or clear it; or count in the workspace, too; or use what is behind."""
+    """Kernels use other data from there on, or clear it, or count in the workspace, too, or use what is behind."""
     call = Call(module, device, *kinds)
     assert call.settle().startswith("as recorded")
     assert not call.recorder.native.takes_zeros
