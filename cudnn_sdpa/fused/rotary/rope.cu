@@ -3,7 +3,7 @@
  * OF_ROW threads share a head, a power of 2 up to 32, and compute HEADS heads of a token one after the other, with the
  * same angles. A head has slots of two units: those that are rotated together, then those of features that are not. Each
  * thread has HELD slots. A block has THREADS threads. INTERLEAVED: a pair is two neighboring features, not one of each
- * half. Other macros: see rows.cuh.
+ * half. FP8: results are in E4M3 with a given scale for queries and one for keys. Other macros: see rows.cuh.
  */
 #include "rows.cuh"
 
@@ -30,7 +30,11 @@ struct Rope {
   const void* k_weight;
   void* grad_q_weight;
   void* grad_k_weight;
-  float* partial;        /* (blocks, 2, dim): the sums of each block over its heads */
+  const float* q_scale;  /* with FP8, as are the next three */
+  const float* k_scale;
+  float* q_amax;
+  float* k_amax;
+  float* partial;        /* (blocks, 2, dim): the sums of each block over its heads; with FP8 (blocks, 2): its amax */
   number batch;
   number tokens;
   number heads_q;
@@ -147,9 +151,7 @@ struct Angles {
 
 /* The sum over the threads of a head. */
 __device__ __forceinline__ float sum_of_head(float x) {
-#pragma unroll
-  for (int apart = OF_ROW / 2; apart > 0; apart /= 2) x += shuffle_xor(x, apart);
-  return x;
+  return over_threads<Sum, OF_ROW>(x, nullptr);
 }
 
 __device__ __forceinline__ float square_of(const Pairs& x) {
@@ -157,6 +159,13 @@ __device__ __forceinline__ float square_of(const Pairs& x) {
 #pragma unroll
   for (int j = 0; j < UNIT; ++j) sum += x.first[j] * x.first[j] + x.second[j] * x.second[j];
   return sum;
+}
+
+__device__ __forceinline__ float largest_of(const Pairs& x) {
+  float most = 0.0f;
+#pragma unroll
+  for (int j = 0; j < UNIT; ++j) most = Largest::of(Largest::of(most, fabsf(x.first[j])), fabsf(x.second[j]));
+  return most;
 }
 
 #define FOR_SLOTS(i, slot)                         \
@@ -182,6 +191,10 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
   }
   Angles angles;
   angles.read(a, group, lane);
+#if FP8
+  const float over_q = 1.0f / load(a.q_scale), over_k = a.k_scale ? 1.0f / load(a.k_scale) : 1.0f;
+  float most_q = 0.0f, most_k = 0.0f;
+#endif
   FOR_HEADS(h) {
     const number head = group.head + h;
     const bool is_head = is_there && head < a.heads_q + a.heads_k, is_q = head < a.heads_q;
@@ -213,15 +226,46 @@ __device__ __forceinline__ void rotate_all(const Rope& a) {
           x.first[j] *= scale * factor.first[j], x.second[j] *= scale * factor.second[j];
       }
       angles.rotate(a, i, slot, x, is_backward ? -1.0f : 1.0f);
+#if FP8
+      const number row = group.row(a, to, head);
+      const Slot at(a, slot);
+      write_fp8(to.base, row + at.first, x.first, is_q ? over_q : over_k);
+      write_fp8(to.base, row + at.second, x.second, is_q ? over_q : over_k);
+      const float most = largest_of(x);
+      if (is_q) { /* no index, which would put them into memory */
+        most_q = Largest::of(most_q, most);
+      } else {
+        most_k = Largest::of(most_k, most);
+      }
+#else
       raw[h][i].write(to.base, group.row(a, to, head), Slot(a, slot), x);
+#endif
     }
   }
+#if FP8
+  SHARED_MEMORY(memory);
+  float* const parts = reinterpret_cast<float*>(memory);
+  most_q = over_threads<Largest, THREADS>(most_q, parts);
+  most_k = over_threads<Largest, THREADS>(most_k, parts + THREADS / 32);
+  if (threadIdx.x < 2) store(a.partial + 2 * (number)blockIdx.x + threadIdx.x, threadIdx.x ? most_k : most_q);
+#endif
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) rotate(const Rope a) {
   rotate_all<false>(a);
 }
 
+#if FP8
+/* The amax of all blocks: a block for queries, and one for keys. */
+extern "C" __global__ void __launch_bounds__(512) largest_of_blocks(const Rope a) {
+  SHARED_MEMORY(memory);
+  float most = 0.0f;
+  for (number block = threadIdx.x; block < a.blocks; block += 512)
+    most = Largest::of(most, load(a.partial + 2 * block + blockIdx.x));
+  most = over_threads<Largest, 512>(most, reinterpret_cast<float*>(memory));
+  if (threadIdx.x == 0) store(blockIdx.x ? a.k_amax : a.q_amax, most);
+}
+#else
 extern "C" __global__ void __launch_bounds__(THREADS) rotate_back(const Rope a) {
   rotate_all<true>(a);
 }
@@ -335,3 +379,4 @@ extern "C" __global__ void __launch_bounds__(512) sum_blocks(const Rope a) {
   if (threadIdx.x >= 32 || column >= columns || !to) return;
   store((Dtype<WDTYPE>::element*)to + (is_k ? column - a.dim : column), to_element<WDTYPE>(sum));
 }
+#endif

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
 from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.own import DTYPES
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
@@ -26,6 +27,9 @@ _HEADS = ("q", "k", "grad_q", "grad_k", "out_q", "out_k")
 
 #: Threads of a block, and of one that adds up what others have summed, for as many columns.
 _THREADS, _SUMMING, _COLUMNS = 128, 512, 32
+
+#: Bytes of shared memory for a number of each warp.
+_OF_WARPS, _OF_SUMMING = 4 * _THREADS // 32, 4 * _SUMMING // 32
 
 #: Largest head dim, from the shared memory of the sums for weights.
 MAX_DIM = 1024
@@ -60,16 +64,25 @@ class Tiles(NamedTuple):
 
 @functools.cache
 def _kernel(
-    name: str, tiles: Tiles, dtype: torch.dtype, weight: torch.dtype, *, shared: int, interleaved: bool
+    name: str, tiles: Tiles, dtype: torch.dtype, weight: torch.dtype, *, shared: int, interleaved: bool, fp8: bool
 ) -> Kernel:
     defines = {"DTYPE": DTYPES[dtype], "WDTYPE": DTYPES[weight], "INTERLEAVED": int(interleaved), "THREADS": _THREADS}
+    defines["FP8"] = int(fp8)
     return Kernel(_SOURCE, name, defines | {k.upper(): x for k, x in tiles._asdict().items()}, shared)
 
 
 @functools.partial(KernelOp, folder=_FOLDER)
 def own_rope(key: PlanKey) -> KernelProgram:
     """Rotated heads, normalized before where there are weights."""
-    return _program(key, ["rotate"], {"output0": "out_q", "output1": "out_k"})
+    return _program(key, ["rotate"], ["out_q", "out_k"])
+
+
+@functools.partial(KernelOp, folder=_FOLDER)
+def own_rope_fp8(key: PlanKey) -> KernelProgram:
+    """The same in E4M3, and the amax of queries and of keys."""
+    own.refuse_without_fp8("rope_fp8", key.target, "rope")
+    names = [x for x in "qk" if x in {operand.name for operand in key.inputs}]
+    return _program(key, ["rotate", "largest_of_blocks"], [*(f"out_{x}" for x in names), *(f"{x}_amax" for x in names)])
 
 
 @functools.partial(KernelOp, folder=_FOLDER)
@@ -79,13 +92,15 @@ def own_rope_gradients(key: PlanKey) -> KernelProgram:
     results = [f"out_{x}" for x in "qk" if f"grad_{x}" in names]
     results += [f"grad_{x}_weight" for x in "qk" if f"{x}_weight" in names]
     kernels = ["gradients", "sum_blocks"] if "q" in names else ["rotate_back"]
-    return _program(key, kernels, {f"output{index}": name for index, name in enumerate(results)})
+    return _program(key, kernels, results)
 
 
-def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> KernelProgram:
+def _program(key: PlanKey, kernels: list[str], fields: Sequence[str]) -> KernelProgram:
     """The program of kernels, given the fields of results."""
+    results = {f"output{index}": name for index, name in enumerate(fields)}
     layouts = {results.get(x.name, x.name): x.layout for x in (*key.inputs, *key.outputs)}
     weight = layouts.get("q_weight", layouts.get("k_weight"))
+    given = layouts["q"] if "q" in layouts else layouts["grad_q"]
     q, cos, k = layouts["out_q"], layouts["cos"], layouts.get("out_k")
     (batch, heads_q, tokens, dim), rotary_dim = q.shape, 2 * cos.shape[-1]
     if dim > MAX_DIM:
@@ -93,7 +108,7 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
     count = batch * tokens * (heads_q + (0 if k is None else k.shape[1]))
     processors = int(dict(key.target.properties)["multiProcessorCount"]) or 1
     tiles = _tiles({name: layouts[name] for name in _HEADS if name in layouts}, dim, rotary_dim)
-    has_sums = "sum_blocks" in kernels
+    has_sums, is_fp8 = "sum_blocks" in kernels, "q_scale" in layouts
     if count >= _MANY * processors:
         tiles = tiles._replace(heads=_AT_ONCE_BACKWARD if has_sums else _AT_ONCE)
     groups = batch * tokens * -(-count // (batch * tokens * tiles.heads))
@@ -103,16 +118,21 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
     made = functools.partial(
         _kernel,
         tiles=tiles,
-        dtype=q.dtype,
-        weight=q.dtype if weight is None else weight.dtype,
+        dtype=given.dtype,
+        weight=given.dtype if weight is None else weight.dtype,
         interleaved=bool(key.option_values["interleaved"]),
+        fp8=is_fp8,
     )
-    calls = [KernelCall(made(kernels[0], shared=8 * tiles.rows * dim if has_sums else 0), blocks, _THREADS)]
+    shared = 8 * tiles.rows * dim if has_sums else 2 * _OF_WARPS if is_fp8 else 0
+    calls = [KernelCall(made(kernels[0], shared=shared), blocks, _THREADS)]
+    if is_fp8:
+        calls.append(KernelCall(made("largest_of_blocks", shared=_OF_SUMMING), 1 if k is None else 2, _SUMMING))
     if has_sums:
         calls.append(KernelCall(made("sum_blocks", shared=4 * _SUMMING), -(-2 * dim // _COLUMNS), _SUMMING))
     slots = {name: f"{name}.base" if name in _HEADS else name for name in layouts}
-    given = {x.name: slots[results.get(x.name, x.name)] for x in (*key.inputs, *key.outputs)}
-    given |= {"partial": "partial"} if has_sums else {}
+    scratch = {"partial": (blocks, 2, dim)} if has_sums else {"partial": (blocks, 2)} if is_fp8 else {}
+    named = {x.name: slots[results.get(x.name, x.name)] for x in (*key.inputs, *key.outputs)}
+    named |= dict.fromkeys(scratch, "partial")
     return KernelProgram(
         calls=calls,
         fields=_ARGUMENT.filled(
@@ -129,8 +149,8 @@ def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> Ke
             shift=0,
             **{name: _strides(layouts.get(name), tiles.unit) for name in _HEADS},
         ),
-        slots=dict(zip(given, _ARGUMENT.indices(*given.values()), strict=True)),
-        scratch={"partial": (blocks, 2, dim)} if has_sums else {},
+        slots=dict(zip(named, _ARGUMENT.indices(*named.values()), strict=True)),
+        scratch=scratch,
         knobs={"threads": tiles.of_row, "heads": tiles.heads, "unit": tiles.unit},
     )
 
