@@ -19,7 +19,7 @@ from cudnn_sdpa.fused.norm import rms_norm
 from cudnn_sdpa.nn.checks import Factory, check_counts, check_number, check_tokens, checked_flags, unsharded
 from cudnn_sdpa.nn.conversion import LINEAR, check_type, copy_linear, copy_parameter, merge, rename, split
 from cudnn_sdpa.nn.kv_cache import KVStep
-from cudnn_sdpa.nn.norms import RMSNorm
+from cudnn_sdpa.nn.norms import RMSNorm, are_alike
 from cudnn_sdpa.nn.rotary import Norms, RotaryEmbedding, Rotations, check_positions, rotated
 
 if TYPE_CHECKING:
@@ -386,7 +386,7 @@ class Attention(nn.Module):
         """Queries and keys (B, S, H, D), normalized if there are norms, and rotated if there are rotations."""
         norms: Norms = {}
         if self.q_norm is not None and self.k_norm is not None:
-            if not _are_alike(self.q_norm, self.k_norm):
+            if not are_alike(self.q_norm, self.k_norm):
                 q, k = self.q_norm(q), self.k_norm(k)
             else:
                 norms = {
@@ -470,14 +470,6 @@ def _head_sizes(embed_dim: int, num_heads: int, num_kv_heads: int | None, head_d
         head_dim = embed_dim // num_heads
     check_counts(head_dim=head_dim)
     return num_kv_heads, head_dim
-
-
-def _are_alike(*norms: nn.Module) -> bool:
-    """Whether one kernel computes both norms: not if a caller has replaced, wrapped or hooked one, or unset its eps."""
-    if any(type(norm) is not RMSNorm or norm.weight is None or norm.eps is None for norm in norms):
-        return False
-    options = {(norm.eps, norm.zero_centered) for norm in norms if isinstance(norm, RMSNorm)}
-    return len(options) == 1 and not any(norm._forward_hooks or norm._forward_pre_hooks for norm in norms)
 
 
 def _check_rope_and_context(module: Attention, rope: object, qk_norm: object) -> None:
