@@ -1667,16 +1667,65 @@ class Fp8Module(Fp8Attention):
 
     def draw(self, r: random.Random, seed: int, device: str) -> Case:
         case = super().draw(r, seed, device)
-        return replace(case, facts=case.facts | {"scaling": True})
+        case = replace(case, facts=case.facts | {"scaling": True})
+        more = later("rotations of nn.Fp8Attention", seed)
+        is_rotated = more.random() < 0.5 and case.tensors["q"].shape[3] % 16 == 0
+        return self.with_rotations(more, case) if is_rotated else case
+
+    def with_rotations(self, r: random.Random, case: Case) -> Case:
+        """The call with as many keys as queries."""
+        (batch, _, tokens, dim), tensors = case.tensors["q"].shape, dict(case.tensors)
+        for name, scale in (("k", 0.6), ("v", 23.0)):
+            _, heads, _, size_of_head = tensors[name].shape
+            tensors[name] = drawn(
+                r, (batch, heads, tokens, size_of_head), case.dtype, unit=16, expands=0.05, scale=scale
+            )
+        facts = case.facts | {"rope": rope_of(r, dim), "qk_norm": r.choice([None, 1e-5, 0.1])}
+        facts |= {"first position": r.choice([None, 0, 7])}
+        if "seq_lens_kv" in facts:
+            facts["seq_lens_kv"] = lengths_of(r, batch, tokens)
+        facts["lasts"] = facts.get("lasts", False) and all(math.prod(x.shape) > 300 for x in tensors.values())
+        return replace(case, tensors=tensors, facts=facts, wanted=())
 
     def before(self, case, tensors, options):
         super().before(case, tensors, options)
-        facts = case.facts
+        facts, device = case.facts, tensors["q"].device
+        if facts.get("module") is None or not facts.get("lasts"):
+            facts["module"] = self.made(facts, options).to(device)
+        if facts.get("first position") is not None:
+            begin, tokens = facts["first position"], tensors["q"].shape[2]
+            positions = torch.arange(begin, begin + tokens, device=device)
+            facts["side"]["rotations"] = facts["module"].rope(positions)
+        return {}
+
+    def made(self, facts: dict[str, Any], options: dict[str, Any]) -> cudnn_sdpa.Fp8Attention:
         made = {n: options[n] for n in ("scale", "window_size", "is_causal", "causal_alignment")}
         scaling = facts["made"] if facts["with"] or options["grad_dtype"] else None
-        if facts.get("module") is None or not facts.get("lasts"):
-            facts["module"] = cudnn_sdpa.Fp8Attention(scaling=scaling, **made).to(tensors["q"].device)
-        return {}
+        if "rope" in facts:
+            made |= {"rope": cudnn_sdpa.nn.RotaryEmbedding(**facts["rope"]), "qk_norm": facts["qk_norm"]}
+        module = cudnn_sdpa.Fp8Attention(scaling=scaling, **made)
+        for norm, weight in zip((module.q_norm, module.k_norm), (1.3, 0.7), strict=True):
+            if norm is not None:
+                torch.nn.init.constant_(norm.weight, weight)
+        return module
+
+    def exact(self, case, options, leaves, known):
+        facts = case.facts
+        if "rope" not in facts:
+            return super().exact(case, options, leaves, known)
+        positions = (facts["first position"] or 0) + torch.arange(leaves["q"].shape[2], device=leaves["q"].device)
+        given = {n: x for n, x in facts["rope"].items() if n != "head_dim"}
+        known["leaves"] = dict(leaves)
+        for name, weight in (("q", 1.3), ("k", 0.7)):
+            x = leaves[name].transpose(1, 2)
+            if facts["qk_norm"] is not None:
+                x = weight * x * (x.square().mean(-1, keepdim=True) + facts["qk_norm"]).rsqrt()
+            known["leaves"][name] = rotated(x, positions[None], **given).transpose(1, 2)
+        side = {n: x for n, x in facts["side"].items() if n != "rotations"}
+        return super().exact(replace(case, facts=facts | {"side": side}), options, known["leaves"], known)
+
+    def bounds(self, case, options, leaves, grads, known, precision):
+        return super().bounds(case, options, known.get("leaves", leaves), grads, known, precision)
 
     def call(self, tensors, options, facts):
         return {"out": facts["module"](*(tensors[n] for n in "qkv"), **facts["side"])}
@@ -2014,6 +2063,53 @@ class Rope(Operation):
 
     def explained(self, case):
         return cudnn_sdpa.rope, (), {"k": None, **meta(case), **case.options}
+
+
+@operation
+class RopeFp8(Rope):
+    """Results are multiplied by their scales."""
+
+    name = "rope_fp8"
+
+    def draw(self, r: random.Random, seed: int, device: str) -> Case:
+        case = super().draw(r, seed, device)
+        scales = {
+            f"{name}_scale": drawn(r, r.choice([(), (1,)]), F32, scale=0.0, shift=r.choice([0.001, 0.0137, 0.3]))
+            for name in "qk"
+            if name in case.tensors
+        }
+        return replace(case, tensors={**case.tensors, **scales}, wanted=())
+
+    def call(self, tensors, options, facts):
+        found = cudnn_sdpa.rope_fp8(**{"k": None, **tensors, **options})
+        results, dtype = {}, tensors["q"].dtype
+        wide = F64 if dtype == F64 else F32
+        for name in [name for name in "qk" if name in tensors]:
+            out, results[f"amax_{name}"] = getattr(found, name), getattr(found, f"{name}_amax")
+            results[f"out_{name}"] = (out.to(wide) * tensors[f"{name}_scale"].to(wide)).to(dtype)
+        return results
+
+    def exact(self, case, options, leaves, known):
+        known["scales"] = {f"out_{name}": leaves[f"{name}_scale"] for name in "qk" if name in leaves}
+        known["leaves"] = {name: x for name, x in leaves.items() if not name.endswith("_scale")}
+        out = super().exact(case, options, known["leaves"], known)
+        amaxes = {name: x.abs().amax() if x.numel() else x.sum() for name, x in out.items()}
+        found = {
+            name: torch.clamp(x, -448 * known["scales"][name], 448 * known["scales"][name]) for name, x in out.items()
+        }
+        return found | {name.replace("out", "amax"): x.view(1) for name, x in amaxes.items()}
+
+    def bounds(self, case, options, leaves, grads, known, precision):
+        exact = super().exact(case, options, known["leaves"], {})
+        found = super().bounds(case, options, known["leaves"], grads, known, Precision.of(F32))
+        bounds = {name.replace("out", "amax"): x.amax() if x.numel() else x.sum() for name, x in found.items()}
+        for name, x in found.items():
+            coarse = exact[name].abs() * (2**-4 + 2 * precision.unit) + known["scales"][name] * 2**-10
+            bounds[name] = 1.01 * (coarse + x) + precision.tiny
+        return bounds
+
+    def explained(self, case):
+        return cudnn_sdpa.rope_fp8, (), {"k": None, **meta(case), **case.options}
 
 
 # Convolutions

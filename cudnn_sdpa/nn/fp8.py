@@ -119,7 +119,7 @@ class Fp8Attention(nn.Module):
                 S - 1.
 
         Returns:
-            The output (B, Hq, Sq, Dv) in q's dtype and memory order.
+            The output (B, Hq, Sq, Dv) in q's dtype and memory order; with `rope`, features are always innermost.
         """
         options = {
             "is_causal": self.is_causal,

@@ -676,6 +676,21 @@ def exact_rotated_heads(**given: Any) -> Tensor:
     return torch.cat(rope(**given), 1)
 
 
+def for_rotations_in_fp8() -> dict[str, Tensor]:
+    return {**for_rotations(), "q_scale": torch.tensor([0.01]), "k_scale": torch.tensor([0.02])}
+
+
+def rotated_in_fp8(**given: Any) -> Tensor:
+    """The values of queries and keys in one tensor."""
+    found = cudnn_sdpa.rope_fp8(**given)
+    values = [found.q.float() * given["q_scale"], found.k.float() * given["k_scale"]]
+    return torch.cat(values, 1).to(given["q"].dtype)
+
+
+def exact_rotated_in_fp8(**given: Any) -> Tensor:
+    return exact_rotated_heads(**{name: x for name, x in given.items() if name not in ("q_scale", "k_scale")})
+
+
 def norm_in_fp8(**given: Any) -> Tensor:
     """The values of the norm, and the sum."""
     found = cudnn_sdpa.rms_norm_fp8(**given)
@@ -1083,6 +1098,16 @@ OPERATIONS: dict[str, Example] = {
         options={"interleaved": True},
         casts=(),
         is_attention=False,
+    ),
+    "rope_fp8": Example(
+        rotated_in_fp8,
+        for_rotations_in_fp8,
+        exact_rotated_in_fp8,
+        differentiable=(),
+        options={"eps": 1e-3, "zero_centered": True},
+        casts=(),
+        is_attention=False,
+        precision=0.05,
     ),
     "silu_mul, both in one": Example(
         cudnn_sdpa.silu_mul,

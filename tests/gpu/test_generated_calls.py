@@ -34,6 +34,7 @@ COUNTS = {
     "merge_states": (30, 14),
     "rope": (90, 10),
     "rms_norm_fp8": (60, 10),
+    "rope_fp8": (60, 10),
     "append_paged_kv": (60, 8),
     "page_table_of_csr": (30, 8),
     "sdpa_paged": (60, 8),

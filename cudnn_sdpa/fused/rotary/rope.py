@@ -78,7 +78,7 @@ def rope(
             otherwise it is feature i of each half of the rotated ones, as in GPT-NeoX and Hugging Face's models.
 
     Returns:
-        New tensors like q and k, dense in their memory order; None for a k of None.
+        New tensors like q and k, dense in their memory order, features innermost; None for a k of None.
 
     Raises:
         ArgumentError: An argument is wrong; the subclass and the message say which and how.
@@ -118,7 +118,7 @@ class RopeInFp8(NamedTuple):
     """Rotated queries and keys in FP8; their values are `q` times `q_scale`, and `k` times `k_scale`.
 
     Attributes:
-        q: Queries of the shape given, dense in their memory order, float8_e4m3fn.
+        q: Queries of the shape given, dense in their memory order, features innermost, float8_e4m3fn.
         k: Keys, likewise; None for a k of None.
         q_amax: The largest absolute value of the rotated queries before they are scaled, (1,) float32.
         k_amax: That of the keys; None for a k of None.
