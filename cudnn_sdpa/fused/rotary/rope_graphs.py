@@ -109,7 +109,7 @@ def _readable(first: Tensor, cos: Tensor, sin: Tensor, *others: Value, **_: obje
     return [readable(first), cos.contiguous(), sin.contiguous(), *map(readable, others)]
 
 
-def _as_heads(values: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
+def as_heads(values: Sequence[Value], results: Sequence[Tensor], options: Options) -> Views:
     """Heads as (B, H, S, D), and angles as (B, S, n), or with 1 for B."""
     (q, cos, sin, *others) = values
     assert isinstance(q, Tensor)
@@ -253,7 +253,7 @@ def _second_backward(
     keeps_results=False,
     reads=lambda operands, _: [index in (1, 2) for index in range(len(operands))],
     readable=_readable,
-    views=_as_heads,
+    views=as_heads,
     shard=_ways,
 )
 def rope_gradients(
@@ -303,7 +303,7 @@ def _reads(operands: Sequence[Value], _: object) -> list[bool]:
     keeps_results=False,
     check=_check,
     readable=_readable,
-    views=_as_heads,
+    views=as_heads,
     reads=_reads,
     shard=_ways,
 )
@@ -324,19 +324,13 @@ def rope_rows(
     raise NotImplementedError("cuDNN has no graph of rotations")
 
 
-def _check_fp8(
-    q: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    k: Tensor | None,
-    *others: Any,
-    interleaved: bool,
-) -> None:
-    *norms, q_scale, k_scale = others
-    _check(q, cos, sin, k, *norms, interleaved=interleaved)
-    if k is None and k_scale is not None:
+def _check_fp8(q: Tensor, *operands: Any, interleaved: bool) -> None:
+    *others, q_scale, k_scale = operands
+    _check(q, *others, interleaved=interleaved)
+    has_keys = others[2] is not None
+    if not has_keys and k_scale is not None:
         raise OptionError("k_scale", "a scale", "None where k is None")
-    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale))[: 1 if k is None else 2]:
+    for name, scale in (("q_scale", q_scale), ("k_scale", k_scale))[: 1 + has_keys]:
         check_beside(name, scale, "q", q, dtype=torch.float32)
         if scale.numel() != 1:
             raise ShapeError(name, shape_of(scale), "one number, () or (1,)")
@@ -369,7 +363,7 @@ def _fp8_ways(arguments: Mapping[str, object]) -> Sequence[sharding.ShardingStra
     outputs=_fp8_outputs,
     check=_check_fp8,
     readable=_readable,
-    views=_as_heads,
+    views=as_heads,
     shard=_fp8_ways,
 )
 def rope_fp8_rows(
@@ -394,7 +388,7 @@ def rope_fp8_rows(
 def _by_own_kernels(
     operation: KernelOp, names: Sequence[str], given: Views, *, target: Target, device: int | None
 ) -> tuple[Views, PlanKey, str]:
-    viewed = _as_heads(*given)
+    viewed = as_heads(*given)
     values, results, options = viewed
     named = dict(zip(names, values, strict=True))
     layout = TensorLayout.of
