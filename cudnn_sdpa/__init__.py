@@ -90,6 +90,7 @@ if _typing.TYPE_CHECKING:
     from cudnn_sdpa.plans.shape_policy import shape_policy as shape_policy
     from cudnn_sdpa.plans.store import PlanStore as PlanStore
     from cudnn_sdpa.plans.store import PlanStoreInfo as PlanStoreInfo
+    from cudnn_sdpa.serving.rope_append import rope_append_paged_kv as rope_append_paged_kv
 
 #: The public names, by the module that has them.
 _NAMES = {
@@ -132,6 +133,7 @@ _NAMES = {
     "plans.providers": "providers",
     "plans.shape_policy": "shape_policy",
     "plans.store": "PlanStore PlanStoreInfo",
+    "serving.rope_append": "rope_append_paged_kv",
 }
 _MODULES = {name: f"cudnn_sdpa.{module}" for module, names in _NAMES.items() for name in names.split()}
 _PACKAGES = ("distributed", "errors", "integrations", "kernels", "nn")

@@ -1327,6 +1327,70 @@ class Append(Operation):
 
 
 @operation
+class RopeAppend(Operation):
+    name = "rope_append_paged_kv"
+
+    def session(self, r: random.Random, seed: int, device: str) -> Outcome:
+        generator = torch.Generator().manual_seed(seed)
+        dtype, (heads, kv), dim = half(r, device), r.choice([(2, 1), (5, 5), (6, 2)]), r.choice([8, 24, 64, 128])
+        stored, layout = r.choice([dtype, dtype, *LIMITS]), r.choice(["HND", "NHD"])
+        pages, page, rotary_dim = r.choice([1, 3, 20]), r.choice([1, 3, 16]), r.choice([dim, dim, 2, dim // 4 * 2])
+        dim_v = r.choice([dim, dim, dim, 16])
+        shape = (pages, kv, page) if layout == "HND" else (pages, page, kv)
+        whole = torch.zeros((*shape, dim + dim_v), dtype=stored, device=device)
+
+        def new(*sizes: int, to: torch.dtype = dtype) -> Tensor:
+            return torch.randn(sizes, generator=generator).clamp(-6, 6).to(to).to(device)
+
+        options = {n: new(dim, to=r.choice([dtype, F32])) for n in ("q_weight", "k_weight") if r.random() < 0.5}
+        if len(options) == 2:
+            options["k_weight"] = options["k_weight"].to(options["q_weight"].dtype)
+        settings = {
+            "eps": r.choice([1e-6, 0.01, 1]),
+            "zero_centered": r.random() < 0.4,
+            "interleaved": r.random() < 0.4,
+        }
+        options |= {name: value for name, value in settings.items() if r.random() < 0.7}
+        scales = {}
+        for name in ("k_scale", "v_scale") if stored != dtype else ():
+            if r.random() < 0.7:
+                scales[name] = (torch.rand(r.choice([(1,), (kv,)]), generator=generator) + 0.2).to(device)
+        problems = []
+        for turn in range(4):
+            tokens = r.choice([0, 1, 7, 30]) if r.random() < 0.3 else 11
+            q, k = new(tokens, heads + kv, dim).split([heads, kv], 1)
+            v = new(tokens, kv, dim_v)
+            angles = new(tokens, rotary_dim // 2, to=F32)
+            slots = [r.choice([-1, slot]) for slot in r.sample(range(pages * page), min(tokens, pages * page))]
+            slots += [-5] * (tokens - len(slots))
+            mapping = torch.tensor(slots, dtype=r.choice([torch.int64, torch.int32]), device=device)
+            given = {"q": q, "k": k, "cos": angles.cos(), "sin": angles.sin(), **options}
+            wide = {n: x.double() if isinstance(x, Tensor) else x for n, x in given.items()}
+            exact_q, exact_k = rope(**wide)
+            wanted = whole.double()
+            of = (("k_scale", exact_k, wanted[..., :dim]), ("v_scale", v.double(), wanted[..., dim:]))
+            for name, rows, to in of:
+                by_token = to.transpose(1, 2) if layout == "HND" else to
+                for token, slot in enumerate(slots):
+                    if slot >= 0:
+                        scale = scales[name].double().view(-1, 1) if name in scales else 1.0
+                        by_token[slot // page, slot % page] = rows[token] / scale
+            parts = whole.split([dim, dim_v], -1)
+            out = cudnn_sdpa.rope_append_paged_kv(
+                **given, v=v, k_pages=parts[0], v_pages=parts[1], slot_mapping=mapping, page_layout=layout, **scales
+            )
+            half_unit = {E4M3: 2**-4, E5M2: 2**-3}.get(stored, 2**-7)
+            for what, found, right, unit in (("queries", out, exact_q, 2**-7), ("pages", whole, wanted, half_unit)):
+                off, rounded = (found.double() - right).abs(), 2**-7 * right.abs().amax(-1, keepdim=True)
+                if not (off <= 1.1 * unit * right.abs() + rounded + 2**-10).all():
+                    problems.append(f"call {turn} of {tokens} tokens gave other {what}")
+            exact_bits = whole[..., dim:] if stored == dtype else None
+            if exact_bits is not None and not torch.equal(exact_bits.double(), wanted[..., dim:]):
+                problems.append(f"call {turn} changed values")
+        return Outcome("wrong" if problems else "right", problems)
+
+
+@operation
 class TableOfCsr(Operation):
     name = "page_table_of_csr"
 

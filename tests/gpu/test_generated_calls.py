@@ -36,6 +36,7 @@ COUNTS = {
     "rms_norm_fp8": (60, 10),
     "rope_fp8": (60, 10),
     "append_paged_kv": (60, 8),
+    "rope_append_paged_kv": (60, 8),
     "page_table_of_csr": (30, 8),
     "sdpa_paged": (60, 8),
     "sdpa_paged_varlen": (120, 12),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +23,7 @@ _SOURCE = _FOLDER / "rope.cu"
 _ARGUMENT = Struct(_SOURCE, "Rope")
 
 #: Fields of the argument that are heads.
-_HEADS = ("q", "k", "grad_q", "grad_k", "out_q", "out_k")
+_HEADS = ("q", "k", "grad_q", "grad_k", "out_q", "out_k", "v", "out_v")
 
 #: Threads of a block, and of one that adds up what others have summed, for as many columns.
 _THREADS, _SUMMING, _COLUMNS = 128, 512, 32
@@ -64,17 +64,25 @@ class Tiles(NamedTuple):
 
 @functools.cache
 def _kernel(
-    name: str, tiles: Tiles, dtype: torch.dtype, weight: torch.dtype, *, shared: int, interleaved: bool, fp8: bool
+    name: str,
+    tiles: Tiles,
+    dtype: torch.dtype,
+    weight: torch.dtype,
+    *,
+    shared: int,
+    interleaved: bool,
+    fp8: bool,
+    append: bool,
 ) -> Kernel:
     defines = {"DTYPE": DTYPES[dtype], "WDTYPE": DTYPES[weight], "INTERLEAVED": int(interleaved), "THREADS": _THREADS}
-    defines["FP8"] = int(fp8)
+    defines |= {"FP8": int(fp8), "APPEND": int(append)}
     return Kernel(_SOURCE, name, defines | {k.upper(): x for k, x in tiles._asdict().items()}, shared)
 
 
 @functools.partial(KernelOp, folder=_FOLDER)
 def own_rope(key: PlanKey) -> KernelProgram:
     """Rotated heads, normalized before where there are weights."""
-    return _program(key, ["rotate"], ["out_q", "out_k"])
+    return _program(key, ["rotate"], _outputs("out_q", "out_k"))
 
 
 @functools.partial(KernelOp, folder=_FOLDER)
@@ -82,7 +90,9 @@ def own_rope_fp8(key: PlanKey) -> KernelProgram:
     """The same in E4M3, and the amax of queries and of keys."""
     own.refuse_without_fp8("rope_fp8", key.target, "rope")
     names = [x for x in "qk" if x in {operand.name for operand in key.inputs}]
-    return _program(key, ["rotate", "largest_of_blocks"], [*(f"out_{x}" for x in names), *(f"{x}_amax" for x in names)])
+    return _program(
+        key, ["rotate", "largest_of_blocks"], _outputs(*(f"out_{x}" for x in names), *(f"{x}_amax" for x in names))
+    )
 
 
 @functools.partial(KernelOp, folder=_FOLDER)
@@ -92,12 +102,32 @@ def own_rope_gradients(key: PlanKey) -> KernelProgram:
     results = [f"out_{x}" for x in "qk" if f"grad_{x}" in names]
     results += [f"grad_{x}_weight" for x in "qk" if f"{x}_weight" in names]
     kernels = ["gradients", "sum_blocks"] if "q" in names else ["rotate_back"]
-    return _program(key, kernels, results)
+    return _program(key, kernels, _outputs(*results))
 
 
-def _program(key: PlanKey, kernels: list[str], fields: Sequence[str]) -> KernelProgram:
-    """The program of kernels, given the fields of results."""
-    results = {f"output{index}": name for index, name in enumerate(fields)}
+#: The fields of operands that have other names.
+_APPENDED = {
+    "output0": "out_q",
+    "k_pages": "out_k",
+    "v_pages": "out_v",
+    "page_table": "table",
+    "seq_lens_kv": "lengths_kv",
+    "seq_lens_q": "lengths_q",
+}
+
+
+@functools.partial(KernelOp, folder=_FOLDER)
+def own_rope_append(key: PlanKey) -> KernelProgram:
+    """Rotated queries; keys, rotated likewise, and values in their slots of pages (pages, Hkv, page size, D)."""
+    return _program(key, ["rotate"], _APPENDED)
+
+
+def _outputs(*fields: str) -> dict[str, str]:
+    return {f"output{index}": name for index, name in enumerate(fields)}
+
+
+def _program(key: PlanKey, kernels: list[str], results: Mapping[str, str]) -> KernelProgram:
+    """The program of kernels, given the fields of results, and of operands of other names."""
     layouts = {results.get(x.name, x.name): x.layout for x in (*key.inputs, *key.outputs)}
     weight = layouts.get("q_weight", layouts.get("k_weight"))
     given = layouts["q"] if "q" in layouts else layouts["grad_q"]
@@ -105,7 +135,8 @@ def _program(key: PlanKey, kernels: list[str], fields: Sequence[str]) -> KernelP
     (batch, heads_q, tokens, dim), rotary_dim = q.shape, 2 * cos.shape[-1]
     if dim > MAX_DIM:
         raise UnsupportedError("rope", [f"the head dim is {dim}; the kernel serves up to {MAX_DIM}"])
-    count = batch * tokens * (heads_q + (0 if k is None else k.shape[1]))
+    pages, slots, table = layouts.get("out_v"), layouts.get("slot_mapping"), layouts.get("table")
+    count = batch * tokens * (heads_q + (0 if k is None else k.shape[1] * (1 if pages is None else 2)))
     processors = int(dict(key.target.properties)["multiProcessorCount"]) or 1
     tiles = _tiles({name: layouts[name] for name in _HEADS if name in layouts}, dim, rotary_dim)
     has_sums, is_fp8 = "sum_blocks" in kernels, "q_scale" in layouts
@@ -122,6 +153,7 @@ def _program(key: PlanKey, kernels: list[str], fields: Sequence[str]) -> KernelP
         weight=given.dtype if weight is None else weight.dtype,
         interleaved=bool(key.option_values["interleaved"]),
         fp8=is_fp8,
+        append=pages is not None,
     )
     shared = 8 * tiles.rows * dim if has_sums else 2 * _OF_WARPS if is_fp8 else 0
     calls = [KernelCall(made(kernels[0], shared=shared), blocks, _THREADS)]
@@ -129,9 +161,9 @@ def _program(key: PlanKey, kernels: list[str], fields: Sequence[str]) -> KernelP
         calls.append(KernelCall(made("largest_of_blocks", shared=_OF_SUMMING), 1 if k is None else 2, _SUMMING))
     if has_sums:
         calls.append(KernelCall(made("sum_blocks", shared=4 * _SUMMING), -(-2 * dim // _COLUMNS), _SUMMING))
-    slots = {name: f"{name}.base" if name in _HEADS else name for name in layouts}
+    fields = {name: f"{name}.base" if name in _HEADS else name for name in layouts}
     scratch = {"partial": (blocks, 2, dim)} if has_sums else {"partial": (blocks, 2)} if is_fp8 else {}
-    named = {x.name: slots[results.get(x.name, x.name)] for x in (*key.inputs, *key.outputs)}
+    named = {x.name: fields[results.get(x.name, x.name)] for x in (*key.inputs, *key.outputs)}
     named |= dict.fromkeys(scratch, "partial")
     return KernelProgram(
         calls=calls,
@@ -145,6 +177,11 @@ def _program(key: PlanKey, kernels: list[str], fields: Sequence[str]) -> KernelP
             rotated=rotary_dim // (2 * tiles.unit),
             cos_batch=tokens * cos.shape[-1] // tiles.unit if cos.shape[0] > 1 else 0,
             blocks=blocks,
+            slot_bytes=0 if slots is None else slots.dtype.itemsize,
+            table_row=0 if table is None else table.stride[0],
+            columns=0 if table is None else table.shape[1],
+            pages=0 if pages is None else pages.shape[0],
+            page_size=0 if pages is None else pages.shape[2],
             eps=0,
             shift=0,
             **{name: _strides(layouts.get(name), tiles.unit) for name in _HEADS},
