@@ -704,8 +704,10 @@ def rotated_in_fp8(**given: Any) -> Tensor:
     return torch.cat(values, 1).to(given["q"].dtype)
 
 
-def exact_rotated_in_fp8(**given: Any) -> Tensor:
-    return exact_rotated_heads(**{name: x for name, x in given.items() if name not in ("q_scale", "k_scale")})
+def exact_rotated_in_fp8(q_scale: Tensor, k_scale: Tensor, **given: Any) -> Tensor:
+    """Values beyond 448 times the scale become that."""
+    pairs = zip(rope(**given), (448 * q_scale, 448 * k_scale), strict=True)
+    return torch.cat([torch.clamp(x, -limit, limit) for x, limit in pairs], 1)
 
 
 def norm_in_fp8(**given: Any) -> Tensor:
