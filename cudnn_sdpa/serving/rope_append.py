@@ -82,8 +82,8 @@ def rope_append_paged_kv(
 
     Examples:
         >>> import torch, cudnn_sdpa
-        >>> cache = torch.zeros(2, 4, 16, 2, 64)  # K and V, 4 pages of 16 tokens, 2 heads
-        >>> q, k, v = torch.randn(3, 4, 64), torch.randn(3, 2, 64), torch.randn(3, 2, 64)
+        >>> cache = torch.zeros(2, 4, 16, 2, 64).bfloat16()  # K and V, 4 pages of 16 tokens, 2 heads
+        >>> q, k, v = torch.randn(3, 8, 64).bfloat16().split([4, 2, 2], 1)
         >>> cos, sin = cudnn_sdpa.nn.RotaryEmbedding(64)(torch.tensor([5, 0, 1]))
         >>> slots = torch.tensor([2 * 16 + 5, 16, 17])
         >>> out = cudnn_sdpa.rope_append_paged_kv(q, k, v, cos, sin, *cache, slots, page_layout="NHD")

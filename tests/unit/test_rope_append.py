@@ -10,11 +10,13 @@ import pytest
 import torch
 from fake_gpu import TARGET, EmulatedKernel, FakePlan, gpu_on_the_cpu
 from float64_reference import rope as right
+from native_way import native_way
 from random_tensors import is_dense, is_in_order_of
 
 import cudnn_sdpa
 from cudnn_sdpa import DtypeError, LayoutError, OptionError, ShapeError, UnsupportedError, rope_append_paged_kv
 from cudnn_sdpa.plans.nvrtc import Kernel
+from cudnn_sdpa.serving import rope_append
 
 BOUNDS = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -90,9 +92,10 @@ def test_many_heads_of_a_thread(order, monkeypatch):
         check(given | {"k_weight": torch.rand(16)}, "NHD")
 
 
-def test_one_launch_of_known_calls_with_other_slots_and_eps():
+@pytest.mark.parametrize("native", [False, True])
+def test_one_launch_of_known_calls_with_other_slots_and_eps(native, monkeypatch):
     given = drawn(64, 64, 3, 2, 16, dtype=torch.bfloat16, layout="NHD") | {"q_weight": torch.rand(64)}
-    with gpu_on_the_cpu():
+    with native_way(on=native), gpu_on_the_cpu():
         for eps in (1e-3, 1, 0.5):
             given["slot_mapping"] = given["slot_mapping"].roll(1)
             before, version = len(FakePlan.launched), given["k_pages"]._version
@@ -102,6 +105,9 @@ def test_one_launch_of_known_calls_with_other_slots_and_eps():
         for eps in (-1.0, torch.nan, 1e300):
             with pytest.raises(OptionError, match="eps"):
                 rope_append_paged_kv(**given, page_layout="NHD", eps=eps)
+        if native:
+            assert rope_append._calls.find is not None
+            monkeypatch.setattr(rope_append, "_find", None)  # a call that the module knows asks for nothing else
         given["slot_mapping"][:] = 6 * 16  # behind the last page
         check(given, "NHD")
 
@@ -155,6 +161,7 @@ WRONG = {
     "pages of another head dim": ({"k_pages": torch.zeros(3, 4, 1, 8).half()}, ShapeError, "k"),
     "pages of another dtype": ({"v_pages": torch.zeros(3, 4, 1, 16)}, DtypeError, "v_pages"),
     "slots of other tokens": ({"slot_mapping": torch.zeros(4, dtype=torch.int32)}, ShapeError, "slot_mapping"),
+    "no keys": ({"k": None}, OptionError, "k"),
     "no slots": ({"slot_mapping": None}, OptionError, "slot_mapping"),
     "page_layout": ({"page_layout": "NDH"}, OptionError, "page_layout"),
     "interleaved": ({"interleaved": 2}, OptionError, "interleaved"),
