@@ -50,9 +50,10 @@ def rope_append_paged_kv(
 ) -> Tensor:
     """`rope` of queries and keys, whose keys go with the values straight into a paged cache. For inference.
 
-    One kernel instead of two reads each head once. It needs pages in q's dtype, and one head dim; elsewhere (FP8 pages,
-    another head dim of values, under `torch.compile`) `rope` and `append_paged_kv` run one after the other, with the
-    same results. The host reads no slot, so a captured CUDA graph can be replayed with others.
+    One kernel instead of two reads each head once. It needs pages in q's dtype, one head dim, and heads and pages that
+    begin at multiples of 16 bytes; elsewhere (FP8 pages, another head dim of values, under `torch.compile`) `rope` and
+    `append_paged_kv` run one after the other, with the same results. The host reads no slot, so a captured CUDA graph
+    can be replayed with others.
 
     Args:
         q: (T, Hq, D), as for `rope`.
@@ -229,7 +230,7 @@ def _is_fused(call: RopeAppendCall) -> bool:
         and call.k_pages.dtype == call.q.dtype
         and call.v.shape[-1] == call.q.shape[-1]
         and all(x.stride(-1) == 1 for x in heads)
-        and all(x.is_contiguous() for x in (call.cos, call.sin))
+        and all(x is None or x.is_contiguous() for x in (call.cos, call.sin, call.q_weight, call.k_weight))
         and (call.page_table is None or call.page_table.stride(1) == 1)
     )
 

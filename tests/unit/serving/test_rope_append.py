@@ -112,11 +112,13 @@ def test_one_launch_of_known_calls_with_other_slots_and_eps(native, monkeypatch)
         check(given, "NHD")
 
 
-@pytest.mark.parametrize("change", ["FP8 pages", "values of another head dim", "spread angles"])
+@pytest.mark.parametrize("change", ["FP8 pages", "values of another head dim", "spread angles", "a spread weight"])
 def test_elsewhere_two_operations_run(change):
     given = drawn(64, 64, 3, 2, 16, dtype=torch.bfloat16, layout="NHD")
     if change == "FP8 pages":
         given |= {name: given[name].to(torch.float8_e4m3fn) for name in ("k_pages", "v_pages")}
+    elif change == "a spread weight":
+        given["k_weight"] = torch.rand(128)[::2]
     elif change == "spread angles":
         given |= {name: given[name].repeat(1, 2)[:, ::2] for name in ("cos", "sin")}
     else:
@@ -125,7 +127,7 @@ def test_elsewhere_two_operations_run(change):
     with gpu_on_the_cpu():
         for _ in range(2):
             out = rope_append_paged_kv(**given, page_layout="NHD")
-    rotation = {name: given[name].double() for name in ("q", "k", "cos", "sin")}
+    rotation = {n: x.double() for n, x in given.items() if n in ("q", "k", "cos", "sin", "k_weight")}
     q, k = right(**rotation)
     assert difference(out, q) < BOUNDS[torch.bfloat16]
     slot = int(given["slot_mapping"][0])
