@@ -1770,7 +1770,7 @@ class Fp8Module(Fp8Attention):
         module = cudnn_sdpa.Fp8Attention(scaling=scaling, **made)
         for norm, weight in zip((module.q_norm, module.k_norm), (1.3, 0.7), strict=True):
             if norm is not None:
-                torch.nn.init.constant_(norm.weight, weight)
+                torch.nn.init.constant_(norm.weight.requires_grad_(False), weight)
         return module
 
     def exact(self, case, options, leaves, known):
