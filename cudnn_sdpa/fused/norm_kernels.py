@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from cudnn_sdpa.errors import UnsupportedError
+from cudnn_sdpa.fused import own
 from cudnn_sdpa.fused.own import DTYPES, FOLDER
 from cudnn_sdpa.graph.key import PlanKey
 from cudnn_sdpa.graph.layouts import ALIGNMENT, TensorLayout
@@ -31,9 +31,6 @@ _HELD, _HELD_BACKWARD = 16, 8
 
 #: Threads of a multiprocessor that compute gradients.
 _AT_ONCE = 1024
-
-#: The first compute capability with conversions to FP8.
-_SM_OF_FP8 = 89
 
 #: Threads and columns of a block that adds up what others have summed.
 _SUMMING, _COLUMNS = 512, 32
@@ -113,9 +110,8 @@ def own_norm(key: PlanKey) -> KernelProgram:
     """Normalized rows, by one kernel."""
     layouts, options = _layouts(key), key.option_values
     x, layer, fp8 = layouts["x"], bool(options["layer"]), int(str(options.get("fp8", 0)))
-    if fp8 and key.target.sm < _SM_OF_FP8:
-        reasons = [f"GPUs before compute capability 8.9 have no FP8, and this one has {key.target.sm / 10}"]
-        raise UnsupportedError("rms_norm_fp8", reasons, "rms_norm")
+    if fp8:
+        own.refuse_without_fp8("rms_norm_fp8", key.target, "rms_norm")
     tiles = Tiles.of(x, numbers=_HELD, processors=_processors(key))
     shared = 4 * (1 + layer + bool(fp8)) * tiles.threads // 32
     results = ["out", *["of_rows"] * bool(fp8), *["total"] * ("residual" in layouts)]
