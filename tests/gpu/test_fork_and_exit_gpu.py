@@ -39,6 +39,13 @@ def test_the_interpreter_ends_while_threads_launch(run_python, call, threads):
         assert (result.returncode, result.stderr) == (0, "")
 
 
+def test_the_interpreter_ends_while_threads_compare_launches(run_python):
+    """C++ runs Python in each call, in which a daemon's thread must not be ended."""
+    for _ in range(4):
+        result = run_python(LAUNCHES.format(call="sdpa", threads=4), check=False, CUDNN_SDPA_RECORDED="verify")
+        assert (result.returncode, result.stderr) == (0, "")
+
+
 def test_a_forked_child_ends(run_python):
     code = """
 import os, sys, threading, warnings, torch, cudnn_sdpa

@@ -190,6 +190,8 @@ PYBIND11_MODULE(_native, module) {
           py::arg("last_result"), py::arg("returned"));
   module.def("driver_functions", &driver_functions);
   module.def("set_driver", &set_driver);
+  module.def("end_recordings", [] { Asking::is_over = true; });
+  module.def("asking", [] { return Asking::count; });
   py::class_<Recorded, std::shared_ptr<Recorded>>(module, "Recorded")
       .def(py::init())
       .def_readwrite("is_watched", &Recorded::is_watched)
@@ -198,6 +200,7 @@ PYBIND11_MODULE(_native, module) {
       .def_readonly("error", &Recorded::error)
       .def_property_readonly("names", &Recorded::names)
       .def_readwrite("takes_zeros", &Recorded::takes_zeros)
+      .def_property_readonly("sets_operands", &Recorded::sets_operands)
       .def_property_readonly("zeros", &Recorded::zeros)
       .def_property_readonly("counters", &Recorded::counters)
       .def("take_context", &Recorded::take_context)

@@ -273,8 +273,9 @@ struct Plan {
       launch_in_python(list_of(pointers, number));
       return;
     }
-    if (recorded != nullptr && recorded->is_watched) {
+    if (recorded != nullptr && recorded->is_watched && !Asking::is_over) {
       if (!recorded->calls_before) {
+        const Asking asking;
         watch(python, list_of(pointers, number));
         return;
       }
@@ -338,6 +339,7 @@ struct Plan {
     recorded->error = recorded->launch(pointers, memory, current.raw, zeros);
     if (!recorded->error) return;
     recorded->is_serving = false, recorded->is_watched = true;
+    const Asking asking;
     watch(python, list_of(pointers, number));
   }
 

@@ -22,6 +22,24 @@ namespace cudnn_sdpa {
 
 inline driver::Functions cuda;
 
+// Python, run from here: the interpreter ends a daemon's thread that waits for the GIL, and no such end may unwind C++.
+// So Python is asked no more once it is about to end, and waits for those that have asked.
+class Asking {
+ public:
+  inline static bool is_over = false;
+  inline static int count = 0;  // the GIL guards both
+
+  Asking() {
+    ++count;
+  }
+  Asking(const Asking&) = delete;
+  Asking& operator=(const Asking&) = delete;
+
+  ~Asking() {
+    --count;
+  }
+};
+
 // What is wrong with a plan: it is launched as before.
 inline std::runtime_error refusal(const std::string& why) {
   return std::runtime_error(why);
@@ -349,6 +367,13 @@ class Recorded {
     return counters_;
   }
 
+  // Whether a memset is to memory of an operand.
+  bool sets_operands() const {
+    return std::any_of(nodes_.begin(), nodes_.end(), [&](const LaunchNode& node) {
+      return !node.is_kernel() && !node.patches.empty() && node.patches[0].slot < count_;
+    });
+  }
+
   std::vector<std::string> names() const {
     std::vector<std::string> found;
     for (const auto& node : nodes_) found.push_back(node.name);
@@ -405,7 +430,6 @@ class Recorded {
   }
 
   static constexpr int64_t most_offset = int64_t{1} << 40;
-  static constexpr uint32_t least_half = 1 << 12;
 
   static uint32_t bits_at(uint64_t address) {
     uint32_t bits = 0;
@@ -497,16 +521,6 @@ class Recorded {
       throw refusal(
           "byte " + std::to_string(unknown - kinds.begin()) + " of argument " + std::to_string(argument) +
           " moves with no operand: " + node.name);
-    }
-    // Upper halves that are the same in all launches look like numbers. Small ones may be numbers.
-    for (size_t place = 0; place + 4 <= size; place += 4) {
-      uint32_t half = 0;
-      std::memcpy(&half, node.arguments[argument].data() + place, sizeof half);
-      if (kinds[place] == kAddress || kinds[place + 3] == kAddress || half < least_half) continue;
-      for (const auto& moved : moving) {
-        const auto is_its = [&](const Words& set) { return set[moved.first] >> 32 == half; };
-        if (std::all_of(sets.begin(), sets.end(), is_its)) throw refusal("it uses half an address: " + node.name);
-      }
     }
     for (size_t place = 0; place + 8 <= size; place += 4) {
       const uint64_t word = word_at(node.arguments[argument], place);

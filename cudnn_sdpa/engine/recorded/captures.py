@@ -51,8 +51,8 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
     """
     count, operands, scalars = plan.count, (*plan.key.inputs, *plan.key.outputs), _scalars(plan)
     numbers = array("f", [*values] * LAUNCHES)  # elsewhere in each launch: their addresses must not be taken for data
-    # Operands may overlap, as nothing is read or written. But CUDA checks that memory which is set exists. Inputs are
-    # anywhere: the upper halves of addresses in one piece of memory are all the same, and would be taken for numbers.
+    # Operands may overlap, as nothing is read or written. They are anywhere: the upper halves of addresses in one piece
+    # of memory are all the same, and would be taken for numbers. But CUDA checks that memory which is set exists.
     written = max(plan.workspace, *sizes)
     memory = allocate((2 * _COARSE + SPREAD + written,), (1,), torch.uint8)
     first, draw = -(-memory.data_ptr() // (2 * _COARSE)) * 2 * _COARSE, random.Random()
@@ -60,29 +60,38 @@ def record(native: Any, plan: Plan, values: Sequence[float], sizes: Sequence[int
     def address(alignment: int, *, odd: bool) -> int:
         return first + alignment * (draw.randrange(1, SPREAD // alignment - _COARSE) | odd)
 
+    def capture(alignment: int, anywhere: int) -> None:
+        """Records launches whose first operands are anywhere; the others, and the workspace, are in the memory."""
+        moving = {index: _alignment(x, alignment) for index, x in enumerate(operands) if index not in scalars}
+        moving |= {count: _COARSE} if plan.workspace else {}
+        coarse = dict.fromkeys(moving, _COARSE)
+        sets = [[0] * (1 + count) for _ in range(LAUNCHES)]
+        for number, words in enumerate(sets):
+            for index, each in (moving if number % 2 else coarse).items():
+                words[index] = address(each, odd=bool(number % 2))
+                if index < anywhere:
+                    words[index] = words[index] % _HALF + _HALF * draw.randrange(1, _MOST_HALVES)
+            for at, index in enumerate(scalars):
+                words[index] = numbers.buffer_info()[0] + numbers.itemsize * (number * len(scalars) + at)
+        native.record(
+            stream=stream,
+            handle=handle,
+            execute=plan._execute,
+            sets=sets,
+            moving=list(moving.items()),
+            scalars=scalars,
+            workspace=plan.workspace,
+        )
+
     with handles.capturing_handle(plan.device) as (handle, stream):
         for alignment in (ALIGNMENT, _COARSE):
-            moving = {index: _alignment(x, alignment) for index, x in enumerate(operands) if index not in scalars}
-            moving |= {count: _COARSE} if plan.workspace else {}
-            coarse = dict.fromkeys(moving, _COARSE)
-            sets = [[0] * (1 + count) for _ in range(LAUNCHES)]
-            for number, words in enumerate(sets):
-                for index, each in (moving if number % 2 else coarse).items():
-                    words[index] = address(each, odd=bool(number % 2))
-                    if index < len(plan.key.inputs):
-                        words[index] = words[index] % _HALF + _HALF * draw.randrange(1, _MOST_HALVES)
-                for at, index in enumerate(scalars):
-                    words[index] = numbers.buffer_info()[0] + numbers.itemsize * (number * len(scalars) + at)
             with contextlib.suppress(*[RuntimeError] * (alignment < _COARSE)):
-                native.record(
-                    stream=stream,
-                    handle=handle,
-                    execute=plan._execute,
-                    sets=sets,
-                    moving=list(moving.items()),
-                    scalars=scalars,
-                    workspace=plan.workspace,
-                )
+                try:
+                    capture(alignment, anywhere=count)
+                except RuntimeError:
+                    capture(alignment, anywhere=len(plan.key.inputs))
+                    if not native.sets_operands:
+                        raise
                 break
 
 

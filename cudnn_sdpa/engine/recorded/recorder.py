@@ -17,6 +17,7 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
@@ -49,6 +50,9 @@ MAX_DIFFERENT = 3
 #: Calls after which a plan is no longer tried whose operands always lie at other addresses, or whose results tell
 #: nothing.
 MAX_TRIES = 16
+
+#: Maximum number of seconds that the interpreter waits at its end for calls that record.
+PATIENCE = 2.0
 
 #: Why cuDNN launches a plan until it is recorded, or until that fails.
 NOT_YET = "it is not recorded yet"
@@ -260,7 +264,14 @@ class _Background:
 
     @classmethod
     def end(cls) -> None:
+        """No call enters Python from C++ from now on; those that have leave it, or the interpreter would end in them."""
         cls.pool.shutdown(wait=False, cancel_futures=True)
+        module = loader.module()
+        if module is not None:
+            module.end_recordings()
+            until = time.monotonic() + PATIENCE
+            while module.asking() and time.monotonic() < until:
+                time.sleep(1e-4)
 
 
 def _in_background(work: Callable[[], None]) -> None:

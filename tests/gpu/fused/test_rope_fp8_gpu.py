@@ -51,7 +51,8 @@ def check(given, found, **options):
         torch.testing.assert_close(getattr(found, f"{name}_amax").double(), y.abs().amax().view(1), rtol=1e-5, atol=0.0)
         values = (y / given[f"{name}_scale"].double()).clamp(-448, 448)
         off, half = (getattr(found, name).double() - values).abs(), (values.abs() * 2**-4).clamp_min(2.0**-10)
-        assert (off <= 1.001 * half + 1e-5).all()
+        lost = 4e-7 * (y / given[f"{name}_scale"].double()).abs().amax()  # in float32, where two products cancel
+        assert (off <= 1.001 * half + lost).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

@@ -324,7 +324,7 @@ DISQUALIFIED = {
     "a counter": "byte 0 of argument 5 moves with no operand: products_noted",
     "half an address": "byte 2 of argument 5 moves with no operand: products_noted",
     "host memory": "byte 0 of argument 5 moves with no operand: products_noted",
-    "upper half": "it uses half an address: products_noted",
+    "upper half": "byte 0 of argument 5 moves with no operand: products_noted",
     "swapped halves": "byte 0 of argument 5 moves with no operand: products_of_halves",
     "foreign memory": "it uses memory that is no operand's: products_noted",
     "foreign memory, unaligned": "it uses memory that is no operand's: finish",
