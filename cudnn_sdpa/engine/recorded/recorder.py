@@ -264,7 +264,7 @@ class _Background:
 
     @classmethod
     def end(cls) -> None:
-        """No call enters Python from C++ from now on; those that have leave it, or the interpreter would end in them."""
+        """No call enters Python from C++ any more, and those that have leave it: the interpreter would end in them."""
         cls.pool.shutdown(wait=False, cancel_futures=True)
         module = loader.module()
         if module is not None:
