@@ -251,8 +251,14 @@ __device__ __forceinline__ Parts parts_of(
   return found;
 }
 
+#if THREADS == 1024 /* NVRTC would aim at two blocks at once, with spills */
+#define BOUNDS __launch_bounds__(THREADS, 1)
+#else
+#define BOUNDS __launch_bounds__(THREADS)
+#endif
+
 /* A block computes the rows from its number on, as many apart as there are blocks, and sums for the weight. */
-extern "C" __global__ void __launch_bounds__(THREADS) gradients(const Norm a) {
+extern "C" __global__ void BOUNDS gradients(const Norm a) {
   SHARED_MEMORY(memory);
   float* const sums = reinterpret_cast<float*>(memory);
   const int lane = threadIdx.x % OF_ROW, group = threadIdx.x / OF_ROW, kinds = LAYER ? 2 : 1;
