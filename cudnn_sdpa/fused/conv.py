@@ -61,7 +61,7 @@ def preference(
                 and groups == 1
                 and {*sizes["stride"], *sizes["dilation"]} == {1}
                 and x.dtype.itemsize == 2
-                and row.pixels[0] <= x.numel() // x.shape[1] <= row.pixels[1]
+                and row.pixels[0] <= x.numel() // row.weight[1] <= row.pixels[1]
                 and not {providers.DEFAULT, providers.FASTEST}.isdisjoint(providers.active())
                 and row.sm == (target or live_target(x.get_device())).sm
             ):

@@ -80,7 +80,7 @@ class Tiles(NamedTuple):
         return self.threads // self.of_row
 
     def kernel(
-        self, name: str, shared: int, x: torch.dtype, weight: torch.dtype, *, layer: bool, **others: int
+        self, name: str, shared: int, x: torch.dtype, weight: torch.dtype, *, layer: bool, others: Mapping[str, int]
     ) -> Kernel:
         return _kernel(
             name,
@@ -119,8 +119,8 @@ def own_norm(key: PlanKey) -> KernelProgram:
     shared = 4 * (1 + layer + bool(fp8)) * tiles.threads // 32
     results = ["out", *["of_rows"] * bool(fp8), *["total"] * total]
     results += (["mean"] * layer + ["scale"]) * bool(options.get("trains"))
-    weight = _weight_dtype(layouts)
-    kernel = tiles.kernel("normalize", shared, x.dtype, weight, layer=layer, SUM=int(total), FP8=fp8, BACKWARD=0)
+    others = {"SUM": int(total), "FP8": fp8, "BACKWARD": 0}
+    kernel = tiles.kernel("normalize", shared, x.dtype, _weight_dtype(layouts), layer=layer, others=others)
     return KernelProgram(
         calls=[KernelCall(kernel, -(-x.shape[0] // tiles.rows), tiles.threads)],
         fields=_fields(x, tiles, silu=options["activation"] == "silu"),
@@ -144,8 +144,8 @@ def own_norm_gradients(key: PlanKey) -> KernelProgram:
     is_alone = bool(tiles.held and sums and blocks == 1)
     shared = 4 * max((1 + layer) * tiles.threads // 32, tiles.rows * length if sums and tiles.rows > 1 else 0)
     has = {"WEIGHT": sums, "SILU": options["activation"] == "silu", "TOTAL": "grad_total" in layouts, "ALONE": is_alone}
-    given = {name: int(value) for name, value in has.items()} | {"SUM": 0, "FP8": 0, "BACKWARD": 1}
-    kernel = functools.partial(tiles.kernel, x=x.dtype, weight=weight, layer=layer, **given)
+    others = {name: int(value) for name, value in has.items()} | {"SUM": 0, "FP8": 0, "BACKWARD": 1}
+    kernel = functools.partial(tiles.kernel, x=x.dtype, weight=weight, layer=layer, others=others)
     calls = [
         KernelCall(kernel("gradients", shared), blocks, tiles.threads),
         KernelCall(kernel("sum_blocks", 4 * _SUMMING), -(-kinds * length // _COLUMNS), _SUMMING),
