@@ -17,7 +17,7 @@ from cudnn_sdpa.fused.checks import check_activation
 from cudnn_sdpa.fused.conv_graphs import ACTIVATIONS, Sizes, along_batch, channels_last, convolution, sizes_of
 from cudnn_sdpa.fused.encoding import Options
 from cudnn_sdpa.graph.scalars import as_index, is_compiling
-from cudnn_sdpa.graph.target import Target, live_target
+from cudnn_sdpa.graph.target import Target, target_of
 from cudnn_sdpa.plans import providers
 from cudnn_sdpa.plans.preferences import rows_of
 
@@ -50,9 +50,17 @@ def preferences() -> list[Preference]:
 
 
 def preference(
-    x: Tensor, weight: Tensor, *, groups: int, activation: str | None, target: Target | None = None, **sizes: Sizes
+    x: Tensor,
+    weight: Tensor,
+    sizes: dict[str, Sizes],
+    *,
+    groups: int,
+    activation: str | None,
+    target: Target | None = None,
 ) -> Preference | None:
-    """The measurement by which an activation that could be fused is not, if there is one for the call on this GPU."""
+    """The measurement by which an activation that could be fused is not, if there is one for the call on its GPU."""
+    if is_compiling():  # Dynamo cannot ask which GPU it is
+        return None
     try:
         for row in preferences():
             if (
@@ -63,7 +71,8 @@ def preference(
                 and x.dtype.itemsize == 2
                 and row.pixels[0] <= x.numel() // row.weight[1] <= row.pixels[1]
                 and not {providers.DEFAULT, providers.FASTEST}.isdisjoint(providers.active())
-                and row.sm == (target or live_target(x.get_device())).sm
+                and (gpu := target or target_of(x)) is not None
+                and row.sm == gpu.sm
             ):
                 return row
     except NOT_A_CALL:  # the checks name the wrong argument
@@ -205,7 +214,7 @@ def _convolve(
         raise UnsupportedError("a convolution of float32", reasons, "bfloat16 or float16, or PyTorch's own functions")
     is_separate = activation is not None and (
         has_separate_activation(x, weight, bias, groups=groups, activation=activation)
-        or _is_slower_fused(x, weight, groups=groups, activation=activation, **sizes)
+        or preference(x, weight, sizes, groups=groups, activation=activation) is not None
     )
     fused = None if is_separate else activation
     options: Options = {**sizes, "groups": groups, "activation": fused}
@@ -235,11 +244,6 @@ def has_separate_activation(
         return activation is not None and (not is_fused or needs_gradient(x, weight, bias))
     except NOT_A_CALL:
         return False
-
-
-def _is_slower_fused(x: Tensor, weight: Tensor, **options: Any) -> bool:
-    is_on_gpu = isinstance(x, Tensor) and x.is_cuda and not is_compiling()  # Dynamo cannot ask which GPU it is
-    return is_on_gpu and preference(x, weight, **options) is not None
 
 
 def _may_be_tf32() -> bool:

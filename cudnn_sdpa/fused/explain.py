@@ -105,7 +105,7 @@ def _convolution(
     is_separate = conv.has_separate_activation(x, weight, bias, groups=groups, activation=activation)
 
     def by_measurement(target: Target) -> Description | None:
-        row = conv.preference(x, weight, **sizes, groups=groups, activation=activation, target=target)
+        row = conv.preference(x, weight, sizes, groups=groups, activation=activation, target=target)
         return None if row is None else replace(described(is_separate=True), choice=str(row))
 
     def described(*, is_separate: bool) -> Description:

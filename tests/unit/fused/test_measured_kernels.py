@@ -11,7 +11,18 @@ import torch.nn.functional as F
 from fake_gpu import TARGET, FakePlan, gpu_on_the_cpu
 from fused_calls import in_float64, tuple_of
 
-from cudnn_sdpa import conv2d, cpu_checks, explain, gelu_mul, layer_norm, providers, relu_squared, rms_norm, silu_mul
+from cudnn_sdpa import (
+    conv2d,
+    cpu_checks,
+    explain,
+    gelu_mul,
+    layer_norm,
+    providers,
+    record_plans,
+    relu_squared,
+    rms_norm,
+    silu_mul,
+)
 from cudnn_sdpa.fused import activation_kernels, conv, norm_kernels, own
 from cudnn_sdpa.graph.layouts import TensorLayout
 
@@ -154,6 +165,10 @@ def test_the_faster_kernel_is_preferred():
     assert all(row.separate_us < row.fused_us for row in conv.preferences())
 
 
+#: A row for images of 10 × 10 to 14 × 14.
+ROW = conv.preferences()[0]._replace(weight=(8, 8, 3, 3), pixels=(100, 200))
+
+
 def image(batch, channels, size, dtype=BF16):
     x = torch.empty(batch, channels, size, size, dtype=dtype, device="meta")
     return x.to(memory_format=torch.channels_last)
@@ -189,9 +204,19 @@ def test_a_measured_convolution_has_a_separate_activation(batch, size, options, 
     assert not other.extra_kernels
 
 
+def test_plans_are_recorded_as_the_gpu_would_use_them(monkeypatch):
+    monkeypatch.setattr(conv, "preferences", lambda: [ROW])
+    x, weight = image(1, 8, 10), image(8, 8, 3)
+    for target, activation in (("h200", None), ("b200", "silu")):
+        with record_plans(target=target) as manifest:
+            conv2d(x, weight, padding=1, activation="silu")
+        (plan,) = manifest.plans
+        assert dict(plan["options"])["activation"] == activation
+    assert not conv.preference(x, weight, dict.fromkeys(("stride", "dilation"), (1, 1)), groups=1, activation="silu")
+
+
 def test_a_convolution_follows_its_measurement(monkeypatch):
-    row = conv.preferences()[0]._replace(weight=(8, 8, 3, 3), pixels=(100, 200))
-    monkeypatch.setattr(conv, "preferences", lambda: [row])
+    monkeypatch.setattr(conv, "preferences", lambda: [ROW])
     weight, bias = (torch.randn(*shape).to(BF16) for shape in ((8, 8, 3, 3), (8,)))
     for size, provider, is_separate in ((10, "default", True), (16, "default", False), (10, "cudnn", False)):
         x = torch.randn(1, 8, size, size).to(BF16)
