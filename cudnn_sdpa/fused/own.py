@@ -64,7 +64,8 @@ def preferences() -> list[Preference]:
 
 
 def preference(function: str, target: Target, shape: Sequence[int], *, is_backward: bool) -> Preference | None:
-    length, count = shape[-1], math.prod(shape[:-1])
+    *outer, length = 1, *shape  # a scalar is a row of one
+    count = math.prod(outer)
     for row in preferences():
         is_like = row.sm == target.sm and row.function == function and row.is_backward == is_backward
         if is_like and row.rows[0] <= count <= row.rows[1] and row.lengths[0] <= length <= row.lengths[1]:
@@ -85,7 +86,7 @@ def choice(
     Args:
         function: "norm" or "gate".
         target: The GPU.
-        shape: That of a result, (..., n).
+        shape: That of a result, (..., n) or ().
         is_backward: Whether these are gradients.
         has_engine: Whether cuDNN has an engine for the call.
     """

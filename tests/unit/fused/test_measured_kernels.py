@@ -64,6 +64,13 @@ def test_gates_of_each_form(name, few, shape, monkeypatch):
         assert_by_own_kernels(GATES[name], *tensors)
 
 
+def test_a_gate_of_a_number():
+    x = torch.randn(())
+    with gpu_on_the_cpu(), cpu_checks(None):  # by the default, which reads the table
+        found = relu_squared(x)
+    torch.testing.assert_close(found.double(), F.relu(x.double()).square())
+
+
 @pytest.mark.parametrize("n", [8, 136, 1024])
 def test_gates_of_halves(n):
     """Rows with gaps between them; and one row, of which there are none."""
